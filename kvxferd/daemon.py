@@ -8,8 +8,8 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import assert_never
 
@@ -18,6 +18,7 @@ import structlog
 import uvloop
 
 from kvxferd.config import Config, MergedConfig, merge_reloaded, split_endpoint
+from kvxferd.control.allowed_keys_file import AllowedKeysFile, KeysRead
 from kvxferd.control.core_settings import settings_of
 from kvxferd.control.curve_keys import allowlist_of, read_key
 from kvxferd.control.fd_budget import (
@@ -31,6 +32,7 @@ from kvxferd.control.http_server import HttpServer
 from kvxferd.control.mover_assignment import MoverAssignment
 from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.node_api import ReloadResult
+from kvxferd.control.node_checks import NodeChecks
 from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.worker_socket import WorkerSocket
@@ -39,6 +41,7 @@ from kvxferd.core.effects import (
     ClosePeerConnection,
     CloseWorkerConnection,
     CommitRegionFds,
+    CountServed,
     CreateFencePage,
     Effect,
     EmitRecord,
@@ -51,6 +54,7 @@ from kvxferd.core.effects import (
     SendToPeer,
     SendToWorker,
     ShareFencePage,
+    TraceGrant,
 )
 from kvxferd.core.events import (
     AllowlistChanged,
@@ -61,20 +65,30 @@ from kvxferd.core.events import (
     Tick,
 )
 from kvxferd.core.node import Node
-from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.core.snapshot import NodeSnapshot, PullRecord, ReleaseRecord
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
-from kvxferd.telemetry.history import History
+from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
+from kvxferd.telemetry.history import History, stamped, stamped_grant
 from kvxferd.telemetry.logs import log_record, operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
+from kvxferd.telemetry.sampler import Sampler
+from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.telemetry.timer_watch import TimerWatch
+from kvxferd.telemetry.traces.collector import TraceCollector
+from kvxferd.telemetry.traces.tracer import TraceOutcome, Tracer
+from kvxferd.telemetry.warnings.kinds import WarningKind
+from kvxferd.telemetry.warnings.record_checks import RecordChecks
+from kvxferd.telemetry.warnings.warning_list import Finding
+from kvxferd.telemetry.warnings.warning_watch import WarningCollector
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.worker import Farewell
 
 log = structlog.get_logger()
 
+MAX_LOGGED_KEYS = 16  # in the line of a changed keys file
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
 PREDECESSOR_WAIT_S = 10.0  # the kernel kills a dead daemon's movers; the unmap may be slow
 
@@ -103,9 +117,21 @@ class Daemon:
         self._sd_notifier = SdNotifier(os.environ)
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
-        self._history = History()
-        self._metrics = Metrics(self.snapshot)
-        self._timer_watch = TimerWatch(self._metrics.record_late_timer)
+        self._history = History(boot=self._boot)
+        warnings = WarningCollector(self._count_warnings, lambda: not self._admin.readiness())
+        self._tracer: Tracer | None = None
+        by = config.metrics
+        engines_and_peers = EngineAndPeerCollector(by_engine=by.by_engine, by_peer=by.by_peer)
+        self._metrics = Metrics(
+            self.snapshot,
+            warnings,
+            lambda: self._movers.usage(),  # noqa: PLW0108  (the movers are made later)
+            engines_and_peers if engines_and_peers.is_on else None,
+            TraceCollector(self._trace_counts),
+        )
+        self._timer_watch = TimerWatch(self._metrics.record_late_timer, on_lag=self._metrics.record_loop_lag)
+        self._samples = Samples()
+        self._sampler = Sampler(self._samples, self._read_gauges)
         limits = config.limits
         self._worker_socket = WorkerSocket(
             config.worker, self._on_event, limits.max_sessions, max_memory_fds_of(limits)
@@ -113,7 +139,8 @@ class Daemon:
         key_file = config.peer.curve_secret_key_file
         key = read_key(Path(key_file)) if key_file else None
         self._key = key
-        self._allowlist = allowlist_of(config.peer, key)
+        self._keys_file = AllowedKeysFile(config.peer.curve_allowed_keys_file, key_file)
+        self._allowlist = allowlist_of(config.peer, key, self._keys_file.keys)
         self._peer_socket = PeerSocket(
             config.peer.bind, self._on_event, self._allowlist, key, lambda: self._node
         )
@@ -131,17 +158,24 @@ class Daemon:
                 operator_log.info("stopped", boot=self._boot)
                 return 0
             self._start_node(run_directory, closing)
+            self._start_tracer(closing)
             await self._start_movers(run_directory.mover_lock_fds, closing)
             fd_limit = raise_fd_limit()
             await self._start_http(fd_limit, closing)
             self._start_worker_socket(closing)
             self._timer_watch.start()
             closing.callback(self._timer_watch.stop)
+            self._sampler.start()
+            closing.callback(self._sampler.stop)
+            self._admin.warning_watch.start()
+            closing.callback(self._admin.warning_watch.stop)
             self._report_serving(fd_limit)
             # These run first at shutdown: a daemon without free descriptors also stops in order.
             closing.callback(release_reserved_fds)
             closing.callback(self._peer_socket.stop_listening)
             self._is_serving = True
+            self._watch_keys_file()
+            closing.callback(self._keys_file.stop)
             if self._early_hangups or self._is_reload_pending:
                 self._on_hangup()
             await self._stopping.wait()
@@ -159,9 +193,27 @@ class Daemon:
             settings=settings_of(self._config, self._allowlist),
             new_token=lambda: secrets.token_hex(16),
         )
+        self._record_checks = RecordChecks(self._node.context.endpoint)
+        self._node_checks = NodeChecks(self._node, self._engines_by_pid)
         self._has_node = True
         self._ownership_file = OwnershipFile(run_directory.ownership_path, self._node.ownerships.saved_state)
         closing.push_async_callback(self._ownership_file.close)
+
+    def _start_tracer(self, closing: AsyncExitStack) -> None:
+        """Export spans, if a collector is set. Raises ConfigError if the packages for it are missing."""
+        endpoint = self._config.tracing.endpoint
+        if not endpoint:
+            return
+        from kvxferd.telemetry.traces.otlp import OtlpExporter  # imports opentelemetry
+
+        exporter = OtlpExporter(endpoint, self._boot, self._node.context.endpoint)
+        loop = asyncio.get_running_loop()
+        self._tracer = tracer = Tracer(exporter.export, exporter.close, loop.call_soon_threadsafe)
+        tracer.start()
+        closing.push_async_callback(asyncio.to_thread, tracer.close)
+
+    def _trace_counts(self) -> Mapping[TraceOutcome, int]:
+        return self._tracer.counts if self._tracer is not None else {}
 
     async def _start_movers(self, lock_fds: tuple[int, ...], closing: AsyncExitStack) -> None:
         self._make_movers(lock_fds)
@@ -170,7 +222,13 @@ class Daemon:
 
     def _make_movers(self, lock_fds: tuple[int, ...]) -> None:
         self._movers = MoverAssignment(
-            self._config.mover, self._boot, self._node, self._worker_socket, self._on_event, lock_fds
+            self._config.mover,
+            self._boot,
+            self._node,
+            self._worker_socket,
+            self._on_event,
+            lock_fds,
+            self._node_checks.record_crash,
         )
 
     async def _start_http(self, fd_limit: int, closing: AsyncExitStack) -> None:
@@ -182,7 +240,14 @@ class Daemon:
             self._on_event,
             self.drain,
             self.reload,
-            self._timer_watch.warnings,
+            self._samples,
+            checks=(
+                self._record_checks.findings,
+                self._node_checks.findings,
+                self._timer_watch.findings,
+                lambda: self._peer_socket.turned_away.findings(time.monotonic()),
+                self._keys_file_findings,
+            ),
         )
         http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(fd_limit))
         closing.push_async_callback(http.stop)
@@ -196,7 +261,8 @@ class Daemon:
 
     def _report_serving(self, fd_limit: int) -> None:
         """Log what is served, and notify systemd."""
-        for warning in (*self._admin.warnings(), *fd_warnings(self._config.limits, fd_limit)):
+        found = (warning.text for warning in self._admin.warnings())
+        for warning in (*found, *fd_warnings(self._config.limits, fd_limit)):
             log.warning("configuration warning", text=warning)
         log.info(
             "serving",
@@ -357,7 +423,13 @@ class Daemon:
             case SaveOwnerships():
                 self._ownership_file.save_soon()
             case EmitRecord():
-                self._emit_record(effect.record)
+                self._emit_record(effect)
+            case CountServed():
+                self._metrics.record_served(effect.served)
+                self._samples.add_served(effect.served.bytes)
+            case TraceGrant():
+                if self._tracer is not None:
+                    self._tracer.add(stamped_grant(effect.record, time.time()))
             case _:
                 assert_never(effect)
 
@@ -374,10 +446,27 @@ class Daemon:
             return
         self._worker_socket.send(effect.session, effect.message, fds)
 
-    def _emit_record(self, record: Record) -> None:
+    def _emit_record(self, effect: EmitRecord) -> None:
+        record = stamped(effect.record, time.time() - effect.ended_ago_s)
         self._history.add(record)
         self._metrics.record(record)
+        self._samples.add(record)
+        self._record_checks.record(record)
         log_record(record)
+        if self._tracer is not None and isinstance(record, PullRecord | ReleaseRecord) and record.traceparent:
+            self._tracer.add(record)
+
+    def _read_gauges(self) -> Gauges:
+        num_running, oldest = self._node.pulls.running_and_oldest()
+        age_s = time.monotonic() - oldest if num_running else 0.0
+        num_warnings = sum(map(self._count_warnings, WarningKind))
+        return Gauges(running_pulls=num_running, oldest_pull_s=age_s, warnings=num_warnings)
+
+    def _engines_by_pid(self) -> dict[int, str]:
+        return self._movers.engines_by_pid()
+
+    def _count_warnings(self, kind: WarningKind) -> int:
+        return self._admin.warning_watch.count(kind)
 
     def snapshot(self) -> NodeSnapshot:
         """Return the node's current state."""
@@ -397,18 +486,10 @@ class Daemon:
 
     def _apply_config(self, merged: MergedConfig) -> ReloadResult:
         config = merged.config
-        allowlist = allowlist_of(config.peer, self._key)
         # Each part compares with its own state: if one raises, the next reload applies the rest.
+        self._keys_file.use(config.peer.curve_allowed_keys_file)  # raises, and then nothing changes
         closed = self._worker_socket.set_allowed(config.worker)
-        dropped: list[Endpoint] = []
-        anew = False
-        if allowlist != self._allowlist:
-            before = self._node.peers.endpoints()
-            anew = not allowlist.allows_all_of(self._allowlist)
-            self._peer_socket.set_allowlist(allowlist)
-            self._allowlist = allowlist
-            self._on_event(AllowlistChanged(allowlist))
-            dropped = sorted(before - self._node.peers.endpoints())
+        dropped, must_shut = self._apply_allowlist(config)
         if "log.level" in merged.changed:
             set_log_level(config.log.level)
         self._admin.set_config(config)
@@ -418,7 +499,53 @@ class Daemon:
             ignored=merged.ignored,
             dropped_peers=dropped,
             closed_sessions=closed,
-            closed_connections=self._peer_socket.shut_connections() if anew else 0,
+            closed_connections=self._peer_socket.shut_connections() if must_shut else 0,
+        )
+
+    def _apply_allowlist(self, config: Config) -> tuple[list[Endpoint], bool]:
+        """Use the present allow-lists. Return the peers that are dropped, and whether an entry was removed.
+
+        Then the connections to this node must be shut: those who are still admitted connect again.
+        """
+        allowlist = allowlist_of(config.peer, self._key, self._keys_file.keys)
+        if allowlist == self._allowlist:
+            return [], False
+        before = self._node.peers.endpoints()
+        must_shut = not allowlist.allows_all_of(self._allowlist)
+        self._peer_socket.set_allowlist(allowlist)
+        self._allowlist = allowlist
+        self._on_event(AllowlistChanged(allowlist))
+        return sorted(before - self._node.peers.endpoints()), must_shut
+
+    def _keys_file_findings(self) -> list[Finding]:
+        file = self._config.peer.curve_allowed_keys_file
+        sentences = self._keys_file.warnings()
+        return [Finding(WarningKind.ALLOWED_KEYS_UNREAD, file, *sentence) for sentence in sentences]
+
+    def _watch_keys_file(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_read(found: KeysRead) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._on_keys_read, found)
+
+        self._keys_file.start(on_read)
+
+    def _on_keys_read(self, found: KeysRead) -> None:
+        if found.problem:
+            log.warning("allowed keys not read", reason=found.problem)
+            return
+        before = self._allowlist.allowed_keys or frozenset()
+        dropped, must_shut = self._apply_allowlist(self._config)
+        after = self._allowlist.allowed_keys or frozenset()
+        operator_log.info(
+            "allowed keys read",
+            file=self._config.peer.curve_allowed_keys_file,
+            added=sorted(after - before)[:MAX_LOGGED_KEYS],
+            removed=sorted(before - after)[:MAX_LOGGED_KEYS],
+            num_keys=len(found.keys),
+            dropped_peers=dropped,
+            closed_connections=self._peer_socket.shut_connections() if must_shut else 0,
         )
 
     def drain(self) -> None:

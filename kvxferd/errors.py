@@ -15,7 +15,12 @@ KvxferdError          .code is sent on the wire, str() is a sentence with what t
 ```
 """
 
+from collections import Counter
 from enum import StrEnum
+
+# How often a limit has refused something in this process, by its name. It only shows, and decides nothing.
+BUSY_REFUSALS: Counter[str] = Counter()
+OTHER_LIMIT = "other"
 
 
 class Code(StrEnum):
@@ -162,9 +167,13 @@ class DeviceError(KvxferdError):
 
 
 class BusyError(KvxferdError):
-    """A limit was reached; another attempt after `retry_after_s` seconds may succeed."""
+    """A limit was reached; another attempt after `retry_after_s` seconds may succeed.
+
+    `limit` is its name in the metrics: one of a small closed set. Each error counts as one refusal.
+    """
 
     default_code = Code.BUSY
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, limit: str = OTHER_LIMIT) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
+        BUSY_REFUSALS[limit] += 1

@@ -31,8 +31,8 @@ class RunDirectory:
 
     Another user who can open a lock file can take the lock: reading is enough for `flock`.
     The daemon alone holds `daemon.lock`. Every mover inherits `movers.lock`: the kernel releases it when
-    the last of them exits, in whatever way. The locks of version 0.1 beside `private/` are taken too, so
-    that daemons and movers of both versions never run at the same time.
+    the last of them exits, in whatever way. The locks that versions before 0.1.0 have beside `private/`
+    are taken too, so that daemons and movers of both versions never run at the same time.
     """
 
     def __init__(self, path: Path, worker_socket: str = "") -> None:
@@ -70,7 +70,7 @@ class RunDirectory:
             raise
 
     def _take_over_v0_1(self, worker_socket: str) -> None:
-        """Acquire the locks of version 0.1, and create the worker socket's directory."""
+        """Acquire the locks of versions before 0.1.0, and create the worker socket's directory."""
         path = self._path
         self._old_daemon = OldLock(path / "daemon.lock")
         self._old_locks.append(self._old_daemon)
@@ -153,13 +153,13 @@ class RunDirectory:
             os.close(self._lock_fds.pop())
 
 
-# Version 0.1 kept its locks and its worker socket beside `private/`; both are supported for one release. Its
-# lock files can be opened by every user (mode 0644), and reading is enough for `flock`: any local user could
-# hold one and block every start.
+# Versions before 0.1.0 kept locks and worker socket beside `private/`; both are supported for one release.
+# Their lock files can be opened by every user (mode 0644), and reading is enough for `flock`: any local user
+# could hold one and block every start.
 
 
 class OldLock:
-    """One lock file of version 0.1. `fd` changes with `acquire` and `replace`."""
+    """One lock file of versions before 0.1.0. `fd` changes with `acquire` and `replace`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -213,7 +213,7 @@ class OldLock:
 
 
 class OldSocketLink:
-    """The symbolic link at version 0.1's path of the worker socket."""
+    """The symbolic link at the path that versions before 0.1.0 have of the worker socket."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

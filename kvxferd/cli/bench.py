@@ -117,7 +117,7 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
         _check_plot_path(plot)
     # Imported here, so that the other verbs do not load numpy and asyncio.
     from kvxferd.bench.runner import run_bench
-    from kvxferd.tooling.output import console, print_json
+    from kvxferd.tooling.output import console, print_fitted, print_json
 
     try:
         result = run_bench(asked, lambda what: click.echo(f"kvxferd: {what}", err=True))
@@ -132,7 +132,7 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
     else:
         from kvxferd.bench.report import render_report
 
-        console().print(render_report(result))
+        print_fitted(console(), render_report(result))
     failures = [result.error] if result.error else []
     if plot is not None:
         from kvxferd.bench.plot import write_plot

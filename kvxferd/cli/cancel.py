@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import click
 
+from kvxferd.cli.completion import complete_from, publishing_engine_ids, pull_numbers, transfer_ids
 from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import print_json
 
 
 @click.command()
-@click.argument("transfer", required=False)
-@click.option("--engine", metavar="ID", help="Only this engine's transfer of that name.")
-@click.option("--pull", type=int, metavar="N", help="End this pull instead, by its number.")
+@click.argument("transfer", required=False, shell_complete=complete_from("/v1/transfers", transfer_ids))
+@click.option(
+    "--engine",
+    metavar="ID",
+    shell_complete=complete_from("/v1/transfers", publishing_engine_ids),
+    help="Only this engine's transfer of that name.",
+)
+@click.option(
+    "--pull",
+    type=int,
+    metavar="N",
+    shell_complete=complete_from("/v1/transfers", pull_numbers),
+    help="End this pull instead, by its number.",
+)
 @json_option
 @with_control_client
 def cancel(

@@ -62,7 +62,7 @@ def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> N
 
     from kvxferd.demo.report import render_report
     from kvxferd.demo.runner import run_demo
-    from kvxferd.tooling.output import console, print_json
+    from kvxferd.tooling.output import console, print_fitted, print_json
 
     shape = _demo_shape(options)
     shape.check()
@@ -91,7 +91,7 @@ def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> N
     if as_json:
         print_json(results.as_json() | ({} if equal is None else {"equal": equal.as_json()}))
     else:
-        console().print(render_report(results, equal))
+        print_fitted(console(), render_report(results, equal))
     ctx.exit(EXIT_OK if all(one.is_ok for one in found) else EXIT_WRONG_BYTES)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
+from kvxferd.cli.completion import complete_from, recorded_engine_ids
 from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import print_json
 
 
 @click.command("disown")
-@click.argument("engine_id")
+@click.argument("engine_id", shell_complete=complete_from("/v1/engines", recorded_engine_ids))
 @json_option
 @with_control_client
 def disown(daemon: ControlClient, engine_id: str, as_json: bool) -> None:

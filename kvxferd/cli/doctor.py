@@ -7,11 +7,9 @@ from pathlib import Path
 
 import click
 
-from kvxferd.cli.options import json_option
-from kvxferd.config import CONFIG_PATH_VARIABLE
+from kvxferd.cli.options import config_option, json_option, socket_option
 from kvxferd.doctor.finding import CheckContext, Finding
 from kvxferd.doctor.runner import CHECKS, load_config_or_finding, run_check, select_checks
-from kvxferd.memory.driver import DRIVER_VARIABLE
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import print_json
 
@@ -28,22 +26,22 @@ RESPONSE_TIMEOUT_S = 5.0
     multiple=True,
     help=f"Run only this check; may be repeated. One of {', '.join(CHECKS)}.",
 )
-@click.option("--driver", hidden=True, help="Another GPU driver, for tests without a GPU.")
-@click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
 @click.option(
-    "--config",
-    "config_path",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    envvar=CONFIG_PATH_VARIABLE,
-    help="The daemon's configuration.",
+    "--peer",
+    "peer",
+    metavar="ENDPOINT",
+    help="Examine the way to this daemon instead, tcp://HOST:PORT#KEY: from here, and through the daemon.",
 )
+@click.option("--driver", hidden=True, help="Another GPU driver, for tests without a GPU.")
+@socket_option
+@config_option("The daemon's configuration.")
 @click.pass_context
 def doctor(
     ctx: click.Context,
     as_json: bool,
     gpu: bool,
     names: tuple[str, ...],
+    peer: str | None,
     driver: str | None,
     socket_path: str | None,
     config_path: Path | None,
@@ -54,26 +52,47 @@ def doctor(
     essential works; 1 if something essential does not, or with --gpu a placement does not; 3 if with
     --gpu there is no GPU.
     """
-    # Imported here, so that the other verbs do not load numpy and rich.
+    # Imported here, so that a completion does not load numpy and rich.
     from kvxferd.doctor import gpus, report
     from kvxferd.doctor.placements import try_placements
+    from kvxferd.memory.driver import DRIVER_VARIABLE
+    from kvxferd.mover.backends import BACKEND_VARIABLE, Backend, backend_to_text
 
     findings: list[Finding] = []
     config = load_config_or_finding(config_path, findings)
+    backend = Backend(config.mover.backend, config.mover.backend_parameters)
     node = CheckContext(
         config,
         ControlClient(socket_path or config.control.socket, RESPONSE_TIMEOUT_S),
-        {**os.environ, **config.mover.environment, **({DRIVER_VARIABLE: driver} if driver else {})},
+        {
+            **os.environ,
+            **config.mover.environment,
+            BACKEND_VARIABLE: backend_to_text(backend),
+            **({DRIVER_VARIABLE: driver} if driver else {}),
+        },
     )
-    for name, check in select_checks(names):
-        findings += run_check(name, check, node)
+    if peer is not None:
+        if gpu or names:
+            raise click.UsageError("--peer examines the way to a daemon: leave out --gpu and --check")
+        findings += _peer_findings(node, peer)
+    else:
+        for name, check in select_checks(names):
+            findings += run_check(name, check, node)
     tried = try_placements(node, run_check("gpus", gpus.check, node)) if gpu else None
     if as_json:
         print_json(report.as_json(findings, tried))
     else:
-        report.print_findings(findings)
+        report.print_findings(findings, "This node" if peer is None else f"The way to {peer}")
         if tried:
             report.print_placements(tried)
         elif tried is not None:
             click.echo("Placements of GPU memory: not tried, there is no GPU that can be used here.")
     ctx.exit(report.exit_status(findings, tried))
+
+
+def _peer_findings(node: CheckContext, peer: str) -> list[Finding]:
+    from kvxferd.doctor.peer_check import check_peer
+    from kvxferd.wire.endpoint import parse_endpoint
+
+    endpoint = parse_endpoint(peer if "://" in peer else f"tcp://{peer}")
+    return run_check("peer", lambda context: check_peer(context, endpoint), node)

@@ -9,7 +9,7 @@ import click
 from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_WORK_LEFT
-from kvxferd.tooling.output import print_json
+from kvxferd.tooling.output import format_count, print_json
 
 
 @click.command()
@@ -37,7 +37,7 @@ def drain(daemon: ControlClient, wait: bool, as_json: bool) -> None:
 
 def _print_unfinished(answer: dict[str, Any]) -> None:
     transfers, pulls = answer["transfers"], answer["pulls"]
-    left = f"{len(transfers)} transfers and {len(pulls)} pulls left"
+    left = f"{format_count(len(transfers), 'transfer')} and {format_count(len(pulls), 'pull')} left"
     click.echo(f"ended with {left}, at the limit or by a second signal:")
     for transfer in transfers:
         click.echo(f"  transfer {transfer['transfer_id']} of {transfer['engine_id']}, {transfer['state']}")

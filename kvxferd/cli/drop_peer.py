@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
+from kvxferd.cli.completion import complete_from, endpoints
 from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import print_json
 
 
 @click.command("drop-peer")
-@click.argument("endpoint")
+@click.argument("endpoint", shell_complete=complete_from("/v1/peers", endpoints))
 @json_option
 @with_control_client
 def drop_peer(daemon: ControlClient, endpoint: str, as_json: bool) -> None:

@@ -7,10 +7,10 @@ import urllib.parse
 import click
 import msgspec
 
-from kvxferd.cli.options import json_option, with_control_client
+from kvxferd.cli.completion import complete_from, remote_engine_ids
+from kvxferd.cli.options import json_option, watchable, with_control_client
 from kvxferd.core.snapshot import EngineSnapshot, OwnershipSnapshot, RankSnapshot, RetiredMoverSnapshot
 from kvxferd.core.topology_snapshot import TopologySnapshot
-from kvxferd.telemetry.gauges import engine_state
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import format_bytes, format_duration, print_json, print_table
 
@@ -22,15 +22,19 @@ from kvxferd.tooling.output import format_bytes, format_duration, print_json, pr
     metavar="[ENGINE]",
     is_flag=False,
     flag_value="",
+    shell_complete=complete_from("/v1/peers", remote_engine_ids),
     help="Show instead what local ranks know of remote engines, or of ENGINE alone.",
 )
 @json_option
 @with_control_client
+@watchable
 def engines(daemon: ControlClient, topology_of: str | None, as_json: bool) -> None:
     """Show local engines and their ranks, and which user owns each engine id."""
     if topology_of is not None:
         _show_topologies(daemon, topology_of, as_json)
         return
+    from kvxferd.telemetry.gauges import engine_state  # it loads the metrics' library
+
     answer = daemon.get("/v1/engines")
     if as_json:
         print_json(answer)

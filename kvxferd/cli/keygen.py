@@ -25,7 +25,8 @@ def keygen(output: Path, known: Path | None) -> None:
     """Make a CURVE key: write the secret half to a file and print the public half.
 
     The file is for this daemon's peer.curve_secret_key_file; the public key is for every other
-    daemon's peer.curve_allowed_keys. An existing file is never overwritten.
+    daemon's peer.curve_allowed_keys, or its peer.curve_allowed_keys_file. An existing file is never
+    overwritten.
     """
     # Imported here: no other verb needs libzmq.
     from kvxferd.control.curve_keys import make_key, read_key

@@ -1,4 +1,7 @@
-"""Options that several verbs have."""
+"""Options that several verbs have.
+
+`kvxferd serve` has some of them: what other verbs need more than it is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,87 @@ from typing import Any, TypeVar
 
 import click
 
-from kvxferd.config import CONFIG_PATH_VARIABLE, load_config
-from kvxferd.tooling.control_client import ControlClient
+from kvxferd.cli.completion import complete_files
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# As `kvxferd.config` has it, which a completion need not load; a test compares them.
+CONFIG_PATH_VARIABLE = "KVXFERD_CONFIG"
+
+DEFAULT_INTERVAL_S = 2.0
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 86_400.0
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 
-def with_control_client(verb: F) -> F:
-    """Add the options that name a daemon, and pass its client as the verb's first argument."""
+def _socket_at(ctx: click.Context, param: click.Parameter, path: str | None) -> str | None:
+    from kvxferd.tooling.control_client import control_socket_path
 
-    @click.option("--socket", "socket_path", metavar="PATH", help="The daemon's control socket.")
-    @click.option(
+    return path and control_socket_path(path)
+
+
+socket_option = click.option(
+    "--socket",
+    "socket_path",
+    metavar="PATH",
+    callback=_socket_at,
+    shell_complete=complete_files,
+    help="The daemon's control socket, or the directory with it.",
+)
+
+
+def config_option(text: str) -> Callable[[F], F]:
+    """Return the option that names the configuration file, with its help."""
+    return click.option(
         "--config",
         "config_path",
         metavar="FILE",
         type=click.Path(path_type=Path),
         envvar=CONFIG_PATH_VARIABLE,
-        help="The daemon's configuration file, which names the socket.",
+        help=text,
     )
+
+
+def with_control_client(verb: F) -> F:
+    """Add the options that name a daemon, and pass its client as the verb's first argument."""
+
+    @socket_option
+    @config_option("The daemon's configuration file, which names the socket.")
     @functools.wraps(verb)
     def run_verb(socket_path: str | None, config_path: Path | None, **options: Any) -> Any:
+        from kvxferd.config import load_config
+        from kvxferd.tooling.control_client import ControlClient
+
         path = socket_path or load_config(config_path, os.environ, {}).control.socket
         return verb(ControlClient(path), **options)
+
+    return run_verb  # type: ignore[return-value]
+
+
+def watchable(verb: F) -> F:
+    """Add `--watch`, which runs a verb that shows something again and again."""
+
+    @click.option(
+        "--watch",
+        "interval_s",
+        metavar="[SECONDS]",
+        type=click.FloatRange(MIN_INTERVAL_S, MAX_INTERVAL_S),
+        is_flag=False,
+        flag_value=DEFAULT_INTERVAL_S,
+        help=f"Show it again every so many seconds, {DEFAULT_INTERVAL_S:g} by default, until Ctrl-C.",
+    )
+    @functools.wraps(verb)
+    def run_verb(*arguments: Any, interval_s: float | None, **options: Any) -> None:
+        if interval_s is None:
+            verb(*arguments, **options)
+            return
+        if options.get("follow"):
+            raise click.UsageError("--follow goes on by itself: leave --watch out")
+        if not interval_s >= MIN_INTERVAL_S:  # not a number, which no range excludes
+            raise click.BadParameter("give a number of seconds", param_hint="--watch")
+        from kvxferd.tooling.watch import watch
+
+        title = click.get_current_context().command_path
+        watch(title, lambda: verb(*arguments, **options), interval_s, options.get("as_json", False))
 
     return run_verb  # type: ignore[return-value]

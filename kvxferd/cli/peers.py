@@ -5,15 +5,16 @@ from __future__ import annotations
 import click
 import msgspec
 
-from kvxferd.cli.options import json_option, with_control_client
+from kvxferd.cli.options import json_option, watchable, with_control_client
 from kvxferd.core.snapshot import PeerSnapshot
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import print_json, print_table
+from kvxferd.tooling.output import format_count, print_json, print_table
 
 
 @click.command()
 @json_option
 @with_control_client
+@watchable
 def peers(daemon: ControlClient, as_json: bool) -> None:
     """Show other nodes' daemons."""
     answer = daemon.get("/v1/peers")
@@ -31,4 +32,6 @@ def peers(daemon: ControlClient, as_json: bool) -> None:
 
 
 def _engines(peer: PeerSnapshot) -> str:
-    return ", ".join(f"{e.engine_id}@{e.generation} ({e.num_ranks} ranks)" for e in peer.engines)
+    return ", ".join(
+        f"{e.engine_id}@{e.generation} ({format_count(e.num_ranks, 'rank')})" for e in peer.engines
+    )

@@ -6,7 +6,7 @@ import click
 
 from kvxferd.cli.options import json_option, with_control_client
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import print_json
+from kvxferd.tooling.output import format_count, print_json
 
 
 @click.command("reload")
@@ -32,4 +32,6 @@ def reload(daemon: ControlClient, as_json: bool) -> None:
     elif connections:
         click.echo(f"peers' connections to this node closed: {connections} (admitted peers connect again)")
     if answer["closed_sessions"]:
-        click.echo(f"closed {answer['closed_sessions']} sessions of users who are no longer allowed")
+        click.echo(
+            f"closed {format_count(answer['closed_sessions'], 'session')} of users who are no longer allowed"
+        )

@@ -6,11 +6,14 @@ from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 import kvxferd
 from kvxferd.cli import not_installed_message
+from kvxferd.cli.suggestions import SuggestingGroup
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.exit_codes import EXIT_ERROR
+from kvxferd.tooling.output import printable
 
 # The module of each verb, in the order of the help. Only the requested one is imported: a daemon
 # would otherwise hold the others' tables in memory for as long as it runs.
@@ -19,10 +22,14 @@ VERBS = {
     "demo": "kvxferd.cli.demo",
     "bench": "kvxferd.cli.bench",
     "doctor": "kvxferd.cli.doctor",
+    "ping": "kvxferd.cli.ping",
+    "support-bundle": "kvxferd.cli.support_bundle",
     "status": "kvxferd.cli.status",
+    "top": "kvxferd.cli.top",
     "engines": "kvxferd.cli.engines",
     "peers": "kvxferd.cli.peers",
     "transfers": "kvxferd.cli.transfers",
+    "history": "kvxferd.cli.history",
     "explain": "kvxferd.cli.explain",
     "reload": "kvxferd.cli.reload",
     "drain": "kvxferd.cli.drain",
@@ -30,10 +37,11 @@ VERBS = {
     "cancel": "kvxferd.cli.cancel",
     "disown": "kvxferd.cli.disown",
     "keygen": "kvxferd.cli.keygen",
+    "config": "kvxferd.cli.config",
 }
 
 
-class VerbGroup(click.Group):
+class VerbGroup(SuggestingGroup):
     """A group whose verbs may raise KvxferdError, which prints one line and no traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -52,12 +60,19 @@ class VerbGroup(click.Group):
         assert isinstance(verb, click.Command)
         return verb
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the verbs and options that begin so, without an import of the verbs."""
+        verbs = [CompletionItem(name) for name in VERBS if name.startswith(incomplete)]
+        return verbs + click.Command.shell_complete(self, ctx, incomplete)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the verb."""
         try:
             return super().invoke(ctx)
         except KvxferdError as error:
-            click.echo(f"kvxferd: {error.message} [{error.code.value}]", err=True)
+            # A message may repeat an id of a peer's, or a key of a file.
+            text = printable(f"kvxferd: {error.message} [{error.code.value}]", keep="\n")
+            click.echo(text, err=True)
             ctx.exit(EXIT_ERROR)
 
 

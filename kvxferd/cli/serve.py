@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
 
-from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
+from kvxferd.cli.options import config_option
+from kvxferd.config import SETTINGS, Setting, flag_name, load_config
 from kvxferd.import_blocking import block_import
-
-with block_import("rich"):  # structlog would load it: 3 MB, for tracebacks that are JSON lines here
-    from kvxferd.telemetry.logs import configure_queued_logs
 
 
 def open_standard_streams() -> None:
@@ -39,32 +39,56 @@ def freeze_imports() -> None:
     gc.freeze()
 
 
+class ServeCommand(click.Command):
+    """A verb whose settings are listed in its help by table, each as the sample configuration explains it."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the verb's own options, and then each table's."""
+        from kvxferd.config.sample import sample_comments
+
+        tables: dict[str, list[tuple[str, str]]] = {}
+        own: list[tuple[str, str]] = []
+        comments = sample_comments()
+        last = ""
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            setting = SETTINGS.get((param.name or "").replace("__", "."))
+            if record is None or setting is None:
+                own += [record] if record else []
+            else:
+                meaning = comments.keys[setting.key]
+                text = f"{'As above.' if meaning == last else meaning} {_value_and_default(setting)}"
+                tables.setdefault(setting.section, []).append((record[0], text))
+                last = meaning
+        with formatter.section("Options"):
+            formatter.write_dl(own)
+        for name, entries in tables.items():
+            with formatter.section(f"Settings of [{name}]"):
+                if about := comments.sections.get(name):
+                    formatter.write_text(about)
+                    formatter.write_paragraph()
+                formatter.write_dl(entries)
+
+
 def _settings_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     for setting in reversed(list(SETTINGS.values())):
-        option = click.option(
-            flag_name(setting.key), setting.key.replace(".", "__"), metavar="VALUE", help=_help(setting)
-        )
+        option = click.option(flag_name(setting.key), setting.key.replace(".", "__"), metavar="VALUE")
         verb = option(verb)
     return verb
 
 
-def _help(setting: Setting) -> str:
+def _value_and_default(setting: Setting) -> str:
     # File modes are shown in octal.
     default = f"0o{setting.default:o}" if setting.field == "mode" else setting.default
     if isinstance(default, bool):
         default = str(default).lower()
-    return f"{setting.expected_as_text}. Default: {default if default else 'empty'}."
+    return (
+        f"Value: {setting.expected_as_text}. Default: {default if default not in ('', (), {}) else 'empty'}."
+    )
 
 
-@click.command()
-@click.option(
-    "--config",
-    "config_path",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    envvar=CONFIG_PATH_VARIABLE,
-    help="A TOML file; config/kvxferd.toml shows every setting.",
-)
+@click.command(cls=ServeCommand)
+@config_option("A TOML file; `kvxferd config defaults` prints one with every setting.")
 @_settings_options
 @click.pass_context
 def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) -> None:
@@ -80,9 +104,15 @@ def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) 
     path, environ = config_path and config_path.absolute(), dict(os.environ)
     config = load_config(path, environ, given)
     open_standard_streams()
-    configure_queued_logs(config.log)
-    # Imported here: the other verbs need no event loop and no sockets.
+    # Imported here: a completion needs the options alone, and the other verbs no event loop and no sockets.
+    import_logs().configure_queued_logs(config.log)
     from kvxferd.daemon import serve as run_daemon
 
     freeze_imports()
     ctx.exit(run_daemon(config, lambda: load_config(path, environ, given), early))
+
+
+def import_logs() -> ModuleType:
+    """Import `kvxferd.telemetry.logs`, before the daemon's modules import structlog."""
+    with block_import("rich"):  # structlog would load it: 3 MB, for tracebacks that are JSON lines here
+        return importlib.import_module("kvxferd.telemetry.logs")

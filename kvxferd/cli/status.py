@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from datetime import UTC, datetime
 from typing import Any
 
 import click
 import msgspec
-from rich.table import Table
 
-from kvxferd.cli.options import json_option, with_control_client
+from kvxferd.cli.options import json_option, watchable, with_control_client
 from kvxferd.core.snapshot import KEPT_BY, NodeSnapshot, RankSnapshot
-from kvxferd.telemetry.gauges import engine_state
+from kvxferd.telemetry.minute_text import describe_failures, describe_rates
+from kvxferd.telemetry.sample_report import LastMinute
+from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import console, format_bytes, plain_text, print_json
+from kvxferd.tooling.output import format_bytes, format_count, print_fields, print_json
 
 
 @click.command()
 @json_option
 @with_control_client
+@watchable
 def status(daemon: ControlClient, as_json: bool) -> None:
     """Show the state of the daemon on this node."""
     answer = daemon.get("/v1/status")
@@ -26,29 +29,55 @@ def status(daemon: ControlClient, as_json: bool) -> None:
         print_json(answer)
         return
     node = msgspec.convert(answer["node"], NodeSnapshot)
-    grid = Table.grid(padding=(0, 2))
-    for head, text in _lines(answer, node):
-        grid.add_row(f"[bold]{head}[/bold]", plain_text(text))
-    console().print(grid)
+    print_fields(_lines(answer, node))
 
 
 def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
+    from kvxferd.telemetry.gauges import engine_state  # it loads the metrics' library
+
     ranks = [rank for engine in node.engines for rank in engine.ranks]
     readable = sum(engine_state(engine) == "readable" for engine in node.engines)
     return [
         ("daemon", f"{node.endpoint}, version {answer['version']}, boot {node.boot}"),
         ("state", _state(answer, node)),
-        *(("warning", warning) for warning in answer["warnings"]),
+        *_warnings(answer),
+        *_last_minute(answer),
         ("engines", f"{len(node.engines)}, {readable} readable"),
         ("ranks", f"{len(ranks)}, {format_bytes(sum(rank.bytes for rank in ranks))}"),
         ("placements", _placements(ranks)),
         ("sessions", str(node.num_sessions)),
         ("peers", f"{len(node.peers)}, {sum(peer.state == 'up' for peer in node.peers)} up"),
-        ("transfers", f"{sum(node.transfer_states.values())} held, {node.num_grants_given} grants"),
+        (
+            "transfers",
+            f"{sum(node.transfer_states.values())} held, {format_count(node.num_grants_given, 'grant')}",
+        ),
         ("pulls", f"{sum(node.pull_phases.values())} running, {node.num_quarantined} quarantined"),
         ("retired movers", _retired(node)),
         ("engine ids", _ownerships(node)),
     ]
+
+
+def _warnings(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return each warning with its kind and age; of an older daemon, its sentence."""
+    active = answer.get("active_warnings")
+    if active is None:
+        return [("warning", text) for text in answer["warnings"]]
+    warnings = msgspec.convert(active, list[NodeWarning])
+    return [("warning", f"{w.kind.value}, {_since(w.since)}: {w.text}") for w in warnings]
+
+
+def _last_minute(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what was moved in the last minute, and what failed; nothing of an older daemon."""
+    if "last_minute" not in answer:
+        return []
+    minute = msgspec.convert(answer["last_minute"], LastMinute)
+    failed = describe_failures(minute)
+    why = f"{failed}; kvxferd history --failed shows them" if failed else "none"
+    return [("last minute", describe_rates(minute)), ("failures", why)]
+
+
+def _since(unix_time: float) -> str:
+    return f"since {datetime.fromtimestamp(unix_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _placements(ranks: list[RankSnapshot]) -> str:
@@ -68,18 +97,21 @@ def _retired(node: NodeSnapshot) -> str:
     kept = Counter(mover.kept_by for mover in node.retired_movers)
     in_doubt = sum(mover.num_in_doubt for mover in node.retired_movers)
     waits = ", ".join(f"{kept[what]} for {what}" for what in KEPT_BY if kept[what])
-    return f"{len(node.retired_movers)}: {waits}; {in_doubt} pulls in doubt"
+    return f"{len(node.retired_movers)}: {waits}; {format_count(in_doubt, 'pull')} in doubt"
 
 
 def _ownerships(node: NodeSnapshot) -> str:
     """Return the number of owned engine ids: ``3 recorded, 1 without ranks here; 2 ranks kept``."""
     num_absent = sum(kept.uid is not None and kept.expires_in_s is not None for kept in node.ownerships)
     num_ranks = sum(kept.num_kept_ranks for kept in node.ownerships)
-    ranks = f"; {num_ranks} ranks kept" if num_ranks else ""
+    ranks = f"; {format_count(num_ranks, 'rank')} kept" if num_ranks else ""
     return f"{len(node.ownerships)} recorded, {num_absent} without ranks here{ranks}"
 
 
 def _state(answer: dict[str, Any], node: NodeSnapshot) -> str:
     if node.draining:
         return "draining"
-    return "ready" if answer["ready"] else "not ready: " + "; ".join(answer["reasons"])
+    if not answer["ready"]:
+        return "not ready: " + "; ".join(answer["reasons"])
+    kinds = dict.fromkeys(warning["kind"] for warning in answer.get("active_warnings", ()))
+    return f"ready, with warnings: {', '.join(kinds)}" if kinds else "ready"

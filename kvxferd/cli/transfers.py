@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from kvxferd.cli.options import json_option, with_control_client
+from kvxferd.cli.options import json_option, watchable, with_control_client
 from kvxferd.core.snapshot import PullRecord, PullSnapshot, TransferSnapshot
 from kvxferd.telemetry.history import record_from_json
 from kvxferd.tooling.control_client import ControlClient
@@ -20,6 +20,7 @@ MAX_ENDED = 16  # pulls that are shown; /v1/history has more
 @click.command()
 @json_option
 @with_control_client
+@watchable
 def transfers(daemon: ControlClient, as_json: bool) -> None:
     """Show published transfers, running pulls, and how the last pulls were read."""
     answer = daemon.get("/v1/transfers")
@@ -50,12 +51,16 @@ def transfers(daemon: ControlClient, as_json: bool) -> None:
         "Last pulls",
         ("pull", "transfer", "from", "to", "rank", "outcome", "bytes", "read", "took", "reads predicted"),
         (
-            (r.pull, r.transfer_id, r.source, r.sink, r.rank, r.outcome, format_bytes(r.bytes),
+            (r.pull, r.transfer_id, r.source, r.sink, r.rank, r.code or r.outcome, format_bytes(r.bytes),
              format_ways(r.ways), format_duration(r.total_s),
              format_duration(r.predicted_s) if r.predicted_s else "-")
             for r in records
         ),
     )  # fmt: skip
+    if failures := {r.pull: r.message for r in records if r.code and r.message}:
+        print_table(
+            "Why pulls failed", ("pull", "message"), [(str(pull), why) for pull, why in failures.items()]
+        )
 
 
 def format_ways(ways: Mapping[str, int]) -> str:

@@ -45,7 +45,7 @@ The engine's side of the contract:
 * A process that forks does so before `connect`: a child that inherits the socket keeps the
   registration alive.
 
-It needs msgspec and the standard library alone.
+It needs msgspec and the standard library alone. `kvxferd.client.aio` is the same for asyncio.
 """
 
 from kvxferd.client.blocks import BlockList
@@ -55,6 +55,7 @@ from kvxferd.client.events import (
     Disconnected,
     Event,
     Failed,
+    PublishAccepted,
     PublishRefused,
     PullTicket,
     Quiesced,
@@ -72,6 +73,7 @@ __all__ = [
     "Disconnected",
     "Event",
     "Failed",
+    "PublishAccepted",
     "PublishRefused",
     "Publisher",
     "PullTicket",

@@ -118,6 +118,17 @@ class PublishRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class PublishAccepted:
+    """The daemon has accepted a publish that was called with `reply_when_accepted`.
+
+    Attributes:
+        transfer_id: as given to `publish`.
+    """
+
+    transfer_id: TransferId
+
+
+@dataclass(frozen=True, slots=True)
 class Suspended:
     """No other process maps the rank's memory: it may be freed now."""
 
@@ -133,7 +144,7 @@ class Disconnected:
     message: str
 
 
-Event = Delivered | Failed | Quiesced | Released | PublishRefused | Suspended | Disconnected
+Event = Delivered | Failed | Quiesced | Released | PublishRefused | PublishAccepted | Suspended | Disconnected
 Emit = Callable[[Event], None]
 
 

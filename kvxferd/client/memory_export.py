@@ -13,6 +13,7 @@ from kvxferd.errors import Code, DeviceError, EngineError
 from kvxferd.frame_socket import close_fds
 from kvxferd.ids import Incarnation, RegionId
 from kvxferd.layout import RankLayout
+from kvxferd.memory import SharedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import AddressRange
 from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_REGIONS
@@ -50,15 +51,19 @@ class Region:
     offset: int = 0
 
 
-Regions = Mapping[RegionId, Memory] | Iterable[Region]
+RegionMemory = Memory | SharedMemory
+Regions = Mapping[RegionId, RegionMemory] | Mapping[str, RegionMemory] | Iterable[Region]
 
 
 class MemoryExport:
     """A rank's memory, ready to be sent. Owns duplicates of the descriptors until `close`."""
 
-    def __init__(self, regions: tuple[RegionExport, ...], fds: tuple[int, ...]) -> None:
+    def __init__(
+        self, regions: tuple[RegionExport, ...], fds: tuple[int, ...], owners: tuple[object, ...] = ()
+    ) -> None:
         self.regions = regions
         self.fds = fds
+        self.owners = owners  # what must not be freed while a mover of this process may use the memory
         self.incarnation = Incarnation(secrets.token_hex(8))  # of this mapping of the memory
 
     @property
@@ -68,6 +73,7 @@ class MemoryExport:
 
     def close(self) -> None:
         """Close the descriptors: nothing here keeps the memory alive any more. Idempotent."""
+        self.owners = ()
         fds, self.fds = self.fds, ()
         for fd in fds:
             os.close(fd)
@@ -152,18 +158,30 @@ def export_memory(layout: RankLayout, regions: Regions) -> MemoryExport:
     for region, size_bytes in sized:
         _check_bounds(region, size_bytes)
     sources = FdTable(sized)
-    return MemoryExport(tuple(sources.describe(*region) for region in sized), sources.open_fds())
+    owners = tuple(
+        owner
+        for region, _ in sized
+        if isinstance(region.memory, ResidentMemory)
+        for owner in region.memory.owners
+    )
+    return MemoryExport(tuple(sources.describe(*region) for region in sized), sources.open_fds(), owners)
 
 
 def _by_region_id(regions: Regions) -> dict[RegionId, Region]:
     if isinstance(regions, Mapping):
-        return {name: Region(name, memory) for name, memory in regions.items()}
+        return {RegionId(name): _region_of(RegionId(name), memory) for name, memory in regions.items()}
     listed: dict[RegionId, Region] = {}
     for region in regions:
         if region.region in listed:
             raise EngineError(f"cannot export region {region.region!r} twice", Code.REGION_INVALID)
         listed[region.region] = region
     return listed
+
+
+def _region_of(name: RegionId, memory: RegionMemory) -> Region:
+    if isinstance(memory, SharedMemory):
+        return Region(name, memory.memory, memory.offset)
+    return Region(name, memory)
 
 
 def _check_names(layout: RankLayout, listed: dict[RegionId, Region]) -> None:

@@ -15,6 +15,7 @@ from kvxferd.wire import worker
 from kvxferd.wire.block_id_parts import num_id_bytes, split_block_ids
 from kvxferd.wire.common import Message
 from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
+from kvxferd.wire.versions import for_version_1
 
 # 2 * MAX_LIVE_PULLS of client/pulls.py; a daemon this far behind does not read its socket.
 MAX_QUEUED = 1 << 17
@@ -80,7 +81,9 @@ class Outbox:
         if self._first or len(self._queue) != 1:
             return False
         item = self._queue[0]
-        return not isinstance(item, ClientPull | ClientPublish) or num_id_bytes(item.blocks) <= most_bytes
+        if not isinstance(item, ClientPull | ClientPublish):
+            return True
+        return not item.unchecked and num_id_bytes(item.blocks) <= most_bytes
 
     def replay(self, items: Sequence[QueuedItem]) -> None:
         """Queue these before the items that wait."""
@@ -99,9 +102,14 @@ class Outbox:
 
     def pop(self, ready: bool, epoch: int, version: int, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now. `ready`: the session is READY."""
-        while ready and not self._first and self._queue:
+        while ready and not self._first and self._queue and self.next_unchecked() is None:
             self._first.extend(self._build_messages(self._queue.popleft(), epoch, version, now))
         return self._first.popleft() if self._first else None
+
+    def next_unchecked(self) -> ClientPull | ClientPublish | None:
+        """Return the request whose block ids must be checked before anything else of the queue is sent."""
+        item = self._queue[0] if self._queue else None
+        return item if isinstance(item, ClientPull | ClientPublish) and item.unchecked else None
 
     def _build_messages(self, item: QueuedItem, epoch: int, version: int, now: float) -> Iterable[Outgoing]:
         match item:
@@ -110,7 +118,9 @@ class Outbox:
             case ClientPublish():
                 request = self._publishes.build_message(item, now, version)
             case _:
-                return [Outgoing(item)]
+                return [Outgoing(for_version_1(item) if version == 1 else item)]
+        if request is not None and version == 1:
+            request = for_version_1(request)
         return [] if request is None else self._split(request)
 
     def _split(self, request: worker.Pull | worker.Publish) -> list[Outgoing]:

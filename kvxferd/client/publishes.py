@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvxferd.client.events import Emit, PublishRefused, Released
+from kvxferd.client.events import Emit, PublishAccepted, PublishRefused, Released
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
-from kvxferd.ids import Incarnation, TransferId
+from kvxferd.ids import GroupName, Incarnation, TransferId
 from kvxferd.wire import worker
 from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.common import RankIncarnations
@@ -45,6 +46,10 @@ class ClientPublish:
     withdrawn: bool = False  # Unpublish is sent; the daemon owes a Released
     replayed: bool = False  # an earlier daemon had it
     awaits_gpu: bool = False  # its blocks are being written: no daemon has received it
+    wants_reply: bool = False  # the daemon owes a PublishAccepted
+    traceparent: str = ""  # of the request's trace; "": none
+    # Groups whose ids are still to be checked, by their number of blocks; empty: all are.
+    unchecked: Mapping[GroupName, int] = field(default_factory=dict)
 
 
 class _ReadyRecord(NamedTuple):
@@ -52,6 +57,14 @@ class _ReadyRecord(NamedTuple):
 
     at: float
     incarnation: Incarnation  # of the memory that was written
+
+
+def no_reply_message(transfer_id: TransferId, version: int) -> str:
+    """Return the sentence for a publish whose acceptance the daemon cannot report."""
+    return (
+        f"cannot publish {transfer_id} and wait until it is accepted: the daemon has version {version} of "
+        "the protocol, without such a reply; upgrade it, or publish without waiting"
+    )
 
 
 class ClientPublishes:
@@ -79,6 +92,7 @@ class ClientPublishes:
         num_readers: int,
         expires_at: float,
         incarnations: RankIncarnations,
+        unchecked: Mapping[GroupName, int] | None = None,
     ) -> ClientPublish:
         """Add a transfer and write its fence word. Raises EngineError(transfer-exists), BusyError."""
         if transfer_id in self._live:
@@ -98,6 +112,7 @@ class ClientPublishes:
         publish = ClientPublish(
             transfer_id, nonce, slot, blocks, num_tokens, num_readers, expires_at, incarnations
         )
+        publish.unchecked = unchecked or {}
         self._live[transfer_id] = publish
         return publish
 
@@ -108,6 +123,9 @@ class ClientPublishes:
         if now >= publish.expires_at:
             self.release_locally(publish.transfer_id, Code.LEASE_EXPIRED)
             return None
+        if publish.wants_reply and version < worker.FIRST_WITH_PUBLISH_REPLIES:
+            self.refuse(publish, Code.BAD_VERSION, no_reply_message(publish.transfer_id, version))
+            return None
         return worker.Publish(
             transfer_id=publish.transfer_id,
             nonce=publish.nonce,
@@ -117,6 +135,8 @@ class ClientPublishes:
             num_readers=publish.num_readers,
             lease_s=publish.expires_at - now,
             incarnations=publish.incarnations if version > 1 else (),
+            wants_reply=publish.wants_reply,
+            traceparent=publish.traceparent if version >= worker.FIRST_WITH_TRACEPARENTS else "",
         )
 
     def gpu_done(self, publish: ClientPublish) -> bool:
@@ -127,9 +147,13 @@ class ClientPublishes:
     def gpu_failed(self, publish: ClientPublish, why: str) -> None:
         """Refuse a transfer whose blocks will never be written; no daemon has received it."""
         if self.gpu_done(publish):
+            self.refuse(publish, Code.DEVICE_ERROR, f"cannot publish {publish.transfer_id}: {why}")
+
+    def refuse(self, publish: ClientPublish, code: Code, message: str) -> None:
+        """Refuse a transfer that no daemon has received, if it is not over."""
+        if self._live.get(publish.transfer_id) is publish:
             self._forget(publish.transfer_id)
-            message = f"cannot publish {publish.transfer_id}: {why}"
-            self._emit(PublishRefused(publish.transfer_id, Code.DEVICE_ERROR, message, 0.0))
+            self._emit(PublishRefused(publish.transfer_id, code, message, 0.0))
 
     def withdraw(self, transfer_id: TransferId) -> bool:
         """Mark a transfer as withdrawn by the engine. Return whether `Unpublish` must be sent."""
@@ -184,6 +208,13 @@ class ClientPublishes:
                 del self._ready[transfer_id]
         readies = [(t, record.incarnation) for t, record in self._ready.items()]
         return [publish for publish in self._live.values() if not publish.awaits_gpu], readies
+
+    def handle_accepted(self, transfer_id: TransferId) -> None:
+        """Handle the daemon's PublishAccepted: one event, also where a later daemon receives it again."""
+        publish = self._live.get(transfer_id)
+        if publish is not None and publish.wants_reply:
+            publish.wants_reply = False
+            self._emit(PublishAccepted(transfer_id))
 
     def handle_released(self, transfer_id: TransferId, why: Code) -> None:
         """Handle the daemon's Released, also of a transfer that another session of this engine published."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvxferd.client.blocks import unpack_blocks
 from kvxferd.client.events import Delivered, Emit, Failed, PullTicket, Quiesced
 from kvxferd.errors import BusyError, Code, ProtocolError
-from kvxferd.ids import Ticket
+from kvxferd.ids import GroupName, Ticket
 from kvxferd.wire import common, worker
 from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.limits import MAX_NOTICED
@@ -113,6 +113,8 @@ class ClientPull:
     code: Code = Code.DEADLINE  # why it fails when its timer fires, or its mover dies
     message: str = ""
     retry_after_s: float = 0.0
+    # Groups whose ids are still to be checked, by their number of blocks; empty: all are.
+    unchecked: Mapping[GroupName, int] = field(default_factory=dict)
 
 
 class ClientPulls:
@@ -136,6 +138,7 @@ class ClientPulls:
         num_tokens: int,
         deadline: float,
         cancel: Callable[[Ticket], None],
+        unchecked: Mapping[GroupName, int] | None = None,
     ) -> ClientPull:
         """Add a pull, which the outbox sends. Raises BusyError where a limit is reached."""
         if len(self._live) >= MAX_LIVE_PULLS:
@@ -144,6 +147,7 @@ class ClientPulls:
         self._next_number += 1
         message = f"cannot pull {ref.transfer_id}: its deadline passed before a daemon could take it"
         pull = ClientPull(ticket, ref, blocks, num_tokens, deadline, message=message)
+        pull.unchecked = unchecked or {}
         self._live[ticket.number] = pull
         self._set_timer(pull, deadline)
         return pull
@@ -248,6 +252,12 @@ class ClientPulls:
         """Fail a pull that was never sent, if it has not ended."""
         if pull.phase is ClientPullPhase.QUEUED:
             _set_reason(pull, Code.DEVICE_ERROR, why)
+            self._move(pull, ClientPullSignal.DROPPED)
+
+    def refuse(self, pull: ClientPull, code: Code, message: str) -> None:
+        """Fail a pull that was never sent, if it has not ended."""
+        if pull.phase is ClientPullPhase.QUEUED:
+            pull.code, pull.message = code, message
             self._move(pull, ClientPullSignal.DROPPED)
 
     def fail_queued(self, code: Code, why: str) -> None:

@@ -11,13 +11,17 @@ from kvxferd.client.blocks import BlockList, as_int, pack_blocks
 from kvxferd.client.connection import Connection
 from kvxferd.client.events import Event, PullTicket
 from kvxferd.client.gpu_events import Completion, unfinished
+from kvxferd.client.id_range import SHORT_BYTES, find_out_of_range, out_of_range_message
 from kvxferd.client.memory_export import Regions, export_memory
 from kvxferd.client.refs import RefLike, TransferRef, check_name, read_ref
+from kvxferd.client.registration import MemoryState
 from kvxferd.client.session import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import TransferId
+from kvxferd.ids import GroupName, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire import worker
+from kvxferd.wire.block_id_parts import BlocksByGroup, num_id_bytes
+from kvxferd.wire.traceparent import read_traceparent
 
 MAX_SECONDS = 10 * 365 * 24 * 3600.0  # a time beyond this is a mistake in units; clocks and timers take it
 
@@ -29,10 +33,16 @@ class Publisher:
     invalid argument or a call out of place, and BusyError (with `retry_after_s`) where a limit is reached.
     """
 
-    def __init__(self, connection: Connection, groups: frozenset[str] | None = None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        groups: frozenset[str] | None = None,
+        num_blocks: Mapping[GroupName, int] | None = None,
+    ) -> None:
         self._connection = connection
         self._session = connection.session
         self._groups = groups  # of the engine; None where they are not known here
+        self._num_blocks = num_blocks or {}  # of each group that is known here
 
     @property
     def generation(self) -> str:
@@ -48,6 +58,8 @@ class Publisher:
         num_readers: int = 1,
         lease_s: float | None = None,
         after: Completion | None = None,
+        reply_when_accepted: bool = False,
+        traceparent: str | None = None,
     ) -> TransferRef:
         """Make a request's blocks readable by `num_readers` engines. Returns the reference that readers need.
 
@@ -77,6 +89,11 @@ class Publisher:
             num_readers: the engines that will read it; the transfer is released once all have.
             lease_s: seconds until the transfer expires unread; readers extend it. None: the daemon's default.
             after: an event recorded behind the last kernel that writes the blocks (`torch.cuda.Event`).
+            reply_when_accepted: True: the event `PublishAccepted` comes once the daemon has accepted the
+                transfer, at most once. `kvxferd.client.aio` waits for it.
+            traceparent: the header of that name of the request (W3C Trace Context). The reference carries
+                it, and the daemons of both nodes join their spans to that trace. One that is not valid is
+                ignored.
 
         Raises:
             EngineError: invalid blocks (`blocks-invalid`), an id that is in use or used up
@@ -100,9 +117,25 @@ class Publisher:
                 lease_s=lease,
                 now=time.monotonic(),
                 after=unfinished(after),
+                unchecked=self._unchecked(packed, what),
+                wants_reply=reply_when_accepted,
+                traceparent=read_traceparent(traceparent),
             )
             self._connection.flush()
         return ref
+
+    def _unchecked(self, blocks: BlocksByGroup, what: str) -> Mapping[GroupName, int]:
+        """Check short block lists; return what the I/O thread must check of long ones, before it sends them.
+
+        Raises EngineError(blocks-invalid).
+        """
+        if num_id_bytes(blocks) > SHORT_BYTES:
+            return self._num_blocks
+        for found in find_out_of_range(blocks, self._num_blocks):
+            if found is not None:
+                message = out_of_range_message(what, *found, self._num_blocks[found[0]])
+                raise EngineError(message, Code.BLOCKS_INVALID)
+        return {}
 
     def unpublish(self, ref: RefLike) -> None:
         """Withdraw a transfer. The engine may use its blocks again at `Released`, not before."""
@@ -149,7 +182,8 @@ class RankHandle(Publisher):
     def __init__(self, connection: Connection, engine: EngineSpec, layout: RankLayout) -> None:
         groups = frozenset(group.name for group in layout.groups)
         # It publishes for all stages, which may hold other groups: only the daemon has the list of them.
-        super().__init__(connection, groups if engine.pp_size == 1 else None)
+        num_blocks = {group.name: group.num_blocks for group in layout.groups}
+        super().__init__(connection, groups if engine.pp_size == 1 else None, num_blocks)
         self._layout, self._own_groups = layout, groups
 
     def __enter__(self) -> RankHandle:
@@ -187,6 +221,7 @@ class RankHandle(Publisher):
         num_tokens: int,
         deadline_s: float,
         after: Completion | None = None,
+        traceparent: str | None = None,
     ) -> PullTicket:
         """Read a transfer into these blocks. One terminal event follows: Delivered or Failed.
 
@@ -206,6 +241,8 @@ class RankHandle(Publisher):
             after: where earlier kernels still use the blocks (to zero them, or for the request that had
                 them before), an event recorded behind the last: the read begins when `after.query()` is
                 true.
+            traceparent: the header of that name of this engine's request, in place of the reference's. One
+                that is not valid is ignored.
 
         Returns:
             The ticket that every event of this pull carries.
@@ -217,13 +254,21 @@ class RankHandle(Publisher):
             KvxferdError: the session is over.
         """
         source = read_ref(ref)
+        if trace := read_traceparent(traceparent):
+            source = source.with_trace(trace)
         what = f"pull {source.transfer_id}"
         packed = pack_blocks(blocks, self._own_groups, what)
         tokens = as_int(num_tokens, "num_tokens", 1, what)
         deadline = time.monotonic() + _seconds(deadline_s, "deadline_s", what)
         with self._connection.lock:
             ticket = self._session.pull(
-                source, packed, tokens, deadline, self._connection.cancel, unfinished(after)
+                source,
+                packed,
+                tokens,
+                deadline,
+                self._connection.cancel,
+                unfinished(after),
+                self._unchecked(packed, what),
             )
             self._connection.flush()
         return ticket
@@ -249,6 +294,11 @@ class RankHandle(Publisher):
     def may_be_touched(self) -> bool:
         """The former name of `memory_in_use`."""
         return self.memory_in_use
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether `Suspended` was emitted, and `resume` was not called since."""
+        return self._session.registration.memory_state is MemoryState.SUSPENDED
 
     def suspend(self) -> None:
         """Request that the daemon unmaps the rank's memory, which may be freed only after `Suspended`."""

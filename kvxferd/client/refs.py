@@ -12,6 +12,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, Generation, TransferId
 from kvxferd.wire import common
 from kvxferd.wire.limits import MAX_ENDPOINT_CHARS, MAX_NAME_CHARS, MAX_REF_BYTES
+from kvxferd.wire.traceparent import read_traceparent
 
 MAX_INT = (1 << 63) - 1  # the largest integer that every reader of msgpack takes
 
@@ -27,11 +28,16 @@ class TransferRef(common.TransferRef, frozen=True):
         transfer_id: as given to `publish`.
         nonce: 32 hex digits that prove the right to read.
         ready_tokens: reserved; -1: all tokens.
+        traceparent: of the request's trace (W3C Trace Context), where the publisher named one. Two
+            references that differ in it alone are equal.
     """
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a dict of strings and integers, for a router that builds JSON itself."""
-        return msgspec.structs.asdict(self)
+        fields = msgspec.structs.asdict(self)
+        if self.traceparent is msgspec.UNSET:
+            del fields["traceparent"]
+        return fields
 
     def to_json(self) -> str:
         """Return it as a JSON object."""
@@ -56,6 +62,8 @@ def read_ref(ref: RefLike) -> common.TransferRef:
             transfer_id=TransferId(_text_field(given, "transfer_id")),
             nonce=_text_field(given, "nonce"),
             ready_tokens=_ready_tokens(given),
+            # A hint: one that is not valid is dropped, and the transfer is pulled all the same.
+            traceparent=read_traceparent(given.get("traceparent")) or msgspec.UNSET,
         )
     # RecursionError: JSON that is nested as deep as it is long.
     except (msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:

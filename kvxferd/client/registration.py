@@ -22,6 +22,10 @@ from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 
 T = TypeVar("T")
 
+# Memory that movers of closed sessions still use, with what keeps it allocated: freed, it would be written
+# while the engine uses it for something else.
+_STILL_IN_USE: list[tuple[ResidentMover, tuple[object, ...]]] = []
+
 
 @dataclass(frozen=True, slots=True)
 class RankRole:
@@ -87,6 +91,9 @@ class Registration:
         self._unsent_fds: tuple[int, ...] = ()  # descriptors that the daemon has not requested yet
         self._resident_movers: list[ResidentMover] = []  # those that are not quiesced yet
         self._unwatched_movers: list[ResidentMover] = []
+        self._owners: list[
+            tuple[ResidentMover, tuple[object, ...]]
+        ] = []  # of the memory that each mover uses
 
     def begin(self, role: SessionRole, launch: LaunchMover | None = None) -> None:
         """Set the session's role; `launch` starts resident movers.
@@ -179,6 +186,8 @@ class Registration:
         mover = self._launch(self.boot, exports.regions)
         self._resident_movers = [own for own in self._resident_movers if not own.is_quiesced]
         self._resident_movers.append(mover)
+        self._owners = [(own, owners) for own, owners in self._owners if not own.is_quiesced]
+        self._owners.append((mover, exports.owners))
         self._unwatched_movers.append(mover)
         return mover.daemon_end
 
@@ -298,6 +307,7 @@ class Registration:
     def finish_suspend(self) -> None:
         """Close the exports: the engine may free its memory from here on."""
         self.memory_state = MemoryState.SUSPENDED
+        self._owners = [(own, owners) for own, owners in self._owners if not own.is_quiesced]
         self._close_exports()
 
     def begin_resume(self, exports: MemoryExport) -> None:
@@ -324,8 +334,11 @@ class Registration:
         return Outgoing(resume, self._fds_to_offer(exports))
 
     def close(self) -> None:
-        """End the movers, and keep no memory alive."""
+        """End the movers, and keep no memory alive but what a mover of this process still uses."""
         self.close_and_stop_movers()
+        in_use = [*_STILL_IN_USE, *self._owners]
+        self._owners = []
+        _STILL_IN_USE[:] = [(mover, owners) for mover, owners in in_use if owners and not mover.is_quiesced]
         self._close_exports()
 
     def _close_exports(self) -> None:

@@ -6,7 +6,7 @@ returns. The caller holds the session's lock around every call; time is an argum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import NoReturn
 
@@ -17,12 +17,12 @@ from kvxferd.client.incarnations import KnownIncarnations
 from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.mover_watch import LaunchMover
 from kvxferd.client.outbox import Outbox, Outgoing
-from kvxferd.client.publishes import ClientPublish, ClientPublishes
-from kvxferd.client.pulls import ClientPulls
+from kvxferd.client.publishes import ClientPublish, ClientPublishes, no_reply_message
+from kvxferd.client.pulls import ClientPull, ClientPulls
 from kvxferd.client.refs import TransferRef
 from kvxferd.client.registration import MemoryState, RankRole, Registration, SessionRole
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import BootId, Endpoint, Incarnation, Ticket, TransferId
+from kvxferd.ids import BootId, Endpoint, GroupName, Incarnation, Ticket, TransferId
 from kvxferd.wire import common, worker
 from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.common import Message, Refusal
@@ -231,6 +231,10 @@ class ClientSession:
             self._outbox.queue_first(outgoing.message, outgoing.fds)
 
     def _finish_suspend_if_unmapped(self) -> None:
+        if self.state is SessionState.REGISTERING:
+            # The daemon has the memory's descriptors, and its reply decides. To finish here would let the
+            # engine resume with other memory, and that reply would then pass for the resume's.
+            return
         if (
             self.registration.memory_state is MemoryState.SUSPENDING
             and self.registration.is_unmapped_elsewhere
@@ -251,10 +255,15 @@ class ClientSession:
         lease_s: float | None,
         now: float,
         after: Completion | None = None,
+        unchecked: Mapping[GroupName, int] | None = None,
+        wants_reply: bool = False,
+        traceparent: str = "",
     ) -> TransferRef:
         """Publish a transfer; it is sent once `after` is done. Raises EngineError, BusyError."""
         what = f"publish {transfer_id}"
         self._check_not_suspended(what)
+        if wants_reply and self.version < worker.FIRST_WITH_PUBLISH_REPLIES:
+            raise EngineError(no_reply_message(transfer_id, self.version), Code.BAD_VERSION)
         if not self._incarnations.all and self.version > 1:
             raise EngineError(
                 f"cannot {what}: no rank of {self.registration.role} has been registered; register its ranks "
@@ -263,7 +272,10 @@ class ClientSession:
             )
         expires_at = now + (self._lease_s if lease_s is None else lease_s)
         known = self._incarnations.all
-        publish = self._publishes.add(transfer_id, blocks, num_tokens, num_readers, expires_at, known)
+        publish = self._publishes.add(
+            transfer_id, blocks, num_tokens, num_readers, expires_at, known, unchecked
+        )
+        publish.wants_reply, publish.traceparent = wants_reply, traceparent
         if after is not None:
             publish.awaits_gpu = True
             self._pending_completions.add(
@@ -275,7 +287,8 @@ class ClientSession:
             self._outbox.queue(publish)
         role = self.registration.role
         assert role is not None
-        return TransferRef(self._endpoint, role.engine_id, role.generation, transfer_id, publish.nonce)
+        ref = TransferRef(self._endpoint, role.engine_id, role.generation, transfer_id, publish.nonce)
+        return ref.with_trace(traceparent) if traceparent else ref
 
     def _publish_written(self, publish: ClientPublish) -> None:
         """Queue a publish whose blocks are now written."""
@@ -331,10 +344,11 @@ class ClientSession:
         deadline: float,
         cancel: CancelPull,
         after: Completion | None = None,
+        unchecked: Mapping[GroupName, int] | None = None,
     ) -> PullTicket:
         """Start a pull; it is sent once `after` is done. Raises EngineError, BusyError."""
         self._check_not_suspended(f"pull {ref.transfer_id}")
-        pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel)
+        pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel, unchecked)
         if after is None:
             self._outbox.queue(pull)
         else:
@@ -342,6 +356,20 @@ class ClientSession:
                 after, lambda: self._outbox.queue(pull), lambda why: self._pulls.gpu_failed(pull, why)
             )
         return pull.ticket
+
+    def next_unchecked(self) -> ClientPull | ClientPublish | None:
+        """Return the next request whose block ids must be checked before it is sent; None where none is."""
+        return self._outbox.next_unchecked()
+
+    def checked(self, request: ClientPull | ClientPublish, problem: str) -> None:
+        """Let the request be sent, or refuse it where there is a problem with its block ids."""
+        request.unchecked = {}
+        if not problem:
+            return
+        if isinstance(request, ClientPull):
+            self._pulls.refuse(request, Code.BLOCKS_INVALID, problem)
+        else:
+            self._publishes.refuse(request, Code.BLOCKS_INVALID, problem)
 
     def cancel(self, ticket: Ticket) -> None:
         """End a pull early."""
@@ -405,6 +433,8 @@ class ClientSession:
                 self._publishes.handle_released(message.transfer_id, message.why)
             case worker.PublishRefused():
                 self._publishes.handle_refused(message, now)
+            case worker.PublishAccepted():
+                self._publishes.handle_accepted(message.transfer_id)
             case worker.Suspended():
                 self._handle_suspended(now)
             case worker.Farewell():

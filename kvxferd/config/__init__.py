@@ -5,7 +5,14 @@ flags. An unknown key or a value out of range is refused with the key's name, it
 nothing is guessed and nothing is ignored.
 """
 
-from kvxferd.config.loading import CONFIG_PATH_VARIABLE, SETTINGS, Setting, flag_name, load_config
+from kvxferd.config.loading import (
+    CONFIG_PATH_VARIABLE,
+    SETTINGS,
+    Setting,
+    flag_name,
+    load_config,
+    sources_of_settings,
+)
 from kvxferd.config.reloading import RELOADABLE, MergedConfig, merge_reloaded
 from kvxferd.config.schema import (
     ANY_KEY,
@@ -15,6 +22,7 @@ from kvxferd.config.schema import (
     HttpConfig,
     LimitsConfig,
     LogConfig,
+    MetricsConfig,
     MoverConfig,
     NodeConfig,
     PeerConfig,
@@ -35,6 +43,7 @@ __all__ = [
     "LimitsConfig",
     "LogConfig",
     "MergedConfig",
+    "MetricsConfig",
     "MoverConfig",
     "NodeConfig",
     "PeerConfig",
@@ -44,6 +53,7 @@ __all__ = [
     "flag_name",
     "load_config",
     "merge_reloaded",
+    "sources_of_settings",
     "split_endpoint",
     "split_host_port",
 ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
 from kvxferd.config.schema import Config
-from kvxferd.config.types import Environment, FileMode, Networks, NumericIds, PublicKeys
+from kvxferd.config.types import Environment, FileMode, KeyFile, Networks, NumericIds, PublicKeys
 from kvxferd.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "KVXFERD_"
@@ -51,6 +51,11 @@ class Setting(NamedTuple):
         return f"{ENVIRONMENT_PREFIX}{self.section}_{self.field}".upper()
 
     @property
+    def may_hold_secrets(self) -> bool:
+        """Whether a value, a wrong one included, may contain a secret, so that messages do not repeat it."""
+        return self.type is KeyFile or self.type is Environment
+
+    @property
     def expected(self) -> str:
         """The form of a valid value in the file."""
         return next(m.title for m in self.type.__metadata__ if isinstance(m, msgspec.Meta) and m.title)
@@ -76,18 +81,37 @@ SETTINGS: Mapping[str, Setting] = {setting.key: setting for setting in _all_sett
 def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> Config:
     """Return the configuration of file, environment and flags; a later source wins.
 
-    The keys of `flags` have the form ``transfer.lease_s``. Raises ConfigError.
+    The keys of `flags` have the form ``transfer.lease_s``. Raises ConfigError, which names every bad key.
     """
     values: dict[str, dict[str, Any]] = {}
-    given = [*_from_file(path)] if path is not None else []
+    problems: list[ConfigError] = []
+    given = [*_from_file(path, problems)] if path is not None else []
     num_from_file = len(given)
-    given += _from_environment(environ)
-    given += _from_flags(flags)
+    given += _from_environment(environ, problems)
+    given += _from_flags(flags, problems)
     for number, (key, value, source) in enumerate(given):
-        setting = _find_setting(key, source)
-        expected = setting.expected if number < num_from_file else setting.expected_as_text
-        values.setdefault(setting.section, {})[setting.field] = _convert(setting, value, source, expected)
+        try:
+            setting = find_setting(key, source)
+            expected = setting.expected if number < num_from_file else setting.expected_as_text
+            converted = convert_value(setting, value, source, expected)
+        except ConfigError as error:
+            problems.append(error)
+        else:
+            values.setdefault(setting.section, {})[setting.field] = converted
+    _raise_all(problems)
     return Config(**{f.name: f.type(**values.get(f.name, {})) for f in msgspec.structs.fields(Config)})
+
+
+def sources_of_settings(path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return where each setting that is not the default comes from: the variable's name or the file's path.
+
+    Raises ConfigError, as `load_config` does.
+    """
+    problems: list[ConfigError] = []
+    given = [*_from_file(path, problems)] if path is not None else []
+    given += _from_environment(environ, problems)
+    _raise_all(problems)
+    return {key: source for key, _, source in given}
 
 
 def flag_name(key: str) -> str:
@@ -95,47 +119,82 @@ def flag_name(key: str) -> str:
     return "--" + key.replace(".", "-").replace("_", "-")
 
 
-def _from_file(path: Path) -> Iterator[tuple[str, Any, str]]:
+def read_file(path: Path) -> str:
+    """Return the text of a configuration file. Raises ConfigError if it cannot be read or is no text."""
     try:
-        with path.open("rb") as file:
-            document = tomllib.load(file)
+        return path.read_bytes().decode()
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}; mend it, or name another "
             f"with --config or {CONFIG_PATH_VARIABLE}"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the configuration {path}: it is not TOML: {error}") from error
+
+
+def unknown_table(name: str, source: str) -> ConfigError:
+    """Return the error for a table, or a key outside of tables, that is no section of the configuration."""
+    sections = {key.partition(".")[0] for key in SETTINGS}
+    return ConfigError(f"cannot use {name} of {source}: the tables there are {', '.join(sorted(sections))}")
+
+
+def _raise_all(problems: Sequence[ConfigError]) -> None:
+    """Raise one error for all of them: a person who mends a configuration wants to see every reason."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        listed = "".join(f"\n  {problem.message}" for problem in problems)
+        raise ConfigError(f"cannot use the configuration, for {len(problems)} reasons:{listed}")
+
+
+def _from_file(path: Path, problems: list[ConfigError]) -> Iterator[tuple[str, Any, str]]:
+    """Yield the keys of a file; tables that there are not are problems."""
+    text = read_file(path)
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"cannot read the configuration {path}: it is not TOML: {error}") from error
     sections = {key.partition(".")[0] for key in SETTINGS}
     for section, table in document.items():
         if section not in sections or not isinstance(table, dict):
-            raise ConfigError(
-                f"cannot use {section} of {path}: the tables there are {', '.join(sorted(sections))}"
-            )
+            problems.append(unknown_table(section, str(path)))
+            continue
         for field, value in table.items():
             yield f"{section}.{field}", value, str(path)
 
 
-def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+def _from_environment(
+    environ: Mapping[str, str], problems: list[ConfigError]
+) -> Iterator[tuple[str, Any, str]]:
     keys = {setting.variable: setting.key for setting in SETTINGS.values()}
     for name, text in sorted(environ.items()):
         if not name.startswith(ENVIRONMENT_PREFIX) or name == CONFIG_PATH_VARIABLE:
             continue
         if name in keys:
-            yield keys[name], _parse_text(keys[name], text, name), name
+            yield from _parsed(keys[name], text, name, problems)
         elif not _SERVICE_LINK.fullmatch(name):
-            raise ConfigError(
-                f"cannot use {name} from the environment: no setting has that name; "
-                f"names are {ENVIRONMENT_PREFIX}SECTION_KEY, such as KVXFERD_TRANSFER_LEASE_S"
+            problems.append(
+                ConfigError(
+                    f"cannot use {name} from the environment: no setting has that name; "
+                    f"names are {ENVIRONMENT_PREFIX}SECTION_KEY, such as KVXFERD_TRANSFER_LEASE_S"
+                )
             )
 
 
-def _from_flags(flags: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+def _from_flags(flags: Mapping[str, str], problems: list[ConfigError]) -> Iterator[tuple[str, Any, str]]:
     for key, text in flags.items():
-        yield key, _parse_text(key, text, f"flag {flag_name(key)}"), f"flag {flag_name(key)}"
+        yield from _parsed(key, text, f"flag {flag_name(key)}", problems)
 
 
-def _find_setting(key: str, source: str) -> Setting:
+def _parsed(key: str, text: str, source: str, problems: list[ConfigError]) -> Iterator[tuple[str, Any, str]]:
+    """Yield the key with its value, unless that is a problem."""
+    try:
+        yield key, _parse_text(key, text, source), source
+    except ConfigError as error:
+        problems.append(error)
+
+
+def find_setting(key: str, source: str) -> Setting:
     """Return the setting of that key. Raises ConfigError, which lists the section's keys."""
     if key in SETTINGS:
         return SETTINGS[key]
@@ -148,7 +207,7 @@ def _find_setting(key: str, source: str) -> Setting:
 
 def _parse_text(key: str, text: str, source: str) -> Any:
     """Return the text of a variable or flag as the value that a TOML file would hold."""
-    setting = _find_setting(key, source)
+    setting = find_setting(key, source)
     try:
         if setting.type is FileMode:
             return int(text, 8)  # "660", "0660" and "0o660" alike
@@ -166,7 +225,7 @@ def _parse_text(key: str, text: str, source: str) -> Any:
         raise _invalid_value(setting, text, source, setting.expected_as_text) from error
 
 
-def _convert(setting: Setting, value: Any, source: str, expected: str) -> Any:
+def convert_value(setting: Setting, value: Any, source: str, expected: str) -> Any:
     """Return the value as the setting's type. Raises ConfigError with key, source and a valid form."""
     try:
         return msgspec.convert(value, setting.type)
@@ -175,4 +234,6 @@ def _convert(setting: Setting, value: Any, source: str, expected: str) -> Any:
 
 
 def _invalid_value(setting: Setting, value: object, source: str, expected: str) -> ConfigError:
-    return ConfigError(f"cannot use {setting.key} = {value!r} from {source}: give {expected}")
+    # Somebody may have given the key itself in place of the file's path, or a password to the movers.
+    shown = "" if setting.may_hold_secrets else f" = {value!r}"
+    return ConfigError(f"cannot use {setting.key}{shown} from {source}: give {expected}")

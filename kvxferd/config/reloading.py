@@ -12,6 +12,7 @@ from kvxferd.config.schema import Config
 # Allow-lists and the log's level. All other settings are already used by open sockets, movers and the core.
 RELOADABLE = (
     "peer.curve_allowed_keys",
+    "peer.curve_allowed_keys_file",
     "peer.allowed_addresses",
     "worker.allowed_uids",
     "worker.allowed_gids",

@@ -16,9 +16,12 @@ from kvxferd.config.types import (
     Environment,
     FileMode,
     HostPort,
+    HttpUrl,
     KeyFile,
+    KeysFile,
     LogFormat,
     LogLevel,
+    MoverBackend,
     MoverLibrary,
     MoverPlacement,
     MoverRead,
@@ -28,6 +31,7 @@ from kvxferd.config.types import (
     PublicKeys,
     Seconds,
     SecondsOrZero,
+    Share,
     SocketPath,
     Switch,
     TcpEndpoint,
@@ -84,6 +88,7 @@ class PeerConfig(Section, frozen=True):
     pp_aware: Switch = True  # False: engines here read sources of one pipeline stage only
     curve_secret_key_file: KeyFile = ""  # written by `kvxferd keygen`; "": no CURVE
     curve_allowed_keys: PublicKeys = ()  # peers' public keys; ("any",): every peer that uses CURVE
+    curve_allowed_keys_file: KeysFile = ""  # more of them, one a line; read again when it changes
     allowed_addresses: Networks = ()  # peers' addresses; empty: any
 
 
@@ -101,7 +106,9 @@ class MoverConfig(Section, frozen=True):
     pool_size: PoolSize = 2  # kept ready for the next registrations
     library: MoverLibrary = "auto"
     placement: MoverPlacement = "auto"  # staged: always copy GPU memory through staging buffers
-    read: MoverRead = "auto"  # direct: run by run; covering: in fewer, longer reads; auto: what is faster
+    backend: MoverBackend = "UCX"  # the plugin of the library
+    backend_parameters: Environment = {}
+    read: MoverRead = "auto"  # direct: run by run; covering, gathered: in fewer reads; auto: what is faster
     environment: Environment = {}
 
 
@@ -125,11 +132,25 @@ class LimitsConfig(Section, frozen=True):
     staging_bytes: ByteCountOrZero = 256 << 20  # memory for covering reads, of all movers; 0: none
 
 
+class MetricsConfig(Section, frozen=True):
+    """Series with labels that come from outside: each of them for 64 names at most, then "other"."""
+
+    by_engine: Switch = False  # pulls and bytes for each pair of source and sink engine
+    by_peer: Switch = False  # pulls and bytes for each other daemon
+
+
 class LogConfig(Section, frozen=True):
     """The log, on standard error."""
 
     level: LogLevel = "info"
     format: LogFormat = "auto"  # auto: console on a terminal, else JSON
+
+
+class TracingConfig(Section, frozen=True):
+    """Spans of transfers, sent to an OpenTelemetry collector. Needs the extra `kvxferd[tracing]`."""
+
+    endpoint: HttpUrl = ""  # of the collector, OTLP over HTTP; "": no spans are made
+    sample_ratio: Share = 0.0  # of the transfers whose engine gave no traceparent
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,7 +165,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mover: MoverConfig = MoverConfig()
     drain: DrainConfig = DrainConfig()
     limits: LimitsConfig = LimitsConfig()
+    metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
         """Fill in the paths that follow from `run_dir`. Raises ConfigError if two settings contradict."""
@@ -193,18 +216,25 @@ def _check_peer(peer: PeerConfig) -> None:
 
 def _check_allowlists(peer: PeerConfig) -> None:
     keys = peer.curve_allowed_keys
-    if peer.curve_secret_key_file and not keys:
+    if peer.curve_secret_key_file and not keys and not peer.curve_allowed_keys_file:
         raise ConfigError(
             "cannot use peer.curve_secret_key_file alone: nobody would be let in; give the public keys of "
-            'the other daemons in peer.curve_allowed_keys, or ["any"]'
+            'the other daemons in peer.curve_allowed_keys, or ["any"], or a file of them in '
+            "peer.curve_allowed_keys_file"
         )
-    if keys and not peer.curve_secret_key_file:
+    if (keys or peer.curve_allowed_keys_file) and not peer.curve_secret_key_file:
+        name = "curve_allowed_keys" if keys else "curve_allowed_keys_file"
         raise ConfigError(
-            "cannot use peer.curve_allowed_keys alone: without a key of its own this daemon does not speak "
+            f"cannot use peer.{name} alone: without a key of its own this daemon does not speak "
             "CURVE; set peer.curve_secret_key_file to a file that `kvxferd keygen` wrote"
         )
     if ANY_KEY in keys and len(keys) > 1:
         raise ConfigError(f'cannot use peer.curve_allowed_keys: "{ANY_KEY}" stands alone, or keys are listed')
+    if ANY_KEY in keys and peer.curve_allowed_keys_file:
+        raise ConfigError(
+            f'cannot use peer.curve_allowed_keys_file beside ["{ANY_KEY}"] in curve_allowed_keys, which '
+            "admits every key; leave out one of the two"
+        )
     for text in peer.allowed_addresses:
         try:
             ipaddress.ip_network(text)

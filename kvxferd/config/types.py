@@ -15,6 +15,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.01, le=86_400, title="seconds, 0.01
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=86_400, title="seconds, 0 to 86400")]
 Directory = Annotated[str, msgspec.Meta(pattern="^/", title="an absolute path")]
 SocketPath = Annotated[str, msgspec.Meta(pattern="^(/.*)?$", title='an absolute path, or "" for run_dir')]
+KeysFile = Annotated[str, msgspec.Meta(pattern="^(/.*)?$", title='an absolute path, or ""')]
 KeyFile = Annotated[str, msgspec.Meta(pattern="^(/.*)?$", title='an absolute path, or ""')]
 FileMode = Annotated[int, msgspec.Meta(ge=0, le=0o777, title="an octal file mode such as 0o660")]
 NumericIds = Annotated[
@@ -46,8 +47,22 @@ PoolSize = Annotated[int, msgspec.Meta(ge=0, le=64, title="a count, 0 to 64")]
 Environment = Annotated[dict[str, str], msgspec.Meta(title="a table of NAME = text")]
 Switch = Annotated[bool, msgspec.Meta(title="true or false")]
 MoverLibrary = Annotated[Literal["auto", "nixl", "rixl"], msgspec.Meta(title="auto, nixl or rixl")]
+MoverBackend = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[A-Za-z][A-Za-z0-9_]{0,31}\Z", title="a backend's name, such as UCX or LIBFABRIC"
+    ),
+]
 MoverPlacement = Annotated[Literal["auto", "staged"], msgspec.Meta(title="auto or staged")]
-MoverRead = Annotated[Literal["auto", "direct", "covering"], msgspec.Meta(title="auto, direct or covering")]
+MoverRead = Annotated[
+    Literal["auto", "direct", "covering", "gathered"],
+    msgspec.Meta(title="auto, direct, covering or gathered"),
+]
+HttpUrl = Annotated[
+    str,
+    msgspec.Meta(pattern=r"^(https?://[^\s/?#@]+(/[^\s?#]*)?)?\Z", title='http://host:port, or ""'),
+]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1, title="a share, 0 to 1")]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], msgspec.Meta(title="debug, info, warning or error")
 ]

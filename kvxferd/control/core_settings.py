@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import kvxferd
 from kvxferd.config import Config
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.settings import Settings
@@ -23,4 +24,8 @@ def settings_of(config: Config, allowlist: PeerAllowlist) -> Settings:
         resend_s=config.peer.request_timeout_s,
         silent_after_s=config.peer.silent_after_s,
         pp_aware=config.peer.pp_aware,
+        software=kvxferd.__version__,
+        tracing=bool(config.tracing.endpoint),
+        trace_sample_ratio=config.tracing.sample_ratio,
+        gathers=config.mover.read == "gathered",
     )

@@ -44,7 +44,10 @@ def make_key(path: Path) -> CurveKeyPair:
             "refuse this one with another. Choose another file, or remove that one"
         ) from None
     except OSError as error:
-        raise ConfigError(f"cannot write a key to {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot write a key to {path}: {error.strerror}; give --output a file in a directory that is "
+            "there and where this user may write"
+        ) from error
     with os.fdopen(fd, "w") as file:
         os.fchmod(fd, SECRET_MODE)  # whatever the umask
         file.write(secret.hex() + "\n")
@@ -78,14 +81,19 @@ def read_key(path: Path) -> CurveKeyPair:
     return CurveKeyPair(_public_of(secret), secret)
 
 
-def allowlist_of(config: PeerConfig, key: CurveKeyPair | None) -> PeerAllowlist:
-    """Return the allow-lists of the configuration. They always include this node's own numeric address."""
+def allowlist_of(
+    config: PeerConfig, key: CurveKeyPair | None, file_keys: frozenset[str] = frozenset()
+) -> PeerAllowlist:
+    """Return the allow-lists of the configuration and of its keys file.
+
+    They always include this node's own numeric address.
+    """
     networks = [ipaddress.ip_network(text) for text in config.allowed_addresses]
     own = host_of(Endpoint(config.advertise or config.bind))
     with suppress(ValueError):
         if networks and not ipaddress.ip_address(own).is_unspecified:
             networks.append(ipaddress.ip_network(own))  # engines of one node read each other too
-    keys = frozenset(text.lower() for text in config.curve_allowed_keys)
+    keys = frozenset(text.lower() for text in config.curve_allowed_keys) | file_keys
     return PeerAllowlist(
         own_key=key.public if key else "",
         allowed_keys=None if ANY_KEY in keys else keys,

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 from aiohttp import web
 
 import kvxferd
 from kvxferd.control import admin_handlers
-from kvxferd.control.node_api import METRICS, NODE_API
-from kvxferd.control.response_cache import snapshot_for
-from kvxferd.control.responses import error_response, json_response
-from kvxferd.control.status_page import render_status_page
+from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
+from kvxferd.control.response_cache import RESPONSE_CACHE, is_operator, snapshot_for
+from kvxferd.control.responses import error_response, json_response, page_response
+from kvxferd.control.status_page.main_page import PageContent, render_main, render_status_page
+from kvxferd.control.status_page.transfer_page import find_records, has_transfer, render_transfer_page
+from kvxferd.control.status_page.watchers import WATCHERS
 from kvxferd.control.topology_response import topology_response
-from kvxferd.errors import Code
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId
-from kvxferd.telemetry.history import record_to_json
+from kvxferd.telemetry.history import HistoryQuery, record_to_json
+from kvxferd.telemetry.recent_lines import RECENT_LINES
+from kvxferd.telemetry.samples import RING_S
+
+# The whole ring takes 4 ms of the loop.
+SPANS_S = (60, 300, RING_S)
+
+
+# Records of each list in `/v1/samples`.
+MAX_NOTABLE = 64
 
 
 class Access(Enum):
@@ -35,13 +48,50 @@ class Route(NamedTuple):
     access: Access
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     is_cached: bool = False
+    # Names the response that such clients share; by default there is one for the path. Few names are allowed.
+    # None: this response is not shared.
+    cache_key: Callable[[web.Request], str | None] | None = None
 
 
 async def status_page(request: web.Request) -> web.StreamResponse:
     """The status page, for a browser."""
+    return page_response(render_status_page(await _page_content(request)))
+
+
+async def page_fragment(request: web.Request) -> web.StreamResponse:
+    """The part of the status page that its script renews; 503 while 16 others renew it."""
+    if not request.app[WATCHERS].admit(request.query.get("watcher", "")):
+        message = "cannot renew the page: as many watch it as may; load it again later"
+        return error_response(503, Code.BUSY, message)
+    if is_operator(request):
+        return await _render_fragment(request)
+    return await request.app[RESPONSE_CACHE].respond(request, _render_fragment)
+
+
+async def _render_fragment(request: web.Request) -> web.StreamResponse:
+    return page_response(render_main(await _page_content(request)))
+
+
+async def _page_content(request: web.Request) -> PageContent:
     view, node = request.app[NODE_API], await snapshot_for(request)
-    text = render_status_page(node, view.readiness(), view.history())
-    return web.Response(text=text, content_type="text/html")
+    return PageContent(
+        node=node,
+        reasons=view.readiness(),
+        warnings=view.warnings(),
+        report=view.samples().report(RING_S),
+        notable=view.notable_records(),
+        records=view.history(),
+        now=time.time(),
+    )
+
+
+async def transfer_page(request: web.Request) -> web.StreamResponse:
+    """The records of the transfer `id`, for a browser; 404 where none is left."""
+    view, node = request.app[NODE_API], await snapshot_for(request)
+    transfer_id = request.query.get("id", "")
+    found = find_records(transfer_id, view.history(), view.notable_records())
+    status = 200 if found or has_transfer(node, transfer_id) else 404
+    return page_response(render_transfer_page(transfer_id, node, found), status)
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:
@@ -60,8 +110,14 @@ async def healthz(request: web.Request) -> web.StreamResponse:
 async def readyz(request: web.Request) -> web.StreamResponse:
     """200 when the node takes registrations and pulls, else 503 with the reasons; warnings with either."""
     reasons = request.app[NODE_API].readiness()
-    answer = {"ready": not reasons, "reasons": reasons, "warnings": request.app[NODE_API].warnings()}
+    answer = {"ready": not reasons, "reasons": reasons, **_warnings(request.app[NODE_API])}
     return json_response(answer, 503 if reasons else 200)
+
+
+def _warnings(view: NodeApi) -> dict[str, Any]:
+    """Return the current warnings as sentences, and with their kinds."""
+    active = view.warnings()
+    return {"warnings": [warning.text for warning in active], "active_warnings": active}
 
 
 async def status(request: web.Request) -> web.StreamResponse:
@@ -73,7 +129,8 @@ async def status(request: web.Request) -> web.StreamResponse:
             "version": kvxferd.__version__,
             "ready": not reasons,
             "reasons": reasons,
-            "warnings": view.warnings(),
+            **_warnings(view),
+            "last_minute": view.samples().last_minute(),
             "node": await snapshot_for(request),
         }
     )
@@ -126,12 +183,51 @@ async def transfers(request: web.Request) -> web.StreamResponse:
 
 
 async def history(request: web.Request) -> web.StreamResponse:
-    """The last records, oldest first."""
-    return json_response({"records": [record_to_json(record) for record in request.app[NODE_API].history()]})
+    """The last records, oldest first; with a query those that it finds, and a cursor for what comes next."""
+    view = request.app[NODE_API]
+    if not request.query:
+        return json_response({"records": [record_to_json(record) for record in view.history()]})
+    try:
+        query = msgspec.convert(dict(request.query), HistoryQuery, strict=False)
+    except msgspec.ValidationError as error:
+        raise KvxferdError(f"cannot search the history: {error}", Code.BAD_REQUEST) from error
+    page = view.search_history(query)
+    found = [record_to_json(record) for record in page.records]
+    return json_response(page._asdict() | {"records": found})
+
+
+async def samples(request: web.Request) -> web.StreamResponse:
+    """Each of the last seconds in numbers; the last minute; by pair of engines and by peer; what failed."""
+    view = request.app[NODE_API]
+    report, notable = view.samples().report(_sampled_seconds(request)), view.notable_records()
+    return json_response(
+        {
+            **{name: getattr(report, name) for name in report.__struct_fields__},
+            "failed_pulls": notable.failed()[:MAX_NOTABLE],
+            "slowest_pulls": notable.slowest(time.time())[:MAX_NOTABLE],
+            "expired_leases": notable.expired()[:MAX_NOTABLE],
+        }
+    )
+
+
+def _sampled_seconds(request: web.Request) -> int:
+    """Return `seconds` of the query, rounded up to one of `SPANS_S`: few responses are made, and shared."""
+    text = request.query.get("seconds", str(RING_S))
+    if not (text.isascii() and text.isdecimal() and len(text) <= 6):
+        message = f"cannot show samples: seconds is no number of 1 to {RING_S}"
+        raise KvxferdError(message, Code.BAD_REQUEST)
+    return next((span for span in SPANS_S if int(text) <= span), RING_S)
+
+
+async def recent_log(request: web.Request) -> web.StreamResponse:
+    """The last lines of the log, oldest first, and the last errors."""
+    return json_response({"lines": RECENT_LINES.lines(), "errors": RECENT_LINES.errors()})
 
 
 ROUTES = [
     Route("GET", "/", Access.ANYONE, status_page, is_cached=True),
+    Route("GET", "/fragment", Access.ANYONE, page_fragment),
+    Route("GET", "/transfers", Access.ANYONE, transfer_page),
     Route("GET", "/metrics", Access.ANYONE, metrics, is_cached=True),
     Route("GET", "/healthz", Access.ANYONE, healthz),
     Route("GET", "/readyz", Access.ANYONE, readyz),
@@ -142,7 +238,23 @@ ROUTES = [
     Route("GET", "/v1/topology", Access.ANYONE, topology),
     Route("GET", "/v1/peers", Access.ANYONE, peers, is_cached=True),
     Route("GET", "/v1/transfers", Access.ANYONE, transfers, is_cached=True),
-    Route("GET", "/v1/history", Access.ANYONE, history, is_cached=True),
+    Route(
+        "GET",
+        "/v1/history",
+        Access.ANYONE,
+        history,
+        is_cached=True,
+        cache_key=lambda request: None if request.query else "",
+    ),
+    Route(
+        "GET",
+        "/v1/samples",
+        Access.ANYONE,
+        samples,
+        is_cached=True,
+        cache_key=lambda request: str(_sampled_seconds(request)),
+    ),
+    Route("GET", "/v1/log", Access.ADMIN, recent_log),
     Route("POST", "/v1/reload", Access.ADMIN, admin_handlers.reload),
     Route("POST", "/v1/drain", Access.ADMIN, admin_handlers.drain),
     Route("POST", "/v1/peers/drop", Access.ADMIN, admin_handlers.drop_peer),

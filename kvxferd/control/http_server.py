@@ -22,12 +22,14 @@ from kvxferd.control.http_connections import MAX_UNSENT_BYTES, HttpConnection, H
 from kvxferd.control.http_rate_limit import HttpRateLimiter
 from kvxferd.control.http_routes import ROUTES, Access, Route
 from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
+from kvxferd.control.operator_log import caller_of, log_operator_request, log_refused_request
 from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_operator
 from kvxferd.control.responses import error_response
+from kvxferd.control.status_page.watchers import WATCHERS, Watchers
 from kvxferd.control.topology_response import TOPOLOGY_TURNS, TopologyTurns
 from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.telemetry.metrics import Metrics
-from kvxferd.unix_socket import credentials_of, is_own_uid, listening_pid
+from kvxferd.unix_socket import is_own_uid, listening_pid
 
 __all__ = ["HttpServer"]
 
@@ -86,15 +88,6 @@ class HttpServer:
         await self._closing.aclose()
 
 
-def uid_of(request: web.Request) -> int | None:
-    """Return the uid of the process that connected; None over TCP, which has no credentials."""
-    transport = request.transport
-    connection = None if transport is None else transport.get_extra_info("socket")
-    if connection is None or connection.family != socket.AF_UNIX:
-        return None
-    return credentials_of(connection).uid
-
-
 def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
     app = web.Application(middlewares=[_limit_requests, _errors_as_json], client_max_size=MAX_BODY_BYTES)
     app[NODE_API] = view
@@ -102,6 +95,7 @@ def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
     app[RATE_LIMITER] = HttpRateLimiter(time.monotonic)
     app[METRICS] = metrics
     app[TOPOLOGY_TURNS] = TopologyTurns()
+    app[WATCHERS] = Watchers()
     for route in ROUTES:
         handler = _admin_only(route) if route.access is Access.ADMIN else _cached(route)
         app.router.add_route(route.method, route.path, handler)
@@ -110,18 +104,21 @@ def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
 
 def _admin_only(route: Route) -> Handler:
     async def guarded(request: web.Request) -> web.StreamResponse:
-        uid = uid_of(request)
-        if uid is None:
+        caller = caller_of(request)
+        if caller is None:
             return error_response(
                 403, Code.NOT_ALLOWED, f"cannot {route.method} {route.path} over TCP: use control.sock"
             )
-        if not is_own_uid(uid):
+        if not is_own_uid(caller.uid):
+            log_refused_request(request, caller)
             return error_response(
                 403,
                 Code.NOT_ALLOWED,
-                f"cannot {route.method} {route.path} as user {uid}: "
+                f"cannot {route.method} {route.path} as user {caller.uid}: "
                 f"it is for root and for user {os.geteuid()}, who runs the daemon",
             )
+        if route.method != "GET":
+            await log_operator_request(request, caller)
         return await route.handler(request)
 
     return guarded
@@ -131,7 +128,10 @@ def _cached(route: Route) -> Handler:
     async def shared(request: web.Request) -> web.StreamResponse:
         if not route.is_cached or is_operator(request):
             return await route.handler(request)
-        return await request.app[RESPONSE_CACHE].respond(request, route.handler)
+        key = route.cache_key(request) if route.cache_key else ""
+        if key is None:
+            return await route.handler(request)
+        return await request.app[RESPONSE_CACHE].respond(request, route.handler, key)
 
     return shared
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Coroutine
 
 import structlog
@@ -24,10 +25,12 @@ from kvxferd.core.node import Node
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, MoverId, SessionId
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
+from kvxferd.mover.backends import UCX, Backend
 from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.mover.supervisor.resident_pool import ResidentHandle, ResidentPool
+from kvxferd.telemetry.mover_usage import MoverExit, MoverReading
 from kvxferd.wire.common import Message, Refusal
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from kvxferd.wire.mover import FenceRefused, FromMover, MapFence
@@ -48,14 +51,21 @@ class MoverAssignment:
         worker_socket: WorkerSocket,
         on_event: Callable[[Event], None],
         lock_fds: tuple[int, ...] = (),
+        on_crash: Callable[[str], None] = lambda engine: None,
     ) -> None:
-        """`on_event` feeds the core. Movers inherit `lock_fds`."""
+        """`on_event` feeds the core. Movers inherit `lock_fds`.
+
+        `on_crash` gets the engine of each mover that ended unexpectedly, "" for one without a rank.
+        """
+        self._on_crash = on_crash
+        self._backend_name = config.backend
         self._node = node
         self._worker_socket = worker_socket
         self._on_event = on_event
         self._handles: dict[MoverId, MoverHandle] = {}
         self._exited_early: set[MoverId] = set()  # exited before the core handled MoverAssigned
         self._tasks: set[asyncio.Task[None]] = set()
+        self._exits: Counter[MoverExit] = Counter()
         numbers = itertools.count(1)
         self._resident_pool = ResidentPool(
             boot=boot,
@@ -71,6 +81,7 @@ class MoverAssignment:
             on_message=self._on_message,
             on_exit=self._on_exit,
             on_transports=lambda mover, lanes: on_event(TransportsSeen(mover, lanes)),
+            on_crash=lambda: on_crash(""),
             lock_fds=lock_fds,
             environment={
                 **config.environment,
@@ -78,6 +89,7 @@ class MoverAssignment:
                 READ_VARIABLE: config.read,
             },
             library=config.library,
+            backend=Backend(config.backend, config.backend_parameters),
         )
 
     async def cancel_requests(self) -> None:
@@ -102,6 +114,19 @@ class MoverAssignment:
             refusal = Refusal(Code.BUSY, text, MOVER_RETRY_AFTER_S)
             self._on_event(MoverUnavailable(effect.session, refusal))
             return
+        if resident is not None and self._backend_name != UCX:
+            # Its agent is the worker's, and has UCX: no mover of another backend could read from it. Nor is
+            # it known of others that the end of an agent, and not of its process, ends its reads.
+            sock, (_, exit_fd) = resident
+            sock.close()
+            if exit_fd >= 0:
+                os.close(exit_fd)
+            text = (
+                f"cannot use a resident mover: it has {UCX} alone, and mover.backend here is "
+                f"{self._backend_name}; set mover.backend to {UCX}, or use memory that can be exported"
+            )
+            self._on_event(MoverUnavailable(effect.session, Refusal(Code.NIXL_UNAVAILABLE, text)))
+            return
         if effect.resident and resident is None:
             refusal = Refusal(Code.MOVER_LOST, "the worker has brought no resident mover")
             self._on_event(MoverUnavailable(effect.session, refusal))
@@ -120,6 +145,15 @@ class MoverAssignment:
         """Return a copy of the mover's pidfd; none if it has exited. Raises OSError."""
         handle = self._handles.get(mover)
         return (os.dup(handle.pidfd),) if handle is not None else ()
+
+    def engines_by_pid(self) -> dict[int, str]:
+        """Return the engine of each child mover that has a rank; a resident one is a worker's thread."""
+        engines = {}
+        for mover_id, handle in self._handles.items():
+            mover = self._node.movers.get(mover_id)
+            if mover is not None and mover.engine is not None and not mover.resident:
+                engines[handle.pid] = str(mover.engine.engine_id)
+        return engines
 
     def set_busy(self, is_busy: bool) -> None:
         """Report whether pulls run."""
@@ -160,21 +194,36 @@ class MoverAssignment:
         if handle is None:
             self._exited_early.add(mover)
         else:
-            self._log_death(handle)
+            cause = self._cause_of_exit(handle)
+            self._exits[cause] += 1
+            if cause is MoverExit.DIED and not isinstance(handle, ResidentHandle):
+                self._log_death(handle)
         self._on_event(MoverDied(mover))
 
-    def _log_death(self, handle: MoverHandle) -> None:
-        """Log a mover that died unexpectedly; not one that exited because its worker is dead."""
+    def _cause_of_exit(self, handle: MoverHandle) -> MoverExit:
         mover = self._node.movers.get(handle.mover_id)
-        if (
-            mover is None
-            or mover.dying
-            or mover.resident
-            or not self._worker_socket.is_worker_alive(mover.session)
-        ):
-            return
+        if mover is None or mover.dying:
+            return MoverExit.REQUESTED
+        if not self._worker_socket.is_worker_alive(mover.session):
+            return MoverExit.WORKER_GONE
+        return MoverExit.DIED
+
+    def usage(self) -> MoverReading:
+        """Return which processes the movers are, and how many ended for which cause."""
+        status = self.pool.status()
+        exits = self._exits.copy()
+        exits[MoverExit.DIED_STARTING] = self.pool.num_died_starting
+        exits[MoverExit.DIED_UNASSIGNED] = self.pool.num_died_unassigned
+        states = {"starting": status.num_starting, "ready": status.num_warm, "assigned": status.num_assigned}
+        return MoverReading(states, exits, self.pool.forkserver_pid, self.pool.pids())
+
+    def _log_death(self, handle: MoverHandle) -> None:
+        """Log a mover that nothing ended."""
+        mover = self._node.movers.get(handle.mover_id)
+        assert mover is not None
         engine = mover.engine.engine_id if mover.engine is not None else ""
         log.warning("mover died", limit_by=engine, engine=engine, agent=mover.agent, pid=handle.pid)
+        self._on_crash(engine)
 
     async def _assign(self, session: SessionId, assigning: Coroutine[None, None, MoverHandle]) -> None:
         try:

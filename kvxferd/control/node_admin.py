@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvxferd.config import Config
 from kvxferd.control.curve_keys import exposure_warnings
 from kvxferd.control.node_api import ReloadResult
-from kvxferd.control.placement_warnings import placement_warnings
+from kvxferd.control.node_checks import active_rdma_cards
+from kvxferd.control.placement_warnings import findings_of
 from kvxferd.core.events import (
     DisownRequested,
     Event,
@@ -25,8 +26,13 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.mover.supervisor.pool import MoverPool
-from kvxferd.telemetry.history import History
+from kvxferd.telemetry.history import History, HistoryPage, HistoryQuery
 from kvxferd.telemetry.logs import operator_log
+from kvxferd.telemetry.notable_records import NotableRecords
+from kvxferd.telemetry.samples import Samples
+from kvxferd.telemetry.warnings.kinds import WarningKind
+from kvxferd.telemetry.warnings.warning_list import Finding, NodeWarning, finding_of
+from kvxferd.telemetry.warnings.warning_watch import WarningWatch
 
 
 class NodeAdmin:
@@ -41,8 +47,10 @@ class NodeAdmin:
         on_event: Callable[[Event], None],
         start_drain: Callable[[], None],
         reload: Callable[[], ReloadResult],
-        timer_warnings: Callable[[], list[str]] = list,
+        samples: Samples | None = None,
+        checks: Iterable[Callable[[], Iterable[Finding]]] = (),
     ) -> None:
+        """`checks` find what is to be warned of, beside the configuration and the ranks' placements."""
         self._config = config
         self._node = node
         self._pool = pool
@@ -50,7 +58,9 @@ class NodeAdmin:
         self._on_event = on_event
         self._start_drain = start_drain
         self._reload = reload
-        self._timer_warnings = timer_warnings
+        self._samples = samples or Samples()
+        self._cards = active_rdma_cards()
+        self._warning_watch = WarningWatch((self._configuration, *checks, self._placements))
         self._drain_result: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
 
     # --- reading
@@ -90,17 +100,37 @@ class NodeAdmin:
             reasons.append("the movers' parent is still importing its library")
         return reasons
 
-    def warnings(self) -> list[str]:
-        """Return what an operator should fix although the node works."""
-        return [
-            *exposure_warnings(self._config.peer),
-            *self._timer_warnings(),
-            *placement_warnings(self._node.engines_snapshot()),
-        ]
+    def warnings(self) -> list[NodeWarning]:
+        """Return what an operator should fix although the node works, oldest first."""
+        return self._warning_watch.warnings()
+
+    @property
+    def warning_watch(self) -> WarningWatch:
+        """The warnings' timer, and their number."""
+        return self._warning_watch
+
+    def _configuration(self) -> list[Finding]:
+        sentences = exposure_warnings(self._config.peer)
+        return [finding_of(WarningKind.PEER_SOCKET_OPEN, "", sentence) for sentence in sentences]
+
+    def _placements(self) -> list[Finding]:
+        return findings_of(self._node.engines_snapshot(), self._cards)
 
     def history(self) -> list[Record]:
         """Return the last records, oldest first."""
         return self._history.records()
+
+    def search_history(self, query: HistoryQuery) -> HistoryPage:
+        """Return the records that the query finds. Raises KvxferdError(bad-request)."""
+        return self._history.search(query)
+
+    def notable_records(self) -> NotableRecords:
+        """Return failed and slow pulls and expired leases, of longer than the history."""
+        return self._history.notable
+
+    def samples(self) -> Samples:
+        """Return the node's samples."""
+        return self._samples
 
     # --- changing
 
@@ -153,6 +183,7 @@ class NodeAdmin:
     def set_config(self, config: Config) -> None:
         """Use these settings for warnings."""
         self._config = config
+        self._warning_watch.renew()
 
     def reload(self) -> ReloadResult:
         """Read the configuration again. Raises ConfigError if it is invalid; then nothing changes."""

@@ -13,7 +13,11 @@ from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.core.topology_builder import TopologyListing
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.telemetry.history import HistoryPage, HistoryQuery
 from kvxferd.telemetry.metrics import Metrics
+from kvxferd.telemetry.notable_records import NotableRecords
+from kvxferd.telemetry.samples import Samples
+from kvxferd.telemetry.warnings.warning_list import NodeWarning
 
 
 class ReloadResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,12 +41,24 @@ class NodeApi(Protocol):
         """Return why the node cannot take registrations and pulls; empty if it can."""
         ...
 
-    def warnings(self) -> list[str]:
-        """Return what an operator should fix although the node works."""
+    def warnings(self) -> list[NodeWarning]:
+        """Return what an operator should fix although the node works, oldest first."""
         ...
 
     def history(self) -> list[Record]:
         """Return the last records, oldest first."""
+        ...
+
+    def search_history(self, query: HistoryQuery) -> HistoryPage:
+        """Return the records that the query finds. Raises KvxferdError(bad-request)."""
+        ...
+
+    def notable_records(self) -> NotableRecords:
+        """Return failed and slow pulls and expired leases, of longer than the history."""
+        ...
+
+    def samples(self) -> Samples:
+        """Return what the node did in each of the last seconds."""
         ...
 
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:

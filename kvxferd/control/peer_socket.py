@@ -29,6 +29,7 @@ from kvxferd.core.effects import NO_USER
 from kvxferd.core.events import Event, PeerUnreachable
 from kvxferd.errors import Code, ConfigError
 from kvxferd.ids import Endpoint
+from kvxferd.telemetry.warnings.node_checks import TurnedAwayPeers
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import BlockIds, Message
 from kvxferd.wire.endpoint import address_of, host_of, key_of
@@ -90,6 +91,7 @@ class PeerSocket:
         self._allowlist = allowlist or PeerAllowlist()
         self._is_allowlist_reloaded = False  # since the present connections were admitted
         self._key = key
+        self.turned_away = TurnedAwayPeers()
         self._authenticator: ZapAuthenticator | None = None
         self._zap_socket: _WatchedSocket | None = None
         self._context = zmq.Context()
@@ -142,7 +144,7 @@ class PeerSocket:
 
     def _start_zap(self) -> None:
         """Have libzmq send ZAP requests, even if all may connect: the allow-lists can be reloaded."""
-        self._authenticator = ZapAuthenticator(self._allowlist)
+        self._authenticator = ZapAuthenticator(self._allowlist, self.turned_away.record)
         zap_socket = self._context.socket(zmq.ROUTER)
         zap_socket.bind(zap.ENDPOINT)
         self._zap_socket = self._watch(zap_socket, self._on_zap_request, has_routes=True)

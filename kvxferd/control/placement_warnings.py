@@ -2,34 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot
+from kvxferd.core.ucx_log import NETWORK, NODE
 from kvxferd.telemetry.logs import SAME_NODE_TCP_WARNING
+from kvxferd.telemetry.warnings.kinds import WarningKind
+from kvxferd.telemetry.warnings.warning_list import Finding, finding_of
+
+SETTINGS_TCP_WARNING = (
+    "data between two processes of this node goes over TCP, several times slower than a copy, and UCX has "
+    "nothing faster here; see whether UCX_TLS in mover.environment leaves cma out, and "
+    "`kvxferd doctor --check same_node`"
+)
+
+
+class Problem(NamedTuple):
+    """What is wrong with a rank; `subject` is what ranks with the same problem share."""
+
+    kind: WarningKind
+    subject: str
+    sentence: str
 
 
 def placement_warnings(engines: Iterable[EngineSnapshot]) -> list[str]:
     """Return one sentence for each problem, however many ranks have it."""
+    return [
+        f"{found.message}; {found.remedy}" if found.remedy else found.message
+        for found in findings_of(engines)
+    ]
+
+
+def findings_of(engines: Iterable[EngineSnapshot], cards: Sequence[str] = ()) -> list[Finding]:
+    """Return one finding for each problem, however many ranks have it. `cards`: with an active RDMA port."""
     ranks = [(engine.engine_id, rank) for engine in engines for rank in engine.ranks]
-    found: dict[str, list[str]] = {}
+    found: dict[Problem, list[str]] = {}
     for engine_id, rank in ranks:
-        for problem in _problems(rank):
+        for problem in _problems(rank, cards):
             found.setdefault(problem, []).append(f"{engine_id} {rank.rank}")
-    return [f"{problem} ({_some(names)})" for problem, names in found.items()]
+    return [finding_of(p.kind, p.subject, f"{p.sentence} ({_some(names)})") for p, names in found.items()]
 
 
-def _problems(rank: RankSnapshot) -> Iterator[str]:
+def _problems(rank: RankSnapshot, cards: Sequence[str]) -> Iterator[Problem]:
     placement = rank.placement
     if placement is not None and placement.why:
-        if placement.kind == "direct":
-            yield (
-                f"a rank's memory is not proved to be readable: {placement.why}; pulls of it may fail, and "
-                "`kvxferd doctor` says more"
-            )
-        else:
-            yield f"memory is reached the {placement.kind} way, not directly: {placement.why}"
+        sentence = (
+            f"a rank's memory is not proved to be readable: {placement.why}; pulls of it may fail, and "
+            "`kvxferd doctor` says more"
+            if placement.kind == "direct"
+            else f"memory is reached the {placement.kind} way, not directly: {placement.why}"
+        )
+        yield Problem(WarningKind.PLACEMENT, f"{placement.kind}: {placement.why}", sentence)
     if any(lanes.slow for lanes in rank.lanes):
-        yield SAME_NODE_TCP_WARNING
+        yield Problem(WarningKind.SAME_NODE_TCP, "", SAME_NODE_TCP_WARNING)
+    elif any(lanes.reach == NODE and lanes.lanes == "tcp" for lanes in rank.lanes):
+        yield Problem(WarningKind.SAME_NODE_TCP, "settings", SETTINGS_TCP_WARNING)
+    if cards and any(lanes.reach == NETWORK and lanes.lanes == "tcp" for lanes in rank.lanes):
+        sentence = (
+            f"data to another node goes over TCP, though this node has the RDMA card {cards[0]}; see whether "
+            "the daemon may open /dev/infiniband/uverbs*, what UCX_TLS and UCX_NET_DEVICES in "
+            "mover.environment allow, and whether the other node has a card"
+        )
+        yield Problem(WarningKind.CARD_UNUSED, "", sentence)
 
 
 def _some(names: list[str]) -> str:

@@ -7,24 +7,40 @@ thread, or zmq.asyncio sockets beside the ones that this daemon watches itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import structlog
 
-from kvxferd.core.allowlist import PeerAllowlist
+from kvxferd.core.allowlist import NOT_IN_LISTS, PeerAllowlist
 
 log = structlog.get_logger()
 
 ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"kvxferd"
+# Status codes of a refusal. libzmq knows four, and a client of any version treats these two alike.
+REFUSED_KEY, REFUSED_ADDRESS = b"400", b"500"
 # A client that connects again and again must not fill the log.
 LOG_INTERVAL_S = 10.0
 MAX_LOGGED_ADDRESSES = 1024  # addresses with a recent log line
 
 
+class _Rejection(NamedTuple):
+    status: bytes
+    text: str
+
+
 class ZapAuthenticator:
     """Replies to libzmq's ZAP requests about connections to this node."""
 
-    def __init__(self, allowlist: PeerAllowlist) -> None:
+    def __init__(
+        self,
+        allowlist: PeerAllowlist,
+        on_rejection: Callable[[str, str, float], None] = lambda address, reason, now: None,
+    ) -> None:
+        """`on_rejection` gets each refused connection's address, the reason and the time."""
         self.allowlist = allowlist
+        self._on_rejection = on_rejection
         self._last_logged: dict[str, float] = {}
 
     def reply(self, parts: list[bytes], now: float) -> list[bytes] | None:
@@ -38,21 +54,27 @@ class ZapAuthenticator:
         name = address.decode(errors="replace")
         problem = self._rejection_reason(name, mechanism, credentials)
         if problem:
-            self._log_rejection(name, problem, now)
-        # Only the log here has the reason; the refused client does not get it.
-        status, text = (b"400", b"not allowed") if problem else (b"200", b"")
+            self._on_rejection(name, problem.text, now)
+            self._log_rejection(name, problem.text, now)
+        # Only the log here has the reason. The refused client gets a status: whether its address or its key
+        # is refused, for `kvxferd ping`.
+        status, text = (problem.status, b"not allowed") if problem else (b"200", b"")
         key = credentials[0].hex().encode() if mechanism == b"CURVE" and credentials else b""
         return [route, b"", b"1.0", request, status, text, b"" if problem else key, b""]
 
-    def _rejection_reason(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
+    def _rejection_reason(
+        self, address: str, mechanism: bytes, credentials: list[bytes]
+    ) -> _Rejection | None:
         if not self.allowlist.allows_address(address):
-            return "its address is not in peer.allowed_addresses"
+            return _Rejection(REFUSED_ADDRESS, "its address is not in peer.allowed_addresses")
         if not self.allowlist.own_key:
-            return ""
+            return None
         if mechanism != b"CURVE" or len(credentials) != 1:
-            return "it does not speak CURVE"
+            return _Rejection(REFUSED_KEY, "it does not speak CURVE")
         key = credentials[0].hex()
-        return "" if self.allowlist.allows_key(key) else f"its key {key} is not in peer.curve_allowed_keys"
+        if self.allowlist.allows_key(key):
+            return None
+        return _Rejection(REFUSED_KEY, f"its key {key} is {NOT_IN_LISTS}")
 
     def _log_rejection(self, address: str, problem: str, now: float) -> None:
         if now - self._last_logged.get(address, -LOG_INTERVAL_S) < LOG_INTERVAL_S:

@@ -9,6 +9,8 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint
 from kvxferd.wire.endpoint import address_of, host_of, key_of
 
+NOT_IN_LISTS = "not in peer.curve_allowed_keys, nor in the file of peer.curve_allowed_keys_file"
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -59,7 +61,7 @@ class PeerAllowlist:
         elif key and not self.own_key:
             problem = "it wants CURVE, and this daemon has no key; set peer.curve_secret_key_file"
         elif key and not self.allows_key(key):
-            problem = f"its key {key} is not in peer.curve_allowed_keys"
+            problem = f"its key {key} is {NOT_IN_LISTS}"
         elif not self.allows_address(host_of(endpoint)):
             problem = "its address is not in peer.allowed_addresses, which take numeric addresses alone"
         if problem:

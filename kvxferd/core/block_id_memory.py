@@ -58,6 +58,7 @@ class BlockIdMemory:
                 f"{self._share.held_by(uid)} of them of uid {uid}, and {self._share.limit} is the limit; "
                 f"try again in {RETRY_AFTER_S:g} s",
                 RETRY_AFTER_S,
+                "block_id_bytes",
             )
 
     def add(self, uid: int, num_bytes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.core.snapshot import Record
+from kvxferd.core.snapshot import GrantRecord, Record, ServedRecord
 from kvxferd.ids import Endpoint, MoverId, SessionId
 from kvxferd.wire.common import Message
 
@@ -131,9 +131,24 @@ class SaveOwnerships:
 
 @dataclass(frozen=True, slots=True)
 class EmitRecord:
-    """Log, count and keep a record of something that ended."""
+    """Stamp, log, count and keep a record of something that ended, `ended_ago_s` before this effect."""
 
     record: Record
+    ended_ago_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CountServed:
+    """Count what a reading rank has acknowledged."""
+
+    served: ServedRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TraceGrant:
+    """Export the span of a grant that this node gave, and that has just ended."""
+
+    record: GrantRecord
 
 
 Effect = (
@@ -152,4 +167,6 @@ Effect = (
     | ClosePeerConnection
     | SaveOwnerships
     | EmitRecord
+    | CountServed
+    | TraceGrant
 )

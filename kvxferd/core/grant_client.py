@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from kvxferd.core.block_id_memory import BlockIdMemory, request_bytes
 from kvxferd.core.context import NodeContext
 from kvxferd.core.handshake_client import HandshakeClient
@@ -14,6 +16,7 @@ from kvxferd.core.peer_requests import CHECK_PEER
 from kvxferd.core.peers import Peers
 from kvxferd.core.registry import LocalRank
 from kvxferd.core.remote_engines import RemoteEngine, RemoteEngineRegistry
+from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan
@@ -38,6 +41,7 @@ from kvxferd.wire.peer import (
     RequestMessage,
     ReturnGrant,
 )
+from kvxferd.wire.traceparent import span_id_for, with_parent
 
 # A grant with a shorter lease would be renewed all the time; a longer lease never ends in practice.
 MIN_LEASE_S, MAX_LEASE_S = 0.05, 7 * 24 * 3600.0
@@ -70,9 +74,13 @@ class HeldGrant:
     plan: Plan | None = None
     granted: Granted | None = None
     refusal: Refusal | None = None
+    refused_in: str = ""  # which phase ended with the refusal: "handshake", "plan" or "grant"
     num_stale_bindings: int = 0
     charged_bytes: int = 0  # that the source's block ids take of the rank's user's share
     on_settled: Callable[[], None] | None = None
+    # Of the pull's span, and the reference as the source gets it: its parent is that span. See `_join_trace`.
+    span_id: str = ""
+    ref_for_source: TransferRef | None = None
 
     def consumer(self) -> Consumer:
         """Return the rank that reads, as the source counts it."""
@@ -104,11 +112,21 @@ class GrantClient:
         """Return how many grants are held at each peer."""
         return {endpoint: len(held) for endpoint, held in self._held.items()}
 
-    def acquire(self, rank: LocalRank, ref: TransferRef, wait_s: float) -> HeldGrant:
-        """Start to request a grant. `on_settled` is called once, when it is held or refused."""
+    def acquire(self, rank: LocalRank, ref: TransferRef, wait_s: float, span_id: str = "") -> HeldGrant:
+        """Start to request a grant. `on_settled` is called once, when it is held or refused.
+
+        `span_id`: of the pull's span, where the pull had a grant before; "": a new one.
+        """
         hold = HeldGrant(GrantId(self._context.new_token()), rank, ref, wait_s, self._context.now)
+        self._join_trace(hold, span_id)
         self._learn_engine(hold)
         return hold
+
+    def _join_trace(self, hold: HeldGrant, span_id: str) -> None:
+        """Make the pull's span the parent of the source's, if the request's trace is sampled."""
+        if trace := sampled_trace(self._context.settings, hold.ref.trace, hold.ref.nonce):
+            hold.span_id = span_id or span_id_for(hold.grant_id)
+            hold.ref_for_source = hold.ref.with_trace(with_parent(trace, hold.span_id))
 
     def when_settled(self, hold: HeldGrant, callback: Callable[[], None]) -> None:
         """Call `callback` once the grant is held or refused; now, if it is already."""
@@ -119,8 +137,14 @@ class GrantClient:
 
     def describe_wait(self, hold: HeldGrant) -> str:
         """Describe for an error message whose reply the grant waits for, since when, and what to check."""
-        if hold.state not in (GrantState.HANDSHAKING, GrantState.REQUESTING):
-            return f"in {hold.state}"
+        if self._peers.is_there(hold.ref.endpoint):
+            what = "that its ranks are registered"
+            if hold.state is GrantState.REQUESTING:
+                what = "that the transfer is published and its ranks are ready"
+            return (
+                f"in {hold.state}: {address_of(hold.ref.endpoint)} is there, and waits for engine "
+                f"{hold.ref.engine}: {what}; look at that engine"
+            )
         asked = f"engine {hold.ref.engine}" if hold.state is GrantState.HANDSHAKING else "a grant"
         silent_s = self._peers.silent_s(hold.ref.endpoint, hold.started_at)
         wait_s = self._context.settings.handshake_wait_s
@@ -134,6 +158,18 @@ class GrantClient:
             if silent_s > wait_s
             else f"{text}; or its ranks were not ready, for which it waits {wait_s:g} s"
         )
+
+    def check_peer(self, hold: HeldGrant) -> None:
+        """Greet the peer whose reply the grant waits for: `awaited` then knows whether it is there."""
+        if hold.state in (GrantState.HANDSHAKING, GrantState.REQUESTING):
+            self._peers.check(hold.ref.endpoint)
+
+    def awaited(self, hold: HeldGrant) -> str:
+        """Return whom a grant that is requested waits for: the peer, or where that is there, the engine."""
+        if not self._peers.is_there(hold.ref.endpoint):
+            return address_of(hold.ref.endpoint)
+        who = "a rank" if hold.state is GrantState.HANDSHAKING else "the publisher or a rank"
+        return f"{who} of engine {hold.ref.engine_id}"
 
     def _learn_engine(self, hold: HeldGrant) -> None:
         wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
@@ -156,7 +192,7 @@ class GrantClient:
         try:
             hold.plan = self._remote_engines.plan(hold.rank, hold.ref.endpoint, outcome)
         except KvxferdError as error:
-            self._settle(hold, Refusal.of(error))
+            self._settle(hold, Refusal.of(error), "plan")
             return
         hold.state = GrantState.REQUESTING
         self._request_grant(hold, outcome, hold.plan)
@@ -166,7 +202,7 @@ class GrantClient:
             return AskGrant(
                 request=request,
                 grant=hold.grant_id,
-                ref=hold.ref,
+                ref=hold.ref_for_source or hold.ref,
                 consumer=hold.consumer(),
                 reads=tuple((rank, remote.ranks[rank].binding.agent) for rank in plan.sources),
                 wait_s=wait_s,
@@ -216,7 +252,10 @@ class GrantClient:
             return
         self._block_id_memory.add(uid, size)
         hold.charged_bytes = size
-        hold.granted = granted
+        assert hold.plan is not None
+        packing = set(granted.gathers)  # as many as the source likes
+        gathers = tuple(rank for rank in hold.plan.sources if rank in packing)
+        hold.granted = msgspec.structs.replace(granted, gathers=gathers)
         hold.state = GrantState.HELD
         held = self._held.setdefault(hold.ref.endpoint, {})
         held[hold.grant_id] = hold
@@ -231,8 +270,9 @@ class GrantClient:
             return
         self._settle(hold, None)
 
-    def _settle(self, hold: HeldGrant, refusal: Refusal | None) -> None:
+    def _settle(self, hold: HeldGrant, refusal: Refusal | None, phase: str = "") -> None:
         if refusal is not None:
+            hold.refused_in = phase or ("handshake" if hold.state is GrantState.HANDSHAKING else "grant")
             hold.state = GrantState.REFUSED
             hold.refusal = refusal
             hold.remote = hold.plan = None  # a prepared hold may be kept for minutes
@@ -342,15 +382,19 @@ class GrantClient:
             hold.rank.uid,
         )
 
-    def acknowledge(self, hold: HeldGrant, on_reply: Callable[[bool], None]) -> None:
-        """End the grant: this rank has the bytes. Repeated for `acknowledge_for_s` until a reply arrives."""
+    def acknowledge(self, hold: HeldGrant, num_bytes: int, on_reply: Callable[[bool], None]) -> None:
+        """End the grant: this rank has so many bytes. Repeated for `acknowledge_for_s` until the reply."""
         hold.state = GrantState.ENDED
         self._drop_contents(hold)
         self._forget(hold.ref.endpoint, hold.grant_id)
         self._peers.request(
             hold.ref.endpoint,
             lambda request: Acknowledge(
-                request=request, grant=hold.grant_id, ref=hold.ref, consumer=hold.consumer()
+                request=request,
+                grant=hold.grant_id,
+                ref=hold.ref_for_source or hold.ref,
+                consumer=hold.consumer(),
+                bytes=num_bytes,
             ),
             self._context.settings.acknowledge_for_s,
             lambda answer: on_reply(not isinstance(answer, PeerRefused)),

@@ -6,14 +6,17 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import ReplyToPeer
+from kvxferd.core.effects import CountServed, ReplyToPeer, TraceGrant
 from kvxferd.core.fence_pages import FencePages, MappedFencePage
 from kvxferd.core.limits import check_count
 from kvxferd.core.parked_requests import ParkedRequests
 from kvxferd.core.publishing import PublishedTransfers
-from kvxferd.core.registry import LocalEngine, Registry
+from kvxferd.core.registry import LocalEngine, LocalRank, Registry
+from kvxferd.core.route_versions import RouteVersions
+from kvxferd.core.snapshot import GrantRecord, ServedRecord
 from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.tables import decrease, discard
+from kvxferd.core.traces import sampled_trace
 from kvxferd.core.transfer_table import Grant, Transfer, TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineKey, GrantId
@@ -32,6 +35,7 @@ from kvxferd.wire.peer import (
     ReturnGrant,
     refusal_of,
 )
+from kvxferd.wire.traceparent import span_id_for
 
 # 64 ranks' agents of 20 characters are 1,280; all of the largest engine's are 80 KiB. Of the 32,768 requests
 # that may wait (`limits.max_waiting`) 256 may be large, 64 of one peer: 32 MiB, and 256 MiB of the others.
@@ -47,6 +51,9 @@ MAX_REQUEST_CHARS, LARGE_REQUEST_CHARS, MAX_LARGE_REQUESTS, MAX_LARGE_REQUESTS_P
 MAX_GRANTS_PER_TRANSFER, MAX_GRANTS_PER_PEER = 4096, 1024
 # Engines that acknowledge or abandon one transfer. A request is routed to a handful.
 MAX_READERS = 256
+
+# Of one acknowledgement of a transfer none of whose ranks is here: 1 TiB, more than a node's memory.
+MAX_BYTES_UNCHECKED = 1 << 40
 
 
 @dataclass(slots=True)
@@ -81,8 +88,10 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         published: PublishedTransfers,
         poll_requests: PollRequests,
         fence_pages: FencePages,
+        route_versions: RouteVersions,
     ) -> None:
         super().__init__(context, "asks-due")
+        self._route_versions = route_versions
         self._registry = registry
         self._published = published
         self._poll_requests = poll_requests
@@ -155,8 +164,32 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
 
     def _refuse(self, pending: _PendingGrant, code: Code, message: str) -> None:
         self._remove(pending)
+        self._trace_refusal(pending, code, message)
         refused = PeerRefused(request=pending.message.request, code=code, message=message)
         self._context.emit(ReplyToPeer(pending.route, refused))
+
+    def _trace_refusal(self, pending: _PendingGrant, code: Code, message: str) -> None:
+        """Export the refusal's span, if the reader has proved that it has the transfer's reference."""
+        ref, consumer = pending.message.ref, pending.message.consumer
+        table = self._published.table
+        known = table.live.get(pending.transfer) or table.tombstones.get(pending.transfer)
+        if known is None or known.nonce != ref.nonce:
+            return
+        if trace := sampled_trace(self._context.settings, ref.trace, ref.nonce):
+            record = GrantRecord(
+                transfer_id=ref.transfer_id,
+                engine_id=ref.engine_id,
+                reader=consumer.engine_id,
+                rank=consumer.rank,
+                outcome="refused",
+                code=code,
+                message=message,
+                waited_s=self._context.now - pending.requested_at,
+                held_s=0.0,
+                traceparent=trace,
+                span_id=span_id_for(f"refused {pending.grant} {pending.message.request}"),
+            )
+            self._context.emit(TraceGrant(record))
 
     def _remove(self, pending: _PendingGrant) -> None:
         self._unpark(pending.grant, pending.peer_id)
@@ -304,8 +337,15 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
                 known.expires_at if known else 0.0,
                 min(now, granted_at + settings.max_hold_s) + settings.lease_s,
             ),
+            traceparent=known.traceparent
+            if known
+            else sampled_trace(settings, message.ref.trace, transfer.nonce),
+            waited_s=known.waited_s if known else now - pending.requested_at,
         )
         self._published.table.add_grant(transfer, grant)
+        gathers = self._published.gather_grants.grant(
+            pending.grant, transfer, self._gathering_ranks(pending.route, message, transfer)
+        )
         self._remove(pending)
         stream = message.request
         parts, blocks = split_block_ids(transfer.blocks, stream)
@@ -322,8 +362,17 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             fence_word=transfer.fence_word,
             fence_metadata=place.metadata,
             stream=stream if parts else 0,
+            gathers=gathers,
         )
         self._context.emit(ReplyToPeer(pending.route, granted))
+
+    def _gathering_ranks(self, route: bytes, message: AskGrant, transfer: Transfer) -> list[LocalRank]:
+        """Return the ranks that are read and may pack: those of this node alone, which sends the blocks."""
+        engine = self._registry.get(transfer.engine)
+        if engine is None or not self._route_versions.gathers(route):
+            return []
+        records = [engine.ranks.get(rank) for rank in dict(message.reads)]
+        return [record for record in records if isinstance(record, LocalRank) and record.gathers]
 
     # --- renewal and end
 
@@ -346,7 +395,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         grant = _scoped_grant_id(message.grant, key)
         if waiting := self._pending.get(grant):
             self._refuse(waiting, Code.CANCELLED, "its reader gave the grant back before it had it")
-        self._published.end_grant(grant)
+        self._published.end_grant(grant, "returned")
         self._context.emit(ReplyToPeer(route, Done(request=message.request)))
 
     def acknowledge(self, route: bytes, message: Acknowledge, key: str = "") -> None:
@@ -356,11 +405,28 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         if transfer is not None and self._keep_reader(peer_id, message, transfer):
             grant = _scoped_grant_id(message.grant, key)
             if self._published.table.by_grant.get(grant) is transfer:
-                self._published.end_grant(grant)
-            transfer.reader(message.consumer).acknowledged.add(message.consumer.rank)
+                self._published.end_grant(grant, "acknowledged")
+            self._record_acknowledgement(route, message, transfer)
             if transfer.is_read_by_all:
                 self._published.release(transfer, Code.COMPLETED)
         self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+
+    def _record_acknowledgement(self, route: bytes, message: Acknowledge, transfer: Transfer) -> None:
+        num_bytes = min(message.bytes, self._max_bytes_of(transfer))
+        peer = self._route_versions.endpoint_of(route)
+        consumer = message.consumer
+        if transfer.reader(consumer).acknowledge(consumer.rank, num_bytes, peer):
+            served = ServedRecord(
+                source=transfer.engine.engine_id, sink=consumer.engine_id, peer=peer, bytes=num_bytes
+            )
+            self._context.emit(CountServed(served))
+
+    def _max_bytes_of(self, transfer: Transfer) -> int:
+        """Return more bytes than one rank can read of the transfer: a peer's figure is limited by it."""
+        engine = self._registry.get(transfer.engine)
+        ranks = engine.ranks.values() if engine is not None else ()
+        local = [rank.bytes_of(transfer.blocks) for rank in ranks if isinstance(rank, LocalRank)]
+        return max(local) * len(ranks) if local else MAX_BYTES_UNCHECKED
 
     def abandon(self, route: bytes, message: AbandonTransfer, key: str = "") -> None:
         """Record that a consumer engine reads no more of the transfer."""

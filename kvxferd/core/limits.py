@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from kvxferd.config import LimitsConfig
 from kvxferd.core.fair_share import RESERVE_DIVISOR, SMALL_DIVISOR, FairShare
 from kvxferd.core.tables import decrease
-from kvxferd.errors import BusyError
+from kvxferd.errors import OTHER_LIMIT, BusyError
 from kvxferd.ids import SessionId
 
 # Pulls, handshakes and waits for grants end within seconds, and make room.
@@ -22,14 +22,30 @@ RETRY_LATER_S = 10.0
 MAX_TOMBSTONES = 1 << 17
 
 
+# Limits that refuse with `busy`: settings, then those that are none. A refusal by any other is "other".
+BUSY_LIMITS = (
+    *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
+    *("max_peers", "max_waiting_per_peer", "max_waiting"),
+    *("block_id_bytes", "mover_starts", OTHER_LIMIT),
+)
+
+
 def check_count(
     count: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
 ) -> None:
     """Raise BusyError if one more passes the limit. `what` goes into the message, as "register: ..."."""
     if count >= limit:
         raise BusyError(
-            f"cannot {what} ({setting} = {limit}); try again in {retry_after_s:g} s", retry_after_s
+            f"cannot {what} ({setting} = {limit}); try again in {retry_after_s:g} s",
+            retry_after_s,
+            _limit_of(setting),
         )
+
+
+def _limit_of(setting: str) -> str:
+    """Return which of `BUSY_LIMITS` a text names, as "limits.max_ranks" or "a sixteenth of" that."""
+    name = setting.rpartition("limits.")[2]
+    return name if name in BUSY_LIMITS else OTHER_LIMIT
 
 
 def check_share(
@@ -47,6 +63,7 @@ def check_share(
             f"cannot {what}, {held_by.get(uid, 0)} of them of uid {uid}, and what is left of "
             f"{setting} = {limit} is for users who have little of it; try again in {retry_after_s:g} s",
             retry_after_s,
+            _limit_of(setting),
         )
 
 
@@ -59,9 +76,19 @@ class PullAdmission:
         self._bytes = FairShare(limits.max_inflight_bytes)
 
     @property
+    def most_pulls(self) -> int:
+        """Return the pulls of the rank that has most."""
+        return max(self._num_pulls.values(), default=0)
+
+    @property
     def inflight_bytes(self) -> int:
         """Return the local bytes of all running pulls."""
         return self._bytes.held
+
+    @property
+    def most_of_a_rank(self) -> int:
+        """Return how many pulls run of the rank with the most."""
+        return max(self._num_pulls.values(), default=0)
 
     def check(self, session: SessionId, uid: int, size_bytes: int, what: str) -> None:
         """Raise BusyError if one more pull passes a limit. A user's only pull may be of any size."""
@@ -78,6 +105,7 @@ class PullAdmission:
                 f"{self._bytes.held_by(uid)} of them for uid {uid}, and "
                 f"limits.max_inflight_bytes = {limits.max_inflight_bytes}; try again in {RETRY_AFTER_S:g} s",
                 RETRY_AFTER_S,
+                "max_inflight_bytes",
             )
 
     def add(self, session: SessionId, uid: int, size_bytes: int) -> None:

@@ -348,6 +348,8 @@ class LocalRanks:
             )
             return
         rank.addresses, rank.metadata = message.regions, message.metadata
+        # A resident mover is the worker's own, and may be older than these messages.
+        rank.gathers = message.gathers and not rank.resident
         self._placements.record_placement(rank, message.placement)
         if self._registry.is_home(rank.spec):
             self._make_ready(session, rank)
@@ -395,7 +397,7 @@ class LocalRanks:
         if rank.registered_sent:
             self._context.emit(SendToWorker(rank.session, MoverChanged(), pidfd_of=watched))
             return
-        rank.registered_sent = True
+        rank.registered_sent = rank.was_registered = True
         home = rank.spec.home or self._context.endpoint
         registered = Registered(request=rank.request, endpoint=home)
         effect = SendToWorker(
@@ -404,7 +406,10 @@ class LocalRanks:
         self._context.emit(effect)
 
     def _refuse_or_close(self, session: Session, refusal: Refusal) -> None:
-        """Refuse a registration that waits for its reply. Close the session of a rank that had its reply."""
+        """Refuse a request that waits for its reply. Close the session of a rank that had its reply.
+
+        A rank that was to be registered goes. One that was to be resumed stays suspended, and may try again.
+        """
         rank = session.rank
         if rank is None:
             return
@@ -412,7 +417,22 @@ class LocalRanks:
             self._close(session, Farewell(code=refusal.code, message=refusal.message))
             return
         self._refuse(session, rank.request, refusal.code, refusal.message, refusal.retry_after_s)
-        self._remove(session, rank)
+        if rank.was_registered:
+            self._suspend_again(session, rank)
+        else:
+            self._remove(session, rank)
+
+    def _suspend_again(self, session: Session, rank: LocalRank) -> None:
+        self._published.rank_suspended(rank)
+        self._pulls.refuse_waiting(rank, Code.SUSPENDED, "the rank is suspended; resume it, then pull again")
+        self._context.timers.cancel(("rebind", session.session_id))
+        self._end_offer(rank)
+        rank.awaits_resident = False
+        if not self._registry.is_home(rank.spec):
+            self._member.leave(rank)
+        rank.mover, rank.agent = None, None  # its death changes nothing
+        self._movers.kill_all(session.session_id)
+        rank.state = RankState.SUSPENDED
 
     def bind_refused(self, session: Session, refusal: Refusal) -> None:
         """Refuse a rank whose memory the mover cannot map or register, or make room for another try.

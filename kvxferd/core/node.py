@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import assert_never
 
-from kvxferd.core.block_id_memory import BlockIdMemory, request_bytes
+import msgspec
+
+from kvxferd.core.block_id_memory import MAX_BLOCK_ID_BYTES, BlockIdMemory, request_bytes
 from kvxferd.core.chunk_memory import ChunkMemory
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import (
@@ -43,6 +45,7 @@ from kvxferd.core.events import (
     WorkerMessage,
 )
 from kvxferd.core.fence_pages import FencePages
+from kvxferd.core.gather_grants import GatherGrants
 from kvxferd.core.grant_client import GrantClient
 from kvxferd.core.grant_server import GrantServer
 from kvxferd.core.handshake_client import HandshakeClient
@@ -63,7 +66,7 @@ from kvxferd.core.registry import Registry
 from kvxferd.core.route_versions import RouteVersions
 from kvxferd.core.session import Session
 from kvxferd.core.settings import Settings
-from kvxferd.core.snapshot import EngineSnapshot, NodeSnapshot
+from kvxferd.core.snapshot import EngineSnapshot, LimitSnapshot, NodeSnapshot
 from kvxferd.core.snapshot_builder import (
     engine_snapshots,
     list_pulls,
@@ -72,11 +75,12 @@ from kvxferd.core.snapshot_builder import (
 )
 from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.worker_requests import WorkerRequests
-from kvxferd.errors import Code, ProtocolError
+from kvxferd.errors import Code, EngineError, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
-from kvxferd.wire.common import Refusal
+from kvxferd.wire.common import Message, Refusal
+from kvxferd.wire.endpoint import key_of, parse_endpoint
 from kvxferd.wire.mover import (
     BindRefused,
     Bound,
@@ -90,6 +94,7 @@ from kvxferd.wire.mover import (
     Polling,
     ProbeResult,
     PullDone,
+    PullProgress,
     PullQuiesced,
     SetPolling,
 )
@@ -113,7 +118,7 @@ from kvxferd.wire.peer import (
     TransferReleased,
     refusal_of,
 )
-from kvxferd.wire.versions import for_version_1
+from kvxferd.wire.versions import for_peer_version, for_version_1
 from kvxferd.wire.worker import (
     FIRST_WITH_FENCE_PAGES,
     Attach,
@@ -171,9 +176,15 @@ class Node:
             self.peer_requests,
             self.rank_reports,
             self.block_id_memory,
+            GatherGrants(self.context, self.movers),
         )
         self.grant_server = GrantServer(
-            self.context, self.registry, self.published, self.poll_requests, self.fence_pages
+            self.context,
+            self.registry,
+            self.published,
+            self.poll_requests,
+            self.fence_pages,
+            self.route_versions,
         )
         self.handshake_server = HandshakeServer(self.context, self.registry)
         self.home = Home(
@@ -220,20 +231,19 @@ class Node:
         return [self._for_version_spoken(effect) for effect in self.context.pop_effects()]
 
     def _for_version_spoken(self, effect: Effect) -> Effect:
-        """Return the effect with its message in the form of version 1, if its receiver speaks only that."""
+        """Return the effect with its message as the receiver's version has it."""
         match effect:
             case SendToWorker():
                 session = self.sessions.get(effect.session)
-                version = session.version if session is not None else 1
+                is_new = session is not None and session.version > 1
+                message: Message = effect.message if is_new else for_version_1(effect.message)
             case ReplyToPeer():
-                version = self.route_versions.version_of(effect.route)
+                message = for_peer_version(effect.message, self.route_versions.version_of(effect.route))
             case SendToPeer():
-                version = self.peers.version_of(effect.endpoint)
+                message = for_peer_version(effect.message, self.peers.version_of(effect.endpoint))
             case _:
                 return effect
-        if version > 1 or (message := for_version_1(effect.message)) is effect.message:
-            return effect
-        return replace(effect, message=message)
+        return effect if message is effect.message else replace(effect, message=message)
 
     def next_deadline(self) -> float | None:
         """Return when to feed a `Tick` if no event comes before; None: there is no timer."""
@@ -265,6 +275,9 @@ class Node:
             transfers=tuple(transfers.shown),
             pulls=tuple(pulls.shown),
             transfer_states=dict(transfers.states),
+            published_bytes=transfers.num_bytes,
+            oldest_published_s=round(transfers.oldest_s, 3),
+            limits=self._limits_snapshot(),
             num_grants_given=transfers.num_grants,
             num_grants_held=sum(num_grants.values()),
             pull_phases=dict(pulls.states),
@@ -273,6 +286,29 @@ class Node:
             ),
             ownerships=self.ownerships.snapshot(),
         )
+
+    def _limits_snapshot(self) -> tuple[LimitSnapshot, ...]:
+        """Return each limit of the settings, and that of block ids, beside what is used of it."""
+        limits, admission = self.context.settings.limits, self.pulls.admission
+        waiting = (self.grant_server, self.handshake_server)
+        used = {
+            "max_sessions": len(self.sessions),
+            "max_ranks": self.registry.num_ranks_by_user().total(),
+            "max_transfers_per_engine": self.published.table.largest_engine()[1],
+            "max_pulls_per_rank": admission.most_pulls,
+            "max_inflight_bytes": admission.inflight_bytes,
+            "max_peers": self.peers.num_peers,
+            "max_waiting_per_peer": max(requests.most_of_peer for requests in waiting),
+            "max_waiting": max(requests.num_waiting for requests in waiting),
+            "staging_bytes": self.chunk_memory.num_bytes,
+        }
+        settings = (
+            LimitSnapshot(name=name, limit=getattr(limits, name), used=num) for name, num in used.items()
+        )
+        block_ids = LimitSnapshot(
+            name="block_id_bytes", limit=MAX_BLOCK_ID_BYTES, used=self.block_id_memory.num_bytes
+        )
+        return (*settings, block_ids)
 
     def engines_snapshot(self) -> tuple[EngineSnapshot, ...]:
         """Return the engines of which a rank is known here."""
@@ -493,6 +529,8 @@ class Node:
                 self._polling_confirmed(mover.agent)
             case PullDone():
                 self.pulls.mover_done(message.pull, mover.mover_id, message.outcome)
+            case PullProgress():
+                self.pulls.record_progress(mover.mover_id, message)
             case PullQuiesced():
                 self.pulls.mover_quiesced(message.pull, mover.mover_id)
             case DisconnectSeen():
@@ -609,7 +647,7 @@ class Node:
     def _handle_peer_request(self, route: bytes, message: PeerMessage, key: str) -> None:
         match message:
             case PeerHello():
-                self._welcome_peer(route, message)
+                self._welcome_peer(route, message, key)
             case FetchEngine():
                 self.handshake_server.fetch(route, message, key)
             case AskGrant():
@@ -631,13 +669,26 @@ class Node:
             case _:
                 self.peer_requests.handle_inbound_reply(route, message, key)
 
-    def _welcome_peer(self, route: bytes, message: PeerHello) -> None:
+    def _welcome_peer(self, route: bytes, message: PeerHello, key: str) -> None:
         try:
             version = negotiate_version(PEER_VERSIONS, message.versions)
         except ProtocolError as error:
             self.context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
-        self.route_versions.set_version(route, version)
-        self.context.emit(
-            ReplyToPeer(route, PeerWelcome(request=message.request, version=version, boot=self.context.boot))
-        )
+        endpoint = _claimed_endpoint(message.endpoint, key)
+        self.route_versions.set_version(route, version, message.gathers, endpoint)
+        welcome = PeerWelcome(request=message.request, version=version, boot=self.context.boot)
+        if message.describe:
+            welcome = msgspec.structs.replace(
+                welcome, versions=PEER_VERSIONS, software=self.context.settings.software
+            )
+        self.context.emit(ReplyToPeer(route, welcome))
+
+
+def _claimed_endpoint(endpoint: Endpoint, key: str) -> Endpoint:
+    """Return where a peer with that key says it is; "" where that is no endpoint or has another key."""
+    try:
+        parsed = parse_endpoint(endpoint)
+    except EngineError:
+        return Endpoint("")
+    return parsed if key_of(parsed) in ("", key) else Endpoint("")

@@ -44,6 +44,16 @@ class ParkedRequests(ABC, Generic[N, R]):
         of_peer = self._num_pending_of_peer[peer_id]
         check_waiting(of_peer, len(self._pending), self._context.settings.limits)
 
+    @property
+    def num_waiting(self) -> int:
+        """Return how many requests wait."""
+        return len(self._pending)
+
+    @property
+    def most_of_peer(self) -> int:
+        """Return how many requests of the peer wait that has most."""
+        return max(self._num_pending_of_peer.values(), default=0)
+
     def _park(self, name: N, pending: R, peer_id: str) -> None:
         self._pending[name] = pending
         self._num_pending_of_peer[peer_id] += 1

@@ -31,6 +31,7 @@ class _OpenRequest:
     message: RequestMessage
     on_reply: OnReply
     uid: int  # for whom a host name is looked up
+    opened_at: float
 
 
 class PeerRequests:
@@ -57,7 +58,7 @@ class PeerRequests:
     ) -> None:
         """Send the message, repeatedly until a reply arrives. After `timeout_s`: `peer-unreachable`."""
         number = message.request
-        self._open[number] = _OpenRequest(address, key, message, on_reply, uid)
+        self._open[number] = _OpenRequest(address, key, message, on_reply, uid, self._context.now)
         self._open_by_address.setdefault(address, {})[number] = None
         self._send(number)
         self._context.after(("give-up", number), timeout_s, lambda: self._time_out(number, timeout_s))
@@ -152,6 +153,11 @@ class PeerRequests:
     def has_open(self, address: Address) -> bool:
         """Whether a request to that address is open."""
         return address in self._open_by_address
+
+    def oldest_at(self, address: Address) -> float | None:
+        """Return since when the oldest open request to that address waits; None: there is none."""
+        there = self._open_by_address.get(address)
+        return self._open[next(iter(there))].opened_at if there else None
 
     def __len__(self) -> int:
         return len(self._open)

@@ -43,6 +43,10 @@ from kvxferd.wire.peer import (
 # 32,768 in all (`limits.max_waiting`). 200 acknowledgements a second to a dead source, each repeated for
 # 120 s, are 24,000: one user's share is 28,672.
 MAX_OPEN_REQUESTS = 32_768
+# A peer that has not answered a greeting that was sent twice is shown as silent.
+GREETING_RESENDS = 2
+# A thousand pulls may have one deadline: their peer is greeted once for all.
+CHECK_EVERY_S, CHECK_TIMEOUT_S = 0.1, 1.0
 
 # Block ids that arrive in parts, of all peers: sixteen of the largest lists at a time, charged to a user with
 # an open request to the peer; of one peer two. Without a limit 448 peers that never end a list held 128 MiB
@@ -70,6 +74,8 @@ class Peer:
     users: set[int] = field(default_factory=set)  # all users with requests to it, ended ones too
     boot: BootId | None = None  # None: no `PeerWelcome` yet
     last_seen_at: float | None = None  # when its last message arrived
+    round_trip_s: float | None = None  # of the last message that a peer answers at once
+    checked_at: float | None = None  # when `check` sent its last greeting
     version: int = 1  # of the peer protocol, once welcomed
     waiting_for_welcome: list[tuple[MakeMessage, float, OnReply]] = field(default_factory=list)
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
@@ -215,6 +221,7 @@ class Peers:
                 f"{self._peer_share.held_by(uid)} of them through uid {uid}, and limits.max_peers = "
                 f"{self._peer_share.limit}; try again in {RETRY_LATER_S:g} s",
                 RETRY_LATER_S,
+                "max_peers",
             )
         return found
 
@@ -238,26 +245,28 @@ class Peers:
     def _send_request(
         self, peer: Peer, make_message: MakeMessage, timeout_s: float, on_reply: OnReply
     ) -> None:
+        sent_at = self._context.now
+
         def answered(reply: ReplyMessage) -> None:
             if isinstance(reply, PeerRefused) and reply.code is Code.PEER_UNREACHABLE:
                 self._mark_silent(peer)
+            elif isinstance(reply, Done | GrantsRenewed):  # a grant may wait at the source
+                peer.round_trip_s = self._context.now - sent_at
             on_reply(reply)
 
         number = self._peer_requests.next_id()
         self._peer_requests.request(peer.endpoint, make_message(number), timeout_s, answered, uid=peer.uid)
 
     def _send_hello(self, peer: Peer) -> None:
-        message = PeerHello(
-            request=self._peer_requests.next_id(),
-            versions=PEER_VERSIONS,
-            boot=self._context.boot,
-            endpoint=self._context.endpoint,
-        )
+        message = self._make_hello()
+
+        sent_at = self._context.now
 
         def answered(reply: ReplyMessage) -> None:
             waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
             if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
                 peer.boot, peer.version = reply.boot, reply.version
+                peer.round_trip_s = self._context.now - sent_at
                 self._context.run_in_batches(
                     partial(self._send_after_welcome, peer, *wanted) for wanted in waiting
                 )
@@ -268,6 +277,38 @@ class Peers:
 
         timeout_s = self._context.settings.silent_after_s
         self._peer_requests.request(peer.endpoint, message, timeout_s, answered, uid=peer.uid)
+
+    def check(self, endpoint: Endpoint) -> None:
+        """Greet the peer once more, so that `is_there` knows whether it still replies.
+
+        Changes nothing else: requests to it have timeouts of their own.
+        """
+        peer, now = self._peers.get(endpoint), self._context.now
+        if peer is None or peer.waiting_for_welcome:
+            return  # its greeting is open
+        if peer.checked_at is not None and now - peer.checked_at < CHECK_EVERY_S:
+            return
+        peer.checked_at = now
+        hello = self._make_hello()
+        self._peer_requests.request(endpoint, hello, CHECK_TIMEOUT_S, lambda _: None, uid=peer.uid)
+
+    def is_there(self, endpoint: Endpoint) -> bool:
+        """Whether the peer was checked just now, and has sent anything since."""
+        peer = self._peers.get(endpoint)
+        if peer is None or peer.checked_at is None or peer.last_seen_at is None:
+            return False
+        if self._context.now - peer.checked_at > CHECK_TIMEOUT_S:
+            return False  # that check was for another pull
+        return peer.last_seen_at >= peer.checked_at
+
+    def _make_hello(self) -> PeerHello:
+        return PeerHello(
+            request=self._peer_requests.next_id(),
+            versions=PEER_VERSIONS,
+            boot=self._context.boot,
+            endpoint=self._context.endpoint,
+            gathers=self._context.settings.gathers,
+        )
 
     def _send_after_welcome(
         self, peer: Peer, make_message: MakeMessage, timeout_s: float, on_reply: OnReply
@@ -360,6 +401,11 @@ class Peers:
         """Iterate over the known peers, the longest unused first."""
         return iter(self._peers.values())
 
+    @property
+    def num_peers(self) -> int:
+        """Return how many peers are known."""
+        return len(self._peers)
+
     def endpoints(self) -> set[Endpoint]:
         """Return the endpoints of all known peers."""
         return set(self._peers)
@@ -394,7 +440,7 @@ class Peers:
             PeerSnapshot(
                 endpoint=peer.endpoint,
                 boot=peer.boot,
-                state="up" if peer.boot else "greeting",
+                state=self._state(peer),
                 engines=tuple(
                     RemoteEngineSnapshot(
                         engine_id=key.engine_id, generation=key.generation, num_ranks=len(engine.ranks)
@@ -402,10 +448,30 @@ class Peers:
                     for key, engine in peer.engines.items()
                 ),
                 num_grants=num_grants.get(peer.endpoint, 0),
+                round_trip_s=None if peer.round_trip_s is None else round(peer.round_trip_s, 6),
+                last_answer_s=None
+                if peer.last_seen_at is None
+                else round(self._context.now - peer.last_seen_at, 3),
             )
             for peer in self._peers.values()
             if peer.endpoint != self._context.endpoint
         )
+
+    def _state(self, peer: Peer) -> str:
+        """Return "silent" where a reply is overdue, else "up", or "greeting" before the first welcome.
+
+        A greeting is answered at once. Another request may wait for ranks or a publish, whatever else the
+        peer sends meanwhile.
+        """
+        settings = self._context.settings
+        waiting_since = self._peer_requests.oldest_at(peer.endpoint)
+        if waiting_since is not None:
+            patience_s = max(settings.silent_after_s, settings.handshake_wait_s)
+            if peer.boot is None:
+                patience_s = min(GREETING_RESENDS * settings.resend_s, patience_s)
+            if self._context.now - max(waiting_since, peer.last_seen_at or 0.0) > patience_s:
+                return "silent"
+        return "up" if peer.boot else "greeting"
 
 
 def _reassembled(peer: Peer, granted: Granted) -> ReplyMessage:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from kvxferd.core.block_id_memory import BlockIdMemory, incarnation_bytes, request_bytes
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
+from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker, TraceGrant
 from kvxferd.core.fair_share import Owner
 from kvxferd.core.fence_pages import FencePages
+from kvxferd.core.gather_grants import GatherGrants
 from kvxferd.core.limits import check_count
 from kvxferd.core.peer_requests import PeerRequests
 from kvxferd.core.rank_reports import RankReports
@@ -16,6 +17,7 @@ from kvxferd.core.registry import LocalEngine, LocalRank, MemberRank, RankRecord
 from kvxferd.core.session import Session
 from kvxferd.core.snapshot import ReleaseRecord
 from kvxferd.core.source_polling import PollRequests
+from kvxferd.core.traces import sampled_trace
 from kvxferd.core.transfer_table import Transfer, TransferKey, TransferTable
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
@@ -23,7 +25,14 @@ from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_blocks_by
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import TransferReleased
-from kvxferd.wire.worker import Publish, PublishRefused, Released
+from kvxferd.wire.traceparent import span_id_for
+from kvxferd.wire.worker import (
+    FIRST_WITH_PUBLISH_REPLIES,
+    Publish,
+    PublishAccepted,
+    PublishRefused,
+    Released,
+)
 
 
 class PublishedTransfers:
@@ -38,8 +47,10 @@ class PublishedTransfers:
         peer_requests: PeerRequests,
         rank_reports: RankReports,
         block_id_memory: BlockIdMemory,
+        gather_grants: GatherGrants,
     ) -> None:
         self._context = context
+        self.gather_grants = gather_grants
         self._registry = registry
         self._poll_requests = poll_requests
         self._fence_pages = fence_pages
@@ -73,6 +84,9 @@ class PublishedTransfers:
         self.table.add(transfer)
         self._block_id_memory.add(transfer.uid, transfer.charged_bytes)
         self._schedule_lease_check(transfer)
+        if message.wants_reply and session.version >= FIRST_WITH_PUBLISH_REPLIES:
+            accepted = PublishAccepted(transfer_id=message.transfer_id)
+            self._context.emit(SendToWorker(session.session_id, accepted))
 
     def _admit(
         self,
@@ -113,6 +127,7 @@ class PublishedTransfers:
             ready={rank} if rank is not None else set(),
             incarnations=incarnations,
             charged_bytes=charged,
+            traceparent=sampled_trace(self._context.settings, message.traceparent, message.nonce),
         )
 
     @staticmethod
@@ -295,15 +310,19 @@ class PublishedTransfers:
     def _check_lease(self, transfer: Transfer) -> None:
         now = self._context.now
         for grant in [g for g in transfer.grants.values() if g.expires_at <= now]:
-            self.end_grant(grant.grant_id)
+            self.end_grant(grant.grant_id, "expired")
         if transfer.expires_at <= now:
             self.release(transfer, Code.LEASE_EXPIRED)
         else:
             self._schedule_lease_check(transfer)
 
-    def end_grant(self, grant_id: GrantId) -> None:
-        """Take a grant off its lease. Does nothing where there is none."""
+    def end_grant(self, grant_id: GrantId, why: str) -> None:
+        """Take a grant off its lease. Does nothing where there is none. `why`: as `GrantRecord.outcome`."""
+        transfer = self.table.by_grant.get(grant_id)
         if grant := self.table.end_grant(grant_id):
+            if grant.traceparent and transfer is not None:
+                self._context.emit(TraceGrant(grant.record(transfer, why, self._context.now)))
+            self.gather_grants.end(grant_id)
             for agent in grant.agents:
                 self._poll_requests.release(agent, grant_id)
 
@@ -312,7 +331,7 @@ class PublishedTransfers:
         context = self._context
         context.emit(OverwriteFenceWord(transfer.session, transfer.fence_slot))
         for grant_id in list(transfer.grants):
-            self.end_grant(grant_id)
+            self.end_grant(grant_id, "released")
         self._block_id_memory.remove(transfer.uid, transfer.charged_bytes)
         if (forgotten := self.table.end(transfer, why)) is not None:
             context.timers.cancel(("tombstone", forgotten))
@@ -329,6 +348,10 @@ class PublishedTransfers:
                     engine_id=transfer.engine.engine_id,
                     why=why,
                     held_s=context.now - transfer.published_at,
+                    readers=transfer.reader_records(),
+                    bytes=transfer.num_bytes_read,
+                    traceparent=transfer.traceparent,
+                    span_id=span_id_for(transfer.nonce) if transfer.traceparent else "",
                 )
             )
         )
@@ -363,6 +386,7 @@ class PublishedTransfers:
                     grant.expires_at
                     <= grant.granted_at + self._context.settings.max_hold_s + self._context.settings.lease_s
                 )
+        self.gather_grants.check_integrity()
         for grant_id, transfer in self.table.by_grant.items():
             assert grant_id in transfer.grants, f"grant {grant_id} is on no lease"
 

@@ -62,15 +62,26 @@ from kvxferd.core.grant_client import GrantClient, GrantState, HeldGrant
 from kvxferd.core.limits import PullAdmission
 from kvxferd.core.movers import Movers
 from kvxferd.core.registry import LocalRank, RankState
-from kvxferd.core.snapshot import PullRecord, PullSnapshot
+from kvxferd.core.snapshot import PHASES, PullRecord, PullSnapshot
 from kvxferd.core.source_breaker import SourceBreaker
+from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_request
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message, TransferRef
-from kvxferd.wire.mover import AbortPull, FenceLocation, PullOutcome, SourceRank, StartPull
+from kvxferd.wire.endpoint import address_of
+from kvxferd.wire.mover import (
+    AbortPull,
+    FenceLocation,
+    PullOutcome,
+    PullProgress,
+    ReportPull,
+    SourceRank,
+    StartPull,
+)
+from kvxferd.wire.traceparent import span_id_for
 from kvxferd.wire.worker import FIRST_WITH_RESUME, Delivered, Failed, PullsInterrupted, PullsResumed, Quiesced
 
 # A retry with less time than this would end at its deadline, in doubt instead of safely failed.
@@ -80,6 +91,10 @@ RETRY_WITHIN_S = 2.0
 # A pull that kills each mover that reads it must not use up the node's movers. Its own mover and the next may
 # both be killed because of other pulls in doubt.
 MAX_MOVERS_LOST = 2
+# Of a time in a mover's report: longer than any pull. NaN and infinity are beyond it too.
+MAX_REPORTED_S = 1e6
+# Of a rank's names in a message: an engine may have 4,096.
+MAX_NAMED_RANKS = 4
 
 
 class PullPhase(StrEnum):
@@ -153,11 +168,30 @@ class Pull:
     delivered_by_mover: bool = False  # the worker reported that its mover sent Delivered
     former_grant: HeldGrant | None = None  # of the first try, until the second try has one
     phases_s: dict[str, float] = field(default_factory=dict)
+    failed_phase: str = ""  # as `PullRecord.failed_phase`
+    silent: str = ""  # as `PullRecord.silent`
+    asked_mover: bool = False  # the mover was requested to report what the pull waits for
+    progress: PullProgress | None = None  # its reply
 
     @property
     def awaits_worker(self) -> bool:
         """Whether only the worker knows if its last mover delivered it: `PullsResumed` has not arrived."""
         return self.interruption != 0
+
+    @property
+    def record_phase(self) -> str:
+        """Where it is, among PHASES."""
+        if self.phase is not PullPhase.WAITING:
+            return _failed_phase_of(self.outcome) if self.outcome is not None else "wire"
+        grant = self.held_grant
+        if grant.state is GrantState.REFUSED:
+            return grant.refused_in
+        return grant.state if grant.state in (GrantState.HANDSHAKING, GrantState.REQUESTING) else "queue"
+
+    @property
+    def span_id(self) -> str:
+        """The id of its span, which the source's spans have as their parent."""
+        return self.held_grant.span_id or span_id_for(self.held_grant.grant_id)
 
     @property
     def is_safe_to_reuse(self) -> bool:
@@ -194,7 +228,7 @@ class Pulls:
         self._by_session: dict[SessionId, dict[Ticket, list[Pull]]] = {}
         self._last_id = 0
         self._last_interruption = 0
-        self._admission = PullAdmission(context.settings.limits)
+        self.admission = PullAdmission(context.settings.limits)
         self.source_breaker = SourceBreaker(context)
 
     def __len__(self) -> int:
@@ -217,16 +251,21 @@ class Pulls:
 
     def check_room(self, rank: LocalRank, blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
         """Raise BusyError if one more pull, into these blocks, passes a limit."""
-        self._admission.check(rank.session, rank.uid, rank.bytes_of(blocks), what)
+        self.admission.check(rank.session, rank.uid, rank.bytes_of(blocks), what)
         self._block_id_memory.check(rank.uid, request_bytes(blocks), what)
 
     def start(self, pull: Pull) -> None:
         """Start a pull whose grant has been requested."""
         self._pulls[pull.pull_id] = pull
         self._by_session.setdefault(pull.rank.session, {}).setdefault(pull.ticket, []).append(pull)
-        self._admission.add(pull.rank.session, pull.rank.uid, pull.local_bytes)
+        self.admission.add(pull.rank.session, pull.rank.uid, pull.local_bytes)
         self._block_id_memory.add(pull.rank.uid, request_bytes(pull.blocks))
-        self._context.timers.set(("deadline", pull.pull_id), pull.deadline, lambda: self._expire(pull))
+        # One timer, set again: most pulls end before it is due.
+        notice_s = self._notice_s(pull)
+        at_notice = self._before_deadline if notice_s > 0 else self._expire
+        self._context.timers.set(
+            ("deadline", pull.pull_id), pull.deadline - notice_s, lambda: at_notice(pull)
+        )
         self._grant_client.when_settled(pull.held_grant, lambda: self._grant_settled(pull))
 
     # --- from the grant to the mover
@@ -262,6 +301,7 @@ class Pulls:
             check_request(hold.plan, pull.blocks, hold.granted.blocks, pull.num_tokens)
             self._grant_client.preload(hold)
         except KvxferdError as error:
+            pull.failed_phase = "plan"
             self._refuse(pull, error.code, error.message)
             return
         if not any(packed.ids for packed in pull.blocks.values()):
@@ -269,6 +309,7 @@ class Pulls:
             return
         pull.transition(PullTrigger.POST)
         pull.mover = mover
+        pull.asked_mover, pull.progress = False, None
         pull.posted_at = self._context.now
         self._start_on_mover(mover, pull)
 
@@ -313,6 +354,7 @@ class Pulls:
             ),
             stream=stream,
             ticket=pull.ticket,
+            gathers=() if pull.rank.resident else hold.granted.gathers,  # one may not know the field
         )
         self._context.emit(SendToMover(mover, start))
 
@@ -366,7 +408,7 @@ class Pulls:
         left_s = pull.deadline - self._context.now
         pull.former_grant, pull.held_grant = (
             pull.held_grant,
-            self._grant_client.acquire(pull.rank, pull.ref, left_s),
+            self._grant_client.acquire(pull.rank, pull.ref, left_s, pull.held_grant.span_id),
         )
         self._context.after(
             ("retry", pull.pull_id),
@@ -469,7 +511,7 @@ class Pulls:
             pull.phases_s["ack"] = self._context.now - ended
             self._emit_record(pull, "delivered", None, "", ended)
 
-        self._grant_client.acknowledge(pull.held_grant, acknowledged)
+        self._grant_client.acknowledge(pull.held_grant, max(outcome.bytes, 0), acknowledged)
 
     def _refuse(self, pull: Pull, code: Code, message: str) -> None:
         self._fail(pull, PullTrigger.REFUSE, code, message)
@@ -478,6 +520,7 @@ class Pulls:
         self, pull: Pull, trigger: PullTrigger, code: Code, message: str, retry_after_s: float = 0.0
     ) -> None:
         was_stopping = pull.phase is PullPhase.STOPPING
+        pull.failed_phase = pull.failed_phase or pull.record_phase
         phase = pull.transition(trigger)
         if phase is PullPhase.QUIESCED:
             self._finish_quiesced(pull)
@@ -527,7 +570,7 @@ class Pulls:
             del tickets[pull.ticket]
         if not tickets:
             del self._by_session[pull.rank.session]
-        self._admission.remove(pull.rank.session, pull.rank.uid, pull.local_bytes)
+        self.admission.remove(pull.rank.session, pull.rank.uid, pull.local_bytes)
         self._block_id_memory.remove(pull.rank.uid, request_bytes(pull.blocks))
         pull.blocks = {}  # its acknowledgement may be repeated for two minutes
         self._context.timers.cancel(("deadline", pull.pull_id))
@@ -581,20 +624,76 @@ class Pulls:
             assert pull.mover is not None
             self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
 
+    def _notice_s(self, pull: Pull) -> float:
+        return min(self._context.settings.deadline_notice_s, (pull.deadline - pull.received_at) / 5)
+
+    def _before_deadline(self, pull: Pull) -> None:
+        """Ask the one that the pull waits for whether it is there, so that the failure can name it."""
+        self._context.timers.set(("deadline", pull.pull_id), pull.deadline, lambda: self._expire(pull))
+        if pull.deadline - self._context.now < self._notice_s(pull) / 2:
+            return  # this daemon is late itself: nobody can reply in time
+        if pull.phase is PullPhase.WAITING:
+            self._grant_client.check_peer(pull.held_grant)
+        elif pull.phase is PullPhase.POSTED and pull.mover is not None and not pull.rank.resident:
+            pull.asked_mover = True
+            self._context.emit(SendToMover(pull.mover, ReportPull(pull=pull.pull_id)))
+
+    def record_progress(self, mover: MoverId, message: PullProgress) -> None:
+        """Keep what the mover reports of a pull whose deadline is near."""
+        pull = self._pulls.get(message.pull)
+        if pull is not None and pull.mover == mover and pull.asked_mover and message.phase in PHASES:
+            pull.progress = message
+
     def _expire(self, pull: Pull) -> None:
         what = f"cannot pull transfer {pull.ref.transfer_id}"
         waited = f"its deadline of {pull.deadline - pull.received_at:.1f} s passed"
         if pull.phase is PullPhase.WAITING:
-            self._fail(
-                pull,
-                PullTrigger.EXPIRE,
-                Code.DEADLINE,
-                f"{what}: {waited} {self._grant_client.describe_wait(pull.held_grant)}",
-            )
+            pull.silent, where = self._describe_wait(pull)
+            self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, f"{what}: {waited} {where}")
             return
         assert pull.mover is not None
+        pull.silent, where = self._describe_read(pull)
+        if pull.progress is not None:
+            pull.failed_phase = pull.progress.phase
         self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
-        self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, f"{what}: {waited} while it was read")
+        self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, f"{what}: {waited} while it was read: {where}")
+
+    def _describe_wait(self, pull: Pull) -> tuple[str, str]:
+        """Return whom a pull waits for that no mover has, and the sentence for its message."""
+        hold = pull.held_grant
+        if hold.state in (GrantState.HANDSHAKING, GrantState.REQUESTING):
+            return self._grant_client.awaited(hold), self._grant_client.describe_wait(hold)
+        rank = f"rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
+        if pull.awaits_worker:
+            return f"the worker of {rank}", f"while it waited for the worker of {rank}, after its mover died"
+        return (
+            f"the mover of {rank}",
+            f"while it waited for a mover of {rank}; see the log for why it has none",
+        )
+
+    def _describe_read(self, pull: Pull) -> tuple[str, str]:
+        """Return whom a pull waits for that its mover reads, and the sentence for its message."""
+        hold, progress = pull.held_grant, pull.progress
+        if pull.asked_mover and (progress is None or not progress.agents):
+            mover = f"the mover of rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
+            why = f"was in its phase {progress.phase}" if progress else "did not reply to this daemon"
+            return mover, f"{mover} {why}; check that this node's processors are free"
+        remote, plan = hold.remote, hold.plan
+        if remote is None or plan is None:
+            return "", "its source is forgotten"
+        ranks = list(plan.sources)
+        if progress is not None:
+            awaited = set(progress.agents)
+            ranks = [rank for rank in ranks if remote.ranks[rank].binding.agent in awaited]
+        engine = f"engine {pull.ref.engine_id}"
+        where = f"{engine}, whose daemon is {address_of(pull.ref.endpoint)}"
+        check = "check that node, and the network between"
+        if not ranks:  # the fence word's mover may be another than those that are read
+            return f"the publisher of {engine}", f"the fence word's mover of {where}, did not reply; {check}"
+        names = "rank" + "s" * (len(ranks) > 1) + " " + ", ".join(map(str, ranks[:MAX_NAMED_RANKS]))
+        if len(ranks) > MAX_NAMED_RANKS:
+            names += f" and {len(ranks) - MAX_NAMED_RANKS} more"
+        return f"{names} of {engine}", f"{names} of {where}, did not reply; {check}"
 
     def refuse_waiting(self, rank: LocalRank, code: Code, message: str) -> None:
         """Refuse the rank's pulls that no mover has."""
@@ -606,7 +705,7 @@ class Pulls:
         for pull in self._pulls_of(rank):
             self._remove(pull)
             if pull.delivered_by_mover and pull.phase is not PullPhase.IN_DOUBT:
-                self._grant_client.acknowledge(pull.held_grant, lambda _: None)
+                self._grant_client.acknowledge(pull.held_grant, 0, lambda _: None)
             else:
                 self._grant_client.release(pull.held_grant)
 
@@ -623,15 +722,16 @@ class Pulls:
 
     def _record_times(self, pull: Pull, outcome: PullOutcome) -> None:
         pull.phases_s |= {
-            "queue": outcome.queue_s,
-            "plan": outcome.expand_s,
-            "post": outcome.post_s,
-            "wire": outcome.wire_s,
-            "fence": outcome.fence_s,
+            "queue": _as_seconds(outcome.queue_s),
+            "plan": _as_seconds(outcome.expand_s),
+            "post": _as_seconds(outcome.post_s),
+            "wire": _as_seconds(outcome.wire_s),
+            "fence": _as_seconds(outcome.fence_s),
         }
 
     def _emit_record(self, pull: Pull, outcome: str, code: Code | None, message: str, ended: float) -> None:
         known = pull.outcome or PullOutcome(delivered=False)
+        trace = sampled_trace(self._context.settings, pull.ref.trace, pull.ref.nonce)
         record = PullRecord(
             pull=pull.pull_id,
             transfer_id=pull.ref.transfer_id,
@@ -641,19 +741,29 @@ class Pulls:
             outcome=outcome,
             code=code,
             message=message,
-            bytes=known.bytes,
-            runs=known.runs,
+            bytes=max(known.bytes, 0),
+            runs=max(known.runs, 0),
             total_s=ended - pull.received_at,
             phases_s=pull.phases_s,
             retried=pull.retried or pull.num_movers_lost > 0,
             ways=_bytes_by_way(known),
-            predicted_s=known.predicted_s,
+            predicted_s=_as_seconds(known.predicted_s),
+            peer=pull.ref.endpoint,
+            failed_phase="" if outcome == "delivered" else pull.failed_phase,
+            silent=pull.silent,
+            traceparent=trace,
+            span_id=pull.span_id if trace else "",
         )
-        self._context.emit(EmitRecord(record))
+        self._context.emit(EmitRecord(record, self._context.now - ended))
 
     def running(self) -> list[Pull]:
         """Return the pulls that are not over, those in doubt too."""
         return list(self._pulls.values())
+
+    def running_and_oldest(self) -> tuple[int, float]:
+        """Return how many pulls have not ended and when the oldest arrived, or 0. Without those in doubt."""
+        waits = [pull.received_at for pull in self._pulls.values() if pull.phase is not PullPhase.IN_DOUBT]
+        return len(waits), waits[0] if waits else 0.0
 
     def snapshot_of(self, pull: Pull) -> PullSnapshot:
         """Return the pull as /v1/pulls shows it."""
@@ -685,12 +795,24 @@ class Pulls:
                 )
 
 
+def _failed_phase_of(outcome: PullOutcome) -> str:
+    if outcome.fence_s > 0 or outcome.code is Code.RELEASED:
+        return "fence"
+    return "wire" if outcome.started else "plan"
+
+
 def _mover_lost_message(pull: Pull) -> str:
     return f"cannot pull transfer {pull.ref.transfer_id}: the rank's mover died; pull again"
+
+
+def _as_seconds(reported: float) -> float:
+    """Return a time that a resident mover reported, 0 where it is none: a sum with NaN stays NaN."""
+    return reported if 0.0 <= reported <= MAX_REPORTED_S else 0.0
 
 
 def _bytes_by_way(outcome: PullOutcome) -> dict[str, int]:
     # A resident mover's word, which must not make a counter run backwards.
     total = max(outcome.bytes, 0)
     covering = min(max(outcome.covered_bytes, 0), total)
-    return {"direct": total - covering, "covering": covering, "gathered": 0}
+    gathered = min(max(outcome.gathered_bytes, 0), total - covering)
+    return {"direct": total - covering - gathered, "covering": covering, "gathered": gathered}

@@ -56,6 +56,7 @@ class RegistrationChecks:
                 f"cannot {what}: uid {session.uid} has had {REGISTER_BURST} movers started at once, and then "
                 f"more than {REGISTER_PER_S:g} a second; try again in {wait_s:.2f} s",
                 wait_s,
+                "mover_starts",
             )
 
     def check_owner(self, session: Session, engine_id: EngineId) -> None:

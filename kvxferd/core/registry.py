@@ -26,6 +26,7 @@ from kvxferd.ids import (
     SessionId,
 )
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.layout.areas import BlockArea
 from kvxferd.plan import (
     BlockRules,
     TransferTopology,
@@ -66,6 +67,7 @@ class LocalRank:
     state: RankState = RankState.MAPPING
     awaits_fds: bool = False  # FdsWanted was sent, and the descriptors have not arrived
     registered_sent: bool = False  # Registered was sent for the present mapping
+    was_registered: bool = False  # Registered was sent for any mapping
     sends_fence_page: bool = False  # that Registered carries the session's fence page
     mover: MoverId | None = None
     offer_number: int = 0  # of the MoverOffered that the worker has not acknowledged; 0: there is none
@@ -75,6 +77,8 @@ class LocalRank:
     library: str = ""
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
+    gathers: bool = False  # its mover packs for readers
+    block_areas: tuple[BlockArea, ...] | None = None  # of the layout, once they were needed
     placement: Placement = field(default_factory=Placement)
     transports_used: tuple[TransportsUsed, ...] = ()  # how its mover has connected so far
     topology: TransferTopology = field(init=False)  # the remote engines that it reads

@@ -1,29 +1,57 @@
-"""The protocol version of each connection that another daemon opened to this node."""
+"""What each connection that another daemon opened to this node agreed on in its greeting."""
 
 from __future__ import annotations
 
-# As many as the peer socket accepts connections at a time. 16,384 entries are about 3 MB.
+from typing import NamedTuple
+
+from kvxferd.ids import Endpoint
+
+NO_ENDPOINT = Endpoint("")
+
+# As many as the peer socket accepts connections at a time. 16,384 entries are about 6 MB.
 MAX_ROUTES = 16_384
-DEFAULT_VERSION = 1  # version 1 did not require the greeting first
+
+
+class _Greeting(NamedTuple):
+    version: int
+    gathers: bool
+    endpoint: Endpoint
+
+
+# Version 1 did not require the greeting first.
+_DEFAULT = _Greeting(version=1, gathers=False, endpoint=NO_ENDPOINT)
 
 
 class RouteVersions:
-    """Keeps the versions of the routes that were used last."""
+    """Keeps the greetings of the routes that were used last."""
 
     def __init__(self) -> None:
-        self._versions: dict[bytes, int] = {}
+        self._greetings: dict[bytes, _Greeting] = {}
 
-    def set_version(self, route: bytes, version: int) -> None:
-        """Record the version that the two sides agreed on."""
-        self._versions.pop(route, None)
-        self._versions[route] = version
-        if len(self._versions) > MAX_ROUTES:
-            del self._versions[next(iter(self._versions))]
+    def set_version(
+        self, route: bytes, version: int, gathers: bool = False, endpoint: Endpoint = NO_ENDPOINT
+    ) -> None:
+        """Record the version that the two sides agreed on, whether the other one gathers, and where it is."""
+        self._greetings.pop(route, None)
+        self._greetings[route] = _Greeting(version, gathers, endpoint)
+        if len(self._greetings) > MAX_ROUTES:
+            del self._greetings[next(iter(self._greetings))]
 
     def version_of(self, route: bytes) -> int:
         """Return the version that the route speaks."""
-        version = self._versions.pop(route, None)
-        if version is None:
-            return DEFAULT_VERSION
-        self._versions[route] = version
-        return version
+        return self._get(route).version
+
+    def gathers(self, route: bytes) -> bool:
+        """Whether the other side understands which ranks gather, and makes use of it."""
+        return self._get(route).gathers
+
+    def endpoint_of(self, route: bytes) -> Endpoint:
+        """Return where the other side says that it is; "" before its greeting."""
+        return self._get(route).endpoint
+
+    def _get(self, route: bytes) -> _Greeting:
+        greeting = self._greetings.pop(route, None)
+        if greeting is None:
+            return _DEFAULT
+        self._greetings[route] = greeting
+        return greeting

@@ -20,6 +20,7 @@ class Settings:
     unknown_wait_s: float = 1.0  # a reference may outrun its publish
     handshake_wait_s: float = 10.0  # for the missing ranks of an engine, and for ranks not ready
     resend_s: float = 2.0  # after which a request without a reply is sent again
+    deadline_notice_s: float = 0.5  # before a pull's deadline: ask whom it waits for whether it is there
     silent_after_s: float = 10.0  # after which a peer that sends no reply is unreachable
     acknowledge_for_s: float = 120.0  # an acknowledgement is repeated no longer than this
     quiesce_s: float = 5.0  # after which a mover with a pull in doubt is retired
@@ -30,6 +31,10 @@ class Settings:
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
     allowlist: PeerAllowlist = ALLOW_ALL  # at the start; see `AllowlistChanged`
     limits: LimitsConfig = DEFAULT_LIMITS
+    gathers: bool = False  # its movers have sources pack, and pack for others where these ask
+    software: str = ""  # the version of kvxferd, for peers that ask
+    tracing: bool = False  # its daemon exports spans: records carry the traces of sampled requests
+    trace_sample_ratio: float = 0.0  # of the transfers whose engine gave no trace
     pp_aware: bool = True  # False: this node reads no engine with more than one pipeline stage
 
     @property

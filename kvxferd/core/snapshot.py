@@ -20,11 +20,38 @@ from kvxferd.ids import (
 
 # Where a pull's time goes, in the order in which it passes.
 PHASES = ("queue", "handshake", "grant", "plan", "post", "wire", "fence", "ack")
+PULL_OUTCOMES = ("delivered", "failed", "cancelled")
+# Where a pull is that has not ended: the engine, or the grant, is requested; the grant is held, or has ended,
+# and the rank has no mover; the mover has it, or was sent its cancel; it has failed and may still be written.
+PULL_STATES = ("handshake", "grant", "held", "ended", "posted", "stopping", "in-doubt")
+# Why a transfer is released.
+RELEASE_REASONS = (
+    *(Code.COMPLETED, Code.ABANDONED, Code.LEASE_EXPIRED, Code.CANCELLED, Code.UNPUBLISHED),
+    *(Code.PUBLISHER_GONE, Code.RANK_LOST, Code.SUSPENDED),
+)
+# The limits that are shown beside their use: settings, and `block_id_bytes`.
+LIMIT_NAMES = (
+    *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
+    *("max_peers", "max_waiting_per_peer", "max_waiting", "staging_bytes", "block_id_bytes"),
+)
 # How a pull's bytes are read: each run by itself, or in longer stretches that the reader or the source packs.
 WAYS = ("direct", "covering", "gathered")
 
 
-class PullRecord(msgspec.Struct, frozen=True, kw_only=True):
+class _Stamped(msgspec.Struct, frozen=True, kw_only=True):
+    """A record with its time. The core has no time of day: the daemon stamps what the core emits."""
+
+    ended_at: float = 0.0  # Unix seconds; 0: not stamped
+
+
+class _Timed(_Stamped, frozen=True, kw_only=True):
+    """A record of something that took time."""
+
+    # `ended_at` minus the monotonic duration: a step of the wall clock does not put it after the end.
+    started_at: float = 0.0
+
+
+class PullRecord(_Timed, frozen=True, kw_only=True):
     """One pull that ended: a log line, a row of history, a sample of every histogram."""
 
     pull: PullId
@@ -42,9 +69,14 @@ class PullRecord(msgspec.Struct, frozen=True, kw_only=True):
     retried: bool = False  # the transport failed once, and it was read again
     ways: dict[str, int] = {}  # how many of the bytes were read directly, by covering reads, and gathered
     predicted_s: float = 0.0  # how long the reads were to take; 0: not predicted
+    peer: Endpoint = Endpoint("")  # of the source's daemon, as the reference names it
+    failed_phase: str = ""  # among PHASES: where it was when it failed or was cancelled; "": delivered
+    silent: str = ""  # who did not reply before the deadline: an endpoint, a rank, a local mover; "": nobody
+    traceparent: str = ""  # of the request's trace, where it is sampled and this node exports spans
+    span_id: str = ""  # of the pull's own span, 16 hex digits
 
 
-class HandshakeRecord(msgspec.Struct, frozen=True, kw_only=True):
+class HandshakeRecord(_Timed, frozen=True, kw_only=True):
     """One attempt to learn a remote engine, ended."""
 
     endpoint: Endpoint
@@ -54,17 +86,56 @@ class HandshakeRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     elapsed_s: float
 
+    @property
+    def peer(self) -> Endpoint:
+        """The daemon that was asked."""
+        return self.endpoint
 
-class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
+
+class ReaderRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine that read a published transfer, as its ranks acknowledged."""
+
+    engine_id: EngineId
+    peers: tuple[Endpoint, ...]  # of its ranks' daemons, as their greetings name them; the first few
+    num_ranks: int  # that have acknowledged
+    bytes: int  # that these ranks report; 0 from daemons that do not report it
+
+
+class ReleaseRecord(_Timed, frozen=True, kw_only=True):
     """One published transfer that was released."""
 
     transfer_id: TransferId
     engine_id: EngineId
     why: Code
     held_s: float
+    readers: tuple[ReaderRecord, ...] = ()  # engines that acknowledged; the first few
+    bytes: int = 0  # that all readers report
+    traceparent: str = ""  # as in `PullRecord`
+    span_id: str = ""  # of the publish's own span; that of `traceparent` itself: the publish is the root
+
+    @property
+    def peer(self) -> Endpoint:
+        """The daemon of the first reader that acknowledged; "" where none did."""
+        return next((peer for reader in self.readers for peer in reader.peers), Endpoint(""))
 
 
-class TopologyRecord(msgspec.Struct, frozen=True, kw_only=True):
+class GrantRecord(_Timed, frozen=True, kw_only=True):
+    """One grant on a transfer published here, ended or refused. Only for the spans of a sampled trace."""
+
+    transfer_id: TransferId
+    engine_id: EngineId
+    reader: EngineId
+    rank: Rank  # of the reader
+    outcome: str  # "acknowledged", "returned", "expired", "released" or "refused"
+    code: Code | None = None  # why it was refused
+    message: str = ""  # likewise
+    waited_s: float  # from its request to the grant, or to the refusal
+    held_s: float  # from the grant to its end
+    traceparent: str
+    span_id: str
+
+
+class TopologyRecord(_Stamped, frozen=True, kw_only=True):
     """A local rank has a plan for one stage of a remote engine."""
 
     sink: EngineId
@@ -74,7 +145,7 @@ class TopologyRecord(msgspec.Struct, frozen=True, kw_only=True):
     text: str  # TransferTopology.describe
 
 
-class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementRecord(_Stamped, frozen=True, kw_only=True):
     """How a mover reaches a rank's memory, as it bound or tested it."""
 
     engine_id: EngineId
@@ -86,7 +157,7 @@ class PlacementRecord(msgspec.Struct, frozen=True, kw_only=True):
     gigabytes_per_s: float
 
 
-class TransportsRecord(msgspec.Struct, frozen=True, kw_only=True):
+class TransportsRecord(_Stamped, frozen=True, kw_only=True):
     """A rank's mover connected to another process over transports that it had not used."""
 
     engine_id: EngineId
@@ -97,6 +168,23 @@ class TransportsRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Record = PullRecord | HandshakeRecord | ReleaseRecord | TopologyRecord | PlacementRecord | TransportsRecord
+
+
+class ServedRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A reading rank acknowledged a transfer of this node. Only counted: its release is a row of history."""
+
+    source: EngineId
+    sink: EngineId
+    peer: Endpoint  # the reader's daemon, as it names itself; "": not known
+    bytes: int  # as the reader reports; 0 from a daemon before version 3 of the protocol
+
+
+class LimitSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A limit of this node, and how much of it is used."""
+
+    name: str  # of its setting in `limits`, or of a limit that is no setting
+    limit: int
+    used: int  # of a limit for each engine, rank or peer: by the one that uses most
 
 
 class PlacementSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +253,8 @@ class PeerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # "greeting", "up", "silent"
     engines: tuple[RemoteEngineSnapshot, ...]
     num_grants: int
+    round_trip_s: float | None = None  # of the last greeting, renewal or acknowledgement; None: not known
+    last_answer_s: float | None = None  # how long ago its last message arrived
 
 
 class TransferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,6 +325,9 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     transfers: tuple[TransferSnapshot, ...]  # the oldest, see `core.snapshot_builder`; the counts are of all
     pulls: tuple[PullSnapshot, ...]
     transfer_states: dict[str, int] = {}
+    published_bytes: int = 0  # of local ranks, in blocks that are published and not released
+    oldest_published_s: float = 0.0  # how long ago the oldest of them was published
+    limits: tuple[LimitSnapshot, ...] = ()
     num_grants_given: int = 0
     num_grants_held: int = 0  # by local pulls, at peers and at this node itself
     pull_phases: dict[str, int] = {}

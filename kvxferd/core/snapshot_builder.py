@@ -25,7 +25,7 @@ from kvxferd.core.snapshot import (
 )
 from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.ucx_log import data_transports, slow_transports
-from kvxferd.ids import Endpoint, MoverId, Rank, SessionId
+from kvxferd.ids import Endpoint, EngineKey, GroupName, MoverId, Rank, SessionId
 
 # 2,000 transfers take 5 ms. With a pause after each batch a snapshot delays no event by more than that.
 BATCH = 2_000
@@ -43,6 +43,8 @@ class Listing(Generic[Shown]):
     shown: list[Shown] = field(default_factory=list)
     states: Counter[str] = field(default_factory=Counter)
     num_grants: int = 0
+    num_bytes: int = 0  # of transfers: their blocks on local ranks
+    oldest_s: float = 0.0  # since the oldest of transfers was published
 
 
 Steps = Generator[None, None, Listing[Shown]]
@@ -54,12 +56,19 @@ def list_transfers(
     """List the live transfers of this node's engines in batches; yield after each, return all."""
     listing: Listing[TransferSnapshot] = Listing()
     live = list(published.table.live.values())
+    if live:
+        listing.oldest_s = context.now - live[0].published_at
+    bytes_of_block: dict[EngineKey, Counter[GroupName]] = {}
     for start in range(0, len(live), BATCH):
         for transfer in live[start : start + BATCH]:
             engine = registry.get(transfer.engine)
             state = transfer.state(engine is not None and published.is_ready(transfer, engine))
             listing.states[state] += 1
             listing.num_grants += len(transfer.grants)
+            if engine is not None:
+                if (sizes := bytes_of_block.get(transfer.engine)) is None:
+                    sizes = bytes_of_block[transfer.engine] = _block_bytes_of(engine)
+                listing.num_bytes += sum(len(ids) * sizes[group] for group, ids in transfer.blocks.items())
             if len(listing.shown) < MAX_SHOWN:
                 listing.shown.append(transfer.snapshot(context.now, state))
         yield None
@@ -126,6 +135,15 @@ def retired_mover_snapshots(
         )
         for mover in retired
     )
+
+
+def _block_bytes_of(engine: LocalEngine) -> Counter[GroupName]:
+    """Return how many bytes a block of each group takes on the engine's local ranks, together."""
+    sizes: Counter[GroupName] = Counter()
+    for record in engine.ranks.values():
+        if isinstance(record, LocalRank):
+            sizes.update(record.block_bytes)
+    return sizes
 
 
 def _engine_snapshot(

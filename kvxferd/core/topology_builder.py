@@ -26,7 +26,7 @@ from kvxferd.layout import GroupKind, RankLayout, UnitRange
 from kvxferd.plan import EngineTransferInfo, MambaEngineTransferInfo, Read, ReadSummary, TransferTopology
 from kvxferd.plan.plan import GroupRead, Strides
 from kvxferd.plan.regions import transfer_region
-from kvxferd.plan.topology import RegisteredEngine
+from kvxferd.plan.registered_engine import RegisteredEngine
 
 # Cache tensors, or extents of a plan, between two pauses. They take under 2 ms.
 BATCH = 512

@@ -9,12 +9,26 @@ from dataclasses import dataclass, field
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.fair_share import FairShare, Owner
 from kvxferd.core.limits import MAX_TOMBSTONES
-from kvxferd.core.snapshot import TransferSnapshot
+from kvxferd.core.snapshot import GrantRecord, ReaderRecord, TransferSnapshot
 from kvxferd.core.tables import decrease, discard
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
+from kvxferd.ids import (
+    AgentName,
+    Endpoint,
+    EngineKey,
+    GrantId,
+    GroupName,
+    Incarnation,
+    Rank,
+    SessionId,
+    TransferId,
+)
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.peer import Consumer
+from kvxferd.wire.traceparent import span_id_for
+
+# Of a transfer's readers, and of a reader's daemons: those that the release's record names.
+MAX_RECORDED = 8
 
 
 @dataclass(slots=True)
@@ -27,6 +41,22 @@ class Grant:
     granted_at: float
     expires_at: float
     peer_id: str = ""  # the reader's key, or its route
+    traceparent: str = ""  # of the reader's span, where it is sampled and this node exports spans
+    waited_s: float = 0.0  # from its request on
+
+    def record(self, transfer: Transfer, outcome: str, now: float) -> GrantRecord:
+        """Return the record of the grant, which ends now."""
+        return GrantRecord(
+            transfer_id=transfer.transfer_id,
+            engine_id=transfer.engine.engine_id,
+            reader=self.consumer.engine_id,
+            rank=self.consumer.rank,
+            outcome=outcome,
+            waited_s=self.waited_s,
+            held_s=now - self.granted_at,
+            traceparent=self.traceparent,
+            span_id=span_id_for(f"grant {self.grant_id}"),
+        )
 
 
 @dataclass(slots=True)
@@ -36,6 +66,18 @@ class Reader:
     num_ranks: int
     acknowledged: set[Rank] = field(default_factory=set)
     abandoned: bool = False
+    num_bytes: int = 0  # that these ranks report
+    peers: tuple[Endpoint, ...] = ()  # of their daemons, the first few
+
+    def acknowledge(self, rank: Rank, num_bytes: int, peer: Endpoint) -> bool:
+        """Record that the rank of a daemon has its bytes; False where it had acknowledged before."""
+        if rank in self.acknowledged:
+            return False
+        self.acknowledged.add(rank)
+        self.num_bytes += num_bytes
+        if peer and peer not in self.peers and len(self.peers) < MAX_RECORDED:
+            self.peers = (*self.peers, peer)
+        return True
 
     @property
     def is_done(self) -> bool:
@@ -64,10 +106,12 @@ class Transfer:
     # Transfers share this object: it is replaced, never changed.
     incarnations: Mapping[Rank, Incarnation]
     charged_bytes: int = 0  # that count in its user's share
+    traceparent: str = ""  # under which this node records it; "": it does not
     grants: dict[GrantId, Grant] = field(default_factory=dict)
     num_grants_of_peer: Counter[str] = field(default_factory=Counter)  # by `Grant.peer_id`
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
     reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # in ranks, by peer id
+    num_block_sends: Counter[AgentName] = field(default_factory=Counter)  # to movers that pack them
 
     def set_ready(self, rank: Rank, incarnation: Incarnation) -> bool:
         """Record that a rank has written its bytes; False where it wrote in another mapping of its memory.
@@ -110,6 +154,24 @@ class Transfer:
     def state(self, is_ready: bool) -> str:
         """Return the state as /v1/transfers shows it: "granted", "readable" or "writing"."""
         return "granted" if self.grants else "readable" if is_ready else "writing"
+
+    @property
+    def num_bytes_read(self) -> int:
+        """The bytes that its readers report."""
+        return sum(reader.num_bytes for reader in self.readers.values())
+
+    def reader_records(self) -> tuple[ReaderRecord, ...]:
+        """Return the first engines that acknowledged, as the release's record names them."""
+        done = [(key, reader) for key, reader in self.readers.items() if reader.acknowledged][:MAX_RECORDED]
+        return tuple(
+            ReaderRecord(
+                engine_id=key.engine_id,
+                peers=reader.peers,
+                num_ranks=len(reader.acknowledged),
+                bytes=reader.num_bytes,
+            )
+            for key, reader in done
+        )
 
     def snapshot(self, now: float, state: str) -> TransferSnapshot:
         """Return the transfer as /v1/transfers shows it."""
@@ -198,6 +260,11 @@ class TransferTable:
     def num_of_engine(self, engine: EngineKey) -> int:
         """Return how many live transfers the engine has."""
         return len(self._by_engine.get(engine, ()))
+
+    def largest_engine(self) -> tuple[EngineKey | None, int]:
+        """Return the engine with the most live transfers, and their number."""
+        engine = max(self._by_engine, key=lambda key: len(self._by_engine[key]), default=None)
+        return engine, self.num_of_engine(engine) if engine is not None else 0
 
     def charge_reader(self, transfer: Transfer, peer_id: str, consumer: Consumer, acknowledges: bool) -> bool:
         """Charge a reader's acknowledgement or abandonment to its peer; False where there is no room."""

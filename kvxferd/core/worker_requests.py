@@ -32,6 +32,7 @@ from kvxferd.wire.limits import (
     MAX_NOTICED,
 )
 from kvxferd.wire.peer import AbandonTransfer, Consumer, RequestMessage
+from kvxferd.wire.traceparent import read_traceparent
 from kvxferd.wire.worker import (
     FIRST_WITH_LATE_FDS,
     WORKER_VERSIONS,
@@ -282,7 +283,8 @@ class WorkerRequests:
         endpoint = parse_endpoint(ref.endpoint)
         if endpoint != self._context.endpoint:
             self._context.allowlist.check(endpoint)
-        return msgspec.structs.replace(ref, endpoint=endpoint)
+        trace = read_traceparent(ref.trace) or msgspec.UNSET
+        return msgspec.structs.replace(ref, endpoint=endpoint, traceparent=trace)
 
     def _pop_prepared(self, session: Session, ref: TransferRef) -> HeldGrant | None:
         """Return the session's prepared grant, unless it was refused or has ended: a new one may succeed."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+import msgspec
 
 import kvxferd
 from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
 from kvxferd.errors import KvxferdError
+from kvxferd.telemetry.minute_text import describe_failures, describe_rates
+from kvxferd.telemetry.sample_report import LastMinute
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
@@ -25,6 +30,24 @@ def check(node: CheckContext) -> Iterator[Finding]:
         yield warn("daemon", found, "use the command of the daemon's own environment", **facts)
     else:
         yield ok("daemon", f"ready at {facts['endpoint']}", **facts)
-    for warning in answer["warnings"]:
-        found, _, todo = warning.partition("; ")
+    if "last_minute" in answer:
+        yield _last_minute(msgspec.convert(answer["last_minute"], LastMinute))
+    for found, todo in _warnings(answer):
         yield warn("daemon's warning", found, todo or "see docs/how-to/troubleshoot.md")
+
+
+def _last_minute(minute: LastMinute) -> Finding:
+    """Return whether pulls failed in the last minute."""
+    if failures := describe_failures(minute):
+        todo = "`kvxferd history --failed` names each, with its peer and who did not reply"
+        return warn(
+            "last minute", f"pulls fail: {failures}", todo, failed=minute.failed, delivered=minute.delivered
+        )
+    return ok("last minute", describe_rates(minute))
+
+
+def _warnings(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return each warning's message and remedy; an older daemon sends both as one sentence."""
+    if "active_warnings" in answer:
+        return [(warning["message"], warning["remedy"]) for warning in answer["active_warnings"]]
+    return [(found, todo) for found, _, todo in (text.partition("; ") for text in answer["warnings"])]

@@ -38,11 +38,14 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from kvxferd.ids import AgentName
+    from kvxferd.mover.backends import backend_of_environment
     from kvxferd.mover.transport.base import Span
     from kvxferd.mover.transport.nixl import NixlTransport, import_library
 
     library = import_library(sys.argv[3])
-    transport = NixlTransport(library, AgentName(f"doctor/{role}-{os.getpid()}"))
+    backend = backend_of_environment(os.environ)
+    parameters = library.plugin_parameters(backend)
+    transport = NixlTransport(library, AgentName(f"doctor/{role}-{os.getpid()}"), backend)
     memory = mmap.mmap(-1, size)
     span = Span(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)
     transport.register(span)
@@ -55,7 +58,7 @@ def main() -> None:
             transport.progress()
     else:
         found = _read_and_verify(transport, span, memory, json.loads(sys.stdin.readline()))
-        _print_json({**found, "plugins": library.plugins()}, answer)
+        _print_json({**found, "plugins": library.plugins(), "parameters": parameters}, answer)
     os._exit(0)  # the library's destructors could hang, and are not needed
 
 

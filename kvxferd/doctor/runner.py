@@ -35,8 +35,9 @@ def load_config_or_finding(path: Path | None, findings: list[Finding]) -> Config
     try:
         return load_config(path, os.environ, {})
     except KvxferdError as error:
+        found = " ".join(error.message.split())  # several reasons are on lines, which a table does not have
         findings.append(
-            fail("configuration", error.message, "mend it: the daemon does not start with it", essential=True)
+            fail("configuration", found, "mend it: the daemon does not start with it", essential=True)
         )
         return Config()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
 from kvxferd.doctor.nixl_read_test import ReadResult, read_between
+from kvxferd.mover.backends import UCX
 from kvxferd.tooling.process_vm import read_process_memory
 
 _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -45,6 +46,8 @@ def _speed(reading: ReadResult) -> str:
 
 
 def _advice(node: CheckContext, reading: ReadResult) -> str:
+    if node.config.mover.backend != UCX:
+        return f"{node.config.mover.backend} chose it; where UCX reads faster, set mover.backend to UCX"
     if transports := node.environment.get("UCX_TLS"):
         return f"UCX_TLS={transports} is set: unset it, or add cma to it"
     scope = _ptrace_scope()

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 from kvxferd.doctor.finding import CheckContext, Finding, fail, ok
 from kvxferd.doctor.nixl_read_test import read_between
+from kvxferd.mover.backends import UCX
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Read between two processes that may use TCP only."""
+    """Read between two processes that may use TCP only. That is a setting of UCX."""
+    if node.config.mover.backend != UCX:
+        return
     reading = read_between(node, "tcp")
     if reading.value and reading.value["intact"] and reading.value["over_tcp"]:
         yield ok("tcp", f"{reading.value['gigabytes_per_s']:.3g} GB/s through loopback", **reading.value)

@@ -11,6 +11,7 @@ import msgspec
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.doctor.finding import CheckContext, Finding, ok, warn
 from kvxferd.errors import KvxferdError
+from kvxferd.tooling.output import format_count
 
 NOT_VISIBLE = "another PID namespace, or gone"
 
@@ -26,7 +27,8 @@ def check(node: CheckContext) -> Iterator[Finding]:
         return
     users = Counter(rank.worker_uid for rank in ranks)
     places = Counter(_namespace(rank.worker_pid) for rank in ranks)
-    found = f"{len(ranks)} ranks; {_format_counts('uid', users)}; {_format_counts('PID namespace', places)}"
+    registered = format_count(len(ranks), "rank")
+    found = f"{registered}; {_format_counts('uid', users)}; {_format_counts('PID namespace', places)}"
     facts = {"uids": {str(k): v for k, v in users.items()}, "pid_namespaces": dict(places)}
     resident = [rank for rank in ranks if rank.placement is not None and rank.placement.kind == "resident"]
     if resident and (len(users) > 1 or len(places) > 1):

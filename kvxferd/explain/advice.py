@@ -82,8 +82,22 @@ def _sentence(explanation: Explanation, best: _Tried) -> str:
     now, then = format_duration(explanation.predicted_s), format_duration(best.explanation.predicted_s)
     return (
         f"with {best.change}: {gain}; 1,000 tokens over {explanation.link} are predicted to take {then} in "
-        f"place of {now}"
+        f"place of {now}{_in_a_row(explanation, best.explanation)}"
     )
+
+
+def _in_a_row(before: Explanation, after: Explanation) -> str:
+    """Return what is gained where blocks lie in a row, if that is more than what is gained where none do.
+
+    The runs of equal layouts merge there. Between layouts that differ they do not, and the stretches of
+    covering reads end with their block.
+    """
+    now, then = before.predicted_in_a_row_s, after.predicted_in_a_row_s
+    gain_of_scattered = before.predicted_s / after.predicted_s
+    if now < MIN_TIME_GAIN * then or now / then < MIN_TIME_GAIN * gain_of_scattered:
+        return ""
+    times = f"{format_duration(then)} in place of {format_duration(now)}"
+    return f" where no blocks are neighbours, and {times} where they lie in a row"
 
 
 def _times(ratio: float) -> str:

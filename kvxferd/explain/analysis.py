@@ -118,6 +118,22 @@ class Explanation:
         """How long the slowest decode rank is predicted to read a request of 1,000 tokens."""
         return max((rank.predicted_s for rank in self.ranks), default=0.0)
 
+    @property
+    def predicted_in_a_row_s(self) -> float:
+        """The same where block ids follow one another on both sides: then runs of equal layouts merge."""
+        link = LINKS[self.link]
+        times = (
+            sum(
+                min(
+                    read.estimate.predicted_s,
+                    read.fewest_runs * link.descriptor_s + read.num_bytes / link.bytes_per_s,
+                )
+                for read in rank.reads
+            )
+            for rank in self.ranks
+        )
+        return max(times, default=0.0)
+
     def bytes_by_source(self) -> dict[Rank, int]:
         """Return the bytes that each prefill rank sends, 0 if no decode rank reads it."""
         return {sends.rank: sends.num_bytes for sends in self.sends}

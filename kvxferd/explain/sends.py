@@ -10,7 +10,8 @@ from kvxferd.explain.sample_request import sample_lists, sample_tokens, tokens_m
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import GroupKind, RankLayout
 from kvxferd.plan import Plan, SendPattern
-from kvxferd.plan.sender import pattern_runs, sender_plans
+from kvxferd.plan.send_runs import pattern_runs
+from kvxferd.plan.sender import sender_plans
 
 
 class Send(NamedTuple):

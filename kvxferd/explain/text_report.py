@@ -21,7 +21,7 @@ from kvxferd.explain.formatting import (
 from kvxferd.explain.read_estimate import ReadEstimate
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
-from kvxferd.tooling.output import format_bytes, format_duration, plain_text
+from kvxferd.tooling.output import format_bytes, format_duration, plain_text, print_fitted
 
 SHADES = " ░▒▓█"
 LOAD_BAR = 24  # characters of the busiest rank's bar
@@ -39,7 +39,7 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
         return
     _print_matrix(console, explanation)
     console.print()
-    console.print(_reads_table(explanation))
+    print_fitted(console, _reads_table(explanation))
     console.print()
     for sentence, count in _count_run_sentences(explanation).items():
         console.print(plain_text(f"{count} read{'s' * (count > 1)}: {sentence}"), soft_wrap=True)
@@ -53,7 +53,7 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
         return
     console.print(plain_text(total), soft_wrap=True)
     console.print()
-    console.print(_loads_table(explanation))
+    print_fitted(console, _loads_table(explanation))
 
 
 def _print_refused(console: Console, explanation: Explanation) -> None:
@@ -62,7 +62,7 @@ def _print_refused(console: Console, explanation: Explanation) -> None:
     for refusal in explanation.refused:
         cells = (refusal.field, refusal.prefill, refusal.decode, refusal.message)
         table.add_row(*(plain_text(cell) for cell in cells))
-    console.print(table)
+    print_fitted(console, table)
 
 
 def _print_matrix(console: Console, explanation: Explanation) -> None:
@@ -120,12 +120,12 @@ def _reads_table(explanation: Explanation) -> Table:
     """Return a table with one row per read, and one per decode rank that has several."""
     table = Table(title="Reads, for a request of 1,000 tokens", title_justify="left")
     for head in ("decode", "prefill", "for", "layers", "what"):
-        table.add_column(head, overflow="fold")
+        table.add_column(head)
     for head in ("bytes", "runs", "average run", "runs, blocks in a row"):
-        table.add_column(head, justify="right", overflow="fold")
-    table.add_column("way", overflow="fold")
+        table.add_column(head, justify="right")
+    table.add_column("way")
     for head in ("reads posted", f"over {explanation.link}"):
-        table.add_column(head, justify="right", overflow="fold")
+        table.add_column(head, justify="right")
     for rank in explanation.ranks:
         several = len(rank.reads) != 1
         if several:
@@ -215,15 +215,14 @@ def print_byte_ranges(console: Console, rank: DecodeRankReads, ranges: list[Byte
         title=f"Byte ranges of decode {rank.rank}: its block 0 from prefill's, of the first layer listed",
         title_justify="left",
     )
-    # Folded where the terminal is narrow: a number that is cut off would be a wrong one.
     for head in ("prefill", "layers", "component", "units", "decode bytes", "prefill bytes"):
-        table.add_column(head, overflow="fold")
+        table.add_column(head)
     for head in ("runs", "next layer", "next block"):
-        table.add_column(head, justify="right", overflow="fold")
+        table.add_column(head, justify="right")
     rows = group_layers_in_step(ranges)
     for row in rows[:MAX_RANGES]:
         table.add_row(*(plain_text(cell) for cell in _range_row(row)))
-    console.print(table)
+    print_fitted(console, table)
     console.print(plain_text("steps are bytes at decode / at prefill; --json has every range of every layer"))
     if len(rows) > MAX_RANGES:
         console.print(plain_text(f"{len(rows) - MAX_RANGES:,} more rows: see --json"))

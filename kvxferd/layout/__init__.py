@@ -1,12 +1,15 @@
 """The address-free description of a rank's KV cache: layouts, block lists, engine specs.
 
 `tensors` has the formula by which a layout maps a block, token and unit to a region's bytes. All sizes,
-strides and offsets are bytes. `validate` checks a layout when a rank registers.
+strides and offsets are bytes. `from_tensors` makes a layout from an engine's own tensors, `presets` from a
+model's facts, and `validate` checks it when a rank registers.
 """
 
 from kvxferd.layout.blocks import PackedBlocks, lend_ids, pack_ids, unpack_ids
 from kvxferd.layout.digest import digest_of
 from kvxferd.layout.engine import EngineSpec
+from kvxferd.layout.from_tensors import NamedTensor, from_tensors
+from kvxferd.layout.tensor_views import TensorRegion, tensor_regions
 from kvxferd.layout.tensors import (
     CacheTensor,
     Group,
@@ -22,13 +25,17 @@ __all__ = [
     "EngineSpec",
     "Group",
     "GroupKind",
+    "NamedTensor",
     "PackedBlocks",
     "RankLayout",
     "RegionSpec",
+    "TensorRegion",
     "TokenShard",
     "UnitRange",
     "digest_of",
+    "from_tensors",
     "lend_ids",
     "pack_ids",
+    "tensor_regions",
     "unpack_ids",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,6 +28,24 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     home: Endpoint = Endpoint("")  # the daemon that aggregates the engine; "" is the local one
     pp_aware: bool = True  # False: the engine refuses any peer with pp_rank != 0
     publish_implies_ready: bool = False  # True: it publishes only after all its ranks have finished writing
+
+    if TYPE_CHECKING:  # an engine's own ids are plain texts
+
+        def __init__(
+            self,
+            engine_id: str,
+            generation: str,
+            num_layers: int,
+            pp_size: int = 1,
+            tp_size: int = 1,
+            pp_rank: int = 0,
+            tp_rank: int = 0,
+            num_kv_heads: int = 0,
+            fingerprint: str = "",
+            home: str = "",
+            pp_aware: bool = True,
+            publish_implies_ready: bool = False,
+        ) -> None: ...
 
     @property
     def key(self) -> EngineKey:

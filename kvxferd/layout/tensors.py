@@ -17,6 +17,7 @@ padded pages are choices of these numbers; no code downstream distinguishes them
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -96,12 +97,29 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     token_shard: TokenShard = TokenShard()
     physical_blocks_per_logical: int = 1  # kernel blocks inside one id; they divide block_tokens among them
 
+    if TYPE_CHECKING:  # an engine's own names are plain texts
+
+        def __init__(
+            self,
+            name: str,
+            num_blocks: int,
+            block_tokens: int = 0,
+            kind: GroupKind = GroupKind.ATTENTION,
+            sliding_window: int | None = None,
+            token_shard: TokenShard = TokenShard(),  # noqa: B008 - it is frozen
+            physical_blocks_per_logical: int = 1,
+        ) -> None: ...
+
 
 class RegionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One contiguous exported allocation."""
 
     region: RegionId
     size_bytes: int
+
+    if TYPE_CHECKING:  # an engine's own names are plain texts
+
+        def __init__(self, region: str, size_bytes: int) -> None: ...
 
 
 class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):

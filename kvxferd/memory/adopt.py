@@ -22,11 +22,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kvxferd.errors import Code, EngineError
+from kvxferd.memory.mapped_files import read_maps
 from kvxferd.memory.mapping import Mapping, map_over
 from kvxferd.memory.memfd import SealedMemory
 
@@ -49,15 +49,6 @@ class Adopted(NamedTuple):
 
     memory: SealedMemory
     offset: int  # bytes; a multiple of the page size if the address was
-
-
-class _MapsEntry(NamedTuple):
-    """A line of /proc/self/maps."""
-
-    start: int
-    end: int
-    permissions: str
-    name: str
 
 
 class _DlInfo(ctypes.Structure):
@@ -156,7 +147,7 @@ def _malloc_library() -> str:
 def _is_private(start: int, end: int) -> bool:
     """Whether all of a range is readable, writable, private memory without a file or a name."""
     at = start
-    for mapped in _read_maps():
+    for mapped in read_maps():
         if mapped.end <= at:
             continue
         if mapped.start > at or mapped.permissions != "rw-p" or mapped.name:
@@ -165,15 +156,6 @@ def _is_private(start: int, end: int) -> bool:
         if at >= end:
             return True
     return False
-
-
-def _read_maps() -> Iterator[_MapsEntry]:
-    """Yield this process's mappings, in order."""
-    with open("/proc/self/maps") as lines:
-        for line in lines:
-            places, permissions, _, _, _, *name = line.split(maxsplit=5)
-            start, end = (int(place, 16) for place in places.split("-"))
-            yield _MapsEntry(start, end, permissions, name[0].strip() if name else "")
 
 
 def _is_zero(at: int, length: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvxferd.errors import Code, DeviceError
@@ -66,6 +66,8 @@ class ResidentMemory:
     address: int
     size_bytes: int
     device: str = ""  # UUID of the GPU; "": host memory
+    # What must not be freed while a mover may use the memory: tensors' storages.
+    owners: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
 
 def _allocations_under(driver: Driver, address: int, size_bytes: int) -> Iterable[AddressRange]:

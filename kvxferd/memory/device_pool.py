@@ -41,49 +41,67 @@ class _Allocations:
         with driver.on(uuid):
             self._granularity = driver.granularity(uuid)
         self._blocks: dict[int, PoolBlock] = {}
+        self._released: set[int] = set()  # addresses of blocks whose memory is given back for a while
         self._lock = threading.Lock()
 
     def allocate(self, size_bytes: int) -> PoolBlock:
         size = -(-size_bytes // self._granularity) * self._granularity
         driver = self._driver
         with driver.on(self._uuid), self._lock:
-            handle = driver.create(self._uuid, size)
+            address = driver.reserve(size)
             try:
-                address = self._map(handle, size)
-            finally:
-                driver.release(handle)  # mapped memory lives until it is unmapped
+                self._map_new(address, size)
+            except BaseException:
+                driver.unreserve(address, size)
+                raise
             block = PoolBlock(address, size)
             self._blocks[address] = block
         return block
 
-    def _map(self, handle: int, size: int) -> int:
-        address = self._driver.reserve(size)
+    def _map_new(self, address: int, size: int) -> None:
+        """Put new memory under addresses that are reserved."""
+        driver = self._driver
+        handle = driver.create(self._uuid, size)
         try:
-            self._driver.map(address, size, handle)
-            try:
-                self._driver.set_access(self._uuid, address, size)
-            except BaseException:
-                self._driver.unmap(address, size)
-                raise
+            driver.map(address, size, handle)
+        finally:
+            driver.release(handle)  # mapped memory lives until it is unmapped
+        try:
+            driver.set_access(self._uuid, address, size)
         except BaseException:
-            self._driver.unreserve(address, size)
+            driver.unmap(address, size)
             raise
-        return address
 
     def free(self, address: int) -> None:
         with self._driver.on(self._uuid), self._lock:
             block = self._blocks.pop(address)
-            self._driver.unmap(block.address, block.size_bytes)
+            if address not in self._released:
+                self._driver.unmap(block.address, block.size_bytes)
+            self._released.discard(address)
             self._driver.unreserve(block.address, block.size_bytes)
 
     def free_all(self) -> None:
         for address in list(self._blocks):
             self.free(address)
 
+    def release_memory(self) -> None:
+        with self._driver.on(self._uuid), self._lock:
+            for block in self._blocks.values():
+                if block.address not in self._released:
+                    self._driver.unmap(block.address, block.size_bytes)
+                    self._released.add(block.address)
+
+    def restore_memory(self) -> None:
+        with self._driver.on(self._uuid), self._lock:
+            for address in sorted(self._released):
+                self._map_new(address, self._blocks[address].size_bytes)
+                self._released.discard(address)
+
     @property
     def num_bytes(self) -> int:
         with self._lock:
-            return sum(block.size_bytes for block in self._blocks.values())
+            held = [b for b in self._blocks.values() if b.address not in self._released]
+            return sum(block.size_bytes for block in held)
 
 
 class _TorchCallbacks:
@@ -151,9 +169,29 @@ class DevicePool:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes are allocated now, those for torch included."""
-        both = [self._allocations] + ([self._torch_callbacks.allocations] if self._torch_callbacks else [])
-        return sum(allocations.num_bytes for allocations in both)
+        """How many bytes of memory it has now, those for torch included."""
+        return sum(allocations.num_bytes for allocations in self._all)
+
+    @property
+    def _all(self) -> list[_Allocations]:
+        return [self._allocations] + ([self._torch_callbacks.allocations] if self._torch_callbacks else [])
+
+    def release_memory(self) -> None:
+        """Give all memory back to the device, and keep the addresses. Idempotent.
+
+        Nothing may touch the blocks until `restore_memory`, and no other process may map them any more;
+        their content is lost. Work on the device that uses them is over. Raises DeviceError.
+        """
+        for allocations in self._all:
+            allocations.release_memory()
+
+    def restore_memory(self) -> None:
+        """Put new memory under the addresses of all blocks whose memory was given back. Idempotent.
+
+        Raises DeviceError where the device has no room; another call goes on from there.
+        """
+        for allocations in self._all:
+            allocations.restore_memory()
 
     def close(self) -> None:
         """Free everything that `allocate` returned. Torch frees its blocks, each with its last tensor."""

@@ -9,6 +9,8 @@ import os
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from kvxferd.memory.mapped_files import remember_sealed
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,6 +23,7 @@ class SealedMemory:
     def __init__(self, fd: int, buffer: mmap.mmap) -> None:
         self.fd = fd
         self.buffer = buffer
+        remember_sealed(self)
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "kvxferd") -> SealedMemory:
@@ -48,6 +51,7 @@ class SealedMemory:
         # torch keeps the object alive but not its buffer locked: given the mmap itself, `close` would
         # unmap memory that tensors still use.
         held = (ctypes.c_char * self.size_bytes).from_buffer(self.buffer)
+        held.memory = self  # type: ignore[attr-defined]  # so that `share` finds it while a tensor lives
         return torch.frombuffer(held, dtype=torch.uint8)
 
     def close(self) -> None:

@@ -41,8 +41,10 @@ from kvxferd.plan.regions import (
     expand_region,
     get_transfer_cache_regions,
 )
-from kvxferd.plan.sender import SenderPlan, SendPart, SendPattern, sender_plan
-from kvxferd.plan.topology import RegisteredEngine, TransferTopology
+from kvxferd.plan.registered_engine import RegisteredEngine
+from kvxferd.plan.send_pattern import SendPart, SendPattern
+from kvxferd.plan.sender import SenderPlan, sender_plan
+from kvxferd.plan.topology import TransferTopology
 
 __all__ = [
     "MAX_RUNS",

@@ -39,22 +39,26 @@ planner's own assignment of units to the ranks that such an engine has (plan/sta
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
-import msgspec
-
-from kvxferd.errors import Code, EngineError, PlanError
-from kvxferd.ids import Endpoint, EngineId, Generation, Rank, RegionId
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import Endpoint, EngineId, Generation, Rank
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
-from kvxferd.plan.engine_checks import RANK_FIELDS, check_stage_layers
+from kvxferd.plan.engine_checks import check_stage_layers
 from kvxferd.plan.hybrid import Descriptor, HybridReads, Ids, MambaEngineTransferInfo
-from kvxferd.plan.info import EngineTransferInfo, stage_info, stage_infos
+from kvxferd.plan.info import EngineTransferInfo, stage_infos
+from kvxferd.plan.local_rank import LocalRank
 from kvxferd.plan.plan import Plan
 from kvxferd.plan.plan_cache import KeptPlan, LayoutDigests, PlanCache, PlanOwner
-from kvxferd.plan.regions import TransferRegion, cache_properties, get_transfer_cache_regions
+from kvxferd.plan.registered_engine import LayoutsByHand, RegisteredEngine, RemoteManifest
+from kvxferd.plan.registration_differences import (
+    differing_fields,
+    other_facts,
+    require_own_layers,
+    require_reads_inside,
+    require_same_facts,
+)
 from kvxferd.plan.stage_reads import assigned_reads
 
 UNKNOWN_GENERATION = Generation("")  # of facts built by hand
@@ -66,145 +70,15 @@ MAX_REMOTE_ENGINES = 256
 # are 18,432. Each takes 205 bytes where it is like no other: 13 MiB. Plans are not counted here: the cache of
 # plans keeps them.
 MAX_KEPT_PARTS = 1 << 16
-MAX_LISTED_DIFFERENCES = 32  # in an error message: a hostile engine has thousands of stages
 
 
-class RemoteManifest(Protocol):
-    """A remote engine's manifest, of which the registry needs the layouts."""
-
-    def layouts(self) -> Mapping[Rank, RankLayout]:
-        """Return the layout of each rank."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LayoutsByHand:
-    """Layouts that come without a manifest."""
-
-    ranks: Mapping[Rank, RankLayout]
-
-    def layouts(self) -> Mapping[Rank, RankLayout]:
-        """Return the layout of each rank."""
-        return self.ranks
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class RegisteredEngine:
-    """One remote engine as one local rank knows it."""
-
-    engine_id: EngineId
-    home: Endpoint  # the peer whose daemon sent its manifest; "" for facts built by hand
-    generation: Generation
-    last_used: float  # seconds of the caller's clock
-    stages: dict[int, EngineTransferInfo]  # by pp_rank, the lowest first where layouts are known
-    spec: EngineSpec | None = None  # of its first rank; None: it is known by facts alone
-    kept: KeptPlan | None = None  # what this rank reads of it; None: it is known by facts alone
-    layout_digests: LayoutDigests = ()  # of each rank, the lowest first
-    manifest: Callable[[], RemoteManifest | None] | None = None  # a weak reference, which returns None later
-    hybrids: dict[int, HybridReads] | None = None  # by pp_rank; None: none has states
-    num_parts: int = 0  # counted against `MAX_KEPT_PARTS`
-
-    @property
-    def plan(self) -> Plan | None:
-        """Return the plan; None where only facts are known, or the cache of plans has evicted it."""
-        return None if self.kept is None else self.kept.plan
-
-    def layouts(self) -> Mapping[Rank, RankLayout] | None:
-        """Return the layout of each rank; None where only facts are known, or the manifest is forgotten."""
-        manifest = self.manifest() if self.manifest is not None else None
-        return None if manifest is None else manifest.layouts()
-
-
-class TransferTopology:
+class TransferTopology(LocalRank):
     """One local rank's identity and layout, and every remote engine registered with it."""
 
     def __init__(self, spec: EngineSpec, layout: RankLayout) -> None:
-        self.spec = spec
-        self.layout = layout
-        self._groups = {group.name: group for group in layout.groups}
-        self._attention = [t for t in layout.tensors if self._groups[t.group].kind is GroupKind.ATTENTION]
+        super().__init__(spec, layout)
         self._engines: dict[tuple[EngineId, Endpoint], RegisteredEngine] = {}  # the longest unused first
         self._num_parts = 0  # of all of them
-
-    # --- this rank
-
-    @property
-    def engine_id(self) -> EngineId:
-        """Return the id of this rank's engine."""
-        return self.spec.engine_id
-
-    @property
-    def tp_rank(self) -> int:
-        """Return this rank's position in tensor parallelism."""
-        return self.spec.tp_rank
-
-    @property
-    def tp_size(self) -> int:
-        """Return the number of tensor-parallel ranks of this rank's engine."""
-        return self.spec.tp_size
-
-    @property
-    def pp_rank(self) -> int:
-        """Return this rank's pipeline stage."""
-        return self.spec.pp_rank
-
-    @property
-    def pp_size(self) -> int:
-        """Return the number of pipeline stages of this rank's engine."""
-        return self.spec.pp_size
-
-    @property
-    def total_num_kv_heads(self) -> int:
-        """Return the number of KV heads of the whole model; 0 where there are none."""
-        return self.spec.num_kv_heads
-
-    @property
-    def is_mamba(self) -> bool:
-        """Whether this rank's engine keeps states (Mamba, GDN), alone or beside attention.
-
-        Every stage of an engine has every group, also one that holds no layer of it.
-        """
-        return any(group.kind is GroupKind.STATE for group in self.layout.groups)
-
-    @property
-    def is_mla(self) -> bool:
-        """Whether the attention cache has no heads to divide."""
-        return self.spec.num_kv_heads == 0 and any(
-            group.kind is GroupKind.ATTENTION for group in self.layout.groups
-        )
-
-    @property
-    def block_size(self) -> int:
-        """Return the tokens per kernel block of the first attention layer; 0 without attention."""
-        return stage_info(self.spec, self.spec.pp_rank, self.layout).remote_block_size
-
-    @property
-    def local_physical_heads(self) -> int:
-        """Return the number of KV heads that this rank holds."""
-        return self._attention[0].num_units if self._attention else 0
-
-    @property
-    def local_replicates_kv_cache(self) -> bool:
-        """Whether another rank of this engine holds a copy of this one's attention cache."""
-        return self.is_mla or 0 < self.spec.num_kv_heads < self.spec.tp_size
-
-    @property
-    def is_kv_layout_blocks_first(self) -> bool:
-        """Whether K and V of a block lie in one page."""
-        return cache_properties(self.layout).is_kv_layout_blocks_first
-
-    @property
-    def cross_layers_blocks(self) -> bool:
-        """Whether all layers of a block lie in one page."""
-        return cache_properties(self.layout).cross_layers_blocks
-
-    @property
-    def split_k_and_v(self) -> bool:
-        """Whether K and V are registered as two regions."""
-        return cache_properties(self.layout).split_k_and_v
-
-    def get_transfer_cache_regions(self, bases: Mapping[RegionId, int]) -> list[TransferRegion]:
-        """Return every tensor of attention and of states as a region, given the exported ones' addresses."""
-        return get_transfer_cache_regions(self.layout, bases)
 
     # --- remote engines
 
@@ -295,15 +169,15 @@ class TransferTopology:
         self._touch(engine, now)
         known = engine.stages.get(info.remote_pp_rank)
         if known is not None:
-            differing = _differing_fields(known, facts, EngineTransferInfo)
+            differing = differing_fields(known, facts, EngineTransferInfo)
             if type(known) is not type(facts):
                 differing.append(f"the facts were {type(known).__name__} and are {type(facts).__name__}")
             if differing:
-                raise _other_facts(engine_id, f", stage {info.remote_pp_rank}", differing)
+                raise other_facts(engine_id, f", stage {info.remote_pp_rank}", differing)
             return known
         if engine.kept is not None:
-            raise _other_facts(engine_id, "", [f"stage {info.remote_pp_rank} is none of its stages"])
-        _require_own_layers(engine, facts)
+            raise other_facts(engine_id, "", [f"stage {info.remote_pp_rank} is none of its stages"])
+        require_own_layers(engine, facts)
         engine.stages[info.remote_pp_rank] = facts
         return facts
 
@@ -335,11 +209,12 @@ class TransferTopology:
         self._require_remote(engine_id)
         cache = PlanCache() if plans is None else plans
         digests = cache.digests(ranks)
-        reference = (lambda held=_LayoutsByHand(ranks): held) if manifest is None else manifest
+        by_hand = LayoutsByHand(ranks)
+        reference = (lambda: by_hand) if manifest is None else manifest
         known = self.get(engine_id, home)
         if known is not None and known.generation == remote_spec.generation:
             if known.layout_digests is not digests or known.spec != remote_spec:
-                _require_same_facts(known, remote_spec, ranks, digests)
+                require_same_facts(known, remote_spec, ranks, digests)
             if known.kept is not None and (known_plan := known.kept.plan) is not None:
                 known.manifest, known.kept.used_at = reference, now
                 self._touch(known, now)
@@ -417,7 +292,7 @@ class TransferTopology:
         stages = stage_infos(remote_spec, ranks)
         layers = {pp_rank: (info.start_layer, info.end_layer) for pp_rank, info in stages.items()}
         check_stage_layers(remote_spec, layers)
-        _require_reads_inside(plan, remote_spec, layers)
+        require_reads_inside(plan, remote_spec, layers)
         ranks_of: dict[int, dict[Rank, RankLayout]] = {}
         for rank, layout in ranks.items():
             ranks_of.setdefault(rank.pp_rank, {})[rank] = layout
@@ -475,36 +350,6 @@ class TransferTopology:
 
     def _drop(self, key: tuple[EngineId, Endpoint]) -> None:
         self._num_parts -= self._engines.pop(key).num_parts
-
-    # --- arithmetic that planning never uses
-
-    def tp_ratio(self, remote_tp_size: int) -> int:
-        """Return local over remote TP, or minus remote over local where the remote is wider.
-
-        Raises ValueError naming both sizes where neither divides the other.
-        """
-        mine = self.spec.tp_size
-        if remote_tp_size > 0 and mine % remote_tp_size == 0:
-            return mine // remote_tp_size
-        if remote_tp_size > 0 and remote_tp_size % mine == 0:
-            return -(remote_tp_size // mine)
-        raise ValueError(f"cannot give a ratio: local TP {mine} and remote TP {remote_tp_size} do not divide")
-
-    def block_size_ratio(self, remote_block_size: int) -> int:
-        """Return local over remote tokens per block; raises ValueError naming both if that is not whole."""
-        mine = self.block_size
-        if remote_block_size < 1 or mine % remote_block_size:
-            raise ValueError(
-                f"cannot give a ratio: the local block size {mine} is no multiple of the remote's "
-                f"{remote_block_size}"
-            )
-        return mine // remote_block_size
-
-    def handshake_target_ranks(self, remote_tp_size: int) -> list[int]:
-        """Return the remote ranks whose share of the heads meets this rank's, replicas included."""
-        mine, rank = self.spec.tp_size, self.spec.tp_rank
-        first, end = rank * remote_tp_size // mine, -(-(rank + 1) * remote_tp_size // mine)
-        return list(range(first, end))
 
     # --- what is read
 
@@ -634,105 +479,3 @@ class TransferTopology:
                 f"fa_descriptor_bytes={info.remote_fa_descriptor_bytes}"
             )
         return text + ")"
-
-
-def _require_reads_inside(plan: Plan, remote: EngineSpec, layers: Mapping[int, tuple[int, int]]) -> None:
-    """Raise PlanError (layers-missing) for a tensor that is read outside the layers of its stage."""
-    for read in plan.group_reads:
-        start, end = layers.get(read.rank.pp_rank, (0, 0))
-        for pattern in read.patterns:
-            for extent in pattern.extents:
-                if not start <= extent.layer < end:
-                    raise PlanError(
-                        f"cannot read engine {remote.key}: rank {read.rank} holds component "
-                        f"{extent.component!r} of layer {extent.layer}, and its stage the layers "
-                        f"[{start}, {end})",
-                        Code.LAYERS_MISSING,
-                    )
-
-
-def _require_own_layers(engine: RegisteredEngine, info: EngineTransferInfo) -> None:
-    """Raise PlanError (layers-missing) where another stage holds some of the layers of `info`."""
-    for other in engine.stages.values():
-        if max(info.start_layer, other.start_layer) < min(info.end_layer, other.end_layer):
-            raise PlanError(
-                f"cannot register engine {engine.engine_id!r}: stage {info.remote_pp_rank} holds layers "
-                f"[{info.start_layer}, {info.end_layer}), and stage {other.remote_pp_rank} holds "
-                f"[{other.start_layer}, {other.end_layer})",
-                Code.LAYERS_MISSING,
-            )
-
-
-def _require_same_facts(
-    known: RegisteredEngine, spec: EngineSpec, ranks: Mapping[Rank, RankLayout], digests: LayoutDigests
-) -> None:
-    """Refuse another spec or other layouts than those registered, field by field. Bindings are no facts."""
-    differing = []
-    if known.spec is not None:
-        before, after = msgspec.structs.asdict(known.spec), msgspec.structs.asdict(spec)
-        differing += [
-            f"{name} was {before[name]!r} and is {after[name]!r}"
-            for name in before
-            if name not in RANK_FIELDS and before[name] != after[name]
-        ]
-    infos = stage_infos(spec, ranks)
-    for pp_rank, info in known.stages.items():
-        differing += _differing_fields(info, infos.get(pp_rank), EngineTransferInfo)
-    if known.spec is not None:
-        differing += _differing_layouts(known, ranks, digests)
-    if differing:
-        raise _other_facts(known.engine_id, "", differing)
-
-
-def _differing_layouts(
-    known: RegisteredEngine, ranks: Mapping[Rank, RankLayout], digests: LayoutDigests
-) -> list[str]:
-    """Return how many ranks have another layout; of the first one its first field, if that is known still."""
-    changed = sorted({rank for rank, _ in {*known.layout_digests} ^ {*digests}})
-    if not changed:
-        return []
-    first, former = changed[0], known.layouts() or {}
-    text = f"the layouts of {len(changed)} ranks have changed, of rank {first} first"
-    if first in former and first in ranks:
-        before, after = msgspec.to_builtins(former[first]), msgspec.to_builtins(ranks[first])
-        text += f": {_first_difference('layout', before, after)}"
-    return [text]
-
-
-def _first_difference(where: str, before: object, after: object) -> str:
-    """Return the first field, or item of a list, in which two values differ, with both values."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for name in {**before, **after}:
-            if before.get(name) != after.get(name):
-                return _first_difference(f"{where}.{name}", before.get(name), after.get(name))
-    if isinstance(before, list | tuple) and isinstance(after, list | tuple) and len(before) == len(after):
-        index = next(index for index, item in enumerate(before) if item != after[index])
-        return _first_difference(f"{where}[{index}]", before[index], after[index])
-    return f"{where} was {_brief(before)} and is {_brief(after)}"
-
-
-def _brief(value: object) -> str:
-    return f"{len(value)} items" if isinstance(value, list | tuple | dict) else repr(value)
-
-
-def _differing_fields(
-    known: EngineTransferInfo, new: EngineTransferInfo | None, kind: type[EngineTransferInfo]
-) -> list[str]:
-    """Return each field of `kind` in which a stage's facts differ from those registered, with both values."""
-    if new is None:
-        return [f"stage {known.remote_pp_rank} was one of its stages"]
-    return [
-        f"{field.name} was {getattr(known, field.name)} and is {getattr(new, field.name, None)}"
-        for field in dataclasses.fields(kind)
-        if getattr(known, field.name) != getattr(new, field.name, None)
-    ]
-
-
-def _other_facts(engine_id: EngineId, where: str, differing: Sequence[str]) -> EngineError:
-    more = len(differing) - MAX_LISTED_DIFFERENCES
-    listed = "; ".join(differing[:MAX_LISTED_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-    return EngineError(
-        f"cannot register other facts for engine {engine_id!r}{where}, under one generation: {listed}; "
-        "an engine whose facts change starts with a new generation",
-        Code.SHAPE_MISMATCH,
-    )

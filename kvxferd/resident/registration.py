@@ -13,6 +13,7 @@ from kvxferd.client import Client, RankHandle
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import AgentName, BootId, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.memory import SharedMemory
 from kvxferd.memory.device import ResidentMemory
 from kvxferd.memory.driver_registry import open_driver
 from kvxferd.mover.agent_names import new_agent_name
@@ -28,28 +29,37 @@ _LOG = logging.getLogger(__name__)
 
 EXIT_WAIT_S = 2.0  # an agent that is not gone by then is left to the end of the process
 
-MemoryInput: TypeAlias = "ResidentMemory | tuple[int, int] | torch.Tensor"
+MemoryInput: TypeAlias = "ResidentMemory | SharedMemory | tuple[int, int] | torch.Tensor"
 
 
 def register(
     client: Client,
     engine: EngineSpec,
     layout: RankLayout,
-    regions: Mapping[RegionId, MemoryInput],
+    regions: Mapping[RegionId, MemoryInput] | Mapping[str, MemoryInput],
     timeout_s: float = 30.0,
     make_transport: MakeTransport | None = None,
 ) -> RankHandle:
     """Register a rank whose mover is a thread of this process. Blocks and raises as `Client.register` does.
 
-    Each region is a tensor (its whole storage), an (address, size in bytes) of host memory, or a
-    `ResidentMemory`. Keep the memory mapped, at its address, until `Suspended` or a `close` after which
-    `memory_in_use` is False. Raises MoverError(nixl-unavailable) where there is no transfer library.
+    Each region is what `kvxferd.memory.share` returned, in any placement; a tensor (its whole storage); an
+    (address, size in bytes) of host memory; or a `ResidentMemory`. Keep the memory mapped, at its address,
+    until `Suspended` or a `close` after which `memory_in_use` is False; of tensors the client itself keeps
+    the storage so long. Raises MoverError(nixl-unavailable) where there is no transfer library.
     `make_transport` replaces the library.
+
+    Where all regions are shared in placements that a child mover maps, no mover is started here.
     """
+    shared = {name: place for name, place in regions.items() if isinstance(place, SharedMemory)}
+    if len(shared) == len(regions) and not any(place.is_resident for place in shared.values()):
+        return client.register(engine, layout, shared, timeout_s)
     launcher = Launcher(make_transport or _nixl_transport)
     if make_transport is None:
         _import_once()  # here, where blocking is allowed, and not in the mover's thread
-    memories = {name: memory_of(place) for name, place in regions.items()}
+    memories = {
+        name: place if isinstance(place, SharedMemory) else memory_of(place)
+        for name, place in regions.items()
+    }
     return client.register(engine, layout, memories, timeout_s, launch=launcher.launch)
 
 
@@ -61,6 +71,13 @@ def memory_of(place: MemoryInput) -> ResidentMemory:
     """
     if isinstance(place, ResidentMemory):
         return place
+    if isinstance(place, SharedMemory):
+        if not isinstance(place.memory, ResidentMemory):
+            raise EngineError(
+                f"cannot use {place.placement} memory as resident: hand it to `resume` as it is",
+                Code.REGION_INVALID,
+            )
+        return place.memory
     if isinstance(place, tuple):
         return ResidentMemory(*place)
     storage = place.untyped_storage()
@@ -68,7 +85,7 @@ def memory_of(place: MemoryInput) -> ResidentMemory:
         raise EngineError("cannot register a tensor without memory", Code.REGION_INVALID)
     address = storage.data_ptr()
     device = "" if place.device.type == "cpu" else open_driver().device_of(address)
-    return ResidentMemory(address, storage.nbytes(), device)
+    return ResidentMemory(address, storage.nbytes(), device, (storage,))
 
 
 class Launcher:

@@ -8,10 +8,18 @@ from itertools import product
 
 from prometheus_client.core import GaugeMetricFamily
 
-from kvxferd.core.snapshot import KEPT_BY, PHASES, EngineSnapshot, NodeSnapshot, RankSnapshot
+from kvxferd.core.registry import RankState
+from kvxferd.core.snapshot import (
+    KEPT_BY,
+    PULL_STATES,
+    EngineSnapshot,
+    LimitSnapshot,
+    NodeSnapshot,
+    RankSnapshot,
+)
 from kvxferd.core.ucx_log import REACHES
 
-RANK_STATES = ("mapping", "ready", "suspended", "remote")
+RANK_STATES = (*(state.value for state in RankState), "remote")
 ENGINE_STATES = ("readable", "unreadable", "incomplete", "member")
 PEER_STATES = ("greeting", "up", "silent")
 PLACEMENTS = ("direct", "resident", "staged")
@@ -32,7 +40,9 @@ def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
     )
     yield _placements(ranks)
     yield _transports(ranks)
-    yield _gauge("kvxferd_registered_bytes", "Memory of those ranks.", sum(rank.bytes for rank in ranks))
+    yield _gauge(
+        "kvxferd_registered_bytes", "Memory of the ranks registered here.", sum(rank.bytes for rank in ranks)
+    )
     yield _gauge_by_label(
         "kvxferd_peers", "Other daemons that are known.", "state", PEER_STATES, _count_states(node.peers)
     )
@@ -40,23 +50,52 @@ def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
         "kvxferd_live_leases", "Transfers published here and not released.", "state",
         TRANSFER_STATES, node.transfer_states,
     )  # fmt: skip
-    yield _gauge("kvxferd_grants_given", "Readers' entries on those leases.", node.num_grants_given)
+    yield _gauge(
+        "kvxferd_published_bytes", "Memory here that published transfers hold until their release.",
+        node.published_bytes,
+    )  # fmt: skip
+    yield _gauge(
+        "kvxferd_oldest_published_seconds", "Age of the oldest published transfer that is not released.",
+        node.oldest_published_s,
+    )  # fmt: skip
+    yield from _limits(node.limits)
+    yield _gauge(
+        "kvxferd_grants_given", "Readers' entries on the leases of transfers here.", node.num_grants_given
+    )
     yield _gauge(
         "kvxferd_grants_held", "Grants that local pulls hold, at this node itself too.", node.num_grants_held
     )
     yield _gauge_by_label(
-        "kvxferd_running_pulls", "Pulls of local ranks that have not ended.", "phase",
-        PHASES, node.pull_phases,
+        "kvxferd_running_pulls",
+        "Pulls of local ranks that have not ended, by what they wait for; in-doubt ones have failed.",
+        "phase",
+        PULL_STATES, node.pull_phases,
     )  # fmt: skip
     yield _gauge(
         "kvxferd_quarantined_pulls", "Ended pulls whose blocks may still be written.", node.num_quarantined
     )
-    yield _gauge("kvxferd_quarantined_bytes", "Memory of those blocks.", node.quarantined_bytes)
+    yield _gauge(
+        "kvxferd_quarantined_bytes", "Memory that ended pulls may still write.", node.quarantined_bytes
+    )
     yield _gauge_by_label(
         "kvxferd_retired_movers", "Movers that get nothing new and are not dead yet.", "kept_by",
         KEPT_BY, Counter(mover.kept_by for mover in node.retired_movers),
     )  # fmt: skip
     yield _gauge("kvxferd_draining", "1 while the daemon takes nothing new.", int(node.draining))
+
+
+def _limits(limits: Iterable[LimitSnapshot]) -> Iterator[GaugeMetricFamily]:
+    highest = GaugeMetricFamily("kvxferd_limit", "The limits of this node.", labels=["limit"])
+    used = GaugeMetricFamily(
+        "kvxferd_limit_used",
+        "What is used of each limit; of one for each engine, rank or peer, by the one that uses most.",
+        labels=["limit"],
+    )
+    for one in limits:
+        highest.add_metric([one.name], one.limit)
+        used.add_metric([one.name], one.used)
+    yield highest
+    yield used
 
 
 def _placements(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
@@ -74,7 +113,9 @@ def _placements(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
 def _transports(ranks: Sequence[RankSnapshot]) -> GaugeMetricFamily:
     """Return the transports by class. Device names are not labels: they differ between healthy nodes."""
     family = GaugeMetricFamily(
-        "kvxferd_rank_lanes", "Ranks whose movers have connected so, and by what.", labels=["reach", "lanes"]
+        "kvxferd_rank_lanes",
+        "Ranks by how their movers have connected: to whom, and by what.",
+        labels=["reach", "lanes"],
     )
     counts = Counter(
         pair

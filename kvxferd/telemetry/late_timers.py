@@ -144,19 +144,23 @@ class LateTimers:
 
     def warnings(self, now: float) -> list[str]:
         """Return a sentence for each cause that an operator can act on, with what to do."""
-        found = []
+        return list(self.warnings_by_cause(now).values())
+
+    def warnings_by_cause(self, now: float) -> dict[Cause, str]:
+        """Return the same sentences, each under its cause."""
+        found: dict[Cause, str] = {}
         for cause, episode in sorted(self._episodes.items()):
             if cause is Cause.STOPPED or episode.is_over(now):
                 continue
             times = "once" if episode.times == 1 else f"{episode.times} times"
             how = f"by up to {episode.late_s:.1f} s, {times}, last {now - episode.last_at:.0f} s ago"
             if cause is Cause.STARVED:
-                found.append(
+                found[cause] = (
                     f"the node starves this daemon: it had no processor, and its timers were late {how}; "
                     f"{REMEDY}"
                 )
             else:
-                found.append(
+                found[cause] = (
                     f"this daemon computed, and its timers were late {how}; report it with the daemon's log"
                 )
         return found

@@ -23,6 +23,7 @@ from kvxferd.core.snapshot import (
 )
 from kvxferd.telemetry.log_limits import LogRateLimiter, RateLimitFilter, RateLimitProcessor
 from kvxferd.telemetry.log_queue import LogQueue, StderrStream
+from kvxferd.telemetry.recent_lines import RECENT_LINES
 
 STDERR_FD = 2
 
@@ -65,7 +66,12 @@ def configure_queued_logs(config: LogConfig) -> None:
     is_terminal = os.isatty(STDERR_FD)
     queue = LogQueue(STDERR_FD)
     sys.stderr = stream = StderrStream(queue, is_terminal=is_terminal)
-    render = _configure(config, queue.put, is_terminal)
+
+    def put(line: str, is_error: bool) -> None:
+        RECENT_LINES.add(line, is_error)
+        queue.put(line, is_error)
+
+    render = _configure(config, put, is_terminal)
     queue.render_dropped = lambda num_dropped: render("log lines dropped", dropped=num_dropped)
 
     def close() -> None:
@@ -93,7 +99,7 @@ def _configure(config: LogConfig, put: Callable[[str, bool], None], is_terminal:
     final: list[Any] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if json
-        else [structlog.dev.ConsoleRenderer(colors=is_terminal)]
+        else [structlog.dev.ConsoleRenderer(colors=is_terminal and not os.environ.get("NO_COLOR"))]
     )
     limiter = LogRateLimiter()
     structlog.configure(
@@ -177,6 +183,7 @@ def log_record(record: Record) -> None:
                 engine=record.engine_id,
                 why=record.why.value,
                 held_s=round(record.held_s, 6),
+                **({"peer": record.peer, "bytes": record.bytes} if record.readers else {}),
             )
         case TopologyRecord():
             log.info(
@@ -217,12 +224,16 @@ def _pull_fields(record: PullRecord) -> dict[str, object]:
         "source": record.source,
         "sink": record.sink,
         "rank": str(record.rank),
+        "peer": record.peer,
         "outcome": record.outcome,
         **_unless_empty("code", "" if record.code is None else record.code.value),
         **_unless_empty("message", record.message),
+        **_unless_empty("failed_phase", record.failed_phase),
+        **_unless_empty("silent", record.silent),
         "bytes": record.bytes,
         "runs": record.runs,
         **({"covering_bytes": covering} if (covering := record.ways.get("covering", 0)) else {}),
+        **({"gathered_bytes": gathered} if (gathered := record.ways.get("gathered", 0)) else {}),
         "total_s": round(record.total_s, 6),
         **{f"{phase}_s": round(elapsed_s, 6) for phase, elapsed_s in record.phases_s.items()},
     }

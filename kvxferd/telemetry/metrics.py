@@ -15,8 +15,11 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 import kvxferd
+from kvxferd.core.limits import BUSY_LIMITS
 from kvxferd.core.snapshot import (
     PHASES,
+    PULL_OUTCOMES,
+    RELEASE_REASONS,
     WAYS,
     HandshakeRecord,
     NodeSnapshot,
@@ -24,12 +27,18 @@ from kvxferd.core.snapshot import (
     PullRecord,
     Record,
     ReleaseRecord,
+    ServedRecord,
     TopologyRecord,
     TransportsRecord,
 )
-from kvxferd.telemetry.gauges import gauges_of
+from kvxferd.errors import BUSY_REFUSALS, Code
+from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
+from kvxferd.telemetry.gauges import PLACEMENTS, gauges_of
 from kvxferd.telemetry.late_timers import Cause, Lateness
 from kvxferd.telemetry.log_queue import LOG_COUNTS
+from kvxferd.telemetry.mover_usage import NO_MOVERS, MoverCollector, MoverReading
+from kvxferd.telemetry.traces.collector import TraceCollector
+from kvxferd.telemetry.warnings.warning_watch import WarningCollector
 
 # From a few blocks read on the same node to a pull that waits for its deadline; about three per decade.
 PULL_BUCKETS_S = (
@@ -38,6 +47,12 @@ PULL_BUCKETS_S = (
 )
 # From a prompt read at once to `transfer.max_hold_s`.
 HELD_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+# From a block to a prompt of a million tokens: four times as much in each.
+SIZE_BUCKETS = tuple(float(4**exponent) for exponent in range(6, 19))  # 4 KiB to 64 GiB
+
+# From an idle loop's to a stall that ends leases.
+LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 # From TCP on a busy machine to the memory of a GPU.
 SPEED_BUCKETS = (0.1e9, 0.3e9, 1e9, 3e9, 10e9, 30e9, 100e9, 300e9, 1e12, 3e12)
@@ -75,10 +90,31 @@ class LogCollector(Collector):
         )
 
 
+class BusyCollector(Collector):
+    """Counts what this process refused because a limit was reached."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield the counter of each limit."""
+        family = CounterMetricFamily(
+            "kvxferd_busy_refusals", "Requests refused as `busy`, by the limit.", labels=["limit"]
+        )
+        for limit in BUSY_LIMITS:
+            family.add_metric([limit], BUSY_REFUSALS[limit])
+        yield family
+
+
 class Metrics:
     """One daemon's metrics, in a registry of its own."""
 
-    def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
+    def __init__(
+        self,
+        snapshot: Callable[[], NodeSnapshot],
+        warnings: WarningCollector | None = None,
+        movers: Callable[[], MoverReading] = lambda: NO_MOVERS,
+        engines_and_peers: EngineAndPeerCollector | None = None,
+        traces: TraceCollector | None = None,
+    ) -> None:
+        """`engines_and_peers`: the series for each engine pair and peer; None: there are none."""
         self.registry = registry = CollectorRegistry()
         self._pulls = Counter(
             "kvxferd_pulls", "Pulls of local ranks that ended.", ["outcome", "code"], registry=registry
@@ -93,8 +129,20 @@ class Metrics:
         self._pulled_runs = Counter(
             "kvxferd_pulled_runs", "Contiguous runs read by delivered pulls.", registry=registry
         )
+        self._pull_bytes = Histogram(
+            "kvxferd_pull_bytes", "Size of each delivered pull of one rank.",
+            buckets=SIZE_BUCKETS, registry=registry,
+        )  # fmt: skip
         self._read_bytes = Counter(
             "kvxferd_read_bytes", "Bytes of delivered pulls, by the way in which they were read.", ["way"],
+            registry=registry,
+        )  # fmt: skip
+        self._served_bytes = Counter(
+            "kvxferd_served_bytes", "Bytes that readers acknowledged to have read from this node.",
+            registry=registry,
+        )  # fmt: skip
+        self._served_pulls = Counter(
+            "kvxferd_served_pulls", "Pulls, each of one reading rank, that were acknowledged to this node.",
             registry=registry,
         )  # fmt: skip
         self._handshakes = Counter(
@@ -128,13 +176,27 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self._late_timer_seconds = Counter(
-            "kvxferd_late_timer_seconds", "By how much those were late, summed.", ["cause"], registry=registry
+            "kvxferd_late_timer_seconds",
+            "By how much timers were late that were late by more than 0.5 s, summed.",
+            ["cause"],
+            registry=registry,
         )
+        self._loop_lag = Histogram(
+            "kvxferd_event_loop_lag_seconds", "By how much timers of the daemon were late, twice a second.",
+            buckets=LAG_BUCKETS_S, registry=registry,
+        )  # fmt: skip
         build = Gauge("kvxferd_build_info", "1, with the version as a label.", ["version"], registry=registry)
         build.labels(kvxferd.__version__).set(1)
         self._gauges = SnapshotCollector(snapshot)
         registry.register(self._gauges)
         registry.register(LogCollector())
+        registry.register(BusyCollector())
+        registry.register(MoverCollector(movers))
+        self._engines_and_peers = engines_and_peers
+        if engines_and_peers is not None:
+            registry.register(engines_and_peers)
+        registry.register(warnings or WarningCollector())
+        registry.register(traces or TraceCollector())
         prometheus_client.ProcessCollector(registry=registry)
         self._start_at_zero()
 
@@ -159,6 +221,17 @@ class Metrics:
             case _:
                 assert_never(record)
 
+    def record_served(self, served: ServedRecord) -> None:
+        """Count what a reading rank acknowledged."""
+        self._served_bytes.inc(served.bytes)
+        self._served_pulls.inc()
+        if self._engines_and_peers is not None:
+            self._engines_and_peers.record_served(served)
+
+    def record_loop_lag(self, lag_s: float) -> None:
+        """Count by how much one of the daemon's timers was late."""
+        self._loop_lag.observe(lag_s)
+
     def record_late_timer(self, lateness: Lateness) -> None:
         """Count a late timer."""
         self._late_timers.labels(lateness.cause.value).inc()
@@ -173,6 +246,8 @@ class Metrics:
             self._gauges.given_snapshot = None
 
     def _record_pull(self, record: PullRecord) -> None:
+        if self._engines_and_peers is not None:
+            self._engines_and_peers.record_pull(record)
         code = NO_CODE if record.code is None else record.code.value
         if record.outcome == "delivered":
             self._delivered.inc()
@@ -186,6 +261,7 @@ class Metrics:
             self._seconds_by_phase[phase].observe(elapsed_s)
         if record.outcome == "delivered":
             self._pulled_bytes.inc(record.bytes)
+            self._pull_bytes.observe(record.bytes)
             self._pulled_runs.inc(record.runs)
             for way, num_bytes in record.ways.items():
                 self._read_bytes.labels(way).inc(num_bytes)
@@ -194,11 +270,22 @@ class Metrics:
         # Prometheus' rate() does not count a series that first appears at 1.
         # Kept, because looking up a series takes longer than counting.
         self._delivered = self._pulls.labels("delivered", NO_CODE)
+        self._pulls.labels("cancelled", Code.CANCELLED.value)
+        for code in Code:
+            # A pull, or a handshake, fails with any code that the other daemon names.
+            self._pulls.labels("failed", code.value)
+            self._handshakes.labels(code.value)
+        self._handshakes.labels("ok")
+        for reason in RELEASE_REASONS:
+            self._releases.labels(reason.value)
         for way in WAYS:
             self._read_bytes.labels(way)
+        for outcome in PULL_OUTCOMES:
+            self._pull_seconds.labels(outcome)
+            self._retries.labels(outcome)
         self._delivered_seconds = self._pull_seconds.labels("delivered")
-        self._retries.labels("delivered")
-        self._handshakes.labels("ok")
+        for placement in PLACEMENTS:
+            self._probe_speed.labels(placement)
         for cause in Cause:
             self._late_timers.labels(cause.value)
             self._late_timer_seconds.labels(cause.value)

@@ -16,6 +16,8 @@ from kvxferd.telemetry.late_timers import (
     lateness_of,
     read_clocks,
 )
+from kvxferd.telemetry.warnings.kinds import WarningKind
+from kvxferd.telemetry.warnings.warning_list import Finding, finding_of
 
 log = structlog.get_logger()
 
@@ -32,8 +34,11 @@ class TimerWatch:
         on_late: Callable[[Lateness], None],
         read: Callable[[], ClockReading] | None = None,
         interval_s: float = INTERVAL_S,
+        on_lag: Callable[[float], None] = lambda lag_s: None,
     ) -> None:
+        """`on_lag` gets by how much each timer was late, in seconds."""
         self._on_late = on_late
+        self._on_lag = on_lag
         self._clocks: ThreadClocks | None = None
         self._read = read or read_clocks
         self._interval_s = interval_s
@@ -58,11 +63,17 @@ class TimerWatch:
         """Return what an operator should know of late timers of the last minutes."""
         return self._late_timers.warnings(self._read().now)
 
+    def findings(self) -> list[Finding]:
+        """Return the same as findings, one for each cause."""
+        by_cause = self._late_timers.warnings_by_cause(self._read().now)
+        return [finding_of(WarningKind.TIMERS_LATE, cause.value, text) for cause, text in by_cause.items()]
+
     def _set(self, before: ClockReading) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._fire, before)
 
     def _fire(self, before: ClockReading) -> None:
         after = self._read()
+        self._on_lag(max(0.0, after.now - before.now - self._interval_s))
         lateness = lateness_of(before, after, self._interval_s)
         self._set(after)
         if lateness is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
-import socket
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,13 @@ from kvxferd.errors import Code, KvxferdError
 
 # The daemon responds from memory; one that does not in this time is stuck.
 RESPONSE_TIMEOUT_S = 10.0
+MAX_BODY_BYTES = 64 << 20  # of a body that is read as it is
+SOCKET_NAME = "control.sock"  # in the daemon's run directory
+
+
+def control_socket_path(path: str) -> str:
+    """Return the socket in a directory, such as the daemon's `node.run_dir`; any other path as it is."""
+    return os.path.join(path, SOCKET_NAME) if os.path.isdir(path) else path
 
 
 class ControlClient:
@@ -32,16 +38,36 @@ class ControlClient:
         status, value = self.request("POST", path, body, wait_forever)
         return _value_or_raise(status, value)
 
+    def read(self, path: str) -> bytes:
+        """Return the response's body as it is. Raises KvxferdError as `get` does."""
+        from kvxferd.tooling.unix_http import HttpError, UnixConnection
+
+        connection = UnixConnection(self.socket_path, self._timeout_s)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body: bytes = response.read(MAX_BODY_BYTES)
+        except (OSError, HttpError) as error:
+            raise self._connection_error(error) from error
+        finally:
+            connection.close()
+        if response.status >= 400 and path != "/readyz":  # which reports that the node is not ready by 503
+            raise KvxferdError(f"cannot GET {path}: {body[:300].decode(errors='replace')}")
+        return body
+
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False
     ) -> tuple[int, Any]:
         """Return the response's status and its JSON. Raises KvxferdError if there is no response."""
-        connection = _UnixConnection(self.socket_path, None if wait_forever else self._timeout_s)
+        # Imported here: a verb is also imported to complete its options in a shell.
+        from kvxferd.tooling.unix_http import HttpError, UnixConnection
+
+        connection = UnixConnection(self.socket_path, None if wait_forever else self._timeout_s)
         try:
             connection.request(method, path, body=None if body is None else msgspec.json.encode(body))
             response = connection.getresponse()
             return response.status, msgspec.json.decode(response.read())
-        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+        except (OSError, HttpError, msgspec.DecodeError) as error:
             raise self._connection_error(error) from error
         finally:
             connection.close()
@@ -60,17 +86,6 @@ class ControlClient:
             case _:
                 why = str(error) or type(error).__name__
         return KvxferdError(f"cannot ask the daemon at {self.socket_path}: {why}", Code.DAEMON_LOST)
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout_s: float | None) -> None:
-        super().__init__("kvxferd", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 def _value_or_raise(status: int, value: Any) -> Any:

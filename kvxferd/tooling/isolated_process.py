@@ -32,7 +32,7 @@ class IsolatedProcess:
     def __init__(self, module: str, flags: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             # -P: nothing is imported from the working directory.
-            [sys.executable, "-P", "-m", module, *flags],
+            [sys.executable, "-P", "-u", "-m", module, *flags],  # -u: a killed one leaves what UCX logged
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

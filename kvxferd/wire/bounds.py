@@ -12,10 +12,12 @@ from kvxferd.wire.limits import (
     MAX_REASON_CHARS,
     MAX_REGIONS,
 )
+from kvxferd.wire.traceparent import TRACEPARENT_CHARS
 
 NAME = msgspec.Meta(max_length=MAX_NAME_CHARS)
 ENDPOINT = msgspec.Meta(max_length=MAX_ENDPOINT_CHARS)
 REASON = msgspec.Meta(max_length=MAX_REASON_CHARS)
 METADATA = msgspec.Meta(max_length=MAX_METADATA_BYTES)
 REGIONS = msgspec.Meta(max_length=MAX_REGIONS)
+TRACEPARENT = msgspec.Meta(max_length=TRACEPARENT_CHARS)
 PIECES = msgspec.Meta(max_length=MAX_DESCRIPTORS_PER_RANK)  # also of the address ranges inside them

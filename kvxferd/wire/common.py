@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 
@@ -20,7 +20,7 @@ from kvxferd.ids import (
     TransferId,
 )
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.wire.bounds import METADATA, NAME, PIECES, REASON, REGIONS
+from kvxferd.wire.bounds import METADATA, NAME, PIECES, REASON, REGIONS, TRACEPARENT
 
 
 class Message(
@@ -53,6 +53,39 @@ class TransferRef(msgspec.Struct, frozen=True, gc=False):
     transfer_id: TransferId
     nonce: str  # 32 hex digits; any process that has it may read the transfer
     ready_tokens: int = -1  # reserved for progressive pulls; -1: all tokens
+    # Of the request's trace, as `read_traceparent` returns it. Not part of the reference's identity. It is
+    # left out where there is none: such a reference is what earlier versions made, byte for byte.
+    traceparent: Annotated[str, TRACEPARENT] | msgspec.UnsetType = msgspec.UNSET
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both name the same transfer, whichever trace they carry."""
+        if type(other) is not type(self):
+            return NotImplemented
+        assert isinstance(other, TransferRef)
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        """Return the hash of the reference's identity."""
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[str, str, str, str, str, int]:
+        return (
+            self.transfer_id,
+            self.nonce,
+            self.engine_id,
+            self.generation,
+            self.endpoint,
+            self.ready_tokens,
+        )
+
+    @property
+    def trace(self) -> str:
+        """The reference's traceparent; "": none."""
+        return self.traceparent or ""
+
+    def with_trace(self, traceparent: str) -> Self:
+        """Return the reference with that traceparent; "": without one."""
+        return msgspec.structs.replace(self, traceparent=traceparent or msgspec.UNSET)
 
     @property
     def engine(self) -> EngineKey:

@@ -13,8 +13,10 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Digest, GroupName, PullId, Rank, SessionId, Ticket
 from kvxferd.layout import PackedBlocks
+from kvxferd.layout.areas import BlockArea
 from kvxferd.wire.bounds import METADATA, NAME, REASON, REGIONS
 from kvxferd.wire.common import BlockIds, FdBatch, Message, Placement, RegionAddress
+from kvxferd.wire.limits import MAX_RANKS
 from kvxferd.wire.worker import RegionExport
 
 # --- daemon to mover
@@ -110,10 +112,21 @@ class StartPull(Message, frozen=True, tag="start-pull"):
     fence: FenceLocation
     stream: int = 0
     ticket: Ticket | None = None  # the worker's number of the pull; None: the mover sends it no Delivered
+    # Of the sources: whose movers pack the blocks. Sent to child movers alone.
+    gathers: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
 
 
 class AbortPull(Message, frozen=True, tag="abort-pull"):
     """Post nothing more for the pull; `PullDone` follows when all that was posted is terminal."""
+
+    pull: PullId
+
+
+class ReportPull(Message, frozen=True, tag="report-pull"):
+    """Report what the pull waits for: its deadline is near. The reply is `PullProgress`, unless it has ended.
+
+    Sent to child movers alone.
+    """
 
     pull: PullId
 
@@ -134,6 +147,23 @@ class ChunkMemoryGranted(Message, frozen=True, tag="chunk-memory-granted"):
     size_bytes: int
 
 
+class GrantBlocks(Message, frozen=True, tag="grant-blocks"):
+    """Pack bytes of these blocks for whoever names the word, until `RevokeBlocks`.
+
+    Sent to child movers alone whose `Bound` says that they gather, before the first reply that has the word.
+    """
+
+    word: bytes
+    areas: tuple[BlockArea, ...]
+    blocks: dict[GroupName, PackedBlocks]
+
+
+class RevokeBlocks(Message, frozen=True, tag="revoke-blocks"):
+    """Pack nothing more for who names the word: no grant on the transfer is left."""
+
+    word: bytes
+
+
 # --- mover to daemon
 
 
@@ -151,6 +181,7 @@ class Bound(Message, frozen=True, tag="bound"):
     regions: Annotated[tuple[RegionAddress, ...], REGIONS]
     metadata: Annotated[bytes, METADATA]
     placement: Placement = Placement()
+    gathers: bool = False  # the mover packs bytes of these regions for readers
 
 
 class BindRefused(Message, frozen=True, tag="bind-refused"):
@@ -208,6 +239,7 @@ class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     told: bool = False  # the mover has sent Delivered to the worker itself
     # Of a mover that may read in other ways than directly. A resident one does not, and sends neither.
     covered_bytes: int = 0  # of `bytes`: by covering reads
+    gathered_bytes: int = 0  # of `bytes`: packed by the sources' movers
     predicted_s: float = 0.0  # how long the reads were to take, 0 where there is no prediction
 
 
@@ -216,6 +248,18 @@ class PullDone(Message, frozen=True, tag="pull-done"):
 
     pull: PullId
     outcome: PullOutcome
+
+
+# A pull waits for all of an engine's ranks at most; the first few are named.
+MAX_AWAITED = 8
+
+
+class PullProgress(Message, frozen=True, tag="pull-progress"):
+    """What a pull waits for: reads from these agents, or where there are none, this mover itself."""
+
+    pull: PullId
+    phase: Annotated[str, NAME]  # among `core.snapshot.PHASES`
+    agents: Annotated[tuple[Annotated[AgentName, NAME], ...], msgspec.Meta(max_length=MAX_AWAITED)] = ()
 
 
 class PullQuiesced(Message, frozen=True, tag="pull-quiet"):
@@ -259,8 +303,11 @@ ToMover = (
     | DropRemote
     | StartPull
     | AbortPull
+    | ReportPull
     | DisconnectJudged
     | ChunkMemoryGranted
+    | GrantBlocks
+    | RevokeBlocks
     | BlockIds
 )
 FromMover = (
@@ -272,6 +319,7 @@ FromMover = (
     | FenceRefused
     | Polling
     | PullDone
+    | PullProgress
     | PullQuiesced
     | DisconnectSeen
     | ChunkMemoryWanted

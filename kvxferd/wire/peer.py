@@ -29,7 +29,7 @@ from kvxferd.wire.bounds import ENDPOINT, NAME
 from kvxferd.wire.common import BlockIds, Message, RankManifest, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL, MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
-PEER_VERSIONS = Versions(1, 2)
+PEER_VERSIONS = Versions(1, 3)
 
 # Lists have a limit besides that of their message: 16 MiB of the shortest names took 0.5 s to decode.
 GrantIds = Annotated[tuple[Annotated[GrantId, NAME], ...], msgspec.Meta(max_length=MAX_GRANTS_PER_RENEWAL)]
@@ -54,14 +54,21 @@ class PeerHello(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
     versions: Versions
     boot: Annotated[BootId, NAME]
     endpoint: Annotated[Endpoint, ENDPOINT]
+    gathers: bool = False  # its movers ask sources to pack: `Granted` may have `gathers` on this connection
+    describe: bool = False  # the reply may say which versions that side supports
 
 
 class PeerWelcome(Message, frozen=True, tag="greeting"):
-    """The negotiated version, and the boot id of the daemon that replies."""
+    """The negotiated version, and the boot id of the daemon that replies.
+
+    The last two only where the greeting asked for them: a side of an earlier release refuses other fields.
+    """
 
     request: int
     version: int
     boot: Annotated[BootId, NAME]
+    versions: Versions | None = None  # that this side supports
+    software: Annotated[str, NAME] = ""  # kvxferd's version
 
 
 class FetchEngine(Message, frozen=True, tag="fetch-engine"):
@@ -116,6 +123,8 @@ class Granted(Message, frozen=True, tag="granted"):
     fence_word: bytes
     fence_metadata: bytes
     stream: int = 0
+    # Whose movers pack the blocks while the grant lives. Only to a peer whose greeting says that it gathers.
+    gathers: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
 
 
 class RenewGrants(Message, frozen=True, tag="renew-grants"):
@@ -146,6 +155,7 @@ class Acknowledge(Message, frozen=True, tag="acknowledge"):
     grant: Annotated[GrantId, NAME]
     ref: TransferRef
     consumer: Consumer
+    bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # version 3: that the rank read; 0: it does not report it
 
 
 class AbandonTransfer(Message, frozen=True, tag="abandon-transfer"):

@@ -9,16 +9,18 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, RegionId, Ticket, TransferId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
-from kvxferd.wire.bounds import NAME, PIECES, REGIONS
+from kvxferd.wire.bounds import NAME, PIECES, REGIONS, TRACEPARENT
 from kvxferd.wire.common import BlockIds, FdBatch, Message, RankIncarnations, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
-WORKER_VERSIONS = Versions(1, 2)
+WORKER_VERSIONS = Versions(1, 4)
 FIRST_WITH_FENCE_PAGES = 2  # the first version in which the daemon makes a session's fence page
 FIRST_WITH_LATE_FDS = 2  # the first version in which no descriptors come before the registration
 FIRST_WITH_RESUME = 2  # the first version in which interrupted pulls are resumed
 FIRST_WITH_NEWEST_GENERATION = 2  # the first version in which `Attach` need not name the generation
 FIRST_WITH_MOVER_OFFERS = 2  # the first version in which a mover is offered before it has the memory
+FIRST_WITH_PUBLISH_REPLIES = 3  # the first version in which a publish may request `PublishAccepted`
+FIRST_WITH_TRACEPARENTS = 4  # the first version in which a publish may name its request's trace
 
 # A frame of 1 MiB has room for longer lists than these limits allow: 209,000 incarnations took 230 ms to
 # decode, and 95,000 groups 68 ms.
@@ -99,6 +101,9 @@ class Publish(Message, frozen=True, tag="publish"):
     stream: int = 0
     # Version 2: of the ranks reported to the session when `publish` was called, not when this is sent.
     incarnations: LimitedIncarnations = ()
+    wants_reply: bool = False  # from version 3 on: reply with `PublishAccepted`
+    # From version 4 on: of the request's trace, as in `TransferRef`. One that is not valid is ignored.
+    traceparent: Annotated[str, TRACEPARENT] = ""
 
 
 class Ready(Message, frozen=True, tag="ready"):
@@ -300,6 +305,12 @@ class PublishRefused(Message, frozen=True, tag="publish-refused"):
     retry_after_s: float = 0.0  # with the code `busy`
 
 
+class PublishAccepted(Message, frozen=True, tag="publish-accepted"):
+    """From version 3 on, to a publish that wants a reply: the transfer is published."""
+
+    transfer_id: TransferId
+
+
 class Suspended(Message, frozen=True, tag="suspended"):
     """No process but the worker maps the rank's memory."""
 
@@ -346,6 +357,7 @@ DaemonMessage = (
     | PullsInterrupted
     | Released
     | PublishRefused
+    | PublishAccepted
     | Suspended
     | Farewell
 )

@@ -10,6 +10,7 @@ import asyncio
 import json
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from tests.support.node_samples import PEER, SOURCE, StillNode, pull_record
 
 NO_NODE = "NO_NODE"  # in the arguments: a socket that nobody answers
 KINDS = {kind.__name__ for kind in (ok, warn, fail)}
+SAMPLE, BAD_FILE = "SAMPLE", "BAD_FILE"  # the sample configuration, and one with a bad key
 OUTPUT = "OUTPUT"  # in the arguments: a file that is not there
+BUNDLE = "BUNDLE"  # likewise
 
 # Against the sample node. With --json where the verb has it, so that the shape is seen too.
 RUNS: list[tuple[str, ...]] = [
@@ -44,6 +47,10 @@ RUNS: list[tuple[str, ...]] = [
     ("engines", "--topology", "nobody"),
     ("peers", "--json"),
     ("transfers", "--json"),
+    ("history", "--json"),
+    ("top", "--once", "--json"),
+    ("ping", "tcp://127.0.0.1:1", "--json"),  # nothing listens there
+    ("support-bundle", "--no-doctor", "--output", BUNDLE, "--json"),
     ("reload", "--json"),
     ("drain", "--json"),
     ("drain", "--wait", "--json"),
@@ -65,6 +72,13 @@ RUNS: list[tuple[str, ...]] = [
     ("explain", "tiny-dense", "tiny-dense", "--rank", "9,9"),
     ("keygen", "--output", OUTPUT),
     ("keygen", "--output", OUTPUT),
+    ("config", "defaults"),
+    ("config", "defaults", "--json"),
+    ("config", "check", SAMPLE),
+    ("config", "check", BAD_FILE, "--json"),
+    ("config", "check", NO_NODE),
+    ("config", "show", "--json"),
+    ("config", "show", "--config", NO_NODE),
     ("doctor", "--check", "no-such-check"),
     ("demo", "--prefill-pp", "9", "--layers", "4"),
     ("bench", "--quick", "--rounds", "3"),
@@ -82,7 +96,7 @@ RUNS: list[tuple[str, ...]] = [
 def surface() -> dict[str, Any]:
     """Return verbs, exit codes and shapes."""
     context = click.Context(root)
-    verbs = {name: root.get_command(context, name) for name in root.list_commands(context)}
+    verbs = dict(_commands(root, context))
     return {
         "verbs": list(VERBS),
         "program": [_parameter(parameter) for parameter in root.params],
@@ -104,6 +118,15 @@ def surface() -> dict[str, Any]:
         "doctor --check": list(CHECKS),
         "doctor, findings": _findings(),
     }
+
+
+def _commands(group: click.Group, context: click.Context, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from _commands(command, context, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
 def _parameter(parameter: click.Parameter) -> dict[str, Any]:
@@ -139,7 +162,13 @@ def _default(parameter: click.Parameter) -> Any:
 async def _runs() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        paths = {NO_NODE: f"{directory}/nobody.sock", OUTPUT: f"{directory}/a.key"}
+        paths = {
+            NO_NODE: f"{directory}/nobody.sock",
+            OUTPUT: f"{directory}/a.key",
+            BUNDLE: f"{directory}/b.tar.gz",
+        }
+        paths |= {SAMPLE: str(ROOT / "config" / "kvxferd.toml"), BAD_FILE: f"{directory}/bad.toml"}
+        Path(paths[BAD_FILE]).write_text("[transfer]\nlease = 3\n")
         async with serving(Path(directory), StillNode()) as served:
             for number, arguments in enumerate(RUNS):
                 again = ", again" if arguments in RUNS[:number] else ""

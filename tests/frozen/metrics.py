@@ -6,18 +6,21 @@ import ast
 from typing import Any
 
 from kvxferd.errors import Code
+from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
 from kvxferd.telemetry.metrics import Metrics
 from tests.frozen.shapes import sorted_map
 from tests.frozen.tree import files_in, parsed, text_of
 from tests.support.node_samples import node_snapshot, pull_record, records
 
 # vLLM's own metrics of the connector are named in tables there; they need vLLM to be made.
+FROM_OUTSIDE = {"source", "sink", "peer"}  # labels of any text
 _VLLM_PREFIX = "vllm:"
 
 
 def surface() -> dict[str, Any]:
     """Return the daemon's metrics after one of each record, and the connector's."""
-    metrics = Metrics(node_snapshot)
+    wanted = EngineAndPeerCollector(by_engine=True, by_peer=True)
+    metrics = Metrics(node_snapshot, engines_and_peers=wanted)
     for record in (*records(), pull_record("failed", Code.DEADLINE)):
         metrics.record(record)
     families = {}
@@ -33,6 +36,9 @@ def surface() -> dict[str, Any]:
             "labels": {label: sorted(values) for label, values in sorted(labels.items())},
         }
     families["kvxferd_build_info"]["labels"] = {"version": []}  # of the release
+    for family in families.values():
+        for label in FROM_OUTSIDE & family["labels"].keys():
+            family["labels"][label] = []
     return {"daemon": sorted_map(families), "connector": _of_connector()}
 
 

@@ -41,7 +41,7 @@ def real_node() -> Any:
     world.deliver()
     sink.publish("req-3", ids, num_tokens)
     world.deliver()
-    history = History()
+    history = History(boot="boot-a")
     for record in host.records:
         history.add(record)
     return NodeAdmin(

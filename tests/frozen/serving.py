@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import structlog.testing
 from click.testing import CliRunner, Result
 
 from kvxferd.cli.root import root
@@ -44,13 +45,14 @@ async def serving(run_dir: Path, node: Any) -> AsyncIterator[Served]:
     """Serve the node on `control.sock` and on TCP; both are gone at the end."""
     config = load_config(None, {}, {"node.run_dir": str(run_dir), "http.bind": "127.0.0.1:0"})
     server = HttpServer(config, node, Metrics(node.snapshot))
-    await server.start()
-    try:
-        assert server.tcp_address is not None
-        host, port = server.tcp_address
-        yield Served(config, f"http://{host}:{port}")
-    finally:
-        await server.stop()
+    with structlog.testing.capture_logs():  # its log is not the verb's output
+        await server.start()
+        try:
+            assert server.tcp_address is not None
+            host, port = server.tcp_address
+            yield Served(config, f"http://{host}:{port}")
+        finally:
+            await server.stop()
 
 
 async def run_verb(*arguments: str) -> Result:

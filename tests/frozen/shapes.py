@@ -70,6 +70,8 @@ def struct_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
 def _default(field: types.Field) -> dict[str, Any]:
     if field.required:
         return {}
+    if field.default is msgspec.NODEFAULT and field.default_factory is msgspec.NODEFAULT:
+        return {"default": "left out"}  # msgspec.UNSET
     value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
     return {"default": bytes(value).hex() if isinstance(value, msgspec.Raw) else msgspec.to_builtins(value)}
 

@@ -27,7 +27,7 @@ from kvxferd.wire import limits, mover, peer, staging, worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message, TransferRef
 from kvxferd.wire.framing import HEADER, encode_frame
-from kvxferd.wire.versions import FIELDS_SINCE_VERSION_2, VERSION_1_CODES
+from kvxferd.wire.versions import FIELDS_SINCE_VERSION_2, FIELDS_SINCE_VERSION_3, VERSION_1_CODES
 from tests.frozen.shapes import example_of, sorted_map, struct_of
 
 PROTOCOLS: dict[str, Any] = {
@@ -64,6 +64,10 @@ def surface() -> dict[str, Any]:
             "fields that version 1 is not sent": {
                 str(message.__struct_config__.tag): fields
                 for message, fields in FIELDS_SINCE_VERSION_2.items()
+            },
+            "fields that a daemon of version 2 is not sent": {
+                str(message.__struct_config__.tag): fields
+                for message, fields in FIELDS_SINCE_VERSION_3.items()
             },
         },
         "header": HEADER.format,

@@ -216,3 +216,26 @@ async def test_a_daemon_that_is_stuck_is_a_finding(tmp_path: Path):
 def test_limits_are_as_the_kernel_says():
     found = examine("--check", "descriptors", "--check", "memlock")
     assert found.of("descriptors")["facts"]["hard"] == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+def test_the_backend_is_shown_with_the_plugins_and_with_what_it_proves():
+    found = examine("--check", "software")
+    backend = found.of("backend")
+    assert (backend["verdict"], backend["facts"]["backend"]) == ("ok", "UCX")
+    assert backend["facts"]["ends_reads_over"] == ["cma", "self", "tcp"]
+    assert "UCX" in backend["facts"]["choices"]
+    assert "POSIX" not in backend["facts"]["choices"], "it moves files"
+    assert "ucx_devices" in backend["facts"]["parameters"]
+    changed = {"KVXFERD_MOVER_BACKEND_PARAMETERS": "num_workers=1,ucx_device=eth0"}
+    backend = examine("--check", "software", environment=changed).of("backend")
+    assert backend["verdict"] == "warn"
+    assert "does not list ucx_device of" in backend["found"]
+    assert backend["facts"]["ends_reads_over"] == []
+
+
+def test_a_backend_that_is_not_there_is_a_failure_that_names_those_that_are():
+    found = examine("--check", "software", environment={"KVXFERD_MOVER_BACKEND": "NONE_SUCH"})
+    assert found.status == 1
+    assert "cannot use mover.backend = NONE_SUCH: there is no such plugin" in found.of("nixl")["found"]
+    assert "UCX" in found.of("nixl")["found"]
+    assert "setting" in found.of("nixl")["todo"]

@@ -69,6 +69,38 @@ def test_a_peer_whose_key_is_taken_back_is_cut_off_and_let_in_again(fleet: Fleet
     pull_and_check([sink], publish([source], 3), 3)
 
 
+def test_a_key_in_the_watched_file_is_admitted_and_removed_without_a_reload(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    own, other = (make_key(tmp_path / f"{name}.key").public for name in "pd")
+    listed = tmp_path / "allowed-keys"
+    listed.write_text("# no other node yet\n")
+    key_file = ("--peer-curve-secret-key-file", str(tmp_path / "p.key"))
+    prefill = fleet.daemon("prefill", *key_file, "--peer-curve-allowed-keys-file", str(listed))
+    flags = ("--peer-curve-secret-key-file", str(tmp_path / "d.key"), "--peer-curve-allowed-keys", own)
+    decode = fleet.daemon("decode", *flags)
+    (source,) = fleet.engine(prefill, spec_of("prefill"))
+    (sink,) = fleet.engine(decode, spec_of("decode"))
+
+    listed.write_text(f"{other}  # decode\n")
+    wait_until(lambda: logged(prefill, "allowed keys read"), "its key is admitted")
+    assert logged(prefill, "allowed keys read")[-1]["added"] == [other]
+    pull_and_check([sink], publish([source], 2), 2)
+
+    listed.write_text("")
+    wait_until(lambda: logged(prefill, "allowed keys not read"), "an empty file is not taken")
+    wait_until(lambda: "it is empty" in str(prefill.control.get("/v1/status")["warnings"]), "it is a warning")
+    pull_and_check([sink], publish([source], 3), 3)
+
+    listed.write_text("# decode is gone\n")
+    wait_until(lambda: len(logged(prefill, "allowed keys read")) > 1, "its key is removed")
+    removed = logged(prefill, "allowed keys read")[-1]
+    assert (removed["removed"], removed["closed_connections"]) == ([other], 1)
+    name, fields = sink.end_of(sink.pull(publish([source], 4), list(range(32)), 500, 2.0))
+    assert (name, fields["code"] in ("peer-unreachable", "deadline")) == ("Failed", True), fields
+    wait_until(lambda: logged(prefill, "peer turned away"), "its connections are refused")
+
+
 def test_a_daemon_that_is_admitted_no_more_is_not_asked_either(fleet: Fleet, tmp_path: Path) -> None:
     file = tmp_path / "decode.toml"
     file.write_text('[peer]\nallowed_addresses = ["127.0.0.0/8"]\n')
@@ -104,7 +136,7 @@ def test_sessions_of_a_user_who_is_no_longer_allowed_are_closed(fleet: Fleet) ->
                 wait_until(lambda: daemon.status()["num_sessions"] > before, "its session is there")
                 file.write_text("[worker]\nmode = 0o666\nallowed_uids = [1]\n")
                 done = reload(daemon)
-                assert "closed 1 sessions" in done.stdout, done
+                assert "closed 1 session of users" in done.stdout, done
                 assert stranger.communicate(timeout=30)[0] == "True\n"  # it was told why
             finally:
                 stranger.kill()

@@ -72,9 +72,13 @@ class DaemonUnderTest:
 
     def metrics(self) -> str:
         """What a scrape of control.sock returns."""
+        return self.http("/metrics")
+
+    def http(self, path: str) -> str:
+        """A whole response of control.sock, with its head."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(self.control.socket_path)
-            connection.sendall(b"GET /metrics HTTP/1.0\r\nHost: kvxferd\r\n\r\n")
+            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: kvxferd\r\n\r\n".encode())
             return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
 
     @property

@@ -30,6 +30,7 @@ from kvxferd.ids import (
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import FencePage, SealedMemory
+from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.plan import Plan, encode_plan, make_plan
@@ -94,6 +95,7 @@ class Node:
         size: int = 1,
         environment: Mapping[str, str] | None = None,
         chunk_memory: int = 1 << 30,
+        backend: Backend = DEFAULT_BACKEND,
     ) -> None:
         """`chunk_memory`: the bytes that each mover is granted for covering reads, if it wants so many."""
         self._chunk_memory = chunk_memory
@@ -107,6 +109,7 @@ class Node:
             on_message=self._message,
             on_exit=self._exit,
             environment={"KVXFERD_TEST": MARK, **(environment or {})},
+            backend=backend,
         )
 
     async def __aenter__(self) -> Node:
@@ -305,6 +308,7 @@ class Sink:
                 fence=fence,
                 stream=2 * number,
                 ticket=Ticket(number + 1000),
+                gathers=tuple(s.worker.spec.rank for s in sources if s.bound.gathers),
             )
         )
         return number

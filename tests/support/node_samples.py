@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from kvxferd.control.node_api import ReloadResult
 from kvxferd.core.ownerships import Disownable
 from kvxferd.core.snapshot import (
+    LIMIT_NAMES,
     EngineSnapshot,
     HandshakeRecord,
+    LimitSnapshot,
     NodeSnapshot,
     OwnershipSnapshot,
     PeerSnapshot,
@@ -15,6 +17,7 @@ from kvxferd.core.snapshot import (
     PullRecord,
     PullSnapshot,
     RankSnapshot,
+    ReaderRecord,
     Record,
     ReleaseRecord,
     RemoteEngineSnapshot,
@@ -40,6 +43,11 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import deploy
+from kvxferd.telemetry.history import History, HistoryPage, HistoryQuery
+from kvxferd.telemetry.notable_records import NotableRecords
+from kvxferd.telemetry.samples import Gauges, Samples
+from kvxferd.telemetry.warnings.kinds import KINDS, WarningKind
+from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from tests.support.topology_samples import listing_of, sample_topologies
 
 SOURCE = EngineId("prefill-0")
@@ -107,13 +115,27 @@ def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
         quarantined_bytes=6 << 20,
         engines=(whole, lacking),
         peers=(
-            PeerSnapshot(endpoint=PEER, boot=BootId("boot-b"), state="up", engines=(remote,), num_grants=7),
+            PeerSnapshot(
+                endpoint=PEER,
+                boot=BootId("boot-b"),
+                state="up",
+                engines=(remote,),
+                num_grants=7,
+                round_trip_s=0.0011,
+                last_answer_s=1.75,
+            ),
         ),
         transfers=(_transfer("req-1", "granted", 2), _transfer("req-2", "writing", 0)),
         transfer_states={"granted": 1, "writing": 1},
+        published_bytes=5 << 20,
+        oldest_published_s=41.5,
+        limits=tuple(
+            LimitSnapshot(name=name, limit=10 * number, used=number)
+            for number, name in enumerate(LIMIT_NAMES, 101)
+        ),
         num_grants_given=2,
         num_grants_held=7,
-        pull_phases={"wire": 1},
+        pull_phases={"posted": 1},
         retired_movers=(
             RetiredMoverSnapshot(
                 mover=MoverId(3),
@@ -175,8 +197,13 @@ def pull_record(outcome: str = "delivered", code: Code | None = None) -> PullRec
         runs=64,
         total_s=0.012,
         phases_s={"queue": 0.001, "wire": 0.01},
-        ways={"direct": 1 << 18, "covering": 3 << 18, "gathered": 0},
+        ways={"direct": 1 << 18, "covering": 2 << 18, "gathered": 1 << 18},
         predicted_s=0.009,
+        peer=PEER,
+        failed_phase="grant" if code else "",
+        silent="10.0.0.2:9441" if code is Code.DEADLINE else "",
+        ended_at=1_800_000_000.512,
+        started_at=1_800_000_000.5,
     )
 
 
@@ -188,7 +215,14 @@ def records() -> list[Record]:
         ),
         pull_record(),
         pull_record("failed", Code.LEASE_EXPIRED),
-        ReleaseRecord(transfer_id=TransferId("req-5"), engine_id=SINK, why=Code.COMPLETED, held_s=1.5),
+        ReleaseRecord(
+            transfer_id=TransferId("req-5"),
+            engine_id=SINK,
+            why=Code.COMPLETED,
+            held_s=1.5,
+            readers=(ReaderRecord(engine_id=SOURCE, peers=(PEER,), num_ranks=2, bytes=5 << 20),),
+            bytes=5 << 20,
+        ),
         PlacementRecord(
             engine_id=SINK,
             rank=Rank(0, 1),
@@ -200,6 +234,32 @@ def records() -> list[Record]:
         ),
         TransportsRecord(engine_id=SINK, rank=Rank(0, 1), reach="node", lanes="tcp", slow=True),
     ]
+
+
+def samples() -> Samples:
+    """Three seconds, the second of which is missing: the pulls of `records`, and one that was read here."""
+    found = Samples()
+    found.start(100.0)
+    for record in records():
+        found.add(record)
+    found.add_served(1 << 20)
+    found.finish_second(101.0, 1_700_000_001.0, Gauges(running_pulls=1, oldest_pull_s=0.25, warnings=2))
+    found.add(pull_record())
+    found.finish_second(103.0, 1_700_000_003.0, Gauges(running_pulls=1, oldest_pull_s=2.25, warnings=2))
+    return found
+
+
+def node_warning(text: str, kind: WarningKind = WarningKind.PEER_SOCKET_OPEN) -> NodeWarning:
+    """A warning that began in 2026."""
+    message, _, remedy = text.partition("; ")
+    return NodeWarning(
+        kind=kind,
+        subject="",
+        since=1_790_000_000.0,
+        message=message,
+        remedy=remedy,
+        page=KINDS[kind].page,
+    )
 
 
 class StillNode:
@@ -223,9 +283,9 @@ class StillNode:
         """As given."""
         return self.reasons
 
-    def warnings(self) -> list[str]:
-        """As given."""
-        return self.warned
+    def warnings(self) -> list[NodeWarning]:
+        """As given, each of the same kind."""
+        return [node_warning(text) for text in self.warned]
 
     def drop_peer(self, endpoint: str) -> list[Endpoint]:
         """The one that it knows."""
@@ -253,6 +313,24 @@ class StillNode:
     def history(self) -> list[Record]:
         """The sample."""
         return records()
+
+    def notable_records(self) -> NotableRecords:
+        """Of the sample."""
+        found = NotableRecords()
+        for record in records():
+            found.add(record)
+        return found
+
+    def samples(self) -> Samples:
+        """Three seconds, the second of which is missing."""
+        return samples()
+
+    def search_history(self, query: HistoryQuery) -> HistoryPage:
+        """In the sample."""
+        history = History(boot="boot-a")
+        for record in self.history():
+            history.add(record)
+        return history.search(query)
 
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
         """A tiny prefill engine, whole."""

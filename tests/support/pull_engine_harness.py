@@ -5,33 +5,39 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout.areas import block_areas
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.fake_driver import FakeDriver
 from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.mover.process.device_scatter import DeviceScatterer
+from kvxferd.mover.process.gather_source import GatherSource
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
 from kvxferd.mover.transport.base import Span
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
+from kvxferd.mover.transport.reply_agents import ReplyAgents
+from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import MAX_RUNS, encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import (
     FenceLocation,
     FromMover,
+    GrantBlocks,
     PullDone,
     PullOutcome,
     PullQuiesced,
     SourceRank,
     StartPull,
 )
+from kvxferd.wire.staging import decode_staging_message
 from tests.support.memory_transport import Fabric, MemoryTransport
 from tests.support.mover_harness import packed
 
@@ -98,12 +104,15 @@ class Bench:
         layout_here: str = "",
         driver: FakeDriver | None = None,
         flush: Callable[[], None] | None = None,
+        gathers: bool = False,
     ) -> None:
         """`chunk_bytes`: of chunks, for covering reads; the reader's tokens then lie before its heads.
 
-        `driver`: the reader's memory is its second device's. `flush`: as `PullEngine.bind`.
+        `driver`: the reader's memory is its second device's. `flush`: as `PullEngine.bind`. `gathers`: the
+        sources pack what the reader asks for, and reads of other ranks are direct.
         """
         self.now = 0.0
+        self.gathers = gathers
         self.fabric = Fabric()
         self.agents = [AgentName(f"p/{rank}") for rank in range(2)]
         self.transports = [MemoryTransport(self.fabric, agent) for agent in self.agents]
@@ -122,10 +131,31 @@ class Bench:
         size = ours.regions[0].size_bytes
         self.local = Memory(transport, size) if driver is None else FakeDeviceMemory(transport, driver, size)
         self.disconnects = DisconnectRequests()
-        self.chunks = ChunkPool(transport, chunk_bytes, max_chunks) if chunk_bytes else None
+        self.staged = StagedTransport(transport, lambda: self.now)
+        self.chunks = ChunkPool(self.staged, chunk_bytes, max_chunks) if chunk_bytes else None
         self.engine = PullEngine(
-            transport, lambda: self.now, max_runs, self.disconnects, self.chunks, scatterer, always_covers
+            self.staged,
+            lambda: self.now,
+            max_runs,
+            self.disconnects,
+            self.chunks,
+            scatterer,
+            always_covers,
+            gathers,
         )
+        self.sources: list[GatherSource] = []
+        self.source_chunks: list[ChunkPool] = []
+        if gathers:
+            self.staged.on_gather = self.engine.handle_gather_reply  # type: ignore[assignment]
+            for number, transport_there in enumerate(self.transports):
+                pool = ChunkPool(transport_there, chunk_bytes, max_chunks)
+                readers = ReplyAgents(transport_there, lambda agent: False)
+                source = GatherSource(transport_there, pool, readers, lambda: self.now)
+                source.bind(self.regions_of(number))
+                areas = block_areas(remote[Rank(0, number)])
+                source.grant(GrantBlocks(word=WORD, areas=areas, blocks=packed(scattered(BLOCKS // 2))))
+                self.source_chunks.append(pool)
+                self.sources.append(source)
         span = self.local.span
         regions = [
             RegionAddress(RegionId("kv"), span.address, span.size_bytes, span.device, span.mem_type),
@@ -147,12 +177,27 @@ class Bench:
             self.local.array = np.empty(0, dtype=np.uint8)
             self.local.pool.close()
 
+    def regions_of(self, number: int) -> tuple[RegionAddress, ...]:
+        """Return a remote rank's memory, as its mover describes it."""
+        span = self.remote[number].span
+        return (RegionAddress(RegionId("kv"), *span[:2]),)
+
+    def serve(self) -> None:
+        """Have the sources handle what the reader has sent them, and pack."""
+        for transport, source in zip(self.transports, self.sources, strict=False):
+            for agent, payload in transport.receive_notifications():
+                source.handle(agent, decode_staging_message(payload))  # type: ignore[arg-type]
+            source.step()
+
     def load(self) -> None:
         for agent, transport, memory in zip(self.agents, self.transports, self.remote, strict=True):
             spans = [memory.span, self.fence.span] if agent == self.agents[0] else [memory.span]
             self.engine.remote_agents.load(agent, transport.metadata(spans))
 
-    def start(self, ids: range, word: bytes = WORD, plan: Digest = DIGEST) -> PullId:
+    def start(
+        self, ids: Sequence[int], word: bytes = WORD, plan: Digest = DIGEST, word_offset: int = 0
+    ) -> PullId:
+        """Start a pull of these blocks into the same here. `word_offset`: of the fence word in its page."""
         self._next += 1
         number = PullId(self._next)
         self.engine.start(
@@ -160,13 +205,13 @@ class Bench:
                 pull=number,
                 plan=plan,
                 sources=tuple(
-                    SourceRank(Rank(0, r), agent, (RegionAddress(RegionId("kv"), *self.remote[r].span[:2]),))
-                    for r, agent in enumerate(self.agents)
+                    SourceRank(Rank(0, r), agent, self.regions_of(r)) for r, agent in enumerate(self.agents)
                 ),
                 local=packed(ids),
                 remote=packed(ids),
                 num_tokens=4 * len(ids),
-                fence=FenceLocation(self.agents[0], self.fence.span.address, word),
+                fence=FenceLocation(self.agents[0], self.fence.span.address + word_offset, word),
+                gathers=tuple(Rank(0, r) for r in range(2)) if self.gathers else (),
             )
         )
         return number
@@ -178,6 +223,9 @@ class Bench:
             if not self.engine.is_busy or quiet > 50:
                 break
             quiet = 0 if self.engine.step() else quiet + 1
+            if self.sources:
+                self.serve()
+                self.staged.progress()
             self.drain()
         self.drain()
 
@@ -230,6 +278,9 @@ class ManualScatterer:
         self.jobs.append(job)
 
     def step(self) -> bool:
+        return False
+
+    def help(self) -> bool:
         return False
 
     def copy_once(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.snapshot import Record
+from kvxferd.core.snapshot import GrantRecord, Record, ServedRecord
 from kvxferd.errors import Code
 from kvxferd.ids import (
     AgentName,
@@ -195,6 +195,7 @@ class Mover:
     mute: bool = False  # answers nothing: frozen
     bound_with_notices: bool = False
     is_bound: bool = False
+    granted: dict[bytes, mv.GrantBlocks] = field(default_factory=dict)  # by the fence word
     plans: dict[str, Expander] = field(default_factory=dict)
     remotes: set[AgentName] = field(default_factory=set)
     base: int = 0
@@ -257,6 +258,16 @@ class Mover:
                 for read in [read for read in self.chunks if read.start.pull == message.pull]:
                     self.chunks.remove(read)
                     self._done(read.start, mv.PullOutcome(delivered=False, started=False))
+            case mv.ReportPull():
+                for start in [s for s in (*self.started, *self.copied) if s.pull == message.pull]:
+                    agents = tuple(source.agent for source in start.sources if not self.hold)
+                    self.say(mv.PullProgress(pull=start.pull, phase="wire", agents=agents))
+            case mv.GrantBlocks():
+                assert message.word not in self.granted, "granted twice"
+                self.granted[message.word] = message
+                self.world.num_grants_of_blocks += 1
+            case mv.RevokeBlocks():
+                del self.granted[message.word]
             case mv.UnmapFence() | mv.ChunkMemoryGranted():
                 pass
             case _:
@@ -272,7 +283,7 @@ class Mover:
         self.base = self.world.map(self, self.worker.memory)
         region = layout.regions[0]
         address = RegionAddress(region.region, self.base, region.size_bytes)
-        self.say(mv.Bound(regions=(address,), metadata=b"meta"))
+        self.say(mv.Bound(regions=(address,), metadata=b"meta", gathers=self.world.gathers))
 
     def copy(self) -> None:
         """Do all data reads of the oldest pull that has not been copied; where it covers, its next step."""
@@ -398,6 +409,8 @@ class Host:
     workers: dict[SessionId, Worker] = field(default_factory=dict)
     movers: dict[MoverId, Mover] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
+    served: list[ServedRecord] = field(default_factory=list)
+    traced_grants: list[GrantRecord] = field(default_factory=list)
     give_movers: bool = True
 
 
@@ -426,6 +439,8 @@ class World:
         self.without_descriptors: set[str] = set()  # hosts that can attach no pidfd to a frame
         self.forgotten: dict[str, list[Endpoint]] = {}  # connections closed, by host
         self.versions = wk.WORKER_VERSIONS  # of workers that connect from now on
+        self.gathers = False  # movers that bind from now on pack for readers
+        self.num_grants_of_blocks = 0  # that movers have received
         self.notices = False  # workers that connect from now on are told Delivered by their movers
         self.covers = False  # movers read stretches that cover the runs, and copy from there
         self.blind = False  # movers believe every fence word: to show that tests can fail
@@ -567,6 +582,10 @@ class World:
                 )
             case fx.EmitRecord():
                 host.records.append(effect.record)
+            case fx.CountServed():
+                host.served.append(effect.served)
+            case fx.TraceGrant():
+                host.traced_grants.append(effect.record)
             case fx.ClosePeerConnection():
                 self.forgotten.setdefault(host.name, []).append(effect.endpoint)
             case fx.CommitRegionFds() | fx.CreateFencePage() | fx.SaveOwnerships():

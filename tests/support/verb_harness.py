@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import structlog.testing
 from click.testing import CliRunner, Result
 
 from kvxferd.cli.root import root
@@ -22,11 +23,12 @@ async def daemon(run_dir: Path, node: StillNode | None = None) -> AsyncIterator[
     config = load_config(None, {}, {"node.run_dir": str(run_dir), "http.bind": ""})
     node = node or StillNode()
     server = HttpServer(config, node, Metrics(node.snapshot))
-    await server.start()
-    try:
-        yield config
-    finally:
-        await server.stop()
+    with structlog.testing.capture_logs():  # its log is not the verb's output
+        await server.start()
+        try:
+            yield config
+        finally:
+            await server.stop()
 
 
 async def run(*arguments: str, environ: Mapping[str, str] | None = None) -> Result:

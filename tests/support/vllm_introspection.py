@@ -4,6 +4,8 @@ python real_vllm.py views
 python real_vllm.py packing ISA BLOCK_TOKENS
 python real_vllm.py statistics
 python real_vllm.py windows
+python real_vllm.py topology TP,REMOTE_TP...
+python real_vllm.py hooks
 python real_vllm.py handshake SOCKET ENGINE_ID START GENERATION BLOCK_TOKENS CHILD,CHILD...
 """
 
@@ -50,6 +52,8 @@ def packing(isa: str, block_tokens: int) -> dict[str, object]:
     """The bytes of a cache after vLLM's own kernel wrote known keys and values into two of its blocks."""
     from vllm import _custom_ops as ops
 
+    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        return {"missing": "this vLLM was not built for CPUs"}
     tokens = block_tokens + block_tokens // 2 + 1
     numbers = torch.arange(2 * tokens * NUM_HEADS * HEAD_SIZE, dtype=torch.int32).view(
         2, tokens, NUM_HEADS, HEAD_SIZE
@@ -74,6 +78,58 @@ def packing(isa: str, block_tokens: int) -> dict[str, object]:
         kv_cache_dtype="auto",
     )
     return {"tokens": tokens, "cache": cache.view(torch.int16).flatten().tolist()}
+
+
+def topology(pairs: list[list[int]]) -> list[list[object]]:
+    """Its planning code on pairs of tensor-parallel sizes: the ratio, and the ranks that each rank reads."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import EngineTransferInfo, TransferTopology
+
+    found: list[list[object]] = []
+    for tp, remote_tp in pairs:
+        targets, ratio = [], 0
+        for rank in range(tp):
+            made = TransferTopology(
+                tp_rank=rank,
+                tp_size=tp,
+                block_size=16,
+                engine_id="local",
+                is_mla=False,
+                is_mamba=False,
+                total_num_kv_heads=8,
+                attn_backends=[],
+            )
+            made.register_remote_engine("remote", EngineTransferInfo(remote_tp, 4096, 16, 1))
+            assert made.handshake_target_ranks(remote_tp) == made.target_remote_ranks("remote")
+            targets.append(made.target_remote_ranks("remote"))
+            ratio = made.tp_ratio(remote_tp)
+        found.append([ratio, targets])
+    return found
+
+
+def hooks() -> dict[str, object]:
+    """What the connector defines that its base class does not, or with other parameters."""
+    import inspect
+
+    from vllm import __version__
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+    from kvxferd.integrations.vllm import KvxferdConnector
+
+    own = {name: item for name, item in vars(KvxferdConnector).items() if not name.startswith("_")}
+    bases = (KVConnectorBase_V1, SupportsHMA)
+    theirs = {name: getattr(base, name) for base in bases for name in own if hasattr(base, name)}
+    differing = [
+        name
+        for name, item in theirs.items()
+        if inspect.isfunction(item)
+        and list(inspect.signature(item).parameters) != list(inspect.signature(own[name]).parameters)
+    ]
+    return {
+        "version": __version__,
+        "abstract": sorted(KvxferdConnector.__abstractmethods__),
+        "unknown": sorted(own.keys() - theirs.keys()),
+        "differing": differing,
+    }
 
 
 def groups() -> list[object]:
@@ -237,6 +293,42 @@ def _said_of(connector: dict[str, object], *, wraps: bool) -> list[object]:
     ]
 
 
+def names() -> dict[str, list[str]]:
+    """The names of what an engine may have: caches, attention backends, quantisation modes, sizes."""
+    import dataclasses
+
+    from vllm.config import KVTransferConfig, ParallelConfig
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    specs = [found for found in vars(kv_cache_interface).values() if isinstance(found, type)]
+    base = kv_cache_interface.KVCacheSpec
+    paths = [backend.value for backend in AttentionBackendEnum if backend.value]
+    return {
+        "caches": [spec.__name__ for spec in specs if issubclass(spec, base) and spec is not base],
+        "backends": [path.rpartition(".")[2] for path in paths],
+        "quantisation": [mode.name for mode in kv_cache_interface.KVQuantMode],
+        "parallel": [field.name for field in dataclasses.fields(ParallelConfig)],
+        "transfer": [field.name for field in dataclasses.fields(KVTransferConfig)],
+    }
+
+
+def flags() -> list[str] | dict[str, object]:
+    """The flags of `vllm serve`."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.device_type:
+        return {"missing": "this vLLM finds no device that it was built for"}
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ModuleNotFoundError:  # 0.32
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    return [flag for action in parser._actions for flag in action.option_strings]
+
+
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 HANDSHAKING = {
     "kv_connector": "HandshakingConnector",
@@ -333,6 +425,10 @@ if __name__ == "__main__":
     what, *rest = sys.argv[1:]
     asked: dict[str, Callable[[], object]] = {
         "groups": groups,
+        "names": names,
+        "hooks": hooks,
+        "topology": lambda: topology([[int(size) for size in pair.split(",")] for pair in rest]),
+        "flags": flags,
         "views": views,
         "windows": windows,
         "statistics": statistics,

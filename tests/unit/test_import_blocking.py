@@ -23,7 +23,7 @@ def test_what_is_there_stays() -> None:
 
 
 def test_a_daemon_loads_no_rich_and_no_torch() -> None:
-    imports = "import sys, kvxferd.cli.root, kvxferd.cli.serve, kvxferd.daemon"
+    imports = "import sys, kvxferd.cli.root, kvxferd.cli.serve as s; s.import_logs(); import kvxferd.daemon"
     code = f"{imports}; print(sorted({{'rich', 'torch', 'nixl'}} & set(sys.modules)))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"

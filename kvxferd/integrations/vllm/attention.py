@@ -10,47 +10,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvxferd.errors import LayoutError
 from kvxferd.ids import GroupName
 from kvxferd.integrations.vllm.cpu_attention import HalfPacking, key_packing, value_packing
 from kvxferd.integrations.vllm.facts import AttentionFacts, LayerFacts, layer_error
 from kvxferd.integrations.vllm.layer_names import LayerKey
-from kvxferd.integrations.vllm.tensor_views import TensorView
+from kvxferd.integrations.vllm.support import BACKENDS, BlockContent
 from kvxferd.layout import CacheTensor, UnitRange
+from kvxferd.layout.tensor_views import TensorView
 
-# Backends that keep one token's key and then its value in the content of a head (`split(head_size, -1)`
-# in each one's forward). Others of the same name()s rearrange the block, so class names count.
-_KEY_THEN_VALUE_BACKENDS = frozenset(
-    {
-        "FlashAttentionBackend",
-        "FlashAttentionDiffKVBackend",
-        "FlashInferBackend",
-        "FlexAttentionBackend",
-        "HpcAttentionBackend",
-        "TritonAttentionBackend",
-        "TritonAttentionDiffKVBackend",
-    }
-)
-_CPU_BACKEND = "CPUAttentionBackend"
-# Backends of latents, all of which store a token's latent as one row.
-_MLA_BACKENDS = frozenset(
-    {
-        "AMXMLABackend",
-        "CPUMLABackend",
-        "CutlassMLABackend",
-        "FlashAttnMLABackend",
-        "FlashAttnMLASparseBackend",
-        "FlashAttnMLASparseFA4Backend",
-        "FlashInferMLABackend",
-        "FlashInferMLASparseSM120Backend",
-        "FlashInferMLASparseSM90Backend",
-        "FlashInferMLASparseTRTLLMBackend",
-        "FlashMLABackend",
-        "FlashMLASparseBackend",
-        "TokenspeedMLABackend",
-        "TritonMLABackend",
-    }
-)
-_INDEXER_BACKEND = "DeepseekV32IndexerBackend"
 _INDEXER_SCALE_BYTES = 4  # one float32 for each 128 bytes of key
 _INDEXER_KEY_BYTES = 128
 
@@ -81,12 +49,11 @@ def attention_tensors(
         return _indexer_tensors(layer, cache, key, view, group)
     if cache.head_size_v == 0:
         return _latent_tensors(layer, cache, key, view, group)
-    if layer.backend == _CPU_BACKEND:
+    content = _content_of(layer)
+    if content is BlockContent.CPU_PACKED:
         return _cpu_tensors(layer, cache, key, view, group, heads)
-    if layer.backend not in _KEY_THEN_VALUE_BACKENDS:
-        raise layer_error(
-            layer.name, f"what a block of {layer.backend or 'an unnamed backend'} holds is not known here"
-        )
+    if content is not BlockContent.KEY_THEN_VALUE:
+        raise _unknown_block(layer)
     grid = _kv_strides(layer, cache, view)
     return [
         CacheTensor(
@@ -109,6 +76,20 @@ def attention_tensors(
             ("v", grid.value_offset, cache.head_size_v),
         )
     ]
+
+
+def _content_of(layer: LayerFacts) -> BlockContent | None:
+    """Return what a block of the layer's backend holds; None for a backend that is refused or unknown."""
+    found = BACKENDS.get(layer.backend)
+    return None if found is None else found.content
+
+
+def _unknown_block(layer: LayerFacts) -> LayoutError:
+    found = BACKENDS.get(layer.backend)
+    why = f": {found.note}" if found is not None and found.note else ""
+    return layer_error(
+        layer.name, f"what a block of {layer.backend or 'an unnamed backend'} holds is not known here{why}"
+    )
 
 
 def check_shape(layer: LayerFacts, cache: AttentionFacts, view: TensorView) -> None:
@@ -160,10 +141,8 @@ def _latent_tensors(
     layer: LayerFacts, cache: AttentionFacts, key: LayerKey, view: TensorView, group: GroupName
 ) -> list[CacheTensor]:
     """Return the tensors of a latent cache: one row a token, the same on every rank."""
-    if layer.backend not in _MLA_BACKENDS or len(view.shape) != 4:
-        raise layer_error(
-            layer.name, f"what a block of {layer.backend or 'an unnamed backend'} holds is not known here"
-        )
+    if _content_of(layer) is not BlockContent.LATENT_ROW or len(view.shape) != 4:
+        raise _unknown_block(layer)
     return [
         CacheTensor(
             layer=key.layer,
@@ -189,7 +168,7 @@ def _indexer_tensors(
     """Return the tensors of sparse attention's indexer: in each block all keys, then all scales."""
     row = _INDEXER_KEY_BYTES + _INDEXER_SCALE_BYTES
     is_dense = len(view.shape) == 4 and view.strides[2] == view.content_bytes
-    if layer.backend != _INDEXER_BACKEND or not is_dense or view.content_bytes != row:
+    if _content_of(layer) is not BlockContent.INDEXER or not is_dense or view.content_bytes != row:
         raise layer_error(
             layer.name,
             f"an indexer's keys in {layer.backend}, {view.content_bytes} bytes a token, are not known here",

@@ -7,9 +7,11 @@ blocks for the request, and nothing in the step writes them.
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -25,9 +27,9 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvxferd.integrations.vllm import sleep
+from kvxferd.integrations.vllm.cache_pool import PoolOffer, offer_pool
 from kvxferd.integrations.vllm.generation import start_tag
 from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.memory_sharing import share_memory
 from kvxferd.integrations.vllm.metrics import KvxferdPromMetrics, KvxferdStats
 from kvxferd.integrations.vllm.options import read_options
 from kvxferd.integrations.vllm.publisher_session import (
@@ -38,6 +40,7 @@ from kvxferd.integrations.vllm.publisher_session import (
 from kvxferd.integrations.vllm.registration import derive_caches, register_caches
 from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
 from kvxferd.integrations.vllm.step_metadata import RegisteredEngine, StepMetadata
+from kvxferd.integrations.vllm.support import version_warning
 from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
 
 _LOG = init_logger("vllm.kvxferd")
@@ -81,9 +84,12 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        if (warning := version_warning(vllm.__version__)) is not None:
+            _LOG.warning("%s", warning)
         self._groups = CacheGroups.from_vllm(vllm_config, kv_cache_config)
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
+        self._pool_offer = PoolOffer()
         self._registered_engine: RegisteredEngine | None = None
         self._has_reported_engine = False
         self._step_results = Results()
@@ -97,22 +103,29 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # --- worker
 
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """Return the context in which vLLM allocates this worker's cache, so that it can be exported.
+
+        None: vLLM allocates as it does without a connector, and the cache's mover will be a thread here.
+        """
+        self._pool_offer = offer_pool(self._options.gpu_placement, is_child=is_child_connector(self))
+        if self._pool_offer.failure is not None:
+            _LOG.info("the cache is not allocated in a pool of kvxferd: %s", self._pool_offer.failure)
+        return None if self._pool_offer.pool is None else self._pool_offer.pool.context()
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Register this rank's caches, tensors by layer name, with the daemon. Blocks, at engine start.
 
         Raises LayoutError, naming the layer, for a cache that is not supported, and KvxferdError where the
-        daemon does not accept the rank within ``connect_timeout_s``.
+        daemon does not accept the rank within ``connect_timeout_s``, or no placement of GPU memory works.
         """
         derived = derive_caches(kv_caches, self._kv_cache_config, self._vllm_config)
         devices = {storage.device for storage in derived.storages}
         sleep.check_backend(self._vllm_config.model_config, devices, KVConnectorBase_V1)
-        shared = share_memory(derived, adopt=self._options.adopt_cpu_memory)
-        for line in shared.report:
-            _LOG.info("%s", line)
-        self._worker, self._registered_engine = register_caches(
-            self._vllm_config, derived, shared, self._options
+        self._worker, self._registered_engine, shared = register_caches(
+            self._vllm_config, derived, self._options, self._pool_offer.failure
         )
-        sleep.add_worker(self._worker, shared.export_again)
+        sleep.add_worker(self._worker, shared.export_again, self._pool_offer.pool)
 
     def unregister_kv_caches(self) -> None:
         """Return once no other process maps this rank's caches. vLLM 0.33 calls it before it sleeps.

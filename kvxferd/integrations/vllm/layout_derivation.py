@@ -26,7 +26,6 @@ from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.layer_names import is_draft, layer_key_of
 from kvxferd.integrations.vllm.shared_pages import SharedPages
 from kvxferd.integrations.vllm.states import state_tensors
-from kvxferd.integrations.vllm.tensor_views import TensorView, tensor_view
 from kvxferd.integrations.vllm.units import unit_range_of_rank
 from kvxferd.layout import (
     CacheTensor,
@@ -37,6 +36,7 @@ from kvxferd.layout import (
     TokenShard,
     UnitRange,
 )
+from kvxferd.layout.tensor_views import TensorView, tensor_view
 
 if TYPE_CHECKING:
     import torch

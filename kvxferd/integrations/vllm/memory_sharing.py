@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from kvxferd.client import Client, RankHandle, Region
-from kvxferd.errors import Code, DeviceError, EngineError
+from kvxferd.errors import EngineError
 from kvxferd.ids import RegionId
 from kvxferd.integrations.vllm.bounce_buffers import BounceBuffers
+from kvxferd.integrations.vllm.gpu_placement import GpuPlacement
 from kvxferd.integrations.vllm.layout_derivation import CacheStorage, DerivedCaches
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.memory import SealedMemory
@@ -33,10 +34,11 @@ class SharedCaches:
     def export_again(self) -> tuple[Region, ...]:
         """Return the regions after device memory was freed and allocated again at the same addresses.
 
-        Host memory is unchanged. Raises DeviceError as `share_memory` does.
+        Host memory is unchanged, and so is the placement. Raises DeviceError as `share_memory` does.
         """
+        placement = GpuPlacement.RESIDENT if self.is_resident else GpuPlacement.EXPORTED
         return tuple(
-            region if storage.device == "cpu" else device_region(storage)[0]
+            region if storage.device == "cpu" else device_region(storage, placement)[0]
             for region, storage in zip(self.regions, self.storages, strict=True)
         )
 
@@ -47,19 +49,22 @@ class SharedCaches:
                 memory.close()
 
 
-def share_memory(derived: DerivedCaches, *, adopt: bool = True) -> SharedCaches:
+def share_memory(
+    derived: DerivedCaches, placement: GpuPlacement = GpuPlacement.EXPORTED, *, adopt: bool = True
+) -> SharedCaches:
     """Make a rank's memory mappable. Call it before the engine's first forward pass, or between steps.
 
-    Without `adopt`, host memory is always copied through a shared buffer. Raises DeviceError for
-    device memory that no driver supports.
+    `placement` is the rank's; host memory alone is always exported. Without `adopt`, host memory is always
+    copied through a shared buffer. Raises DeviceError: region-not-exportable for memory that has to be
+    resident, device-unavailable where no driver can be used.
     """
     regions: list[Region] = []
     report: list[str] = []
     buffers: dict[RegionId, SealedMemory] = {}
     try:
         for storage in derived.storages:
-            if storage.device != "cpu":
-                region, how = device_region(storage)
+            if storage.device != "cpu" or placement is GpuPlacement.RESIDENT:
+                region, how = device_region(storage, placement)
                 regions.append(region)
                 report.append(f"{_describe(storage)} {how}")
                 continue
@@ -81,22 +86,19 @@ def share_memory(derived: DerivedCaches, *, adopt: bool = True) -> SharedCaches:
     return SharedCaches(tuple(regions), tuple(report), bounce_buffers, derived.storages)
 
 
-def device_region(storage: CacheStorage) -> tuple[Region, str]:
+def device_region(storage: CacheStorage, placement: GpuPlacement) -> tuple[Region, str]:
     """Return the region of device memory, and a sentence on how it is shared. Raises DeviceError.
 
-    The daemon's mover maps memory that was allocated to be shared (CUDA VMM, as torch's expandable
-    segments make it). All other memory needs a mover that is a thread of this process.
+    Only memory that was allocated to be shared can be exported (CUDA VMM with a shareable handle). A
+    thread of this process reads any.
     """
-    driver = open_driver()
-    try:
-        memory = DeviceMemory(storage.address, storage.size_bytes, driver)
-    except DeviceError as error:
-        if error.code is not Code.REGION_NOT_EXPORTABLE:
-            raise
-        device = driver.device_of(storage.address)
-        resident = ResidentMemory(storage.address, storage.size_bytes, device)
-        return Region(storage.region, resident), f"is read by a thread of this worker: {error.message}"
-    return Region(storage.region, memory), "is exported to the daemon's mover"
+    if placement is GpuPlacement.EXPORTED:
+        exported = DeviceMemory(storage.address, storage.size_bytes, open_driver())
+        return Region(storage.region, exported), "is exported to the daemon's mover"
+    # The thread reads all of the rank's memory, so a cache that lies on the host is this process's too.
+    device = "" if storage.device == "cpu" else open_driver().device_of(storage.address)
+    resident = ResidentMemory(storage.address, storage.size_bytes, device)
+    return Region(storage.region, resident), "is read by a thread of this worker"
 
 
 def register_rank(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,6 +22,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     home: str = ""  # peer endpoint of the daemon that aggregates an engine of several nodes
     model_fingerprint: str = ""  # "" is derived from the model's configuration
     adopt_cpu_memory: bool = True  # False: CPU caches are always copied through a shared buffer
+    gpu_placement: Literal["auto", "exported", "resident"] = "auto"  # auto: exported, or else resident
 
 
 def read_options(given: Mapping[str, Any]) -> Options:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvxferd import client
 from kvxferd.client.gpu_events import Completion
-from kvxferd.errors import Code, EngineError
 from kvxferd.integrations.vllm import vllm_specs
 from kvxferd.integrations.vllm.generation import agree_on_generation, start_tag
+from kvxferd.integrations.vllm.gpu_placement import PlacementFailure, PlacementSearch
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.identity import engine_spec
 from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_layout
-from kvxferd.integrations.vllm.memory_sharing import SharedCaches, register_rank
+from kvxferd.integrations.vllm.memory_sharing import SharedCaches
 from kvxferd.integrations.vllm.options import Options, home_of
-from kvxferd.integrations.vllm.publisher_session import connect_to_daemon
+from kvxferd.integrations.vllm.rank_sharing import RankSharing
 from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
 from kvxferd.integrations.vllm.worker import ConnectorWorker
 
@@ -42,20 +41,30 @@ def derive_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_confi
     return derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)
 
 
+class RegisteredCaches(NamedTuple):
+    """What `register_caches` made."""
+
+    worker: ConnectorWorker  # the rank's side of the connector
+    engine: RegisteredEngine  # as the scheduler needs it
+    shared: SharedCaches
+
+
 def register_caches(
-    vllm_config: Any, derived: DerivedCaches, shared: SharedCaches, options: Options
-) -> tuple[ConnectorWorker, RegisteredEngine]:
+    vllm_config: Any, derived: DerivedCaches, options: Options, pool_failure: PlacementFailure | None = None
+) -> RegisteredCaches:
     """Register this worker's caches. Blocks, at engine start. Raises KvxferdError.
 
-    Every worker of the engine must call this, because they agree on the generation together. Returns the
-    rank's side of the connector, and the engine as the scheduler needs it.
+    A cache in GPU memory is registered with the first placement that works; without one the error names
+    each and why. `pool_failure`: why the cache is not in the connector's pool. Every worker of the engine
+    must call this, because they agree on the generation together.
     """
+    is_on_device = any(s.device != "cpu" for s in derived.storages)
+    search = _placement_search(vllm_config, options, pool_failure) if is_on_device else None
+    sharing = RankSharing(derived, options, search)
     # vLLM returns a step's tokens while the draft of that step still writes its own layers.
-    is_ahead = vllm_specs.draft_model(vllm_config) is not None and any(
-        s.device != "cpu" for s in derived.storages
-    )
+    is_ahead = vllm_specs.draft_model(vllm_config) is not None and is_on_device
     generation, needs_ready = agree_on_generation(
-        start_tag(vllm_config), shared.bounce_buffers is not None or is_ahead
+        start_tag(vllm_config), sharing.shared.bounce_buffers is not None or is_ahead
     )
     spec = engine_spec(
         vllm_config,
@@ -65,7 +74,7 @@ def register_caches(
         publish_implies_ready=not needs_ready,
     )
     began = time.monotonic()
-    rank = _register_with_retries(options, spec, derived, shared, began + options.connect_timeout_s)
+    rank = sharing.register(spec, began + options.connect_timeout_s)
     _LOG.info(
         "rank (%d, %d) of %s@%s is registered at %s: %d layers, %.1f MiB, %.3f s",
         spec.pp_rank,
@@ -81,10 +90,11 @@ def register_caches(
         rank,
         options.pull_deadline_s,
         is_lead_rank=(spec.pp_rank, spec.tp_rank) == (0, 0),
-        bounce_buffers=shared.bounce_buffers,
+        bounce_buffers=sharing.shared.bounce_buffers,
         record_launched=_record_event if is_ahead else None,
     )
-    return worker, RegisteredEngine(str(spec.engine_id), generation, needs_ready)
+    registered = RegisteredEngine(str(spec.engine_id), generation, needs_ready)
+    return RegisteredCaches(worker, registered, sharing.shared)
 
 
 def _record_event() -> Completion:
@@ -96,20 +106,11 @@ def _record_event() -> Completion:
     return event
 
 
-def _register_with_retries(
-    options: Options, spec: Any, derived: DerivedCaches, shared: SharedCaches, deadline: float
-) -> client.RankHandle:
-    name = f"vllm {spec.engine_id} ({spec.pp_rank}, {spec.tp_rank})"
-    connection = connect_to_daemon(options, name, deadline)
-    while True:
-        try:
-            left = max(1.0, deadline - time.monotonic())
-            return register_rank(connection, spec, derived.layout, shared, left)
-        except EngineError as error:
-            if error.code is not Code.BUSY or time.monotonic() + error.retry_after_s > deadline:
-                connection.close()
-                raise
-            time.sleep(error.retry_after_s or 0.1)  # engine start: nothing else waits for this thread
-        except BaseException:
-            connection.close()
-            raise
+def _placement_search(
+    vllm_config: Any, options: Options, pool_failure: PlacementFailure | None
+) -> PlacementSearch:
+    import torch
+
+    tp_rank, pp_rank, _ = vllm_specs.read_position(vllm_config)
+    rank = f"rank ({pp_rank}, {tp_rank}) of {vllm_config.kv_transfer_config.engine_id}"
+    return PlacementSearch(rank, options.gpu_placement, pool_failure, torch.version.cuda or "")

@@ -2,7 +2,8 @@
 
 The router's contract is the in-engine NIXL connector's: a prefill request has ``do_remote_decode``, and
 the router passes the parameters of its response, which have ``do_remote_prefill``, unchanged to the
-decode engine. The key ``kvxferd`` has the transfer's reference.
+decode engine. The key ``kvxferd`` has the transfer's reference. The key ``traceparent``, which a router
+may add, has the header of that name: vLLM reads it from a request by itself only while it exports traces.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any, Protocol
 from kvxferd.client import TransferRef
 from kvxferd.client.refs import read_ref
 from kvxferd.wire import common
+from kvxferd.wire.traceparent import read_traceparent
 
 REF_KEY = "kvxferd"
+TRACEPARENT_KEY = "traceparent"
 _FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
@@ -34,6 +37,19 @@ class AllocatedBlocks(Protocol):
 
     def get_block_ids(self) -> tuple[Sequence[int], ...]:
         """Return the request's block ids, a list for each of vLLM's cache groups."""
+
+
+def traceparent_of(request: Request) -> str:
+    """Return the traceparent of the request's trace; "" where it has none that is valid.
+
+    vLLM keeps the header in `trace_headers` while it exports traces itself (`--otlp-traces-endpoint`);
+    otherwise a router passes it with the parameters.
+    """
+    headers = getattr(request, "trace_headers", None)
+    found = headers.get("traceparent") if isinstance(headers, Mapping) else None
+    return read_traceparent(found) or read_traceparent(
+        (request.kv_transfer_params or {}).get(TRACEPARENT_KEY)
+    )
 
 
 def wants_pull(request: Request) -> bool:

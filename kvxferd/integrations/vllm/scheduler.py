@@ -21,6 +21,7 @@ from kvxferd.integrations.vllm.request_params import (
     is_prompt_computed,
     params_for_decode,
     ref_from_params,
+    traceparent_of,
     wants_publish,
     wants_pull,
 )
@@ -189,7 +190,12 @@ class ConnectorScheduler:
                 )
             blocks = self._groups.select_blocks(block_ids, num_tokens)
             ref = self._publisher.publish(
-                name, blocks, num_tokens, num_readers=self._num_readers, lease_s=self._lease_s
+                name,
+                blocks,
+                num_tokens,
+                num_readers=self._num_readers,
+                lease_s=self._lease_s,
+                traceparent=traceparent_of(request),
             )
         except KvxferdError as error:
             _LOG.warning("request %s is not published, its reader will have to compute it: %s",
@@ -262,12 +268,15 @@ class ConnectorScheduler:
                     "steps may still be writing; start it with kv_consumer or kv_both",
                     Code.NOT_ALLOWED,
                 )
-            return ref_from_params(params)
+            ref = ref_from_params(params)
         except EngineError as error:
             _LOG.warning("request %s is computed here: %s", request.request_id, error.message)
             params["do_remote_prefill"] = False
             self.stats.record_failed_pull(error.code)
             return None
+        # The trace of this engine's request; without one that of the prefill engine's, in the reference.
+        trace = traceparent_of(request)
+        return ref.with_trace(trace) if trace else ref
 
     def _trim_prompt(self, request: Request) -> None:
         """Remove the tokens from the prompt that the decode engine computes itself."""

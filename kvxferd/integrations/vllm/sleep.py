@@ -8,7 +8,7 @@ default backend, but suspends the ranks first. The plugin entry point of this pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from kvxferd.client import Region
 from kvxferd.errors import Code, EngineError
@@ -17,7 +17,23 @@ from kvxferd.integrations.vllm.worker import ConnectorWorker
 BACKEND = "kvxferd"
 CACHE_TAG = "kv_cache"
 
-_workers: dict[ConnectorWorker, Callable[[], Sequence[Region]]] = {}
+
+class SleepingPool(Protocol):
+    """The cache's own pool, which vLLM's sleep mode does not know."""
+
+    def release_memory(self) -> None:
+        """Give the memory back to the device. Idempotent."""
+
+    def restore_memory(self) -> None:
+        """Put new memory under the same addresses. Idempotent."""
+
+
+class _SleepingCache(NamedTuple):
+    export_again: Callable[[], Sequence[Region]]
+    pool: SleepingPool | None
+
+
+_workers: dict[ConnectorWorker, _SleepingCache] = {}
 _suspended: set[ConnectorWorker] = set()
 
 
@@ -40,9 +56,16 @@ def check_backend(model_config: Any, devices: Iterable[str], connector: type) ->
         )
 
 
-def add_worker(worker: ConnectorWorker, export_again: Callable[[], Sequence[Region]]) -> None:
-    """Suspend and resume the worker's rank with this process's sleep mode from now on."""
-    _workers[worker] = export_again
+def add_worker(
+    worker: ConnectorWorker,
+    export_again: Callable[[], Sequence[Region]],
+    pool: SleepingPool | None = None,
+) -> None:
+    """Suspend and resume the worker's rank with this process's sleep mode from now on.
+
+    `pool`: where its cache lies, if vLLM's own allocator does not free and restore it.
+    """
+    _workers[worker] = _SleepingCache(export_again, pool)
 
 
 def remove_worker(worker: ConnectorWorker) -> None:
@@ -52,10 +75,16 @@ def remove_worker(worker: ConnectorWorker) -> None:
 
 
 def suspend_workers() -> None:
-    """Return once no other process maps this process's caches. Raises KvxferdError(deadline)."""
+    """Return once no other process maps this process's caches. Raises KvxferdError(deadline).
+
+    A cache in a pool of its own has given its memory back then.
+    """
     for worker in _workers.keys() - _suspended:
         worker.suspend()
         _suspended.add(worker)
+    for worker in _suspended:
+        if (pool := _workers[worker].pool) is not None:
+            pool.release_memory()
 
 
 def resume_workers(tags: Sequence[str] | None) -> None:
@@ -63,8 +92,14 @@ def resume_workers(tags: Sequence[str] | None) -> None:
     if tags is not None and CACHE_TAG not in tags:
         return
     for worker in list(_suspended):
-        worker.resume(_workers[worker]())
-        _suspended.discard(worker)
+        cache = _workers[worker]
+        if cache.pool is not None:
+            cache.pool.restore_memory()
+        try:
+            worker.resume(cache.export_again())
+        finally:
+            if not worker.is_suspended:  # also without a reply: the client goes on trying
+                _suspended.discard(worker)
 
 
 def register_backend() -> None:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.integrations.vllm.facts import LayerFacts, StateFacts, WorkerFacts, layer_error
 from kvxferd.integrations.vllm.layer_names import LayerKey
-from kvxferd.integrations.vllm.tensor_views import TensorView
+from kvxferd.integrations.vllm.support import MIXERS
 from kvxferd.integrations.vllm.units import unit_range_of_rank
 from kvxferd.layout import CacheTensor, UnitRange
+from kvxferd.layout.tensor_views import TensorView
 
 
 class _ConvPart(NamedTuple):
@@ -111,21 +112,23 @@ def _divide_units(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[_
     """
     shapes = state.shapes
     heads = shapes[-1][0]
+    if state.mixer not in MIXERS or MIXERS[state.mixer][0] != len(shapes):
+        raise ValueError(f"{len(shapes)} states of {state.mixer!r} are not known here")
 
     def even(local: int) -> UnitRange:
         return unit_range_of_rank(local, local * tp_size, tp_size, tp_rank)
 
-    match state.mixer, len(shapes):
-        case "mamba1", 2:
+    match state.mixer:
+        case "mamba1":
             columns = _num_columns(state)
             if heads != columns:
                 raise ValueError(f"{heads} channels of state and {columns} of convolution")
             return [_ConvPart("x", even(columns), 1)], even(heads)
-        case "short_conv", 1:
+        case "short_conv":
             return [_ConvPart("x", even(_num_columns(state)), 1)], None
-        case "linear", 1:
+        case "linear":
             return [], even(heads)
-        case "mamba2", 2:
+        case "mamba2":
             _, head_size, state_size = shapes[1]
             rest = _units_per_half(_num_columns(state) - heads * head_size, state_size)
             groups = _held_groups(rest, state, tp_size, tp_rank)
@@ -134,7 +137,7 @@ def _divide_units(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[_
                 _ConvPart("B", groups, state_size),
                 _ConvPart("C", groups, state_size),
             ], even(heads)
-        case "gdn_attn", 2:
+        case "gdn_attn":
             _, value_size, key_size = shapes[1]
             keys = _units_per_half(_num_columns(state) - heads * value_size, key_size)
             return [
@@ -142,7 +145,7 @@ def _divide_units(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[_
                 _ConvPart("K", even(keys), key_size),
                 _ConvPart("V", even(heads), value_size),
             ], even(heads)
-    raise ValueError(f"{len(shapes)} states of {state.mixer!r} are not known here")
+    raise AssertionError(f"{state.mixer} is in the table, and not divided")
 
 
 def _num_columns(state: StateFacts) -> int:

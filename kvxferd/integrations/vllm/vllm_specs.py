@@ -19,18 +19,20 @@ from kvxferd.integrations.vllm.facts import (
     WorkerFacts,
     layer_error,
 )
+from kvxferd.integrations.vllm.support import (
+    CACHE_CONFIG_RULES,
+    CACHES,
+    METHODS_WITHOUT_DRAFT_CACHE,
+    OPAQUE_DTYPES,
+    PARALLEL_SIZES,
+    QUANT_MODES,
+    SPEC_RULES,
+    UNIFORM_SPEC,
+    WINDOW_RULES,
+)
 
-_SLIDING_WINDOW_SPECS = ("SlidingWindowSpec", "SlidingWindowMLASpec")
-_MLA_SPECS = ("MLAAttentionSpec", "SlidingWindowMLASpec")
-_ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", *_SLIDING_WINDOW_SPECS)
-_STATE_SPEC = "MambaSpec"
-_UNIFORM_SPEC = "UniformTypeKVCacheSpecs"
 # The attributes by which configurations name the number of Mamba2's groups of B and C.
 _GROUP_COUNTS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
-# Methods of speculative decoding that keep nothing in the cache.
-_METHODS_WITHOUT_DRAFT_CACHE = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class")
-# One opaque row per token, with contents and scales; its size is that of MLAAttention's spec.
-_OPAQUE_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
 
 
 def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[CacheGroup, ...]:
@@ -39,11 +41,9 @@ def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[CacheGroup, ...
     The scheduler and the workers of an engine get the same groups.
     """
     parallel = vllm_config.parallel_config
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise LayoutError(
-            "cannot describe the cache: prefill_context_parallel_size is "
-            f"{parallel.prefill_context_parallel_size}; use 1"
-        )
+    for size, support in PARALLEL_SIZES.items():
+        if not support.is_supported and (value := getattr(parallel, size, 1)) > 1:
+            raise LayoutError(f"cannot describe the cache: {size} is {value}; {support.note}")
     groups = kv_cache_config.kv_cache_groups
     return tuple(
         _read_group(index, _specs(groups[index].kv_cache_spec), parallel.decode_context_parallel_size)
@@ -65,7 +65,10 @@ def read_layers(
         for name in group.layer_names:
             module = modules.get(name)
             spec = _spec_of(group.kv_cache_spec, name)
-            if _class_name(spec) == _STATE_SPEC:
+            kind = _kind_of(spec)
+            if kind is None:
+                raise layer_error(name, _why_refused(spec))
+            if kind is CacheKind.STATE:
                 cache: AttentionFacts | StateFacts = _read_state(spec, vllm_config, is_conv_dim_first)
             else:
                 cache = _read_attention(name, spec, module, vllm_config, fp8_dtype)
@@ -111,7 +114,7 @@ def draft_model(vllm_config: Any) -> Any | None:
     # For these methods vLLM sets a draft model too: the model itself where there is no other.
     return (
         None
-        if speculative is None or speculative.method in _METHODS_WITHOUT_DRAFT_CACHE
+        if speculative is None or speculative.method in METHODS_WITHOUT_DRAFT_CACHE
         else speculative.draft_model_config
     )
 
@@ -129,15 +132,21 @@ def read_position(vllm_config: Any) -> tuple[int, int, tuple[int, int]]:
 
 def _specs(spec: Any) -> list[Any]:
     """Return the specs of a group's layers: one for all, or one for each."""
-    return list(spec.kv_cache_specs.values()) if _class_name(spec) == _UNIFORM_SPEC else [spec]
+    return list(spec.kv_cache_specs.values()) if _class_name(spec) == UNIFORM_SPEC else [spec]
 
 
 def _spec_of(spec: Any, layer: str) -> Any:
-    return spec.kv_cache_specs[layer] if _class_name(spec) == _UNIFORM_SPEC else spec
+    return spec.kv_cache_specs[layer] if _class_name(spec) == UNIFORM_SPEC else spec
 
 
 def _class_name(spec: Any) -> str:
     return type(spec).__name__
+
+
+def _kind_of(spec: Any) -> CacheKind | None:
+    """Return how the blocks of a spec are used; None for a spec that is refused."""
+    found = CACHES.get(_class_name(spec))
+    return None if found is None else found.kind
 
 
 def _read_group(index: int, specs: list[Any], dcp_size: int) -> CacheGroup:
@@ -153,8 +162,8 @@ def _read_group(index: int, specs: list[Any], dcp_size: int) -> CacheGroup:
 
 def _group_of(index: int, spec: Any, dcp_size: int) -> CacheGroup:
     """Return the group of one layer's spec."""
-    kind = _class_name(spec)
-    if kind == _STATE_SPEC:
+    kind = _kind_of(spec)
+    if kind is CacheKind.STATE:
         return CacheGroup(
             index,
             CacheKind.STATE,
@@ -162,17 +171,24 @@ def _group_of(index: int, spec: Any, dcp_size: int) -> CacheGroup:
             speculative_blocks=spec.num_speculative_blocks,
             state_by_position=spec.mamba_cache_mode != "none",
         )
-    if kind not in _ATTENTION_SPECS:
-        raise LayoutError(f"cannot describe cache group {index}: a cache of {kind} is not known here")
+    if kind is None:
+        raise LayoutError(f"cannot describe cache group {index}: {_why_refused(spec)}")
     shards = dcp_size if spec.dcp_sharded else 1
-    if kind not in _SLIDING_WINDOW_SPECS:
+    if kind is CacheKind.FULL:
         return CacheGroup(index, CacheKind.FULL, spec.block_size, shard_count=shards)
-    if getattr(spec, "bounded_replay", False):
-        raise LayoutError(
-            f"cannot describe cache group {index}: a sliding window with bounded replay is not known here"
-        )
+    for rule in WINDOW_RULES:
+        if not rule.accepts(spec, False):
+            raise LayoutError(f"cannot describe cache group {index}: {rule.refusal.format(found=spec)}")
     kept = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
     return CacheGroup(index, CacheKind.SLIDING, spec.block_size, kept, shards)
+
+
+def _why_refused(spec: Any) -> str:
+    """Return why a spec without a kind is refused."""
+    name = _class_name(spec)
+    return f"a cache of {name} is " + (
+        f"not supported: {CACHES[name].note}" if name in CACHES else "not known here"
+    )
 
 
 def _read_attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dtype: str) -> AttentionFacts:
@@ -180,23 +196,19 @@ def _read_attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dty
     cache_config = vllm_config.cache_config
     wanted = str(getattr(module, "kv_cache_dtype", None) or cache_config.cache_dtype)
     opaque = getattr(spec, "cache_dtype_str", None)
-    is_opaque = opaque in _OPAQUE_DTYPES
+    is_opaque = opaque in OPAQUE_DTYPES
     mode = spec.kv_quant_mode.name
-    if mode not in ("NONE", "FP8_PER_TENSOR") and not is_opaque:
+    if not is_opaque and not (mode in QUANT_MODES and QUANT_MODES[mode].is_supported):
         raise layer_error(
             name, f"a cache of dtype {wanted!r} ({mode}) is not known here; use bfloat16 or fp8"
         )
-    if mode == "FP8_PER_TENSOR" and getattr(cache_config, "calculate_kv_scales", False):
-        raise layer_error(name, "its fp8 scales are calculated at run time and differ from engine to engine")
-    if spec.tokens_per_state != 1:
-        raise layer_error(name, f"a cache with a state for {spec.tokens_per_state} tokens is not known here")
-    if spec.num_head_slots not in (None, spec.num_kv_heads):
-        raise layer_error(
-            name, f"{spec.num_head_slots} slots for {spec.num_kv_heads} heads are not known here"
-        )
-    if spec.state_content_bytes is not None and not is_opaque:
-        raise layer_error(name, f"a content of {spec.state_content_bytes} bytes is not known here")
-    if _class_name(spec) not in _MLA_SPECS:
+    for rule in CACHE_CONFIG_RULES:
+        if not rule.accepts(cache_config, mode == "FP8_PER_TENSOR"):
+            raise layer_error(name, rule.refusal.format(found=cache_config))
+    for rule in SPEC_RULES:
+        if not rule.accepts(spec, is_opaque):
+            raise layer_error(name, rule.refusal.format(found=spec))
+    if not CACHES[_class_name(spec)].is_latent:
         heads, size, size_v = spec.num_kv_heads, spec.head_size, spec.head_size_v
     else:
         heads, size_v = 1, 0

@@ -28,7 +28,7 @@ from kvxferd.client import (
     Suspended,
 )
 from kvxferd.client.gpu_events import Completion
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.integrations.vllm.stats import ConnectorStats
 from kvxferd.integrations.vllm.step_metadata import PublishSpec, PullSpec, StepMetadata
 
@@ -156,12 +156,14 @@ class ConnectorWorker:
         """Register the rank's memory again, after `suspend`. Blocks. Raises KvxferdError."""
         try:
             self._rank.resume(regions)
-        except EngineError:
-            raise  # refused: no process has mapped it
-        except KvxferdError:
-            self._is_suspended = False  # no reply yet: the client goes on trying
-            raise
-        self._is_suspended = False
+        finally:
+            # Refused, no process has mapped it. Without a reply the client goes on trying.
+            self._is_suspended = self._rank.is_suspended
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether no other process maps the rank's memory, nor will before `resume`."""
+        return self._is_suspended
 
     def close(self) -> None:
         """Close the rank's session and finish its copies."""

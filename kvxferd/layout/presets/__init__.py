@@ -16,9 +16,9 @@ from kvxferd.layout.presets.model_facts import (
     key_and_value,
 )
 from kvxferd.layout.presets.models import MODELS, find_model
-from kvxferd.layout.presets.sharding import shard_units, stage_layers
+from kvxferd.layout.sharding import shard_units, stage_layers
 
-Choices = DeploymentOptions  # the name before 0.2; it stays
+Choices = DeploymentOptions  # the name before 0.1.0; it stays
 
 __all__ = [
     "LAYOUT_NAMES",

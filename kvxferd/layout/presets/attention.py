@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.layout.engine import EngineSpec
-from kvxferd.layout.presets.sharding import shard_units, stage_layers
+from kvxferd.layout.sharding import shard_units, stage_layers
 from kvxferd.layout.tensors import CacheTensor, Group, RankLayout, RegionSpec, num_units
 
 # An arrangement is the order of the axes, outermost first. `l`: layer, `c`: K or V, `b`: block,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvxferd.ids import Rank
 from kvxferd.layout.presets.attention import LAYOUT_NAMES
 from kvxferd.layout.presets.model_facts import ModelFacts
-from kvxferd.layout.presets.sharding import stage_layers
+from kvxferd.layout.sharding import stage_layers
 from kvxferd.layout.tensors import TokenShard
 
 # Other names of arrangements, from engines' flags and from papers.

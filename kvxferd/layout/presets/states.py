@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvxferd.ids import RegionId
 from kvxferd.layout.presets.deployment_options import ShardPosition
 from kvxferd.layout.presets.model_facts import StateComponent
-from kvxferd.layout.presets.sharding import shard_units
+from kvxferd.layout.sharding import shard_units
 from kvxferd.layout.tensors import CacheTensor, Group, num_units
 
 

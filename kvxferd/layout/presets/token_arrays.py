@@ -13,7 +13,7 @@ from kvxferd.layout.presets.deployment_options import (
     ShardPosition,
 )
 from kvxferd.layout.presets.model_facts import TokenComponent
-from kvxferd.layout.presets.sharding import shard_units
+from kvxferd.layout.sharding import shard_units
 from kvxferd.layout.tensors import CacheTensor, Group, UnitRange, num_units
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 from kvxferd.errors import KvxferdError
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import AgentName
+from kvxferd.mover.backends import Backend
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.linux_process import (
     close_all_but,
@@ -52,6 +53,7 @@ class ForkContext(NamedTuple):
     forkserver_pid: int
     mover_count: MoverCount
     keep_fds: tuple[int, ...]  # descriptors that stay open besides the mover's own
+    backend: Backend
 
 
 def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: ForkContext) -> NoReturn:
@@ -68,7 +70,7 @@ def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: For
         # No events: poll reports a hang-up always, and nothing else ends the mover.
         exit_when(socket_fd, 0, "lifeline")
         stream = FrameSocket(socket.socket(fileno=socket_fd))
-        transport = NixlTransport(library, agent)
+        transport = NixlTransport(library, agent, context.backend)
         backoff = PollBackoff(lambda: context.mover_count.is_oversubscribed)
         way = read_way_of_environment()
         MoverLoop(stream, transport, backoff, _exit_with_worker, read_way=way).serve()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +17,10 @@ from kvxferd.plan.run_shapes import Int64s
 
 Bytes = npt.NDArray[np.uint8]
 
-# One assignment of the scatter: it stays in the cache, and a cancelled scatter ends after one of them.
-# numpy moved 256 bytes an item at 3.1 GB/s in pieces of 128 KiB, and at 2 in pieces of 4 MiB.
-PIECE_BYTES = 128 << 10
+# One copy of the scatter: it stays in the cache, and a cancelled scatter ends after one of them. Pulls of
+# 32 MiB in items of 256 bytes took 32 to 35 ms with 128 KiB, 26 with 256, 30 with 512: less waits for the
+# interpreter's lock against more that leaves the cache (pieces of 4 MiB: 2 GB/s, and not 3.1).
+PIECE_BYTES = 256 << 10
 IMAGE_ALIGNMENT = 64  # a cache line: where the images of another form begin
 
 
@@ -132,8 +134,10 @@ def _descriptors(stretches: Stretches, offset: int, max_num: int) -> tuple[Int64
     return begins * size + offset, remote[begins], length
 
 
-def scatter(fill: ChunkFill, chunk: Bytes, regions: Mapping[RegionId, Bytes]) -> Iterator[None]:
-    """Copy a chunk into the blocks, and yield after each piece. Nothing is copied between two steps."""
+def scatter_pieces(
+    fill: ChunkFill, chunk: Bytes, regions: Mapping[RegionId, Bytes]
+) -> Iterator[Callable[[], None]]:
+    """Yield the copies of a chunk into the blocks, each to be called once, in any thread and order."""
     for stretches, offset in fill.placed:
         size = stretches.form.size_bytes
         target = regions[stretches.local_region]
@@ -141,8 +145,14 @@ def scatter(fill: ChunkFill, chunk: Bytes, regions: Mapping[RegionId, Bytes]) ->
         for start in range(0, len(stretches.remote), rows):
             few = stretches.slice(start, start + rows)
             begin = offset + start * size
-            _copy(few, chunk[begin : begin + len(few.remote) * size], target)
-            yield
+            yield partial(_copy, few, chunk[begin : begin + len(few.remote) * size], target)
+
+
+def scatter(fill: ChunkFill, chunk: Bytes, regions: Mapping[RegionId, Bytes]) -> Iterator[None]:
+    """Copy a chunk into the blocks, and yield after each piece. Nothing is copied between two steps."""
+    for piece in scatter_pieces(fill, chunk, regions):
+        piece()
+        yield
 
 
 def _copy(stretches: Stretches, image: Bytes, target: Bytes) -> None:
@@ -157,10 +167,10 @@ def _copy(stretches: Stretches, image: Bytes, target: Bytes) -> None:
             items = image.view(f"V{copies.length}")
         else:
             begins = np.arange(0, len(image), form.size_bytes)
-            items = _at_any_byte(image, copies.length)[(begins[:, None] + copies.image).ravel()]
-        _at_any_byte(target, copies.length)[to.ravel()] = items
+            items = at_any_byte(image, copies.length)[(begins[:, None] + copies.image).ravel()]
+        at_any_byte(target, copies.length)[to.ravel()] = items
 
 
-def _at_any_byte(memory: Bytes, length: int) -> npt.NDArray[np.void]:
+def at_any_byte(memory: Bytes, length: int) -> npt.NDArray[np.void]:
     """Return a view whose item i is the `length` bytes from byte i on."""
     return np.ndarray((len(memory) - length + 1,), f"V{length}", memory, strides=(1,))

@@ -17,7 +17,7 @@ import numpy as np
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, RegionId
 from kvxferd.mover.process.chunks import Chunk, ChunkPool, ChunkState, HostChunk
-from kvxferd.mover.process.covering import Bytes, CoverSlicer, scatter
+from kvxferd.mover.process.covering import Bytes, CoverSlicer, scatter_pieces
 from kvxferd.mover.process.device_scatter import DeviceScatterer
 from kvxferd.mover.process.pull_state import CoveringRead, PullFailure, PullState, Unposted
 from kvxferd.mover.process.region_map import split_by_memory
@@ -65,7 +65,7 @@ class CoveringReads:
 
     def bind(self, regions: Sequence[RegionAddress]) -> None:
         """Scatter into these regions, which are plain host memory."""
-        self._regions = {region.region: _bytes_of(region) for region in regions}
+        self._regions = {region.region: bytes_of(region) for region in regions}
 
     def bind_device(self, device: DeviceScatterer) -> None:
         """Scatter into a GPU's memory, from chunks there."""
@@ -117,7 +117,7 @@ class CoveringReads:
                     continue
             except Exception as error:
                 self._draining.remove(read)
-                self._on_failed(read, error)
+                self.on_failed(read, error)
             else:
                 self._draining.remove(read)
                 self._end_read(read)
@@ -135,23 +135,14 @@ class CoveringReads:
         reads would come no sooner, and a source that is stopped would keep the engine's blocks in doubt.
         """
         assert isinstance(one.slicer, CoverSlicer)
-        now = self._clock()
         if self._has_device_failed:
             pull.unposted.append(one)
             pull.read_directly()
             return False
-        chunk = self._chunks.acquire(one.agent, now, is_wanted_elsewhere=others_wait)
+        chunk = self.acquire(pull, one, others_wait)
         if chunk is None:
-            pull.unposted.append(one)
-            if self._chunks.awaits_source(one.agent, now):
-                return False
-            if pull.waits_for_chunk_since is None:
-                pull.waits_for_chunk_since = now
-            has_waited = now >= pull.waits_for_chunk_since + CHUNK_WAIT_S
-            if has_waited or not self._chunks.may_acquire_soon(one.agent, now):
-                pull.read_directly()
             return False
-        pull.waits_for_chunk_since = None
+        now = self._clock()
         if pull.first_post_at is None:
             pull.first_post_at = now
         budget = self._budgets.setdefault(one.agent, SliceBudget())
@@ -160,6 +151,23 @@ class CoveringReads:
             pull.unposted.append(one)  # the other remote ranks come first
         self._post(pull, one, CoveringRead(one.agent, chunk, fill, now, not one.slicer.is_empty))
         return True
+
+    def acquire(self, pull: PullState, one: Unposted, others_wait: bool) -> Chunk | None:
+        """Return a chunk to read into; where there is none, queue what was to be read, as `post` does."""
+        now = self._clock()
+        chunk = self._chunks.acquire(one.agent, now, is_wanted_elsewhere=others_wait)
+        if chunk is not None:
+            pull.waits_for_chunk_since = None
+            return chunk
+        pull.unposted.append(one)
+        if self._chunks.awaits_source(one.agent, now):
+            return None
+        if pull.waits_for_chunk_since is None:
+            pull.waits_for_chunk_since = now
+        has_waited = now >= pull.waits_for_chunk_since + CHUNK_WAIT_S
+        if has_waited or not self._chunks.may_acquire_soon(one.agent, now):
+            pull.read_directly()
+        return None
 
     def _post(self, pull: PullState, one: Unposted, read: CoveringRead) -> None:
         if problem := self._remote_agents.ensure_loaded(one.agent):
@@ -173,7 +181,7 @@ class CoveringReads:
             ((_, runs),) = split_by_memory(whole, None, pull.remote_maps.get(one.rank))
             read.handle = self._transport.post(one.agent, runs, one.kinds)
         except Exception as error:
-            self._on_failed(read, error, pull)
+            self.on_failed(read, error, pull)
             return
         finally:
             pull.post_s += self._clock() - read.posted_at
@@ -185,6 +193,8 @@ class CoveringReads:
         """Scatter the chunks of a pull that are read; release those that are scattered."""
         moved = False
         for read in tuple(pull.covering):
+            if read.loan is not None:
+                continue  # `GatheredReads` polls it
             if read.scatter is not None:
                 if read.scatter.is_over:
                     self._on_scatter_over(pull, read, read.scatter)
@@ -196,11 +206,15 @@ class CoveringReads:
                     continue
             except Exception as error:
                 pull.covering.remove(read)
-                self._on_failed(read, error, pull)
+                self.on_failed(read, error, pull)
             else:
                 self._on_read_done(pull, read)
             moved = True
         return moved
+
+    def help_scatter(self) -> bool:
+        """Make one copy of a scatter, where nothing else is to be done; return whether there was any."""
+        return self._scatterer.help()
 
     def let_go(self, pull: PullState) -> None:
         """Have a pull that has failed scatter nothing more. A scatter that runs stays in `pull.covering`."""
@@ -231,13 +245,17 @@ class CoveringReads:
             pull.covering.remove(read)
             self._move(read.chunk, ChunkState.FREE)
             return
+        self.start_scatter(pull, read)
+
+    def start_scatter(self, pull: PullState, read: CoveringRead) -> None:
+        """Copy what was read into the blocks. The pull has not failed."""
         pull.started = True  # the blocks are written from now on
         self._move(read.chunk, ChunkState.SCATTERING)
         if self._device is not None:
             read.scatter = self._device.start_fill(read.fill, read.chunk)
             return
         assert isinstance(read.chunk, HostChunk)
-        read.scatter = ScatterJob(scatter(read.fill, read.chunk.bytes, self._regions))
+        read.scatter = ScatterJob(scatter_pieces(read.fill, read.chunk.bytes, self._regions))
         self._scatterer.start(read.scatter)
 
     def _on_scatter_over(self, pull: PullState, read: CoveringRead, job: ScatterJob) -> None:
@@ -258,8 +276,10 @@ class CoveringReads:
         self._transport.release(read.handle)
         self._remote_agents.read_ended(read.agent)
         read.handle = None
+        if read.on_terminal is not None:
+            read.on_terminal()
 
-    def _on_failed(self, read: CoveringRead, error: Exception, pull: PullState | None = None) -> None:
+    def on_failed(self, read: CoveringRead, error: Exception, pull: PullState | None = None) -> None:
         """End a read that failed. Only the chunk may still be written; `pull`: unless it has ended."""
         read.handle = None
         failure = as_transport_error(read.agent, error)
@@ -268,6 +288,8 @@ class CoveringReads:
             self._budgets.pop(read.agent, None)
         if failure.settled:
             self._move(read.chunk, ChunkState.FREE)
+            if read.on_terminal is not None:
+                read.on_terminal()
         elif failure.lost:
             self._move(read.chunk, ChunkState.IN_DOUBT)
             self._disconnects.request(
@@ -290,6 +312,7 @@ def as_transport_error(agent: AgentName, error: Exception) -> TransportError:
     return TransportError(repr(error), settled=False)
 
 
-def _bytes_of(region: RegionAddress) -> Bytes:
+def bytes_of(region: RegionAddress) -> Bytes:
+    """Return a region's memory in this process."""
     memory = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
     return cast(Bytes, np.ctypeslib.as_array(memory))

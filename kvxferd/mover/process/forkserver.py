@@ -18,6 +18,7 @@ import sys
 from kvxferd.errors import Code, MoverError
 from kvxferd.fd_wait import wait_readable, wait_writable
 from kvxferd.frame_socket import LOST_FD, FrameSocket, close_fds
+from kvxferd.mover.backends import Backend, backend_of_environment
 from kvxferd.mover.forkserver_protocol import (
     TO_FORKSERVER,
     Fork,
@@ -45,13 +46,14 @@ class Forkserver:
         self._control = control
         self._library_choice = library_choice
         self._mover_count = child_main.MoverCount(len(os.sched_getaffinity(0)))
-        self._fork_context = child_main.ForkContext(os.getpid(), self._mover_count, keep_fds)
+        self._backend = backend_of_environment(os.environ)
+        self._fork_context = child_main.ForkContext(os.getpid(), self._mover_count, keep_fds, self._backend)
         self._pidfds: dict[int, int] = {}  # pidfd: pid
 
     def serve(self) -> None:
         """Run until the daemon is gone."""
         try:
-            library = _load_library(self._library_choice)
+            library = _load_library(self._library_choice, self._backend)
         except MoverError as error:
             self._send(LibraryUnavailable(reason=error.message))
             self._wait_for_daemon()
@@ -145,10 +147,24 @@ def _open_pidfds(pid: int) -> tuple[int, int]:
         raise
 
 
-def _load_library(use: str) -> TransferLibrary:
-    library = import_library(use)
+_INSTALL_NIXL = "run: pip install 'kvxferd[daemon,nixl]'"
+_INSTALL = {"rixl": "install it, or set mover.library to auto"}
+
+
+def _load_library(use: str, backend: Backend) -> TransferLibrary:
     try:
-        library.preload()
+        library = import_library(use)
+    except MoverError as error:
+        # Engines get this text too, and have an environment of their own.
+        raise MoverError(
+            f"{error.message}; in the daemon's environment {_INSTALL.get(use, _INSTALL_NIXL)}, and start the "
+            "daemon again (`kvxferd doctor --check software` tries it)",
+            error.code,
+        ) from error
+    try:
+        library.preload(backend)
+    except MoverError:
+        raise
     except Exception as error:
         raise MoverError(f"cannot use {library.description}: {error}", Code.NIXL_UNAVAILABLE) from error
     return library

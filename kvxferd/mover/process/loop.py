@@ -15,12 +15,13 @@ import msgspec
 from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.fd_wait import PreciseWait
 from kvxferd.frame_socket import FrameSocket, close_fds, close_frame_fds, dup_fds
-from kvxferd.ids import PullId, Ticket
+from kvxferd.ids import AgentName, PullId, Ticket
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
 from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.delivery_socket import DeliverySocket
+from kvxferd.mover.process.gather_source import GatherSource
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import ThreadScatterer
 from kvxferd.mover.read_ways import ReadWay
@@ -34,6 +35,7 @@ from kvxferd.wire.codec import TO_MOVER, encode
 from kvxferd.wire.common import BlockIds, FdBatch, Message
 from kvxferd.wire.fd_batches import FdBatchAssembly
 from kvxferd.wire.framing import Frame
+from kvxferd.wire.staging import GatherMessage, GatherReady, GatherRefused
 from kvxferd.wire.worker import Delivered, RegionExport
 
 _LOG = logging.getLogger(__name__)
@@ -63,21 +65,28 @@ class MoverLoop:
         self._disconnects = DisconnectRequests()
         self._transport = StagedTransport(transport, disconnects=self._disconnects)
         self._watch_worker = watch_worker
+        chunks: ChunkPool | None = None
+        if read_way is not ReadWay.DIRECT:
+            chunks = ChunkPool(self._transport, report=self._disconnects.outbox.append)
+        self._gather_source: GatherSource | None = None
+        if chunks is not None and read_way is ReadWay.GATHERED:
+            self._gather_source = GatherSource(transport, chunks, self._transport.reply_agents)
+            self._transport.on_gather = self._on_gather
         self._engine = PullEngine(
             self._transport,
             max_runs=max_runs,
             disconnects=self._disconnects,
-            chunks=None
-            if read_way is ReadWay.DIRECT
-            else ChunkPool(self._transport, report=self._disconnects.outbox.append),
+            chunks=chunks,
             scatterer=ThreadScatterer(),
             always_covers=read_way is ReadWay.COVERING,
+            gathers=read_way is ReadWay.GATHERED,
         )
         self._bindings = Bindings(
             self._transport,
             own_regions=own_regions,
             always_stage=os.environ.get(PLACEMENT_VARIABLE) == "staged",
             scatters=read_way is not ReadWay.DIRECT,
+            gathers=self._gather_source is not None,
         )
         self._early_block_ids = BlockIdAssembly()
         self._early_fds = FdBatchAssembly()
@@ -148,7 +157,9 @@ class MoverLoop:
         return frames is None
 
     def _work(self) -> None:
-        if not (self._is_polling or self._engine.is_busy):
+        source = self._gather_source
+        serves = source is not None and (source.is_busy or source.has_loans)
+        if not (self._is_polling or self._engine.is_busy or serves):
             return
         began = time.perf_counter()
         moved = again = self._engine.step() if self._engine.is_busy else False
@@ -159,6 +170,8 @@ class MoverLoop:
                 time.perf_counter()
             )  # a step that waits for a scatter is long, and no call into the library
             self._transport.progress()
+        if source is not None:
+            moved |= source.step()
         if moved:
             self._backoff.reset()
         else:
@@ -173,6 +186,8 @@ class MoverLoop:
     def _wait(self) -> bool:
         """Pause if it is time to, and return whether the stream is readable."""
         pause: float | None = None
+        if self._gather_source is not None and self._gather_source.is_busy:
+            return bool(self._readable_ms.poll(0))
         if self._is_polling or self._engine.is_busy:
             pause = self._backoff.pause_s(self._engine.is_busy)
             if pause == 0.0:
@@ -180,7 +195,8 @@ class MoverLoop:
         if self._bindings.has_pages_to_prefault and not self._engine.is_busy:
             self._bindings.prefault_some()
             return bool(self._readable_ms.poll(0))
-        if pause is None and self._engine.holds_chunks:
+        has_loans = self._gather_source is not None and self._gather_source.has_loans
+        if pause is None and (self._engine.holds_chunks or has_loans):
             self._release_idle_chunks()
             pause = IDLE_CHECK_S
         return self._readable_us.wait(pause, writable=not self._stream.is_flushed)
@@ -227,12 +243,30 @@ class MoverLoop:
                 self._engine.start(self._with_early_block_ids(message))
             case wire.AbortPull():
                 self._engine.abort(message.pull)
+            case wire.ReportPull():
+                self._engine.report_progress(message.pull)
             case wire.ChunkMemoryGranted():
                 self._engine.set_chunk_memory(message.size_bytes)
+            case wire.GrantBlocks() | wire.RevokeBlocks():
+                self._set_granted(message)
             case wire.DisconnectJudged():
                 self._disconnects.handle_reply(message.number, message.over)
             case _:
                 assert_never(message)
+
+    def _set_granted(self, message: wire.GrantBlocks | wire.RevokeBlocks) -> None:
+        if self._gather_source is None:
+            return
+        if isinstance(message, wire.GrantBlocks):
+            self._gather_source.grant(message)
+        else:
+            self._gather_source.revoke(message.word)
+
+    def _on_gather(self, agent: AgentName, message: GatherMessage) -> None:
+        if isinstance(message, GatherReady | GatherRefused):
+            self._engine.handle_gather_reply(agent, message)
+        elif self._gather_source is not None:
+            self._gather_source.handle(agent, message)
 
     def _bind(self, message: wire.Bind, fds: tuple[int, ...]) -> None:
         try:
@@ -247,6 +281,8 @@ class MoverLoop:
                 bound = self._bindings.bind(message.regions, fds[:-num_last])
                 self._engine.bind(bound.regions, self._bindings.flush, self._bindings.device_scatterer)
                 undoing.pop_all()
+            if self._gather_source is not None and bound.gathers:
+                self._gather_source.bind(bound.regions)
             if message.notices:
                 self._open_delivery_socket(delivery_fd)
             self._watch_worker(worker)

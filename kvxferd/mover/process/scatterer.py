@@ -20,18 +20,24 @@ _LOG = logging.getLogger(__name__)
 
 INLINE_S = 300e-6  # pieces that are copied in one step of the engine, without a thread
 
+Piece = Callable[[], None] | None  # one copy; None: it was made when the piece was asked for
+
 
 class ScatterJob:
-    """One chunk's scatter: copies of a few ten microseconds each."""
+    """One chunk's scatter: copies of a few ten microseconds each, made by any of several threads."""
 
-    def __init__(self, pieces: Iterator[None]) -> None:
+    def __init__(self, pieces: Iterator[Piece]) -> None:
+        """`pieces` is advanced by one thread at a time; what it yields is called outside of that."""
         self._pieces = pieces
+        self._lock = threading.Lock()  # of all below but `_is_cancelled`, and of the iterator
         self._is_cancelled = False
+        self._num_running = 0  # copies that a thread is at
+        self.is_handed_out = False  # nothing is left to begin
         self.error: Exception | None = None  # set before it is over
         # Only a GPU's driver leaves these in doubt; `kvxferd.mover.process.device_scatter`.
         self.blocks_in_doubt = False  # a copy may still run although it is over
         self.chunk_in_doubt = False  # the network, or a copy, may still use the chunk
-        self.elapsed_s = 0.0  # of its copies
+        self.elapsed_s = 0.0  # of its copies, of all threads
         self.is_over = False
 
     def cancel(self) -> None:
@@ -39,18 +45,41 @@ class ScatterJob:
         self._is_cancelled = True
 
     def run_piece(self) -> None:
-        """Make one copy, or find that there is none."""
+        """Make one copy, or find that there is none to begin: another thread may be at the last one."""
         began = time.perf_counter()
+        piece: Piece = None
+        error: Exception | None = None
+        with self._lock:
+            self._num_running += 1
         try:
-            is_last = self._is_cancelled or next(self._pieces, self) is self
-        except Exception as error:
+            with self._lock:
+                piece = self._next_piece()
+            if piece is not None:
+                piece()
+        except Exception as raised:
             _LOG.exception("chunk not scattered")
-            self.error = error.with_traceback(None)  # which would hold the chunk
-            is_last = True
-        self.elapsed_s += time.perf_counter() - began
-        if is_last:
-            self._pieces = iter(())  # the last reference to the chunk's memory may be in there
-        self.is_over = is_last
+            error = raised.with_traceback(None)  # which would hold the chunk
+        piece = None  # the last reference to the chunk's memory may be in there
+        with self._lock:
+            self._num_running -= 1
+            self.elapsed_s += time.perf_counter() - began
+            if error is not None:
+                self.error = self.error or error
+                self._end_handing_out()
+            self.is_over = self.is_handed_out and not self._num_running
+
+    def _next_piece(self) -> Piece:
+        if self.is_handed_out:
+            return None
+        if self._is_cancelled or (piece := next(self._pieces, self)) is self:
+            self._end_handing_out()
+            return None
+        assert not isinstance(piece, ScatterJob)
+        return piece
+
+    def _end_handing_out(self) -> None:
+        self.is_handed_out = True
+        self._pieces = iter(())  # as in `run_piece`
 
 
 class Scatterer(Protocol):
@@ -62,6 +91,13 @@ class Scatterer(Protocol):
 
     def step(self) -> bool:
         """Do the engine's part of the work; return whether there was any."""
+        ...
+
+    def help(self) -> bool:
+        """Make one copy beside the thread, because the engine has nothing else to do.
+
+        Return whether there was any.
+        """
         ...
 
     def close(self) -> None:
@@ -91,6 +127,9 @@ class InlineScatterer:
                 self._jobs.popleft()
         return moved
 
+    def help(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._jobs.clear()
 
@@ -102,6 +141,7 @@ class ThreadScatterer:
         self._queue: SimpleQueue[ScatterJob | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self._started: deque[ScatterJob] = deque()  # of the thread, those that may have a copy left to begin
         self._without_thread = InlineScatterer()
 
     def start(self, job: ScatterJob) -> None:
@@ -113,10 +153,23 @@ class ThreadScatterer:
                 self._without_thread.start(job)
                 return
             self._thread = thread
+        self._forget_handed_out()
+        self._started.append(job)
         self._queue.put(job)
 
     def step(self) -> bool:
         return self._without_thread.step()
+
+    def help(self) -> bool:
+        self._forget_handed_out()
+        if not self._started:
+            return False
+        self._started[0].run_piece()
+        return True
+
+    def _forget_handed_out(self) -> None:
+        while self._started and self._started[0].is_handed_out:
+            self._started.popleft()
 
     def close(self) -> None:
         # Without a limit: while a copy runs, the memory is in use, and nobody may be told otherwise.
@@ -129,7 +182,8 @@ class ThreadScatterer:
     def _run(self) -> None:
         prepare_thread("kvxferd-scatter")
         while (job := self._queue.get()) is not None:
-            while not job.is_over:
+            while not job.is_handed_out:
                 if self._is_closing:
                     job.cancel()
                 job.run_piece()
+            del job  # which may be the last reference to a chunk's memory

@@ -184,9 +184,10 @@ def _stderr_pipe() -> tuple[int, int]:
 def _spawn(
     control: int, stderr: int, library: str, lock_fds: tuple[int, ...], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    # -P: modules in the daemon's working directory are not imported.
-    command = [sys.executable, "-P", "-m", "kvxferd.mover.process.forkserver", "--control-fd", str(control)]
-    command += ["--library", library]
+    # -P: modules in the daemon's working directory are not imported. -u, for C's buffers too: UCX logs
+    # its transports to standard output, and a mover logs too little to fill a buffer of 4 KiB soon.
+    command = [sys.executable, "-P", "-u", "-m", "kvxferd.mover.process.forkserver"]
+    command += ["--control-fd", str(control), "--library", library]
     inherited = [control]
     for lock_fd in lock_fds:
         command += ["--lock-fd", str(lock_fd)]

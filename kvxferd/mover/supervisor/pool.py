@@ -15,6 +15,7 @@ from kvxferd.core.ucx_log import TransportsUsed, UcxLine, is_about_connection, p
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import BootId, MoverId
 from kvxferd.mover.agent_names import new_agent_name
+from kvxferd.mover.backends import BACKEND_VARIABLE, DEFAULT_BACKEND, Backend, backend_to_text
 from kvxferd.mover.disconnects import transports_prove_over
 from kvxferd.mover.forkserver_protocol import Forked, ForkFailed, LibraryLoaded, LibraryUnavailable
 from kvxferd.mover.supervisor.forkserver_client import ForkserverClient, ForkserverMessage
@@ -46,7 +47,7 @@ class MoverPool:
     `on_message` gets the messages of acquired movers, in order. `on_exit` is called once for each acquired
     mover, after its last message, when its process is gone and nothing that it posted writes any more.
     `on_transports` gets the transports of each new connection of an acquired mover; the earlier ones are in
-    its handle.
+    its handle. `on_crash` is called for the forkserver and for each mover that died before it was acquired.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class MoverPool:
         on_message: Callable[[MoverId, FromMover], None],
         on_exit: Callable[[MoverId], None],
         on_transports: Callable[[MoverId, TransportsUsed], None] = lambda mover, lanes: None,
+        on_crash: Callable[[], None] = lambda: None,
         lock_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
         library: str = "auto",
+        backend: Backend = DEFAULT_BACKEND,
         mover_ids: Iterator[int] | None = None,
     ) -> None:
         """`mover_ids` yields ids for new movers, and is shared with every other maker of movers."""
@@ -68,9 +71,12 @@ class MoverPool:
         self._on_message = on_message
         self._on_exit = on_exit
         self._on_transports = on_transports
+        self._on_crash = on_crash
         self._early_transports: dict[int, list[TransportsUsed]] = {}  # by process id
         self._lock_fds = tuple(lock_fds)
-        self._environment = dict(environment or {})
+        self._backend = backend
+        # By which the movers make their agents, and by which their lost connections are judged.
+        self._environment = {**(environment or {}), BACKEND_VARIABLE: backend_to_text(backend)}
         self._library_choice = library  # "nixl", "rixl", or "auto" for the first that can be imported
         self._forkserver: ForkserverClient | None = None
         self._library = ""
@@ -86,6 +92,8 @@ class MoverPool:
         self._waiters: deque[asyncio.Future[MoverHandle]] = deque()
         self._refill: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
+        self.num_died_starting = 0  # movers that died before their agent was made
+        self.num_died_unassigned = 0  # and before a rank had them
 
     async def start(self) -> None:
         """Start the forkserver; the first movers get ready while the caller goes on."""
@@ -129,6 +137,15 @@ class MoverPool:
         return PoolStatus(
             len(self._warm), len(self._starting), len(self._assigned), self._library, self._reason
         )
+
+    @property
+    def forkserver_pid(self) -> int | None:
+        """The process id of the movers' parent; None: there is none."""
+        return self._forkserver.pid if self._forkserver is not None else None
+
+    def pids(self) -> list[int]:
+        """Return the process ids of all movers that have been forked."""
+        return [mover.pid for mover in self._all_movers() if mover.pid > 0]
 
     async def stop(self) -> None:
         """Kill all movers and the forkserver; return when they are gone."""
@@ -235,6 +252,7 @@ class MoverPool:
             mover.discard()
         if not self._is_stopping and not self._reason:
             _LOG.error("forkserver died")  # and its movers with it; it is started again
+            self._on_crash()
             self._fail_waiters(MoverError("the movers' parent died; register again", Code.MOVER_LOST))
             self._restart_later()
         self._signal_if_empty()
@@ -317,18 +335,25 @@ class MoverPool:
         if self._forkserver is None:
             return False
         self._forkserver.read_stderr()
-        return not mover.has_unknown_transports and transports_prove_over(mover.transports_used)
+        return not mover.has_unknown_transports and transports_prove_over(
+            self._backend, mover.transports_used
+        )
 
     def _on_mover_exit(self, mover: MoverHandle) -> None:
         if self._starting.pop(mover.mover_id, None) is not None:
             if not self._is_stopping:
+                self.num_died_starting += 1
                 _LOG.error("mover died before its agent was made: mover=%d", mover.mover_id)
+                self._on_crash()
             self._fail_one_waiter(MoverError("the mover died before its agent was made", Code.MOVER_LOST))
             # The next `acquire` tries again: with a library that cannot make agents this would fork for ever.
         elif self._assigned.pop(mover.mover_id, None) is not None:
             self._on_exit(mover.mover_id)
         elif mover in self._warm:
             self._warm.remove(mover)
+            if not self._is_stopping:
+                self.num_died_unassigned += 1
+                self._on_crash()
             self._fill_later()
         self._signal_if_empty()
 

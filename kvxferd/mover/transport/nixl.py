@@ -1,4 +1,4 @@
-"""The transport that moves bytes between nodes: NIXL (or RIXL on ROCm) with its UCX backend."""
+"""The transport that moves bytes between nodes: NIXL with one of its backends, UCX unless set otherwise."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName
 from kvxferd.import_blocking import block_import
+from kvxferd.mover.backends import DEFAULT_BACKEND, FIXED_PARAMETERS, STORAGE_BACKENDS, UCX, Backend
 from kvxferd.mover.disconnects import ucx_tls_proves_over
 from kvxferd.mover.transport.base import (
     HOST,
@@ -56,15 +57,69 @@ class TransferLibrary:
         self.api = module
         self.description = description
 
-    def preload(self) -> None:
-        """Load the UCX plugin, which takes 0.4 s, without making a backend, so that forks stay possible."""
-        config = self.api.nixl_agent_config(enable_prog_thread=False, backends=[])
-        self.api.nixl_agent("preload", config).get_plugin_params("UCX")
+    def preload(self, backend: Backend = DEFAULT_BACKEND) -> None:
+        """Load the plugin (UCX's takes 0.4 s) without making a backend, so that forks stay possible.
+
+        Raises MoverError(nixl-unavailable) where there is no such plugin, or it does not load.
+        """
+        self.plugin_parameters(backend)
+        num_threads = len(os.listdir("/proc/self/task"))
+        if backend.name != UCX and num_threads > 1:
+            raise MoverError(
+                f"cannot use mover.backend = {backend.name}: loading its plugin starts threads, and "
+                "movers are forked from that process; use UCX",
+                Code.NIXL_UNAVAILABLE,
+            )
+
+    def plugin_parameters(self, backend: Backend) -> dict[str, str]:
+        """Load the backend's plugin, and return its parameters with their defaults. Raises MoverError."""
+        agent = self._agent_without_backends("preload")
+        present = sorted(agent.get_plugin_list())
+        if why := _why_not(backend.name, present):
+            offered = [name for name in present if name not in STORAGE_BACKENDS]
+            raise MoverError(
+                f"cannot use mover.backend = {backend.name}: {why}; the installed {self.description} has the "
+                f"plugins {', '.join(offered) or 'none'} for memory (and {_storage(present)} for storage); "
+                "set mover.backend to one of the former",
+                Code.NIXL_UNAVAILABLE,
+            )
+        for parameter, text in FIXED_PARAMETERS.get(backend.name, {}).items():
+            if backend.parameters.get(parameter, text) != text:
+                raise MoverError(
+                    f"cannot use {parameter} of mover.backend_parameters: movers drive {backend.name} from "
+                    f"one thread and one worker, and the library fails with more; remove it, or give {text}",
+                    Code.NIXL_UNAVAILABLE,
+                )
+        try:
+            # Not the Python class's method, which returns {} where the plugin does not load.
+            parameters, _ = agent.agent.getPluginParams(backend.name)
+        except Exception as error:
+            raise MoverError(
+                f"cannot use mover.backend = {backend.name}: its plugin is installed and does not load "
+                f"({_text_of(error)}); install what it is linked to (NIXL_LOG_LEVEL=INFO names it), or "
+                "use UCX",
+                Code.NIXL_UNAVAILABLE,
+            ) from error
+        return dict(parameters)
 
     def plugins(self) -> list[str]:
         """Return the names of the backend plugins that are installed."""
+        return sorted(self._agent_without_backends("plugins").get_plugin_list())
+
+    def _agent_without_backends(self, name: str) -> Any:
         config = self.api.nixl_agent_config(enable_prog_thread=False, backends=[])
-        return sorted(self.api.nixl_agent("plugins", config).get_plugin_list())
+        return self.api.nixl_agent(name, config)
+
+
+def _why_not(name: str, present: Sequence[str]) -> str:
+    """Return why a backend cannot be used by movers; "" where nothing is known against it."""
+    if name in STORAGE_BACKENDS:
+        return "it moves data between memory and storage, and reads no other node's memory"
+    return "" if name in present else "there is no such plugin"
+
+
+def _storage(present: Sequence[str]) -> str:
+    return ", ".join(name for name in present if name in STORAGE_BACKENDS) or "none"
 
 
 def import_library(use: str = "auto") -> TransferLibrary:
@@ -120,22 +175,27 @@ class NixlRead:
 class NixlTransport:
     """One NIXL agent, without its progress thread; see `Transport` for the promises."""
 
-    def __init__(self, library: TransferLibrary, agent: AgentName) -> None:
+    def __init__(
+        self, library: TransferLibrary, agent: AgentName, backend: Backend = DEFAULT_BACKEND
+    ) -> None:
         self._api = library.api
         self._agent = agent
-        self._library = library.description
-        self._disconnect_proves_over = ucx_tls_proves_over(os.environ.get("UCX_TLS", ""))
+        self._library = library.description + ("" if backend.name == UCX else f", {backend.name}")
+        self._disconnect_proves_over = ucx_tls_proves_over(backend, os.environ.get("UCX_TLS", ""))
         self._registered: dict[Span, Any] = {}
         self._read_handles: weakref.WeakSet[NixlRead] = weakref.WeakSet()
         # Bounded: where this mover never reads them, peers could send any number.
         self._notifications: deque[tuple[AgentName, bytes]] = deque(maxlen=MAX_NOTIFICATIONS)
-        config = library.api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
+        # One backend: with several the library would choose for each read, and what an error proves with it.
+        config = library.api.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=[])
         try:
             self._nixl = library.api.nixl_agent(agent, config)
+            self._nixl.create_backend(backend.name, dict(backend.parameters))
         except Exception as error:
-            raise MoverError(f"cannot make a NIXL agent: {_text_of(error)}", Code.NIXL_UNAVAILABLE) from error
-        if "UCX" not in self._nixl.backends:
-            raise MoverError("cannot make a NIXL agent: there is no UCX plugin", Code.NIXL_UNAVAILABLE)
+            raise MoverError(
+                f"cannot make a NIXL agent of the backend {backend.name}: {_text_of(error)}",
+                Code.NIXL_UNAVAILABLE,
+            ) from error
         self._agent_ref = weakref.ref(self._nixl.agent)
 
     @property

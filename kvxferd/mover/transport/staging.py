@@ -8,8 +8,8 @@ chunks are in flight at once, so that copy and wire overlap.
 
 from __future__ import annotations
 
-import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from kvxferd.memory.driver import Driver
 from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, Transport, TransportError
 from kvxferd.mover.transport.buffers import PinnedBuffer, SlotPool, WordSlots
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
+from kvxferd.mover.transport.reply_agents import ReplyAgents
 from kvxferd.mover.transport.runs import packed_addresses, single_run, split_into_chunks
 from kvxferd.mover.transport.staging_source import StagingSource
 from kvxferd.plan import Runs
@@ -34,6 +35,7 @@ from kvxferd.wire.staging import (
     ChunkRefused,
     ChunkRelease,
     ChunkRequest,
+    GatherMessage,
     decode_staging_message,
 )
 
@@ -106,11 +108,13 @@ class StagedTransport:
         self._slots: SlotPool | None = None
         self._source: StagingSource | None = None
         self._stamp_slots: WordSlots | None = None
+        self._unused_slots: WordSlots | None = None
         self._reply_metadata = b""  # which a source loads to reply
-        self._chunk_numbers = itertools.count(1)
         self._requested: dict[int, tuple[AgentName, Chunk]] = {}
         self._refused: dict[int, str] = {}
         self._loaded_agents: set[AgentName] = set()
+        self.reply_agents = ReplyAgents(inner, self._loaded_agents.__contains__)
+        self.on_gather: Callable[[AgentName, GatherMessage], None] | None = None  # None: never gathers
 
     # --- calls that are passed on
 
@@ -132,6 +136,8 @@ class StagedTransport:
         return self._inner.metadata(spans)
 
     def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
+        if agent is not None and agent not in self._loaded_agents:
+            self.reply_agents.give_up(agent)
         name = self._inner.load_remote(metadata, agent)
         self._loaded_agents.add(name)
         return name
@@ -163,7 +169,7 @@ class StagedTransport:
     def _open_buffers(self, driver: Driver) -> StagingSource:
         """Make both buffers, or none."""
         slots = self._slot_bytes, self._num_slots
-        source = StagingSource(self._inner, driver, *slots, self._loaded_agents.__contains__)
+        source = StagingSource(self._inner, driver, *slots, self.reply_agents)
         try:
             self._pinned = PinnedBuffer(self._inner, driver, self._slot_bytes * self._num_slots)
         except BaseException:
@@ -190,7 +196,7 @@ class StagedTransport:
 
     def poll(self, handle: ReadHandle) -> bool:
         if not isinstance(handle, StagedRead):
-            if self._source is not None:
+            if self._source is not None or self.on_gather is not None:
                 self._serve_notifications()
             return self._inner.poll(handle)
         if not handle.done:
@@ -205,7 +211,7 @@ class StagedTransport:
             self._inner.release(handle)
 
     def progress(self) -> None:
-        if self._source is not None or self._requested:
+        if self._source is not None or self._requested or self.on_gather is not None:
             self._serve_notifications()
         else:
             self._inner.progress()
@@ -254,8 +260,8 @@ class StagedTransport:
             self._post_read(read, chunk, chunk.runs.remote, read.kinds)
 
     def _request_chunk(self, read: StagedRead, chunk: Chunk) -> None:
-        chunk.state, chunk.number = ChunkState.REQUESTED, next(self._chunk_numbers)
-        self._open_stamp_slots()
+        chunk.state, chunk.number = ChunkState.REQUESTED, new_request_number()
+        self._open_reply_metadata()
         request = ChunkRequest(
             number=chunk.number,
             addresses=chunk.runs.remote.astype("<u8").tobytes(),
@@ -268,8 +274,13 @@ class StagedTransport:
     def _open_stamp_slots(self) -> WordSlots:
         if self._stamp_slots is None:
             self._stamp_slots = WordSlots(self._inner)
-            self._reply_metadata = self._inner.metadata([self._stamp_slots.span])
         return self._stamp_slots
+
+    def _open_reply_metadata(self) -> None:
+        """Describe memory that nothing uses: who has the metadata can write there, over no stamp."""
+        if self._unused_slots is None:
+            self._unused_slots = WordSlots(self._inner)
+            self._reply_metadata = self._inner.metadata([self._unused_slots.span])
 
     def _post_read(self, read: StagedRead, chunk: Chunk, remote: Any, kinds: ReadKinds) -> None:
         runs = chunk.runs
@@ -434,6 +445,17 @@ class StagedTransport:
                     chunk.ready = message
                 else:
                     self._refused[message.number] = "it lends what cannot be"
+            case _:
+                if self.on_gather is not None:
+                    self.on_gather(agent, message)
+
+
+def new_request_number() -> int:
+    """Return the number of a request to a source. Who replies with it has received the request.
+
+    The name of an agent in a message is no proof: it is what its sender wrote.
+    """
+    return secrets.randbits(63)
 
 
 def _doubt_level(error: TransportError) -> int:

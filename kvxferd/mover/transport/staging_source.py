@@ -11,7 +11,6 @@ import ctypes
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,9 @@ import numpy as np
 from kvxferd.errors import EngineError
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Driver
-from kvxferd.mover.transport.base import Span, Transport, TransportError
+from kvxferd.mover.transport.base import Span, Transport
 from kvxferd.mover.transport.buffers import PinnedBuffer, SlotPool
+from kvxferd.mover.transport.reply_agents import ReplyAgents
 from kvxferd.mover.transport.runs import Uint64s, packed_addresses
 from kvxferd.wire.codec import encode
 from kvxferd.wire.staging import (
@@ -39,7 +39,6 @@ CHUNK_LEASE_S = 30.0  # a reader has read a chunk long before that
 # A reader requests a dozen chunks at a time; more than this are 5,000 reads waiting for one GPU.
 MAX_WAITING = 4096
 MAX_WAITING_PER_AGENT = 256
-READER_IDLE_S = 60.0  # after which a reader without requests is forgotten
 
 _ChunkKey = tuple[AgentName, int]
 
@@ -63,15 +62,11 @@ class StagingSource:
         driver: Driver,
         slot_bytes: int,
         num_slots: int,
-        is_loaded_elsewhere: Callable[[AgentName], bool],
+        readers: ReplyAgents,
     ) -> None:
-        """Raises DeviceError, TransportError.
-
-        `is_loaded_elsewhere`: whether an agent is loaded for another purpose, and must stay so.
-        """
-        self._transport = transport
+        """Raises DeviceError, TransportError."""
         self._driver = driver
-        self._is_loaded_elsewhere = is_loaded_elsewhere
+        self._readers = readers
         self._slot_bytes = slot_bytes
         self.pinned = PinnedBuffer(transport, driver, num_slots * (slot_bytes + STAMP_BYTES))
         self._stamps_address = self.pinned.address + num_slots * slot_bytes
@@ -79,7 +74,6 @@ class StagingSource:
         self._spans: list[Span] = []
         self._waiting: deque[_ChunkLease] = deque()
         self._leases: dict[_ChunkKey, _ChunkLease] = {}
-        self._readers: dict[AgentName, float] = {}  # loaded for replies, with the time of the last request
 
     def add(self, span: Span) -> None:
         """Serve this memory too."""
@@ -89,11 +83,11 @@ class StagingSource:
 
     def handle_request(self, agent: AgentName, request: ChunkRequest, now: float) -> None:
         """Queue a request, or refuse it."""
-        self._readers[agent] = now
         try:
             self._check_request(agent, request)
         except EngineError as error:
-            self._notify_reader(agent, request, ChunkRefused(number=request.number, message=error.message))
+            refused = ChunkRefused(number=request.number, message=error.message)
+            self._notify_reader(agent, request, refused, now)
             return
         self._waiting.append(_ChunkLease(agent, request))
 
@@ -141,13 +135,12 @@ class StagingSource:
                 self._driver.drop_event(lease.copy_event)
                 lease.copy_event = None
                 if lease.expires_at:
-                    self._send_ready(lease)
+                    self._send_ready(lease, now)
             if now >= lease.expires_at:
                 self._end_lease(key)
         while self._waiting and (slot := self.slots.acquire()) is not None:
             self._start_copy(self._waiting.popleft(), slot, now)
-        for agent in [a for a, used_at in self._readers.items() if now > used_at + READER_IDLE_S]:
-            self._forget_reader(agent)
+        self._readers.forget_idle(now)
 
     def _start_copy(self, lease: _ChunkLease, slot: int, now: float) -> None:
         lease.slot, lease.expires_at = slot, now + CHUNK_LEASE_S
@@ -163,14 +156,14 @@ class StagingSource:
     def _stamp_address(self, slot: int) -> int:
         return self._stamps_address + (slot - self.pinned.address) // self._slot_bytes * STAMP_BYTES
 
-    def _send_ready(self, lease: _ChunkLease) -> None:
+    def _send_ready(self, lease: _ChunkLease, now: float) -> None:
         ready = ChunkReady(
             number=lease.request.number,
             address=lease.slot,
             stamp_address=self._stamp_address(lease.slot),
             stamp=lease.stamp,
         )
-        if not self._notify_reader(lease.agent, lease.request, ready):
+        if not self._notify_reader(lease.agent, lease.request, ready, now):
             lease.expires_at = 0.0
 
     def _end_lease(self, key: _ChunkKey) -> None:
@@ -178,31 +171,13 @@ class StagingSource:
         ctypes.memmove(self._stamp_address(lease.slot), os.urandom(STAMP_BYTES), STAMP_BYTES)
         self.slots.release(lease.slot)
 
-    def _notify_reader(self, agent: AgentName, request: ChunkRequest, message: StagingMessage) -> bool:
-        """Send a reply; return whether it was sent. The reader is loaded from its request if need be."""
-        payload = encode(message)
-        try:
-            self._transport.notify(agent, payload)
-        except TransportError:
-            try:
-                if (name := self._transport.load_remote(request.metadata, agent)) != agent:
-                    _LOG.warning("chunk request with another agent's metadata: agent=%s of=%s", agent, name)
-                    return False
-                self._transport.notify(agent, payload)
-            except TransportError as error:
-                _LOG.warning("staging reply not sent: agent=%s reason=%s", agent, error.message)
-                return False
-        return True
-
-    def _forget_reader(self, agent: AgentName) -> None:
-        if any(lease.agent == agent for lease in (*self._leases.values(), *self._waiting)):
-            return
-        del self._readers[agent]
-        if not self._is_loaded_elsewhere(agent):
-            try:
-                self._transport.drop_remote(agent)
-            except TransportError as error:
-                _LOG.warning("agent not dropped: agent=%s reason=%s", agent, error.message)
+    def _notify_reader(
+        self, agent: AgentName, request: ChunkRequest, message: StagingMessage, now: float
+    ) -> bool:
+        """Send a reply; return whether it was sent."""
+        if why := self._readers.send(agent, request.metadata, encode(message), now):
+            _LOG.warning("staging reply not sent: agent=%s reason=%s", agent, why)
+        return not why
 
 
 def _requested_ranges(request: ChunkRequest) -> tuple[Uint64s, Uint64s]:

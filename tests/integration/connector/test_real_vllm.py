@@ -16,10 +16,16 @@ from typing import Any
 import pytest
 import torch
 
+from kvxferd.ids import EngineId, Rank
+from kvxferd.integrations.vllm import support
 from kvxferd.integrations.vllm.facts import AttentionFacts, StateFacts
 from kvxferd.integrations.vllm.request_params import ref_from_params
+from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
+from kvxferd.layout.presets.model_facts import key_and_value
+from kvxferd.plan import TransferTopology
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest
 from tests.support.daemon_fleet import DaemonUnderTest
+from tests.support.documented_commands import ROOT, commands_of
 from tests.support.vllm_caches import CPU, Deployment, Stretch, layer_views
 
 PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")
@@ -28,6 +34,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not PYTHON, reason="needs vLLM in an environment of its own: KVXFERD_VLLM_PYTHON"),
 ]
+PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, HEAD_SIZE = 3, 4, 2, 32
 
 
@@ -56,6 +63,8 @@ def test_tensors_have_the_shapes_and_strides_of_ours() -> None:
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
 def test_its_kernel_packs_a_block_as_our_reference_does(isa: str, block_tokens: int) -> None:
     found = ask("packing", isa, str(block_tokens))
+    if "missing" in found:
+        pytest.skip(found["missing"])
     tokens = found["tokens"]
     numbers = torch.arange(2 * tokens * NUM_HEADS * HEAD_SIZE, dtype=torch.int32) % 30000 + 1
     key, value = numbers.to(torch.int16).view(2, tokens, NUM_HEADS, HEAD_SIZE).transpose(1, 2)
@@ -82,6 +91,33 @@ def test_its_specs_are_read_as_the_stand_ins_are() -> None:
     shapes = ((3, 576), (16, 32, 16))
     dtypes = (("bfloat16", 2), ("float32", 4))
     assert state == repr(StateFacts("gdn_attn", shapes, dtypes, num_groups=4))
+
+
+PAIRS = [(1, 1), (2, 2), (1, 2), (1, 8), (2, 4), (2, 1), (4, 1), (8, 2), (8, 8)]
+
+
+def test_its_planning_code_reads_the_ranks_that_ours_reads() -> None:
+    """For attention without replicas: of several that hold the same, each chooses in its own way."""
+    found = ask("topology", *(f"{tp},{remote_tp}" for tp, remote_tp in PAIRS))
+    assert len(found) == len(PAIRS)
+    facts = ModelFacts("dense", 8, (LayerKind.FULL,), key_and_value(8, 4))
+    for (tp, remote_tp), (ratio, targets) in zip(PAIRS, found, strict=True):
+        deployment = {"num_blocks": 8, "block_tokens": 16}
+        remote = deploy(facts, tp=remote_tp, engine_id="remote", **deployment)
+        for rank, (spec, layout) in deploy(facts, tp=tp, engine_id="local", **deployment).items():
+            ours = TransferTopology(spec, layout)
+            ours.register_remote_ranks(remote[Rank(0, 0)][0], {r: held[1] for r, held in remote.items()})
+            assert ours.tp_ratio(remote_tp) == ratio
+            assert ours.target_remote_ranks(EngineId("remote")) == targets[rank.tp_rank]
+
+
+def test_its_base_class_calls_what_the_connector_defines() -> None:
+    found = ask("hooks")
+    assert not found["abstract"]
+    # vLLM 0.32 reports sleep to its backend alone.
+    assert set(found["unknown"]) <= {"unregister_kv_caches", "restore_kv_caches"}
+    assert found["unknown"] == [] or found["version"].startswith("0.32.")
+    assert found["differing"] == []
 
 
 def test_its_server_understands_what_the_connector_counts_alone_and_as_one_of_several() -> None:
@@ -124,3 +160,24 @@ def test_two_stages_and_the_first_request_are_published_at_each_position_of_mult
         assert ref_from_params(params).generation == generation, name
     handshakes = [ranks for ranks in found["siblings"] if ranks is not None]
     assert handshakes == [[[0, 0], [1, 0]]] * children.count("handshaking")
+
+
+def test_the_tables_of_what_is_supported_have_each_name_of_its() -> None:
+    found = ask("names")
+    assert set(found["caches"]) - {"AttentionSpec"} == {*support.CACHES, support.UNIFORM_SPEC}
+    assert set(found["backends"]) <= set(support.BACKENDS)
+    assert set(found["quantisation"]) == set(support.QUANT_MODES)
+    assert set(support.PARALLEL_SIZES) <= set(found["parallel"])
+
+
+def test_the_documents_name_flags_and_fields_of_its() -> None:
+    found = ask("flags")
+    if "missing" in found:
+        pytest.skip(found["missing"])
+    flags, fields = set(found), set(ask("names")["transfer"])
+    served = [c for page in PAGES for c in commands_of(page) if c.program == "vllm" and c.words[1] == "serve"]
+    assert served
+    for command in served:
+        assert {word for word in command.words if word.startswith("--")} <= flags
+        config = command.words[command.words.index("--kv-transfer-config") + 1]
+        assert set(json.loads(config)) <= fields

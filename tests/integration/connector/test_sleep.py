@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from kvxferd.errors import EngineError, KvxferdError
+from kvxferd.client import Region
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.integrations.vllm import sleep
+from kvxferd.integrations.vllm.worker import ConnectorWorker
+from kvxferd.memory.device import DeviceMemory
+from kvxferd.memory.fake_driver import FakeDriver
 from tests.support.connector_harness import EngineUnderTest
 from tests.support.daemon_fleet import DaemonUnderTest
 
@@ -44,6 +49,81 @@ def test_a_sleeping_cache_is_mapped_by_nobody_and_comes_back(engine: Make, daemo
     decode.decode("d-1", 8, [12, 13], params)
     assert not decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids
     assert (decode.bytes[[12, 13]] == 6).all()
+
+
+def test_a_pool_of_its_own_gives_its_memory_back_after_the_movers_and_has_it_before_them(
+    engine: Make,
+) -> None:
+    """vLLM's sleep mode frees what its own allocator made, and knows nothing of this pool."""
+    decode = engine("decode")
+    seen: list[tuple[str, bool]] = []
+
+    class Pool:
+        def release_memory(self) -> None:
+            seen.append(("released", decode.rank.memory_in_use))
+
+        def restore_memory(self) -> None:
+            seen.append(("restored", decode.rank.memory_in_use))
+
+    sleep.add_worker(decode.worker, decode.region, Pool())
+    try:
+        sleep.suspend_workers()
+        sleep.resume_workers(["weights"])
+        assert seen == [("released", False)]
+        sleep.resume_workers(["kv_cache"])
+        assert seen == [("released", False), ("restored", False)]
+        assert decode.rank.memory_in_use
+    finally:
+        sleep.remove_worker(decode.worker)
+
+
+def test_a_cache_whose_resume_had_no_reply_is_suspended_before_its_memory_is_given_back() -> None:
+    """The client goes on trying: a mover may map the memory meanwhile, and would keep what it was."""
+    calls: list[str] = []
+
+    class Worker:
+        is_suspended = False
+
+        def suspend(self) -> None:
+            calls.append("suspend")
+            self.is_suspended = True
+
+        def resume(self, regions: object) -> None:
+            calls.append("resume")
+            self.is_suspended = False
+            raise KvxferdError("no reply", Code.DEADLINE)
+
+    class Pool:
+        def release_memory(self) -> None:
+            calls.append("release")
+
+        def restore_memory(self) -> None:
+            calls.append("restore")
+
+    worker = cast(ConnectorWorker, Worker())
+    sleep.add_worker(worker, list, Pool())
+    try:
+        sleep.suspend_workers()
+        with pytest.raises(KvxferdError, match="no reply"):
+            sleep.resume_workers(None)
+        sleep.resume_workers(None)  # it is under way
+        sleep.suspend_workers()
+    finally:
+        sleep.remove_worker(worker)
+    assert calls == ["suspend", "release", "restore", "resume", "suspend", "release"]
+
+
+def test_memory_that_cannot_be_exported_again_stays_suspended(engine: Make) -> None:
+    decode = engine("decode")
+    decode.worker.suspend()
+    (region,) = decode.region()
+    driver = FakeDriver()
+    with pytest.raises(KvxferdError):
+        decode.worker.resume([Region(region.region, DeviceMemory(4096, region.memory.size_bytes, driver))])
+    assert decode.worker.is_suspended
+    decode.worker.suspend(timeout_s=1)
+    decode.worker.resume([region])
+    assert not decode.worker.is_suspended
 
 
 def test_a_rank_that_was_let_go_of_after_its_engine_gave_up_waiting_is_asleep(
@@ -94,9 +174,9 @@ class Told:
 
 def _mappings(daemon: DaemonUnderTest) -> list[str]:
     """The test's caches that movers map."""
-    return [
-        line
-        for pid in daemon.movers()
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
-        if "test-vllm" in line
-    ]
+    found: list[str] = []
+    for pid in daemon.movers():
+        with suppress(FileNotFoundError, ProcessLookupError):  # one that ended in the meantime maps nothing
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found += [line for line in maps.splitlines() if "test-vllm" in line]
+    return found

@@ -7,10 +7,18 @@ import os
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvxferd.core.ucx_log import TransportsUsed, is_about_connection, parse_transports
 from kvxferd.errors import Code
-from kvxferd.mover.disconnects import NO_WRITES_AFTER_DISCONNECT, transports_prove_over, ucx_tls_proves_over
+from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
+from kvxferd.mover.disconnects import (
+    NO_WRITES_AFTER_DISCONNECT,
+    provable_transports,
+    transports_prove_over,
+    ucx_tls_proves_over,
+)
 from kvxferd.mover.process import pull_engine
 from kvxferd.mover.supervisor.stderr_reader import StderrReader
 from kvxferd.mover.transport.base import TransportError
@@ -47,7 +55,7 @@ def lanes(groups: str, reach: str = "intra-node") -> TransportsUsed:
     ],
 )
 def test_every_connection_of_the_mover_must_prove_it(known: list[str], is_over: bool) -> None:
-    assert transports_prove_over([lanes(groups) for groups in known]) is is_over
+    assert transports_prove_over(DEFAULT_BACKEND, [lanes(groups) for groups in known]) is is_over
 
 
 @pytest.mark.parametrize(
@@ -67,13 +75,54 @@ def test_every_connection_of_the_mover_must_prove_it(known: list[str], is_over: 
     ],
 )
 def test_a_setting_proves_it_where_it_leaves_nothing_else(setting: str, is_over: bool) -> None:
-    assert ucx_tls_proves_over(setting) is is_over
+    assert ucx_tls_proves_over(DEFAULT_BACKEND, setting) is is_over
 
 
 def test_what_is_in_the_table_has_a_reason() -> None:
-    assert set(NO_WRITES_AFTER_DISCONNECT) == {"cma", "tcp", "self"}
-    assert all(NO_WRITES_AFTER_DISCONNECT.values())
+    assert {name: set(table) for name, table in NO_WRITES_AFTER_DISCONNECT.items()} == {
+        "UCX": {"cma", "tcp", "self"}
+    }
+    assert all(all(table.values()) for table in NO_WRITES_AFTER_DISCONNECT.values())
     assert is_about_connection("a new-reach cfg#9 am(tcp/lo)")
+
+
+PROVED_BY_UCX = [lanes("am(tcp/lo cma/memory) ka(tcp/lo)"), lanes("am(self/memory cma/memory)", "self")]
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_over"),
+    [
+        (Backend("UCX"), True),
+        (Backend("UCX", {"ucx_devices": "eth0"}), True),
+        # A read is split over workers or threads: one part's report proves nothing of another.
+        (Backend("UCX", {"num_workers": "2"}), False),
+        (Backend("UCX", {"num_threads": "4"}), False),
+        (Backend("UCX", {"ucx_devices": "eth0", "ucx_error_handling_mode": "none"}), False),
+        (Backend("UCX", {"of_a_later_version": "1"}), False),
+        (Backend("LIBFABRIC"), False),
+        (Backend("ucx"), False),
+        (Backend("Mooncake", {"ucx_devices": "eth0"}), False),
+    ],
+)
+def test_what_a_transport_proves_is_a_property_of_backend_and_parameters(
+    backend: Backend, is_over: bool
+) -> None:
+    assert transports_prove_over(backend, PROVED_BY_UCX) is is_over
+    assert ucx_tls_proves_over(backend, "cma,tcp,self") is is_over
+    assert bool(provable_transports(backend)) is is_over
+
+
+@given(
+    name=st.text(min_size=1).filter(lambda name: name != "UCX"),
+    parameters=st.dictionaries(st.sampled_from(["ucx_devices", "num_threads"]), st.text()),
+    setting=st.lists(st.sampled_from(["cma", "tcp", "self"])).map(",".join),
+)
+def test_another_backend_proves_nothing_whatever_ucx_is_told(
+    name: str, parameters: dict[str, str], setting: str
+) -> None:
+    backend = Backend(name, parameters)
+    assert not ucx_tls_proves_over(backend, setting)
+    assert not transports_prove_over(backend, PROVED_BY_UCX)
 
 
 # --- in the pull engine
@@ -169,18 +218,27 @@ async def test_lines_that_may_be_lost_or_cannot_be_read_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "is_over"),
+    ("environment", "parameters", "is_over"),
     [
-        pytest.param({}, True, id="as-logged"),
-        pytest.param({"UCX_LOG_LEVEL": "warn"}, False, id="not-logged"),
-        pytest.param({"UCX_LOG_LEVEL": "warn", "UCX_TLS": "tcp"}, True, id="by-setting"),
+        pytest.param({}, {}, True, id="as-logged"),
+        pytest.param({"UCX_LOG_LEVEL": "warn"}, {}, False, id="not-logged"),
+        pytest.param({"UCX_LOG_LEVEL": "warn", "UCX_TLS": "tcp"}, {}, True, id="by-setting"),
+        pytest.param({"UCX_TLS": "tcp"}, {"ucx_error_handling_mode": "peer"}, False, id="parameters"),
     ],
 )
 async def test_a_killed_source_leaves_doubt_where_the_transports_are_not_known(
-    read_way: str, environment: dict[str, str], is_over: bool, make_worker: Callable[..., Worker]
+    read_way: str,
+    environment: dict[str, str],
+    parameters: dict[str, str],
+    is_over: bool,
+    make_worker: Callable[..., Worker],
 ) -> None:
     """The doubt is about what the reads write: the blocks, or a chunk, which is lost and reported."""
-    async with Node("there", environment=environment) as there, Node("here", environment=environment) as here:
+    backend = Backend("UCX", parameters)
+    async with (
+        Node("there", environment=environment, backend=backend) as there,
+        Node("here", environment=environment, backend=backend) as here,
+    ):
         shape = {"blocks": 4096, "head_dim": 256, "layers": 4}
         source = await serve(there, make_worker("P", **shape))
         reader = await sink(here, make_worker("D", **shape), [source])

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvxferd.ids import AgentName
+from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadKinds, Span, Transport, TransportError
 from kvxferd.mover.transport.nixl import NixlTransport, import_library
 from kvxferd.plan import Runs
@@ -182,7 +183,7 @@ def nothing_left() -> None:
     """The reader's agent lives in this process and connects as it likes; peers go with the module."""
 
 
-@pytest.fixture(scope="module", params=["memory", "cma", "tcp"])
+@pytest.fixture(scope="module", params=["memory", "cma", "tcp", "tcp with parameters"])
 def built(request: pytest.FixtureRequest) -> Iterator[World]:
     if request.param == "memory":
         fabric = Fabric()
@@ -190,15 +191,21 @@ def built(request: pytest.FixtureRequest) -> Iterator[World]:
         yield made
         made.end()
         return
-    environment = {"UCX_TLS": "tcp"} if request.param == "tcp" else {}
+    environment = {"UCX_TLS": "tcp"} if request.param.startswith("tcp") else {}
+    backend = (
+        Backend("UCX", {"ucx_error_handling_mode": "peer"})
+        if "parameters" in request.param
+        else DEFAULT_BACKEND
+    )
     patch = pytest.MonkeyPatch()
     for name, value in environment.items():
         patch.setenv(name, value)
-    transport = NixlTransport(import_library(), AgentName(f"reader/{request.param}-{os.getpid()}"))
+    name = AgentName(f"reader/{request.param.replace(' ', '-')}-{os.getpid()}")
+    transport = NixlTransport(import_library(), name, backend)
     patch.undo()
     made = World(transport, lambda name: NixlPeer(name, environment))
     # Which transports are there is known from the setting alone here; a mover asks its daemon for the others.
-    made.proves = bool(environment)
+    made.proves = bool(environment) and not backend.parameters
     yield made
     made.end()
 

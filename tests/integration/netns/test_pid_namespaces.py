@@ -59,6 +59,12 @@ def needs_namespaces() -> None:
         pytest.skip("no PID namespaces here")
 
 
+@pytest.fixture(autouse=True)
+def as_a_unit_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A shell may set it, and then what UCX logs has no buffer to wait in.
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+
 def slow_lanes(said: dict) -> list[str]:
     ranks = [rank for engine in said["node"]["engines"] for rank in engine["ranks"]]
     return [lanes["lanes"] for rank in ranks for lanes in rank["lanes"] if lanes["slow"]]

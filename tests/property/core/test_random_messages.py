@@ -147,6 +147,7 @@ class Chaos:
             return self.struct(hint, numbers)
         pools: dict[Any, list[Any]] = {int: INTS, float: FLOATS, str: STRINGS, bytes: BYTES}
         pools |= {bool: [True, False], type(None): [None], Rank: POOLS["rank"]}
+        pools[msgspec.UnsetType] = [msgspec.UNSET]
         return self.pick(pools[hint])
 
     def special(self, name: str, numbers: list[int]) -> Any:

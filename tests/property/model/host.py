@@ -381,6 +381,7 @@ class Host:
                 | fx.SaveOwnerships()
                 | fx.ClosePeerConnection()
                 | fx.EmitRecord()
+                | fx.TraceGrant()
             ):
                 pass
 

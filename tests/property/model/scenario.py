@@ -8,6 +8,7 @@ from kvxferd.core import Settings
 
 # Powers of two and their sums: clocks are exact, so that equal states are found equal.
 SETTINGS = Settings(
+    deadline_notice_s=0.0,  # what is asked then changes messages alone, and each state would have it
     lease_s=6.0,  # renewed every second
     max_hold_s=16.0,
     unknown_wait_s=1.0,

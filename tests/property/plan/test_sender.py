@@ -19,7 +19,9 @@ from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import GroupKind, PackedBlocks, RankLayout, TokenShard, pack_ids
 from kvxferd.plan import Expander, Plan, Runs, SenderPlan, make_plan, sender_plan
 from kvxferd.plan.plan import BlockGeometry, GroupRead
-from kvxferd.plan.sender import SendPattern, SendRuns, pattern_runs, sender_plans
+from kvxferd.plan.send_pattern import SendPattern
+from kvxferd.plan.send_runs import SendRuns, pattern_runs
+from kvxferd.plan.sender import sender_plans
 from kvxferd.plan.token_segments import common_segments
 from tests.support import brute_force
 from tests.support.layout_strategies import (

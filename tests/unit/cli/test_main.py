@@ -8,7 +8,9 @@ import pytest
 
 import kvxferd
 from kvxferd.config import SETTINGS, flag_name
-from kvxferd.tooling.output import format_bytes, format_duration, plain_text
+from kvxferd.config.sample import sample_comments
+from kvxferd.tooling.output import format_bytes, format_count, format_duration, plain_text
+from tests.support.verb_harness import run
 
 
 def kvxferd_process(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -77,3 +79,44 @@ def test_times(seconds: float, want: str) -> None:
 
 def test_names_from_outside_cannot_steer_a_terminal() -> None:
     assert plain_text("[red]\x1b[2Jx").plain == "[red]\N{REPLACEMENT CHARACTER}[2Jx"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["statsu"], "No such command 'statsu'. Did you mean status?"),
+        (["config", "chek"], "No such command 'chek'. Did you mean check?"),
+        (["zzz"], "No such command 'zzz'."),
+        (["\x1b[2Jstatus"], "No such command '\\x1b[2Jstatus'. Did you mean status?"),
+        (["status", "--sokcet", "x"], "'--socket'"),
+    ],
+)
+async def test_a_mistyped_verb_or_option_is_an_error_with_a_hint(arguments: list[str], hint: str) -> None:
+    result = await run(*arguments)
+    assert result.exit_code == 2
+    assert hint in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+async def test_serve_help_explains_each_setting_as_the_sample_does() -> None:
+    text = " ".join((await run("serve", "--help")).stdout.split())
+    comments = sample_comments()
+    assert set(comments.keys) == set(SETTINGS)
+    for section in {setting.section for setting in SETTINGS.values()}:
+        assert text.count(f"Settings of [{section}]:") == 1
+    for key, setting in SETTINGS.items():
+        flag = text.index(f"{flag_name(key)} VALUE")
+        entry = text[flag : text.index("Default:", flag)]
+        # The help breaks lines behind hyphens and slashes too.
+        squeezed = entry.replace(" ", "")
+        assert comments.keys[key].replace(" ", "") in squeezed or "As above." in entry, key
+        assert f"Value: {setting.expected_as_text}.".replace(" ", "") in squeezed
+    for text_of_table in comments.sections.values():
+        assert text_of_table.replace(" ", "") in text.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("count", "want"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), (1500, "1,500 ranks")]
+)
+def test_counts(count: int, want: str) -> None:
+    assert format_count(count, "rank") == want

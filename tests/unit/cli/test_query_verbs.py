@@ -15,7 +15,7 @@ from tests.support.node_samples import StillNode
 from tests.support.topology_samples import listing_of
 from tests.support.verb_harness import daemon, run
 
-TABLES = ["status", "engines", "peers", "transfers"]
+TABLES = ["status", "engines", "peers", "transfers", "history"]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,8 @@ TABLES = ["status", "engines", "peers", "transfers"]
                 "1 running, 4 quarantined",
                 "1: 1 for readers; 4 pulls in doubt",
                 "2 recorded, 1 without ranks here; 2 ranks kept",
+                "2 pulls, 699 kB/s in",
+                "1 of 3 pulls (33.3 %): 1 lease-expired; most from tcp://10.0.0.2:9441",
             ],
         ),
         (
@@ -40,7 +42,33 @@ TABLES = ["status", "engines", "peers", "transfers"]
         ("peers", ["tcp://10.0.0.2:9441", "up", "prefill-0@g7 (8 ranks)"]),
         (
             "transfers",
-            ["req-1", "granted", "req-3", "wire", "12.5 s", "req-0", "75% covering, 25% direct", "9 ms"],
+            [
+                "req-1",
+                "granted",
+                "req-3",
+                "wire",
+                "12.5 s",
+                "req-0",
+                "50% covering, 25% gathered, 25% direct",
+                "9 ms",
+                "lease-expired",
+                "Why pulls failed",
+                "cannot pull",
+            ],
+        ),
+        (
+            "history",
+            [
+                "req-0",
+                "decode-0 pp0.tp1",
+                "tcp://10.0.0.2:9441",
+                "1.0 MiB",
+                "wire 10 ms",
+                "lease-expired",
+                "5.0 MiB",
+                "slowest",
+                "in grant: cannot pull",
+            ],
         ),
     ],
 )
@@ -181,7 +209,7 @@ async def test_transfers_has_the_last_pulls_with_their_ways(tmp_path: Path) -> N
         result = await run("transfers", "--json", "--socket", config.control.socket)
     ended = json.loads(result.stdout)["ended_pulls"]
     assert ended
-    assert {"direct": 1 << 18, "covering": 3 << 18, "gathered": 0} in [one["ways"] for one in ended]
+    assert {"direct": 1 << 18, "covering": 2 << 18, "gathered": 1 << 18} in [one["ways"] for one in ended]
 
 
 @pytest.mark.parametrize(

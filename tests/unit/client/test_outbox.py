@@ -83,6 +83,23 @@ def test_deadlines_and_leases_are_those_of_the_moment_of_sending() -> None:
     assert (pull.deadline_s, publish.lease_s) == (17.5, 47.5)
 
 
+def test_a_daemon_of_an_older_version_is_sent_no_field_that_it_does_not_know() -> None:
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    for version, of_pull, of_publish in ((1, "", ""), (2, traceparent, ""), (4, traceparent, traceparent)):
+        queue = Queue()
+        queue.outbox.queue(
+            queue.pulls.add(REF.with_trace(traceparent), BLOCKS, 32, 30.0, lambda number: None)
+        )
+        queue.publish(expires_at=60.0).traceparent = traceparent
+        queue.outbox.queue(worker.Prepare(ref=REF.with_trace(traceparent)))
+        sent = [queue.outbox.pop(True, 1, version, 2.0) for _ in range(3)]
+        pull, publish, prepare = (outgoing.message for outgoing in sent if outgoing is not None)
+        assert isinstance(pull, worker.Pull)
+        assert isinstance(publish, worker.Publish)
+        assert isinstance(prepare, worker.Prepare)
+        assert (pull.ref.trace, prepare.ref.trace, publish.traceparent) == (of_pull, of_pull, of_publish)
+
+
 def test_what_has_ended_before_its_turn_is_not_sent() -> None:
     queue = Queue()
     cancelled, late = queue.pull(deadline=30.0), queue.pull(deadline=5.0)

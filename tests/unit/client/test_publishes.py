@@ -37,6 +37,24 @@ def test_the_fence_word_is_there_before_the_publish_is_sent(stage: Stage) -> Non
     assert json.loads(ref.to_json()) == ref.to_dict()
 
 
+def test_the_requests_trace_goes_to_the_daemon_and_into_the_reference(stage: Stage) -> None:
+    rank = stage.rank(version=4)
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    ref = rank.publish("req-1", blocks(), num_tokens=48, traceparent=traceparent)
+    assert stage.side.expect(worker.Publish).traceparent == traceparent
+    assert json.loads(ref.to_json())["traceparent"] == traceparent
+    plain = rank.publish("req-2", blocks(), num_tokens=48, traceparent="not one")  # ignored
+    assert stage.side.expect(worker.Publish).traceparent == ""
+    assert "traceparent" not in plain.to_dict()
+    others = f"00-{'a' * 32}-{'c' * 16}-00"
+    rank.pull(ref, blocks(), num_tokens=48, deadline_s=9)
+    assert stage.side.expect(worker.Pull).ref.trace == traceparent
+    rank.pull(ref, blocks(), num_tokens=48, deadline_s=9, traceparent=others)
+    assert stage.side.expect(worker.Pull).ref.trace == others
+    rank.pull(ref, blocks(), num_tokens=48, deadline_s=9, traceparent="not one")
+    assert stage.side.expect(worker.Pull).ref.trace == traceparent
+
+
 def test_the_lease_is_the_daemons_unless_named(stage: Stage) -> None:
     rank = stage.rank(lease_s=45.0)
     rank.publish("req-1", blocks(), num_tokens=48)
@@ -93,7 +111,7 @@ def test_a_live_transfer_id_is_taken(stage: Stage) -> None:
 
 def test_long_lists_travel_in_parts_before_their_publish(stage: Stage) -> None:
     rank = stage.rank()
-    ids = np.arange(300_000, dtype=np.int32)
+    ids = np.arange(300_000, dtype=np.int32) % 16
     rank.publish("long", {"full": BlockList(ids=ids)}, num_tokens=300_000 * 16)
     rank.publish("short", blocks(), num_tokens=48)
     assembly, num_parts = BlockIdAssembly(), 0
@@ -119,7 +137,7 @@ def test_ids_may_be_changed_once_publish_has_returned(stage: Stage) -> None:
 @pytest.mark.parametrize("count", [0, 3, 300_000])
 def test_lent_ids_are_sent_as_they_are(stage: Stage, count: int) -> None:
     rank = stage.rank()
-    ids = np.arange(count, dtype=np.int32)
+    ids = np.arange(count, dtype=np.int32) % 16
     rank.publish("req-1", {"full": BlockList(ids=ids, borrowed=True)}, num_tokens=max(1, count * 16))
     assembly = BlockIdAssembly()
     while isinstance(message := stage.side.receive()[0], BlockIds):

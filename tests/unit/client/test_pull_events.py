@@ -144,7 +144,7 @@ def test_a_daemon_that_keeps_the_deadline_itself_is_believed(stage: Stage) -> No
 
 def test_long_lists_cost_the_caller_next_to_nothing(stage: Stage) -> None:
     rank = stage.rank()
-    ids = np.arange(65_536, dtype=np.int32)  # a million tokens
+    ids = np.arange(65_536, dtype=np.int32) % 16  # a million tokens
     best = min(_seconds_of_a_pull(rank, ids) for _ in range(20))
     assert best < 0.005
     assert len(stage.side.expect(worker.Pull).blocks["full"]) == len(ids)
@@ -152,7 +152,7 @@ def test_long_lists_cost_the_caller_next_to_nothing(stage: Stage) -> None:
 
 def test_a_lent_list_is_not_copied_and_comes_back_with_a_failure(stage: Stage) -> None:
     rank = stage.rank()
-    ids = np.arange(65_536, dtype=np.int32)
+    ids = np.arange(65_536, dtype=np.int32) % 16
     rank.pull(REF, {"full": BlockList(ids=ids, borrowed=True)}, num_tokens=1_048_576, deadline_s=30.0)
     pull = stage.side.expect(worker.Pull)
     assert pull.blocks["full"].ids == ids.tobytes()

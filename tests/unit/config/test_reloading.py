@@ -14,6 +14,8 @@ import pytest
 from kvxferd.config import RELOADABLE, SETTINGS, Config, load_config, merge_reloaded
 from kvxferd.control.core_settings import settings_of
 from kvxferd.control.node_admin import NodeAdmin
+from kvxferd.control.node_checks import NodeChecks
+from kvxferd.core.allowlist import ALLOW_ALL
 from kvxferd.core.node import Node
 from kvxferd.daemon import Daemon
 from kvxferd.errors import ConfigError
@@ -74,6 +76,7 @@ async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daem
         settings=settings_of(running, daemon._allowlist),
         new_token=lambda: "token",
     )
+    daemon._node_checks = NodeChecks(daemon._node, daemon._engines_by_pid)
     daemon._has_node = daemon._is_serving = True
     daemon._make_movers(())
     daemon._admin = NodeAdmin(
@@ -143,3 +146,9 @@ async def test_what_a_reload_could_not_do_the_next_one_does() -> None:
             daemon._on_hangup()
             daemon._admin = admin
             assert set(daemon.reload().changed) == {"worker.allowed_uids", "log.level"}
+
+
+@pytest.mark.parametrize("read", ["auto", "direct", "covering", "gathered"])
+def test_a_node_gathers_where_its_movers_do(read: str) -> None:
+    """With any other setting its greeting is that of the last version, byte for byte."""
+    assert settings_of(config(mover__read=read), ALLOW_ALL).gathers == (read == "gathered")

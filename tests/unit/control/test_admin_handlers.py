@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
+from kvxferd.config import LogConfig
 from kvxferd.control.http_routes import ROUTES, Access
+from kvxferd.control.operator_log import command_of
+from kvxferd.telemetry.logs import configure_logs
 from tests.support.http_harness import config_in, over_tcp, over_unix, serving
 from tests.support.node_samples import PEER, StillNode
 from tests.support.other_user import NOBODY, needs_root, open_directory, script
@@ -77,7 +87,12 @@ async def test_warnings_do_not_make_a_node_unready(tmp_path: Path) -> None:
     node.warned = ["the peer socket is open"]
     async with serving(config, node), over_unix(config) as client, client.get("/readyz") as response:
         assert response.status == 200
-        assert await response.json() == {"ready": True, "reasons": [], "warnings": node.warned}
+        answer = await response.json()
+        active = answer.pop("active_warnings")
+        assert answer == {"ready": True, "reasons": [], "warnings": node.warned}
+        assert [(w["kind"], w["message"], w["since"]) for w in active] == [
+            ("peer-socket-open", "the peer socket is open", 1_790_000_000.0)
+        ]
 
 
 @pytest.mark.parametrize("route", ADMIN_ROUTES, ids=lambda route: route.path)
@@ -120,3 +135,51 @@ async def status_as(uid: int, gid: int, *arguments: str) -> str:
     )
     out, _ = await asyncio.wait_for(process.communicate(), 30)
     return out.decode().strip()
+
+
+@pytest.fixture
+def json_log() -> Iterator[io.StringIO]:
+    """The log of this process, errors alone and as JSON."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    stream = io.StringIO()
+    configure_logs(LogConfig(level="error", format="json"), stream)
+    yield stream
+    structlog.reset_defaults()
+    root.handlers, root.level = handlers, level
+
+
+async def test_each_request_for_a_change_is_logged_with_its_caller(
+    tmp_path: Path, json_log: io.StringIO
+) -> None:
+    config = config_in(tmp_path)
+    async with serving(config, StillNode()), over_unix(config) as client:
+        await client.get("/v1/status")
+        await client.post("/v1/transfers/cancel", json={"transfer_id": "req-1\u001b[2J"})
+        await client.post("/v1/pulls/cancel", params={"pull": "9", "note": "x" * 1500})
+        await client.post("/v1/drain", json={"token": "hunter2"})
+    lines = [json.loads(line) for line in json_log.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["operator request"] * 3  # at the level of errors, too
+    for line in lines:
+        assert (line["uid"], line["pid"]) == (os.geteuid(), os.getpid())
+        assert "pytest" in line["command"]
+        assert line["arguments"].isprintable()
+        assert len(line["arguments"]) <= 1000
+    assert [line["request"] for line in lines] == [
+        "POST /v1/transfers/cancel", "POST /v1/pulls/cancel", "POST /v1/drain",
+    ]  # fmt: skip
+    assert "req-1" in lines[0]["arguments"]
+    assert "hunter2" not in json.dumps(lines)
+
+
+def test_the_command_line_of_a_caller_is_one_printable_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()", "--password", "hunter2", "\x1b]0;x\n"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        while "stdin" not in (said := command_of(process.pid)):  # before its exec it is this process
+            assert process.poll() is None
+        assert process.stdin is not None
+        process.stdin.close()
+    assert said.isprintable()
+    assert "hunter2" not in said
+    assert len(said) <= 200
+    assert command_of(0) == command_of(-1) == command_of(1 << 30) == ""

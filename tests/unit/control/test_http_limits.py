@@ -20,8 +20,9 @@ from kvxferd.control.http_rate_limit import HttpRateLimiter
 from kvxferd.control.http_server import HttpServer
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.telemetry.metrics import Metrics
+from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from tests.support.http_harness import config_in, over_tcp, over_unix
-from tests.support.node_samples import StillNode
+from tests.support.node_samples import StillNode, node_warning
 from tests.support.other_user import NOBODY, needs_root, open_directory
 
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: kvxferd\r\n\r\n"
@@ -168,8 +169,8 @@ async def test_a_client_that_waits_is_closed(
 class Large(StillNode):
     """Its page is larger than what sockets hold by themselves."""
 
-    def warnings(self) -> list[str]:
-        return ["x" * (8 << 20)]
+    def warnings(self) -> list[NodeWarning]:
+        return [node_warning("x" * (8 << 20))]
 
 
 async def test_a_client_that_reads_nothing_is_closed_and_costs_bounded_memory(

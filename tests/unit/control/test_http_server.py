@@ -23,7 +23,8 @@ async def test_reading_is_the_same_on_both(tmp_path: Path) -> None:
     async with serving(config, StillNode()) as server, over_tcp(server) as tcp, over_unix(config) as unix:
         for path in (route.format(engine_id=SOURCE) for route in READ_ROUTES):
             for client in (tcp, unix):
-                async with client.get(path) as answer:
+                query = {"id": "req-1"} if path == "/transfers" else {}
+                async with client.get(path, params=query) as answer:
                     assert answer.status == 200, path
         async with tcp.get("/metrics") as answer:
             assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -57,6 +58,7 @@ async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
                 "ready": False,
                 "reasons": ["nixl cannot be imported"],
                 "warnings": [],
+                "active_warnings": [],
             }
         async with client.get("/healthz") as answer:
             assert answer.status == 200

@@ -60,7 +60,7 @@ def test_pulls_are_counted_for_the_ranks_user() -> None:
     (sink,) = world.engine(world.host("b"), "decode")
     mover_of(sink).hold = True
     sink.pull(source.publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert sink.host.node.pulls._admission.inflight_bytes > 0
+    assert sink.host.node.pulls.admission.inflight_bytes > 0
     mover_of(sink).die()
 
 

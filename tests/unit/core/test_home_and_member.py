@@ -89,6 +89,30 @@ def test_without_its_home_a_rank_is_refused_with_a_reason(world):
     assert refused.code is Code.HOME_UNREACHABLE
 
 
+def test_a_rank_that_wakes_without_its_home_stays_suspended_and_wakes_with_it(world, spread):
+    stages, sink = spread
+    member = stages[1]
+    member.say(wk.Suspend())
+    assert member.heard(wk.Suspended)
+    world.cut |= {("p0", "p1"), ("p1", "p0")}
+    region = member.layout.regions[0]
+    exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
+    member.say(wk.Resume(request=2, regions=exports, incarnation="second"))
+    world.advance(11)
+    (refused,) = member.heard(wk.Refused)
+    assert (refused.request, refused.code) == (2, Code.HOME_UNREACHABLE)
+    assert not [mover for mover in member.host.movers.values() if mover.alive]
+    world.cut.clear()
+    member.say(wk.Resume(request=3, regions=exports, incarnation="third"))
+    world.advance(2)
+    assert [reply.request for reply in member.heard(wk.Registered)] == [1, 3]
+    for stage in stages:
+        stage.fill(IDS, TOKENS, seed=1)
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    member.say(wk.Ready(transfer_id="t1", incarnation="third"))
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
 def test_a_home_refuses_a_rank_that_disagrees(world):
     home, other = world.host("p0"), world.host("p1")
     spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)

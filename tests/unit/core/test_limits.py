@@ -105,7 +105,7 @@ def test_what_every_end_of_a_pull_takes_off_the_load():
     source = world.engine(world.host("p"), "prefill")[0]
     sink = world.engine(world.host("d"), "decode")[0]
     (mover,) = sink.host.movers.values()
-    load = sink.host.node.pulls._admission
+    load = sink.host.node.pulls.admission
     assert delivers(world, source, sink, "delivered")
     sink.pull(msgspec.structs.replace(source.publish("r", IDS, TOKENS), nonce="x"), SINK_IDS, TOKENS)
     mover.hold = True

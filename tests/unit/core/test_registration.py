@@ -270,6 +270,40 @@ def test_a_refusal_to_bind_of_a_mover_that_is_the_ranks_no_more(world):
     assert len(worker.heard(wk.Registered)) == 2
 
 
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_a_rank_whose_resume_is_refused_may_be_resumed_again(world, is_bound):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    (mover,) = host.movers.values()
+    worker.say(wk.Suspend())
+    assert worker.heard(wk.Suspended)
+    assert not mover.alive
+    for number in range(2):
+        exports = (wk.RegionExport(worker.layout.regions[0].region, worker.layout.regions[0].size_bytes, 0),)
+        message = wk.Resume(request=2 + number, regions=exports, incarnation=f"n{number}")
+        effects = host.node.feed(ev.WorkerMessage(worker.session, message), world.now)
+        assert [e for e in effects if isinstance(e, fx.RequestMover)]
+        refusal = Refusal(Code.NIXL_UNAVAILABLE, "no mover")
+        if is_bound:
+            assigned = ev.MoverAssigned(
+                worker.session, MoverId(90 + number), AgentName(f"a/{number}"), "nixl"
+            )
+            host.node.feed(assigned, world.now)
+            acknowledged = wk.MoverAcknowledged(number=2 + number)
+            host.node.feed(ev.WorkerMessage(worker.session, acknowledged), world.now)
+            refused = mv.BindRefused(code=refusal.code, message=refusal.message)
+            effects = host.node.feed(ev.MoverMessage(MoverId(90 + number), refused), world.now)
+            assert [e.mover for e in effects if isinstance(e, fx.KillMover)] == [90 + number]
+            host.node.feed(ev.MoverDied(MoverId(90 + number)), world.now)
+        else:
+            effects = host.node.feed(ev.MoverUnavailable(worker.session, refusal), world.now)
+        replies = [e.message for e in effects if isinstance(e, fx.SendToWorker)]
+        assert [(r.request, r.code) for r in replies] == [(2 + number, Code.NIXL_UNAVAILABLE)]
+        host.node.check_integrity()
+    resume(worker, request=4, incarnation="last")
+    assert [m.request for m in worker.heard(wk.Registered)] == [1, 4]
+
+
 def test_a_pull_of_a_suspended_rank_fails_at_once(world):
     source = world.engine(world.host("p"), "prefill")[0]
     sink = world.engine(world.host("d"), "decode")[0]

@@ -99,7 +99,7 @@ def test_an_engine_that_spans_daemons_of_version_1(world: World1, newest: int) -
     else:
         assert ended is None or ended.code is Code.TRANSFER_NOT_READY
     assert home.node.route_versions.version_of(b"member") == 1
-    assert home.node.route_versions.version_of(b"c") == 2
+    assert home.node.route_versions.version_of(b"c") == 3
 
 
 def test_what_was_agreed_on_is_kept_for_each_connection() -> None:
@@ -108,8 +108,10 @@ def test_what_was_agreed_on_is_kept_for_each_connection() -> None:
     a, b = world.host("a"), world.host("b")
     (source,), (sink,) = world.engine(a, "prefill"), world.engine(b, "decode")
     move(world, source, sink, "t1")
-    assert {session.version for host in (a, b) for session in host.node.sessions.values()} == {2}
-    assert (a.node.route_versions.version_of(b"b"), b.node.peers.version_of(a.endpoint)) == (2, 2)
+    assert {session.version for host in (a, b) for session in host.node.sessions.values()} == {
+        wk.WORKER_VERSIONS.newest
+    }
+    assert (a.node.route_versions.version_of(b"b"), b.node.peers.version_of(a.endpoint)) == (3, 3)
 
 
 def test_a_peer_that_chooses_a_version_not_offered_is_refused() -> None:
@@ -139,5 +141,5 @@ def test_routes_are_bounded_and_those_in_use_stay() -> None:
     for number in range(MAX_ROUTES + 10):
         routes.set_version(number.to_bytes(4, "little"), 2)
         assert routes.version_of(b"used") == 2
-    assert len(routes._versions) == MAX_ROUTES
+    assert len(routes._greetings) == MAX_ROUTES
     assert routes.version_of(b"never greeted") == 1

@@ -9,6 +9,7 @@ import pytest
 from kvxferd.explain import advice as advice_module
 from kvxferd.explain.advice import advise, with_advice
 from kvxferd.explain.analysis import Explanation, explain_pair
+from kvxferd.tooling.output import format_duration
 from tests.support.explained_pairs import described, explained
 
 _ADVICE = re.compile(
@@ -88,3 +89,16 @@ def test_large_engines_are_not_planned_over_and_over(monkeypatch: pytest.MonkeyP
     found = explained("llama-3-8b", "llama-3-8b,layout=NHD")
     monkeypatch.setattr(advice_module, "MAX_DECODE_RANKS", 0)
     assert advise(found) == "none: other layouts are tried for at most 0 decode ranks"
+
+
+def test_an_advice_names_what_is_gained_where_blocks_lie_in_a_row() -> None:
+    """Posting dominates both ways for scattered blocks of 8 KiB; in a row the equal layouts' runs merge."""
+    before = explained("llama-3-70b,tp=4", "llama-3-70b,tp=4,layout=NHD")
+    after = explained("llama-3-70b,tp=4", "llama-3-70b,tp=4")
+    assert before.predicted_s < 1.2 * after.predicted_s
+    assert before.predicted_in_a_row_s > 3 * after.predicted_in_a_row_s
+    assert after.predicted_in_a_row_s < after.predicted_s
+    assert advise(before).endswith(
+        f"where no blocks are neighbours, and {format_duration(after.predicted_in_a_row_s)} in place of "
+        f"{format_duration(before.predicted_in_a_row_s)} where they lie in a row"
+    )

@@ -153,3 +153,67 @@ def test_torch_may_free_when_the_pool_is_long_gone(driver: FakeDriver) -> None:
     with pytest.raises(DeviceError) as raised:
         driver.allocation_range(address)
     assert raised.value.code is Code.DEVICE_ERROR
+
+
+def test_memory_goes_and_comes_back_at_the_same_addresses(driver: FakeDriver) -> None:
+    """What torch and the pool itself have allocated, as sleep needs it."""
+    uuid = FAKE_DEVICES[0].uuid
+    pool = DevicePool(uuid, driver)
+    torchs = pool.torch_pool()
+    own, tensor = pool.allocate(GRANULARITY).address, torchs.allocate(2 * GRANULARITY, 0)
+    assert tensor is not None
+    write(driver, tensor, b"lost")
+    before = driver.used_bytes(uuid)
+    for _ in range(2):
+        pool.release_memory()
+    assert pool.num_bytes == 0
+    assert driver.used_bytes(uuid) == before - 3 * GRANULARITY
+    for address in (own, tensor):
+        with pytest.raises(DeviceError):
+            driver.allocation_range(address)
+    for _ in range(2):
+        pool.restore_memory()
+    assert pool.num_bytes == 3 * GRANULARITY
+    assert driver.used_bytes(uuid) == before
+    assert read(driver, tensor, 4) == bytes(4), "new memory"
+    assert DeviceMemory(tensor, 2 * GRANULARITY, driver).allocations == ((tensor, 2 * GRANULARITY),)
+    torchs.functions[1](tensor, 2 * GRANULARITY, 0, None)
+    pool.close()
+    assert pool.num_bytes == 0
+
+
+def test_torch_may_free_while_the_memory_is_away(driver: FakeDriver) -> None:
+    pool = DevicePool(FAKE_DEVICES[0].uuid, driver)
+    torchs = pool.torch_pool()
+    kept, freed = torchs.allocate(GRANULARITY, 0), torchs.allocate(GRANULARITY, 0)
+    pool.release_memory()
+    torchs.functions[1](freed, GRANULARITY, 0, None)
+    pool.restore_memory()
+    assert pool.num_bytes == GRANULARITY
+    assert kept is not None
+    assert driver.allocation_range(kept).size_bytes == GRANULARITY
+
+
+def test_memory_that_does_not_come_back_whole_is_asked_for_again(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = DevicePool(FAKE_DEVICES[0].uuid, driver)
+    blocks = [pool.allocate(GRANULARITY) for _ in range(3)]
+    pool.release_memory()
+    create, left = driver.create, [1]
+
+    def create_one(uuid: str, size_bytes: int) -> int:
+        if not left:
+            raise DeviceError("out of memory")
+        left.pop()
+        return create(uuid, size_bytes)
+
+    with monkeypatch.context() as full:
+        full.setattr(driver, "create", create_one)
+        with pytest.raises(DeviceError, match="out of memory"):
+            pool.restore_memory()
+    assert pool.num_bytes == GRANULARITY
+    pool.restore_memory()
+    assert pool.num_bytes == 3 * GRANULARITY
+    assert all(driver.allocation_range(block.address).size_bytes == GRANULARITY for block in blocks)
+    pool.close()

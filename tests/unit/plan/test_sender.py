@@ -12,7 +12,8 @@ from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout, UnitRange
 from kvxferd.layout.presets import LayerKind, ModelFacts, TokenComponent, deploy
 from kvxferd.plan import SenderPlan, SendPart, SendPattern, sender_plan
-from kvxferd.plan.sender import Axis, SendBase, SendRuns, StridedCopy
+from kvxferd.plan.send_pattern import Axis, SendBase, StridedCopy
+from kvxferd.plan.send_runs import SendRuns
 from tests.support.attention_engines import KV, blocks, engine, plan_between
 
 Engine = dict[Rank, tuple[EngineSpec, RankLayout]]

@@ -5,6 +5,7 @@ import json
 import logging
 
 import msgspec
+import pytest
 import structlog
 
 from kvxferd.config import LogConfig
@@ -91,3 +92,19 @@ def test_what_an_operator_does_is_a_line_at_every_level():
         "info",
         ["log.level"],
     )
+
+
+@pytest.mark.parametrize(("no_color", "is_coloured"), [("", True), ("1", False)])
+def test_without_color_a_terminal_gets_no_escape_sequence(
+    no_color: str, is_coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TerminalText(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("NO_COLOR", no_color)
+    stream = TerminalText()
+    configure_logs(LogConfig(format="console"), stream)
+    operator_log.warning("drained")
+    assert "drained" in stream.getvalue()
+    assert ("\x1b" in stream.getvalue()) == is_coloured

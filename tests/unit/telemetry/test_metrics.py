@@ -7,11 +7,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvxferd.core.snapshot import PHASES, NodeSnapshot
-from kvxferd.errors import Code
+from kvxferd.core.limits import BUSY_LIMITS, check_count
+from kvxferd.core.snapshot import PHASES, RELEASE_REASONS, NodeSnapshot, ServedRecord
+from kvxferd.errors import BusyError, Code
 from kvxferd.telemetry.gauges import engine_state, transport_class
 from kvxferd.telemetry.metrics import Metrics
-from tests.support.node_samples import node_snapshot, pull_record, records
+from tests.support.node_samples import PEER, SINK, SOURCE, node_snapshot, pull_record, records
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 
@@ -35,8 +36,8 @@ def test_what_ended_is_counted() -> None:
     assert got["kvxferd_pulled_bytes_total"] == 1 << 20  # the failed one's do not count
     assert got["kvxferd_pulled_runs_total"] == 64
     assert got["kvxferd_read_bytes_total{way=direct}"] == 1 << 18
-    assert got["kvxferd_read_bytes_total{way=covering}"] == 3 << 18
-    assert got["kvxferd_read_bytes_total{way=gathered}"] == 0
+    assert got["kvxferd_read_bytes_total{way=covering}"] == 2 << 18
+    assert got["kvxferd_read_bytes_total{way=gathered}"] == 1 << 18
     assert got["kvxferd_handshakes_total{outcome=ok}"] == 1
     assert got["kvxferd_handshake_seconds_sum"] == pytest.approx(0.004)
     assert got["kvxferd_releases_total{why=completed}"] == 1
@@ -69,9 +70,13 @@ def test_what_is_true_now_is_read_at_the_scrape() -> None:
     assert got["kvxferd_peers{state=up}"] == 1
     assert got["kvxferd_live_leases{state=granted}"] == 1
     assert got["kvxferd_live_leases{state=writing}"] == 1
+    assert got["kvxferd_published_bytes"] == 5 << 20
+    assert got["kvxferd_oldest_published_seconds"] == 41.5
+    assert got["kvxferd_limit{limit=max_ranks}"] == 1020
+    assert got["kvxferd_limit_used{limit=max_ranks}"] == 102
     assert got["kvxferd_grants_given"] == 2
     assert got["kvxferd_grants_held"] == 7
-    assert got["kvxferd_running_pulls{phase=wire}"] == 1
+    assert got["kvxferd_running_pulls{phase=posted}"] == 1
     assert got["kvxferd_quarantined_pulls"] == 4
     assert got["kvxferd_quarantined_bytes"] == 6 << 20
     assert got["kvxferd_retired_movers{kept_by=readers}"] == 1
@@ -104,6 +109,38 @@ def test_series_that_a_rate_needs_are_there_before_the_first_pull() -> None:
     assert got["kvxferd_handshakes_total{outcome=ok}"] == 0
     for phase in PHASES:
         assert got[f"kvxferd_pull_phase_seconds_count{{phase={phase}}}"] == 0
+
+
+def test_failures_refusals_and_reasons_are_there_before_the_first() -> None:
+    got = samples_of(Metrics(node_snapshot))
+    for code in Code:
+        assert got[f"kvxferd_pulls_total{{code={code}}}{{outcome=failed}}"] == 0
+        assert got[f"kvxferd_handshakes_total{{outcome={code}}}"] == 0
+    for reason in RELEASE_REASONS:
+        assert got[f"kvxferd_releases_total{{why={reason}}}"] == 0
+    for limit in BUSY_LIMITS:
+        assert f"kvxferd_busy_refusals_total{{limit={limit}}}" in got
+
+
+def test_a_refusal_counts_for_its_limit() -> None:
+    def refusals(limit: str) -> float:
+        return samples_of(Metrics(node_snapshot))[f"kvxferd_busy_refusals_total{{limit={limit}}}"]
+
+    before, other_before = refusals("max_ranks"), refusals("other")
+    for setting in ("limits.max_ranks", "a sixteenth of limits.max_ranks", "not a setting"):
+        with pytest.raises(BusyError):
+            check_count(1, 1, "do it", setting)
+    assert refusals("max_ranks") == before + 2
+    assert refusals("other") == other_before + 1
+
+
+def test_what_readers_acknowledge_is_served() -> None:
+    metrics = Metrics(node_snapshot)
+    metrics.record_served(ServedRecord(source=SOURCE, sink=SINK, peer=PEER, bytes=100))
+    metrics.record_served(ServedRecord(source=SOURCE, sink=SINK, peer=PEER, bytes=0))
+    got = samples_of(metrics)
+    assert got["kvxferd_served_pulls_total"] == 2
+    assert got["kvxferd_served_bytes_total"] == 100
 
 
 def test_buckets_reach_from_100_us_to_a_minute() -> None:

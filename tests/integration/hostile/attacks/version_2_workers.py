@@ -302,10 +302,11 @@ def ready_of_another_incarnation(scene: Scene) -> str:
 @attack("user", quick=True)
 def versions_that_lie(scene: Scene) -> str:
     """Sessions that agree on one version and speak the other, and versions that there are not."""
-    for versions in ((1, 99), (-5, 1 << 40), (1, 2), (2, 2), (1, 1)):
+    newest = worker.WORKER_VERSIONS.newest
+    for versions in ((1, 99), (-5, 1 << 40), (newest, newest), (1, 2), (2, 2), (1, 1)):
         if not isinstance(_hello(scene, Versions(*versions)), worker.Welcome):
             return f"versions {versions} were not taken"
-    for versions in ((3, 99), (0, 0), (-9, -1), (2, 1), (99, 1)):
+    for versions in ((newest + 1, 99), (0, 0), (-9, -1), (2, 1), (99, 1)):
         answer = _hello(scene, Versions(*versions))
         if not isinstance(answer, worker.Farewell) or answer.code is not Code.BAD_VERSION:
             return f"versions {versions}: {answer}"

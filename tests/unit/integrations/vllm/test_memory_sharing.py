@@ -12,6 +12,7 @@ from kvxferd.client import BlockList
 from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import RegionId
 from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts, WorkerFacts
+from kvxferd.integrations.vllm.gpu_placement import GpuPlacement
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.layout_derivation import CacheStorage, DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.memory_sharing import SharedCaches, device_region, share_memory
@@ -155,7 +156,7 @@ class TestDevices:
         uuid = driver.devices()[0].uuid
         size = driver.granularity(uuid)
         with Segment(driver, uuid, [size, size]) as segment:
-            region, how = device_region(self.storage(segment.address, 2 * size))
+            region, how = device_region(self.storage(segment.address, 2 * size), GpuPlacement.EXPORTED)
             assert isinstance(region.memory, DeviceMemory)
             assert len(region.memory.allocations) == 2
             assert how == "is exported to the daemon's mover"
@@ -168,16 +169,37 @@ class TestDevices:
         uuid = driver.devices()[1].uuid
         driver.use(uuid)
         address = driver.allocate_plain(uuid, 1 << 20)
+        storage = self.storage(address, 1 << 20)
         try:
-            region, how = device_region(self.storage(address, 1 << 20))
+            with pytest.raises(DeviceError, match="cannot export memory") as caught:
+                device_region(storage, GpuPlacement.EXPORTED)
+            assert caught.value.code is Code.REGION_NOT_EXPORTABLE
+            region, how = device_region(storage, GpuPlacement.RESIDENT)
             assert region.memory == ResidentMemory(address, 1 << 20, uuid)
-            assert how.startswith("is read by a thread of this worker: cannot export memory")
-            assert SharedCaches((region,), (how,)).is_resident
+            assert how == "is read by a thread of this worker"
+            shared = SharedCaches((region,), (how,), storages=(storage,))
+            assert shared.is_resident
+            assert shared.export_again() == (region,), "it wakes in the placement in which it slept"
         finally:
             driver.free_plain(address)
 
+    def test_memory_that_could_be_exported_may_be_resident_too(self, driver: Driver) -> None:
+        uuid = driver.devices()[0].uuid
+        size = driver.granularity(uuid)
+        with Segment(driver, uuid, [size]) as segment:
+            region, _ = device_region(self.storage(segment.address, size), GpuPlacement.RESIDENT)
+            assert region.memory == ResidentMemory(segment.address, size, uuid)
+
+    def test_host_memory_of_a_resident_rank_is_neither_adopted_nor_copied(self) -> None:
+        _, derived = derived_of(BIG)
+        shared = share_memory(derived, GpuPlacement.RESIDENT)
+        (region,), (storage,) = shared.regions, derived.storages
+        assert region.memory == ResidentMemory(storage.address, storage.size_bytes)
+        assert shared.bounce_buffers is None
+
     def test_without_a_driver_the_reason_is_the_drivers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("KVXFERD_DRIVER", "none")
-        with pytest.raises(DeviceError) as caught:
-            device_region(self.storage(1 << 20, 4096))
-        assert caught.value.code is Code.DEVICE_UNAVAILABLE
+        for placement in GpuPlacement:
+            with pytest.raises(DeviceError) as caught:
+                device_region(self.storage(1 << 20, 4096), placement)
+            assert caught.value.code is Code.DEVICE_UNAVAILABLE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kvxferd.errors import Code
@@ -352,6 +354,90 @@ def test_a_thread_that_is_closed_runs_no_scatter() -> None:
     num_ran = len(ran)
     assert all(job.is_over for job in jobs)
     assert len(ran) == num_ran
+
+
+def test_a_scatter_is_over_once_the_copies_of_both_threads_are() -> None:
+    """The engine makes the last copy while the thread is at the one before: the blocks are still written."""
+    thread = ThreadScatterer()
+    has_begun, may_end = threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def slow() -> None:
+        has_begun.set()
+        may_end.wait()
+        ran.append("thread")
+
+    job = ScatterJob(iter([slow, lambda: ran.append("engine")]))
+    thread.start(job)
+    has_begun.wait()
+    assert thread.help()
+    assert thread.help(), "it looks whether there is another"
+    assert ran == ["engine"]
+    assert job.is_handed_out
+    assert not job.is_over
+    assert not thread.help()
+    may_end.set()
+    thread.close()
+    assert job.is_over
+    assert ran == ["engine", "thread"]
+
+
+def test_a_copy_that_fails_beside_another_is_over_after_both() -> None:
+    thread = ThreadScatterer()
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        has_begun.set()
+        may_end.wait()
+
+    def wrong() -> None:
+        raise IndexError("outside the region")
+
+    job = ScatterJob(iter([slow, wrong, wrong]))
+    thread.start(job)
+    has_begun.wait()
+    thread.help()
+    assert job.is_handed_out, "no copy is begun after one that failed"
+    assert not job.is_over
+    may_end.set()
+    thread.close()
+    assert job.is_over
+    assert isinstance(job.error, IndexError)
+
+
+class HelpedScatterer(ManualScatterer):
+    """Has no thread: all copies are made by the engine when it has nothing else to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_helped = 0
+
+    def help(self) -> bool:
+        has_any = bool(self.jobs)
+        self.copy_once()
+        self.num_helped += has_any
+        return has_any
+
+
+def test_the_engine_copies_where_it_has_nothing_else_to_do() -> None:
+    helped = HelpedScatterer()
+    bench = Bench(chunk_bytes=CHUNK, scatterer=helped)
+    number = bench.start(scattered(8))
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    assert helped.num_helped
+
+
+def test_the_engine_polls_a_read_in_flight_and_does_not_copy() -> None:
+    """Over TCP the bytes come no sooner than that."""
+    helped = HelpedScatterer()
+    bench = Bench(chunk_bytes=CHUNK, scatterer=helped)
+    bench.start(scattered(8))
+    bench.fabric.stalled |= set(bench.agents)
+    bench.run()
+    helped.start(ScatterJob(iter([None])))
+    bench.run()
+    assert not helped.num_helped
 
 
 def test_inline_scatters_are_bounded_in_time() -> None:

@@ -16,6 +16,7 @@ from kvxferd.ids import AgentName
 from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from kvxferd.mover.transport import staging, staging_source
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.runs import single_run
 from kvxferd.mover.transport.staging import StagedRead, StagedTransport
 from kvxferd.plan import Runs
 from kvxferd.wire.codec import encode
@@ -498,6 +499,66 @@ def test_nobody_answers_for_another_source(lent: World) -> None:
     lent.run(handle)
     assert lent.sink.segment.read(SLOT) == lent.content[:SLOT]
     stranger.segment.close()
+
+
+def test_whoever_knows_a_sources_name_does_not_know_a_requests_number(lent: World) -> None:
+    """The name of an agent in a message is what its sender wrote."""
+    handle = lent.post((0, 0, SLOT))
+    notes = lent.fabric.notes.setdefault(lent.sink.agent, [])
+    for number in range(100):
+        notes.append((lent.source.agent, encode(ChunkRefused(number=number, message="no"))))
+    lent.run(handle)
+    assert lent.sink.segment.read(SLOT) == lent.content[:SLOT]
+
+
+def test_a_source_cannot_write_where_the_stamps_of_others_are_read(lent: World) -> None:
+    """Its own metadata for the reply is all that a source learns of the reader's memory."""
+    slots = lent.sink.transport._open_stamp_slots()
+    lent.source.inner.register(Span(lent.source.segment.address, SLOT))
+    lent.post((0, 0, SLOT))
+    ((_, note),) = lent.source.inner.receive_notifications()
+    request = staging.decode_staging_message(note)
+    assert isinstance(request, ChunkRequest)
+    lent.source.inner.load_remote(request.metadata)
+    with pytest.raises(TransportError, match="not registered"):
+        lent.source.inner.post(
+            lent.sink.agent, single_run(lent.source.segment.address, slots.span.address, STAMP_BYTES)
+        )
+
+
+def test_an_agent_that_came_by_a_request_does_not_say_where_reads_go(lent: World) -> None:
+    base, other = lent.source.segment.address, lent.sink.segment.address + SLOT
+    span = Span(other, SLOT)
+    lent.sink.inner.register(span)
+    lent.source.inner.register(Span(base, SLOT))
+    request = ChunkRequest(
+        number=1,
+        addresses=np.array([base], dtype="<u8").tobytes(),
+        lengths=np.array([8], dtype="<u4").tobytes(),
+        metadata=lent.sink.inner.metadata([span]),
+    )
+    notes = lent.fabric.notes.setdefault(lent.source.agent, [])
+
+    def is_readable() -> bool:
+        with suppress(TransportError):
+            lent.source.inner.post(lent.sink.agent, single_run(base, other, 8))
+            return True
+        return False
+
+    notes.append((lent.sink.agent, encode(request)))
+    lent.settle()
+    assert is_readable()
+    registered = Span(lent.sink.segment.address, 8)
+    lent.sink.inner.register(registered)
+    metadata = lent.sink.inner.metadata([registered])
+    lent.source.transport.load_remote(metadata, lent.sink.agent)
+    assert not is_readable()
+    # Nor does one that comes later, when the connection is lost.
+    lent.source.inner.drop_remote(lent.sink.agent)
+    notes = lent.fabric.notes.setdefault(lent.source.agent, [])
+    notes.append((lent.sink.agent, encode(request)))
+    lent.settle()
+    assert not is_readable()
 
 
 @pytest.mark.parametrize("stamp", [b"", bytes(15), bytes(4096)])

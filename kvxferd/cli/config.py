@@ -1,0 +1,123 @@
+"""`kvxferd config`: the sample configuration, the check of a file, and the settings in effect here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from kvxferd.cli.options import config_option, json_option
+from kvxferd.cli.suggestions import SuggestingGroup
+from kvxferd.config import (
+    SETTINGS,
+    Config,
+    Setting,
+    load_config,
+    sources_of_settings,
+)
+from kvxferd.config.checking import find_problems
+from kvxferd.config.sample import sample_text
+from kvxferd.redaction import HIDDEN, is_secret_name
+from kvxferd.tooling.exit_codes import EXIT_INVALID
+from kvxferd.tooling.output import plain_text, print_json, print_table
+
+DEFAULT_SOURCE = "default"
+
+
+@click.group(cls=SuggestingGroup)
+def config() -> None:
+    """Print the sample configuration, check a file, or show the settings in effect here."""
+
+
+@config.command()
+@json_option
+def defaults(as_json: bool) -> None:
+    """Print a configuration file with every setting, its default, its unit and the reason for it.
+
+    With --json: the defaults alone. An empty path or address stands for one that follows from others.
+    """
+    if as_json:
+        values = {key: _to_json(setting, setting.default) for key, setting in SETTINGS.items()}
+        print_json(values, has_version=False)
+        return
+    click.echo(sample_text(), nl=False)
+
+
+@config.command()
+@json_option
+@click.argument("file", type=click.Path(path_type=Path))
+def check(file: Path, as_json: bool) -> None:
+    """Check a configuration file: each bad key, its line and what to do.
+
+    The file alone is read, without the environment. Exit status: 0 if the daemon would start with it; 1 if
+    it would refuse it; 2 if it cannot be read.
+    """
+    problems = find_problems(file)
+    if as_json:
+        print_json({"file": str(file), "valid": not problems, "problems": [p._asdict() for p in problems]})
+    elif not problems:
+        click.echo(f"{file}: valid")
+    else:
+        for problem in problems:
+            where = f"{file}:{problem.line}: " if problem.line else ""
+            click.echo(plain_text(where + problem.message).plain)
+    if problems:
+        click.get_current_context().exit(EXIT_INVALID)
+
+
+@config.command()
+@json_option
+@config_option("The daemon's configuration file.")
+def show(as_json: bool, config_path: Path | None) -> None:
+    """Show the settings that a daemon started here would have, and where each comes from.
+
+    The source is a variable, the file, or the default. Flags of `kvxferd serve` are not known here. Of
+    secrets the path is shown, never the content.
+    """
+    effective = load_config(config_path, os.environ, {})
+    sources = sources_of_settings(config_path, os.environ)
+    if as_json:
+        print_json(
+            {
+                "file": str(config_path) if config_path else None,
+                "settings": {
+                    key: {
+                        "value": _to_json(setting, _value_of(effective, setting)),
+                        "source": sources.get(key, DEFAULT_SOURCE),
+                    }
+                    for key, setting in SETTINGS.items()
+                },
+            }
+        )
+        return
+    rows = [
+        (key, _to_text(setting, _value_of(effective, setting)), sources.get(key, DEFAULT_SOURCE))
+        for key, setting in SETTINGS.items()
+    ]
+    print_table("settings", ("key", "value", "from"), rows)
+
+
+def _value_of(effective: Config, setting: Setting) -> Any:
+    return getattr(getattr(effective, setting.section), setting.field)
+
+
+def _to_json(setting: Setting, value: Any) -> Any:
+    """Return the value as JSON has it, without the texts of secrets."""
+    plain = msgspec.to_builtins(value)
+    return without_secrets(plain) if isinstance(plain, dict) else plain
+
+
+def _to_text(setting: Setting, value: Any) -> str:
+    """Return the value as the file has it."""
+    if setting.field == "mode":
+        return f"0o{value:o}"
+    return msgspec.json.encode(_to_json(setting, value)).decode()
+
+
+def without_secrets(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return the table with the texts hidden whose names say that they are secrets."""
+    return {name: HIDDEN if is_secret_name(name) else text for name, text in texts.items()}

@@ -1,0 +1,108 @@
+"""Finds every problem of a configuration file at once, each with its line where that can be found.
+
+The daemon names all of them too (`loading`), of the environment and of flags as well, and no lines.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvxferd.config.loading import SETTINGS, convert_value, find_setting, read_file, unknown_table
+from kvxferd.config.schema import Config
+from kvxferd.errors import ConfigError
+
+# Lines are found by parsing every beginning of the file: quadratic, and 0.2 s for one of 200 lines.
+MAX_LINES_TO_LOCATE = 1000
+_TOML_POSITION = re.compile(r"\(at line (\d+), column \d+\)")
+_KEY = re.compile(r"\b[a-z]+\.[a-z_]+\b")
+
+
+class Problem(NamedTuple):
+    """One reason for which the daemon would refuse the file."""
+
+    key: str  # "transfer.lease_s", the name of a table, or "": the whole file
+    line: int  # the first line of the key, from 1; 0: not found
+    message: str  # "cannot use KEY ...: why; do Y"
+
+
+def find_problems(path: Path) -> list[Problem]:
+    """Return all problems of the file alone, in its order. Raises ConfigError if it cannot be read.
+
+    Contradictions between settings are looked for once each value by itself is valid, and one is returned.
+    """
+    text = read_file(path)
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        position = _TOML_POSITION.search(str(error))
+        line = int(position[1]) if position else 0
+        return [Problem("", line, f"cannot read the configuration {path}: it is not TOML: {error}")]
+    values: dict[str, dict[str, Any]] = {}
+    found = dict(_bad_keys(document, str(path), values))
+    if not found:
+        found = _contradiction(values)
+    if not found:
+        return []
+    lines = _lines_of_keys(text)
+    problems = [Problem(key, lines.get(key, 0), message) for key, message in found.items()]
+    return sorted(problems, key=lambda problem: problem.line)
+
+
+def _bad_keys(
+    document: Mapping[str, Any], source: str, values: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Yield each bad key or table with its sentence, and keep the values of the good ones."""
+    sections = {setting.section for setting in SETTINGS.values()}
+    for section, table in document.items():
+        if section not in sections or not isinstance(table, dict):
+            yield section, unknown_table(section, source).message
+            continue
+        for field, value in table.items():
+            key = f"{section}.{field}"
+            try:
+                setting = find_setting(key, source)
+                converted = convert_value(setting, value, source, setting.expected)
+            except ConfigError as error:
+                yield key, error.message
+            else:
+                values.setdefault(section, {})[field] = converted
+
+
+def _contradiction(values: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the first setting that contradicts another, with the sentence."""
+    try:
+        Config(**{f.name: f.type(**values.get(f.name, {})) for f in msgspec.structs.fields(Config)})
+    except ConfigError as error:
+        named = [key for key in _KEY.findall(error.message) if key in SETTINGS]
+        given = [key for key in named if key.partition(".")[2] in values.get(key.partition(".")[0], {})]
+        return {(given or named or [""])[0]: error.message}
+    return {}
+
+
+def _lines_of_keys(text: str) -> dict[str, int]:
+    """Return the first line of each table and key; {} for a text that is too long to look.
+
+    A key's line is behind the last beginning of the text that is TOML without it.
+    """
+    lines = text.split("\n")  # not `splitlines`, which ends lines where TOML does not
+    if len(lines) > MAX_LINES_TO_LOCATE:
+        return {}
+    found: dict[str, int] = {}
+    start = 1  # of what the next beginning that is TOML adds
+    for number in range(1, len(lines) + 1):
+        try:
+            document = tomllib.loads("\n".join(lines[:number]) + "\n")
+        except tomllib.TOMLDecodeError:
+            continue
+        for section, table in document.items():
+            found.setdefault(section, start)
+            for field in table if isinstance(table, dict) else ():
+                found.setdefault(f"{section}.{field}", start)
+        start = number + 1
+    return found

@@ -1,0 +1,1 @@
+"""The status page: HTML and SVG that the daemon writes itself, readable without a script."""

@@ -1,0 +1,143 @@
+"""Examines the way to one other daemon, for `kvxferd doctor --peer`.
+
+First from this process, as `kvxferd ping` does. Then by what the local daemon has: its own connection to that
+peer, the pulls that read from it and the transfers that it read, with what they really took. It moves no
+bytes itself: a peer must not be able to load a node, and `kvxferd bench` measures between two nodes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvxferd.control.allowed_keys_file import read_allowed_keys
+from kvxferd.control.curve_keys import allowlist_of, read_key
+from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
+from kvxferd.doctor.peer_ping import Outcome, ping
+from kvxferd.errors import KvxferdError
+from kvxferd.ids import Endpoint
+from kvxferd.tooling.output import format_bytes, format_duration
+from kvxferd.wire.endpoint import address_of
+
+# A link that answers so late has no business in a rack; a pull takes three round trips.
+SLOW_ROUND_TRIP_S = 0.05
+# Pulls that are too short say nothing of the link.
+MIN_MEASURED_BYTES = 1 << 20
+MEASURE_TODO = (
+    "to measure without an engine: `kvxferd bench --serve HOST:PORT` there, then `kvxferd bench --peer` here "
+    "with what it prints"
+)
+
+
+def check_peer(node: CheckContext, peer: Endpoint) -> Iterator[Finding]:
+    """Yield what is found between this node and the daemon at that endpoint."""
+    yield _reach(node, peer)
+    try:
+        peers = node.daemon.get("/v1/peers")["peers"]
+        records = node.daemon.get("/v1/history")["records"]
+    except KvxferdError as error:
+        found, _, todo = error.message.removeprefix("cannot ask the daemon at ").partition("; ")
+        yield fail("its daemon's view", found, todo or "see its log")
+        return
+    yield _connection(peers, peer)
+    yield _reads_from(records, peer)
+    yield _reads_by(records, peer)
+
+
+def _reach(node: CheckContext, peer: Endpoint) -> Finding:
+    config = node.config.peer
+    try:
+        key = read_key(Path(config.curve_secret_key_file)) if config.curve_secret_key_file else None
+        listed = config.curve_allowed_keys_file
+        keys = read_allowed_keys(Path(listed), config.curve_secret_key_file) if listed else frozenset[str]()
+    except KvxferdError as error:
+        return warn("reach", f"not tried: {error.message}", "run doctor as root or as the daemon's user")
+    result = ping(peer, allowlist_of(config, key, keys), key)
+    facts: dict[str, Any] = {"outcome": result.outcome.value, "round_trips_s": result.round_trips_s}
+    if result.outcome is not Outcome.OK:
+        return fail("reach", result.message, result.remedy, essential=True, **facts)
+    facts |= {"boot": result.boot, "version": result.version, "software": result.software_there}
+    found = f"{result.message}; round trip {format_duration(result.median_s)}"
+    if result.software_there:
+        found += f"; kvxferd {result.software_there} there"
+    if result.median_s > SLOW_ROUND_TRIP_S:
+        return warn("reach", found, "a pull takes three round trips: look at the network between", **facts)
+    return ok("reach", found, **facts)
+
+
+def _connection(peers: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding:
+    """Return what the local daemon's own connection to the peer is like."""
+    for one in peers:
+        if peer not in (one["endpoint"], address_of(Endpoint(one["endpoint"]))):
+            continue
+        round_trip, last = one.get("round_trip_s"), one.get("last_answer_s")
+        facts = {"state": one["state"], "round_trip_s": round_trip, "last_answer_s": last}
+        found = one["state"]
+        found += f", round trip {format_duration(round_trip)}" if round_trip is not None else ""
+        found += f", last answer {format_duration(last)} ago" if last is not None else ""
+        if one["state"] != "up":
+            todo = "where `ping` works and this stays: `kvxferd drop-peer`, so that the daemon connects again"
+            return warn("daemon's connection", found, todo, **facts)
+        return ok("daemon's connection", found, **facts)
+    return ok("daemon's connection", "none now: it is made by the first pull from there", state="none")
+
+
+def _reads_from(records: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding:
+    """Return what pulls of this node from the peer came to."""
+    pulls = [r for r in records if r["kind"] == "pull" and _is_at(r.get("peer", ""), peer)]
+    delivered = [pull for pull in pulls if pull["outcome"] == "delivered"]
+    failed = [pull for pull in pulls if pull["outcome"] == "failed"]
+    facts: dict[str, Any] = {"delivered": len(delivered), "failed": len(failed)}
+    if not pulls:
+        quiet = ok("reads from it", "none in the history", **facts)
+        return msgspec.structs.replace(quiet, todo=MEASURE_TODO)
+    found = f"{len(delivered)} delivered, {len(failed)} failed"
+    speeds = [
+        pull["bytes"] / pull["phases_s"]["wire"] / 1e9
+        for pull in delivered
+        if pull["bytes"] >= MIN_MEASURED_BYTES and pull["phases_s"].get("wire", 0.0) > 0
+    ]
+    if speeds:
+        facts["gigabytes_per_s"] = statistics.median(speeds)
+        found += (
+            f"; {statistics.median(speeds):.3g} GB/s (median of {len(speeds)}, {max(speeds):.3g} at best)"
+        )
+    ways = Counter[str]()
+    for pull in delivered:
+        ways.update(pull.get("ways", {}))
+    found += (
+        f"; read {', '.join(f'{way} {format_bytes(n)}' for way, n in ways.most_common())}" if ways else ""
+    )
+    if not failed:
+        return ok("reads from it", found, **facts)
+    code, times = Counter(pull["code"] or "" for pull in failed).most_common(1)[0]
+    last = next(pull for pull in reversed(failed) if (pull["code"] or "") == code)
+    facts |= {"code": code, "last_failure": last["message"]}
+    found += f"; {times} with {code}, the last: {last['message']}"
+    return warn("reads from it", found, f"docs/how-to/troubleshoot.md explains {code}", **facts)
+
+
+def _reads_by(records: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding:
+    """Return what the peer's engines read of transfers that were published here."""
+    readers = [
+        reader
+        for record in records
+        if record["kind"] == "release"
+        for reader in record.get("readers", ())
+        if any(_is_at(one, peer) for one in reader["peers"])
+    ]
+    num_bytes = sum(reader["bytes"] for reader in readers)
+    facts = {"transfers": len(readers), "bytes": num_bytes}
+    if not readers:
+        return ok("reads by it", "none in the history; run doctor there for its pulls", **facts)
+    return ok("reads by it", f"{len(readers)} transfers, {format_bytes(num_bytes)}", **facts)
+
+
+def _is_at(endpoint: str, peer: Endpoint) -> bool:
+    """Whether a record's endpoint is the peer's; a peer without its key means every key there."""
+    return bool(endpoint) and peer in (endpoint, address_of(Endpoint(endpoint)))

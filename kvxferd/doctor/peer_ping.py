@@ -1,0 +1,345 @@
+"""Finds out whether another node's daemon can be reached, and if not, why: `kvxferd ping`.
+
+It makes a connection of its own, with this node's key, and greets the daemon there; so it works while the
+local daemon is down, and the other daemon may be of an earlier release. The other side of a failed handshake
+gives hardly a reason, so each step is tried by itself: name, TCP, ZMTP greeting, handshake, `greet`.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+import statistics
+import time
+from contextlib import suppress
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from kvxferd.control.curve_keys import CurveKeyPair
+from kvxferd.control.zap import REFUSED_ADDRESS, REFUSED_KEY
+from kvxferd.core.allowlist import PeerAllowlist
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import BootId, Endpoint
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import Versions
+from kvxferd.wire.endpoint import address_of, host_of, key_of
+from kvxferd.wire.peer import PEER_VERSIONS, PeerHello, PeerRefused, PeerWelcome
+
+GREETING_BYTES = 64
+# Signature and version of ZMTP 3.0. libzmq then sends its whole greeting, the mechanism in bytes 12 to 31.
+# The rest is not sent: libzmq closes at once where the mechanism is not its own.
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
+MAX_REPLY_BYTES = 64 << 10  # of a welcome or a refusal, of a daemon that is not trusted yet
+
+
+class Outcome(StrEnum):
+    """What was found. The values are stable."""
+
+    OK = "ok"
+    NOT_ALLOWED_HERE = "not-allowed-here"
+    NAME_UNKNOWN = "name-unknown"
+    NOTHING_LISTENS = "nothing-listens"
+    UNREACHABLE = "unreachable"
+    NOT_A_DAEMON = "not-a-daemon"
+    NEEDS_KEY = "needs-key"
+    HAS_NO_KEY = "has-no-key"
+    WRONG_SERVER_KEY = "wrong-server-key"
+    KEY_REFUSED = "key-refused"
+    ADDRESS_REFUSED = "address-refused"
+    NO_ANSWER = "no-answer"
+    BAD_VERSION = "bad-version"
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one ping."""
+
+    endpoint: str
+    outcome: Outcome
+    message: str  # what was found
+    remedy: str = ""
+    boot: str = ""  # of the daemon there
+    version: int = 0  # of the protocol, which both speak; 0: none
+    versions_here: Versions = PEER_VERSIONS
+    versions_there: Versions | None = None  # None: it is of a release that does not tell
+    software_there: str = ""
+    connect_s: float = 0.0  # until the first reply: TCP, handshake, greeting
+    round_trips_s: list[float] = []
+
+    @property
+    def median_s(self) -> float:
+        """Return the median round trip; 0.0 without one."""
+        return statistics.median(self.round_trips_s) if self.round_trips_s else 0.0
+
+
+class _Failed(Exception):
+    def __init__(self, outcome: Outcome, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.outcome, self.message, self.remedy = outcome, message, remedy
+
+
+class _Greeted(NamedTuple):
+    welcome: PeerWelcome
+    connect_s: float
+    round_trips_s: list[float]
+
+
+def ping(
+    endpoint: Endpoint,
+    allowlist: PeerAllowlist,
+    key: CurveKeyPair | None,
+    *,
+    count: int = 3,
+    timeout_s: float = 5.0,
+) -> Ping:
+    """Return what is at the endpoint, after `count` round trips. Each step has `timeout_s`."""
+    try:
+        greeted = _try(endpoint, allowlist, key, count, timeout_s)
+    except _Failed as failed:
+        return Ping(endpoint=endpoint, outcome=failed.outcome, message=failed.message, remedy=failed.remedy)
+    welcome = greeted.welcome
+    return Ping(
+        endpoint=endpoint,
+        outcome=Outcome.OK,
+        message=f"it answers, and both speak version {welcome.version}",
+        boot=welcome.boot,
+        version=welcome.version,
+        versions_there=welcome.versions,
+        software_there=welcome.software,
+        connect_s=greeted.connect_s,
+        round_trips_s=greeted.round_trips_s,
+    )
+
+
+def _try(
+    endpoint: Endpoint, allowlist: PeerAllowlist, key: CurveKeyPair | None, count: int, timeout_s: float
+) -> _Greeted:
+    try:
+        allowlist.check(endpoint)
+    except KvxferdError as error:
+        why, _, remedy = error.message.removeprefix(f"cannot reach {address_of(endpoint)}: ").partition("; ")
+        raise _Failed(
+            Outcome.NOT_ALLOWED_HERE,
+            f"this node's own settings do not allow it: {why}",
+            remedy or "mend this node's peer settings",
+        ) from None
+    mechanism = _mechanism_there(endpoint, timeout_s)
+    if mechanism == "CURVE" and not key_of(endpoint):
+        raise _Failed(
+            Outcome.NEEDS_KEY,
+            "the daemon there speaks CURVE alone, and this node has no key",
+            "make one with `kvxferd keygen`, set peer.curve_secret_key_file here, list its public key there, "
+            "and give ENDPOINT#KEY as that daemon's `kvxferd status` shows it",
+        )
+    if mechanism != "CURVE" and key_of(endpoint):
+        raise _Failed(
+            Outcome.HAS_NO_KEY,
+            "the daemon there has no key, and this one speaks CURVE alone",
+            "set peer.curve_secret_key_file there",
+        )
+    return _greet(endpoint, key, count, timeout_s)
+
+
+# --- TCP and ZMTP
+
+
+def _mechanism_there(endpoint: Endpoint, timeout_s: float) -> str:
+    """Return the security mechanism of the ZMTP greeting there. Raises _Failed."""
+    port = int(address_of(endpoint).rpartition(":")[2])
+    try:
+        found = socket.getaddrinfo(host_of(endpoint), port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _Failed(
+            Outcome.NAME_UNKNOWN,
+            f"its host name is not resolved here: {error.strerror or error}",
+            "give a numeric address, or mend this node's resolver",
+        ) from None
+    with _connect(found[0], timeout_s) as connection:
+        text = _exchange_greetings(connection, timeout_s)
+    if len(text) < GREETING_BYTES or text[0] != 0xFF or text[9] != 0x7F:
+        raise _Failed(
+            Outcome.NOT_A_DAEMON,
+            "what listens there is no daemon's peer socket",
+            "give peer.bind's port, not that of http.bind: `kvxferd status` there shows the endpoint",
+        )
+    return text[12:32].rstrip(b"\0").decode("ascii", "replace")
+
+
+def _connect(info: tuple[object, ...], timeout_s: float) -> socket.socket:
+    family, kind, protocol, _, address = info
+    connection = socket.socket(family, kind, protocol)  # type: ignore[arg-type]
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(address)  # type: ignore[arg-type]
+    except ConnectionRefusedError:
+        connection.close()
+        raise _Failed(
+            Outcome.NOTHING_LISTENS,
+            "nothing listens on that port",
+            "start the daemon there, or give the port that `kvxferd status` shows there",
+        ) from None
+    except OSError as error:
+        connection.close()
+        why = "no answer to TCP" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        if error.errno == errno.ECONNRESET:
+            why = "the connection was reset"
+        raise _Failed(
+            Outcome.UNREACHABLE,
+            f"the host cannot be reached: {why}",
+            "look for a firewall and for routes between the two nodes (`ip route get`), and whether the "
+            "node is up",
+        ) from None
+    return connection
+
+
+def _exchange_greetings(connection: socket.socket, timeout_s: float) -> bytes:
+    """Return the greeting of the other side, shorter where it closes or does not speak ZMTP."""
+    deadline = time.monotonic() + timeout_s
+    text = b""
+    try:
+        connection.sendall(_GREETING)
+        while len(text) < GREETING_BYTES:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            part = connection.recv(GREETING_BYTES - len(text))
+            if not part:
+                break
+            text += part
+            if text[0] != 0xFF:
+                break
+    except TimeoutError:
+        if not text:
+            raise _no_answer("TCP connects, and then nothing comes") from None
+    except OSError:
+        pass  # a reset: what came so far decides
+    return text
+
+
+def _no_answer(what: str) -> _Failed:
+    return _Failed(
+        Outcome.NO_ANSWER,
+        f"a daemon is there and does not answer: {what}",
+        "look at it on its node: `kvxferd status` and its log; if that does not answer either, it hangs: "
+        "take `kvxferd support-bundle` there, then restart it",
+    )
+
+
+# --- the handshake and the greeting
+
+
+def _greet(endpoint: Endpoint, key: CurveKeyPair | None, count: int, timeout_s: float) -> _Greeted:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    monitor = dealer.get_monitor_socket()
+    try:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+        dealer.setsockopt(zmq.IPV6, "[" in endpoint)
+        if key is not None and key_of(endpoint):
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(bytes.fromhex(key_of(endpoint))))
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(bytes.fromhex(key.public)))
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(key.secret))
+        began = time.monotonic()
+        dealer.connect(address_of(endpoint))
+        _await_handshake(monitor, bool(key_of(endpoint)), timeout_s)
+        boot = BootId(f"ping-{secrets.token_hex(4)}")
+        welcome, _ = _round_trip(dealer, 1, boot, timeout_s)
+        connect_s = time.monotonic() - began
+        round_trips = [_round_trip(dealer, number, boot, timeout_s)[1] for number in range(2, count + 2)]
+        return _Greeted(welcome, connect_s, round_trips)
+    finally:
+        dealer.close(linger=0)
+        # The monitor's socket ends with the dealer: `disable_monitor` may wait for this thread.
+        with suppress(zmq.ZMQError):
+            while monitor.poll(500):
+                if parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_MONITOR_STOPPED:
+                    break
+        monitor.close(linger=0)
+        context.term()
+
+
+def _await_handshake(monitor: zmq.Socket[bytes], has_key: bool, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        if not monitor.poll(max(1, int(left_s * 1000))):
+            break
+        found = parse_monitor_message(monitor.recv_multipart())
+        match int(found["event"]):
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise _refused(str(int(found["value"])).encode(), has_key)
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                raise _broken(has_key)
+            case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
+                raise _broken(has_key)
+    raise _no_answer("its handshake does not end, so its event loop is stuck or overloaded")
+
+
+def _refused(status: bytes, has_key: bool) -> _Failed:
+    if status == REFUSED_KEY and has_key:
+        return _Failed(
+            Outcome.KEY_REFUSED,
+            "the daemon there does not admit this node's key",
+            "add this node's public key (`kvxferd keygen --public FILE`) to peer.curve_allowed_keys or "
+            "its file there; a daemon of an earlier release says the same where it refuses the address",
+        )
+    assert status in (REFUSED_KEY, REFUSED_ADDRESS, b"300")
+    return _Failed(
+        Outcome.ADDRESS_REFUSED,
+        "the daemon there does not admit this node's address",
+        "add the address from which this node connects to peer.allowed_addresses there: its log has it in a "
+        "line `peer turned away`",
+    )
+
+
+def _broken(has_key: bool) -> _Failed:
+    if has_key:
+        return _Failed(
+            Outcome.WRONG_SERVER_KEY,
+            "the daemon there has another key than the endpoint names",
+            "give the endpoint as that daemon's `kvxferd status` shows it; if it should have this key, "
+            "another daemon has taken its address",
+        )
+    return _no_answer("it closes the connection during the handshake")
+
+
+def _round_trip(
+    dealer: zmq.Socket[bytes], number: int, boot: BootId, timeout_s: float
+) -> tuple[PeerWelcome, float]:
+    hello = PeerHello(request=number, versions=PEER_VERSIONS, boot=boot, endpoint=Endpoint(""), describe=True)
+    began = time.perf_counter()
+    dealer.send(encode(hello))
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0 and dealer.poll(max(1, int(left_s * 1000))):
+        try:
+            reply = PEER_MESSAGES.decode(dealer.recv())
+        except KvxferdError as error:
+            raise _bad_version(f"its reply is of no version that is known here: {error.message}") from None
+        if getattr(reply, "request", 0) not in (0, number):
+            continue
+        took_s = time.perf_counter() - began
+        match reply:
+            case PeerWelcome():
+                if not PEER_VERSIONS.oldest <= reply.version <= PEER_VERSIONS.newest:
+                    raise _bad_version(f"it chose version {reply.version}")
+                return reply, took_s
+            case PeerRefused() if reply.code is Code.BAD_VERSION:
+                raise _bad_version(reply.message)
+            case PeerRefused():
+                raise _no_answer(f"it refuses the greeting: {reply.message} [{reply.code.value}]")
+    raise _no_answer(f"no reply to the greeting within {timeout_s:g} s")
+
+
+def _bad_version(why: str) -> _Failed:
+    ours = f"{PEER_VERSIONS.oldest} to {PEER_VERSIONS.newest}"
+    return _Failed(
+        Outcome.BAD_VERSION,
+        f"the two speak no version of the peer protocol in common: {why} (this one speaks {ours})",
+        "upgrade the older of the two",
+    )

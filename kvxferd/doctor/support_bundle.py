@@ -1,0 +1,326 @@
+"""Collects what helps to look into a failure, in one tar.gz without secrets: `kvxferd support-bundle`.
+
+Every part is collected by itself. A part that fails, because the daemon is dead or hangs, is listed in the
+manifest with the reason, and the others are still there.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import kvxferd
+from kvxferd.config import SETTINGS, Config, sources_of_settings
+from kvxferd.errors import KvxferdError
+from kvxferd.redaction import is_secret_name, redact, redact_value
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.unix_socket import listening_pid
+
+FORMAT_VERSION = 1
+# Of one part. The largest is the history: records of a few hundred bytes each.
+MAX_PART_BYTES = 64 << 20
+MAX_THREADS = 256
+MAX_TEXT_FILE_BYTES = 256 << 10
+RESPONSE_TIMEOUT_S = 5.0
+DOCTOR_TIMEOUT_S = 120.0
+SOCKET_TIMEOUT_MESSAGE = "the daemon does not answer"
+
+# The daemon's routes, each with the name of its file.
+ROUTES = {
+    "status.json": "/v1/status",
+    "ready.json": "/readyz",
+    "engines.json": "/v1/engines",
+    "peers.json": "/v1/peers",
+    "transfers.json": "/v1/transfers",
+    "topology.json": "/v1/topology",
+    "history.json": "/v1/history",
+    "samples.json": "/v1/samples",
+    "metrics.txt": "/metrics",
+    "log.json": "/v1/log",
+}
+PACKAGES = ("kvxferd", "nixl", "nixl-cu12", "nixl-cu13", "rixl", "pyzmq", "msgspec", "aiohttp", "uvloop",
+            "numpy", "torch", "vllm", "prometheus-client", "structlog")  # fmt: skip
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A file of the bundle, as the manifest lists it."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """A file that is not in the bundle, and why."""
+
+    name: str
+    why: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The first file of the bundle."""
+
+    format: int = FORMAT_VERSION
+    kvxferd: str = kvxferd.__version__
+    created: str = ""  # UTC
+    files: list[Part] = []
+    missing: list[Missing] = []
+    secrets: str = (
+        "left out: texts of secret settings and variables, and what looks like a key; (key ...) is a "
+        "fingerprint, the same for the same key"
+    )
+
+
+class CollectedParts:
+    """The parts that were collected so far. Every text goes through `redact` on its way in."""
+
+    def __init__(self, known: Collection[str]) -> None:
+        self._known = known
+        self.texts: dict[str, bytes] = {}
+        self.missing: list[Missing] = []
+
+    def add(self, name: str, collect: Callable[[], Any]) -> None:
+        """Collect a part: text (`.txt`), or data that JSON can hold."""
+        try:
+            found = collect()
+            if name.endswith(".txt"):
+                text = redact(str(found), self._known)
+            else:
+                text = json.dumps(redact_value(found, self._known), indent=1, default=str)
+            encoded = text.encode("utf-8", "backslashreplace")
+            if len(encoded) > MAX_PART_BYTES:
+                raise ValueError(f"it has {len(encoded)} bytes, more than {MAX_PART_BYTES}")
+            self.texts[name] = encoded
+        except Exception as error:  # a part that fails must not cost the others
+            why = error.message if isinstance(error, KvxferdError) else f"{type(error).__name__}: {error}"
+            self.skip(name, why)
+
+    def skip(self, name: str, why: str) -> None:
+        """List a part that is not there."""
+        self.missing.append(Missing(name, redact(why, self._known)[:1000]))
+
+    def manifest(self) -> Manifest:
+        """Return the list of all parts."""
+        parts = [Part(n, len(t), hashlib.sha256(t).hexdigest()) for n, t in self.texts.items()]
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return Manifest(created=created, files=parts, missing=self.missing)
+
+
+def collect(
+    config: Config | None,
+    config_path: Path | None,
+    config_problem: str,
+    socket_path: str,
+    with_doctor: bool,
+) -> CollectedParts:
+    """Collect everything. `config` is None where it cannot be read, for the reason of `config_problem`."""
+    parts = CollectedParts(known_secrets(config, os.environ))
+    parts.add("versions.json", versions)
+    parts.add("host.json", host)
+    if config is None:
+        parts.skip("configuration.json", config_problem)
+    else:
+        parts.add("configuration.json", lambda: configuration(config, config_path))
+    parts.add("process.json", lambda: process_of(socket_path))
+    _collect_from_daemon(parts, ControlClient(socket_path, RESPONSE_TIMEOUT_S))
+    if with_doctor:
+        parts.add("doctor.json", lambda: doctor_report(socket_path, config_path))
+    else:
+        parts.skip("doctor.json", "--no-doctor was given")
+    return parts
+
+
+def _collect_from_daemon(parts: CollectedParts, daemon: ControlClient) -> None:
+    for name, route in ROUTES.items():
+        if any(SOCKET_TIMEOUT_MESSAGE in one.why for one in parts.missing):
+            parts.skip(name, f"{SOCKET_TIMEOUT_MESSAGE}: it did not for another file")
+            continue
+
+        def read(route: str = route, name: str = name) -> Any:
+            try:
+                text = daemon.read(route)
+            except KvxferdError as error:
+                raise KvxferdError(f"{SOCKET_TIMEOUT_MESSAGE}: {error.message}", error.code) from error
+            return text.decode(errors="replace") if name.endswith(".txt") else msgspec.json.decode(text)
+
+        parts.add(name, read)
+
+
+def known_secrets(config: Config | None, environ: Mapping[str, str]) -> set[str]:
+    """Return the secrets that this process can know, in each form in which they may be written."""
+    known = {text for name, text in environ.items() if is_secret_name(name) and not text.startswith("/")}
+    if config is None:
+        return known
+    for table in (config.mover.environment, config.mover.backend_parameters):
+        known |= {text for name, text in table.items() if is_secret_name(name)}
+    if config.peer.curve_secret_key_file:
+        with suppress(OSError, ValueError):
+            text = Path(config.peer.curve_secret_key_file).read_text()[:4096].strip()
+            secret = bytes.fromhex(text)
+            known |= {text, text.upper(), _z85(secret), repr(secret), base64.b64encode(secret).decode()}
+    return {text for text in known if text}
+
+
+def _z85(secret: bytes) -> str:
+    from zmq.utils import z85
+
+    return z85.encode(secret).decode()
+
+
+def configuration(config: Config, path: Path | None) -> dict[str, Any]:
+    """Return every setting as a daemon started here would have it, and its source."""
+    sources = sources_of_settings(path, os.environ)
+    return {
+        "file": str(path) if path else None,
+        "flags": "those of `kvxferd serve` are in process.json, under command",
+        "settings": {
+            key: {
+                "value": msgspec.to_builtins(getattr(getattr(config, setting.section), setting.field)),
+                "source": sources.get(key, "default"),
+            }
+            for key, setting in SETTINGS.items()
+        },
+    }
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions of this environment's software; of UCX, the library's own."""
+    found: dict[str, Any] = {
+        "python": sys.version,
+        "executable": sys.executable,
+        "kvxferd": kvxferd.__version__,
+    }
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    found["libc"] = " ".join(platform.libc_ver())
+    found["ucx"] = _output_of(["ucx_info", "-v"])
+    return found
+
+
+def _output_of(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"not known: {error}; doctor.json has the version that NIXL reports"
+    return done.stdout[:4096]
+
+
+def host() -> dict[str, Any]:
+    """Return what holds for the node: kernel, processors, memory, load."""
+    return {
+        "kernel": " ".join(platform.uname()),
+        "os": _text_of("/etc/os-release"),
+        "processors": os.cpu_count(),
+        "affinity": len(os.sched_getaffinity(0)),
+        "load": _text_of("/proc/loadavg"),
+        "memory": _text_of("/proc/meminfo"),
+        "pressure": {name: _text_of(f"/proc/pressure/{name}") for name in ("cpu", "memory", "io")},
+        "cgroup": _text_of("/proc/self/cgroup"),
+        "uid": os.geteuid(),
+    }
+
+
+def process_of(socket_path: str) -> dict[str, Any]:
+    """Return what the kernel tells of the daemon's process: also of one that hangs.
+
+    Raises KvxferdError where no process listens.
+    """
+    try:
+        pid = listening_pid(Path(socket_path))
+    except OSError as error:
+        raise KvxferdError(f"cannot find the daemon's process at {socket_path}: {error.strerror}") from error
+    if not pid:
+        raise KvxferdError(f"cannot find the daemon's process: none listens at {socket_path}")
+    proc = Path(f"/proc/{pid}")
+    threads = sorted(int(task.name) for task in (proc / "task").iterdir())[:MAX_THREADS]
+    return {
+        "pid": pid,
+        "command": _text_of(proc / "cmdline").replace("\0", " "),
+        "status": _text_of(proc / "status"),
+        "limits": _text_of(proc / "limits"),
+        "io": _text_of(proc / "io"),
+        "descriptors": _count(proc / "fd"),
+        "threads": {
+            thread: {
+                name: _text_of(proc / "task" / str(thread) / name)
+                for name in ("comm", "stat", "wchan", "syscall", "stack")
+            }
+            for thread in threads
+        },
+    }
+
+
+def doctor_report(socket_path: str, config_path: Path | None) -> Any:
+    """Return the report of `kvxferd doctor`, run in a process of its own, which may hang."""
+    command = [sys.executable, "-m", "kvxferd.cli", "doctor", "--json", "--socket", socket_path]
+    command += ["--config", str(config_path)] if config_path else []
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=DOCTOR_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise KvxferdError(f"cannot run doctor: it did not end within {DOCTOR_TIMEOUT_S:g} s") from None
+    try:
+        return msgspec.json.decode(done.stdout)
+    except msgspec.DecodeError:
+        raise KvxferdError(f"cannot run doctor: {done.stderr.decode(errors='replace')[-500:]}") from None
+
+
+def write(parts: CollectedParts, output: Path) -> Manifest:
+    """Write the bundle, mode 0600. Raises KvxferdError if the file is there, or cannot be written."""
+    manifest = parts.manifest()
+    texts = {"manifest.json": json.dumps(msgspec.to_builtins(manifest), indent=1).encode(), **parts.texts}
+    try:
+        fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise KvxferdError(
+            f"cannot write a support bundle to {output}: {error.strerror}; give --output another file"
+        ) from error
+    try:
+        with (
+            os.fdopen(fd, "wb") as file,
+            gzip.GzipFile(filename="", mode="wb", fileobj=file) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
+            for name, text in texts.items():
+                entry = tarfile.TarInfo(f"{output.name.removesuffix('.tar.gz')}/{name}")
+                entry.size, entry.mode, entry.mtime = len(text), 0o600, int(time.time())
+                archive.addfile(entry, io.BytesIO(text))
+    except OSError as error:
+        output.unlink(missing_ok=True)
+        raise KvxferdError(
+            f"cannot write a support bundle to {output}: {error.strerror}; give --output a file where there "
+            "is room"
+        ) from error
+    return manifest
+
+
+def _text_of(path: str | Path) -> str:
+    """Return the text of a file; why it cannot be read, where it cannot."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_TEXT_FILE_BYTES).decode(errors="replace")
+    except OSError as error:
+        return f"(not read: {error.strerror})"
+
+
+def _count(directory: Path) -> int | str:
+    try:
+        return len(os.listdir(directory))
+    except OSError as error:
+        return f"(not read: {error.strerror})"

@@ -1,0 +1,122 @@
+"""Why facts of a remote engine are refused: what differs from those registered, or contradicts itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvxferd.errors import Code, EngineError, PlanError
+from kvxferd.ids import EngineId, Rank
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.plan.engine_checks import RANK_FIELDS
+from kvxferd.plan.info import EngineTransferInfo, stage_infos
+from kvxferd.plan.plan import Plan
+from kvxferd.plan.plan_cache import LayoutDigests
+from kvxferd.plan.registered_engine import RegisteredEngine
+
+MAX_LISTED_DIFFERENCES = 32  # in an error message: a hostile engine has thousands of stages
+
+
+def require_reads_inside(plan: Plan, remote: EngineSpec, layers: Mapping[int, tuple[int, int]]) -> None:
+    """Raise PlanError (layers-missing) for a tensor that is read outside the layers of its stage."""
+    for read in plan.group_reads:
+        start, end = layers.get(read.rank.pp_rank, (0, 0))
+        for pattern in read.patterns:
+            for extent in pattern.extents:
+                if not start <= extent.layer < end:
+                    raise PlanError(
+                        f"cannot read engine {remote.key}: rank {read.rank} holds component "
+                        f"{extent.component!r} of layer {extent.layer}, and its stage the layers "
+                        f"[{start}, {end})",
+                        Code.LAYERS_MISSING,
+                    )
+
+
+def require_own_layers(engine: RegisteredEngine, info: EngineTransferInfo) -> None:
+    """Raise PlanError (layers-missing) where another stage holds some of the layers of `info`."""
+    for other in engine.stages.values():
+        if max(info.start_layer, other.start_layer) < min(info.end_layer, other.end_layer):
+            raise PlanError(
+                f"cannot register engine {engine.engine_id!r}: stage {info.remote_pp_rank} holds layers "
+                f"[{info.start_layer}, {info.end_layer}), and stage {other.remote_pp_rank} holds "
+                f"[{other.start_layer}, {other.end_layer})",
+                Code.LAYERS_MISSING,
+            )
+
+
+def require_same_facts(
+    known: RegisteredEngine, spec: EngineSpec, ranks: Mapping[Rank, RankLayout], digests: LayoutDigests
+) -> None:
+    """Refuse another spec or other layouts than those registered, field by field. Bindings are no facts."""
+    differing = []
+    if known.spec is not None:
+        before, after = msgspec.structs.asdict(known.spec), msgspec.structs.asdict(spec)
+        differing += [
+            f"{name} was {before[name]!r} and is {after[name]!r}"
+            for name in before
+            if name not in RANK_FIELDS and before[name] != after[name]
+        ]
+    infos = stage_infos(spec, ranks)
+    for pp_rank, info in known.stages.items():
+        differing += differing_fields(info, infos.get(pp_rank), EngineTransferInfo)
+    if known.spec is not None:
+        differing += _differing_layouts(known, ranks, digests)
+    if differing:
+        raise other_facts(known.engine_id, "", differing)
+
+
+def _differing_layouts(
+    known: RegisteredEngine, ranks: Mapping[Rank, RankLayout], digests: LayoutDigests
+) -> list[str]:
+    """Return how many ranks have another layout; of the first one its first field, if that is known still."""
+    changed = sorted({rank for rank, _ in {*known.layout_digests} ^ {*digests}})
+    if not changed:
+        return []
+    first, former = changed[0], known.layouts() or {}
+    text = f"the layouts of {len(changed)} ranks have changed, of rank {first} first"
+    if first in former and first in ranks:
+        before, after = msgspec.to_builtins(former[first]), msgspec.to_builtins(ranks[first])
+        text += f": {_first_difference('layout', before, after)}"
+    return [text]
+
+
+def _first_difference(where: str, before: object, after: object) -> str:
+    """Return the first field, or item of a list, in which two values differ, with both values."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name):
+                return _first_difference(f"{where}.{name}", before.get(name), after.get(name))
+    if isinstance(before, list | tuple) and isinstance(after, list | tuple) and len(before) == len(after):
+        index = next(index for index, item in enumerate(before) if item != after[index])
+        return _first_difference(f"{where}[{index}]", before[index], after[index])
+    return f"{where} was {_brief(before)} and is {_brief(after)}"
+
+
+def _brief(value: object) -> str:
+    return f"{len(value)} items" if isinstance(value, list | tuple | dict) else repr(value)
+
+
+def differing_fields(
+    known: EngineTransferInfo, new: EngineTransferInfo | None, kind: type[EngineTransferInfo]
+) -> list[str]:
+    """Return each field of `kind` in which a stage's facts differ from those registered, with both values."""
+    if new is None:
+        return [f"stage {known.remote_pp_rank} was one of its stages"]
+    return [
+        f"{field.name} was {getattr(known, field.name)} and is {getattr(new, field.name, None)}"
+        for field in dataclasses.fields(kind)
+        if getattr(known, field.name) != getattr(new, field.name, None)
+    ]
+
+
+def other_facts(engine_id: EngineId, where: str, differing: Sequence[str]) -> EngineError:
+    """Return the refusal (shape-mismatch) of an engine's facts, which lists the first of what differs."""
+    more = len(differing) - MAX_LISTED_DIFFERENCES
+    listed = "; ".join(differing[:MAX_LISTED_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+    return EngineError(
+        f"cannot register other facts for engine {engine_id!r}{where}, under one generation: {listed}; "
+        "an engine whose facts change starts with a new generation",
+        Code.SHAPE_MISMATCH,
+    )

@@ -1,0 +1,125 @@
+"""The movers of a node as metrics: how many there are, why they ended, their processor time and memory."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+MOVER_STATES = ("starting", "ready", "assigned")
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# Fields of /proc/PID/stat after the name in parentheses: utime, stime, and those of children waited for.
+_UTIME, _STIME, _CUTIME, _CSTIME = 11, 12, 13, 14
+
+
+class MoverExit(StrEnum):
+    """Why a mover's process ended."""
+
+    REQUESTED = "requested"  # the daemon ended it: its rank left or slept, or it was replaced
+    WORKER_GONE = "worker-gone"  # its worker died first
+    DIED = "died"  # nothing had ended it
+    DIED_STARTING = "died-starting"  # before its agent was made
+    DIED_UNASSIGNED = "died-unassigned"  # while it was kept ready for a registration
+
+
+class MoverReading(NamedTuple):
+    """The movers at one moment."""
+
+    num_by_state: dict[str, int]  # child movers, by MOVER_STATES
+    exits: Counter[MoverExit]  # since the daemon began
+    forkserver_pid: int | None
+    pids: list[int]  # of child movers
+
+
+NO_MOVERS = MoverReading({}, Counter(), None, [])
+
+
+class ProcessUsage(NamedTuple):
+    """What one process has used."""
+
+    cpu_s: float
+    children_cpu_s: float  # of its children that it has waited for
+    memory_bytes: int  # resident, without files and shared memory
+
+
+def read_usage(pid: int, proc: Path = Path("/proc")) -> ProcessUsage | None:
+    """Return what a process has used; None where it is gone. Takes about 40 us."""
+    try:
+        fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        _, resident, shared, *_ = (proc / str(pid) / "statm").read_text().split()
+    except (OSError, ValueError):
+        return None
+    ticks = [int(fields[index]) for index in (_UTIME, _STIME, _CUTIME, _CSTIME)]
+    return ProcessUsage(
+        cpu_s=(ticks[0] + ticks[1]) / _TICKS_PER_S,
+        children_cpu_s=(ticks[2] + ticks[3]) / _TICKS_PER_S,
+        memory_bytes=max(0, int(resident) - int(shared)) * _PAGE_BYTES,
+    )
+
+
+class MoverUsage:
+    """Sums what the movers use. The processor time never falls: that of dead movers stays in it.
+
+    The forkserver waits for each mover, so the kernel adds a dead mover's time to that of the forkserver's
+    children. What was counted when a forkserver dies is kept here.
+    """
+
+    def __init__(self, read: Callable[[int], ProcessUsage | None] = read_usage) -> None:
+        self._read = read
+        self._forkserver: int | None = None
+        self._before_s = 0.0  # of earlier forkservers and their movers
+        self._cpu_s = 0.0
+
+    def update(self, forkserver: int | None, pids: list[int]) -> tuple[float, int]:
+        """Return seconds of processor time since the daemon began, and bytes of memory now."""
+        if forkserver != self._forkserver:
+            self._before_s, self._forkserver = self._cpu_s, forkserver
+        parent = self._read(forkserver) if forkserver is not None else None
+        if parent is None:
+            return self._cpu_s, 0
+        movers = [usage for pid in pids if (usage := self._read(pid)) is not None]
+        now_s = parent.cpu_s + parent.children_cpu_s + sum(usage.cpu_s for usage in movers)
+        # A mover that is dead and not waited for yet is in neither for a moment.
+        self._cpu_s = max(self._cpu_s, self._before_s + now_s)
+        return self._cpu_s, parent.memory_bytes + sum(usage.memory_bytes for usage in movers)
+
+
+class MoverCollector(Collector):
+    """Reads the movers at each scrape."""
+
+    def __init__(self, read: Callable[[], MoverReading] = lambda: NO_MOVERS) -> None:
+        self._read = read
+        self._usage = MoverUsage()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families, at 0 where there is no mover."""
+        reading = self._read()
+        movers = GaugeMetricFamily(
+            "kvxferd_movers", "Mover processes; those that are ready have no rank.", labels=["state"]
+        )
+        for state in MOVER_STATES:
+            movers.add_metric([state], reading.num_by_state.get(state, 0))
+        yield movers
+        exits = CounterMetricFamily("kvxferd_mover_exits", "Movers that ended, by why.", labels=["cause"])
+        for cause in MoverExit:
+            exits.add_metric([cause.value], reading.exits[cause])
+        yield exits
+        cpu_s, memory_bytes = self._usage.update(reading.forkserver_pid, reading.pids)
+        yield CounterMetricFamily(
+            "kvxferd_mover_cpu_seconds",
+            "Processor time of all mover processes and their forkserver.",
+            value=cpu_s,
+        )
+        yield GaugeMetricFamily(
+            "kvxferd_mover_memory_bytes",
+            "Resident memory of all mover processes and their forkserver, without that of engines and files.",
+            value=memory_bytes,
+        )

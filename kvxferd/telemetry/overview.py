@@ -1,0 +1,174 @@
+"""What the status page and `kvxferd top` have in common: the verdict, and tables of several sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvxferd.core.snapshot import NodeSnapshot, PeerSnapshot, PullRecord
+from kvxferd.ids import Endpoint
+from kvxferd.telemetry.sample_report import LastMinute, PeerRow
+from kvxferd.telemetry.units import format_count, format_share, format_time
+from kvxferd.telemetry.warnings.kinds import WarningKind
+from kvxferd.wire.endpoint import address_of, host_of
+
+# A share of failed pulls from which a node counts as failing; below, one is still named.
+FAILING_SHARE = 0.01
+# A pull that takes this long is worth a line, long before its deadline of 30 s or more.
+LONG_PULL_S = 3.0
+
+
+class Level(StrEnum):
+    """How bad a verdict is."""
+
+    GOOD = "good"
+    WARN = "warn"
+    BAD = "bad"
+
+
+class Verdict(NamedTuple):
+    """One sentence on the node, and how bad it is."""
+
+    level: Level
+    text: str
+
+
+def verdict_of(
+    *, draining: bool, reasons: Sequence[str], warnings: Sequence[str], minute: LastMinute
+) -> Verdict:
+    """Return what an operator must know first. `warnings`: the kinds of the current ones."""
+    if draining:
+        return Verdict(Level.WARN, f"Draining: nothing new is taken. {_pulls(minute)}")
+    if reasons:
+        return Verdict(Level.BAD, f"Not ready: {'; '.join(reasons)}.")
+    if minute.failed:
+        warnings = [kind for kind in warnings if kind != WarningKind.PULLS_FAIL]  # the sentence says it
+    kinds = ", ".join(dict.fromkeys(warnings))
+    noun = "warning" if len(warnings) == 1 else "warnings"
+    others = f" {len(warnings)} {noun}: {kinds}." if warnings else ""
+    if minute.failed:
+        level = Level.BAD if minute.failure_share >= FAILING_SHARE else Level.WARN
+        return Verdict(level, f"Pulls fail: {_pulls(minute)}{_long_pull(minute)}{others}")
+    if warnings or _long_pull(minute):
+        return Verdict(Level.WARN, f"Ready, but:{_long_pull(minute)}{others} {_pulls(minute)}")
+    return Verdict(Level.GOOD, f"Ready. {_pulls(minute)}")
+
+
+def _pulls(minute: LastMinute) -> str:
+    when = "in the last minute" if minute.seconds >= 60 else f"in the last {minute.seconds:.0f} s"
+    ended = minute.delivered + minute.failed
+    if not ended:
+        return f"No pull ended {when}."
+    if not minute.failed:
+        noun = "pull" if ended == 1 else "pulls"
+        return f"{format_count(ended)} {noun} delivered {when}, none failed."
+    text = (
+        f"{format_count(minute.failed)} of {format_count(ended)} failed {when} "
+        f"({format_share(minute.failure_share)})"
+    )
+    from_peer = f" from {address_of(Endpoint(minute.worst_peer))}" if minute.worst_peer else ""
+    return f"{text}, most with {minute.worst_code}{from_peer}."
+
+
+def _long_pull(minute: LastMinute) -> str:
+    if minute.running_pulls and minute.oldest_pull_s >= LONG_PULL_S:
+        age = format_time(minute.oldest_pull_s)
+        if minute.running_pulls == 1:
+            return f" The one running pull has run for {age}."
+        return f" The oldest of {format_count(minute.running_pulls)} running pulls has run for {age}."
+    return ""
+
+
+class PeerLine(NamedTuple):
+    """One other daemon: what is known of it, and the pulls from it."""
+
+    endpoint: Endpoint
+    state: str
+    round_trip_s: float | None
+    last_answer_s: float | None
+    transport: str  # over which local movers read from such nodes; "" where none has connected
+    delivered: int
+    failed: int
+    pulled_bytes: int
+    last_code: str
+    num_grants: int
+    engines: tuple[str, ...]
+
+
+def peer_lines(node: NodeSnapshot, rows: Iterable[PeerRow]) -> list[PeerLine]:
+    """Return all peers, known ones and those that pulls have named: most failures first, then by name."""
+    known = {str(peer.endpoint): peer for peer in node.peers}
+    counted = {row.peer: row for row in rows}
+    lines = [
+        _peer_line(node, endpoint, known.get(endpoint), counted.get(endpoint))
+        for endpoint in dict.fromkeys([*known, *counted])
+    ]
+    return sorted(lines, key=lambda line: (-line.failed, line.endpoint))
+
+
+def _peer_line(node: NodeSnapshot, endpoint: str, peer: PeerSnapshot | None, row: PeerRow | None) -> PeerLine:
+    state = peer.state if peer is not None else "not connected"
+    if endpoint == node.endpoint:
+        state = "this node"
+    return PeerLine(
+        endpoint=Endpoint(endpoint),
+        state=state,
+        round_trip_s=peer.round_trip_s if peer else None,
+        last_answer_s=peer.last_answer_s if peer else None,
+        transport=_transport(node, endpoint),
+        delivered=row.delivered if row else 0,
+        failed=row.failed if row else 0,
+        pulled_bytes=row.pulled_bytes if row else 0,
+        last_code=row.last_code if row else "",
+        num_grants=peer.num_grants if peer else 0,
+        engines=tuple(str(engine.engine_id) for engine in peer.engines) if peer else (),
+    )
+
+
+def _transport(node: NodeSnapshot, endpoint: str) -> str:
+    """Return the transports of local ranks to processes of that node: ``rc (network)``.
+
+    Which of several a read took is not known; a node has most often one to the network, one to itself.
+    """
+    reach = "node" if _host_of(endpoint) == _host_of(node.endpoint) else "network"
+    used = {
+        lanes.lanes
+        for engine in node.engines
+        for rank in engine.ranks
+        for lanes in rank.lanes
+        if lanes.reach == reach
+    }
+    return f"{', '.join(sorted(used))} ({reach})" if used else ""
+
+
+def _host_of(endpoint: str) -> str:
+    return host_of(Endpoint(endpoint))
+
+
+class FailureReason(NamedTuple):
+    """Failed pulls of one reason."""
+
+    num_pulls: int
+    last: PullRecord
+
+
+def failure_reasons(failed: Sequence[PullRecord], now: float, within_s: float) -> list[FailureReason]:
+    """Return the failed pulls of the last seconds by code, peer, phase and who did not answer.
+
+    `failed`: the latest first. The commonest reason first.
+    """
+    found: dict[tuple[object, ...], FailureReason] = {}
+    for record in failed:
+        if record.ended_at < now - within_s:
+            continue
+        key = record.code, record.peer, record.failed_phase, record.silent, record.source, record.sink
+        before = found.get(key)
+        found[key] = FailureReason(before.num_pulls + 1, before.last) if before else FailureReason(1, record)
+    return sorted(found.values(), key=lambda reason: -reason.num_pulls)
+
+
+def longest_phases(record: PullRecord) -> str:
+    """Return the three longest phases of a pull: ``wire 12 ms, grant 3 ms``."""
+    longest = sorted(record.phases_s.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{phase} {format_time(elapsed_s)}" for phase, elapsed_s in longest)

@@ -1,0 +1,210 @@
+"""A transfer's spans, from the records of what ended. No part of this needs OpenTelemetry.
+
+One request's tree, where it gave a traceparent; else `kvxferd.publish` is the root:
+
+    the request's own span
+      kvxferd.publish          source: from the publish to the release
+      kvxferd.pull             sink: from the request to its terminal event
+        kvxferd.handshake, .grant, .queue, .plan, .wire (with .post inside), .fence, .acknowledge
+        kvxferd.serve          source: from the reader's request to the end of its grant
+          kvxferd.serve.grant, .serve.acknowledge
+
+The attributes are those of the records: ids of transfer, engines and ranks, never block ids, addresses in
+memory, keys or the nonce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple, assert_never
+
+from kvxferd.core.snapshot import GrantRecord, PullRecord, ReleaseRecord
+from kvxferd.errors import Code
+from kvxferd.wire.traceparent import parent_id_of, span_id_for, trace_id_of
+
+TracedRecord = PullRecord | ReleaseRecord | GrantRecord
+
+# How a publish ends as its engine means it to.
+_GOOD_RELEASES = frozenset({Code.COMPLETED, Code.ABANDONED, Code.UNPUBLISHED})
+# The names of phases in spans, where they differ from `PHASES`.
+_NAMES = {"ack": "acknowledge"}
+# The phases that the mover measures. It does so for the last try alone, and they end with the pull.
+_MOVER_PHASES = ("queue", "plan", "wire", "fence")
+
+
+class SpanKind(StrEnum):
+    """OpenTelemetry's kinds, by their names."""
+
+    INTERNAL = "INTERNAL"
+    CLIENT = "CLIENT"  # it sends a request to another daemon
+    SERVER = "SERVER"  # it handles another daemon's request
+    PRODUCER = "PRODUCER"  # others read what it offers, later
+
+
+class Span(NamedTuple):
+    """One span, ended. Times are Unix seconds, ids hex digits."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str  # "": the root
+    kind: SpanKind
+    started_at: float
+    ended_at: float
+    attributes: dict[str, str | int | float | bool]
+    error: str = ""  # why it failed; "": it did not
+
+
+def spans_of(record: TracedRecord) -> Iterator[Span]:
+    """Yield the record's spans, parents first. The record is stamped and has a traceparent."""
+    match record:
+        case PullRecord():
+            yield from _spans_of_pull(record)
+        case ReleaseRecord():
+            yield _span_of_publish(record)
+        case GrantRecord():
+            yield from _spans_of_grant(record)
+        case _:
+            assert_never(record)
+
+
+def _spans_of_pull(record: PullRecord) -> Iterator[Span]:
+    error = "" if record.outcome == "delivered" else _sentence(record.code or record.outcome, record.message)
+    whole = Span(
+        name="kvxferd.pull",
+        trace_id=trace_id_of(record.traceparent),
+        span_id=record.span_id,
+        parent_id=parent_id_of(record.traceparent),
+        kind=SpanKind.CLIENT,
+        started_at=record.started_at,
+        ended_at=record.ended_at,
+        attributes={
+            "kvxferd.transfer_id": record.transfer_id,
+            "kvxferd.source": record.source,
+            "kvxferd.sink": record.sink,
+            "kvxferd.rank": str(record.rank),
+            "kvxferd.peer": record.peer.partition("#")[0],  # without its key
+            "kvxferd.outcome": record.outcome,
+            "kvxferd.bytes": record.bytes,
+            "kvxferd.runs": record.runs,
+            "kvxferd.retried": record.retried,
+            **{f"kvxferd.bytes.{way}": count for way, count in record.ways.items() if count},
+            **({"error.type": str(record.code)} if record.code is not None else {}),
+            **({"kvxferd.failed_phase": record.failed_phase} if record.failed_phase else {}),
+            **({"kvxferd.silent": record.silent} if record.silent else {}),
+        },
+        error=error,
+    )
+    yield whole
+    for phase, started_at, ended_at in _phases_of(record):
+        span = child_of(
+            whole,
+            phase,
+            started_at,
+            ended_at,
+            SpanKind.CLIENT if phase in ("handshake", "grant", "ack") else SpanKind.INTERNAL,
+            error if phase == record.failed_phase else "",
+        )
+        yield span
+        if phase == "wire" and (post_s := record.phases_s.get("post", 0.0)) > 0:
+            # Posts are spread over the reads; the span shows how long they took together.
+            yield child_of(span, "post", started_at, min(started_at + post_s, ended_at))
+
+
+def _phases_of(record: PullRecord) -> Iterator[tuple[str, float, float]]:
+    """Yield the phases that the pull entered, with when each began and ended, in this order."""
+    took = record.phases_s
+    begin, end = record.started_at, record.ended_at
+    at = begin
+    for phase in ("handshake", "grant"):
+        if phase in took:
+            yield phase, at, (at := min(at + max(took[phase], 0.0), end))
+    measured = [phase for phase in _MOVER_PHASES if phase in took]
+    # A resident mover's figures are a worker's word: none may begin before the pull.
+    start = max(at, end - sum(max(took[phase], 0.0) for phase in measured))
+    for phase in measured:
+        yield phase, start, (start := min(start + max(took[phase], 0.0), end))
+    failed = "wire" if record.failed_phase == "post" else record.failed_phase
+    if failed and failed not in took:
+        yield failed, max(at, start) if measured else at, end
+    if "ack" in took:
+        yield "ack", end, end + max(took["ack"], 0.0)
+
+
+def _span_of_publish(record: ReleaseRecord) -> Span:
+    parent = parent_id_of(record.traceparent)
+    return Span(
+        name="kvxferd.publish",
+        trace_id=trace_id_of(record.traceparent),
+        span_id=record.span_id,
+        parent_id="" if parent == record.span_id else parent,
+        kind=SpanKind.PRODUCER,
+        started_at=record.started_at,
+        ended_at=record.ended_at,
+        attributes={
+            "kvxferd.transfer_id": record.transfer_id,
+            "kvxferd.source": record.engine_id,
+            "kvxferd.released": str(record.why),
+            "kvxferd.bytes": record.bytes,
+            **({} if record.why in _GOOD_RELEASES else {"error.type": str(record.why)}),
+        },
+        error="" if record.why in _GOOD_RELEASES else f"released: {record.why}",
+    )
+
+
+def _spans_of_grant(record: GrantRecord) -> Iterator[Span]:
+    type_of_error = record.code or ("expired" if record.outcome == "expired" else "")
+    error = _sentence(type_of_error, record.message)
+    whole = Span(
+        name="kvxferd.serve",
+        trace_id=trace_id_of(record.traceparent),
+        span_id=record.span_id,
+        parent_id=parent_id_of(record.traceparent),
+        kind=SpanKind.SERVER,
+        started_at=record.started_at,
+        ended_at=record.ended_at,
+        attributes={
+            "kvxferd.transfer_id": record.transfer_id,
+            "kvxferd.source": record.engine_id,
+            "kvxferd.sink": record.reader,
+            "kvxferd.rank": str(record.rank),
+            "kvxferd.outcome": record.outcome,
+            **({"error.type": str(type_of_error)} if type_of_error else {}),
+        },
+        error=error,
+    )
+    yield whole
+    granted_at = min(record.started_at + max(record.waited_s, 0.0), record.ended_at)
+    refusal = error if record.outcome == "refused" else ""
+    yield child_of(whole, "grant", record.started_at, granted_at, SpanKind.SERVER, refusal)
+    if record.outcome == "acknowledged":
+        yield child_of(whole, "acknowledge", record.ended_at, record.ended_at, SpanKind.SERVER)
+
+
+def child_of(
+    parent: Span,
+    phase: str,
+    started_at: float,
+    ended_at: float,
+    kind: SpanKind = SpanKind.INTERNAL,
+    error: str = "",
+) -> Span:
+    """Return the span of one phase of `parent`. Its id follows from the parent's."""
+    name = _NAMES.get(phase, phase)
+    prefix = "kvxferd.serve" if parent.name == "kvxferd.serve" else "kvxferd"
+    return Span(
+        name=f"{prefix}.{name}",
+        trace_id=parent.trace_id,
+        span_id=span_id_for(f"{parent.span_id} {name}"),
+        parent_id=parent.span_id,
+        kind=kind,
+        started_at=started_at,
+        ended_at=ended_at,
+        attributes={},
+        error=error,
+    )
+
+
+def _sentence(code: str, message: str) -> str:
+    return f"{code}: {message}" if message else str(code)

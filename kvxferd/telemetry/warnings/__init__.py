@@ -1,0 +1,1 @@
+"""What an operator should fix although the node works: found by the daemon itself, and logged once."""

@@ -1,0 +1,149 @@
+"""Strike one fault after another, and write what each output showed.
+
+    python -m tests.game_day [--out DIRECTORY] [--alerts] [FAULT...]
+
+Writes a file for each fault with the outputs of both nodes, and `table.md`. With --alerts a Prometheus
+scrapes both nodes, and `table.md` has the alerts that fired, whose durations are divided by 60. Exits
+with 1 where a warning did not begin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tests.game_day.faults import FAULTS, Fault
+from tests.game_day.stage import Stage
+
+LIMIT_S = 45.0
+ALERTS_S = 15.0  # more, for the longest window of an alert, 10 s, and its `for`
+AFTER_S = 6.0  # after the warning, for the failures that follow it
+PULLS_BEFORE = 20
+
+
+@dataclass
+class Result:
+    """What was seen of a fault."""
+
+    fault: Fault
+    began_s: dict[tuple[str, str], float]  # by node and kind, after the strike
+    outputs: dict[str, dict[str, str]]
+    named_by: dict[str, bool] = field(default_factory=dict)
+    alerts_s: dict[tuple[str, str], float] = field(default_factory=dict)  # by node and alert
+
+    @property
+    def missing(self) -> list[str]:
+        """The kinds that did not begin."""
+        return [kind for kind in self.fault.kinds if (self.fault.node, kind) not in self.began_s]
+
+
+def run(
+    fault: Fault, directory: Path, nodes: Sequence[str] = ("prefill", "decode"), after_s: float = AFTER_S
+) -> Result:
+    """Strike a fault, wait for its warnings and `after_s` more, and read the outputs of `nodes`."""
+    stage = fault.make(directory)
+    try:
+        if fault.strike is None:
+            before: set[tuple[str, str]] = set()
+            struck = stage.began
+        else:
+            stage.await_traffic(PULLS_BEFORE)
+            before, struck = set(stage.seen), time.time()
+            fault.strike(stage)
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            if all((fault.node, kind) in stage.seen for kind in fault.kinds):
+                break
+            time.sleep(0.1)
+        time.sleep(after_s + (ALERTS_S if stage.has_prometheus else 0.0))
+        began = {key: max(0.0, since - struck) for key, since in stage.seen.items() if key not in before}
+        result = Result(fault, began, stage.outputs(nodes))
+        result.alerts_s = {key: at - struck for key, at in stage.alerts.items()}
+        texts = fault.names(stage)
+        result.named_by = {
+            name: any(text in shown for text in texts)
+            for name, shown in result.outputs.get(fault.node, {}).items()
+        }
+        return result
+    finally:
+        stage.close()
+
+
+def write(result: Result, directory: Path) -> None:
+    """Write every output of a fault into a file."""
+    parts = [f"# {result.fault.title}\n"]
+    for node, outputs in result.outputs.items():
+        parts += [f"## {node}: {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in outputs.items()]
+    (directory / f"{result.fault.name}.md").write_text("\n".join(parts))
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return the results as a Markdown table."""
+    heads = ["fault", "read at", "warnings, seconds after the strike", "cause named by"]
+    if any(result.alerts_s for result in results):
+        heads.append("alerts, seconds after the strike")
+    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for result in results:
+        began = _in_order(result.began_s, result.fault.node) or "none"
+        cells = [result.fault.title, result.fault.node, began, _named_by(result)]
+        if len(heads) > len(cells):
+            cells.append(_in_order(result.alerts_s, result.fault.node) or "none")
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _in_order(seconds_by_key: dict[tuple[str, str], float], own: str) -> str:
+    """Return what began, in order, with the node where that is not the one that is read."""
+    return ", ".join(
+        f"{what} {seconds:.1f}" + ("" if node == own else f" ({node})")
+        for (node, what), seconds in sorted(seconds_by_key.items(), key=lambda item: item[1])
+    )
+
+
+def _named_by(result: Result) -> str:
+    silent = [name.partition(" ")[0] for name, is_named in result.named_by.items() if not is_named]
+    if len(silent) == len(result.named_by):
+        return "none"
+    return f"all but {', '.join(silent)}" if silent else "all"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the named faults, or all. Return the exit status."""
+    parser = argparse.ArgumentParser(prog="game_day", description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("build/game-day"), help="for the files")
+    parser.add_argument("--alerts", action="store_true", help="with a Prometheus; needs Debian's prometheus")
+    names = [fault.name for fault in FAULTS]
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"of {', '.join(names)}; all by default")
+    chosen = parser.parse_args(arguments)
+    unknown = [name for name in chosen.faults if name not in names]
+    if unknown:
+        parser.error(f"no such fault: {', '.join(unknown)}; there are {', '.join(names)}")
+    Stage.has_prometheus = chosen.alerts
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    results = []
+    for fault in FAULTS:
+        if chosen.faults and fault.name not in chosen.faults:
+            continue
+        with tempfile.TemporaryDirectory(prefix="game-day-") as directory:
+            result = run(fault, Path(directory))
+        results.append(result)
+        write(result, chosen.out)
+        print(table([result]).splitlines()[-1], flush=True)
+    command = shlex.join(["python", "-m", "tests.game_day", *chosen.faults])
+    text = f"`{command}`, {datetime.now(UTC):%Y-%m-%d}\n\n{table(results)}"
+    (chosen.out / "table.md").write_text(text)
+    missing = {result.fault.name: result.missing for result in results if result.missing}
+    if missing:
+        print(f"no warning began: {missing}")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

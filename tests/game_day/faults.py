@@ -1,0 +1,160 @@
+"""The faults: how each is struck, who sees it, and what a reader must find to know the cause."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvxferd.control.curve_keys import make_key
+from tests.game_day.stage import Stage
+from tests.support.rank_process import RankError
+
+Strike = Callable[[Stage], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong. `kinds`: of the warnings that must begin at `node`."""
+
+    name: str
+    title: str
+    node: str  # whose outputs are read
+    kinds: tuple[str, ...]
+    names: Callable[[Stage], tuple[str, ...]]  # texts, each of which names the cause
+    strike: Strike | None  # None: the fault is there from the start
+    make: Callable[[Path], Stage] = Stage
+
+
+def _kill_peer(stage: Stage) -> None:
+    stage.prefill.process.kill()
+
+
+def _stop_source_movers(stage: Stage) -> None:
+    for pid in stage.prefill.movers():
+        os.kill(pid, signal.SIGSTOP)
+
+
+def _fill_transfers(stage: Stage) -> None:
+    """Publish what nobody reads, so that an engine's transfers are used up."""
+    with stage.traffic.lock:
+        for number in range(24):
+            with suppress(RankError):
+                stage.source.publish(f"unread-{number}", [number % 64], 16, lease_s=120.0)
+
+
+def _release_early(stage: Stage) -> None:
+    stage.traffic.after_publish = lambda request, ref: stage.source.unpublish(ref) if request % 2 else None
+
+
+def _crash_movers(stage: Stage) -> None:
+    def crash() -> None:
+        for _ in range(8):
+            for pid in stage.decode.movers():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if over.wait(2.0):
+                return
+
+    over = threading.Event()
+    threading.Thread(target=crash, daemon=True).start()
+
+
+def _fill_disk(stage: Stage) -> None:
+    """Let no file of the daemon grow beyond what its log has now: each write of a line fails."""
+    size = stage.decode.log.stat().st_size
+    resource.prlimit(stage.decode.process.pid, resource.RLIMIT_FSIZE, (max(size, 65536), max(size, 65536)))
+    with stage.decode.log.open("ab") as log:
+        log.write(b"\n" * max(0, 65536 - size))
+
+
+def _with_wrong_key(directory: Path) -> Stage:
+    directory.mkdir(parents=True, exist_ok=True)
+    public = {name: make_key(directory / f"{name}.key").public for name in ("prefill", "decode", "other")}
+
+    def flags(own: str, allowed: str) -> tuple[str, ...]:
+        path = str(directory / f"{own}.key")
+        return ("--peer-curve-secret-key-file", path, "--peer-curve-allowed-keys", public[allowed])
+
+    return Stage(directory, flags("prefill", "other"), flags("decode", "prefill"))
+
+
+def _with_few_transfers(directory: Path) -> Stage:
+    return Stage(directory, ("--limits-max-transfers-per-engine", "16"))
+
+
+def _over_tcp(directory: Path) -> Stage:
+    return Stage(directory, KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=tcp")
+
+
+def _prefill_endpoint(stage: Stage) -> tuple[str, ...]:
+    return (stage.endpoints["prefill"].partition("/?")[0].rpartition(":")[2],)
+
+
+FAULTS = [
+    Fault("dead-peer", "A dead peer", "decode", ("pulls-fail",), _prefill_endpoint, _kill_peer),
+    Fault(
+        "stalled-link",
+        "A stalled link",
+        "decode",
+        ("pulls-fail",),
+        _prefill_endpoint,
+        _stop_source_movers,
+    ),
+    Fault(
+        "exhausted-limit",
+        "An exhausted limit",
+        "prefill",
+        ("limit-reached",),
+        lambda stage: ("limits.max_transfers_per_engine",),
+        _fill_transfers,
+        _with_few_transfers,
+    ),
+    Fault(
+        "wrong-key",
+        "A wrong key",
+        "decode",
+        ("pulls-fail",),
+        lambda stage: ("admit", "allow-lists"),
+        None,
+        _with_wrong_key,
+    ),
+    Fault(
+        "early-release",
+        "A source that releases early",
+        "decode",
+        ("pulls-fail",),
+        lambda stage: ("unpublished", "released"),
+        _release_early,
+    ),
+    Fault(
+        "crash-loop",
+        "A mover in a crash loop",
+        "decode",
+        ("mover-crashes",),
+        lambda stage: ("crash", "mover died", "mover-lost"),
+        _crash_movers,
+    ),
+    Fault(
+        "tcp",
+        "TCP instead of CMA",
+        "decode",
+        ("same-node-tcp",),
+        lambda stage: ("TCP",),
+        None,
+        _over_tcp,
+    ),
+    Fault(
+        "full-disk",
+        "A full disk for logs",
+        "decode",
+        ("log-lines-dropped",),
+        lambda stage: ("log loses lines", "loses lines"),
+        _fill_disk,
+    ),
+]

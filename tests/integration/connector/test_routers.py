@@ -1,0 +1,192 @@
+"""Routers of others, and ours, before two engines: caches move, whatever a client asks for.
+
+The engines are the connector's two sides on a real daemon behind HTTP; the routers are the example router as
+a process, and stand-ins that send what vLLM's proxy and llm-d's sidecar send.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.support.connector_harness import EngineUnderTest
+from tests.support.daemon_fleet import Fleet
+from tests.support.http_engine import CHAT, COMPLETIONS, HttpEngine, content_of, prompt_of
+from tests.support.router_protocols import (
+    PREFILL_PARAMS,
+    PREFILLER_HEADER,
+    Answer,
+    LlmdSidecar,
+    VllmProxy,
+    error,
+    post,
+)
+from tests.support.vllm_servers.router_process import RouterProcess
+
+Send = Callable[..., Answer]
+
+
+class Engines:
+    """Two prefill engines and a decode engine on one daemon, and the ways to them."""
+
+    def __init__(self, fleet: Fleet, stack: ExitStack) -> None:
+        daemon = fleet.daemon("node")
+
+        def engine(name: str, publishes: bool) -> HttpEngine:
+            made = EngineUnderTest(daemon, name, publishes=publishes)
+            stack.callback(made.close)
+            served = HttpEngine(made)
+            stack.callback(served.close)
+            return served
+
+        self.prefill = [engine(f"prefill-{number}", True) for number in range(2)]
+        self.decode = engine("decode", False)
+        urls = [one.url for one in self.prefill]
+        self._proxy = VllmProxy(urls, [self.decode.url])
+        stack.callback(self._proxy.close)
+        self._sidecar = LlmdSidecar(self.decode.url)
+        stack.callback(self._sidecar.close)
+        self._router = RouterProcess(self.prefill[0].url, self.decode.url)
+        stack.callback(self._router.stop)
+
+    def through_proxy(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
+        """Send a request through vLLM's proxy."""
+        return post(self._proxy.url, path, body, headers)
+
+    def through_sidecar(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
+        """Send it to the decode engine's sidecar, with the header that llm-d's scheduler sets."""
+        return post(self._sidecar.url, path, body, {PREFILLER_HEADER: self.prefill[1].host_port} | headers)
+
+    def through_router(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
+        """Send it through the example router."""
+        return post(self._router.url, path, body, headers)
+
+    def start_over(self) -> None:
+        for one in (*self.prefill, self.decode):
+            one.served.clear()
+
+
+@pytest.fixture(scope="module")
+def shared_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    fleet = Fleet(tmp_path_factory.mktemp("routers"))
+    try:
+        with ExitStack() as stack:
+            yield Engines(fleet, stack)
+    finally:
+        fleet.stop()
+
+
+@pytest.fixture
+def engines(shared_engines: Engines) -> Engines:
+    shared_engines.start_over()
+    return shared_engines
+
+
+ROUTERS = ["through_proxy", "through_sidecar", "through_router"]
+PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+REQUESTS = {
+    COMPLETIONS: {"prompt": PROMPT, "max_tokens": 40},
+    CHAT: {"messages": [{"role": "user", "content": "move it"}], "max_completion_tokens": 40},
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_cache_moves(engines: Engines, router: str, path: str, stream: bool) -> None:
+    body: dict[str, Any] = dict(REQUESTS[path])
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    sent: Send = getattr(engines, router)
+    answer = sent(path, body)
+
+    prompt = prompt_of(path, body)
+    assert (answer.status, answer.content_type == "text/event-stream") == (200, stream)
+    assert answer.chunks[0]["choices"][0]["token_ids"] == [content_of(prompt)]
+    assert answer.chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+    (prefilled,) = [served for one in engines.prefill for served in one.served]
+    (decoded,) = engines.decode.served
+    assert (prefilled.path, decoded.path) == (path, path)
+    assert decoded.num_pulled == len(prompt)
+    assert prefilled.body["max_tokens"] == 1
+    assert prefilled.body.get("max_completion_tokens", 1) == 1
+    assert not prefilled.body["stream"]
+    assert {name: decoded.body.get(name) for name in body} == body
+    assert prefilled.headers["x-request-id"] == decoded.headers["x-request-id"]
+    for one in engines.prefill:
+        if one.served:
+            one.wait_until_released(1)
+
+
+@pytest.mark.parametrize("router", ["through_proxy", "through_router"])
+def test_min_tokens_go_to_the_decode_engine_alone(engines: Engines, router: str) -> None:
+    sent: Send = getattr(engines, router)
+    assert sent(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 40, "min_tokens": 20}).status == 200
+    (prefilled,) = [served for one in engines.prefill for served in one.served]
+    (decoded,) = engines.decode.served
+    assert "min_tokens" not in prefilled.body
+    assert (decoded.body["min_tokens"], decoded.num_pulled) == (20, len(PROMPT))
+
+
+def test_min_tokens_through_llm_d_s_sidecar_are_refused_by_the_prefill_engine(engines: Engines) -> None:
+    """The sidecar keeps them beside max_tokens 1; vLLM refuses that, and nothing is left behind."""
+    answer = engines.through_sidecar(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 40, "min_tokens": 20})
+    assert answer.status == 400
+    assert engines.decode.served == []
+
+
+def test_the_sidecar_s_header_names_the_prefill_engine(engines: Engines) -> None:
+    first, second = engines.prefill
+    several = {PREFILLER_HEADER: f"{first.host_port}, {second.host_port}"}
+    assert engines.through_sidecar(COMPLETIONS, REQUESTS[COMPLETIONS], **several).status == 200
+    assert (len(first.served), len(second.served)) == (1, 0)
+    assert engines.decode.served[0].num_pulled == len(PROMPT)
+
+
+def test_without_the_sidecar_s_header_the_decode_engine_computes(engines: Engines) -> None:
+    answer = engines.through_sidecar(COMPLETIONS, REQUESTS[COMPLETIONS], **{PREFILLER_HEADER: ""})
+    assert answer.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
+    assert [one.served for one in engines.prefill] == [[], []]
+    assert engines.decode.served[0].num_pulled == 0
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_prefill_without_parameters_is_computed_by_the_decode_engine(
+    engines: Engines, router: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the daemon of the prefill node is away: routers send null, or nothing at all."""
+    for one in engines.prefill:
+        monkeypatch.setattr(one.engine, "prefill", lambda *_: None)
+    sent: Send = getattr(engines, router)
+    assert sent(COMPLETIONS, REQUESTS[COMPLETIONS]).status == 200
+    assert engines.decode.served[0].num_pulled == 0
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_prefill_that_fails_reaches_the_client_and_no_decode_engine(
+    engines: Engines, router: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one in engines.prefill:
+        monkeypatch.setattr(one, "handle", lambda *_: error(503, "the engine is dead"))
+    sent: Send = getattr(engines, router)
+    assert sent(COMPLETIONS, REQUESTS[COMPLETIONS]).status in (500, 503)
+    assert engines.decode.served == []
+
+
+def test_a_router_must_pass_on_every_field(engines: Engines) -> None:
+    """One that keeps the fields it knows, those of vLLM's NIXL connector, loses the reference."""
+    asked = REQUESTS[COMPLETIONS] | {"max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
+    params = json.loads(post(engines.prefill[0].url, COMPLETIONS, asked).text)["kv_transfer_params"]
+    known = {"do_remote_prefill": True} | {name: params.get(name) for name in PREFILL_PARAMS}
+    known["do_remote_prefill"] = True
+    kept = post(engines.decode.url, COMPLETIONS, REQUESTS[COMPLETIONS] | {"kv_transfer_params": known})
+    whole = post(engines.decode.url, COMPLETIONS, REQUESTS[COMPLETIONS] | {"kv_transfer_params": params})
+    assert (kept.status, whole.status) == (200, 200)
+    assert [served.num_pulled for served in engines.decode.served] == [0, len(PROMPT)]
+    assert params["remote_engine_id"] == "prefill-0"
+    engines.prefill[0].wait_until_released(1)

@@ -1,0 +1,417 @@
+"""A real Prometheus scrapes real daemons: alerts fire for their faults and clear, dashboards have data.
+
+The short form runs everywhere. `make test-monitoring` runs the rest: a fault for each alert that can be
+made to fire on one machine. Left to promtool's tests are KvxferdTimersLate, which needs a node that
+starves its daemon, KvxferdRetiredMoversStay, KvxferdReadsSlow, KvxferdHandshakesFail and
+KvxferdBlocksHeldLong, which need minutes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxferd.tooling.control_client import ControlClient
+from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
+from tests.support.manifests import ROOT
+from tests.support.prometheus_server import LIMIT_S, PrometheusServer, free_port, require_prometheus
+from tests.support.pull_traffic import PullTraffic
+from tests.support.rank_process import RankProcess, ranks_of
+from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+
+DASHBOARDS = sorted((ROOT / "deploy" / "monitoring" / "grafana").glob("*.json"))
+EVERY_FAULT = pytest.mark.skipif(
+    not os.environ.get("KVXFERD_TEST_MONITORING"), reason="`make test-monitoring` runs these: minutes"
+)
+_NUMBERS = itertools.count()
+
+pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
+    require_prometheus()
+    server = PrometheusServer(tmp_path_factory.mktemp("prometheus") / "server")
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class Watched:
+    """Starts daemons that Prometheus scrapes, each under a name of its own."""
+
+    def __init__(self, fleet: Fleet, prometheus: PrometheusServer) -> None:
+        self._fleet = fleet
+        self._prometheus = prometheus
+        self._names: list[str] = []
+
+    def daemon(self, *flags: str, **environ: str) -> tuple[str, DaemonUnderTest]:
+        """Return a daemon with its `instance`."""
+        name, port = self.address()
+        daemon = self._fleet.daemon(name, "--http-bind", f"127.0.0.1:{port}", *flags, **environ)
+        self.watch(name, port)
+        return name, daemon
+
+    def address(self) -> tuple[str, int]:
+        """Return a name and a port for a daemon that the test starts itself."""
+        return f"node-{next(_NUMBERS)}", free_port()
+
+    def watch(self, name: str, port: int) -> None:
+        """Have Prometheus scrape it."""
+        self._names.append(name)
+        self._prometheus.watch(name, port)
+
+    def close(self) -> None:
+        for name in self._names:
+            self._prometheus.forget(name)
+
+
+@pytest.fixture
+def watched(fleet: Fleet, prometheus: PrometheusServer) -> Iterator[Watched]:
+    watched = Watched(fleet, prometheus)
+    try:
+        yield watched
+    finally:
+        watched.close()
+
+
+def gone_reference(source: RankProcess, sink: RankProcess) -> dict[str, Any]:
+    """Return the reference of a transfer that was read and released."""
+    ref = publish([source], 0)
+    pull_and_check([sink], ref, 0)
+    source.await_event("Released")
+    return ref
+
+
+# The short form.
+
+
+def test_alerts_fire_and_clear_and_dashboards_have_data(
+    watched: Watched, fleet: Fleet, prometheus: PrometheusServer
+) -> None:
+    more = {"KVXFERD_METRICS_BY_ENGINE": "true", "KVXFERD_METRICS_BY_PEER": "true"}
+    (prefill_node, prefill), (decode_node, decode) = watched.daemon(**more), watched.daemon(**more)
+    (source,) = fleet.engine(prefill, spec_of("prefill"))
+    (sink,) = fleet.engine(decode, spec_of("decode"))
+    ref = gone_reference(source, sink)
+    traffic = PullTraffic(source, sink, pause_s=0.2)
+    try:
+        code = fail_pulls(sink_of(fleet, decode), ref)
+        alert = prometheus.await_alert("KvxferdPullsFail", instance=decode_node, code=code)
+        assert alert["labels"]["job"] == "kvxferd"
+        assert alert["annotations"]["runbook_url"].endswith("#kvxferdpullsfail")
+        # What only a reader has, or only a source, is empty for the other.
+        assert empty_panels(prometheus, prefill_node) & empty_panels(prometheus, decode_node) == set()
+        prometheus.await_clear("KvxferdPullsFail", instance=decode_node)
+    finally:
+        traffic.close()
+    assert not traffic.failures
+    prefill.stop()
+    prometheus.await_alert("KvxferdDown", instance=prefill_node)
+    prefill.start()
+    prometheus.await_clear("KvxferdDown", instance=prefill_node)
+    for firing in prometheus.firing():
+        assert "error" not in json.dumps(firing["annotations"]), firing
+
+
+def fail_pulls(sink: RankProcess, ref: dict[str, Any]) -> str:
+    """Have pulls of a transfer that is gone fail, some in each second. Returns their code."""
+    for number in range(20):
+        name, fields = sink.end_of(sink.pull(ref, ids_for(number), TOKENS))
+        assert name == "Failed"
+    return str(fields["code"])
+
+
+def sink_of(fleet: Fleet, daemon: DaemonUnderTest) -> RankProcess:
+    """Return a rank of an engine of its own."""
+    (rank,) = fleet.engine(daemon, spec_of(f"decode-{next(_NUMBERS)}"))
+    return rank
+
+
+def empty_panels(prometheus: PrometheusServer, instance: str) -> set[str]:
+    """Return the queries of all dashboards that have no number for that node."""
+    values = {"job": "kvxferd", "instance": instance, "__rate_interval": "20s"}
+    values |= {"source": ".*", "sink": ".*"}  # as "All" of a variable
+    empty = set()
+    for path in DASHBOARDS:
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel.get("targets", []):
+                query = re.sub(r"\$(\w+)", lambda found: values[found[1]], target["expr"])
+                numbers = [float(sample["value"][1]) for sample in prometheus.query(query)]
+                if all(math.isnan(number) for number in numbers):
+                    empty.add(f"{path.stem}: {panel['title']}: {target['expr']}")
+    return empty
+
+
+# A fault for each alert.
+
+
+@EVERY_FAULT
+def test_most_pulls_fail(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
+    node, daemon = watched.daemon()
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    ref = gone_reference(source, sink)
+    for _ in range(10):
+        fail_pulls(sink, ref)
+        if prometheus.alert("KvxferdManyPullsFail", instance=node):
+            break
+    prometheus.await_alert("KvxferdManyPullsFail", instance=node)
+    prometheus.await_clear("KvxferdManyPullsFail", instance=node)
+
+
+@EVERY_FAULT
+def test_a_daemon_restarts_again_and_again(watched: Watched, prometheus: PrometheusServer) -> None:
+    node, daemon = watched.daemon()
+    for _ in range(3):
+        daemon.stop()
+        daemon.start()
+        wait_until(lambda: daemon.is_ready, "ready again", LIMIT_S)
+    prometheus.await_alert("KvxferdRestarts", instance=node)
+    prometheus.await_clear("KvxferdRestarts", instance=node)
+
+
+@EVERY_FAULT
+def test_nothing_is_scraped(watched: Watched, prometheus: PrometheusServer) -> None:
+    prometheus.await_alert("KvxferdNoTargets")
+    watched.daemon()
+    prometheus.await_clear("KvxferdNoTargets")
+
+
+@EVERY_FAULT
+def test_a_daemon_without_its_library(watched: Watched, prometheus: PrometheusServer, tmp_path: Path) -> None:
+    for library in ("nixl", "rixl"):
+        (tmp_path / "broken" / library).mkdir(parents=True)
+        (tmp_path / "broken" / library / "__init__.py").write_text("raise ImportError('broken')\n")
+    name, port = watched.address()
+    flags = ("--http-bind", f"127.0.0.1:{port}")
+    daemon = DaemonUnderTest(tmp_path / name, {"PYTHONPATH": str(tmp_path / "broken")}, flags)
+    try:
+        watched.watch(name, port)
+        prometheus.await_alert("KvxferdNotReady", instance=name)
+    finally:
+        daemon.stop()
+    prometheus.await_clear("KvxferdNotReady", instance=name)
+
+
+@EVERY_FAULT
+def test_a_drain_that_waits(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
+    node, daemon = watched.daemon(KVXFERD_DRAIN_LIMIT_S="600")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    source.publish("never-read", ids_for(1), TOKENS, lease_s=500.0)
+    daemon.process.terminate()
+    prometheus.await_alert("KvxferdDrainingTooLong", instance=node)
+    source.close()
+    prometheus.await_clear("KvxferdDrainingTooLong", instance=node)
+
+
+@EVERY_FAULT
+def test_two_versions(watched: Watched, prometheus: PrometheusServer, tmp_path: Path) -> None:
+    watched.daemon()
+    name, port = watched.address()
+    daemon = OtherVersion(tmp_path / name, {}, ("--http-bind", f"127.0.0.1:{port}"))
+    try:
+        watched.watch(name, port)
+        prometheus.await_alert("KvxferdVersionSkew", job="kvxferd")
+    finally:
+        daemon.stop()
+    prometheus.await_clear("KvxferdVersionSkew", job="kvxferd")
+
+
+class OtherVersion(DaemonUnderTest):
+    """A daemon that reports another version."""
+
+    def start(self) -> None:
+        program = (
+            "import sys, kvxferd; kvxferd.__version__ = '0.0.1'; "
+            "from kvxferd.cli import main; sys.exit(main())"
+        )
+        at = self._command.index("-m")
+        self._command[at : at + 2] = ["-c", program]
+        super().start()
+
+
+@EVERY_FAULT
+def test_few_descriptors_are_left(watched: Watched, prometheus: PrometheusServer) -> None:
+    node, daemon = watched.daemon()
+    pid = daemon.process.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) + 6, hard))
+    prometheus.await_alert("KvxferdDescriptorsNearLimit", instance=node)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    prometheus.await_clear("KvxferdDescriptorsNearLimit", instance=node)
+
+
+@EVERY_FAULT
+def test_grants_that_wait_for_a_rank(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
+    node, daemon = watched.daemon()
+    sources = fleet.engine(daemon, spec_of("prefill", tp_size=2))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    for request in range(1, 40):
+        ids = ids_for(request)
+        ref = sources[0].publish(f"late-{request}", ids, TOKENS)
+        ticket = sink.pull(ref, ids, TOKENS)
+        time.sleep(1.5)
+        sources[1].ready(f"late-{request}")
+        name, fields = sink.end_of(ticket)
+        assert name == "Delivered", fields
+        if prometheus.alert("KvxferdPhaseSlow", instance=node, phase="grant"):
+            break
+    prometheus.await_alert("KvxferdPhaseSlow", instance=node, phase="grant")
+    prometheus.await_clear("KvxferdPhaseSlow", instance=node, phase="grant")
+
+
+@EVERY_FAULT
+def test_a_daemon_stops_answering(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
+    (prefill_node, prefill), (decode_node, decode) = watched.daemon(), watched.daemon()
+    (source,) = fleet.engine(prefill, spec_of("prefill"))
+    (sink,) = fleet.engine(decode, spec_of("decode"))
+    gone_reference(source, sink)
+    refs = [publish([source], request) for request in range(1, 20)]
+    prefill.process.send_signal(signal.SIGSTOP)
+    try:
+        for request, ref in enumerate(refs):  # the peer is silent once one of them has waited for 10 s
+            sink.pull(ref, ids_for(request), TOKENS, deadline_s=40.0)
+            time.sleep(0.5)
+        prometheus.await_alert("KvxferdPeersSilent", instance=decode_node)
+        prometheus.await_alert("KvxferdDown", instance=prefill_node)
+    finally:
+        prefill.process.send_signal(signal.SIGCONT)
+    prometheus.await_clear("KvxferdPeersSilent", instance=decode_node)
+    prometheus.await_clear("KvxferdDown", instance=prefill_node)
+
+
+@EVERY_FAULT
+def test_transfers_that_nobody_reads(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
+    node, daemon = watched.daemon()
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    for number in range(60):
+        source.publish(f"unread-{number}", ids_for(number), TOKENS, lease_s=0.5)
+        time.sleep(0.5)
+        if prometheus.alert("KvxferdLeasesExpire", instance=node):
+            break
+    prometheus.await_alert("KvxferdLeasesExpire", instance=node)
+    prometheus.await_clear("KvxferdLeasesExpire", instance=node)
+
+
+@EVERY_FAULT
+def test_an_engine_without_its_second_rank(
+    watched: Watched, fleet: Fleet, prometheus: PrometheusServer
+) -> None:
+    node, daemon = watched.daemon()
+    first, second = ranks_of(spec_of("half", tp_size=2))
+    fleet.rank().register(daemon.worker_socket, first, **FACTS)
+    prometheus.await_alert("KvxferdEngineUnreadable", instance=node, state="incomplete")
+    fleet.rank().register(daemon.worker_socket, second, **FACTS)
+    prometheus.await_clear("KvxferdEngineUnreadable", instance=node)
+
+
+@EVERY_FAULT
+def test_a_mover_in_doubt(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
+    """Without UCX's log nobody knows that it is TCP, so a read that does not end leaves doubt."""
+    node, daemon = watched.daemon(KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=^cma,UCX_LOG_LEVEL=warn")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    gone_reference(source, sink)
+    ref = publish([source], 1)
+    sink.prepare(ref)
+    wait_until(lambda: daemon.status()["num_grants_held"] == 1, "it is granted")
+    (mover,) = set(mappers_of(source.memory_inode())) & set(daemon.movers())
+    os.kill(mover, signal.SIGSTOP)
+    try:
+        sink.pull(ref, ids_for(1), TOKENS, deadline_s=1.0)
+        prometheus.await_alert("KvxferdQuarantineStays", instance=node)
+    finally:
+        os.kill(mover, signal.SIGCONT)
+    prometheus.await_clear("KvxferdQuarantineStays", instance=node)
+
+
+@EVERY_FAULT
+def test_reads_that_need_a_second_try(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
+    node, daemon = watched.daemon(KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=tcp")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    gone_reference(source, sink)
+    for first in range(1, 30, 3):
+        refs = [publish([source], first + number) for number in range(3)]
+        for ref in refs:
+            sink.prepare(ref)
+        wait_until(lambda: daemon.status()["num_grants_held"] == 3, "all are granted")
+        (mover,) = set(mappers_of(source.memory_inode())) & set(daemon.movers())
+        os.kill(mover, signal.SIGSTOP)
+        tickets = [sink.pull(ref, ids_for(first + number), TOKENS) for number, ref in enumerate(refs)]
+        time.sleep(0.3)
+        os.kill(mover, signal.SIGKILL)
+        ended: set[int] = set()
+        while ended < set(tickets):  # in any order
+            event = sink.next_event()
+            assert event is not None, f"of {tickets} only {ended} ended"
+            if event[0] in ("Delivered", "Failed"):
+                ended.add(event[1]["ticket"])
+        if prometheus.alert("KvxferdPullsReadTwice", instance=node):
+            break
+    prometheus.await_alert("KvxferdPullsReadTwice", instance=node)
+    prometheus.await_clear("KvxferdPullsReadTwice", instance=node)
+
+
+@EVERY_FAULT
+def test_a_log_that_is_not_read(
+    watched: Watched, fleet: Fleet, prometheus: PrometheusServer, tmp_path: Path
+) -> None:
+    name, port = watched.address()
+    daemon = UnreadLog(tmp_path / name, {}, ("--http-bind", f"127.0.0.1:{port}", "--log-level", "debug"))
+    try:
+        wait_until(lambda: Path(daemon.control.socket_path).exists(), "it serves", LIMIT_S)
+        watched.watch(name, port)
+        (source,) = fleet.engine(daemon, spec_of("prefill"))
+        (sink,) = fleet.engine(daemon, spec_of("decode"))
+        ref = gone_reference(source, sink)
+        while not prometheus.alert("KvxferdLogLinesDropped", instance=name):
+            fail_pulls(sink, ref)
+        os.set_blocking(daemon.reading, False)
+        with suppress(BlockingIOError):
+            while os.read(daemon.reading, 1 << 20):
+                pass
+        prometheus.await_clear("KvxferdLogLinesDropped", instance=name)
+    finally:
+        daemon.process.kill()
+        daemon.process.wait()
+        os.close(daemon.reading)
+
+
+class UnreadLog(DaemonUnderTest):
+    """Its log goes to a pipe of one page that nobody reads."""
+
+    def start(self) -> None:
+        self.reading, writing = os.pipe()
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+        self.process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
+        os.close(writing)
+        self.control = ControlClient(str(self.directory / "control.sock"))
+
+
+@EVERY_FAULT
+def test_a_slow_path_within_the_node(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
+    node, daemon = watched.daemon(KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=^cma")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    gone_reference(source, sink)
+    prometheus.await_alert("KvxferdWarning", instance=node, kind="same-node-tcp")
+    source.stop()
+    sink.stop()
+    prometheus.await_clear("KvxferdWarning", instance=node, kind="same-node-tcp")

@@ -1,0 +1,24 @@
+"""The short form of `make game-day`: one fault, and every output of the node names its cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.game_day.__main__ import run, table
+from tests.game_day.faults import FAULTS
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_an_operator_finds_a_source_that_releases_early_in_every_output(tmp_path: Path) -> None:
+    (fault,) = [fault for fault in FAULTS if fault.name == "early-release"]
+    result = run(fault, tmp_path, [fault.node], after_s=1.0)
+    assert result.missing == []
+    assert result.began_s["decode", "pulls-fail"] < 10
+    assert all(result.named_by.values()), result.named_by
+    assert {"status", "history --failed", "doctor", "page"} <= result.named_by.keys()
+    page = result.outputs["decode"]["page"]
+    assert "Ready." not in page.split("Engines")[0]
+    assert "A source that releases early | decode | pulls-fail" in table([result])

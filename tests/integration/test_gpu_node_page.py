@@ -1,0 +1,129 @@
+"""docs/how-to/vllm-gpu.md, step by step: its files and commands on two daemons of one machine.
+
+Stand-ins: host memory for GPU memory, TCP or CMA for a card, engines without vLLM. Addresses and paths are
+replaced; the rest is used as the page has it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.connector_harness import EngineUnderTest
+from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.documented_commands import ROOT, blocks_of, commands_of
+from tests.support.http_engine import COMPLETIONS, HttpEngine, content_of
+from tests.support.router_protocols import post
+from tests.support.vllm_servers.router_process import RouterProcess
+
+PAGE = ROOT / "docs" / "how-to" / "vllm-gpu.md"
+COMMANDS = commands_of(PAGE)
+(SETTINGS,) = blocks_of(PAGE, "toml")
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+def kvxferd(*arguments: str) -> str:
+    """Run a command as the page shows it, and return its output."""
+    command = [sys.executable, "-m", "kvxferd.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def arguments_of(verb: str) -> list[str]:
+    """Return the arguments of the page's first command with a verb."""
+    return next(c.arguments for c in COMMANDS if c.program == "kvxferd" and c.words[1] == verb)
+
+
+def make_key(path: Path) -> str:
+    """Make a node's key by the page's command; returns the public key."""
+    printed = kvxferd(*[str(path) if word.startswith("/") else word for word in arguments_of("keygen")])
+    (key,) = re.findall("[0-9a-f]{64}", printed)
+    return str(key)
+
+
+def settings_of_node(directory: Path, others_key: str, *, with_cards: bool) -> Path:
+    """Write the page's settings for a node of this machine."""
+    text = SETTINGS.replace("/etc/kvxferd", str(directory))
+    text = re.sub(r"[0-9a-f]{64}", others_key, text)
+    text = re.sub(r"^(bind|advertise) = .*\n", "", text, flags=re.MULTILINE)
+    if not with_cards:
+        text = text.partition("[mover.environment]")[0]
+    path = directory / "kvxferd.toml"
+    path.write_text(text)
+    assert tomllib.loads(text)["peer"]["curve_allowed_keys"] == [others_key]
+    return path
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path / "run")
+    yield fleet
+    fleet.stop()
+
+
+def test_the_walk_through(tmp_path: Path, fleet: Fleet) -> None:
+    directories = [tmp_path / name for name in "pd"]
+    for directory in directories:
+        (directory / "keys").mkdir(parents=True)
+    keys = [make_key(directory / "keys" / "peer.key") for directory in directories]
+    daemons: list[DaemonUnderTest] = []
+    for directory, others_key in zip(directories, reversed(keys), strict=True):
+        path = settings_of_node(directory, others_key, with_cards=False)
+        assert kvxferd("config", "check", str(path)).endswith(": valid\n")
+        daemons.append(fleet.daemon(directory.name, "--config", str(path)))
+    for daemon, key in zip(daemons, keys, strict=True):
+        shown = kvxferd(*arguments_of("status"), "--socket", daemon.control.socket_path, "--json")
+        assert json.loads(shown)["node"]["endpoint"].endswith(f"#{key}")
+
+    with ExitStack() as stack:
+        engines = []
+        for daemon, name in zip(daemons, ("prefill", "decode"), strict=True):
+            engine = EngineUnderTest(daemon, name, publishes=name == "prefill")
+            stack.callback(engine.close)
+            engines.append(HttpEngine(engine))
+            stack.callback(engines[-1].close)
+        prefill, decode = engines
+        router = RouterProcess(prefill.url, decode.url)
+        stack.callback(router.stop)
+        answer = post(router.url, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 8})
+        assert answer.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
+        assert decode.served[0].num_pulled == len(PROMPT)
+        prefill.wait_until_released(1)
+        for verb in ("engines", "transfers"):
+            kvxferd(*arguments_of(verb), "--socket", daemons[1].control.socket_path)
+    for daemon in daemons:
+        assert "drained" in kvxferd(*arguments_of("drain"), "--socket", daemon.control.socket_path)
+
+
+@pytest.mark.skipif(
+    Path("/dev/infiniband").exists(), reason="needs a machine without RDMA cards: what UCX says there"
+)
+def test_without_the_cards_that_it_names_no_mover_starts(tmp_path: Path) -> None:
+    """An error, and not TCP without a word: the row of the page's troubleshooting, and its UCX variables."""
+    (tmp_path / "keys").mkdir()
+    key = make_key(tmp_path / "keys" / "peer.key")
+    path = settings_of_node(tmp_path, key, with_cards=True)
+    daemon = DaemonUnderTest(tmp_path / "run", {}, ("--config", str(path)))
+    try:
+        wait_until(lambda: "before its agent was made" in daemon.log.read_text(), "a mover dies", 60)
+        log = daemon.log.read_text()
+    finally:
+        daemon.stop()
+    assert "mover died before its agent was made" in log
+    environment = tomllib.loads(SETTINGS)["mover"]["environment"]
+    for name in environment["UCX_NET_DEVICES"].split(","):
+        assert re.search(rf"network devices .*'{name}'.* are not available", log)
+    assert re.search("transports 'rc'.* are not available", log)
+    assert "unused environment variable" not in log
+    text = " ".join(PAGE.read_text().split())
+    assert "`mover died before its agent was made`" in text
+    assert "`network devices ... are not available`" in text

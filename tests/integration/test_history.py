@@ -1,0 +1,97 @@
+"""What a node's history tells of one request, on both nodes, and of who did not reply."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from tests.support.daemon_fleet import DaemonUnderTest, Fleet, mappers_of
+from tests.support.rank_process import RankProcess
+from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+
+DEADLINE_S = 2.0
+
+
+@pytest.mark.timeout(120)
+def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_reply(fleet: Fleet):
+    started = time.time()
+    there, here = fleet.daemon("p", **TCP), fleet.daemon("d", **TCP)
+    (source,), (sink,) = fleet.engine(there, spec_of("prefill")), fleet.engine(here, spec_of("decode"))
+    ref = publish([source], 1)
+    pull_and_check([sink], ref, 1)
+    (pulled,) = history(here, transfer=ref["transfer_id"], kind="pull")
+    (released,) = history(there, transfer=ref["transfer_id"])
+    assert pulled["peer"] == there.endpoint
+    assert [reader["peers"] for reader in released["readers"]] == [[here.endpoint]]
+    assert released["bytes"] == pulled["bytes"] > 0
+    for record in (pulled, released):
+        assert started - 1 < record["started_at"] <= record["ended_at"] < time.time() + 1
+
+    # The source's mover stops while it is read: the reader's mover says whose reads are in flight.
+    ref = publish([source], 2)
+    sink.prepare(ref)
+    wait_for_grant(here)
+    with stopped(mover_of(there, source)):
+        end = failed_pull(here, sink, ref)
+    assert end["silent"] == "rank pp0.tp0 of engine prefill"
+    assert end["failed_phase"] in ("wire", "fence")
+    assert end["silent"] in end["message"]
+
+    # The reader's own mover stops.
+    ref = publish([source], 3)
+    with stopped(mover_of(here, sink)):
+        end = failed_pull(here, sink, ref)
+    assert end["silent"] == "the mover of rank pp0.tp0 of engine decode"
+
+    # The source's daemon stops.
+    ref = publish([source], 4)
+    with stopped(there.process.pid):
+        end = failed_pull(here, sink, ref)
+    assert end["silent"] == there.endpoint
+    assert len(history(here, failed="true", kind="pull")) == 3
+
+
+TCP = {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}
+
+
+def history(daemon: DaemonUnderTest, **query: str) -> list[dict[str, Any]]:
+    """The records that the query finds."""
+    records: list[dict[str, Any]] = daemon.control.get(f"/v1/history?{urlencode(query)}")["records"]
+    return records
+
+
+def failed_pull(daemon: DaemonUnderTest, sink: RankProcess, ref: dict[str, Any]) -> dict[str, Any]:
+    """Pull until the deadline, and return the record."""
+    ticket = sink.pull(ref, ids_for(0, 16), TOKENS, deadline_s=DEADLINE_S)
+    name, fields = sink.end_of(ticket)
+    assert (name, fields["code"]) == ("Failed", "deadline")
+    return history(daemon, transfer=ref["transfer_id"], kind="pull")[-1]
+
+
+def wait_for_grant(daemon: DaemonUnderTest) -> None:
+    """A stopped mover could not reply that it polls."""
+    while not daemon.status()["num_grants_held"]:
+        time.sleep(0.01)
+
+
+def mover_of(daemon: DaemonUnderTest, rank: RankProcess) -> int:
+    """Its process."""
+    (mover,) = set(mappers_of(rank.memory_inode())) & set(daemon.movers())
+    return mover
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,175 @@
+"""Spans of two real daemons, collected over OTLP: one tree a request, with the right parents."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import run
+
+import pytest
+
+from tests.support.daemon_fleet import Fleet, wait_until
+from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.trace_receiver import ReceivedSpan, TraceReceiver
+
+FIRST, SECOND, QUIET = "1" * 32, "2" * 32, "3" * 32  # trace ids
+PREFILL, DECODE = "a" * 16, "b" * 16  # spans of the engines' requests
+
+
+def header(trace_id: str, span_id: str, flags: str = "01") -> str:
+    return f"00-{trace_id}-{span_id}-{flags}"
+
+
+@pytest.fixture
+def receiver() -> Iterator[TraceReceiver]:
+    pytest.importorskip("opentelemetry.sdk", reason="kvxferd[tracing] is not installed")
+    receiver = TraceReceiver()
+    try:
+        yield receiver
+    finally:
+        receiver.close()
+
+
+def test_one_tree_over_two_daemons_and_the_error_of_a_pull_that_fails(
+    fleet: Fleet, receiver: TraceReceiver
+) -> None:
+    began_ns = time.time_ns()
+    tracing = ("--tracing-endpoint", receiver.endpoint)
+    prefill, decode = fleet.daemon("prefill", *tracing), fleet.daemon("decode", *tracing)
+    (source,) = fleet.engine(prefill, spec_of("prefill"))
+    sinks = fleet.engine(decode, spec_of("decode", tp_size=2))
+
+    def published(request: int, traceparent: str) -> dict[str, object]:
+        ids = ids_for(request)
+        source.write(request, ids, TOKENS)
+        return source.publish(f"req-{request}", ids, TOKENS, traceparent=traceparent)
+
+    ref = published(1, header(FIRST, PREFILL))
+    assert ref["traceparent"] == header(FIRST, PREFILL)
+    pull_and_check(sinks, ref | {"traceparent": header(FIRST, DECODE)}, 1)
+    assert source.await_event("Released")["why"] == "completed"
+
+    ref = published(2, header(SECOND, PREFILL))
+    source.unpublish(ref)
+    assert source.await_event("Released")["why"] == "unpublished"
+    name, fields = sinks[0].end_of(sinks[0].pull(ref, ids_for(5), TOKENS))
+    assert (name, fields["code"]) == ("Failed", "released")
+
+    # Not sampled, invalid, and none at all: pulled as ever, and not traced.
+    for request, traceparent in ((3, header(QUIET, PREFILL, "00")), (4, "no traceparent"), (5, "")):
+        pull_and_check(sinks, published(request, traceparent), request)
+        source.await_event("Released")
+
+    first = _tree(receiver, FIRST, num_spans=1 + 2 * (1 + 8 + 3), parents={PREFILL, DECODE})
+    _check_the_delivered(first)
+    second = _tree(receiver, SECOND, num_spans=1 + 1 + 2 + 2, parents={PREFILL})
+    _check_the_failed(second)
+    assert {span.trace_id for span in receiver.spans} == {FIRST, SECOND}
+    for span in receiver.spans:
+        assert began_ns <= span.start_ns <= span.end_ns <= time.time_ns()
+        assert span.resource["service.name"] == "kvxferd"
+        text = str(span.attributes) + span.message
+        assert str(ref["nonce"]) not in text
+    for daemon in (prefill, decode):
+        assert 'kvxferd_trace_records_total{outcome="dropped"} 0.0' in daemon.metrics()
+        assert 'kvxferd_trace_records_total{outcome="failed"} 0.0' in daemon.metrics()
+
+
+def _tree(receiver: TraceReceiver, trace_id: str, num_spans: int, parents: set[str]) -> list[ReceivedSpan]:
+    """The trace's spans, once all are there: each hangs on another, or on a span of an engine."""
+    wait_until(
+        lambda: len(receiver.of_trace(trace_id)) >= num_spans,
+        f"{num_spans} spans of {trace_id}: {sorted(span.name for span in receiver.of_trace(trace_id))}",
+    )
+    spans = receiver.of_trace(trace_id)
+    by_id = {span.span_id: span for span in spans}
+    assert len(by_id) == len(spans) == num_spans, sorted(span.name for span in spans)
+    for span in spans:
+        assert span.parent_id in by_id or span.parent_id in parents, span
+    return spans
+
+
+def _named(spans: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
+    return [span for span in spans if span.name == f"kvxferd.{name}"]
+
+
+def _check_the_delivered(spans: list[ReceivedSpan]) -> None:
+    assert not any(span.is_error for span in spans)
+    (publish,) = _named(spans, "publish")
+    assert (publish.parent_id, publish.kind) == (PREFILL, "PRODUCER")
+    pulls = _named(spans, "pull")
+    assert {pull.parent_id for pull in pulls} == {DECODE}
+    assert {pull.attributes["kvxferd.rank"] for pull in pulls} == {"pp0.tp0", "pp0.tp1"}
+    nodes = {pull.resource["service.instance.id"] for pull in pulls}
+    assert nodes != {publish.resource["service.instance.id"]}
+    assert len(nodes) == 1
+    for pull in pulls:
+        of_pull = [span for span in spans if span.parent_id == pull.span_id]
+        phases = {"handshake", "grant", "queue", "plan", "wire", "fence", "acknowledge"}
+        assert {span.name for span in of_pull} == {f"kvxferd.{phase}" for phase in (*phases, "serve")}
+        (serve,) = _named(of_pull, "serve")
+        assert serve.resource == publish.resource
+        assert serve.kind == "SERVER"
+        assert serve.attributes["kvxferd.outcome"] == "acknowledged"
+        assert {s.name for s in spans if s.parent_id == serve.span_id} == {
+            "kvxferd.serve.grant",
+            "kvxferd.serve.acknowledge",
+        }
+        (wire,) = _named(of_pull, "wire")
+        (post,) = [span for span in spans if span.parent_id == wire.span_id]
+        assert post.name == "kvxferd.post"
+        assert pull.start_ns <= wire.start_ns <= post.start_ns <= post.end_ns <= wire.end_ns <= pull.end_ns
+        assert pull.attributes["kvxferd.bytes"] > 0
+
+
+def _check_the_failed(spans: list[ReceivedSpan]) -> None:
+    (publish,) = _named(spans, "publish")
+    (pull,) = _named(spans, "pull")
+    (serve,) = _named(spans, "serve")
+    (grant,) = _named(spans, "grant")
+    assert not publish.is_error  # its engine withdrew it
+    assert publish.attributes["kvxferd.released"] == "unpublished"
+    assert pull.is_error
+    assert pull.attributes["error.type"] == "released"
+    assert pull.attributes["kvxferd.failed_phase"] == "grant"
+    assert pull.message.startswith("released: cannot grant transfer req-2: it was released")
+    assert (serve.is_error, serve.parent_id, serve.attributes["error.type"]) == (
+        True,
+        pull.span_id,
+        "released",
+    )
+    assert (grant.is_error, grant.parent_id) == (True, pull.span_id)
+    assert serve.resource == publish.resource != pull.resource
+
+
+def test_transfers_without_a_trace_are_sampled_by_ratio_and_still_one_tree(
+    fleet: Fleet, receiver: TraceReceiver
+) -> None:
+    tracing = ("--tracing-endpoint", receiver.endpoint + "/v1/traces", "--tracing-sample-ratio", "1")
+    daemon = fleet.daemon("node", *tracing)
+    sources, sinks = fleet.engine(daemon, spec_of("prefill")), fleet.engine(daemon, spec_of("decode"))
+    pull_and_check(sinks, publish(sources, 1), 1)
+    wait_until(lambda: len(receiver.spans) >= 13, "the spans of both sides")
+    (trace_id,) = {span.trace_id for span in receiver.spans}
+    spans = _tree(receiver, trace_id, num_spans=13, parents={""})
+    (root,) = [span for span in spans if not span.parent_id]
+    assert root.name == "kvxferd.publish"
+    (pull,) = _named(spans, "pull")
+    assert pull.parent_id == root.span_id
+
+
+def test_nothing_of_opentelemetry_is_imported_when_it_is_off(fleet: Fleet, tmp_path: Path) -> None:
+    broken = tmp_path / "broken" / "opentelemetry"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('imported', name='opentelemetry')\n")
+    path = {"PYTHONPATH": str(broken.parent)}
+    daemon = fleet.daemon("node", **path)
+    sources, sinks = fleet.engine(daemon, spec_of("prefill")), fleet.engine(daemon, spec_of("decode"))
+    pull_and_check(sinks, publish(sources, 1) | {"traceparent": header(FIRST, DECODE)}, 1)
+    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(tmp_path / "on")]
+    command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--tracing-endpoint", "http://h:4318"]
+    ended = run(command, env=path, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "cannot use tracing.endpoint: opentelemetry is not installed; pip install" in ended.stderr

@@ -1,0 +1,153 @@
+"""A daemon in a container of the image that is tested, and a rank of this process that registers there."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvxferd import client
+from kvxferd.errors import KvxferdError
+from kvxferd.tooling.control_client import ControlClient
+from tests.support import remote_namespace
+
+ENGINE = "podman"
+READY_S = 60.0
+# What the daemon takes to drain, and then to end its movers.
+STOP_S = 30
+COMMAND_S = 240.0
+# UCX takes 4.2 MiB of /dev/shm for each mover, and crashes the mover that finds no room there.
+SHM_SIZE = "512m"
+
+
+def podman(*words: str, check: bool = True) -> str:
+    """Run it and return what it prints; without `check`, also after a failure."""
+    done = subprocess.run(
+        [ENGINE, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=COMMAND_S,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0 or not check, f"{ENGINE} {' '.join(words)}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def inspect(image: str) -> dict[str, Any]:
+    """Return the image's configuration."""
+    (found,) = json.loads(podman("image", "inspect", image))
+    return dict(found["Config"])
+
+
+def output(image: str, *words: str) -> str:
+    """Run a program of the image in a container of its own and return what it prints."""
+    return podman("run", "--rm", "--network=none", "--entrypoint", words[0], image, *words[1:])
+
+
+class DaemonContainer:
+    """`serve` on the host's network, its run directory in `folder`, where this process reaches its sockets.
+
+    With `on_host` in the host's PID and IPC namespaces, else in its own. UCX reads by CMA only within one.
+    """
+
+    def __init__(
+        self, image: str, folder: Path, uid: int, http_port: int = 0, *, on_host: bool = False
+    ) -> None:
+        self.name = f"kvxferd-test-{uuid.uuid4().hex[:12]}"
+        self.folder = folder
+        self.worker_socket = str(folder / "worker" / "worker.sock")
+        self.control = ControlClient(str(folder / "control.sock"))
+        (folder / "worker").mkdir(parents=True)
+        for path in (folder, folder / "worker"):
+            os.chown(path, uid, uid)
+        flags = ["--pid=host", "--ipc=host"] if on_host else [f"--shm-size={SHM_SIZE}"]
+        settings = {
+            "HTTP_BIND": f"127.0.0.1:{http_port}" if http_port else "",
+            "PEER_BIND": "tcp://127.0.0.1:0",
+        }
+        for name, value in settings.items():
+            flags += ["--env", f"KVXFERD_{name}={value}"]
+        podman(
+            *(
+                "run",
+                "--detach",
+                "--name",
+                self.name,
+                "--network=host",
+                "--stop-timeout",
+                str(STOP_S),
+                *flags,
+            ),
+            *("--volume", f"{folder}:/run/kvxferd", image),
+        )
+
+    def wait_ready(self) -> None:
+        """Wait until it takes registrations."""
+        deadline = time.monotonic() + READY_S
+        found: object = None
+        while time.monotonic() < deadline:
+            try:
+                status, found = self.control.request("GET", "/readyz")
+                if status == 200:
+                    return
+            except KvxferdError as error:
+                found = error
+            time.sleep(0.1)
+        raise AssertionError(f"{self.name} is not ready: {found}\n{self.log()}")
+
+    def run(self, *words: str, check: bool = True) -> str:
+        """Run kvxferd beside the daemon and return what it prints."""
+        return podman("exec", self.name, "kvxferd", *words, check=check)
+
+    def log(self) -> str:
+        """Return what it wrote to standard output and error."""
+        done = subprocess.run([ENGINE, "logs", self.name], capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    def stop(self) -> int:
+        """Have it drain, and return its exit code."""
+        podman("stop", self.name)
+        return int(podman("wait", self.name))
+
+    def remove(self) -> None:
+        """Kill it if it runs, and leave nothing of it but its directory."""
+        podman("rm", "--force", "--volumes", "--time", "0", self.name)
+
+
+class RankOf:
+    """A rank of 2 MiB of this process, registered with a container's daemon."""
+
+    def __init__(self, daemon: DaemonContainer, name: str, seed: int) -> None:
+        self.handle, self._memory = remote_namespace.join(daemon.worker_socket, name)
+        self.bytes = np.frombuffer(self._memory.buffer, dtype=np.uint8)
+        self.bytes[:] = np.random.default_rng(seed).integers(0, 256, len(self.bytes), dtype=np.uint8)
+
+    def publish(self, transfer: str) -> Any:
+        """Publish every block and return the reference."""
+        ref = self.handle.publish(transfer, remote_namespace.blocks(), num_tokens=remote_namespace.NUM_TOKENS)
+        self.handle.ready(transfer)
+        return ref.to_json()
+
+    def pull(self, ref: Any) -> client.Delivered | client.Failed:
+        """Pull every block and return how it ended."""
+        seconds = remote_namespace.EVENT_S
+        self.handle.pull(
+            ref, remote_namespace.blocks(), num_tokens=remote_namespace.NUM_TOKENS, deadline_s=seconds
+        )
+        while select.select([self.handle.fileno()], [], [], seconds)[0]:
+            for event in self.handle.poll():
+                if isinstance(event, client.Delivered | client.Failed):
+                    return event
+        raise AssertionError("the pull did not end")
+
+    def close(self) -> None:
+        """Deregister."""
+        self.handle.close()

@@ -1,0 +1,94 @@
+"""Engines' ranks in one process, placed as the vLLM connector places them; prints one line of JSON.
+
+python -m tests.support.placed_ranks SOCKET DRIVER CASE...
+
+A CASE is SETTING:MEMORY[:MISSING,MISSING...]. MEMORY is an allocator of `tensor_allocators`; imports of
+MISSING fail while the ranks are placed. In each case one rank publishes, and another pulls and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvxferd.client import BlockList, Delivered, RankHandle
+from kvxferd.errors import KvxferdError
+from kvxferd.ids import EngineId, Generation, RegionId
+from kvxferd.import_blocking import block_import
+from kvxferd.integrations.vllm.gpu_placement import PlacementSearch
+from kvxferd.integrations.vllm.layout_derivation import CacheStorage, DerivedCaches
+from kvxferd.integrations.vllm.options import read_options
+from kvxferd.integrations.vllm.rank_sharing import RankSharing
+from kvxferd.layout import EngineSpec
+from tests.support.connector_harness import BLOCK_BYTES, BLOCK_TOKENS, LAYOUT, NAME, NUM_BLOCKS
+from tests.support.tensor_allocators import TensorStore
+
+WAIT_S = 60.0
+SIZE = NUM_BLOCKS * BLOCK_BYTES
+
+
+def main(socket: str, driver: str, *cases: str) -> None:
+    os.environ["KVXFERD_DRIVER"] = driver
+    print("ANSWER " + json.dumps([run(socket, driver, *case.split(":")) for case in cases]), flush=True)
+
+
+def run(socket: str, driver: str, setting: str, memory: str, missing: str = "") -> dict[str, Any]:
+    options = read_options({"socket": socket, "gpu_placement": setting, "connect_timeout_s": WAIT_S})
+    stores = [TensorStore(SIZE, memory, driver) for _ in range(2)]
+    searches = [PlacementSearch(f"rank (0, 0) of {name}", setting) for name in ("source", "sink")]
+    ranks: list[RankHandle] = []
+    with ExitStack() as stack:
+        try:
+            with without(missing):
+                for number, (store, search) in enumerate(zip(stores, searches, strict=True)):
+                    storage = store.tensor.untyped_storage()
+                    regions = (CacheStorage(RegionId("kv"), storage.data_ptr(), SIZE, "cuda", storage),)
+                    sharing = RankSharing(DerivedCaches(LAYOUT, regions, {}), options, search)
+                    spec = EngineSpec(
+                        engine_id=EngineId(f"{setting}-{memory}-{number}"),
+                        generation=Generation("g"),
+                        num_layers=1,
+                        publish_implies_ready=True,
+                    )
+                    ranks.append(sharing.register(spec, time.monotonic() + WAIT_S))
+                    stack.callback(ranks[-1].close)
+        except KvxferdError as error:
+            return {"code": error.code, "message": error.message}
+        is_right = move(*ranks, *stores)
+    return {"reports": [search.report() for search in searches], "is_right": is_right}
+
+
+@contextmanager
+def without(names: str) -> Iterator[None]:
+    """Make imports of these fail, if they have not been imported yet."""
+    with ExitStack() as stack:
+        for name in filter(None, names.split(",")):
+            assert name not in sys.modules, f"{name} is imported already: put the case first"
+            stack.enter_context(block_import(name))
+        yield
+
+
+def move(source: RankHandle, sink: RankHandle, origin: TensorStore, target: TensorStore) -> bool:
+    """Pull all of a cache; return whether it was delivered as it is."""
+    origin.bytes[:] = np.random.default_rng(7).integers(0, 255, SIZE)
+    origin.save()
+    blocks = {str(NAME): BlockList(ids=list(range(NUM_BLOCKS)))}
+    ref = source.publish("r-1", blocks, NUM_BLOCKS * BLOCK_TOKENS)
+    sink.pull(ref, blocks, NUM_BLOCKS * BLOCK_TOKENS, deadline_s=WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while not (events := sink.poll()) and time.monotonic() < deadline:
+        select.select([sink.fileno()], [], [], 1.0)
+    target.load()
+    return bool(events) and isinstance(events[0], Delivered) and bool((target.bytes == origin.bytes).all())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,29 @@
+"""The program of the tutorial on tensors, as it is pasted from its page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.documented_commands import ROOT
+
+PAGE = ROOT / "docs" / "tutorial" / "tensors.md"
+
+
+def run(program: str, socket: str, tmp_path: Path) -> str:
+    """Paste the program into a file and run it, as the page says. Returns what it prints."""
+    path = tmp_path / "engine.py"
+    path.write_text(program)
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, str(path), socket],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout

@@ -1,0 +1,131 @@
+"""`kvxferd config`: what is printed, from where each setting comes, and what is never printed."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvxferd.config import SETTINGS, load_config
+from kvxferd.config.sample import sample_text
+from tests.support.verb_harness import run
+
+
+async def test_defaults_prints_the_sample_with_its_comments() -> None:
+    result = await run("config", "defaults")
+    assert result.exit_code == 0
+    assert result.stdout == sample_text()
+    assert "# " in result.stdout
+
+
+async def test_the_defaults_as_json_are_those_of_the_sample() -> None:
+    result = await run("config", "defaults", "--json")
+    sample = tomllib.loads(sample_text())
+    want = {f"{section}.{key}": value for section, table in sample.items() for key, value in table.items()}
+    assert json.loads(result.stdout) == want
+
+
+async def test_a_file_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text('[transfer]\nlease = 3\n[log]\nlevel = "loud\\u001b[2J"\n')
+    result = await run("config", "check", str(file))
+    assert result.exit_code == 1
+    first, second = result.stdout.splitlines()
+    assert first.startswith(f"{file}:2: cannot use transfer.lease ")
+    assert second.startswith(f"{file}:4: cannot use log.level ")
+    assert second.endswith("give debug, info, warning or error")
+    assert "\x1b" not in result.stdout
+    shown = json.loads((await run("config", "check", str(file), "--json")).stdout)
+    assert [(problem["key"], problem["line"]) for problem in shown["problems"]] == [
+        ("transfer.lease", 2),
+        ("log.level", 4),
+    ]
+    file.write_text("[transfer]\nlease_s = 3\n")
+    result = await run("config", "check", str(file))
+    assert (result.exit_code, result.stdout) == (0, f"{file}: valid\n")
+    assert (await run("config", "check", str(tmp_path / "none"))).exit_code == 2
+
+
+async def test_each_setting_is_shown_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text("[transfer]\nlease_s = 3\nmax_hold_s = 4\n[worker]\nmode = 0o600\n")
+    monkeypatch.setenv("KVXFERD_TRANSFER_LEASE_S", "2.5")
+    result = await run("config", "show", "--config", str(file), "--json")
+    shown = json.loads(result.stdout)["settings"]
+    assert list(shown) == list(SETTINGS)
+    assert shown["transfer.lease_s"] == {"value": 2.5, "source": "KVXFERD_TRANSFER_LEASE_S"}
+    assert shown["transfer.max_hold_s"] == {"value": 4.0, "source": str(file)}
+    assert shown["log.level"] == {"value": "info", "source": "default"}
+    effective = msgspec.to_builtins(load_config(file, {"KVXFERD_TRANSFER_LEASE_S": "2.5"}, {}))
+    for key, setting in shown.items():
+        section, _, field = key.partition(".")
+        assert msgspec.to_builtins(effective[section][field]) == setting["value"] or setting["value"] == []
+    table = (await run("config", "show", "--config", str(file))).stdout
+    assert "0o600" in table
+    monkeypatch.setenv("KVXFERD_TRANSFER_LEASE_S", "soon")
+    result = await run("config", "show")
+    assert result.exit_code == 2
+    assert "KVXFERD_TRANSFER_LEASE_S" in result.stderr
+
+
+async def test_no_secret_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = tmp_path / "daemon.key"
+    key.write_text("c0ffee" * 10)
+    file = tmp_path / "k.toml"
+    file.write_text(
+        f"[peer]\ncurve_secret_key_file = '{key}'\ncurve_allowed_keys = ['any']\n"
+        "[mover.environment]\nUCX_TLS = 'tcp'\nAWS_SECRET_ACCESS_KEY = 'c0ffee'\n"
+    )
+    for arguments in (["config", "show"], ["config", "show", "--json"]):
+        result = await run(*arguments, "--config", str(file))
+        assert result.exit_code == 0, result.output
+        assert str(key) in result.stdout
+        assert "UCX_TLS" in result.stdout
+        assert "tcp" in result.stdout
+        assert "AWS_SECRET_ACCESS_KEY" in result.stdout
+        assert "c0ffee" not in result.stdout
+    monkeypatch.setenv("KVXFERD_PEER_CURVE_SECRET_KEY_FILE", "c0ffee")
+    result = await run("config", "show")
+    assert result.exit_code == 2
+    assert "KVXFERD_PEER_CURVE_SECRET_KEY_FILE" in result.stderr
+    assert "c0ffee" not in result.output
+
+
+async def test_the_daemon_names_every_bad_key_as_the_check_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text(
+        '[transfer]\nlease = 3\n[log]\nlevel = "loud\\u001b[2J"\n[nobody]\nx = 1\n["\\u001b[2J"]\n'
+        "[limits]\nmax_ranks = 0\n"
+    )
+    checked = json.loads((await run("config", "check", str(file), "--json")).stdout)["problems"]
+    monkeypatch.setenv("KVXFERD_TRANSFER_LEASE_S", "soon")
+    monkeypatch.setenv("KVXFERD_LEASE", "3")
+    flags = ["--drain-limit-s", "never"]
+    for arguments in (["serve", "--config", str(file), *flags], ["config", "show", "--config", str(file)]):
+        # As a process: a daemon handles signals, which a thread may not.
+        result = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "kvxferd.cli", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (result.returncode, result.stdout) == (2, "")
+        lines = result.stderr.splitlines()
+        num_problems = len(checked) + 2 + ("serve" in arguments)
+        assert lines[0] == f"kvxferd: cannot use the configuration, for {num_problems} reasons:"
+        assert len(lines) == num_problems + 1
+        assert lines[-1].endswith(" [config-invalid]")
+        assert "\x1b" not in result.stderr
+        shown = " ".join(lines)
+        for problem in checked:
+            assert problem["message"].replace("\x1b", "\N{REPLACEMENT CHARACTER}") in shown
+        for name in ("KVXFERD_TRANSFER_LEASE_S", "KVXFERD_LEASE"):
+            assert name in shown
+        assert ("--drain-limit-s" in shown) == ("serve" in arguments)

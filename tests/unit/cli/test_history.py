@@ -1,0 +1,121 @@
+"""`kvxferd history`: filters, and what --follow prints while records come."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from kvxferd.cli.history import Duration
+from kvxferd.cli.root import root
+from kvxferd.core.snapshot import Record
+from kvxferd.errors import Code
+from kvxferd.ids import TransferId
+from kvxferd.telemetry.history import History, HistoryPage, HistoryQuery
+from kvxferd.tooling.control_client import ControlClient
+from tests.support.node_samples import StillNode, pull_record
+from tests.support.verb_harness import daemon, run
+
+
+class BusyNode(StillNode):
+    """A node with a history of two records, to which a test adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = History(max_records=2, boot="b")
+
+    def history(self) -> list[Record]:
+        """All."""
+        return self.kept.records()
+
+    def search_history(self, query: HistoryQuery) -> HistoryPage:
+        """As a node does."""
+        return self.kept.search(query)
+
+
+async def test_filters_are_the_servers(tmp_path: Path) -> None:
+    async with daemon(tmp_path) as config:
+        socket = ("--socket", config.control.socket, "--json")
+        failed = json.loads((await run("history", "--failed", *socket)).stdout)
+        assert [one["code"] for one in failed["records"]] == ["lease-expired"]
+        released = json.loads((await run("history", "--transfer", "req-5", *socket)).stdout)
+        assert [one["readers"][0]["bytes"] for one in released["records"]] == [5 << 20]
+        none = json.loads((await run("history", "--slower", "100ms", *socket)).stdout)
+        assert (none["records"], none["dropped"]) == ([], 0)
+        one = json.loads((await run("history", "--engine", "decode-0", "--limit", "1", *socket)).stdout)
+        assert [record["kind"] for record in one["records"]] == ["release"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("100ms", 0.1), ("2s", 2.0), ("1.5", 1.5), ("250us", 250e-6), ("1m", 60.0)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert Duration().convert(text, None, None) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1s", "nan", "1h", "1e3"])
+def test_odd_durations_are_refused(text: str) -> None:
+    result = CliRunner().invoke(root, ["history", "--slower", text])
+    assert result.exit_code == 2
+    assert "is no duration" in result.output
+
+
+async def test_a_query_that_the_server_does_not_know_is_refused(tmp_path: Path) -> None:
+    async with daemon(tmp_path) as config:
+        result = await run("history", "--transfer", "x" * 300, "--socket", config.control.socket)
+        assert result.exit_code == 0
+        assert "History: none" in result.stdout
+
+
+async def test_follow_prints_each_record_once_and_counts_what_it_missed(tmp_path: Path) -> None:
+    node = BusyNode()
+    node.kept.add(named("first"))
+    async with daemon(tmp_path, node) as config:
+        following = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvxferd.cli", "history", "--follow", "--socket", config.control.socket),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert following.stdout is not None
+        assert following.stderr is not None
+        try:
+            assert b"first" in await following.stdout.readline()
+            for number in range(5):  # at once, into a history of two
+                node.kept.add(named(f"busy-{number}"))
+            node.kept.add(msgspec.structs.replace(named("bad", Code.DEADLINE), silent="tcp://10.9.9.9:1"))
+            lines = [(await following.stdout.readline()).decode() for _ in range(3)]
+            assert "busy-4" in lines[0]
+            assert "bad" in lines[1]
+            assert "deadline" in lines[1]
+            assert "in grant: no reply from tcp://10.9.9.9:1: cannot pull" in lines[2]
+            assert b"4 records came faster" in await following.stderr.readline()
+        finally:
+            following.kill()
+            await following.wait()
+
+
+def named(name: str, code: Code | None = None) -> Record:
+    """A pull of that transfer."""
+    record = pull_record("failed" if code else "delivered", code)
+    return msgspec.structs.replace(record, transfer_id=TransferId(name))
+
+
+async def test_odd_filters_get_a_code_and_a_sentence(tmp_path: Path) -> None:
+    async with daemon(tmp_path) as config:
+        control = ControlClient(config.control.socket)
+        for query in (
+            "slower=nan",
+            "limit=0",
+            "limit=9999",
+            "failed=maybe",
+            "nothing=1",
+            "after=x",
+            "kind=" + "," * 4000,
+        ):
+            status, answer = await asyncio.to_thread(control.request, "GET", f"/v1/history?{query}")
+            assert status == 400, query
+            assert answer["error"]["code"] == "bad-request"
+            assert answer["error"]["message"].startswith("cannot search the history: ")

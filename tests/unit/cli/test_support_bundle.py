@@ -1,0 +1,137 @@
+"""`kvxferd support-bundle`: what is in it, what is missing, and that no planted secret is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import stat
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zmq.utils import z85
+
+from kvxferd.control.curve_keys import make_key
+from kvxferd.doctor import support_bundle
+from kvxferd.telemetry.recent_lines import RECENT_LINES
+from tests.support.verb_harness import daemon, run
+
+SECRETS = {"token": "hunter2-of-the-movers", "password": "swordfish9", "variable": "correct-horse-battery"}
+
+
+def read_bundle(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as archive:
+        found = {}
+        for entry in archive:
+            assert entry.isfile()
+            assert ".." not in entry.name
+            assert not entry.name.startswith("/")
+            file = archive.extractfile(entry)
+            assert file is not None
+            found[entry.name.partition("/")[2]] = file.read()
+        return found
+
+
+@pytest.fixture
+def log_lines() -> Iterator[None]:
+    yield
+    RECENT_LINES._ordinary.lines.clear()
+    RECENT_LINES._errors.lines.clear()
+
+
+async def bundle(path: Path, *arguments: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
+    done = await run(
+        "support-bundle", "--no-doctor", "--json", "--output", str(path), *arguments, environ=environ
+    )
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.usefixtures("log_lines")
+async def test_no_secret_is_in_it_wherever_it_was_planted(tmp_path: Path) -> None:
+    key = make_key(tmp_path / "peer.key")
+    other = make_key(tmp_path / "other.key")
+    secrets = [
+        *SECRETS.values(), key.secret.hex(), key.secret.hex().upper(), z85.encode(key.secret).decode(),
+        other.secret.hex(),
+    ]  # fmt: skip
+    for secret in secrets:
+        RECENT_LINES.add(json.dumps({"event": "operator request", "arguments": f"token={secret}"}))
+    for secret in [SECRETS["token"], SECRETS["variable"], *secrets[3:]]:  # known, or they look like keys
+        RECENT_LINES.add(f"a library printed {secret} bare", is_error=True)
+    RECENT_LINES.add(f"postgres://user:{SECRETS['password']}@host/db and --password {SECRETS['password']}")
+    file = tmp_path / "kvxferd.toml"
+    file.write_text(
+        f'[peer]\ncurve_secret_key_file = "{tmp_path / "peer.key"}"\n'
+        f'curve_allowed_keys = ["{other.public}"]\n'
+        f'[mover]\nenvironment = {{ HF_TOKEN = "{SECRETS["token"]}", UCX_TLS = "rc" }}\n'
+        f'backend_parameters = {{ password = "{SECRETS["password"]}" }}\n'
+    )
+    environ = {"AWS_SECRET_ACCESS_KEY": SECRETS["variable"]}
+    async with daemon(tmp_path) as served:
+        arguments = ("--socket", served.control.socket, "--config", str(file))
+        manifest = await bundle(tmp_path / "b.tar.gz", *arguments, environ=environ)
+    found = read_bundle(tmp_path / "b.tar.gz")
+    everything = b"\n".join(found.values()) + json.dumps(manifest).encode()
+    assert [secret for secret in secrets if secret.encode() in everything] == []
+    settings = json.loads(found["configuration.json"])["settings"]
+    assert settings["peer.curve_secret_key_file"]["value"] == str(tmp_path / "peer.key")
+    assert settings["mover.environment"]["value"] == {"HF_TOKEN": "(not shown)", "UCX_TLS": "rc"}
+    assert len(json.loads(found["log.json"])["errors"]) == 2 + 4
+
+
+async def test_what_it_holds_and_its_manifest(tmp_path: Path) -> None:
+    async with daemon(tmp_path) as served:
+        manifest = await bundle(tmp_path / "b.tar.gz", "--socket", served.control.socket)
+        again = await run("support-bundle", "--no-doctor", "--output", str(tmp_path / "b.tar.gz"))
+    assert again.exit_code == 2  # it overwrites nothing
+    found = read_bundle(tmp_path / "b.tar.gz")
+    assert stat.S_IMODE((tmp_path / "b.tar.gz").stat().st_mode) == 0o600
+    listed = json.loads(found.pop("manifest.json"))
+    assert {one["name"]: one["sha256"] for one in listed["files"]} == {
+        name: hashlib.sha256(text).hexdigest() for name, text in found.items()
+    }
+    assert listed["missing"] == manifest["missing"]
+    assert listed["missing"] == [{"name": "doctor.json", "why": "--no-doctor was given"}]
+    assert set(found) == {*support_bundle.ROUTES, "versions.json", "host.json", "process.json",
+                          "configuration.json"}  # fmt: skip
+    assert b"kvxferd_" in found["metrics.txt"]
+    assert json.loads(found["process.json"])["pid"] == os.getpid()
+    assert json.loads(found["status.json"])["node"]["engines"]
+
+
+async def test_a_daemon_that_is_dead_or_hangs_costs_only_its_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = await bundle(tmp_path / "dead.tar.gz", "--socket", str(tmp_path / "no.sock"))
+    missing = {one["name"] for one in dead["missing"]}
+    assert missing == {*support_bundle.ROUTES, "process.json", "doctor.json"}
+    assert {one["name"] for one in dead["files"]} == {"versions.json", "host.json", "configuration.json"}
+
+    monkeypatch.setattr(support_bundle, "RESPONSE_TIMEOUT_S", 0.5)
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(str(tmp_path / "hung.sock"))
+        hung.listen()
+        stuck = await bundle(tmp_path / "hung.tar.gz", "--socket", str(tmp_path / "hung.sock"))
+    assert {one["name"] for one in stuck["missing"]} == {*support_bundle.ROUTES, "doctor.json"}
+    assert all("does not answer" in one["why"] for one in stuck["missing"] if one["name"] != "doctor.json")
+    process = json.loads(read_bundle(tmp_path / "hung.tar.gz")["process.json"])
+    assert process["threads"]
+
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[peer]\nnothing = 1\n")
+    arguments = ("--config", str(broken), "--socket", str(tmp_path / "no.sock"))
+    why = {one["name"]: one["why"] for one in (await bundle(tmp_path / "c.tar.gz", *arguments))["missing"]}
+    assert "peer.nothing" in why["configuration.json"]
+
+
+async def test_it_names_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    arguments = ("--output", str(tmp_path / "none" / "b.tar.gz"), "--socket", str(tmp_path / "no.sock"))
+    done = await run("support-bundle", "--no-doctor", *arguments)
+    assert done.exit_code == 2
+    assert "--output" in done.stderr

@@ -1,0 +1,187 @@
+"""The file of allowed keys: what is read and refused, and what a watcher makes of each way to write it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, Queue
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxferd.config import PeerConfig
+from kvxferd.control.allowed_keys_file import (
+    MAX_FILE_BYTES,
+    POLL_S,
+    AllowedKeysFile,
+    KeysRead,
+    read_allowed_keys,
+)
+from kvxferd.control.curve_keys import allowlist_of, make_key
+from kvxferd.errors import ConfigError
+
+A, B, C = "0a" * 32, "0b" * 32, "0c" * 32
+WAIT_S = 20.0
+COMMENTS = st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_size=20)
+
+
+@given(st.lists(st.tuples(st.binary(min_size=32, max_size=32), COMMENTS), min_size=1, max_size=20))
+def test_each_line_is_a_key_with_a_comment(tmp_path_factory: pytest.TempPathFactory, listed) -> None:
+    path = tmp_path_factory.mktemp("keys") / "allowed"
+    lines = [f"  {key.hex().upper()} # {comment}" for key, comment in listed]
+    path.write_bytes(("# all nodes\n\n" + "\n".join(lines)).encode())
+    assert read_allowed_keys(path) == {key.hex() for key, _ in listed}
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_keys_or_one_error(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
+    path = tmp_path_factory.mktemp("keys") / "allowed"
+    path.write_bytes(text)
+    try:
+        keys = read_allowed_keys(path)
+    except ConfigError as error:
+        keys, message = frozenset(), error.message
+    else:
+        message = "cannot use peer.curve_allowed_keys_file"
+    assert message.startswith("cannot use peer.curve_allowed_keys_file")
+    assert all(key.encode() in text.lower() for key in keys)
+
+
+def _empty(path: Path) -> None:
+    path.write_text("\n")
+
+
+def _cut_key(path: Path) -> None:
+    path.write_text(f"{A}\n{B[:40]}")
+
+
+def _too_long(path: Path) -> None:
+    path.write_text("#" * (MAX_FILE_BYTES + 1))
+
+
+def _open_to_all(path: Path) -> None:
+    path.write_text(A)
+    path.chmod(0o666)
+
+
+def _any(path: Path) -> None:
+    path.write_text("any")
+
+
+@pytest.mark.parametrize(
+    ("write", "says"),
+    [
+        (lambda path: None, "No such file"),
+        (Path.mkdir, "cannot use"),
+        (os.mkfifo, "it is no file"),
+        (_empty, "it is empty"),
+        (_cut_key, "line 2 holds no public key"),
+        (_too_long, "bytes"),
+        (_open_to_all, "chmod o-w"),
+        (_any, "line 1"),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path: Path, write: Callable[[Path], None], says: str) -> None:
+    path = tmp_path / "allowed"
+    write(path)
+    with pytest.raises(ConfigError, match=says) as refused:
+        read_allowed_keys(path)
+    assert B[:40] not in refused.value.message  # it may be a secret
+    with pytest.raises(ConfigError):
+        AllowedKeysFile(str(path))
+
+
+def test_the_secret_key_is_no_list(tmp_path: Path) -> None:
+    path = tmp_path / "peer.key"
+    make_key(path)
+    with pytest.raises(ConfigError, match="curve_secret_key_file"):
+        read_allowed_keys(path, str(path))
+
+
+def test_a_file_of_comments_admits_nobody_else(tmp_path: Path) -> None:
+    path = tmp_path / "allowed"
+    path.write_text("# none yet\n")
+    assert read_allowed_keys(path) == frozenset()
+    lists = allowlist_of(PeerConfig(curve_allowed_keys=(A,)), None, frozenset({B}))
+    assert [lists.allows_key(key) for key in (A, B, C)] == [True, True, False]
+
+
+@contextmanager
+def watching(keys_file: AllowedKeysFile) -> Iterator[Queue[KeysRead]]:
+    seen: Queue[KeysRead] = Queue()
+    keys_file.start(seen.put)
+    try:
+        yield seen
+    finally:
+        keys_file.stop()
+
+
+def _replace(path: Path, text: str) -> None:
+    path.with_suffix(".new").write_text(text)
+    path.with_suffix(".new").replace(path)
+
+
+def _edit(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _swap_links(path: Path, text: str) -> None:
+    """As the kubelet updates a ConfigMap: the file is a link into a directory that a link names."""
+    version = path.parent / f"..{len(os.listdir(path.parent))}"
+    version.mkdir()
+    (version / path.name).write_text(text)
+    new = path.parent / "..new"
+    new.symlink_to(version.name)
+    new.replace(path.parent / "..data")
+    if not path.is_symlink():
+        path.unlink(missing_ok=True)
+        path.symlink_to(Path("..data") / path.name)
+
+
+@pytest.mark.parametrize("write", [_replace, _edit, _swap_links])
+def test_a_change_is_read_and_a_bad_file_keeps_the_list(
+    tmp_path: Path, write: Callable[[Path, str], None]
+) -> None:
+    path = tmp_path / "allowed"
+    write(path, f"{A}\n")
+    keys_file = AllowedKeysFile(str(path))
+    with watching(keys_file) as seen:
+        write(path, f"{A}\n{B}  # a new node\n")
+        assert seen.get(timeout=WAIT_S) == KeysRead(frozenset({A, B}))
+        write(path, "")
+        bad = seen.get(timeout=WAIT_S)
+        assert bad.keys == keys_file.keys == {A, B}
+        assert "it is empty" in bad.problem
+        (why, remedy) = keys_file.warnings()[0]
+        assert bad.problem.startswith(why)
+        assert "write a comment" in remedy
+        write(path, f"{C}\n")
+        assert seen.get(timeout=WAIT_S) == KeysRead(frozenset({C}))
+        assert keys_file.warnings() == []
+        path.unlink()
+        assert seen.get(timeout=WAIT_S).keys == {C}
+        with pytest.raises(Empty):
+            seen.get(timeout=3 * POLL_S)  # told once
+
+
+def test_a_reload_reads_at_once_and_a_bad_path_changes_nothing(tmp_path: Path) -> None:
+    path, other = tmp_path / "allowed", tmp_path / "other"
+    path.write_text(A)
+    other.write_text(B)
+    keys_file = AllowedKeysFile(str(path))
+    with pytest.raises(ConfigError):
+        keys_file.use(str(tmp_path / "missing"))
+    assert keys_file.keys == {A}
+    with watching(keys_file) as seen:
+        keys_file.use(str(other))
+        assert keys_file.keys == {B}
+        other.write_text(C)
+        assert seen.get(timeout=WAIT_S).keys == {C}
+        keys_file.use("")
+        assert keys_file.keys == frozenset()
+        other.write_text(A)
+        with pytest.raises(Empty):
+            seen.get(timeout=3 * POLL_S)

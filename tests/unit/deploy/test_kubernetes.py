@@ -1,0 +1,664 @@
+"""The manifests of Kubernetes: valid, and in agreement with what the daemon reads, serves and needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import click
+import kubernetes_validate
+import pytest
+import yaml
+
+import kvxferd
+from kvxferd.cli.root import VERBS
+from kvxferd.cli.root import root as command_line
+from kvxferd.config import CONFIG_PATH_VARIABLE, Config, load_config
+from kvxferd.config.types import split_endpoint
+from kvxferd.control.curve_keys import read_key
+from kvxferd.control.http_routes import ROUTES
+from kvxferd.daemon import STOP_S
+from kvxferd.errors import ConfigError
+from kvxferd.mover.transport.staging import NUM_SLOTS, SLOT_BYTES
+from tests.support.documented_commands import Command, blocks_of, commands_of
+from tests.support.manifests import (
+    FIELDS,
+    KUBERNETES,
+    ROOT,
+    Manifest,
+    bytes_of,
+    containers_of,
+    environment_of,
+    mounts_of,
+    of_kind,
+    pod_of,
+    raw_overlay,
+    render,
+    require_kubectl,
+)
+
+PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"
+OVERLAYS = ("daemonset", "sidecar", "gpu", "keys")
+# The oldest with native sidecars, and the newest that there are schemas of.
+VERSIONS = ("1.29", kubernetes_validate.latest_version())
+# Resource types of others: there is no schema of them here.
+FOREIGN_KINDS = {"PodMonitor", "PrometheusRule"}
+MIB = 1 << 20
+PUBLIC_KEY = "354db91c7d2e479b1fdfbd2fd4b3f0240a466b380126cc90cf82185728fcd524"
+
+FORMS: dict[str, Callable[[], list[Manifest]]] = {
+    "daemonset.yaml": lambda: raw_overlay("daemonset", "daemonset.yaml"),
+    "deployment.yaml": lambda: raw_overlay("sidecar", "deployment.yaml"),
+    **{name: (lambda name=name: render(KUBERNETES / "overlays" / name)) for name in OVERLAYS},
+}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> list[Manifest]:
+    """Each overlay as rendered, and the two workloads as they are written, where there is no kubectl."""
+    return FORMS[request.param]()
+
+
+@pytest.fixture
+def workload(form: list[Manifest]) -> Manifest:
+    """The one workload of a form."""
+    (found,) = of_kind(form, "DaemonSet", "Deployment")
+    return found
+
+
+@pytest.fixture
+def pod(workload: Manifest) -> Manifest:
+    return pod_of(workload)
+
+
+@pytest.fixture
+def daemon(pod: Manifest) -> Manifest:
+    return containers_of(pod)["kvxferd"]
+
+
+@pytest.fixture
+def config(form: list[Manifest], daemon: Manifest, tmp_path: Path) -> Config:
+    """What the daemon's own reader makes of the container's environment and the mounted file."""
+    return read_config(form, daemon, tmp_path)
+
+
+def config_text(form: list[Manifest]) -> str:
+    (config_map,) = of_kind(form, "ConfigMap")
+    text: str = config_map["data"]["kvxferd.toml"]
+    return text
+
+
+def read_config(form: list[Manifest], daemon: Manifest, tmp_path: Path, node: str = "node-a") -> Config:
+    path = tmp_path / "kvxferd.toml"
+    # As the page tells operators to: without an entry the daemon refuses to start.
+    path.write_text(
+        config_text(form).replace("curve_allowed_keys = []", f'curve_allowed_keys = ["{PUBLIC_KEY}"]')
+    )
+    environment = environment_of(daemon, {**FIELDS, "spec.nodeName": node})
+    assert CONFIG_PATH_VARIABLE not in environment
+    return load_config(path, environment, {})
+
+
+def parsed(verb: str, arguments: list[str]) -> dict[str, Any]:
+    """Return the values that the command line takes from the arguments, without running the verb."""
+    assert verb in VERBS
+    context = click.Context(command_line)
+    command = command_line.get_command(context, verb)
+    assert command is not None
+    return command.make_context(verb, list(arguments), parent=context).params
+
+
+def compose(tmp_path: Path, kustomization: str, files: dict[str, str] | None = None) -> list[Manifest]:
+    """Render an operator's own folder beside the overlays."""
+    tree = tmp_path / "kubernetes"
+    shutil.copytree(KUBERNETES, tree)
+    own = tree / "cluster"
+    own.mkdir()
+    (own / "kustomization.yaml").write_text(kustomization)
+    for name, text in (files or {}).items():
+        (own / name).write_text(text)
+    return render(own)
+
+
+def with_components(resource: str, *components: str) -> str:
+    lines = [f"resources: [../overlays/{resource}]", "components:"]
+    return "\n".join([*lines, *(f"  - ../components/{name}" for name in components), ""])
+
+
+# Kubernetes' own rules.
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_is_valid(overlay: str, version: str) -> None:
+    for manifest in render(KUBERNETES / "overlays" / overlay):
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_files_are_valid_as_they_are_written(version: str) -> None:
+    for manifest in (
+        *of_kind(FORMS["daemonset.yaml"](), "DaemonSet"),
+        *of_kind(FORMS["deployment.yaml"](), "Deployment"),
+        engine_pod(),
+    ):
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_word_that_kubernetes_does_not_have_is_found() -> None:
+    (workload,) = of_kind(FORMS["daemonset.yaml"](), "DaemonSet")
+    workload["spec"]["template"]["spec"]["hostNetworks"] = True
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(workload, VERSIONS[0], strict=True)
+
+
+def test_pods_have_the_labels_by_which_they_are_found(workload: Manifest) -> None:
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert labels["app.kubernetes.io/part-of"] == "kvxferd"
+
+
+def test_every_volume_is_there_and_used(pod: Manifest) -> None:
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    mounted = {mount["name"] for c in containers_of(pod).values() for mount in c["volumeMounts"]}
+    assert mounted == volumes
+    for container in containers_of(pod).values():
+        assert len(mounts_of(container)) == len(container["volumeMounts"])
+
+
+def test_the_priority_class_that_pods_name_is_applied_with_them() -> None:
+    for overlay in OVERLAYS:
+        form = render(KUBERNETES / "overlays" / overlay)
+        (workload,) = of_kind(form, "DaemonSet", "Deployment")
+        classes = {c["metadata"]["name"]: c for c in of_kind(form, "PriorityClass")}
+        # The sidecar's pod is the engine's, and so is its priority.
+        assert pod_of(workload).get("priorityClassName") == (None if overlay == "sidecar" else "kvxferd")
+        assert set(classes) == (set() if overlay == "sidecar" else {"kvxferd"})
+        for found in classes.values():
+            # A thousand million and more are the system's.
+            assert 0 < found["value"] < 1_000_000_000
+            assert found["globalDefault"] is False
+
+
+def test_all_that_a_namespace_holds_is_in_one(form: list[Manifest]) -> None:
+    spaces = {m["metadata"].get("namespace") for m in form if m["kind"] not in ("Namespace", "PriorityClass")}
+    assert len(spaces) == 1
+    for namespace in of_kind(form, "Namespace"):
+        assert spaces == {namespace["metadata"]["name"]}
+        # The DaemonSet needs the node's network, PIDs and paths, which other levels refuse.
+        assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
+
+
+def test_no_pod_has_a_token_or_a_privilege_it_does_not_need(pod: Manifest) -> None:
+    assert pod["automountServiceAccountToken"] is False
+    for name, container in containers_of(pod).items():
+        if name == "engine":
+            continue
+        security = container["securityContext"]
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["capabilities"]["drop"] == ["ALL"]
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert "privileged" not in security
+        # A capability is added to root alone; to others it would only look as if it were.
+        runs_as_root = security.get("runAsUser", pod.get("securityContext", {}).get("runAsUser")) == 0
+        assert security["capabilities"].get("add", []) == (
+            ["IPC_LOCK"] if runs_as_root and name == "kvxferd" else []
+        )
+
+
+# What the daemon makes of them.
+
+
+def test_the_settings_are_loaded_and_the_ports_agree(
+    config: Config, daemon: Manifest, workload: Manifest
+) -> None:
+    ports = {port["name"]: port["containerPort"] for port in daemon["ports"]}
+    address = FIELDS["status.hostIP" if workload["kind"] == "DaemonSet" else "status.podIP"]
+    assert split_endpoint(config.peer.bind) == (address, ports["peer"])
+    assert config.http.bind == f"{address}:{ports['http']}"
+    annotations = workload["spec"]["template"]["metadata"]["annotations"]
+    assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": str(ports["http"])}
+
+
+def test_a_variable_that_is_no_setting_is_found(
+    form: list[Manifest], daemon: Manifest, tmp_path: Path
+) -> None:
+    daemon["env"].append({"name": "KVXFERD_TRANSFER_LEASE", "value": "20"})
+    with pytest.raises(ConfigError, match="KVXFERD_TRANSFER_LEASE"):
+        read_config(form, daemon, tmp_path)
+
+
+def test_a_variable_is_used_after_it_is_set(daemon: Manifest) -> None:
+    assert not [value for value in environment_of(daemon).values() if "$(" in value]
+
+
+def test_the_arguments_are_the_command_line_s_and_name_the_mounted_file(daemon: Manifest) -> None:
+    verb, *arguments = daemon["args"]
+    values = parsed(verb, arguments)
+    (path,) = [value for value in values.values() if str(value).endswith("kvxferd.toml")]
+    assert mounts_of(daemon)[str(PurePosixPath(str(path)).parent)]["readOnly"] is True
+
+
+def test_probes_ask_for_routes_that_are_there(daemon: Manifest) -> None:
+    paths = {route.path for route in ROUTES if route.method == "GET"}
+    probes = {kind: daemon[kind] for kind in daemon if kind.endswith("Probe")}
+    assert {"readinessProbe", "livenessProbe"} <= set(probes)
+    for kind, probe in probes.items():
+        assert probe["httpGet"]["path"] == ("/healthz" if kind == "livenessProbe" else "/readyz")
+        assert probe["httpGet"]["path"] in paths
+        assert probe["httpGet"]["port"] in {port["name"] for port in daemon["ports"]}
+
+
+def test_a_stop_may_take_as_long_as_a_drain(config: Config, pod: Manifest) -> None:
+    assert pod["terminationGracePeriodSeconds"] > config.drain.limit_s + STOP_S
+
+
+def test_what_the_daemon_writes_is_a_volume(config: Config, daemon: Manifest) -> None:
+    writable = {path for path, mount in mounts_of(daemon).items() if not mount.get("readOnly")}
+    for path in (config.node.run_dir, config.worker.socket, config.control.socket, "/dev/shm/x"):
+        assert any(PurePosixPath(path).is_relative_to(place) for place in writable), path
+    # NIXL looks into the home directory, and the root file system cannot be written.
+    assert environment_of(daemon)["HOME"] in writable
+
+
+def test_the_run_directory_is_not_one_that_others_write_in(
+    config: Config, pod: Manifest, daemon: Manifest
+) -> None:
+    # An emptyDir has mode 0777: the daemon would refuse it.
+    empty = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
+    assert mounts_of(daemon).get(config.node.run_dir, {}).get("name") not in empty
+
+
+def engine_pod() -> Manifest:
+    manifest: Manifest = yaml.safe_load((KUBERNETES / "engine.yaml").read_text())
+    return manifest
+
+
+def test_an_engine_sees_the_socket_and_neither_locks_nor_the_control_socket(
+    config: Config, workload: Manifest, pod: Manifest, daemon: Manifest
+) -> None:
+    socket = PurePosixPath(config.worker.socket)
+    engines = pod_of(engine_pod()) if workload["kind"] == "DaemonSet" else pod
+    engine = containers_of(engines)["engine"]
+    ((place, mount),) = mounts_of(engine).items()
+    assert place == str(socket.parent)
+    assert mount["readOnly"] is True
+    host = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in engines["volumes"]}
+    if workload["kind"] == "DaemonSet":
+        run = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in pod["volumes"]}
+        daemon_path = run[mounts_of(daemon)[config.node.run_dir]["name"]]
+        assert host[mount["name"]] == str(
+            PurePosixPath(daemon_path) / socket.relative_to(config.node.run_dir).parent
+        )
+    else:
+        assert mounts_of(daemon)[place]["name"] == mount["name"]
+    # The locks are in run_dir/private, the control socket in run_dir.
+    assert not PurePosixPath(config.control.socket).is_relative_to(socket.parent)
+    assert not (PurePosixPath(config.node.run_dir) / "private").is_relative_to(socket.parent)
+    # By the socket's mode: they are of one user.
+    own = engine.get("securityContext", engines.get("securityContext", {}))["runAsUser"]
+    assert own == daemon["securityContext"].get("runAsUser", pod.get("securityContext", {}).get("runAsUser"))
+
+
+def test_the_sidecar_is_a_native_one_and_ready_before_the_engine(pod: Manifest, workload: Manifest) -> None:
+    if workload["kind"] == "DaemonSet":
+        assert "restartPolicy" not in containers_of(pod)["kvxferd"]
+        return
+    (sidecar,) = pod["initContainers"]
+    assert sidecar["restartPolicy"] == "Always"
+    assert sidecar["startupProbe"]["httpGet"]["path"] == "/readyz"
+    assert pod["shareProcessNamespace"] is True
+    assert [container["name"] for container in pod["containers"]] == ["engine"]
+
+
+def test_the_daemon_set_sees_the_node_s_processes_and_addresses() -> None:
+    (workload,) = of_kind(FORMS["daemonset.yaml"](), "DaemonSet")
+    assert pod_of(workload)["hostPID"] is True
+    assert pod_of(workload)["hostNetwork"] is True
+    assert pod_of(workload)["dnsPolicy"] == "ClusterFirstWithHostNet"
+
+
+# Memory.
+
+
+def rows_of(text: str) -> list[tuple[int, str]]:
+    return [(int(number), rest) for number, rest in re.findall(r"# +(\d+) MiB  (.*)$", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(
+    ("path", "raw"),
+    [
+        ("overlays/daemonset/daemonset.yaml", "daemonset.yaml"),
+        ("overlays/sidecar/deployment.yaml", "deployment.yaml"),
+    ],
+)
+def test_the_memory_limit_holds_all_that_may_be_full_at_once(path: str, raw: str, tmp_path: Path) -> None:
+    form = FORMS[raw]()
+    (workload,) = of_kind(form, "DaemonSet", "Deployment")
+    pod = pod_of(workload)
+    daemon = containers_of(pod)["kvxferd"]
+    config = read_config(form, daemon, tmp_path)
+    ranks, pool = config.limits.max_ranks, config.mover.pool_size
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    # A medium of memory counts to the container that writes it; the socket's volume holds no bytes.
+    shared = sum(
+        bytes_of(volumes[mount["name"]]["emptyDir"]["sizeLimit"]) // MIB
+        for place, mount in mounts_of(daemon).items()
+        if volumes[mount["name"]].get("emptyDir", {}).get("medium") == "Memory" and place == "/dev/shm"
+    )
+    rows = rows_of((KUBERNETES / path).read_text())
+    (total,) = [number for number, rest in rows if rest.startswith("in all")]
+    parts = {rest: number for number, rest in rows if not rest.startswith("in all")}
+    want = {
+        "the forkserver": 60,
+        "movers": (ranks + pool) * 15,
+        "copies": ranks * 2 * SLOT_BYTES * NUM_SLOTS // MIB,
+        "covering reads": config.limits.staging_bytes // MIB,
+        "events": ranks * 32,
+        "/dev/shm": shared,
+    }
+    for start, number in want.items():
+        (found,) = [parts[rest] for rest in parts if rest.startswith(start)]
+        assert found == number, start
+    for rest, number in parts.items():
+        for name, value in (("max_ranks", ranks), ("pool_size", pool)):
+            assert all(int(n) == value for n in re.findall(rf"{name} (\d+)", rest))
+        if rest.startswith("tables"):
+            addends = [int(n) for n in re.findall(r"\d+", rest)]
+            assert sum(addends) == number
+            limits = (ROOT / "docs" / "reference" / "limits.md").read_text()
+            assert all(f"{addend} MiB" in limits for addend in addends)
+    assert sum(parts.values()) == total
+    limit = bytes_of(daemon["resources"]["limits"]["memory"]) // MIB
+    assert total + 512 <= limit < total * 1.25
+    assert bytes_of(daemon["resources"]["requests"]["memory"]) // MIB <= limit
+
+
+# GPUs.
+
+
+def gpu_forms(tmp_path: Path) -> Iterator[tuple[str, list[Manifest]]]:
+    yield "gpu", render(KUBERNETES / "overlays" / "gpu")
+    yield "keys", render(KUBERNETES / "overlays" / "keys")
+    yield "sidecar", compose(tmp_path / "sidecar", with_components("sidecar", "gpu"))
+
+
+def test_gpus_are_visible_and_none_is_requested(tmp_path: Path) -> None:
+    for name, form in gpu_forms(tmp_path):
+        (workload,) = of_kind(form, "DaemonSet", "Deployment")
+        pod = pod_of(workload)
+        daemon = containers_of(pod)["kvxferd"]
+        assert pod["runtimeClassName"] == "nvidia", name
+        environment = environment_of(daemon)
+        assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
+        assert environment["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+        for wants in daemon["resources"].values():
+            assert set(wants) <= {"cpu", "memory"}
+        read_config(form, daemon, tmp_path)
+
+
+def test_cuda_s_host_memory_is_on_top_of_the_limit(tmp_path: Path) -> None:
+    plain = {"DaemonSet": FORMS["daemonset.yaml"](), "Deployment": FORMS["deployment.yaml"]()}
+    for _, form in gpu_forms(tmp_path):
+        (workload,) = of_kind(form, "DaemonSet", "Deployment")
+        (without,) = of_kind(plain[workload["kind"]], workload["kind"])
+        limits = [
+            bytes_of(containers_of(pod_of(w))["kvxferd"]["resources"]["limits"]["memory"])
+            for w in (without, workload)
+        ]
+        assert limits[1] - limits[0] == 16 * 512 * MIB
+
+
+def test_gpus_by_mounts_for_a_toolkit_that_takes_no_variable(tmp_path: Path) -> None:
+    form = compose(tmp_path, with_components("keys", "gpu-volume-mounts", "rdma"))
+    (workload,) = of_kind(form, "DaemonSet")
+    pod = pod_of(workload)
+    daemon = containers_of(pod)["kvxferd"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mount = mounts_of(daemon)["/var/run/nvidia-container-devices/all"]
+    assert volumes[mount["name"]]["hostPath"] == {"path": "/dev/null", "type": "CharDevice"}
+    # "void" asks for nothing. An older toolkit would refuse "all" before it looked at the mounts' absence.
+    assert environment_of(daemon)["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert daemon["resources"]["limits"]["rdma/hca"] == "1"
+    assert "nvidia.com/gpu" not in daemon["resources"]["limits"]
+    for manifest in form:
+        kubernetes_validate.validate(manifest, VERSIONS[0], strict=True)
+
+
+def test_movers_may_take_each_other_s_handles_without_a_capability_over_the_node(tmp_path: Path) -> None:
+    form = compose(tmp_path, with_components("keys", "gpu-same-node"))
+    (workload,) = of_kind(form, "DaemonSet")
+    containers = containers_of(pod_of(workload))
+    security = containers["kvxferd"]["securityContext"]
+    assert security["seccompProfile"] == {"type": "Unconfined"}
+    assert security["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert security["allowPrivilegeEscalation"] is False
+    # And nothing else is let out of it.
+    assert containers["key"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_every_component_is_tried_and_named_on_the_page() -> None:
+    components = {path.name for path in (KUBERNETES / "components").iterdir()}
+    here = Path(__file__).read_text()
+    for name in components:
+        assert f"`{name}`" in PAGE.read_text()
+        # "keys" by the overlay of that name.
+        assert f'"{name}"' in here
+
+
+# Images.
+
+
+def test_images_have_one_name_and_this_version() -> None:
+    version = kvxferd.__version__
+    for overlay in OVERLAYS:
+        (workload,) = of_kind(render(KUBERNETES / "overlays" / overlay), "DaemonSet", "Deployment")
+        containers = containers_of(pod_of(workload))
+        images = {container["image"] for name, container in containers.items() if name != "engine"}
+        assert images == {f"kvxferd:{version}{'-gpu' if overlay in ('gpu', 'keys') else ''}"}
+
+
+def test_the_image_s_name_can_be_changed_in_one_place(tmp_path: Path) -> None:
+    own = (
+        with_components("daemonset", "keys") + "images: [{name: kvxferd, newName: r.example/k, newTag: x}]\n"
+    )
+    (workload,) = of_kind(compose(tmp_path, own), "DaemonSet")
+    assert {c["image"] for c in containers_of(pod_of(workload)).values()} == {"r.example/k:x"}
+
+
+# Keys.
+
+
+@pytest.fixture
+def keys_form() -> list[Manifest]:
+    return render(KUBERNETES / "overlays" / "keys")
+
+
+def test_each_node_has_a_key_of_its_own_name(keys_form: list[Manifest], tmp_path: Path) -> None:
+    (workload,) = of_kind(keys_form, "DaemonSet")
+    pod = pod_of(workload)
+    daemon = containers_of(pod)["kvxferd"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    names = set()
+    for node in ("node-a", "node-b"):
+        path = PurePosixPath(read_config(keys_form, daemon, tmp_path, node).peer.curve_secret_key_file)
+        assert path.name == f"{node}.key"
+        names.add(path)
+        mount = mounts_of(daemon)[str(path.parent)]
+        assert mount["readOnly"] is True
+        assert volumes[mount["name"]]["hostPath"]["type"] == "DirectoryOrCreate"
+        # subPath would make a directory of a file that is missing.
+        assert "subPath" not in str(pod)
+    assert len(names) == 2
+    assert of_kind(keys_form, "Secret") == []
+    assert not any("secret" in volume for volume in pod["volumes"])
+
+
+def test_without_an_allowed_key_the_daemon_refuses_to_start(
+    keys_form: list[Manifest], tmp_path: Path
+) -> None:
+    path = tmp_path / "kvxferd.toml"
+    path.write_text(config_text(keys_form))
+    (workload,) = of_kind(keys_form, "DaemonSet")
+    daemon = containers_of(pod_of(workload))["kvxferd"]
+    with pytest.raises(ConfigError, match="nobody would be let in"):
+        load_config(path, environment_of(daemon), {})
+
+
+def test_the_key_container_makes_a_key_once_and_prints_its_public_half(
+    keys_form: list[Manifest], tmp_path: Path
+) -> None:
+    (workload,) = of_kind(keys_form, "DaemonSet")
+    pod = pod_of(workload)
+    container, daemon = containers_of(pod)["key"], containers_of(pod)["kvxferd"]
+    place = next(iter(mounts_of(container)))
+    assert mounts_of(container)[place]["name"] == mounts_of(daemon)[place]["name"]
+    (script,) = container["args"]
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    program = programs / "kvxferd"
+    program.write_text(f"#!{sys.executable}\nfrom kvxferd.cli import main\nmain()\n")
+    program.chmod(0o755)
+    environment = {**environment_of(container), "PATH": f"{programs}:{os.environ['PATH']}"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [*container["command"], script.replace(place, str(tmp_path))]
+    outputs = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    key = tmp_path / "node-a.key"
+    assert outputs == [f"{read_key(key).public}\n"] * 2
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    key.write_text("no key\n")
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert failed.returncode != 0
+    assert key.read_text() == "no key\n"
+
+
+# Metrics.
+
+
+@pytest.mark.parametrize("overlay", ["keys", "sidecar"])
+def test_a_pod_monitor_finds_the_pods_and_their_port(overlay: str, tmp_path: Path) -> None:
+    form = compose(tmp_path, with_components(overlay, "pod-monitor"))
+    (monitor,) = of_kind(form, "PodMonitor")
+    (workload,) = of_kind(form, "DaemonSet", "Deployment")
+    # It may lie in another namespace than the pods.
+    assert monitor["spec"]["namespaceSelector"] == {"any": True}
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    daemon = containers_of(pod_of(workload))["kvxferd"]
+    assert endpoint["port"] in {port["name"] for port in daemon["ports"]}
+    assert endpoint["path"] in {route.path for route in ROUTES}
+    # The alerts select by this job.
+    assert labels[monitor["spec"]["jobLabel"]] == "kvxferd"
+
+
+def test_alerts_are_a_resource_of_prometheus_operator(tmp_path: Path) -> None:
+    form = compose(tmp_path, with_components("daemonset", "pod-monitor", "prometheus-rules"))
+    (rule,) = of_kind(form, "PrometheusRule")
+    alerts = yaml.safe_load((ROOT / "deploy" / "monitoring" / "rules" / "kvxferd-alerts.yml").read_text())
+    assert rule["spec"] == alerts
+
+
+# The page.
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the page's commands use, with the folder that it tells operators to make."""
+    root = tmp_path / "checkout"
+    shutil.copytree(ROOT / "deploy", root / "deploy")
+    own = root / "deploy" / "kubernetes" / "cluster"
+    own.mkdir()
+    (kustomization,) = blocks_of(PAGE, "yaml")
+    (settings,) = blocks_of(PAGE, "toml")
+    (own / "kustomization.yaml").write_text(kustomization)
+    (own / "kvxferd.toml").write_text(settings)
+    return root
+
+
+def test_the_page_s_own_folder_is_rendered_and_its_settings_are_loaded(
+    checkout: Path, tmp_path: Path
+) -> None:
+    form = render(checkout / "deploy" / "kubernetes" / "cluster")
+    for manifest in form:
+        if manifest["kind"] not in FOREIGN_KINDS:
+            kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+    (workload,) = of_kind(form, "DaemonSet")
+    containers = containers_of(pod_of(workload))
+    config = read_config(form, containers["kvxferd"], tmp_path)
+    assert config.peer.allowed_addresses == ("10.0.0.0/16",)
+    assert config.mover.environment == {"UCX_TCP_PORT_RANGE": "20000-20999"}
+    assert {c["image"] for c in containers.values()} == {
+        f"registry.example/kvxferd:{kvxferd.__version__}-gpu"
+    }
+
+
+def run_kubectl(words: list[str], checkout: Path) -> None:
+    """Run it as far as it goes without a cluster: until it looks for the API server."""
+    if "--" in words:
+        program, verb, *arguments = words[words.index("--") + 1 :]
+        assert program == "kvxferd"
+        parsed(verb, arguments)
+    needs_cluster = words[1] != "kustomize"
+    # Nothing listens there, and no configuration of this user's is read.
+    server = ["--server=http://127.0.0.1:1"] if needs_cluster else []
+    environment = {**os.environ, "KUBECONFIG": "/nonexistent", "HOME": str(checkout)}
+    done = subprocess.run(
+        [words[0], *server, *words[1:]],
+        cwd=checkout, env=environment, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    if needs_cluster:
+        assert done.returncode != 0
+        assert "127.0.0.1:1 was refused" in done.stderr or "connection refused" in done.stderr, done.stderr
+        assert "unknown" not in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "kind: " in done.stdout
+
+
+def kubectl_words(command: Command) -> list[str]:
+    """Return a command of kubectl, with a pod's name for what `xargs` puts in; empty for another program."""
+    words = list(command.words)
+    if words[:2] == ["xargs", "-I{}"]:
+        words = [word.replace("{}", "pod/kvxferd-x7k2p") for word in words[2:]]
+    return words if words[0] == "kubectl" else []
+
+
+KUBECTL_COMMANDS = [words for command in commands_of(PAGE) if (words := kubectl_words(command))]
+
+
+def test_every_command_of_the_page_is_one_that_a_test_runs() -> None:
+    others = {command.program for command in commands_of(PAGE) if not kubectl_words(command)}
+    assert others == {"nft", "podman"}  # test_firewall; a registry takes what podman pushes
+    assert len(KUBECTL_COMMANDS) >= 10
+
+
+@pytest.mark.parametrize("words", KUBECTL_COMMANDS, ids=" ".join)
+def test_a_command_of_the_page_runs_until_it_needs_a_cluster(words: list[str], checkout: Path) -> None:
+    require_kubectl()
+    run_kubectl(words, checkout)
+
+
+@pytest.mark.parametrize("wrong", ["kubectl -n kvxferd logs --tial=1 x", "kubectl rollout restrat x"])
+def test_a_command_that_kubectl_does_not_have_is_found(wrong: str, checkout: Path) -> None:
+    require_kubectl()
+    with pytest.raises(AssertionError):
+        run_kubectl(wrong.split(), checkout)
+
+
+def test_a_path_that_the_page_names_is_there() -> None:
+    named: set[Any] = set(re.findall(r"`((?:deploy|overlays|components)/[\w./-]+)`", PAGE.read_text()))
+    assert named
+    for path in named - {"deploy/kubernetes/cluster/"}:
+        assert (ROOT / path).exists() or (KUBERNETES / path).exists(), path

@@ -1,0 +1,258 @@
+"""Rules and dashboards name metrics that the daemon has, fire when they should, and lead to a runbook."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from kvxferd.errors import Code
+from tests.frozen.metrics import surface
+from tests.support.manifests import ROOT
+
+MONITORING = ROOT / "deploy" / "monitoring"
+RULES = sorted((MONITORING / "rules").glob("*.yml"))
+RULE_TESTS = sorted((MONITORING / "tests").glob("*.test.yml"))
+ALERTS = MONITORING / "rules" / "kvxferd-alerts.yml"
+RUNBOOKS = ROOT / "docs" / "how-to" / "runbooks.md"
+SEVERITIES = {"critical", "warning"}
+# What these labels may have; the first samples of a daemon show only some.
+OUTCOMES = {"delivered", "failed", "cancelled"}
+CODES = {code.value for code in Code} | {"ok", "none"}
+# Of the Prometheus client's own collector, and of Prometheus itself.
+FOREIGN = {
+    "up",
+    *(
+        f"process_{what}"
+        for what in (
+            "start_time_seconds",
+            "open_fds",
+            "max_fds",
+            "cpu_seconds_total",
+            "resident_memory_bytes",
+        )
+    ),
+}
+
+
+def rules_of(path: Path) -> Iterator[dict[str, Any]]:
+    for group in yaml.safe_load(path.read_text())["groups"]:
+        yield from group["rules"]
+
+
+EVERY_RULE = [rule for path in RULES for rule in rules_of(path)]
+EVERY_ALERT = [rule for rule in EVERY_RULE if "alert" in rule]
+
+
+def name_of(rule: dict[str, Any]) -> str:
+    return str(rule.get("alert") or rule["record"])
+
+
+# Metrics.
+
+
+class Selector(NamedTuple):
+    """A metric of an expression, and its conditions: label, operator, value."""
+
+    metric: str
+    conditions: tuple[tuple[str, str, str], ...]
+
+
+_SELECTOR = re.compile(r"\b((?:vllm:)?(?:kvxferd|process)_\w+|up)\b(?!\()(?:\{([^}]*)\})?")
+_CONDITION = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
+
+
+def selectors_of(expression: str) -> Iterator[Selector]:
+    for metric, conditions in _SELECTOR.findall(expression):
+        yield Selector(metric, tuple(_CONDITION.findall(conditions)))
+
+
+@cache
+def families() -> dict[str, dict[str, Any]]:
+    """Return the labels with their values of each series name of the daemon and the connector."""
+    found: dict[str, dict[str, Any]] = {}
+    recorded = surface()
+    for family in recorded["daemon"].values():
+        for series in family["series"]:
+            found[series] = family["labels"]
+    for name in recorded["connector"]:
+        for suffix in ("_total", "_bucket", "_sum", "_count"):
+            found[name + suffix] = {}
+    return found
+
+
+def unknown_of(expression: str) -> Iterator[str]:
+    """Yield what an expression names and the daemon does not have."""
+    for metric, conditions in selectors_of(expression):
+        if metric in FOREIGN:
+            continue
+        if metric not in families():
+            yield f"there is no series {metric}"
+            continue
+        if metric.startswith("vllm:"):
+            continue
+        labels = families()[metric]
+        for label, operator, value in conditions:
+            if label in ("job", "instance") or value.startswith("$"):
+                continue
+            if label not in labels:
+                yield f"{metric} has no label {label}"
+                continue
+            known = {"code": CODES, "why": CODES, "outcome": OUTCOMES | CODES}.get(label, set(labels[label]))
+            values = value.split("|") if "~" in operator else [value]
+            yield from (f"{metric} has no {label} {v}" for v in values if known and v not in known)
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=name_of)
+def test_rules_name_what_the_daemon_has(rule: dict[str, Any]) -> None:
+    assert list(unknown_of(rule["expr"])) == []
+    assert list(selectors_of(rule["expr"]))
+
+
+@pytest.mark.parametrize(
+    ("expression", "found"),
+    [
+        ("rate(kvxferd_puls_total[5m])", ["there is no series kvxferd_puls_total"]),
+        ('kvxferd_peers{state="gone"}', ["kvxferd_peers has no state gone"]),
+        ('kvxferd_releases_total{why="expired"}', ["kvxferd_releases_total has no why expired"]),
+        ('kvxferd_peers{node="a"}', ["kvxferd_peers has no label node"]),
+        ("sum by (le) (vllm:kvxferd_wire_bucket)", ["there is no series vllm:kvxferd_wire_bucket"]),
+        ('up{job="kvxferd"} == 0 and kvxferd_draining == 0', []),
+    ],
+)
+def test_a_wrong_name_is_found(expression: str, found: list[str]) -> None:
+    assert list(unknown_of(expression)) == found
+
+
+# Runbooks.
+
+
+def sections() -> dict[str, str]:
+    parts = re.split(r"^## ", RUNBOOKS.read_text(), flags=re.MULTILINE)[1:]
+    return {part.partition("\n")[0]: part for part in parts}
+
+
+@pytest.mark.parametrize("alert", EVERY_ALERT, ids=name_of)
+def test_an_alert_leads_to_its_runbook(alert: dict[str, Any]) -> None:
+    name = alert["alert"]
+    assert alert["labels"]["severity"] in SEVERITIES
+    assert alert["annotations"]["runbook_url"] == f"docs/how-to/runbooks.md#{name.lower()}"
+    assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
+    section = sections()[name]
+    assert [section.count(f"**{part}**:") for part in ("Means", "Find out", "Do")] == [1, 1, 1]
+
+
+def test_each_runbook_is_of_an_alert() -> None:
+    assert sorted(sections()) == sorted(alert["alert"] for alert in EVERY_ALERT)
+
+
+# Prometheus' own tool.
+
+
+def promtool(*words: str) -> subprocess.CompletedProcess[str]:
+    if shutil.which("promtool") is None:
+        pytest.skip("there is no promtool (Debian's package prometheus has it)")
+    return subprocess.run(
+        ["promtool", *words], cwd=MONITORING, capture_output=True, text=True, check=False, timeout=100
+    )
+
+
+def test_rules_are_valid() -> None:
+    done = promtool("check", "rules", *map(str, RULES))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", RULE_TESTS, ids=lambda path: path.name)
+def test_rules_do_what_their_tests_expect(path: Path) -> None:
+    done = promtool("test", "rules", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_rule_that_does_not_fire_is_found(tmp_path: Path) -> None:
+    """Each alert in turn can be left out, and the tests fail: every alert has a test."""
+    test = next(path for path in RULE_TESTS if path.name.startswith("kvxferd"))
+    text = test.read_text()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "tests" / test.name).write_text(text)
+    rules = yaml.safe_load(ALERTS.read_text())
+    for group in rules["groups"]:
+        group["rules"] = [dict(rule, expr=f"({rule['expr']}) and vector(0) == 1") for rule in group["rules"]]
+    (tmp_path / "rules" / ALERTS.name).write_text(yaml.safe_dump(rules))
+    done = promtool("test", "rules", str(tmp_path / "tests" / test.name))
+    assert done.returncode != 0
+    for alert in EVERY_ALERT:
+        assert f'alertname="{alert["alert"]}"' in done.stdout + done.stderr, alert["alert"]
+
+
+# Dashboards.
+
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(MONITORING.glob("grafana/*.json"))}
+
+
+def panels_of(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+PANELS = [
+    pytest.param(dashboard, panel, id=f"{name}: {panel['title']}")
+    for name, dashboard in DASHBOARDS.items()
+    for panel in panels_of(dashboard)
+]
+
+
+@pytest.mark.parametrize(("dashboard", "panel"), PANELS)
+def test_panels_name_what_the_daemon_has(dashboard: dict[str, Any], panel: dict[str, Any]) -> None:
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]} | {"__rate_interval"}
+    assert panel["description"].endswith(".")
+    assert panel["targets"]
+    for target in panel["targets"]:
+        expression = target["expr"]
+        assert list(unknown_of(expression)) == []
+        assert list(selectors_of(expression))
+        assert set(re.findall(r"\$(\w+)", expression)) <= variables
+        # A line's legend names labels that the expression leaves.
+        for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+            assert label in expression or any(
+                label in families().get(found.metric, {}) or label in ("instance", "job")
+                for found in selectors_of(expression)
+            )
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=list(DASHBOARDS))
+def test_a_dashboard_can_be_imported(dashboard: dict[str, Any]) -> None:
+    assert dashboard["uid"] in DASHBOARDS
+    numbers = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(numbers)) == len(numbers)
+    first, *others = dashboard["templating"]["list"]
+    assert first["type"] == "datasource"
+    for variable in others:
+        assert variable["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert list(unknown_of(variable["query"]["query"])) == []
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+
+
+# Files that are made from these.
+
+
+def test_made_files_are_not_stale() -> None:
+    done = subprocess.run(
+        [sys.executable, str(MONITORING / "build.py"), "--check"],
+        capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

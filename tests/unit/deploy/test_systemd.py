@@ -1,0 +1,219 @@
+"""The unit, its user and its directories, and the page's commands in a directory that stands for the root."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+from click.testing import CliRunner
+
+from kvxferd.cli.root import root as command_line
+from kvxferd.config import Config, load_config
+from kvxferd.control.curve_keys import read_key
+from kvxferd.daemon import STOP_S
+from kvxferd.run_directory import WORKER_DIRECTORY
+from tests.support.documented_commands import commands_of
+from tests.support.manifests import ROOT
+
+DEPLOY = ROOT / "deploy"
+UNIT = (DEPLOY / "kvxferd.service").read_text()
+SYSUSERS = DEPLOY / "systemd" / "kvxferd.sysusers.conf"
+TMPFILES = DEPLOY / "systemd" / "kvxferd.tmpfiles.conf"
+PAGE = ROOT / "docs" / "how-to" / "systemd.md"
+COMMANDS = [" ".join(command.words) for command in commands_of(PAGE)]
+# What would change this machine, or load packages from the network.
+NOT_RUN = ("/opt/kvxferd/bin/pip", "usermod", "systemctl")
+
+
+def unit_option(name: str) -> str:
+    (value,) = re.findall(rf"^{name}=(.*)$", UNIT, re.MULTILINE)
+    return str(value)
+
+
+def lines_of(path: Path) -> list[list[str]]:
+    """Return the words of each line that is no comment."""
+    lines = path.read_text().splitlines()
+    return [re.findall(r'"[^"]*"|\S+', line) for line in lines if line and not line.startswith("#")]
+
+
+def require(program: str) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"there is no {program}")
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+# The unit.
+
+
+def test_systemd_has_nothing_to_say_about_the_unit(tmp_path: Path) -> None:
+    require("systemd-analyze")
+    # The unit's own program is not installed where this runs.
+    unit = tmp_path / "kvxferd.service"
+    unit.write_text(UNIT.replace(unit_option("ExecStart").split()[0], sys.executable))
+    assert run("systemd-analyze", "verify", str(unit)) == ""
+
+
+def test_the_unit_reloads_the_file_that_it_starts_with() -> None:
+    assert unit_option("ExecReload").split()[1:] == ["reload", *unit_option("ExecStart").split()[2:]]
+
+
+def test_the_unit_waits_longer_than_a_drain() -> None:
+    assert unit_option("Type") == "notify"
+    assert float(unit_option("TimeoutStopSec")) > Config().drain.limit_s + STOP_S
+
+
+def test_the_run_directory_outlives_a_stop_and_a_start() -> None:
+    # It holds owners.json and the directory that pods mount.
+    assert unit_option("RuntimeDirectory") == "kvxferd"
+    assert unit_option("RuntimeDirectoryPreserve") == "yes"
+
+
+# Its user and its directories.
+
+
+def test_the_user_is_the_unit_s_with_its_state_as_home() -> None:
+    ((kind, name, number, _, home, shell),) = lines_of(SYSUSERS)
+    # "u" makes the group of that name too, which worker.mode admits.
+    assert (kind, name, number) == ("u", unit_option("User"), "-")
+    assert home == f"/var/lib/{unit_option('StateDirectory')}"
+    assert shell == "/usr/sbin/nologin"
+    assert Config().worker.mode & 0o060 == 0o060
+
+
+def test_the_directories_are_those_that_the_daemon_accepts() -> None:
+    made = {words[1]: words for words in lines_of(TMPFILES)}
+    assert all(words[0] == "d" for words in made.values())
+    config = Config()
+    user = unit_option("User")
+    run_dir = config.node.run_dir
+    for path in (run_dir, f"{run_dir}/{WORKER_DIRECTORY}"):
+        mode, owner = made[path][2:4]
+        # Others may enter, and nobody else may write.
+        assert (int(mode, 8), owner) == (0o755, user)
+    assert str(PurePosixPath(config.worker.socket).parent) in made
+    assert made["/etc/kvxferd"][2:4] == ["0755", "root"]
+    assert made["/etc/kvxferd/keys"][2:4] == ["0700", user]
+
+
+def test_systemd_sysusers_accepts_the_user(tmp_path: Path) -> None:
+    require("systemd-sysusers")
+    (tmp_path / "etc").mkdir()
+    said = run("systemd-sysusers", f"--root={tmp_path}", "--dry-run", str(SYSUSERS))
+    assert said.count("'kvxferd'") == 2  # the group and the user
+
+
+# The page.
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A directory that stands for the root of a node, and that every user may enter."""
+    if os.geteuid() != 0:
+        pytest.skip("users and owners are root's to make")
+    for program in ("systemd-sysusers", "systemd-tmpfiles", "install", "runuser"):
+        require(program)
+    with tempfile.TemporaryDirectory(prefix="kvxferd-root-") as name:
+        path = Path(name)
+        path.chmod(0o755)
+        (path / "etc").mkdir()
+        yield path
+
+
+def under(root: Path, words: list[str]) -> list[str]:
+    """Return the words with absolute paths below `root`."""
+    return [f"{root}{word}" if word.startswith("/") else word for word in words]
+
+
+def run_below(root: Path, command: str) -> None:
+    """Run a command of the page with `root` for /."""
+    program, *words = command.split()
+    match program:
+        case "python3":
+            # pip would only be the one that is not run.
+            run(sys.executable, *under(root, words[:2]), "--without-pip", *under(root, words[2:]))
+        case "install":
+            run(program, *under(root, words))
+        case "systemd-sysusers" | "systemd-tmpfiles":
+            run(program, f"--root={root}", *words)
+        case "runuser":
+            # The user exists below `root` alone: its number, and the program from here.
+            assert words[:3] == ["-u", "kvxferd", "--"]
+            uid = next(
+                line.split(":")[2]
+                for line in (root / "etc/passwd").read_text().splitlines()
+                if "kvxferd" in line
+            )
+            assert words[3] == "/opt/kvxferd/bin/kvxferd"
+            run_verb(int(uid), under(root, words[4:]))
+        case "/opt/kvxferd/bin/kvxferd":
+            run_verb(0, under(root, words))
+        case _:
+            raise AssertionError(f"no test runs {command}")
+
+
+def run_verb(uid: int, words: list[str]) -> None:
+    os.seteuid(uid)
+    try:
+        done = CliRunner().invoke(command_line, words)
+    finally:
+        os.seteuid(0)
+    assert done.exit_code == 0, done.output
+
+
+def test_the_page_s_commands_make_what_the_unit_and_the_daemon_need(root: Path) -> None:
+    for command in COMMANDS:
+        if not command.startswith(NOT_RUN) and not command.endswith("kvxferd status"):
+            run_below(root, command)
+    users = dict(line.split(":")[::2][:2] for line in (root / "etc/passwd").read_text().splitlines())
+    uid = int(users[unit_option("User")])
+    for path, mode in (("run/kvxferd", 0o755), ("run/kvxferd/worker", 0o755), ("etc/kvxferd/keys", 0o700)):
+        status = (root / path).stat()
+        assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (uid, mode)
+    assert (root / "etc/kvxferd/kvxferd.toml").stat().st_uid == 0
+    assert (root / "etc/systemd/system/kvxferd.service").read_text() == UNIT
+    assert (root / "opt/kvxferd/bin/python3").exists()
+    key = root / "etc/kvxferd/keys/peer.key"
+    assert read_key(key).public
+    assert key.stat().st_uid == uid
+    # What the unit starts is what was installed, and the daemon loads it.
+    program, _, _, config = unit_option("ExecStart").split()
+    assert program.startswith("/opt/kvxferd/bin/")
+    assert load_config(Path(f"{root}{config}"), {}, {}) == Config()
+
+
+def test_every_command_of_the_page_is_run_or_said_not_to_be() -> None:
+    text = PAGE.read_text()
+    for word in ("pip install", "usermod", "systemctl"):
+        assert f"`{word}`" in text
+    assert sum(command.startswith(NOT_RUN) for command in COMMANDS) == 4
+    assert len(COMMANDS) >= 12
+
+
+def test_what_is_not_run_names_what_is_there() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (command,) = [c for c in COMMANDS if c.startswith(NOT_RUN[0])]
+    (constraints,) = re.findall(r"-c (\S+)", command)
+    assert (ROOT / constraints).exists()
+    extras = re.findall(r"\.\[([\w,]+)\]", PAGE.read_text())
+    assert len(extras) == 2
+    for extra in ",".join(extras).split(","):
+        assert extra in project["optional-dependencies"]
+    for command in COMMANDS:
+        if command.startswith("systemctl") and "kvxferd" in command:
+            assert command.endswith(" kvxferd")
+    (joined,) = [c for c in COMMANDS if c.startswith("usermod")]
+    assert unit_option("User") in joined.split()

@@ -1,0 +1,165 @@
+"""`kvxferd ping`: each way in which a daemon cannot be reached has an outcome, a remedy and an exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ipaddress import ip_network
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from kvxferd.cli.root import root
+from kvxferd.control.curve_keys import CurveKeyPair, make_key
+from kvxferd.core import node as core_node
+from kvxferd.core.allowlist import ALLOW_ALL, PeerAllowlist
+from kvxferd.doctor.peer_ping import Outcome, Ping, ping
+from kvxferd.doctor.peer_report import exit_status_of
+from kvxferd.ids import Endpoint
+from kvxferd.wire.common import Versions
+from kvxferd.wire.endpoint import with_key
+from kvxferd.wire.peer import PEER_VERSIONS
+from tests.support.served_peer import served_peer
+
+ELSEWHERE = (ip_network("10.0.0.0/8"),)
+SHORT_S = 1.0
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, CurveKeyPair]:
+    return {name: make_key(tmp_path / name) for name in ("here", "there", "other")}
+
+
+def lists(own: CurveKeyPair, *allowed: CurveKeyPair) -> PeerAllowlist:
+    return PeerAllowlist(own_key=own.public, allowed_keys=frozenset(key.public for key in allowed))
+
+
+def failed(result: Ping, outcome: Outcome) -> None:
+    assert result.outcome is outcome, result
+    assert result.message
+    assert result.remedy
+
+
+def test_a_daemon_that_answers() -> None:
+    with served_peer() as peer:
+        result = ping(peer.address, ALLOW_ALL, None, count=5)
+    assert result.outcome is Outcome.OK, result
+    assert (result.boot, result.software_there) == ("there", "1.2.3")
+    assert result.versions_there == PEER_VERSIONS
+    assert result.version == PEER_VERSIONS.newest
+    assert len(result.round_trips_s) == 5
+    assert all(0 < trip_s < 5.0 for trip_s in result.round_trips_s)
+
+
+def test_keys_that_are_admitted_refused_wrong_and_missing(keys: dict[str, CurveKeyPair]) -> None:
+    here, there, other = keys["here"], keys["there"], keys["other"]
+    knows_both = lists(here, there, other)
+    with served_peer(lists(there, here), there) as peer:
+        endpoint = with_key(peer.address, there.public)
+        assert ping(endpoint, lists(here, there), here).outcome is Outcome.OK
+        failed(ping(endpoint, lists(here, other), here), Outcome.NOT_ALLOWED_HERE)
+        failed(ping(with_key(peer.address, other.public), knows_both, here), Outcome.WRONG_SERVER_KEY)
+        failed(ping(peer.address, ALLOW_ALL, None), Outcome.NEEDS_KEY)
+        failed(ping(endpoint, lists(other, there), other), Outcome.KEY_REFUSED)
+    with served_peer() as peer:
+        failed(ping(with_key(peer.address, there.public), lists(here, there), here), Outcome.HAS_NO_KEY)
+
+
+def test_an_address_that_is_refused(keys: dict[str, CurveKeyPair]) -> None:
+    here, there = keys["here"], keys["there"]
+    with served_peer(PeerAllowlist(networks=ELSEWHERE)) as peer:
+        failed(ping(peer.address, ALLOW_ALL, None), Outcome.ADDRESS_REFUSED)
+    admits_key = PeerAllowlist(
+        own_key=there.public, allowed_keys=frozenset({here.public}), networks=ELSEWHERE
+    )
+    with served_peer(admits_key, there) as peer:
+        result = ping(with_key(peer.address, there.public), lists(here, there), here)
+        failed(result, Outcome.ADDRESS_REFUSED)
+
+
+def test_an_event_loop_that_hangs() -> None:
+    with served_peer() as peer, peer.hung():
+        failed(ping(peer.address, ALLOW_ALL, None, timeout_s=SHORT_S), Outcome.NO_ANSWER)
+
+
+def test_versions_without_one_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = Versions(PEER_VERSIONS.newest + 1, PEER_VERSIONS.newest + 2)
+    monkeypatch.setattr(core_node, "PEER_VERSIONS", newer)
+    with served_peer() as peer:
+        result = ping(peer.address, ALLOW_ALL, None)
+    failed(result, Outcome.BAD_VERSION)
+    assert f"{newer.oldest} to {newer.newest}" in result.message
+    assert f"{PEER_VERSIONS.oldest} to {PEER_VERSIONS.newest}" in result.message
+
+
+@contextmanager
+def listening(serve: Callable[[socket.socket], None]) -> Iterator[Endpoint]:
+    """Accept each connection and serve it; `serve` gets the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    serve(connection)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield Endpoint(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def test_other_things_that_listen() -> None:
+    with listening(lambda c: c.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as endpoint:
+        failed(ping(endpoint, ALLOW_ALL, None), Outcome.NOT_A_DAEMON)
+    with listening(lambda c: None) as endpoint:
+        failed(ping(endpoint, ALLOW_ALL, None), Outcome.NOT_A_DAEMON)
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # as a process that is stopped
+        endpoint = Endpoint(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        failed(ping(endpoint, ALLOW_ALL, None, timeout_s=SHORT_S), Outcome.NO_ANSWER)
+    failed(ping(endpoint, ALLOW_ALL, None), Outcome.NOTHING_LISTENS)
+    unknown = Endpoint("tcp://no-such-host.invalid:9441")
+    failed(ping(unknown, ALLOW_ALL, None), Outcome.NAME_UNKNOWN)
+
+
+def test_each_outcome_has_an_exit_code_that_the_help_explains() -> None:
+    codes = [exit_status_of(outcome) for outcome in Outcome]
+    assert len(set(codes)) == len(codes)
+    text = CliRunner().invoke(root, ["ping", "--help"]).stdout
+    assert [code for code in codes if not re.search(rf"\b{code}\b", text)] == []
+
+
+def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFERD_PEER_ADVERTISE", "")
+    with served_peer() as peer:
+        address = peer.address.removeprefix("tcp://")
+        shown = CliRunner().invoke(root, ["ping", address, "--count", "2"])
+        assert shown.exit_code == 0
+        assert "[ok]" in shown.stdout
+        assert "round trips: 2" in shown.stdout
+        found = json.loads(CliRunner().invoke(root, ["ping", address, "--json"]).stdout)
+        assert (found["outcome"], found["status"]) == ("ok", 0)
+        assert msgspec.convert(found["versions_there"], Versions) == PEER_VERSIONS
+    refused = CliRunner().invoke(root, ["ping", address])
+    assert refused.exit_code == exit_status_of(Outcome.NOTHING_LISTENS) == 12
+    assert "to do: " in refused.stdout
+    assert CliRunner().invoke(root, ["ping", "ipc:///tmp/x"]).exit_code == 2
+
+
+def test_a_timeout_that_is_no_number_is_refused() -> None:
+    refused = CliRunner().invoke(root, ["ping", "tcp://127.0.0.1:1", "--timeout", "nan"])
+    assert refused.exit_code == 2
+    assert "give a number of seconds" in refused.stderr

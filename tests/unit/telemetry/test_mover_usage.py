@@ -1,0 +1,68 @@
+"""What movers use: the processor time never falls, whichever process ends."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxferd.telemetry.mover_usage import (
+    MOVER_STATES,
+    MoverCollector,
+    MoverExit,
+    MoverReading,
+    MoverUsage,
+    ProcessUsage,
+    read_usage,
+)
+
+
+def test_a_process_has_used_something_and_none_that_is_gone() -> None:
+    own = read_usage(os.getpid())
+    assert own is not None
+    assert own.cpu_s > 0
+    assert own.memory_bytes > 1 << 20
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert read_usage(pid) is None
+
+
+def test_a_dead_movers_time_is_that_of_the_forkservers_children() -> None:
+    table = {1: ProcessUsage(1.0, 0.0, 10), 2: ProcessUsage(5.0, 0.0, 20)}
+    usage = MoverUsage(table.get)
+    assert usage.update(1, [2]) == (6.0, 30)
+    del table[2]  # dead, and not waited for yet
+    assert usage.update(1, [])[0] == 6.0
+    table[1] = ProcessUsage(1.0, 5.5, 10)
+    assert usage.update(1, []) == (6.5, 10)
+    del table[1]  # the forkserver died
+    assert usage.update(None, []) == (6.5, 0)
+    table[3] = ProcessUsage(0.5, 0.0, 10)
+    assert usage.update(3, []) == (7.0, 10)
+
+
+@given(st.lists(st.dictionaries(st.integers(1, 4), st.floats(0, 100), max_size=4), max_size=20))
+def test_the_time_never_falls(moments: list[dict[int, float]]) -> None:
+    now: dict[int, ProcessUsage] = {}
+    usage, before = MoverUsage(now.get), 0.0
+    for moment in moments:
+        now.clear()
+        now.update({pid: ProcessUsage(cpu_s, 0.0, 1) for pid, cpu_s in moment.items()})
+        pids = sorted(moment)
+        cpu_s, _ = usage.update(pids[0] if pids else None, pids[1:])
+        assert cpu_s >= before
+        before = cpu_s
+
+
+def test_all_states_and_causes_are_there_before_the_first_mover() -> None:
+    families = {family.name: family for family in MoverCollector().collect()}
+    assert [s.labels["state"] for s in families["kvxferd_movers"].samples] == list(MOVER_STATES)
+    exits = families["kvxferd_mover_exits"].samples
+    assert [(s.labels["cause"], s.value) for s in exits] == [(cause.value, 0) for cause in MoverExit]
+    reading = MoverReading({"ready": 2}, Counter({MoverExit.DIED: 3}), None, [])
+    families = {family.name: family for family in MoverCollector(lambda: reading).collect()}
+    assert {s.labels["cause"]: s.value for s in families["kvxferd_mover_exits"].samples}["died"] == 3

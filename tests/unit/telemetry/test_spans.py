@@ -1,0 +1,131 @@
+"""Spans from records: a tree whatever the record's figures are."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxferd.core.snapshot import PHASES, GrantRecord, PullRecord, ReleaseRecord
+from kvxferd.errors import Code
+from kvxferd.telemetry.traces.spans import Span, TracedRecord, spans_of
+from kvxferd.wire.traceparent import span_id_for
+
+TRACE, PARENT, OWN = "1" * 32, "a" * 16, "c" * 16
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+STARTED = 1_800_000_000.0
+
+phase_times = st.dictionaries(st.sampled_from(PHASES), st.floats(-1, 1e4))
+texts = st.text(max_size=40)
+
+
+def pull_record(**more: object) -> PullRecord:
+    fields: dict[str, object] = {
+        "pull": 1, "transfer_id": "t", "source": "p", "sink": "d", "rank": (0, 0), "outcome": "delivered",
+        "code": None, "message": "", "bytes": 4096, "runs": 8, "total_s": 2.0, "phases_s": {},
+        "started_at": STARTED, "ended_at": STARTED + 2.0, "traceparent": TRACEPARENT, "span_id": OWN,
+    }  # fmt: skip
+    return PullRecord(**(fields | more))  # type: ignore[arg-type]
+
+
+@st.composite
+def records(draw: st.DrawFn) -> TracedRecord:
+    stamped = {"started_at": STARTED, "ended_at": STARTED + draw(st.floats(0, 1e5))}
+    stamped |= {"traceparent": TRACEPARENT, "span_id": OWN}
+    match draw(st.sampled_from([PullRecord, ReleaseRecord, GrantRecord])):
+        case kind if kind is PullRecord:
+            outcome = draw(st.sampled_from(["delivered", "failed", "cancelled"]))
+            failed = outcome != "delivered"
+            return pull_record(
+                outcome=outcome,
+                code=draw(st.sampled_from(list(Code))) if failed else None,
+                message=draw(texts),
+                phases_s=draw(phase_times),
+                failed_phase=draw(st.sampled_from(PHASES)) if failed else "",
+                silent=draw(texts),
+                **stamped,
+            )
+        case kind if kind is ReleaseRecord:
+            why = draw(st.sampled_from(list(Code)))
+            return ReleaseRecord(transfer_id="t", engine_id="p", why=why, held_s=1.0, **stamped)  # type: ignore[arg-type]
+    outcome = draw(st.sampled_from(["acknowledged", "returned", "expired", "released", "refused"]))
+    code = Code.RELEASED if outcome == "refused" else None
+    times = {"waited_s": draw(st.floats(-1, 1e5)), "held_s": 1.0}
+    return GrantRecord(
+        transfer_id="t", engine_id="p", reader="d", rank=(0, 0),  # type: ignore[arg-type]
+        outcome=outcome, code=code, **times, **stamped,
+    )  # fmt: skip
+
+
+@given(records())
+def test_every_record_is_one_tree_within_its_time(record: TracedRecord) -> None:
+    first, *others = spans_of(record)
+    assert (first.trace_id, first.span_id, first.parent_id) == (TRACE, OWN, PARENT)
+    known = {first.span_id: first}
+    for span in others:
+        assert span.trace_id == TRACE
+        assert span.parent_id in known  # parents first
+        assert span.span_id not in known
+        known[span.span_id] = span
+    for span in known.values():
+        assert record.started_at <= span.started_at <= span.ended_at
+        assert span.ended_at <= record.ended_at or span.name == "kvxferd.acknowledge"
+        assert len(span.span_id) == 16
+    failed = isinstance(record, PullRecord) and record.outcome != "delivered"
+    assert bool(first.error) == failed or not isinstance(record, PullRecord)
+
+
+def names(spans: list[Span]) -> list[str]:
+    return [span.name.removeprefix("kvxferd.") for span in spans]
+
+
+def test_the_phases_of_a_delivered_pull_follow_each_other() -> None:
+    took = {
+        "queue": 0.1,
+        "handshake": 0.2,
+        "grant": 0.3,
+        "plan": 0.1,
+        "post": 0.05,
+        "wire": 0.8,
+        "fence": 0.1,
+        "ack": 0.5,
+    }
+    spans = list(spans_of(pull_record(phases_s=took)))
+    assert names(spans) == [
+        "pull", "handshake", "grant", "queue", "plan", "wire", "post", "fence", "acknowledge",
+    ]  # fmt: skip
+    begins = [round(span.started_at - STARTED, 3) for span in spans]
+    assert begins == [0.0, 0.0, 0.2, 0.9, 1.0, 1.1, 1.1, 1.9, 2.0]  # it waited for its mover from 0.5 on
+    assert round(spans[-1].ended_at - STARTED, 3) == 2.5
+    assert not any(span.error for span in spans)
+
+
+def test_the_phase_in_which_a_pull_failed_has_the_error() -> None:
+    failed = pull_record(
+        outcome="failed", code=Code.DEADLINE, message="too late", phases_s={"handshake": 0.5},
+        failed_phase="grant", silent="tcp://p:1",
+    )  # fmt: skip
+    spans = list(spans_of(failed))
+    assert [(name, span.error) for name, span in zip(names(spans), spans, strict=True)] == [
+        ("pull", "deadline: too late"),
+        ("handshake", ""),
+        ("grant", "deadline: too late"),
+    ]
+    assert spans[2].started_at == spans[1].ended_at
+    assert spans[2].ended_at == spans[0].ended_at
+    assert spans[0].attributes["kvxferd.silent"] == "tcp://p:1"
+    assert spans[0].attributes["error.type"] == "deadline"
+
+
+def test_a_publish_that_starts_the_trace_has_no_parent() -> None:
+    root = span_id_for("nonce")
+    record = ReleaseRecord(
+        transfer_id="t", engine_id="p", why=Code.LEASE_EXPIRED, held_s=1.0,  # type: ignore[arg-type]
+        traceparent=f"00-{TRACE}-{root}-01", span_id=root, started_at=STARTED, ended_at=STARTED + 1,
+    )  # fmt: skip
+    (span,) = spans_of(record)
+    assert (span.parent_id, span.error) == ("", "released: lease-expired")
+
+
+def test_no_span_names_a_key() -> None:
+    spans = list(spans_of(pull_record(peer=f"tcp://h:1#{'ab' * 32}")))
+    assert spans[0].attributes["kvxferd.peer"] == "tcp://h:1"

@@ -1,0 +1,168 @@
+"""The header `traceparent`: what is valid, what is kept of it, and that it is no part of a reference."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxferd.client.refs import TransferRef, read_ref
+from kvxferd.errors import ProtocolError
+from kvxferd.wire import common, peer, worker
+from kvxferd.wire.codec import CLIENT_MESSAGES, PEER_MESSAGES, encode
+from kvxferd.wire.common import Message
+from kvxferd.wire.limits import MAX_REF_BYTES
+from kvxferd.wire.traceparent import (
+    is_sampled,
+    parent_id_of,
+    read_traceparent,
+    root_traceparent,
+    span_id_for,
+    trace_id_of,
+    with_parent,
+)
+from kvxferd.wire.versions import for_version_1
+from tests.support import schema_0_1
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+VALID = f"00-{TRACE}-{SPAN}-01"
+OTHER = f"00-{'a' * 32}-{'b' * 16}-00"
+REF = TransferRef("tcp://h:1", "e", "g", "t", "0" * 32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (VALID, VALID),
+        (f"00-{TRACE}-{SPAN}-00", f"00-{TRACE}-{SPAN}-00"),
+        (f"00-{TRACE}-{SPAN}-ff", VALID),  # of the flags "sampled" alone is known
+        (f"00-{TRACE}-{SPAN}-02", f"00-{TRACE}-{SPAN}-00"),
+        (f"01-{TRACE}-{SPAN}-01", VALID),  # a later version, in the form of this one
+        (f"cc-{TRACE}-{SPAN}-01-what-comes-later", VALID),
+        (f"00-{TRACE}-{SPAN}-01-more", ""),  # version 00 has no more
+        (f"cc-{TRACE}-{SPAN}-01more", ""),
+        (f"cc-{TRACE}-{SPAN}-01-{'x' * 600}", ""),
+        (f"ff-{TRACE}-{SPAN}-01", ""),
+        (f"00-{'0' * 32}-{SPAN}-01", ""),
+        (f"00-{TRACE}-{'0' * 16}-01", ""),
+        (VALID.upper(), ""),
+        (f" {VALID}", ""),
+        (f"{VALID}\n", ""),
+        (VALID[:-1], ""),
+        (f"00-{TRACE}-{SPAN[:-1]}٣-01", ""),  # a digit, but none of ASCII
+        ("", ""),
+        (None, ""),
+        (b"00", ""),
+        (7, ""),
+        ([VALID], ""),
+    ],
+)
+def test_what_is_read(given: object, read: str) -> None:
+    assert read_traceparent(given) == read
+
+
+@given(st.text() | st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}.*"))
+def test_what_is_read_is_valid_and_is_read_as_itself(text: str) -> None:
+    read = read_traceparent(text)
+    assert read_traceparent(read) == read
+    assert read == "" or (len(read) == 55 and read[3:52] == text[3:52] and read.startswith("00-"))
+
+
+def test_its_fields() -> None:
+    assert (trace_id_of(VALID), parent_id_of(VALID)) == (TRACE, SPAN)
+    assert is_sampled(VALID)
+    assert not is_sampled(OTHER)
+    assert not is_sampled("")
+    child = with_parent(VALID, "c" * 16)
+    assert child == f"00-{TRACE}-{'c' * 16}-01" == read_traceparent(child)
+
+
+@given(st.text(), st.floats(0, 1), st.floats(0, 1))
+def test_a_root_is_the_same_on_both_nodes_and_a_larger_ratio_samples_more(
+    nonce: str, a: float, b: float
+) -> None:
+    few, many = (root_traceparent(nonce, ratio) for ratio in sorted((a, b)))
+    assert few in ("", many)
+    assert root_traceparent(nonce, 0.0) == ""
+    root = root_traceparent(nonce, 1.0)
+    assert read_traceparent(root) == root
+    assert parent_id_of(root) == span_id_for(nonce)
+    assert len(nonce) < 8 or nonce not in root
+
+
+# --- in a reference
+
+
+def test_it_is_no_part_of_a_references_identity() -> None:
+    for kind in (TransferRef, common.TransferRef):
+        plain = kind("tcp://h:1", "e", "g", "t", "0" * 32)  # type: ignore[arg-type]
+        traced, other = plain.with_trace(VALID), plain.with_trace(OTHER)
+        assert plain == traced == other
+        assert len({plain, traced, other}) == 1
+        assert {plain: 1}[other] == 1
+        assert msgspec.structs.replace(traced, nonce="1" * 32) != traced
+        assert traced.trace == VALID
+        assert traced.with_trace("") == plain
+        assert plain.trace == ""
+    assert TransferRef("tcp://h:1", "e", "g", "t", "0" * 32) != VALID  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["endpoint", "engine_id", "generation", "transfer_id", "nonce"])
+def test_every_other_field_is_a_part_of_it(field: str) -> None:
+    assert msgspec.structs.replace(REF, **{field: "other"}) != REF
+    assert msgspec.structs.replace(REF, ready_tokens=3) != REF
+
+
+def test_a_reference_without_one_is_what_it_was() -> None:
+    assert "traceparent" not in REF.to_json()
+    assert "traceparent" not in REF.to_dict()
+    assert b"traceparent" not in encode(worker.Prepare(ref=REF))
+
+
+def test_a_reference_with_one_goes_through_json_and_a_dict() -> None:
+    traced = REF.with_trace(VALID)
+    for form in (traced, traced.to_json(), traced.to_json().encode(), traced.to_dict()):
+        assert read_ref(form).trace == VALID
+    assert traced.to_dict() == REF.to_dict() | {"traceparent": VALID}
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "00-00", 7, None, ["a"], {"a": 1}, VALID.upper(), "x" * (MAX_REF_BYTES // 2)]
+)
+def test_a_reference_with_a_bad_one_is_read_without_it(bad: object) -> None:
+    read = read_ref(REF.to_dict() | {"traceparent": bad})
+    assert read == REF
+    assert read.trace == ""
+
+
+TRACED = REF.with_trace(VALID)
+CONSUMER = peer.Consumer("d", "g", (0, 0), 1)  # type: ignore[arg-type]
+WITH_REFERENCES: list[Message] = [
+    peer.AskGrant(request=1, grant="a", ref=TRACED, consumer=CONSUMER, reads=(), wait_s=1.0),  # type: ignore[arg-type]
+    peer.Acknowledge(request=1, grant="a", ref=TRACED, consumer=CONSUMER),  # type: ignore[arg-type]
+    peer.AbandonTransfer(request=1, ref=TRACED, consumer=CONSUMER),
+    worker.Prepare(ref=TRACED),
+    worker.Pull(ticket=1, ref=TRACED, blocks={}, num_tokens=1, deadline_s=1.0),  # type: ignore[arg-type]
+    worker.Abandon(ref=TRACED),
+]
+
+
+@pytest.mark.parametrize("message", WITH_REFERENCES, ids=lambda m: type(m).__name__)
+def test_messages_carry_it_and_version_1_is_not_sent_it(message: Message) -> None:
+    ours, older = (
+        (PEER_MESSAGES, schema_0_1.PEER)
+        if "peer" in type(message).__module__
+        else (CLIENT_MESSAGES, schema_0_1.CLIENT)
+    )
+    assert ours.decode(encode(message)).ref.trace == VALID  # type: ignore[union-attr]
+    with pytest.raises(msgspec.ValidationError):
+        older.decode(encode(message))
+    sent = older.decode(encode(for_version_1(message)))
+    assert msgspec.to_builtins(sent.ref) == REF.to_dict()
+
+
+def test_one_that_is_too_long_is_no_frame() -> None:
+    payload = encode(worker.Prepare(ref=msgspec.structs.replace(REF, traceparent="0" * 56)))
+    with pytest.raises(ProtocolError):
+        CLIENT_MESSAGES.decode(payload)
