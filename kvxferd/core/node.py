@@ -261,7 +261,7 @@ class Node:
     def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
         """Yield None between steps, where events may be fed, then the state. It may mix old and new."""
         transfers = yield from list_transfers(self.published, self.registry, self.context)
-        pulls = yield from list_pulls(self.pulls)
+        pulls = yield from list_pulls(self.pulls, self.context)
         num_grants = self.grant_client.num_grants()
         yield NodeSnapshot(
             boot=self.context.boot,

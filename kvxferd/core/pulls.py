@@ -46,32 +46,31 @@ What ends a pull from outside:
   are dropped without an event, and their grants returned or, where they were delivered, acknowledged.
 
 So the worker gets exactly one of `Delivered` and `Failed` for a pull, and `Quiesced` after a `Failed` with
-`safe_to_reuse=False`. The legal moves are in `TRANSITIONS`; docs/architecture.md draws the messages.
+`safe_to_reuse=False`. The legal moves are `TRANSITIONS` in pull.py; docs/architecture.md draws the messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 from kvxferd.core.block_id_memory import BlockIdMemory, request_bytes
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import EmitRecord, SendToMover, SendToWorker
+from kvxferd.core.deadline_reasons import describe_read, describe_wait
+from kvxferd.core.effects import SendToMover, SendToWorker
 from kvxferd.core.grant_client import GrantClient, GrantState, HeldGrant
 from kvxferd.core.limits import PullAdmission
 from kvxferd.core.movers import Movers
+from kvxferd.core.pull import Pull, PullPhase, PullTrigger
+from kvxferd.core.pull_records import emit_record, phases_of
 from kvxferd.core.registry import LocalRank, RankState
-from kvxferd.core.snapshot import PHASES, PullRecord, PullSnapshot
+from kvxferd.core.snapshot import PHASES
 from kvxferd.core.source_breaker import SourceBreaker
-from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_request
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message, TransferRef
-from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.mover import (
     AbortPull,
     FenceLocation,
@@ -81,7 +80,6 @@ from kvxferd.wire.mover import (
     SourceRank,
     StartPull,
 )
-from kvxferd.wire.traceparent import span_id_for
 from kvxferd.wire.worker import FIRST_WITH_RESUME, Delivered, Failed, PullsInterrupted, PullsResumed, Quiesced
 
 # A retry with less time than this would end at its deadline, in doubt instead of safely failed.
@@ -91,126 +89,6 @@ RETRY_WITHIN_S = 2.0
 # A pull that kills each mover that reads it must not use up the node's movers. Its own mover and the next may
 # both be killed because of other pulls in doubt.
 MAX_MOVERS_LOST = 2
-# Of a time in a mover's report: longer than any pull. NaN and infinity are beyond it too.
-MAX_REPORTED_S = 1e6
-# Of a rank's names in a message: an engine may have 4,096.
-MAX_NAMED_RANKS = 4
-
-
-class PullPhase(StrEnum):
-    """Where a pull is. In WAITING no read of it is under way: none was posted, or all are over."""
-
-    WAITING = "holding"  # handshake, plan and grant
-    POSTED = "posted"  # the mover has it
-    STOPPING = "stopping"  # cancelled: the mover has been sent AbortPull
-    DELIVERED = "delivered"
-    FAILED = "failed"
-    IN_DOUBT = "in-doubt"  # failed, and the mover may still write
-    QUIESCED = "quiet"  # failed, and proved to be over since
-
-
-class PullTrigger(StrEnum):
-    """What happens to a pull."""
-
-    POST = "post"
-    REFUSE = "refuse"  # the grant, the request or the rank's mover does not allow it
-    CANCEL = "cancel"
-    EXPIRE = "expire"
-    DELIVER = "deliver"
-    FINISH = "finish"  # not delivered, and every handle is terminal or the mover is dead
-    FAULT = "fault"  # not delivered, and not proven ended
-    RETRY = "retry"  # not delivered, proven ended, and to be read once more
-
-
-# A pair that is not in the table is a bug. Callers check `can` first where a pair may be missing.
-TRANSITIONS: dict[tuple[PullPhase, PullTrigger], PullPhase] = {
-    (PullPhase.WAITING, PullTrigger.POST): PullPhase.POSTED,
-    (PullPhase.WAITING, PullTrigger.REFUSE): PullPhase.FAILED,  # no DMA yet: free now
-    (PullPhase.WAITING, PullTrigger.CANCEL): PullPhase.FAILED,
-    (PullPhase.WAITING, PullTrigger.EXPIRE): PullPhase.FAILED,
-    (PullPhase.WAITING, PullTrigger.DELIVER): PullPhase.DELIVERED,  # nothing to read: a full prefix hit
-    (PullPhase.POSTED, PullTrigger.CANCEL): PullPhase.STOPPING,
-    (PullPhase.POSTED, PullTrigger.EXPIRE): PullPhase.IN_DOUBT,
-    (PullPhase.POSTED, PullTrigger.DELIVER): PullPhase.DELIVERED,
-    (PullPhase.POSTED, PullTrigger.FINISH): PullPhase.FAILED,
-    (PullPhase.POSTED, PullTrigger.RETRY): PullPhase.WAITING,  # for a new grant, or the next mover
-    (PullPhase.POSTED, PullTrigger.FAULT): PullPhase.IN_DOUBT,  # DMA may still be landing
-    (PullPhase.STOPPING, PullTrigger.EXPIRE): PullPhase.IN_DOUBT,
-    (PullPhase.STOPPING, PullTrigger.DELIVER): PullPhase.DELIVERED,  # it was done before it could be stopped
-    (PullPhase.STOPPING, PullTrigger.FINISH): PullPhase.FAILED,
-    (PullPhase.STOPPING, PullTrigger.FAULT): PullPhase.IN_DOUBT,
-    # Too late for a delivery: the engine has received Failed.
-    (PullPhase.IN_DOUBT, PullTrigger.DELIVER): PullPhase.QUIESCED,
-    (PullPhase.IN_DOUBT, PullTrigger.FINISH): PullPhase.QUIESCED,
-}
-
-
-@dataclass(slots=True)
-class Pull:
-    """One local rank's read of one transfer."""
-
-    pull_id: PullId
-    rank: LocalRank
-    ticket: Ticket
-    ref: TransferRef
-    blocks: dict[GroupName, PackedBlocks]
-    num_tokens: int
-    deadline: float
-    received_at: float
-    held_grant: HeldGrant
-    phase: PullPhase = PullPhase.WAITING
-    mover: MoverId | None = None  # the mover that has it, from POSTED on
-    posted_at: float | None = None
-    outcome: PullOutcome | None = None
-    retried: bool = False
-    num_movers_lost: int = 0  # movers that died while they had it
-    interruption: int = 0  # number of the PullsInterrupted that it waits for; 0: for none
-    delivered_by_mover: bool = False  # the worker reported that its mover sent Delivered
-    former_grant: HeldGrant | None = None  # of the first try, until the second try has one
-    phases_s: dict[str, float] = field(default_factory=dict)
-    failed_phase: str = ""  # as `PullRecord.failed_phase`
-    silent: str = ""  # as `PullRecord.silent`
-    asked_mover: bool = False  # the mover was requested to report what the pull waits for
-    progress: PullProgress | None = None  # its reply
-
-    @property
-    def awaits_worker(self) -> bool:
-        """Whether only the worker knows if its last mover delivered it: `PullsResumed` has not arrived."""
-        return self.interruption != 0
-
-    @property
-    def record_phase(self) -> str:
-        """Where it is, among PHASES."""
-        if self.phase is not PullPhase.WAITING:
-            return _failed_phase_of(self.outcome) if self.outcome is not None else "wire"
-        grant = self.held_grant
-        if grant.state is GrantState.REFUSED:
-            return grant.refused_in
-        return grant.state if grant.state in (GrantState.HANDSHAKING, GrantState.REQUESTING) else "queue"
-
-    @property
-    def span_id(self) -> str:
-        """The id of its span, which the source's spans have as their parent."""
-        return self.held_grant.span_id or span_id_for(self.held_grant.grant_id)
-
-    @property
-    def is_safe_to_reuse(self) -> bool:
-        """Whether nothing can write the pull's blocks any more."""
-        return self.phase in (PullPhase.DELIVERED, PullPhase.FAILED, PullPhase.QUIESCED)
-
-    @property
-    def local_bytes(self) -> int:
-        """The bytes of its blocks on this rank."""
-        return self.rank.bytes_of(self.blocks)
-
-    def can(self, trigger: PullTrigger) -> bool:
-        """Whether this may happen to the pull now."""
-        return (self.phase, trigger) in TRANSITIONS
-
-    def transition(self, trigger: PullTrigger) -> PullPhase:
-        """Move to the next phase. A KeyError is a bug of the caller."""
-        self.phase = TRANSITIONS[self.phase, trigger]
-        return self.phase
 
 
 class Pulls:
@@ -366,7 +244,7 @@ class Pulls:
         if pull is None or pull.mover != mover:
             return
         pull.outcome = outcome
-        self._record_times(pull, outcome)
+        pull.phases_s |= phases_of(outcome)
         if outcome.delivered:
             self._deliver(pull, outcome)
         elif outcome.finished or not outcome.started:
@@ -509,7 +387,7 @@ class Pulls:
 
         def acknowledged(_: bool) -> None:
             pull.phases_s["ack"] = self._context.now - ended
-            self._emit_record(pull, "delivered", None, "", ended)
+            emit_record(self._context, pull, "delivered", None, "", ended)
 
         self._grant_client.acknowledge(pull.held_grant, max(outcome.bytes, 0), acknowledged)
 
@@ -536,7 +414,7 @@ class Pulls:
         )
         self._send_to_worker(pull, failed)
         outcome = "cancelled" if code is Code.CANCELLED else "failed"
-        self._emit_record(pull, outcome, code, message, self._context.now)
+        emit_record(self._context, pull, outcome, code, message, self._context.now)
         if phase is PullPhase.FAILED:
             self._remove(pull)
             self._grant_client.release(pull.held_grant)
@@ -648,52 +526,15 @@ class Pulls:
         what = f"cannot pull transfer {pull.ref.transfer_id}"
         waited = f"its deadline of {pull.deadline - pull.received_at:.1f} s passed"
         if pull.phase is PullPhase.WAITING:
-            pull.silent, where = self._describe_wait(pull)
+            pull.silent, where = describe_wait(pull, self._grant_client)
             self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, f"{what}: {waited} {where}")
             return
         assert pull.mover is not None
-        pull.silent, where = self._describe_read(pull)
+        pull.silent, where = describe_read(pull)
         if pull.progress is not None:
             pull.failed_phase = pull.progress.phase
         self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
         self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, f"{what}: {waited} while it was read: {where}")
-
-    def _describe_wait(self, pull: Pull) -> tuple[str, str]:
-        """Return whom a pull waits for that no mover has, and the sentence for its message."""
-        hold = pull.held_grant
-        if hold.state in (GrantState.HANDSHAKING, GrantState.REQUESTING):
-            return self._grant_client.awaited(hold), self._grant_client.describe_wait(hold)
-        rank = f"rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
-        if pull.awaits_worker:
-            return f"the worker of {rank}", f"while it waited for the worker of {rank}, after its mover died"
-        return (
-            f"the mover of {rank}",
-            f"while it waited for a mover of {rank}; see the log for why it has none",
-        )
-
-    def _describe_read(self, pull: Pull) -> tuple[str, str]:
-        """Return whom a pull waits for that its mover reads, and the sentence for its message."""
-        hold, progress = pull.held_grant, pull.progress
-        if pull.asked_mover and (progress is None or not progress.agents):
-            mover = f"the mover of rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
-            why = f"was in its phase {progress.phase}" if progress else "did not reply to this daemon"
-            return mover, f"{mover} {why}; check that this node's processors are free"
-        remote, plan = hold.remote, hold.plan
-        if remote is None or plan is None:
-            return "", "its source is forgotten"
-        ranks = list(plan.sources)
-        if progress is not None:
-            awaited = set(progress.agents)
-            ranks = [rank for rank in ranks if remote.ranks[rank].binding.agent in awaited]
-        engine = f"engine {pull.ref.engine_id}"
-        where = f"{engine}, whose daemon is {address_of(pull.ref.endpoint)}"
-        check = "check that node, and the network between"
-        if not ranks:  # the fence word's mover may be another than those that are read
-            return f"the publisher of {engine}", f"the fence word's mover of {where}, did not reply; {check}"
-        names = "rank" + "s" * (len(ranks) > 1) + " " + ", ".join(map(str, ranks[:MAX_NAMED_RANKS]))
-        if len(ranks) > MAX_NAMED_RANKS:
-            names += f" and {len(ranks) - MAX_NAMED_RANKS} more"
-        return f"{names} of {engine}", f"{names} of {where}, did not reply; {check}"
 
     def refuse_waiting(self, rank: LocalRank, code: Code, message: str) -> None:
         """Refuse the rank's pulls that no mover has."""
@@ -720,42 +561,6 @@ class Pulls:
         if not any(pull.mover == mover for pull in self._pulls.values()):
             self._movers.drop_remote(mover, agent)
 
-    def _record_times(self, pull: Pull, outcome: PullOutcome) -> None:
-        pull.phases_s |= {
-            "queue": _as_seconds(outcome.queue_s),
-            "plan": _as_seconds(outcome.expand_s),
-            "post": _as_seconds(outcome.post_s),
-            "wire": _as_seconds(outcome.wire_s),
-            "fence": _as_seconds(outcome.fence_s),
-        }
-
-    def _emit_record(self, pull: Pull, outcome: str, code: Code | None, message: str, ended: float) -> None:
-        known = pull.outcome or PullOutcome(delivered=False)
-        trace = sampled_trace(self._context.settings, pull.ref.trace, pull.ref.nonce)
-        record = PullRecord(
-            pull=pull.pull_id,
-            transfer_id=pull.ref.transfer_id,
-            source=pull.ref.engine_id,
-            sink=pull.rank.spec.engine_id,
-            rank=pull.rank.spec.rank,
-            outcome=outcome,
-            code=code,
-            message=message,
-            bytes=max(known.bytes, 0),
-            runs=max(known.runs, 0),
-            total_s=ended - pull.received_at,
-            phases_s=pull.phases_s,
-            retried=pull.retried or pull.num_movers_lost > 0,
-            ways=_bytes_by_way(known),
-            predicted_s=_as_seconds(known.predicted_s),
-            peer=pull.ref.endpoint,
-            failed_phase="" if outcome == "delivered" else pull.failed_phase,
-            silent=pull.silent,
-            traceparent=trace,
-            span_id=pull.span_id if trace else "",
-        )
-        self._context.emit(EmitRecord(record, self._context.now - ended))
-
     def running(self) -> list[Pull]:
         """Return the pulls that are not over, those in doubt too."""
         return list(self._pulls.values())
@@ -764,21 +569,6 @@ class Pulls:
         """Return how many pulls have not ended and when the oldest arrived, or 0. Without those in doubt."""
         waits = [pull.received_at for pull in self._pulls.values() if pull.phase is not PullPhase.IN_DOUBT]
         return len(waits), waits[0] if waits else 0.0
-
-    def snapshot_of(self, pull: Pull) -> PullSnapshot:
-        """Return the pull as /v1/pulls shows it."""
-        now = self._context.now
-        return PullSnapshot(
-            pull=pull.pull_id,
-            transfer_id=pull.ref.transfer_id,
-            source=pull.ref.engine_id,
-            sink=pull.rank.spec.engine_id,
-            rank=pull.rank.spec.rank,
-            phase=pull.held_grant.state if pull.phase is PullPhase.WAITING else pull.phase,
-            grant=pull.held_grant.grant_id,
-            age_s=round(now - pull.received_at, 3),
-            deadline_left_s=round(pull.deadline - now, 3),
-        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the tables contradict each other."""
@@ -795,24 +585,5 @@ class Pulls:
                 )
 
 
-def _failed_phase_of(outcome: PullOutcome) -> str:
-    if outcome.fence_s > 0 or outcome.code is Code.RELEASED:
-        return "fence"
-    return "wire" if outcome.started else "plan"
-
-
 def _mover_lost_message(pull: Pull) -> str:
     return f"cannot pull transfer {pull.ref.transfer_id}: the rank's mover died; pull again"
-
-
-def _as_seconds(reported: float) -> float:
-    """Return a time that a resident mover reported, 0 where it is none: a sum with NaN stays NaN."""
-    return reported if 0.0 <= reported <= MAX_REPORTED_S else 0.0
-
-
-def _bytes_by_way(outcome: PullOutcome) -> dict[str, int]:
-    # A resident mover's word, which must not make a counter run backwards.
-    total = max(outcome.bytes, 0)
-    covering = min(max(outcome.covered_bytes, 0), total)
-    gathered = min(max(outcome.gathered_bytes, 0), total - covering)
-    return {"direct": total - covering - gathered, "covering": covering, "gathered": gathered}

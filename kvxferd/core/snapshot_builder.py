@@ -11,7 +11,9 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.placements import is_proved, own_transports
 from kvxferd.core.publishing import PublishedTransfers
-from kvxferd.core.pulls import PullPhase, Pulls
+from kvxferd.core.pull import PullPhase
+from kvxferd.core.pull_records import snapshot_of
+from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalEngine, LocalRank, RankRecord, Registry
 from kvxferd.core.session import Session
 from kvxferd.core.snapshot import (
@@ -75,13 +77,13 @@ def list_transfers(
     return listing
 
 
-def list_pulls(pulls: Pulls) -> Steps[PullSnapshot]:
+def list_pulls(pulls: Pulls, context: NodeContext) -> Steps[PullSnapshot]:
     """List the pulls that are not over in batches; yield after each, return all."""
     listing: Listing[PullSnapshot] = Listing()
     running = pulls.running()
     for start in range(0, len(running), BATCH):
         for pull in running[start : start + BATCH]:
-            shown = pulls.snapshot_of(pull)
+            shown = snapshot_of(pull, context.now)
             listing.states[shown.phase] += 1
             if len(listing.shown) < MAX_SHOWN:
                 listing.shown.append(shown)

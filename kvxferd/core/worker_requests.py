@@ -13,7 +13,8 @@ from kvxferd.core.grant_client import GrantClient, GrantState, HeldGrant
 from kvxferd.core.member import Member
 from kvxferd.core.peers import Peers
 from kvxferd.core.publishing import PublishedTransfers
-from kvxferd.core.pulls import Pull, Pulls
+from kvxferd.core.pull import Pull
+from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.session import Session
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError

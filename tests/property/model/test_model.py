@@ -13,7 +13,8 @@ from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.registration import Registration
 from kvxferd.core import effects as fx
 from kvxferd.core.publishing import PublishedTransfers
-from kvxferd.core.pulls import TRANSITIONS, Pull, PullPhase, Pulls, PullTrigger
+from kvxferd.core.pull import TRANSITIONS, Pull, PullPhase, PullTrigger
+from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalEngine
 from kvxferd.core.session import Session
 from kvxferd.core.transfer_table import Transfer, TransferTable

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvxferd.core.pulls import TRANSITIONS, PullPhase, PullTrigger
+from kvxferd.core.pull import TRANSITIONS, PullPhase, PullTrigger
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of

@@ -1,0 +1,137 @@
+"""One pull of a local rank: where it is, and which moves are legal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvxferd.core.grant_client import GrantState, HeldGrant
+from kvxferd.core.registry import LocalRank
+from kvxferd.errors import Code
+from kvxferd.ids import GroupName, MoverId, PullId, Ticket
+from kvxferd.layout import PackedBlocks
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.mover import PullOutcome, PullProgress
+from kvxferd.wire.traceparent import span_id_for
+
+
+class PullPhase(StrEnum):
+    """Where a pull is. In WAITING no read of it is under way: none was posted, or all are over."""
+
+    WAITING = "holding"  # handshake, plan and grant
+    POSTED = "posted"  # the mover has it
+    STOPPING = "stopping"  # cancelled: the mover has been sent AbortPull
+    DELIVERED = "delivered"
+    FAILED = "failed"
+    IN_DOUBT = "in-doubt"  # failed, and the mover may still write
+    QUIESCED = "quiet"  # failed, and proved to be over since
+
+
+class PullTrigger(StrEnum):
+    """What happens to a pull."""
+
+    POST = "post"
+    REFUSE = "refuse"  # the grant, the request or the rank's mover does not allow it
+    CANCEL = "cancel"
+    EXPIRE = "expire"
+    DELIVER = "deliver"
+    FINISH = "finish"  # not delivered, and every handle is terminal or the mover is dead
+    FAULT = "fault"  # not delivered, and not proven ended
+    RETRY = "retry"  # not delivered, proven ended, and to be read once more
+
+
+# A pair that is not in the table is a bug. Callers check `can` first where a pair may be missing.
+TRANSITIONS: dict[tuple[PullPhase, PullTrigger], PullPhase] = {
+    (PullPhase.WAITING, PullTrigger.POST): PullPhase.POSTED,
+    (PullPhase.WAITING, PullTrigger.REFUSE): PullPhase.FAILED,  # no DMA yet: free now
+    (PullPhase.WAITING, PullTrigger.CANCEL): PullPhase.FAILED,
+    (PullPhase.WAITING, PullTrigger.EXPIRE): PullPhase.FAILED,
+    (PullPhase.WAITING, PullTrigger.DELIVER): PullPhase.DELIVERED,  # nothing to read: a full prefix hit
+    (PullPhase.POSTED, PullTrigger.CANCEL): PullPhase.STOPPING,
+    (PullPhase.POSTED, PullTrigger.EXPIRE): PullPhase.IN_DOUBT,
+    (PullPhase.POSTED, PullTrigger.DELIVER): PullPhase.DELIVERED,
+    (PullPhase.POSTED, PullTrigger.FINISH): PullPhase.FAILED,
+    (PullPhase.POSTED, PullTrigger.RETRY): PullPhase.WAITING,  # for a new grant, or the next mover
+    (PullPhase.POSTED, PullTrigger.FAULT): PullPhase.IN_DOUBT,  # DMA may still be landing
+    (PullPhase.STOPPING, PullTrigger.EXPIRE): PullPhase.IN_DOUBT,
+    (PullPhase.STOPPING, PullTrigger.DELIVER): PullPhase.DELIVERED,  # it was done before it could be stopped
+    (PullPhase.STOPPING, PullTrigger.FINISH): PullPhase.FAILED,
+    (PullPhase.STOPPING, PullTrigger.FAULT): PullPhase.IN_DOUBT,
+    # Too late for a delivery: the engine has received Failed.
+    (PullPhase.IN_DOUBT, PullTrigger.DELIVER): PullPhase.QUIESCED,
+    (PullPhase.IN_DOUBT, PullTrigger.FINISH): PullPhase.QUIESCED,
+}
+
+
+@dataclass(slots=True)
+class Pull:
+    """One local rank's read of one transfer."""
+
+    pull_id: PullId
+    rank: LocalRank
+    ticket: Ticket
+    ref: TransferRef
+    blocks: dict[GroupName, PackedBlocks]
+    num_tokens: int
+    deadline: float
+    received_at: float
+    held_grant: HeldGrant
+    phase: PullPhase = PullPhase.WAITING
+    mover: MoverId | None = None  # the mover that has it, from POSTED on
+    posted_at: float | None = None
+    outcome: PullOutcome | None = None
+    retried: bool = False
+    num_movers_lost: int = 0  # movers that died while they had it
+    interruption: int = 0  # number of the PullsInterrupted that it waits for; 0: for none
+    delivered_by_mover: bool = False  # the worker reported that its mover sent Delivered
+    former_grant: HeldGrant | None = None  # of the first try, until the second try has one
+    phases_s: dict[str, float] = field(default_factory=dict)
+    failed_phase: str = ""  # as `PullRecord.failed_phase`
+    silent: str = ""  # as `PullRecord.silent`
+    asked_mover: bool = False  # the mover was requested to report what the pull waits for
+    progress: PullProgress | None = None  # its reply
+
+    @property
+    def awaits_worker(self) -> bool:
+        """Whether only the worker knows if its last mover delivered it: `PullsResumed` has not arrived."""
+        return self.interruption != 0
+
+    @property
+    def record_phase(self) -> str:
+        """Where it is, among PHASES."""
+        if self.phase is not PullPhase.WAITING:
+            return failed_phase_of(self.outcome) if self.outcome is not None else "wire"
+        grant = self.held_grant
+        if grant.state is GrantState.REFUSED:
+            return grant.refused_in
+        return grant.state if grant.state in (GrantState.HANDSHAKING, GrantState.REQUESTING) else "queue"
+
+    @property
+    def span_id(self) -> str:
+        """The id of its span, which the source's spans have as their parent."""
+        return self.held_grant.span_id or span_id_for(self.held_grant.grant_id)
+
+    @property
+    def is_safe_to_reuse(self) -> bool:
+        """Whether nothing can write the pull's blocks any more."""
+        return self.phase in (PullPhase.DELIVERED, PullPhase.FAILED, PullPhase.QUIESCED)
+
+    @property
+    def local_bytes(self) -> int:
+        """The bytes of its blocks on this rank."""
+        return self.rank.bytes_of(self.blocks)
+
+    def can(self, trigger: PullTrigger) -> bool:
+        """Whether this may happen to the pull now."""
+        return (self.phase, trigger) in TRANSITIONS
+
+    def transition(self, trigger: PullTrigger) -> PullPhase:
+        """Move to the next phase. A KeyError is a bug of the caller."""
+        self.phase = TRANSITIONS[self.phase, trigger]
+        return self.phase
+
+
+def failed_phase_of(outcome: PullOutcome) -> str:
+    if outcome.fence_s > 0 or outcome.code is Code.RELEASED:
+        return "fence"
+    return "wire" if outcome.started else "plan"
