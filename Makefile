@@ -81,6 +81,15 @@ chaos: $(STAMP)
 	$(VENV)/bin/python -m tests.property.chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
 		$(if $(SABOTAGE),--sabotage $(SABOTAGE)) $(CHAOS_FLAGS)
 
+# Faults in the simulation of nodes, clients and movers, all in one process; the last line is JSON. A failed episode's seed runs
+# alone with SIMULATE_FLAGS="--episode SEED --trace".
+NODES ?= 2
+ENGINES ?= 4
+.PHONY: simulate
+simulate: $(STAMP)
+	$(VENV)/bin/python -m tests.property.simulation --faults $(FAULTS) --nodes $(NODES) --engines $(ENGINES) \
+		$(if $(SEED),--seed $(SEED)) $(SIMULATE_FLAGS)
+
 # Attacks by strangers, users, workers and peers on real daemons, while an honest pair of engines goes on; the last line is
 # JSON. Needs root, to be other users. ONLY=NAME: attacks whose names contain that; `make hostile HOSTILE_FLAGS=--list` names them.
 .PHONY: hostile

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from kvxferd.errors import BusyError
@@ -38,8 +39,17 @@ class FencePageLike(Protocol):
 class FenceSlots:
     """The free slots of the session's page, longest unused first. Owns every page passed to it."""
 
-    def __init__(self, own: FencePageLike, num_slots: int = FENCE_SLOTS) -> None:
-        """Begin on `own`, the client's page for daemons of version 1, until a daemon offers another."""
+    def __init__(
+        self,
+        own: FencePageLike,
+        num_slots: int = FENCE_SLOTS,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        """Begin on `own`, the client's page for daemons of version 1, until a daemon offers another.
+
+        `random_bytes` returns so many bytes that nobody can predict.
+        """
+        self._random_bytes = random_bytes
         self._own_page = own
         self._page = own
         self._offered_page: FencePageLike | None = None
@@ -92,7 +102,7 @@ class FenceSlots:
 
     def refresh(self, slot: int) -> None:
         """Write a fresh word into an acquired slot."""
-        self._page.write(slot, os.urandom(FENCE_WORD_BYTES))
+        self._page.write(slot, self._random_bytes(FENCE_WORD_BYTES))
         self._words[slot] = self._page.read(slot)
 
     def is_overwritten(self, slot: int) -> bool:

@@ -6,9 +6,9 @@ fence word first, so that no reader can take what it read for the published byte
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,7 +70,11 @@ def no_reply_message(transfer_id: TransferId, version: int) -> str:
 class ClientPublishes:
     """Every transfer of a session that is not released, and the transfers that this rank sent `ready` for."""
 
-    def __init__(self, fence: FenceSlots, emit: Emit) -> None:
+    def __init__(
+        self, fence: FenceSlots, emit: Emit, random_bytes: Callable[[int], bytes] = os.urandom
+    ) -> None:
+        """`random_bytes` returns so many bytes that nobody can predict."""
+        self._random_bytes = random_bytes
         self._fence = fence
         self._emit = emit
         self._live: dict[TransferId, ClientPublish] = {}
@@ -108,7 +112,7 @@ class ClientPublishes:
                 Code.TRANSFER_EXISTS,
             )
         slot = self._fence.acquire(f"publish {transfer_id}")
-        nonce = secrets.token_hex(16)
+        nonce = self._random_bytes(16).hex()
         publish = ClientPublish(
             transfer_id, nonce, slot, blocks, num_tokens, num_readers, expires_at, incarnations
         )

@@ -6,6 +6,7 @@ returns. The caller holds the session's lock around every call; time is an argum
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import NoReturn
@@ -74,7 +75,15 @@ class SessionState(Enum):
 class ClientSession:
     """The whole state of a client. Its methods return at once."""
 
-    def __init__(self, name: str, fence: FenceSlots, hello_fds: tuple[int, ...], emit: Emit) -> None:
+    def __init__(
+        self,
+        name: str,
+        fence: FenceSlots,
+        hello_fds: tuple[int, ...],
+        emit: Emit,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        """`random_bytes` returns so many bytes that nobody can predict: nonces are made of them."""
         self.state = SessionState.DISCONNECTED
         self.close_reason: Refusal | None = None  # why the session is over
         self.epoch = 0  # counts connections
@@ -82,7 +91,7 @@ class ClientSession:
         self.registration = Registration()
         self._pulls = ClientPulls(emit)
         self._fence = fence
-        self._publishes = ClientPublishes(fence, emit)
+        self._publishes = ClientPublishes(fence, emit, random_bytes)
         self._incarnations = KnownIncarnations()
         self._outbox = Outbox(self._pulls, self._publishes)
         self._pending_completions = PendingCompletions()

@@ -1,0 +1,263 @@
+"""A daemon: the real core, and what its shells do with the effects."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from kvxferd.core import Node, Settings
+from kvxferd.core import effects as fx
+from kvxferd.core import events as ev
+from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import Message
+from tests.property.simulation.agenda import Actor, Pipe
+from tests.property.simulation.memory import Buffer, FencePage
+from tests.property.simulation.mover import Mover
+
+if TYPE_CHECKING:
+    from tests.property.simulation.process import Process
+    from tests.property.simulation.world import World
+
+
+class Connection:
+    """One connection of a process to its daemon. Both ends learn of its end, each in its own time."""
+
+    def __init__(self, daemon: Daemon, process: Process, session: SessionId) -> None:
+        self.daemon = daemon
+        self.process = process
+        self.session = session
+        self.is_open = True
+        self.up = Pipe(daemon, daemon.local_latency_s)
+        self.down = Pipe(process, daemon.local_latency_s)
+        self.offered: Buffer | None = None  # the memory that came with the last registration
+        self.memory: Buffer | None = None  # that is the rank's
+        self.page: FencePage | None = None
+
+    def close_from_process(self) -> None:
+        """The process closes its end, or is gone."""
+        self.is_open = False
+        self.up.send(self.daemon.connection_ended, self)
+
+    def close_from_daemon(self) -> None:
+        """The daemon closes its end, or is gone: what it has sent still arrives."""
+        self.down.send(self.process.connection_ended, self)
+
+    def cut(self) -> None:
+        """Break it: what is under way is lost."""
+        self.is_open = False
+        self.daemon.after(self.daemon.local_latency_s(), self.daemon.connection_ended, self)
+        self.process.after(self.daemon.local_latency_s(), self.process.connection_ended, self)
+
+
+class Daemon(Actor):
+    """One life of a node's daemon."""
+
+    def __init__(self, world: World, node_name: str, era: int, settings: Settings) -> None:
+        super().__init__(world.agenda, f"{node_name}.{era}")
+        self.world = world
+        self.node_name = node_name
+        self.endpoint = endpoint_of(node_name)
+        self.rng = random.Random(world.agenda.rng.random())
+        self.node = Node(
+            boot=BootId(f"boot-{node_name}-{era}"),
+            endpoint=self.endpoint,
+            settings=settings,
+            new_token=lambda: self.rng.randbytes(16).hex(),
+        )
+        self.connections: dict[SessionId, Connection] = {}
+        self.movers: dict[MoverId, Mover] = {}
+        self.saved: tuple = ((), ())
+        self._next_number = 1
+        self._tick_at: float | None = None
+
+    def local_latency_s(self) -> float:
+        """Return how long a message between two processes of this node takes."""
+        return self.rng.choice((0.00005, 0.0001, 0.0002, 0.001))
+
+    # --- its life
+
+    def start(self, saved: tuple) -> None:
+        """Load what an earlier daemon has saved."""
+        self.saved = saved
+        users, ranks = saved
+        self.feed(ev.OwnershipsLoaded(users, ranks))
+
+    def die(self) -> None:
+        """SIGKILL: connections end, and movers go when they notice."""
+        self.note("dies")
+        self.is_alive = False
+        for connection in self.connections.values():
+            connection.close_from_daemon()
+        for mover in self.movers.values():
+            mover.after(self.rng.choice((0.0002, 0.002, 0.3)), mover.die, "its daemon is gone")
+
+    def connect(self, process: Process) -> Connection:
+        """Accept a connection."""
+        session = SessionId(self._take_number())
+        connection = Connection(self, process, session)
+        self.connections[session] = connection
+        self.after(self.local_latency_s(), self.feed, ev.WorkerConnected(session, 1, 0))
+        connection.up.delay(0.001)
+        return connection
+
+    def _take_number(self) -> int:
+        number, self._next_number = self._next_number, self._next_number + 1
+        return number
+
+    # --- events
+
+    def handle_worker_message(
+        self, connection: Connection, message: wk.ClientMessage, memory: Buffer | None
+    ) -> None:
+        """Handle a frame, unless the connection was cut before it was read."""
+        if not connection.is_open and connection.session not in self.connections:
+            return
+        word = b""
+        if isinstance(message, wk.Publish) and connection.page is not None:
+            word = connection.page.read(message.fence_slot)
+        if isinstance(message, wk.Register | wk.Resume):
+            connection.offered = memory
+        self.feed(ev.WorkerMessage(connection.session, message, None, word))
+
+    def connection_ended(self, connection: Connection) -> None:
+        """Handle the end of a worker's connection."""
+        if self.connections.pop(connection.session, None) is not None:
+            self.feed(ev.WorkerDisconnected(connection.session))
+
+    def handle_mover_message(self, mover: Mover, message: mv.FromMover) -> None:
+        """Handle a mover's message."""
+        if isinstance(message, mv.DisconnectSeen):
+            over = self.world.fabric.proves_over
+            mover.from_daemon.send(mover.handle, mv.DisconnectJudged(number=message.number, over=over))
+            return
+        self.feed(ev.MoverMessage(mover.mover_id, message))
+
+    def mover_died(self, mover: Mover) -> None:
+        """Handle a mover's death, after its last message."""
+        self.movers.pop(mover.mover_id, None)
+        self.feed(ev.MoverDied(mover.mover_id))
+
+    def feed(self, event: ev.Event) -> None:
+        """Feed the core, and carry out what it wants."""
+        for effect in self.node.feed(event, self.agenda.now):
+            self._act(effect)
+        if not self.agenda.num_steps % self.world.integrity_every:
+            self.node.check_integrity()
+        self._set_tick()
+
+    def _set_tick(self) -> None:
+        deadline = self.node.next_deadline()
+        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
+            self._tick_at = max(deadline, self.agenda.now)
+            self.at(self._tick_at, self._tick, self._tick_at)
+
+    def _tick(self, due: float) -> None:
+        if due == self._tick_at:
+            self._tick_at = None
+            deadline = self.node.next_deadline()
+            if deadline is not None and deadline <= self.agenda.now:
+                self.feed(ev.Tick())
+            else:
+                self._set_tick()
+
+    # --- effects
+
+    def _act(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.SendToWorker():
+                self._send_to_worker(effect)
+            case fx.CloseWorkerConnection():
+                if connection := self.connections.get(effect.session):
+                    connection.close_from_daemon()
+                    self.after(0.0, self.connection_ended, connection)
+            case fx.CommitRegionFds():
+                connection = self.connections[effect.session]
+                connection.memory = connection.offered
+            case fx.CreateFencePage():
+                if (connection := self.connections.get(effect.session)) and connection.page is None:
+                    connection.page = FencePage(f"{self.name}/page{effect.session}", self.rng)
+            case fx.OverwriteFenceWord():
+                if (connection := self.connections.get(effect.session)) and connection.page is not None:
+                    connection.page.overwrite(effect.slot)
+            case fx.RequestMover():
+                self.after(self.rng.choice((0.0005, 0.005, 0.03)), self._give_mover, effect.session)
+            case fx.KillMover():
+                if mover := self.movers.get(effect.mover):
+                    self.agenda.after(self.rng.choice((0.0001, 0.001, 0.02)), mover.die, "killed")
+            case fx.SendToMover():
+                if mover := self.movers.get(effect.mover):
+                    mover.from_daemon.send(mover.handle, effect.message)
+            case fx.BindMover():
+                mover, connection = self.movers.get(effect.mover), self.connections[effect.session]
+                assert connection.memory is not None
+                if mover is not None:
+                    mover.from_daemon.send(mover.bind, effect.message, connection.memory)
+            case fx.ShareFencePage():
+                mover, connection = self.movers.get(effect.mover), self.connections[effect.session]
+                assert connection.page is not None
+                if mover is not None:
+                    mover.from_daemon.send(mover.map_fence, effect.session, connection.page)
+            case fx.SendToPeer():
+                self.world.network.request(self, effect.endpoint, effect.message)
+            case fx.ReplyToPeer():
+                self.world.network.reply(self, effect.route, effect.message)
+            case fx.ClosePeerConnection():
+                self.world.network.reconnect(self, effect.endpoint)
+            case fx.SaveOwnerships():
+                self.saved = self.node.ownerships.saved_state()
+            case fx.EmitRecord() | fx.CountServed() | fx.TraceGrant():
+                pass
+
+    def _send_to_worker(self, effect: fx.SendToWorker) -> None:
+        connection = self.connections.get(effect.session)
+        if connection is None or not connection.is_open:
+            return
+        page = connection.page if effect.with_fence_page else None
+        mover = None
+        if effect.pidfd_of is not None:
+            mover = self.movers.get(effect.pidfd_of)
+            if mover is None:  # dead already: its pidfd would be readable at once
+                self.after(0.0, self.feed, ev.PidfdNotSent(effect.session, effect.pidfd_of))
+                return
+        connection.down.send(connection.process.receive, connection, effect.message, page, mover)
+
+    def _give_mover(self, session: SessionId) -> None:
+        connection = self.connections.get(session)
+        if connection is None:
+            return
+        number = MoverId(self._take_number())
+        mover = Mover(self, number, connection.process, self.world.fabric)
+        self.movers[number] = mover
+        connection.process.movers[mover] = None
+        self.feed(ev.MoverAssigned(session, number, mover.agent, "simulated"))
+
+    # --- at rest
+
+    def leftovers(self) -> list[str]:
+        """Return what a node without work would not remember."""
+        node = self.node
+        kept = {
+            "pulls": len(node.pulls),
+            "quarantined pulls": node.pulls.num_quarantined,
+            "transfers": len(node.published.table.live),
+            "grants": len(node.published.table.by_grant),
+            "holds": sum(node.grant_client.num_grants().values()),
+            "requests": len(node.peer_requests),
+            "waiting grants": len(node.grant_server._pending),
+            "waiting fetches": len(node.handshake_server._pending),
+            "polled movers": len(node.poll_requests._states),
+            "chunks": node.chunk_memory.num_bytes,
+        }
+        return [f"{self.name}: {number} {what}" for what, number in kept.items() if number]
+
+
+def endpoint_of(node_name: str) -> Endpoint:
+    """Return where a node's daemon is reached."""
+    return Endpoint(f"tcp://{node_name}:9441")
+
+
+def message_name(message: Message) -> str:
+    """Return a message's kind, for the trace."""
+    return type(message).__name__

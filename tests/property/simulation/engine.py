@@ -1,0 +1,375 @@
+"""An engine: its processes, the blocks that it publishes and pulls, and what it does with events."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvxferd.client import events as ce
+from kvxferd.client.registration import MemoryState
+from kvxferd.client.session import SessionState
+from kvxferd.errors import KvxferdError
+from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.worker import Abandon, Prepare
+from tests.property.simulation.memory import BLOCK_TOKENS, NUM_BLOCKS, NUM_HEADS, POISON
+from tests.property.simulation.oracle import Pull, Violation, Wanted
+from tests.property.simulation.process import Process
+
+if TYPE_CHECKING:
+    from tests.property.simulation.world import World
+
+MAX_ATTEMPTS = 3
+NUM_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What an engine is. It is a source or a sink, and all of its ranks are on one node."""
+
+    name: str
+    node_name: str
+    is_source: bool
+    tp_size: int
+    order: str
+    has_scheduler: bool
+    says_ready: bool  # each rank says when it has written
+
+
+@dataclass(eq=False)
+class Transfer:
+    """What was published."""
+
+    number: int
+    transfer_id: str
+    ids: list[int]
+    num_tokens: int
+    ref: TransferRef | None = None
+    released_on: set[str] = field(default_factory=set)  # processes, by name
+    is_over: bool = False
+
+
+class Engine:
+    """One engine through all of its lives. Its processes have no other way to talk than this object."""
+
+    def __init__(self, world: World, shape: EngineShape) -> None:
+        self.world = world
+        self.shape = shape
+        self.engine_id = shape.name
+        self.order = shape.order
+        self.rng = random.Random(world.agenda.rng.random())
+        self.life = 0
+        self.ranks: list[Process] = []
+        self.scheduler: Process | None = None
+        self.transfers: dict[str, Transfer] = {}
+        self.pulls: dict[tuple[Process, int], Pull] = {}
+        self.is_up = False
+        self._num_processes = 0
+
+    # --- its processes
+
+    def start(self) -> None:
+        """Start all processes, as a new generation."""
+        self.life += 1
+        self.is_up = True
+        self.transfers = {}
+        self.ranks = [self._start_rank(tp_rank) for tp_rank in range(self.shape.tp_size)]
+        self.scheduler = None
+        if self.shape.has_scheduler and self.shape.is_source:
+            self.scheduler = self._make("scheduler", None)
+            self.scheduler.start(self.generation)
+
+    @property
+    def generation(self) -> str:
+        """The present life's."""
+        return f"g{self.life}"
+
+    @property
+    def processes(self) -> list[Process]:
+        """All of them."""
+        return self.ranks if self.scheduler is None else [*self.ranks, self.scheduler]
+
+    @property
+    def publisher(self) -> Process:
+        """Who publishes."""
+        return self.scheduler or self.ranks[0]
+
+    def _start_rank(self, tp_rank: int) -> Process:
+        spec = EngineSpec(
+            self.shape.name,
+            self.generation,
+            num_layers=NUM_LAYERS,
+            tp_size=self.shape.tp_size,
+            tp_rank=tp_rank,
+            num_kv_heads=NUM_HEADS,
+            publish_implies_ready=self.shape.is_source and not self.shape.says_ready,
+        )
+        process = self._make(f"rank{tp_rank}", spec)
+        process.start(self.generation)
+        return process
+
+    def _make(self, role: str, spec: EngineSpec | None) -> Process:
+        self._num_processes += 1
+        name = f"{self.shape.name}.{self.life}/{role}.{self._num_processes}"
+        return Process(self, self.shape.node_name, name, spec)
+
+    def die(self) -> None:
+        """All processes are gone."""
+        self.is_up = False
+        for process in self.processes:
+            self._kill(process)
+        self.transfers = {}
+
+    def replace_rank(self, tp_rank: int) -> None:
+        """A rank's process dies, and another takes its place: not the publisher's."""
+        self._kill(self.ranks[tp_rank])
+        self.ranks[tp_rank] = self._start_rank(tp_rank)
+
+    def _kill(self, process: Process) -> None:
+        process.die()
+        self.world.oracle.process_died(process)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether every process may be called."""
+        return self.is_up and all(
+            process.is_alive
+            and not process.is_stopped
+            and process.session.close_reason is None
+            and process.session.registration.was_registered
+            and (
+                process.spec is None
+                or (
+                    process.session.registration.memory_state is MemoryState.SHARED
+                    and process.memory is not None
+                )
+            )
+            for process in self.processes
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every process is registered now."""
+        return self.is_usable and all(p.session.state is SessionState.READY for p in self.processes)
+
+    # --- as a source
+
+    def publish(self) -> Transfer | None:
+        """Write a request and publish it; None where that cannot be now."""
+        used = {block for transfer in self.transfers.values() for block in transfer.ids}
+        free = [block for block in range(NUM_BLOCKS) if block not in used]
+        num_blocks = self.rng.choice((1, 2, 2, 3))
+        if not self.is_usable or len(free) < num_blocks:
+            return None
+        number = self.world.take_number()
+        ids = self.rng.sample(free, num_blocks)
+        num_tokens = self.rng.randint((num_blocks - 1) * BLOCK_TOKENS + 1, num_blocks * BLOCK_TOKENS)
+        transfer = Transfer(number, f"t{number}", ids, num_tokens)
+        for process in self.ranks:
+            if not self.shape.says_ready or process is self.publisher:
+                self._write(process, transfer)
+        self.transfers[transfer.transfer_id] = transfer
+        publisher = self.publisher
+        try:
+            transfer.ref = publisher.session.publish(
+                transfer.transfer_id,
+                {"full": PackedBlocks(pack_ids(ids))},
+                num_tokens=num_tokens,
+                num_readers=1,
+                lease_s=None,
+                now=self.world.agenda.now,
+            )
+        except KvxferdError:
+            del self.transfers[transfer.transfer_id]
+            return None
+        publisher.act(f"publishes {transfer.transfer_id} in {ids}")
+        if self.shape.says_ready:
+            for process in self.ranks:
+                if process is not publisher:
+                    delay = self.rng.choice((0.0, 0.001, 0.02))
+                    process.after(delay, self._write_and_say, process, transfer)
+        return transfer
+
+    def _write(self, process: Process, transfer: Transfer) -> None:
+        assert process.content is not None
+        assert process.memory is not None
+        process.content.fill(process.memory.bytes, transfer.ids, transfer.num_tokens, transfer.number)
+
+    def _write_and_say(self, process: Process, transfer: Transfer) -> None:
+        if transfer.is_over or process.name in transfer.released_on or process not in self.ranks:
+            return
+        if process.session.registration.memory_state is not MemoryState.SHARED:
+            return
+        self._write(process, transfer)
+        process.session.ready(transfer.transfer_id, self.world.agenda.now)
+        process.act(f"ready {transfer.transfer_id}")
+
+    def unpublish(self, transfer: Transfer) -> None:
+        """Withdraw a transfer."""
+        self.publisher.session.unpublish(transfer.transfer_id)
+        self.publisher.act(f"unpublishes {transfer.transfer_id}")
+
+    def _released(self, process: Process, transfer_id: str) -> None:
+        """The process may use the blocks again: it does so at once."""
+        transfer = self.transfers.get(transfer_id)
+        if transfer is None:
+            return
+        if process.name in transfer.released_on:
+            raise Violation("violations", f"{transfer_id} was released twice for {process.name}")
+        transfer.released_on.add(process.name)
+        over = self.ranks if process is self.publisher else [process] if process.spec else []
+        for rank in over:
+            assert rank.content is not None
+            if rank.memory is not None:
+                rank.content.overwrite(rank.memory.bytes, transfer.ids, POISON)
+        if process is self.publisher:
+            transfer.is_over = True
+            del self.transfers[transfer_id]
+
+    # --- as a sink
+
+    def pull(self, transfer: Transfer) -> bool:
+        """Have every rank pull a transfer; return whether any could."""
+        if not self.is_usable:
+            return False
+        for process in self.ranks:
+            self._pull(process, transfer, Wanted())
+        return True
+
+    def _pull(self, process: Process, transfer: Transfer, wanted: Wanted) -> None:
+        free = [block for block in range(NUM_BLOCKS) if block not in process.owners]
+        if len(free) < len(transfer.ids) or transfer.ref is None:
+            return
+        ids = self.rng.sample(free, len(transfer.ids))
+        deadline = self.world.agenda.now + self.rng.choice((1.0, 3.0, 8.0))
+        session = process.session
+        try:
+            ticket = session.pull(
+                transfer.ref,
+                {"full": PackedBlocks(pack_ids(ids))},
+                transfer.num_tokens,
+                deadline,
+                session.cancel,
+            ).number
+        except KvxferdError:
+            return
+        if not wanted.attempts:
+            self.world.oracle.wanted.append(wanted)
+        wanted.attempts += 1
+        pull = Pull(process, ticket, transfer.number, ids, transfer.num_tokens, deadline, wanted)
+        self.pulls[process, ticket] = pull
+        for block in ids:
+            process.owners[block] = pull
+        self.world.oracle.pull_started(pull)
+        self.world.pull_started()
+        self.world.transfer_of[pull] = transfer
+        process.act(f"pulls {transfer.transfer_id} into {ids}, ticket {ticket}")
+
+    def cancel(self, pull: Pull) -> None:
+        """Cancel a pull."""
+        pull.process.session.cancel(pull.ticket)
+        pull.process.act(f"cancels {pull.ticket}")
+
+    def abandon(self, pull: Pull) -> None:
+        """Say that no rank will read the transfer any more."""
+        ref = self.world.transfer_of[pull].ref
+        assert ref is not None
+        pull.process.session.queue_one_way(Abandon(ref=ref))
+        pull.process.act(f"abandons t{pull.number}")
+
+    def prepare(self, transfer: Transfer) -> None:
+        """Announce a pull."""
+        if self.is_usable and transfer.ref is not None:
+            self.ranks[0].session.queue_one_way(Prepare(ref=transfer.ref))
+            self.ranks[0].act(f"prepares {transfer.transfer_id}")
+
+    # --- sleep
+
+    def sleep(self, process: Process) -> None:
+        """Have a rank suspend."""
+        process.session.suspend()
+        process.act("suspends")
+
+    def wake(self, process: Process) -> bool:
+        """Have a rank come back with other memory; return False while it may not."""
+        if process.session.registration.memory_state is not MemoryState.SUSPENDED:
+            return False
+        process.session.resume(process.map_memory())
+        process.act("resumes")
+        return True
+
+    # --- events
+
+    def handle(self, process: Process, event: ce.Event) -> None:
+        """Handle an event of a session, as an engine does that polls at once."""
+        process.note(_text(event))
+        match event:
+            case ce.Delivered():
+                self._pull_ended(process, event.ticket.number, "delivered")
+            case ce.Failed():
+                how = "failed" if event.safe_to_reuse else "in-doubt"
+                self._pull_ended(process, event.ticket.number, how)
+            case ce.Quiesced():
+                pull = self.pulls[process, event.ticket.number]
+                self.world.oracle.pull_quiesced(pull)
+                self._free(pull)
+            case ce.Released() | ce.PublishRefused():
+                self._released(process, event.transfer_id)
+            case ce.Suspended():
+                self.world.oracle.suspended(process)
+                assert process.memory is not None
+                process.memory.bytes[:] = bytes([POISON]) * len(process.memory.bytes)
+                process.memory.is_freed = True
+                process.memory = None
+            case ce.Disconnected():
+                raise Violation("violations", f"the session of {process.name} ended: {event.message}")
+
+    def _pull_ended(self, process: Process, ticket: int, how: str) -> None:
+        pull = self.pulls[process, ticket]
+        self.world.oracle.pull_ended(pull, how)
+        if how != "in-doubt":
+            self._free(pull)
+        if how != "delivered" and pull.wanted.attempts < MAX_ATTEMPTS:
+            process.after(self.rng.choice((0.01, 0.2, 1.0)), self._retry, process, pull)
+
+    def _retry(self, process: Process, pull: Pull) -> None:
+        if self.is_usable and process in self.ranks and not pull.wanted.is_delivered:
+            self._pull(process, self.world.transfer_of[pull], pull.wanted)
+
+    def _free(self, pull: Pull) -> None:
+        """The blocks may be used again: they are, at once."""
+        process = pull.process
+        for block in pull.ids:
+            del process.owners[block]
+        if process.memory is not None:
+            assert process.content is not None
+            process.content.overwrite(process.memory.bytes, pull.ids, 0xEE)
+
+    def leftovers(self) -> list[str]:
+        """Return what sessions at rest would not hold."""
+        found = []
+        for process in self.processes:
+            session = process.session
+            if len(session._pulls) or len(session._publishes):
+                found.append(
+                    f"{process.name}: {len(session._pulls)} pulls, {len(session._publishes)} publishes"
+                )
+            if process.owners:
+                found.append(f"{process.name}: blocks {sorted(process.owners)} are in doubt")
+            if session.registration.memory_state is MemoryState.SUSPENDING:
+                found.append(f"{process.name}: never suspended")
+        return [*found, *(f"{self.engine_id}: {transfer} is not released" for transfer in self.transfers)]
+
+
+def _text(event: ce.Event) -> str:
+    match event:
+        case ce.Failed():
+            return f"Failed {event.ticket.number} {event.code} safe={event.safe_to_reuse}: {event.message}"
+        case ce.Delivered() | ce.Quiesced():
+            return f"{type(event).__name__} {event.ticket.number}"
+        case ce.Released() | ce.PublishRefused():
+            why = event.why if isinstance(event, ce.Released) else event.message
+            return f"{type(event).__name__} {event.transfer_id} {why}"
+        case _:
+            return str(event)

@@ -1,0 +1,206 @@
+"""One episode: everything is built, faults strike under traffic, and all comes to rest."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvxferd.errors import KvxferdError
+from tests.property.simulation.agenda import Agenda
+from tests.property.simulation.engine import Engine, EngineShape, Transfer
+from tests.property.simulation.faults import MESSAGE_KINDS, OTHER_KINDS, Fault, Faults
+from tests.property.simulation.oracle import Violation
+from tests.property.simulation.world import World
+
+START_S = 30.0  # by then every engine is registered
+REST_S = 90.0  # by then everything is at rest: longer than any lease, hold or quarantine
+MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
+TRANSPORTS = ("cma", "cma", "tcp", "rdma")
+
+
+@dataclass
+class Size:
+    """How much there is in an episode."""
+
+    nodes: int = 2
+    engines: int = 4
+    faults: int = 30
+
+
+@dataclass
+class Result:
+    """What an episode came to."""
+
+    seed: int
+    faults: Counter[str] = field(default_factory=Counter)
+    in_flight: int = 0  # faults that struck while a pull was in flight
+    steps: int = 0
+    virtual_s: float = 0.0
+    transfers: int = 0
+    delivered: int = 0
+    kind: str = ""  # of what is broken
+    problem: str = ""
+    num_wrong: int = 0
+    digest: str = ""
+    trace: list[str] = field(default_factory=list)
+
+
+class Episode:
+    """Draws everything from its seed. `faults`: instead of those that the seed draws."""
+
+    def __init__(
+        self,
+        seed: int,
+        size: Size,
+        faults: Sequence[Fault] | None = None,
+        keeps_trace: bool = False,
+    ) -> None:
+        self.seed = seed
+        self.size = size
+        self.rng = random.Random(seed)
+        self.agenda = Agenda(self.rng.getrandbits(64), keeps_trace)
+        self.result = Result(seed)
+        transport = self.rng.choice(TRANSPORTS)
+        self._reach_ratio = self.rng.choice((0.6, 0.9, 1.0))
+        names = [f"n{number}" for number in range(size.nodes)]
+        shapes = self._draw_engines(names)
+        self.drawn = self._draw_faults()
+        self.faults = self.drawn if faults is None else list(faults)
+        self._by_pull: dict[int, list[Fault]] = {}
+        for fault in self.faults:
+            self._by_pull.setdefault(fault.pull, []).append(fault)
+        self._num_pulls = 0
+        self._ends_at_pull = max((fault.pull for fault in self.drawn), default=0) + 6
+        self.agenda.note("episode", f"seed {seed}, {transport}, {len(self.faults)} faults")
+        self.world = World(self.agenda, transport, names, shapes)
+        self.world.on_pull = self._pull_started
+        self._striker = Faults(self.world, self._struck)
+
+    def _draw_engines(self, names: list[str]) -> list[EngineShape]:
+        shapes = []
+        for number in range(self.size.engines):
+            is_source = number % 2 == 0
+            shapes.append(
+                EngineShape(
+                    f"{'prefill' if is_source else 'decode'}{number}",
+                    names[number % len(names)] if self.rng.random() < 0.7 else self.rng.choice(names),
+                    is_source,
+                    self.rng.choice((1, 2, 2)),
+                    self.rng.choice(("HND", "NHD")),
+                    self.rng.random() < 0.5,
+                    self.rng.random() < 0.4,
+                )
+            )
+        return shapes
+
+    def _draw_faults(self) -> list[Fault]:
+        """Draw which kinds this episode has, how often, and when each strikes."""
+        messages = self._some(MESSAGE_KINDS)
+        others = self._some(OTHER_KINDS)
+        spread = self.rng.choice((0.8, 1.5, 3.0))  # pulls a fault
+        faults = []
+        for _ in range(self.size.faults):
+            kinds = messages if self.rng.random() < MESSAGE_SHARE else others
+            kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
+            pull = 1 + int(self.rng.random() * self.size.faults * spread)
+            delay = self.rng.choice((0.0, 0.0005, 0.002, 0.01)) * self.rng.random()
+            faults.append(Fault(pull, delay, kind, self.rng.getrandbits(32)))
+        return sorted(faults, key=lambda fault: (fault.pull, fault.delay_s))
+
+    def _some(self, kinds: dict[str, int]) -> dict[str, float]:
+        share = self.rng.choice((0.3, 0.6, 1.0))
+        chosen = {
+            kind: weight * self.rng.random() for kind, weight in kinds.items() if self.rng.random() < share
+        }
+        return chosen or dict(kinds)
+
+    # --- running
+
+    def run(self) -> Result:
+        """Run it all; the result says what is broken, if anything is."""
+        result = self.result
+        try:
+            self._run()
+        except Violation as violation:
+            result.kind, result.problem, result.num_wrong = violation.kind, str(violation), violation.number
+        except (AssertionError, KvxferdError, KeyError, ValueError, IndexError, RuntimeError) as error:
+            result.kind, result.problem = "violations", f"{type(error).__name__}: {error}"
+            if self.agenda.trace is not None:
+                import traceback
+
+                self.agenda.trace.append(traceback.format_exc())
+        if result.problem:
+            self.agenda.note("oracle", result.problem)
+        result.steps, result.virtual_s = self.agenda.num_steps, self.agenda.now
+        result.transfers = len(self.world.oracle.wanted)
+        result.delivered = sum(wanted.is_delivered for wanted in self.world.oracle.wanted)
+        result.digest = self.agenda.digest()
+        result.trace = self.agenda.trace or []
+        return result
+
+    def _run(self) -> None:
+        world, agenda = self.world, self.agenda
+        agenda.run(agenda.now + START_S, world.is_ready)
+        if not world.is_ready():
+            raise Violation("violations", "an engine did not get registered")
+        self._traffic()
+        agenda.run(agenda.now + 600.0, lambda: self._num_pulls >= self._ends_at_pull)
+        self._striker.is_over = True
+        world.network.planned.clear()
+        agenda.run(agenda.now + REST_S)
+        if found := world.leftovers():
+            raise Violation("leaked", "; ".join(found), len(found))
+        self._check_next_transfers()
+        agenda.note("episode", "is at rest")
+
+    def _traffic(self) -> None:
+        """Publish and have pulled, for as long as faults are to come."""
+        if self._striker.is_over:
+            return
+        rng, world = self.rng, self.world
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            source, sink = rng.choice(world.sources), rng.choice(world.sinks)
+            if (transfer := source.publish()) is not None:
+                if rng.random() < 0.2:
+                    sink.prepare(transfer)
+                self.agenda.after(rng.choice((0.0, 0.0, 0.003)), self._pull, sink, transfer)
+        self.agenda.after(rng.choice((0.002, 0.01, 0.03, 0.3)), self._traffic)
+
+    @staticmethod
+    def _pull(sink: Engine, transfer: Transfer) -> None:
+        sink.pull(transfer)
+
+    def _pull_started(self) -> None:
+        self._num_pulls += 1
+        for fault in self._by_pull.get(self._num_pulls, ()):
+            self.agenda.after(fault.delay_s, self._striker.strike, fault)
+
+    def _struck(self, kind: str) -> None:
+        self.result.faults[kind] += 1
+        self.result.in_flight += bool(self.world.oracle.open_pulls)
+
+    # --- at rest
+
+    def _check_next_transfers(self) -> None:
+        """Each source publishes once more, and each transfer must arrive."""
+        world, oracle = self.world, self.world.oracle
+        if not world.is_ready():
+            states = [p.name for e in world.engines for p in e.processes if not e.is_ready]
+            raise Violation("violations", f"not registered again: {states}")
+        for index, source in enumerate(world.sources):
+            before = len(oracle.wanted)
+            sink = world.sinks[index % len(world.sinks)]
+            transfer = source.publish()
+            if transfer is None or not sink.pull(transfer):
+                raise Violation(
+                    "violations", f"{source.engine_id} cannot publish to {sink.engine_id} at rest"
+                )
+            self.agenda.run(self.agenda.now + 12.0)
+            wanted, oracle.wanted[before:] = oracle.wanted[before:], []
+            if not all(one.is_delivered for one in wanted):
+                text = f"the next transfer from {source.engine_id} to {sink.engine_id} did not arrive"
+                raise Violation("violations", text)
+        if found := world.leftovers():
+            raise Violation("leaked", "; ".join(found), len(found))

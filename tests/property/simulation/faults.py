@@ -1,0 +1,258 @@
+"""Faults: what goes wrong, and to whom. Each is drawn before the episode and strikes at a pull."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from kvxferd.client.registration import MemoryState
+from tests.property.simulation.agenda import Actor
+from tests.property.simulation.engine import Engine
+from tests.property.simulation.network import DELAYED, DOUBLED, LOST
+from tests.property.simulation.process import Process
+
+if TYPE_CHECKING:
+    from tests.property.simulation.world import World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Strikes so long after the pull of that number has started. `seed` decides on whom and how."""
+
+    pull: int
+    delay_s: float
+    kind: str
+    seed: int
+
+
+class Faults:
+    """Makes faults happen. `struck(kind)` is called when one does."""
+
+    def __init__(self, world: World, struck: Callable[[str], None]) -> None:
+        self._world = world
+        self._struck = struck
+        self.is_over = False
+
+    def strike(self, fault: Fault) -> None:
+        """Have a fault happen, if there is anything that it can happen to."""
+        if self.is_over:
+            return
+        act = getattr(self, "_" + fault.kind.replace("-", "_"))
+        act(random.Random(fault.seed))
+
+    def _count(self, kind: str, whom: str) -> None:
+        self._world.agenda.note("fault", f"{kind} {whom}")
+        self._struck(kind)
+
+    # --- messages between nodes
+
+    def _plan(self, rng: random.Random, kind: str, seconds: float) -> None:
+        sender, receiver = rng.sample(self._world.node_names, 2)
+
+        def strike() -> None:
+            if not self.is_over:
+                self._struck(kind)
+
+        self._world.network.planned[sender, receiver].append((kind, seconds, strike))
+
+    def _lose_message(self, rng: random.Random) -> None:
+        self._plan(rng, LOST, 0.0)
+
+    def _double_message(self, rng: random.Random) -> None:
+        self._plan(rng, DOUBLED, rng.choice((0.0, 0.01, 1.0, 10.0)))
+
+    def _delay_message(self, rng: random.Random) -> None:
+        self._plan(rng, DELAYED, rng.choice((0.003, 0.05, 0.5, 3.0)))
+
+    def _cut_peer(self, rng: random.Random) -> None:
+        sender, receiver = rng.sample(self._world.node_names, 2)
+        if daemon := self._world.daemons.get(sender):
+            self._count("cut-peer", f"{sender}->{receiver}")
+            self._world.network.cut(daemon, receiver)
+
+    def _partition(self, rng: random.Random) -> None:
+        sender, receiver = rng.sample(self._world.node_names, 2)
+        links = [(sender, receiver), (receiver, sender)][: rng.choice((1, 2))]
+        self._count("partition", f"{links}")
+        for link in links:
+            self._world.network.partitions[link] += 1
+            self._world.agenda.after(rng.choice((0.05, 0.5, 2.0)), self._heal, link)
+
+    def _heal(self, link: tuple[str, str]) -> None:
+        self._world.network.partitions[link] -= 1
+
+    # --- messages on a node
+
+    def _cut_worker(self, rng: random.Random) -> None:
+        process = self._process(rng)
+        if process is not None and process.connection is not None and process.connection.is_open:
+            self._count("cut-worker", process.name)
+            process.connection.cut()
+
+    def _delay_worker(self, rng: random.Random) -> None:
+        process = self._process(rng)
+        if process is not None and (connection := process.connection) is not None:
+            self._count("delay-worker", process.name)
+            rng.choice((connection.up, connection.down)).delay(rng.choice((0.01, 0.2)))
+
+    def _delay_mover(self, rng: random.Random) -> None:
+        mover = self._pick(rng, [m for d in self._world.daemons.values() for m in d.movers.values()])
+        if mover is not None:
+            self._count("delay-mover", mover.name)
+            rng.choice((mover.to_daemon, mover.from_daemon)).delay(rng.choice((0.01, 0.2)))
+
+    # --- processes
+
+    def _kill_mover(self, rng: random.Random) -> None:
+        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
+        mover = self._pick(rng, [m for m in movers if m.transport.inflight_agents] or movers)
+        if mover is not None:
+            self._count("kill-mover", mover.name)
+            mover.die("a fault")
+
+    def _stop_mover(self, rng: random.Random) -> None:
+        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
+        self._stop(rng, "stop-mover", movers, (0.02, 0.3, 4.0))
+
+    def _kill_daemon(self, rng: random.Random) -> None:
+        name = rng.choice(self._world.node_names)
+        if name in self._world.daemons:
+            self._count("kill-daemon", name)
+            self._world.kill_daemon(name)
+            self._world.agenda.after(rng.choice((0.01, 0.1, 1.0)), self._world.start_daemon, name)
+
+    def _stop_daemon(self, rng: random.Random) -> None:
+        self._stop(rng, "stop-daemon", list(self._world.daemons.values()), (0.02, 0.3, 2.0))
+
+    def _stop_worker(self, rng: random.Random) -> None:
+        processes = [p for e in self._world.engines for p in e.processes if p.is_alive]
+        self._stop(rng, "stop-worker", processes, (0.02, 0.3, 2.0))
+
+    def _stop(
+        self, rng: random.Random, kind: str, actors: Sequence[Actor], seconds: tuple[float, ...]
+    ) -> None:
+        actor = self._pick(rng, [actor for actor in actors if not actor.is_stopped])
+        if actor is not None:
+            self._count(kind, actor.name)
+            actor.stop()
+            self._world.agenda.after(rng.choice(seconds), actor.resume)
+
+    def _kill_engine(self, rng: random.Random) -> None:
+        engine = self._pick(rng, [engine for engine in self._world.engines if engine.is_up])
+        if engine is not None:
+            self._count("kill-engine", engine.engine_id)
+            engine.die()
+            self._world.agenda.after(rng.choice((0.01, 0.3)), engine.start)
+
+    def _replace_rank(self, rng: random.Random) -> None:
+        engine = self._pick(rng, [e for e in self._world.engines if e.is_up])
+        if engine is None:
+            return
+        ranks = [
+            i for i, p in enumerate(engine.ranks) if not (engine.shape.is_source and p is engine.publisher)
+        ]
+        if ranks:
+            tp_rank = rng.choice(ranks)
+            self._count("replace-rank", engine.ranks[tp_rank].name)
+            engine.replace_rank(tp_rank)
+
+    # --- memory
+
+    def _sleep(self, rng: random.Random) -> None:
+        self._put_to_sleep(rng, "sleep")
+
+    def _sleep_without_daemon(self, rng: random.Random) -> None:
+        """A rank sleeps and wakes while its daemon is away, is killed, or comes back."""
+        self._put_to_sleep(rng, "sleep-without-daemon")
+
+    def _put_to_sleep(self, rng: random.Random, kind: str) -> None:
+        awake = [(e, p) for e in self._world.engines if e.is_usable for p in e.ranks]
+        found = self._pick(rng, awake)
+        if found is None:
+            return
+        engine, process = found
+        self._count(kind, process.name)
+        agenda = self._world.agenda
+        delay = 0.0
+        if kind == "sleep-without-daemon":
+            self._world.daemons.get(engine.shape.node_name) and self._world.kill_daemon(
+                engine.shape.node_name
+            )
+            agenda.after(rng.choice((0.01, 0.1, 0.6)), self._world.start_daemon, engine.shape.node_name)
+            delay = rng.choice((0.0, 0.002, rng.uniform(0.0, 0.8)))
+        process.after(delay, self._suspend, engine, process)
+        process.after(delay + rng.choice((0.001, 0.05, 0.5)), self._wake, engine, process)
+
+    def _suspend(self, engine: Engine, process: Process) -> None:
+        if (
+            process.session.registration.memory_state is MemoryState.SHARED
+            and process.session.close_reason is None
+        ):
+            engine.sleep(process)
+
+    def _wake(self, engine: Engine, process: Process) -> None:
+        if process.session.registration.memory_state is MemoryState.SHARED:
+            return
+        if not engine.wake(process):
+            process.after(0.05, self._wake, engine, process)
+
+    # --- requests
+
+    def _cancel(self, rng: random.Random) -> None:
+        pulls = [p for p in self._world.oracle.open_pulls if not p.process.is_stopped]
+        pull = self._pick(rng, pulls)
+        if pull is not None:
+            self._count("cancel", f"{pull.process.name} {pull.ticket}")
+            pull.process.engine.cancel(pull)
+
+    def _abandon(self, rng: random.Random) -> None:
+        pull = self._pick(rng, [p for p in self._world.oracle.open_pulls if not p.process.is_stopped])
+        if pull is not None:
+            self._count("abandon", f"{pull.process.name} {pull.ticket}")
+            pull.process.engine.abandon(pull)
+
+    def _unpublish(self, rng: random.Random) -> None:
+        live = [(e, t) for e in self._world.sources if e.is_usable for t in e.transfers.values()]
+        found = self._pick(rng, live)
+        if found is not None:
+            self._count("unpublish", found[1].transfer_id)
+            found[0].unpublish(found[1])
+
+    # --- reads
+
+    def _lose_connection(self, rng: random.Random) -> None:
+        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
+        mover = self._pick(rng, [m for m in movers if m.transport.inflight_agents])
+        if mover is not None:
+            agent = rng.choice(mover.transport.inflight_agents)
+            self._count("lose-connection", f"{mover.name} to {agent}")
+            mover.transport.lose_connection(agent)
+
+    def _fail_read(self, rng: random.Random) -> None:
+        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
+        mover = self._pick(rng, [m for m in movers if m.transport.inflight_agents])
+        if mover is not None:
+            self._count("fail-read", mover.name)
+            mover.transport.fail_one_read()
+
+    # --- whom
+
+    def _process(self, rng: random.Random) -> Process | None:
+        return self._pick(rng, [p for e in self._world.engines for p in e.processes if p.is_alive])
+
+    @staticmethod
+    def _pick(rng: random.Random, among: Sequence[T]) -> T | None:
+        return rng.choice(among) if among else None
+
+
+MESSAGE_KINDS = {LOST: 4, DOUBLED: 3, DELAYED: 4, "delay-worker": 1, "delay-mover": 1}
+OTHER_KINDS = {
+    "cut-peer": 2, "partition": 1, "cut-worker": 2, "kill-mover": 2, "stop-mover": 2, "kill-daemon": 1,
+    "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "sleep": 2,
+    "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "unpublish": 3, "lose-connection": 3,
+    "fail-read": 2,
+}  # fmt: skip

@@ -1,0 +1,156 @@
+"""A mover's process: the real pull engine, and what its loop does around it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvxferd.ids import AgentName, MoverId, PullId, SessionId, Ticket
+from kvxferd.mover.process.pull_engine import PullEngine
+from kvxferd.mover.transport.base import Span
+from kvxferd.wire import mover as mv
+from kvxferd.wire.block_id_parts import BlockIdAssembly
+from kvxferd.wire.common import BlockIds, Message, RegionAddress
+from kvxferd.wire.worker import Delivered
+from tests.property.simulation.agenda import Actor, Pipe
+from tests.property.simulation.memory import Buffer, FencePage
+from tests.property.simulation.transport import Fabric, SimulatedTransport
+
+if TYPE_CHECKING:
+    from tests.property.simulation.daemon import Daemon
+    from tests.property.simulation.process import Process
+
+POLL_S = 0.05  # a pull that waits for nothing that could wake its mover is looked at so often
+
+
+class Mover(Actor):
+    """One agent. Its daemon's messages come in order, and so do its own at the daemon."""
+
+    def __init__(self, daemon: Daemon, mover_id: MoverId, process: Process, fabric: Fabric) -> None:
+        super().__init__(daemon.agenda, f"{daemon.name}/mover{mover_id}")
+        self.daemon = daemon
+        self.mover_id = mover_id
+        self.process = process
+        self.agent = AgentName(self.name)
+        self.watchers: dict[tuple[Process, int], None] = {}  # who watches it, by connection
+        self.to_daemon = Pipe(daemon, daemon.local_latency_s)
+        self.from_daemon = Pipe(self, daemon.local_latency_s)
+        self.transport = SimulatedTransport(fabric, self.agent, self, self)
+        self._engine = PullEngine(self.transport, clock=lambda: self.agenda.now)
+        self._polls_for_others = False
+        self._fences: dict[SessionId, int] = {}
+        self._tickets: dict[PullId, Ticket] = {}
+        self._early = BlockIdAssembly()
+        self._is_step_due = False
+        self._notices = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether it drives the library."""
+        return self.is_alive and not self.is_stopped and (self._polls_for_others or self._engine.is_busy)
+
+    def wake(self) -> None:
+        """Step soon."""
+        if not self._is_step_due and self.is_alive:
+            self._is_step_due = True
+            self.after(0.00002, self._step)
+
+    def resume(self) -> None:
+        super().resume()
+        self.transport.serve()
+
+    def die(self, why: str) -> None:
+        """The process is gone, and with it everything that it posted."""
+        if not self.is_alive:
+            return
+        self.note(f"dies: {why}")
+        self.is_alive = False
+        self._engine.close()
+        self.transport.close()
+        self.to_daemon.send(self.daemon.mover_died, self)
+        for process, epoch in self.watchers:
+            process.after(self.daemon.local_latency_s(), process.mover_exited, epoch, self)
+
+    def _report(self, message: Message) -> None:
+        self.to_daemon.send(self.daemon.handle_mover_message, self, message)
+
+    # --- messages
+
+    def bind(self, message: mv.Bind, memory: Buffer) -> None:
+        """Map the worker's memory."""
+        self._notices = message.notices
+        (export,) = message.regions
+        address = self.transport.map(memory)
+        region = RegionAddress(export.region, address, export.size_bytes)
+        self._engine.bind([region])
+        metadata = self.transport.metadata([Span(address, export.size_bytes)])
+        self._report(mv.Bound(regions=(region,), metadata=metadata))
+        self.daemon.world.oracle.mover_bound(self, memory)
+
+    def map_fence(self, session: SessionId, page: FencePage) -> None:
+        """Map a session's fence page."""
+        address = self.transport.map(page.buffer)
+        self._fences[session] = address
+        metadata = self.transport.metadata([Span(address, len(page.buffer.bytes))])
+        self._report(mv.FenceMapped(session=session, address=address, metadata=metadata))
+
+    def handle(self, message: Message) -> None:
+        """Handle a message of the daemon."""
+        match message:
+            case mv.UnmapFence():
+                address = self._fences.pop(message.session, None)
+                if address is not None:
+                    self.transport.blank(address)
+            case mv.SetPolling():
+                self._polls_for_others = message.on
+                if message.on:
+                    self._report(mv.Polling(token=message.token))
+                    self.transport.serve()
+            case mv.LoadPlan():
+                self._engine.load_plan(message.digest, message.encoded)
+            case mv.LoadRemote():
+                self._engine.add_remote(message.agent, message.metadata, message.word)
+            case mv.DropRemote():
+                self._engine.drop_remote(message.agent)
+            case BlockIds():
+                self._early.add(message)
+            case mv.StartPull():
+                if self._notices and message.ticket is not None:
+                    self._tickets[message.pull] = message.ticket
+                local = self._early.complete(message.local, message.stream)
+                remote = self._early.complete(message.remote, message.stream + 1)
+                self._engine.start(msgspec.structs.replace(message, local=local, remote=remote))
+            case mv.AbortPull():
+                self._engine.abort(message.pull)
+            case mv.ReportPull():
+                self._engine.report_progress(message.pull)
+            case mv.DisconnectJudged():
+                self._engine._disconnects.handle_reply(message.number, message.over)
+            case mv.ChunkMemoryGranted():
+                self._engine.set_chunk_memory(message.size_bytes)
+        self.wake()
+
+    def _step(self) -> None:
+        self._is_step_due = False
+        while self._engine.is_busy and self._engine.step():
+            pass
+        if self.transport.waiting:
+            self.transport.serve()
+        outbox = self._engine.outbox
+        while outbox:
+            self._report_engine(outbox.popleft())
+        if self._engine.is_busy and not self._is_step_due:
+            self._is_step_due = True
+            self.after(POLL_S, self._step)
+
+    def _report_engine(self, message: mv.FromMover) -> None:
+        if isinstance(message, mv.PullDone):
+            ticket = self._tickets.pop(message.pull, None)
+            outcome = message.outcome
+            if ticket is not None and outcome.delivered:
+                told = Delivered(ticket=ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s)
+                if self.process.receive_delivery(told):
+                    outcome = msgspec.structs.replace(outcome, told=True)
+                    message = msgspec.structs.replace(message, outcome=outcome)
+        self._report(message)

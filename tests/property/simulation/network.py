@@ -1,0 +1,89 @@
+"""The peer sockets: messages between daemons, which may be lost, doubled, delayed and cut off."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING
+
+from kvxferd.core import events as ev
+from kvxferd.ids import Endpoint
+from kvxferd.wire.common import Message
+from tests.property.simulation.daemon import Daemon, message_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.property.simulation.world import World
+
+LOST, DOUBLED, DELAYED = "lose-message", "double-message", "delay-message"
+Link = tuple[str, str]  # from one node to another
+
+
+class Network:
+    """A connection is a route: once it was cut, replies to the old route are lost."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self._world = world
+        self._agenda = world.agenda
+        self._rng = rng
+        self._last_arrival: dict[Link, float] = {}
+        self._connections: defaultdict[tuple[str, str], int] = defaultdict(int)  # of a daemon to a node
+        self.partitions: defaultdict[Link, int] = defaultdict(int)
+        self.planned: defaultdict[Link, deque[tuple[str, float, Callable[[], None]]]] = defaultdict(deque)
+
+    def request(self, sender: Daemon, endpoint: Endpoint, message: Message) -> None:
+        """Send over the connection that the sender has opened."""
+        target = endpoint.removeprefix("tcp://").removesuffix(":9441")
+        route = f"{sender.name}/{self._connections[sender.name, target]}/{target}".encode()
+        self._post(sender.node_name, target, message, self._request_arrives, (target, route, message))
+
+    def reply(self, sender: Daemon, route: bytes, message: Message) -> None:
+        """Send over a connection that another daemon has opened, if that is still the same."""
+        daemon_name, number, target = route.decode().split("/")
+        node_name = daemon_name.partition(".")[0]
+        arguments = (daemon_name, int(number), target, message)
+        self._post(sender.node_name, node_name, message, self._reply_arrives, arguments)
+
+    def reconnect(self, sender: Daemon, endpoint: Endpoint) -> None:
+        """The sender has closed its connection; the next message opens another."""
+        target = endpoint.removeprefix("tcp://").removesuffix(":9441")
+        self._connections[sender.name, target] += 1
+
+    def cut(self, daemon: Daemon, target: str) -> None:
+        """Break a daemon's connection to a node: it opens another by itself."""
+        self._connections[daemon.name, target] += 1
+
+    def _request_arrives(self, target: str, route: bytes, message: Message) -> None:
+        daemon = self._world.daemons.get(target)
+        if daemon is not None:
+            daemon._run(daemon.feed, (ev.PeerRequest(route, message),))
+
+    def _reply_arrives(self, daemon_name: str, number: int, target: str, message: Message) -> None:
+        daemon = self._world.daemons.get(daemon_name.partition(".")[0])
+        if daemon is None or daemon.name != daemon_name or self._connections[daemon_name, target] != number:
+            return
+        daemon._run(daemon.feed, (ev.PeerReply(Endpoint(f"tcp://{target}:9441"), message),))
+
+    def _post(
+        self, source: str, target: str, message: Message, act: Callable[..., None], arguments: tuple
+    ) -> None:
+        link = (source, target)
+        self._agenda.note(f"{source}->{target}", message_name(message))
+        if self.partitions[link]:
+            return
+        arrival = self._agenda.now + self._rng.choice((0.0002, 0.0005, 0.002))
+        planned = self.planned[link]
+        if planned:
+            kind, seconds, strike = planned.popleft()
+            strike()
+            self._agenda.note(f"{source}->{target}", f"{kind} {message_name(message)}")
+            if kind == LOST:
+                return
+            if kind == DELAYED:  # others overtake it
+                self._agenda.at(arrival + seconds, act, *arguments)
+                return
+            self._agenda.at(arrival + seconds, act, *arguments)
+        arrival = max(arrival, self._last_arrival.get(link, 0.0))
+        self._last_arrival[link] = arrival
+        self._agenda.at(arrival, act, *arguments)

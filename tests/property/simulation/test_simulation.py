@@ -1,0 +1,35 @@
+"""Some episodes in every test run, and the proof that what the simulation looks for it would find."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from kvxferd.mover.process.pull_engine import PullEngine
+from tests.property.simulation.__main__ import simulate
+from tests.property.simulation.episode import Episode, Size
+
+pytestmark = pytest.mark.slow
+
+SEED_OF_THE_DAY = datetime.datetime.now(datetime.UTC).date().toordinal()
+
+
+def test_a_few_hundred_faults_break_no_promise():
+    tally = simulate(SEED_OF_THE_DAY, 300, Size())
+    assert not tally.failed_seeds, tally.line(0.0)
+    assert tally.faults.total() >= 300
+    assert tally.totals["delivered"] >= 0.3 * tally.totals["transfers"]
+    assert tally.totals["in_flight"] >= 0.5 * tally.faults.total()
+
+
+def test_the_same_seed_gives_the_same_run():
+    digests = {Episode(SEED_OF_THE_DAY, Size()).run().digest for _ in range(2)}
+    assert len(digests) == 1
+
+
+def test_wrong_bytes_are_noticed(monkeypatch):
+    """Movers that believe every fence word deliver what the source has overwritten."""
+    monkeypatch.setattr(PullEngine, "_check_fence_word", lambda self, pull, now: None)
+    tally = simulate(5, 5000, Size())
+    assert tally.broken["wrong_bytes"] > 0, tally.line(0.0)

@@ -1,0 +1,101 @@
+"""All that there is in an episode: nodes, engines, the network, and who asks whom."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from kvxferd.core import Settings
+from tests.property.simulation.agenda import Agenda
+from tests.property.simulation.daemon import Daemon
+from tests.property.simulation.engine import Engine, EngineShape, Transfer
+from tests.property.simulation.network import Network
+from tests.property.simulation.oracle import Oracle, Pull
+from tests.property.simulation.transport import Fabric
+
+SETTINGS = Settings(
+    lease_s=6.0,
+    max_lease_s=60.0,
+    max_hold_s=20.0,
+    handshake_wait_s=4.0,
+    resend_s=1.0,
+    silent_after_s=4.0,
+    tombstone_s=30.0,
+    acknowledge_for_s=20.0,
+    quiesce_s=2.0,
+    ownership_s=60.0,
+)
+
+
+class World:
+    """See the module."""
+
+    def __init__(
+        self, agenda: Agenda, transport: str, node_names: list[str], shapes: list[EngineShape]
+    ) -> None:
+        self.agenda = agenda
+        self.integrity_every = 1
+        self.oracle = Oracle(agenda)
+        self.fabric = Fabric(agenda, transport, random.Random(agenda.rng.random()))
+        self.fabric.on_write = self.oracle.on_write
+        self.network = Network(self, random.Random(agenda.rng.random()))
+        self.daemons: dict[str, Daemon] = {}
+        self.transfer_of: dict[Pull, Transfer] = {}
+        self.on_pull: Callable[[], None] = lambda: None
+        self._saved: dict[str, tuple] = dict.fromkeys(node_names, ((), ()))
+        self._eras = dict.fromkeys(node_names, 0)
+        self._last_number = 0
+        self.node_names = node_names
+        for name in node_names:
+            self.start_daemon(name)
+        self.engines = [Engine(self, shape) for shape in shapes]
+        for engine in self.engines:
+            engine.start()
+
+    def take_number(self) -> int:
+        """Return a number that no transfer had before."""
+        self._last_number += 1
+        return self._last_number
+
+    def pull_started(self) -> None:
+        """A rank has called `pull`."""
+        self.on_pull()
+
+    # --- daemons
+
+    def start_daemon(self, node_name: str) -> None:
+        """Start a node's daemon, if there is none."""
+        if node_name in self.daemons:
+            return
+        self._eras[node_name] += 1
+        daemon = Daemon(self, node_name, self._eras[node_name], SETTINGS)
+        daemon.note("starts")
+        self.daemons[node_name] = daemon
+        daemon.start(self._saved[node_name])
+
+    def kill_daemon(self, node_name: str) -> None:
+        """Kill a node's daemon."""
+        daemon = self.daemons.pop(node_name)
+        self._saved[node_name] = daemon.saved
+        daemon.die()
+
+    # --- engines
+
+    @property
+    def sources(self) -> list[Engine]:
+        """The engines that publish."""
+        return [engine for engine in self.engines if engine.shape.is_source]
+
+    @property
+    def sinks(self) -> list[Engine]:
+        """The engines that pull."""
+        return [engine for engine in self.engines if not engine.shape.is_source]
+
+    def is_ready(self) -> bool:
+        """Whether every engine is registered."""
+        return all(engine.is_ready for engine in self.engines)
+
+    def leftovers(self) -> list[str]:
+        """Return what a world at rest would not hold."""
+        found = [line for daemon in self.daemons.values() for line in daemon.leftovers()]
+        return found + [line for engine in self.engines for line in engine.leftovers()]
