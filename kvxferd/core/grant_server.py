@@ -194,12 +194,12 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
     def _remove(self, pending: _PendingGrant) -> None:
         self._unpark(pending.grant, pending.peer_id)
         self._unindex_message(pending)
-        for agent in pending.agents:
+        for agent in sorted(pending.agents):
             discard(self._pending_by_agent, agent, pending.grant)
         self._context.timers.cancel(("ask", pending.grant))
         transfer = self._published.table.by_grant.get(pending.grant)
         kept = transfer.grants[pending.grant].agents if transfer else frozenset()
-        for agent in pending.agents - kept:
+        for agent in sorted(pending.agents - kept):
             self._poll_requests.release(agent, pending.grant)
 
     def _unindex_message(self, pending: _PendingGrant) -> None:
@@ -304,10 +304,10 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
                 Code.MOVER_LOST, f"{what}: no mover serves its fence page yet", self._wait_limit_s(message)
             )
         agents = frozenset([place.agent, *(agent for _, agent in message.reads)])
-        for agent in agents - pending.agents:
+        for agent in sorted(agents - pending.agents):
             self._poll_requests.acquire(agent, pending.grant)
             self._pending_by_agent.setdefault(agent, {})[pending.grant] = None
-        for agent in pending.agents - agents:
+        for agent in sorted(pending.agents - agents):
             self._poll_requests.release(agent, pending.grant)
             discard(self._pending_by_agent, agent, pending.grant)
         pending.agents = agents
@@ -324,7 +324,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         message, now = pending.message, self._context.now
         settings, known = self._context.settings, transfer.grants.get(pending.grant)
         granted_at = known.granted_at if known else now
-        for agent in known.agents - pending.agents if known else ():
+        for agent in sorted(known.agents - pending.agents) if known else ():
             self._poll_requests.release(agent, pending.grant)
         grant = Grant(
             grant_id=pending.grant,

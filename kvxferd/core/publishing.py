@@ -323,7 +323,7 @@ class PublishedTransfers:
             if grant.traceparent and transfer is not None:
                 self._context.emit(TraceGrant(grant.record(transfer, why, self._context.now)))
             self.gather_grants.end(grant_id)
-            for agent in grant.agents:
+            for agent in sorted(grant.agents):
                 self._poll_requests.release(agent, grant_id)
 
     def release(self, transfer: Transfer, why: Code) -> None:
