@@ -16,30 +16,23 @@ import inspect
 import json
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
-import msgspec
-from msgspec import inspect as types
-from msgspec.inspect import type_info
+import vllm_tables
+from json_shapes import json_shapes
+from markdown_parts import WIDTH, cell, filled, table
+from recorded_surfaces import ROOT, recorded
 
 from kvxferd import errors
-from kvxferd.bench.results import Result
 from kvxferd.cli.root import VERBS, root
 from kvxferd.config import RELOADABLE, SETTINGS, Setting, flag_name
 from kvxferd.config.sample import sample_comments
 from kvxferd.control.http_routes import ROUTES
-from kvxferd.doctor.peer_ping import Ping
-from kvxferd.integrations.vllm import support
 
-ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
-RECORDED = ROOT / "tests" / "frozen" / "recorded"
 COMMAND = "python docs/tools/reference_pages.py"
-WIDTH = 100
 
 _PART = re.compile(r"<!-- generated: (.+?) -->\n(.*?)<!-- end of generated -->", re.DOTALL)
 
@@ -78,21 +71,6 @@ def rewritten(page: str) -> str:
         return f"<!-- generated: {match[1]} -->\n\n{body.strip()}\n\n<!-- end of generated -->"
 
     return _PART.sub(part, page)
-
-
-def recorded(surface: str) -> Any:
-    """Return what tests/frozen records of a surface."""
-    return json.loads((RECORDED / f"{surface}.json").read_text())
-
-
-def filled(text: str) -> str:
-    """Return a paragraph of lines of at most `WIDTH` columns."""
-    return textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def cell(text: str) -> str:
-    """Return text as a cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def first_sentence(thing: object) -> str:
@@ -322,215 +300,6 @@ def verb(name: str, command: click.Command) -> Iterator[str]:
         yield from (f"## `kvxferd {name}`", "", "```text", help_text, "```", "")
 
 
-# --- JSON of the verbs
-
-# Shapes that a run against the sample node does not show: those of structs.
-STRUCTS: dict[str, type[msgspec.Struct]] = {"ping": Ping, "bench": Result}
-
-
-def json_shapes() -> Iterator[str]:
-    """Yield the shape of each verb's `--json`, as tests/frozen records it of a real run."""
-    surface = recorded("command_line")
-    shapes: dict[str, list[tuple[str, Any]]] = {}
-    for line, run in surface["runs"].items():
-        if "shape" in run:
-            words = line.split()
-            verb = " ".join(words[:2]) if words[0] == "config" else words[0]
-            shapes.setdefault(verb, []).append((f"kvxferd {line}", run["shape"]))
-    version = {"json_version": "int"}  # of what is recorded without it
-    shapes["demo"] = [("kvxferd demo --json", version | surface["demo --json"])]
-    found = surface["doctor --json"]
-    listed = {"findings": [of_struct(found["finding"])], "placements": [of_struct(found["placement"])]}
-    shapes["doctor"] = [("kvxferd doctor --json", version | found["shape"] | listed)]
-    for verb, struct in STRUCTS.items():
-        shapes[verb] = [(f"kvxferd {verb} --json", version | of_type(type_info(struct)))]
-    shapes["ping"][0][1]["status"] = "int"  # the exit code
-    for verb, runs in sorted(shapes.items()):
-        yield from (f"## `kvxferd {verb}`", "")
-        seen: list[Any] = []
-        for line, shape in runs:
-            if shape not in seen:
-                seen.append(shape)
-                yield from ("```text", f"$ {line}", *shown_shape(without_settings(shape)), "```", "")
-
-
-def without_settings(shape: Any) -> Any:
-    """Return the shape with one entry in place of one for every setting."""
-    if not isinstance(shape, dict):
-        return shape
-    if shape.keys() == SETTINGS.keys():
-        kinds = {json.dumps(value) for value in shape.values()}
-        is_object = all(kind.startswith("{") for kind in kinds)
-        return {"SECTION.KEY": {"value": "any", "source": "str"} if is_object else "any"}
-    return {key: without_settings(value) for key, value in shape.items()}
-
-
-def of_struct(struct: dict[str, Any]) -> Any:
-    """Return the shape of a struct as tests/frozen records it."""
-    return {field["name"]: of_recorded(field["type"]) for field in struct["fields"]}
-
-
-def of_recorded(kind: Any) -> Any:
-    """Return the shape of a type as tests/frozen records it."""
-    match kind:
-        case {"fields": _}:
-            return of_struct(kind)
-        case {"enum": _}:
-            return "str"
-        case {"list": inner}:
-            return [of_recorded(inner)]
-        case {"tuple": inner}:
-            return [of_recorded(one.get("type", one)) for one in inner]
-        case {"map": [_, value]}:
-            return {"NAME": of_recorded(value)}
-        case {"any of": inner}:
-            return " or ".join(flat_shape(of_recorded(one)) for one in inner)
-        case dict():
-            return next(iter(kind))
-    return kind
-
-
-def of_type(kind: types.Type) -> Any:
-    """Return the shape of a type."""
-    match kind:
-        case types.StructType(fields=fields):
-            return {field.encode_name: of_type(field.type) for field in fields}
-        case types.EnumType() | types.LiteralType() | types.StrType():
-            return "str"
-        case types.ListType(item_type=item) | types.VarTupleType(item_type=item):
-            return [of_type(item)]
-        case types.TupleType(item_types=items):
-            return [of_type(item) for item in items]
-        case types.NamedTupleType(fields=fields):
-            return [of_type(field.type) for field in fields]
-        case types.DictType(value_type=value):
-            return {"NAME": of_type(value)}
-        case types.UnionType(types=inner):
-            return " or ".join(dict.fromkeys(flat_shape(of_type(one)) for one in inner))
-        case types.Metadata(type=inner):
-            return of_type(inner)
-    return {types.IntType: "int", types.FloatType: "float", types.BoolType: "bool", types.NoneType: "null"}[
-        type(kind)
-    ]
-
-
-def shown_shape(shape: Any, margin: str = "", name: str = "", end: str = "") -> Iterator[str]:
-    """Yield a shape as JSON without quotes around types, in lines of at most `WIDTH` columns."""
-    flat = f"{margin}{name}{flat_shape(shape)}{end}"
-    if len(flat) <= WIDTH or not isinstance(shape, dict | list):
-        yield flat
-        return
-    entries = (
-        [(f'"{key}": ', value) for key, value in shape.items()]
-        if isinstance(shape, dict)
-        else [("", value) for value in shape]
-    )
-    opening, closing = "{}" if isinstance(shape, dict) else "[]"
-    yield f"{margin}{name}{opening}"
-    for number, (key, value) in enumerate(entries, 1):
-        yield from shown_shape(value, margin + "  ", key, "," if number < len(entries) else "")
-    yield f"{margin}{closing}{end}"
-
-
-def flat_shape(shape: Any) -> str:
-    """Return a shape in one line. A list of types is one value of any of them."""
-    match shape:
-        case dict():
-            return "{" + ", ".join(f'"{key}": {flat_shape(value)}' for key, value in shape.items()) + "}"
-        case list():
-            return "[" + ", ".join(map(flat_shape, shape)) + "]"
-    return str(shape)
-
-
-# --- vLLM
-
-
-def vllm_versions() -> Iterator[str]:
-    """Yield a table of vLLM's versions."""
-    rows = ((f"`{version}`", note) for version, note in support.VLLM_VERSIONS.items())
-    yield from table(("vLLM", "what was run"), rows)
-
-
-def vllm_caches() -> Iterator[str]:
-    """Yield a table of vLLM's classes of caches."""
-    rows = [
-        (f"`{name}`", yes_or_no(found.kind is not None), found.note) for name, found in support.CACHES.items()
-    ]
-    mixed = "one spec for each layer of a group: all of one kind and window"
-    rows.insert(len([row for row in rows if row[1] == "yes"]), (f"`{support.UNIFORM_SPEC}`", "yes", mixed))
-    yield from table(("cache", "supported", "what moves, or why not"), rows)
-    yield from ("", "A recurrent state (`MambaSpec`) is one of these:", "")
-    yield from table(
-        ("mixer", "what moves"), ((f"`{name}`", note) for name, (_, note) in support.MIXERS.items())
-    )
-
-
-def vllm_backends() -> Iterator[str]:
-    """Yield a table of attention backends, those that are alike in one row."""
-    alike: dict[support.BackendSupport, list[str]] = {}
-    for name, found in support.BACKENDS.items():
-        alike.setdefault(found, []).append(f"`{name}`")
-    rows = [
-        (
-            ", ".join(names),
-            yes_or_no(found.content is not None),
-            found.content.value if found.content else found.note,
-        )
-        for found, names in alike.items()
-    ]
-    yield from table(("attention backend", "supported", "what a block holds, or why not"), rows)
-
-
-def vllm_quantisation() -> Iterator[str]:
-    """Yield a table of the quantisation of caches."""
-    rows = [
-        (f"`{name}`", yes_or_no(found.is_supported), found.note)
-        for name, found in support.QUANT_MODES.items()
-    ]
-    rows += [
-        (f"`{name}` of a latent", "yes", "opaque rows, to the same kind alone")
-        for name in support.OPAQUE_DTYPES
-    ]
-    yield from table(("quantisation of the cache", "supported", "what, or why not"), rows)
-
-
-def vllm_parallelism() -> Iterator[str]:
-    """Yield a table of parallel sizes, and one of the fields that have to be as they usually are."""
-    yield from table(
-        ("parallelism", "above 1", "how, or what to do"),
-        (
-            (f"`{name}`", yes_or_no(found.is_supported), found.note)
-            for name, found in support.PARALLEL_SIZES.items()
-        ),
-    )
-    yield from ("", "These fields have to be:", "")
-    rules = (*support.SPEC_RULES, *support.WINDOW_RULES, *support.CACHE_CONFIG_RULES)
-    yield from table(("field", "accepted"), ((f"`{rule.field}`", rule.accepted) for rule in rules))
-    methods = ", ".join(f"`{name}`" for name in support.METHODS_WITHOUT_DRAFT_CACHE)
-    speculation = (
-        f"Of speculative decoding, {methods} keep nothing in the cache. Of every other method the draft's "
-        "own cache moves with the model's."
-    )
-    yield from ("", filled(speculation))
-
-
-def yes_or_no(is_so: bool) -> str:
-    """Return a cell of a column of two values."""
-    return "yes" if is_so else "no"
-
-
-# ---
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yield the lines of a table."""
-    head = list(head)
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield re.sub(r"\|  +\|", "| |", f"| {' | '.join(row)} |")
-
-
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "settings": settings,
     "codes": codes,
@@ -544,11 +313,11 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "routes": routes,
     "verbs": verbs,
     "json": json_shapes,
-    "vllm versions": vllm_versions,
-    "vllm caches": vllm_caches,
-    "vllm backends": vllm_backends,
-    "vllm quantisation": vllm_quantisation,
-    "vllm parallelism": vllm_parallelism,
+    "vllm versions": vllm_tables.vllm_versions,
+    "vllm caches": vllm_tables.vllm_caches,
+    "vllm backends": vllm_tables.vllm_backends,
+    "vllm quantisation": vllm_tables.vllm_quantisation,
+    "vllm parallelism": vllm_tables.vllm_parallelism,
 }
 
 if __name__ == "__main__":
