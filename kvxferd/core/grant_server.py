@@ -412,14 +412,17 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         self._context.emit(ReplyToPeer(route, Done(request=message.request)))
 
     def _record_acknowledgement(self, route: bytes, message: Acknowledge, transfer: Transfer) -> None:
+        consumer = message.consumer
+        reader = transfer.reader(consumer)
+        if consumer.rank in reader.acknowledged:
+            return  # it is repeated until it is answered
         num_bytes = min(message.bytes, self._max_bytes_of(transfer))
         peer = self._route_versions.endpoint_of(route)
-        consumer = message.consumer
-        if transfer.reader(consumer).acknowledge(consumer.rank, num_bytes, peer):
-            served = ServedRecord(
-                source=transfer.engine.engine_id, sink=consumer.engine_id, peer=peer, bytes=num_bytes
-            )
-            self._context.emit(CountServed(served))
+        reader.acknowledge(consumer.rank, num_bytes, peer)
+        served = ServedRecord(
+            source=transfer.engine.engine_id, sink=consumer.engine_id, peer=peer, bytes=num_bytes
+        )
+        self._context.emit(CountServed(served))
 
     def _max_bytes_of(self, transfer: Transfer) -> int:
         """Return more bytes than one rank can read of the transfer: a peer's figure is limited by it."""

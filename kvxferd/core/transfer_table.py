@@ -69,15 +69,12 @@ class Reader:
     num_bytes: int = 0  # that these ranks report
     peers: tuple[Endpoint, ...] = ()  # of their daemons, the first few
 
-    def acknowledge(self, rank: Rank, num_bytes: int, peer: Endpoint) -> bool:
-        """Record that the rank of a daemon has its bytes; False where it had acknowledged before."""
-        if rank in self.acknowledged:
-            return False
+    def acknowledge(self, rank: Rank, num_bytes: int, peer: Endpoint) -> None:
+        """Record that the rank of a daemon has its bytes, for the first time."""
         self.acknowledged.add(rank)
         self.num_bytes += num_bytes
         if peer and peer not in self.peers and len(self.peers) < MAX_RECORDED:
             self.peers = (*self.peers, peer)
-        return True
 
     @property
     def is_done(self) -> bool:

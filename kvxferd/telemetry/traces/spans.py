@@ -71,16 +71,11 @@ def spans_of(record: TracedRecord) -> Iterator[Span]:
 
 def _spans_of_pull(record: PullRecord) -> Iterator[Span]:
     error = "" if record.outcome == "delivered" else _sentence(record.code or record.outcome, record.message)
-    whole = Span(
-        name="kvxferd.pull",
-        trace_id=trace_id_of(record.traceparent),
-        span_id=record.span_id,
-        parent_id=parent_id_of(record.traceparent),
-        kind=SpanKind.CLIENT,
-        started_at=record.started_at,
-        ended_at=record.ended_at,
-        attributes={
-            "kvxferd.transfer_id": record.transfer_id,
+    whole = _span_of(
+        record,
+        "kvxferd.pull",
+        SpanKind.CLIENT,
+        {
             "kvxferd.source": record.source,
             "kvxferd.sink": record.sink,
             "kvxferd.rank": str(record.rank),
@@ -94,7 +89,7 @@ def _spans_of_pull(record: PullRecord) -> Iterator[Span]:
             **({"kvxferd.failed_phase": record.failed_phase} if record.failed_phase else {}),
             **({"kvxferd.silent": record.silent} if record.silent else {}),
         },
-        error=error,
+        error,
     )
     yield whole
     for phase, started_at, ended_at in _phases_of(record):
@@ -133,46 +128,35 @@ def _phases_of(record: PullRecord) -> Iterator[tuple[str, float, float]]:
 
 
 def _span_of_publish(record: ReleaseRecord) -> Span:
-    parent = parent_id_of(record.traceparent)
-    return Span(
-        name="kvxferd.publish",
-        trace_id=trace_id_of(record.traceparent),
-        span_id=record.span_id,
-        parent_id="" if parent == record.span_id else parent,
-        kind=SpanKind.PRODUCER,
-        started_at=record.started_at,
-        ended_at=record.ended_at,
-        attributes={
-            "kvxferd.transfer_id": record.transfer_id,
+    return _span_of(
+        record,
+        "kvxferd.publish",
+        SpanKind.PRODUCER,
+        {
             "kvxferd.source": record.engine_id,
             "kvxferd.released": str(record.why),
             "kvxferd.bytes": record.bytes,
             **({} if record.why in _GOOD_RELEASES else {"error.type": str(record.why)}),
         },
-        error="" if record.why in _GOOD_RELEASES else f"released: {record.why}",
+        "" if record.why in _GOOD_RELEASES else f"released: {record.why}",
     )
 
 
 def _spans_of_grant(record: GrantRecord) -> Iterator[Span]:
     type_of_error = record.code or ("expired" if record.outcome == "expired" else "")
     error = _sentence(type_of_error, record.message)
-    whole = Span(
-        name="kvxferd.serve",
-        trace_id=trace_id_of(record.traceparent),
-        span_id=record.span_id,
-        parent_id=parent_id_of(record.traceparent),
-        kind=SpanKind.SERVER,
-        started_at=record.started_at,
-        ended_at=record.ended_at,
-        attributes={
-            "kvxferd.transfer_id": record.transfer_id,
+    whole = _span_of(
+        record,
+        "kvxferd.serve",
+        SpanKind.SERVER,
+        {
             "kvxferd.source": record.engine_id,
             "kvxferd.sink": record.reader,
             "kvxferd.rank": str(record.rank),
             "kvxferd.outcome": record.outcome,
             **({"error.type": str(type_of_error)} if type_of_error else {}),
         },
-        error=error,
+        error,
     )
     yield whole
     granted_at = min(record.started_at + max(record.waited_s, 0.0), record.ended_at)
@@ -180,6 +164,28 @@ def _spans_of_grant(record: GrantRecord) -> Iterator[Span]:
     yield child_of(whole, "grant", record.started_at, granted_at, SpanKind.SERVER, refusal)
     if record.outcome == "acknowledged":
         yield child_of(whole, "acknowledge", record.ended_at, record.ended_at, SpanKind.SERVER)
+
+
+def _span_of(
+    record: TracedRecord,
+    name: str,
+    kind: SpanKind,
+    attributes: dict[str, str | int | float | bool],
+    error: str,
+) -> Span:
+    """Return the span of the whole record. A publish without a request's span is the root."""
+    parent = parent_id_of(record.traceparent)
+    return Span(
+        name=name,
+        trace_id=trace_id_of(record.traceparent),
+        span_id=record.span_id,
+        parent_id="" if parent == record.span_id else parent,
+        kind=kind,
+        started_at=record.started_at,
+        ended_at=record.ended_at,
+        attributes={"kvxferd.transfer_id": record.transfer_id, **attributes},
+        error=error,
+    )
 
 
 def child_of(
