@@ -338,7 +338,6 @@ class Daemon:
         await asyncio.sleep(0)
 
     async def _stop_movers(self) -> None:
-        await self._movers.cancel_requests()
         if self._timer is not None:
             self._timer.cancel()
         await self._movers.stop()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 import structlog
 
@@ -22,7 +21,7 @@ from kvxferd.core.events import (
     TransportsSeen,
 )
 from kvxferd.core.node import Node
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, MoverError
 from kvxferd.ids import BootId, MoverId, SessionId
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.backends import UCX, Backend
@@ -63,8 +62,7 @@ class MoverAssignment:
         self._worker_socket = worker_socket
         self._on_event = on_event
         self._handles: dict[MoverId, MoverHandle] = {}
-        self._exited_early: set[MoverId] = set()  # exited before the core handled MoverAssigned
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
         self._exits: Counter[MoverExit] = Counter()
         numbers = itertools.count(1)
         self._resident_pool = ResidentPool(
@@ -92,14 +90,9 @@ class MoverAssignment:
             backend=Backend(config.backend, config.backend_parameters),
         )
 
-    async def cancel_requests(self) -> None:
-        """Stop waiting for movers that are not assigned yet."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     async def stop(self) -> None:
-        """End all movers."""
+        """End all movers. Requests that wait are dropped: their sessions have ended."""
+        self._is_stopping = True
         self._resident_pool.close()
         await self.pool.stop()
 
@@ -131,10 +124,14 @@ class MoverAssignment:
             refusal = Refusal(Code.MOVER_LOST, "the worker has brought no resident mover")
             self._on_event(MoverUnavailable(effect.session, refusal))
             return
-        taking = self._resident_pool.accept(*resident) if resident is not None else self.pool.acquire()
-        task = asyncio.get_running_loop().create_task(self._assign(effect.session, taking))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def on_result(result: MoverHandle | MoverError) -> None:
+            self._assign(effect.session, result)
+
+        if resident is not None:
+            self._resident_pool.accept(*resident, on_result)
+        else:
+            self.pool.request(on_result)
 
     def kill(self, mover: MoverId) -> None:
         """Kill the mover, if it has not exited."""
@@ -190,14 +187,11 @@ class MoverAssignment:
         self._on_event(MoverMessage(mover, message))
 
     def _on_exit(self, mover: MoverId) -> None:
-        handle = self._handles.pop(mover, None)
-        if handle is None:
-            self._exited_early.add(mover)
-        else:
-            cause = self._cause_of_exit(handle)
-            self._exits[cause] += 1
-            if cause is MoverExit.DIED and not isinstance(handle, ResidentHandle):
-                self._log_death(handle)
+        handle = self._handles.pop(mover)
+        cause = self._cause_of_exit(handle)
+        self._exits[cause] += 1
+        if cause is MoverExit.DIED and not isinstance(handle, ResidentHandle):
+            self._log_death(handle)
         self._on_event(MoverDied(mover))
 
     def _cause_of_exit(self, handle: MoverHandle) -> MoverExit:
@@ -225,24 +219,11 @@ class MoverAssignment:
         log.warning("mover died", limit_by=engine, engine=engine, agent=mover.agent, pid=handle.pid)
         self._on_crash(engine)
 
-    async def _assign(self, session: SessionId, assigning: Coroutine[None, None, MoverHandle]) -> None:
-        try:
-            handle = await assigning
-        except KvxferdError as error:
-            log.warning("mover unavailable", session=session, code=error.code, reason=error.message)
-            self._on_event(MoverUnavailable(session, Refusal(error.code, error.message)))
-            return
-        except OSError as error:  # most likely no descriptors are left: the rank must not wait for ever
-            log.exception("mover unavailable", session=session)
-            self._on_event(
-                MoverUnavailable(session, Refusal(Code.MOVER_LOST, f"cannot make a mover: {error.strerror}"))
-            )
-            return
-        self._handles[handle.mover_id] = handle
-        resident = isinstance(handle, ResidentHandle)
-        self._on_event(MoverAssigned(session, handle.mover_id, handle.agent, handle.library, resident))
-        for lanes in list(handle.transports_used):
-            self._on_event(TransportsSeen(handle.mover_id, lanes))
-        if handle.mover_id in self._exited_early:
-            self._exited_early.discard(handle.mover_id)
-            self._on_exit(handle.mover_id)
+    def _assign(self, session: SessionId, result: MoverHandle | MoverError) -> None:
+        if isinstance(result, MoverHandle):
+            self._handles[result.mover_id] = result
+            resident = isinstance(result, ResidentHandle)
+            self._on_event(MoverAssigned(session, result.mover_id, result.agent, result.library, resident))
+        elif not self._is_stopping:
+            log.warning("mover unavailable", session=session, code=result.code, reason=result.message)
+            self._on_event(MoverUnavailable(session, Refusal(result.code, result.message)))

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvxferd.errors import MoverError
 from kvxferd.ids import (
     AgentName,
     BootId,
@@ -33,6 +34,7 @@ from kvxferd.memory import FencePage, SealedMemory
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
+from kvxferd.mover.supervisor.pool_events import Tick
 from kvxferd.plan import Plan, encode_plan, make_plan
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
@@ -86,6 +88,25 @@ def marked_processes() -> list[str]:
     return found
 
 
+class AwaitedPool(MoverPool):
+    """A pool for tests that wait for their movers, and that change its size."""
+
+    async def acquire(self) -> MoverHandle:
+        """Return a mover. Raises MoverError."""
+        result: asyncio.Future[MoverHandle | MoverError] = asyncio.get_running_loop().create_future()
+        self.request(result.set_result)
+        mover = await asyncio.shield(result)
+        if isinstance(mover, MoverError):
+            raise mover
+        return mover
+
+    def resize(self, size: int) -> None:
+        """Keep that many ready from now on, and fork them now."""
+        self._decisions.size = size
+        self._decisions._fill()
+        self._feed(Tick())
+
+
 class Node:
     """A pool, with what its movers said."""
 
@@ -103,7 +124,7 @@ class Node:
         self.exits: list[MoverId] = []
         self.chunk_reports: dict[MoverId, ChunkMemoryWanted] = {}  # the last one of each
         self._changed = asyncio.Event()
-        self.pool = MoverPool(
+        self.pool = AwaitedPool(
             boot=BootId(name),
             size=size,
             on_message=self._message,
@@ -124,7 +145,7 @@ class Node:
             self.chunk_reports[mover] = message
             self._changed.set()
             size = min(message.wanted_bytes, self._chunk_memory)
-            self.pool._assigned[mover].send(ChunkMemoryGranted(size_bytes=size))
+            self.pool._handles[mover].send(ChunkMemoryGranted(size_bytes=size))
             return
         self.said.append((mover, message))
         self._changed.set()

@@ -33,7 +33,6 @@ _LOG = logging.getLogger(__name__)
 
 # What UCX prints while 64 ranks connect, 100 lines of 150 bytes each; an unprivileged user gets no more.
 STDERR_PIPE_BYTES = 1 << 20
-SHUTDOWN_S = 3.0  # it may be importing the library, which it cannot leave
 
 ForkserverMessage = LibraryLoaded | LibraryUnavailable | Forked | ForkFailed
 
@@ -97,9 +96,9 @@ class ForkserverClient:
     def shutdown(self) -> None:
         """Make it end its movers and itself; `on_exit` follows. Idempotent."""
         self._close_stream()
-        self._loop.call_later(SHUTDOWN_S, self._kill)
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Kill its process, and so its movers, whatever they do; `on_exit` follows. Idempotent."""
         if self._process.returncode is None:
             self._process.kill()
 
@@ -126,7 +125,7 @@ class ForkserverClient:
             frames = None
         if frames is None:
             self._close_stream()
-            self._kill()
+            self.kill()
         return bool(frames)
 
     def _decode_frame(self, frame: Frame) -> None:

@@ -1,4 +1,4 @@
-"""The daemon's end of one mover: its socket, its pidfd, and what UCX logs of its connections."""
+"""The daemon's end of one mover: its socket and its pidfd."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 
-from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import KvxferdError, ProtocolError
 from kvxferd.frame_socket import FrameSocket, close_fds, close_frame_fds, dup_fds
 from kvxferd.ids import AgentName, MoverId
@@ -24,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class MoverHandle:
-    """One mover process. Made by the pool; belongs to one rank from `MoverPool.acquire` on.
+    """One mover process. Made by the pool; belongs to one rank once it is assigned.
 
     `pidfd` is open until `on_exit` has returned; a caller that needs it longer duplicates it.
     """
@@ -36,17 +35,18 @@ class MoverHandle:
         sock: socket.socket,
         on_message: Callable[[MoverHandle, FromMover], None],
         on_exit: Callable[[MoverHandle], None],
+        on_stream_closed: Callable[[MoverHandle], None],
     ) -> None:
+        """`on_stream_closed` is called where the mover closed its end, or sent a malformed message."""
         self.mover_id = mover_id
         self.agent = agent
         self.library = ""
         self.pid = -1
         self.pidfd = -1
-        self.transports_used: list[TransportsUsed] = []  # by which it has connected so far
-        self.has_unknown_transports = False  # a line about a connection of it was lost or cannot be parsed
         self._stream = FrameSocket(sock)
         self._on_message = on_message
         self._on_exit = on_exit
+        self._on_stream_closed = on_stream_closed
         self._loop = asyncio.get_running_loop()
         self._writing = False
 
@@ -99,6 +99,11 @@ class MoverHandle:
             os.close(self.pidfd)
             self.pidfd = -1
 
+    def notice_exit(self) -> None:
+        """Report the exit now if the process is gone, before the event loop comes to it."""
+        if self.pidfd >= 0 and not self.is_alive:
+            self._handle_exit()
+
     # --- callbacks of the event loop
 
     def _flush(self) -> None:
@@ -123,13 +128,10 @@ class MoverHandle:
                 close_frame_fds(waiting)  # behind a malformed frame
         except (ProtocolError, OSError) as error:
             _LOG.error("mover killed after a malformed message: agent=%s reason=%s", self.agent, error)
-            self._close_stream()
-            self.kill()
-            return False
+            frames = None
         if frames is None:
-            # A mover that closes its end and lives on could not be reached any more.
             self._close_stream()
-            self.kill()
+            self._on_stream_closed(self)
             return False
         return bool(frames)
 

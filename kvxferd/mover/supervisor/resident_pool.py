@@ -12,20 +12,35 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import assert_never
 
 from kvxferd.core.movers import STUCK_S
-from kvxferd.errors import Code, MoverError, ProtocolError
+from kvxferd.errors import ProtocolError
 from kvxferd.frame_socket import close_fds
 from kvxferd.ids import AgentName, BootId, MoverId
-from kvxferd.mover.agent_names import is_agent_name
 from kvxferd.mover.supervisor.handle import MoverHandle
+from kvxferd.mover.supervisor.pool import OnResult
+from kvxferd.mover.supervisor.pool_effects import (
+    AssignMover,
+    DiscardMover,
+    RefuseRequest,
+    ReportExit,
+    ReportMessage,
+    ResidentEffect,
+)
+from kvxferd.mover.supervisor.pool_events import (
+    MoverExited,
+    MoverReported,
+    ResidentEvent,
+    ResidentOffered,
+    StopRequested,
+    Tick,
+)
+from kvxferd.mover.supervisor.resident_decisions import ResidentDecisions
 from kvxferd.wire.framing import Frame
-from kvxferd.wire.mover import DisconnectSeen, FromMover, MoverLeaving, MoverUp
+from kvxferd.wire.mover import FromMover, MoverLeaving, MoverUp
 
 _LOG = logging.getLogger(__name__)
-
-MAX_UNREAD_REPLY_BYTES = 1 << 20  # 30,000 replies
-UP_TIMEOUT_S = 20.0  # a worker's first agent takes 0.5 s; a busy engine's GIL makes that longer
 
 # A worker may send as fast as it likes. One frame takes some 15 us, and a read holds 13,000 of the smallest.
 # After these many the event loop's other sockets have their turn.
@@ -33,7 +48,7 @@ MAX_READS_PER_TURN, MAX_FRAMES_PER_TURN = 1, 64
 
 
 class ResidentPool:
-    """Accepts resident movers. All methods belong to one event loop.
+    """Accepts resident movers: the shell of `resident_decisions`. All methods belong to one event loop.
 
     `on_message` and `on_exit` are as a `MoverPool`'s; `mover_ids` is shared with it.
     """
@@ -47,81 +62,73 @@ class ResidentPool:
         on_message: Callable[[MoverId, FromMover], None],
         on_exit: Callable[[MoverId], None],
     ) -> None:
-        self._boot = boot
         self._mover_ids = mover_ids
-        self._is_name_used = is_name_used  # whether a mover of this daemon has that agent's name
         self._on_message = on_message
         self._on_exit = on_exit
-        self._starting: dict[MoverId, asyncio.Future[None]] = {}  # done once the agent is made
+        self._decisions = ResidentDecisions(boot, is_name_used)
+        self._on_result: dict[int, OnResult] = {}  # of those that start
         self._handles: dict[MoverId, ResidentHandle] = {}
+        self._events: deque[ResidentEvent] = deque()
+        self._is_feeding = False
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def accept(self, sock: socket.socket, worker: tuple[int, int]) -> ResidentHandle:
-        """Return the mover at the other end of the socket once its agent is made.
+    def accept(self, sock: socket.socket, worker: tuple[int, int], on_result: OnResult) -> None:
+        """Call `on_result` once: with the mover at the other end of the socket, or with why it is refused.
 
-        `worker`: as `ResidentHandle` takes it. This object owns both descriptors. Raises MoverError: with the
-        mover's own reason, or mover-lost.
+        `worker`: as `ResidentHandle` takes it. This object owns both descriptors. The error has the mover's
+        own reason and code, or mover-lost.
         """
         number = MoverId(next(self._mover_ids))
-        handle = ResidentHandle(number, sock, worker, self._on_mover_message, self._on_mover_exit)
-        self._handles[number] = handle
-        self._starting[number] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(UP_TIMEOUT_S):
-                await self._starting[number]
-        except BaseException as error:
-            del self._handles[number]
-            handle.discard()
-            if isinstance(error, TimeoutError):
-                raise MoverError(
-                    f"cannot use the resident mover of worker {worker[0]}: no agent in {UP_TIMEOUT_S:g} s",
-                    Code.MOVER_LOST,
-                ) from None
-            raise
-        finally:
-            del self._starting[number]
-        return handle
+        self._on_result[number] = on_result
+        self._handles[number] = ResidentHandle(
+            number, sock, worker, self._on_mover_message, self._on_mover_exit
+        )
+        self._feed(ResidentOffered(number, worker[0]))
 
     def close(self) -> None:
         """Close all streams: the movers end at EOF, and their workers see when they are gone."""
-        for handle in self._handles.values():
-            handle.discard()
-        self._handles.clear()
+        self._feed(StopRequested())
+
+    def _feed(self, event: ResidentEvent) -> None:
+        """Feed one event at a time, and carry out its effects before the next."""
+        self._events.append(event)
+        if self._is_feeding:
+            return
+        self._is_feeding = True
+        loop = asyncio.get_running_loop()
+        while self._events:
+            for effect in self._decisions.feed(self._events.popleft(), loop.time()):
+                try:
+                    self._carry_out(effect)
+                except Exception:
+                    _LOG.exception("pool effect failed: effect=%s", type(effect).__name__)
+        self._is_feeding = False
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline = self._decisions.next_deadline()
+        self._timer = None if deadline is None else loop.call_at(deadline, self._feed, Tick())
+
+    def _carry_out(self, effect: ResidentEffect) -> None:
+        match effect:
+            case AssignMover():
+                self._on_result.pop(effect.request)(self._handles[effect.mover])
+            case RefuseRequest():
+                self._on_result.pop(effect.request)(effect.error)
+            case DiscardMover():
+                self._handles.pop(effect.mover).discard()
+            case ReportMessage():
+                self._on_message(effect.mover, effect.message)
+            case ReportExit():
+                del self._handles[effect.mover]
+                self._on_exit(effect.mover)
+            case _:
+                assert_never(effect)
 
     def _on_mover_message(self, mover: MoverHandle, message: FromMover) -> None:
-        waiting = self._starting.get(mover.mover_id)
-        if isinstance(message, DisconnectSeen) and mover.num_queued_bytes > MAX_UNREAD_REPLY_BYTES:
-            return  # it sends requests and does not read the replies, which would fill this daemon's memory
-        if waiting is None:
-            if mover.mover_id in self._handles:
-                self._on_message(mover.mover_id, message)
-            return
-        if waiting.done():
-            return
-        match message:
-            case MoverUp() if self._is_name_free(message.agent):
-                waiting.set_result(None)
-            case MoverUp():
-                text = f"cannot use a resident mover called {message.agent[:80]!r}: it is not free here"
-                waiting.set_exception(MoverError(text, Code.OUT_OF_PLACE))
-            case MoverLeaving():
-                waiting.set_exception(MoverError(message.message, message.code))
-
-    def _is_name_free(self, agent: AgentName) -> bool:
-        """Whether a new mover may have this name: peers would read it in place of another of that name."""
-        return is_agent_name(agent, self._boot) and not self._is_name_used(agent)
+        self._feed(MoverReported(mover.mover_id, message, mover.num_queued_bytes))
 
     def _on_mover_exit(self, mover: MoverHandle) -> None:
-        waiting = self._starting.get(mover.mover_id)
-        if waiting is not None:
-            if not waiting.done():
-                text = f"the resident mover of worker {mover.pid} ended before its agent was made"
-                waiting.set_exception(MoverError(text, Code.MOVER_LOST))
-                return
-            # Its agent was made, and `accept` has not returned it yet: its exit is reported after that.
-            asyncio.get_running_loop().call_soon(self._on_mover_exit, mover)
-            return
-        if self._handles.pop(mover.mover_id, None) is not None:
-            self._on_exit(mover.mover_id)
+        self._feed(MoverExited(mover.mover_id))
 
 
 class ResidentHandle(MoverHandle):
@@ -143,7 +150,8 @@ class ResidentHandle(MoverHandle):
 
         The handle owns the descriptor. The agent's name comes with the mover's `MoverUp`.
         """
-        super().__init__(mover_id, AgentName(""), sock, on_message, on_exit)
+        # `_read` is its own, and reports the end of the stream as the exit.
+        super().__init__(mover_id, AgentName(""), sock, on_message, on_exit, on_exit)
         self.pid, self._worker_exit_fd = worker
         self._end_requested = False
         self._frames: deque[Frame] = deque()  # received, and not handled yet

@@ -16,7 +16,7 @@ import pytest
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.mover.supervisor.handle import MoverHandle
-from kvxferd.mover.supervisor.pool import REFILL_DELAY_S
+from kvxferd.mover.supervisor.pool_decisions import REFILL_DELAY_S
 from kvxferd.wire.mover import AbortPull, Bind, Bound, PullDone
 from tests.support.mover_harness import DEADLINE_S, MARK, Node, Worker, bind, serve, sink, wait_until
 
@@ -155,13 +155,13 @@ async def test_movers_go_when_their_parent_is_killed_and_new_ones_come(node: Nod
 
 DAEMON = """
 import asyncio, sys
-from kvxferd.mover.supervisor.pool import MoverPool
+from tests.support.mover_harness import AwaitedPool
 
 async def main():
     lock = open(sys.argv[1])
     import fcntl
     fcntl.flock(lock, fcntl.LOCK_EX)
-    pool = MoverPool(boot="b", size=2, on_message=print, on_exit=print, lock_fds=(lock.fileno(),))
+    pool = AwaitedPool(boot="b", size=2, on_message=print, on_exit=print, lock_fds=(lock.fileno(),))
     await pool.start()
     movers = [await pool.acquire() for _ in range(3)]
     print(*(m.pid for m in movers), flush=True)
@@ -177,7 +177,7 @@ def test_a_killed_daemon_leaves_nothing_and_its_lock_tells_when(tmp_path: Path) 
     daemon = subprocess.Popen(
         [sys.executable, "-c", DAEMON, str(lock)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "KVXFERD_TEST": MARK},
+        env={**os.environ, "KVXFERD_TEST": MARK, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert daemon.stdout is not None
     pids = [int(word) for word in daemon.stdout.readline().split()]
@@ -300,16 +300,6 @@ async def test_movers_are_kept_ready_but_not_made_while_busy() -> None:
         status = pool.status()
         assert (status.num_assigned, status.reason) == (4, "")
         assert status.library.startswith("nixl")
-
-
-async def test_a_taker_that_gives_up_leaves_its_mover_to_others() -> None:
-    async with Node("here", size=0) as node:
-        taking = asyncio.ensure_future(node.pool.acquire())
-        await asyncio.sleep(0)
-        taking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-        assert (await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)).is_alive
 
 
 def test_the_daemon_side_imports_neither_torch_nor_nixl() -> None:

@@ -65,15 +65,14 @@ async def test_forks_that_fail_take_no_place_and_each_refuses_its_taker() -> Non
             assert raised.value.code is Code.MOVER_LOST
             assert "Too many open files" in raised.value.message
         assert node.pool.status().num_starting == 0
-        assert not node.pool._waiters
+        assert not node.pool._decisions._waiters
         assert (await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)).is_alive
 
 
 async def test_a_pool_that_could_not_be_filled_is_filled_later() -> None:
     async with Node("here", size=0) as node:
         exhausted = await exhaust(node, 3)
-        node.pool._size = 2
-        node.pool._fill()
+        node.pool.resize(2)
         await wait_until(lambda: node.pool.status().num_warm == 2, "two are warm")
         assert exhausted.failures == 0
 
@@ -83,8 +82,8 @@ async def test_a_fork_for_the_stock_that_fails_refuses_nobody_whose_mover_is_on_
         exhausted = await exhaust(node, 0)
         taking = asyncio.ensure_future(node.pool.acquire())
         await asyncio.sleep(0)
-        exhausted.failures, node.pool._size = 1, 1
-        node.pool._fill()
+        exhausted.failures = 1
+        node.pool.resize(1)
         assert (await asyncio.wait_for(taking, DEADLINE_S)).is_alive
 
 
@@ -162,11 +161,10 @@ async def test_a_parent_without_descriptors_forks_later_and_keeps_its_movers() -
         limits = resource.prlimit(parent.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
-            node.pool._size = 1
-            node.pool._fill()
-            await wait_until(lambda: node.pool._num_failed_forks >= 2, "two forks have failed")
+            node.pool.resize(1)
+            await wait_until(lambda: node.pool._decisions._num_failed_forks >= 2, "two forks have failed")
         finally:
             resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, limits)
         await wait_until(lambda: node.pool.status().num_warm == 1, "one is warm")
         assert first.is_alive
-        assert node.pool._num_failed_forks == 0
+        assert node.pool._decisions._num_failed_forks == 0

@@ -57,7 +57,9 @@ async def test_nonsense_of_a_mover_leaves_nothing_open(process: subprocess.Popen
     ended = asyncio.Event()
     before = num_open_fds()
     ours, theirs = socket.socketpair()
-    handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: ended.set())
+    handle = MoverHandle(
+        MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: ended.set(), MoverHandle.kill
+    )
     link = FrameSocket(theirs)
     for payload in (encode(Polling(token=1)), b"nonsense", encode(Polling(token=2))):
         link.send(payload, dup_fds([theirs.fileno()] * 3))
@@ -72,7 +74,7 @@ async def test_nonsense_of_a_mover_leaves_nothing_open(process: subprocess.Popen
 async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_in_part() -> None:
     """Its parts would be taken for the beginning of the next message's."""
     ours, theirs = socket.socketpair()
-    handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: None)
+    handle = MoverHandle(MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: None, MoverHandle.kill)
     before = num_open_fds()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + MAX_FDS_PER_FRAME + 20, hard))
