@@ -193,7 +193,7 @@ class ConnectionGuard:
         for fd in list(self._unfinished):
             connection = self._connections[fd]
             assert connection.duplicate is not None
-            sent, received = _tcp_byte_counts(connection.duplicate)
+            sent, received = tcp_byte_counts(connection.duplicate)
             if sent >= self._finished_bytes:
                 self._on_handshake_done(fd)
             elif received > MAX_HANDSHAKE_BYTES and connection.is_suspect:
@@ -215,7 +215,7 @@ class ConnectionGuard:
         log.warning("peer turned away", limit_by=address, address=address, reason=reason)
 
 
-def _tcp_byte_counts(connection: socket.socket) -> tuple[int, int]:
+def tcp_byte_counts(connection: socket.socket) -> tuple[int, int]:
     """Return how many bytes the other end has acknowledged, and how many arrived from it."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)

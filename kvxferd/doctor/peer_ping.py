@@ -8,6 +8,7 @@ gives hardly a reason, so each step is tried by itself: name, TCP, ZMTP greeting
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import socket
 import statistics
@@ -21,6 +22,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from kvxferd.control.connection_guard import tcp_byte_counts
 from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.control.zap import REFUSED_ADDRESS, REFUSED_KEY
 from kvxferd.core.allowlist import PeerAllowlist
@@ -36,6 +38,10 @@ GREETING_BYTES = 64
 # The rest is not sent: libzmq closes at once where the mechanism is not its own.
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
 MAX_REPLY_BYTES = 64 << 10  # of a welcome or a refusal, of a daemon that is not trusted yet
+# libzmq bounds a part, and not how many parts a message has: it keeps all of them until the last.
+MAX_RECEIVED_BYTES = 4 * MAX_REPLY_BYTES
+CHECK_S = 0.02  # 20 MB arrive meanwhile at 1 GB/s
+MAX_MESSAGE_CHARS = 500  # of a refusal's text, which its sender chose
 
 
 class Outcome(StrEnum):
@@ -153,10 +159,10 @@ def _mechanism_there(endpoint: Endpoint, timeout_s: float) -> str:
     port = int(address_of(endpoint).rpartition(":")[2])
     try:
         found = socket.getaddrinfo(host_of(endpoint), port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label of no letters, or of more than 63
         raise _Failed(
             Outcome.NAME_UNKNOWN,
-            f"its host name is not resolved here: {error.strerror or error}",
+            f"its host name is not resolved here: {getattr(error, 'strerror', None) or error}",
             "give a numeric address, or mend this node's resolver",
         ) from None
     with _connect(found[0], timeout_s) as connection:
@@ -246,11 +252,11 @@ def _greet(endpoint: Endpoint, key: CurveKeyPair | None, count: int, timeout_s: 
             dealer.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(key.secret))
         began = time.monotonic()
         dealer.connect(address_of(endpoint))
-        _await_handshake(monitor, bool(key_of(endpoint)), timeout_s)
+        fd = _await_handshake(monitor, bool(key_of(endpoint)), timeout_s)
         boot = BootId(f"ping-{secrets.token_hex(4)}")
-        welcome, _ = _round_trip(dealer, 1, boot, timeout_s)
+        welcome, _ = _round_trip(dealer, fd, 1, boot, timeout_s)
         connect_s = time.monotonic() - began
-        round_trips = [_round_trip(dealer, number, boot, timeout_s)[1] for number in range(2, count + 2)]
+        round_trips = [_round_trip(dealer, fd, number, boot, timeout_s)[1] for number in range(2, count + 2)]
         return _Greeted(welcome, connect_s, round_trips)
     finally:
         dealer.close(linger=0)
@@ -263,15 +269,18 @@ def _greet(endpoint: Endpoint, key: CurveKeyPair | None, count: int, timeout_s: 
         context.term()
 
 
-def _await_handshake(monitor: zmq.Socket[bytes], has_key: bool, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
+def _await_handshake(monitor: zmq.Socket[bytes], has_key: bool, timeout_s: float) -> int:
+    """Return libzmq's descriptor of the connection, after its handshake. Raises _Failed."""
+    deadline, fd = time.monotonic() + timeout_s, -1
     while (left_s := deadline - time.monotonic()) > 0:
         if not monitor.poll(max(1, int(left_s * 1000))):
             break
         found = parse_monitor_message(monitor.recv_multipart())
         match int(found["event"]):
+            case zmq.EVENT_CONNECTED:
+                fd = int(found["value"])
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                return
+                return fd
             case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise _refused(str(int(found["value"])).encode(), has_key)
             case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
@@ -310,13 +319,18 @@ def _broken(has_key: bool) -> _Failed:
 
 
 def _round_trip(
-    dealer: zmq.Socket[bytes], number: int, boot: BootId, timeout_s: float
+    dealer: zmq.Socket[bytes], fd: int, number: int, boot: BootId, timeout_s: float
 ) -> tuple[PeerWelcome, float]:
     hello = PeerHello(request=number, versions=PEER_VERSIONS, boot=boot, endpoint=Endpoint(""), describe=True)
+    num_before = _received_bytes(fd)
     began = time.perf_counter()
     dealer.send(encode(hello))
     deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > 0 and dealer.poll(max(1, int(left_s * 1000))):
+    while (left_s := deadline - time.monotonic()) > 0:
+        if not dealer.poll(max(1, int(min(left_s, CHECK_S) * 1000))):
+            if _received_bytes(fd) - num_before > MAX_RECEIVED_BYTES:
+                raise _no_answer(f"it sends more than {MAX_RECEIVED_BYTES} bytes, which are no reply")
+            continue
         try:
             reply = PEER_MESSAGES.decode(dealer.recv())
         except KvxferdError as error:
@@ -330,10 +344,20 @@ def _round_trip(
                     raise _bad_version(f"it chose version {reply.version}")
                 return reply, took_s
             case PeerRefused() if reply.code is Code.BAD_VERSION:
-                raise _bad_version(reply.message)
+                raise _bad_version(reply.message[:MAX_MESSAGE_CHARS])
             case PeerRefused():
-                raise _no_answer(f"it refuses the greeting: {reply.message} [{reply.code.value}]")
+                message = reply.message[:MAX_MESSAGE_CHARS]
+                raise _no_answer(f"it refuses the greeting: {message} [{reply.code.value}]")
     raise _no_answer(f"no reply to the greeting within {timeout_s:g} s")
+
+
+def _received_bytes(fd: int) -> int:
+    """Return how many bytes have come over libzmq's connection; 0 where it is closed."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            return tcp_byte_counts(connection)[1]
+    except OSError:
+        return 0
 
 
 def _bad_version(why: str) -> _Failed:

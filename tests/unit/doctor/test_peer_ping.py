@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ipaddress import ip_network
 from pathlib import Path
 
@@ -133,6 +133,34 @@ def test_other_things_that_listen() -> None:
     failed(ping(endpoint, ALLOW_ALL, None), Outcome.NOTHING_LISTENS)
     unknown = Endpoint("tcp://no-such-host.invalid:9441")
     failed(ping(unknown, ALLOW_ALL, None), Outcome.NAME_UNKNOWN)
+
+
+def _send_parts_without_end(connection: socket.socket) -> None:
+    """Finish the handshake of ZMTP, and send parts of a message that has no last one."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    socket_type = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4) + b"ROUTER"
+    part = b"\x03" + (60_000).to_bytes(8) + bytes(60_000)  # flags: long, more follow
+    with suppress(OSError):  # the other side has had enough
+        connection.settimeout(20)
+        connection.sendall(greeting)
+        with connection.makefile("rb") as stream:
+            stream.read(len(greeting) + 1)  # its greeting, and the first byte of its READY
+            connection.sendall(bytes([4, len(socket_type)]) + socket_type)
+            while True:
+                connection.sendall(part)
+
+
+def test_a_message_without_end_is_not_kept() -> None:
+    """libzmq keeps every part of a message until the last: it would be gigabytes in the time of a ping."""
+    with listening(_send_parts_without_end) as endpoint:
+        result = ping(endpoint, ALLOW_ALL, None, timeout_s=20)
+    failed(result, Outcome.NO_ANSWER)
+    assert "which are no reply" in result.message
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "a..b"])
+def test_a_host_that_no_resolver_takes(host: str) -> None:
+    failed(ping(Endpoint(f"tcp://{host}:9441"), ALLOW_ALL, None), Outcome.NAME_UNKNOWN)
 
 
 def test_each_outcome_has_an_exit_code_that_the_help_explains() -> None:
