@@ -24,17 +24,22 @@ _FILE_NAME = re.compile(r"[_-]FILE\Z", re.IGNORECASE)  # names a file, which is 
 _NAMED = re.compile(
     rf"(?P<name>(?<![\w.-])(?P<flag>--)?(?=[\w.-]*?(?:{_WORDS}))[\w.-]++)"
     r"(?P<between>\\?[\"']?\s*[=:]\s*|(?(flag)\s+|(?!)))"
-    r"(?P<value>\\?\"(?:[^\"\\]|\\[^\"])*\\?\"|'[^'\n]*'|\[[^\]\n]*\]|(?:Bearer|Basic)\s+\S+|[^\s,;&}\]]+)",
+    r"(?P<value>\"(?:[^\"\\]|\\.)*+\"|\\\"(?:[^\"\\]|\\[^\"])*+\\\"|'[^'\n]*'"
+    # A list with one of lists in it; not what follows a bracket that nothing closes, which would be looked at
+    # again from each of them.
+    r"|\[(?:[^\[\]\n]|\[[^\[\]\n]*\])*+\]"
+    r"|(?:Digest|AWS4-HMAC-SHA256)\s[^\n]*|(?:Bearer|Basic|Token|ApiKey|Negotiate)\s+\S+|[^\s,;&}\]]+)",
     re.IGNORECASE,
 )
 _PEM = re.compile(r"-----BEGIN [A-Z0-9 ]*-----.*?(?:-----END [A-Z0-9 ]*-----|\Z)", re.DOTALL)
-_USER_INFO = re.compile(r"(?<=://)[^/\s@\"']+@")
+_USER_INFO = re.compile(r"(?<=://)[^/\s\"']+@")
+_USER_FLAG = re.compile(r"(?<!\S)(-u|--user|--proxy-user)([ =])[^\s:]*:\S+")  # curl's
 # Of 16 bytes and more in hex: a CURVE key has 32, the nonce of a reference 16. Of 32 and more in base64.
 _KEYS = re.compile(
     r"(?<![0-9A-Za-z])[0-9a-fA-F]{32,}(?![0-9A-Za-z])"
     r"|(?<![0-9A-Za-z+/_-])[0-9A-Za-z+/_-]{43,}={1,2}(?![0-9A-Za-z+/_-])"
-    r"|\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"
-    r"|\b(?:sk|hf|gh[opsu]|xox[abp]|glpat|AKIA)[-_]?[0-9A-Za-z_-]{16,}"
+    r"|(?<![\w-])eyJ[\w-]{8,}+\.[\w-]+\.[\w-]*"
+    r"|\b(?:sk|hf|gh[opsu]|github_pat|xox[abp]|glpat|AKIA)[-_]?[0-9A-Za-z_-]{16,}"
 )
 MIN_KNOWN_CHARS = 4  # a shorter known secret is not looked for: it would be found everywhere
 
@@ -51,6 +56,7 @@ def redact(text: str, known: Collection[str] = ()) -> str:
             text = text.replace(secret, HIDDEN)
     text = _PEM.sub(HIDDEN, text)
     text = _USER_INFO.sub("", text)
+    text = _USER_FLAG.sub(rf"\1\2{HIDDEN}", text)
     text = _NAMED.sub(_without_value, text)  # first: a long NAME= looks like base64
     return _KEYS.sub(lambda match: fingerprint(match[0]), text)
 

@@ -73,6 +73,13 @@ def test_numbers_and_empty_values_stay() -> None:
         "-----BEGIN EC PRIVATE KEY-----\nMHQCAQEE\n-----END EC PRIVATE KEY-----",
         "-----BEGIN PRIVATE KEY-----\nMHQCAQEE and the file ends",
         "postgres://user:MHQCAQEE@host/db",
+        "postgres://user:p@MHQCAQEE@host/db",
+        "curl -u root:MHQCAQEE --unix-socket control.sock",
+        'password = "say \\"MHQCAQEE" and more',
+        'Authorization: Digest username="MHQCAQEE", response="MHQCAQEE"',
+        "Authorization: Token MHQCAQEE",
+        "keys=[[1, 2], MHQCAQEE]",
+        "github_pat_MHQCAQEEMHQCAQEEMHQC_AQEE",
         "ghp_MHQCAQEEMHQCAQEEMHQCAQEE",
         "x MHQCAQEEMHQCAQEEMHQCAQEEMHQCAQEEMHQCAQEEMHQ= y",
     ],
@@ -87,3 +94,9 @@ def test_a_long_name_is_looked_at_once(part: str) -> None:
     text = part * 100_000
     assert redact(text) == text
     assert "hunter2" not in redact(f"{text}key=hunter2")
+
+
+@pytest.mark.parametrize("part", ["key=[ ", "eyJ-", "sk-", "://a", 'key="\\', "key='"])
+def test_a_long_value_is_looked_at_once(part: str) -> None:
+    """As for a long name: a text without an end is not read again from each of its beginnings."""
+    assert "hunter2" not in redact(f"{part * 40_000} key=hunter2")
