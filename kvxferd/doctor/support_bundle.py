@@ -22,6 +22,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import msgspec
 
@@ -156,6 +157,8 @@ def _collect_from_daemon(parts: CollectedParts, daemon: ControlClient) -> None:
             try:
                 text = daemon.read(route)
             except KvxferdError as error:
+                if not isinstance(error.__cause__, TimeoutError):
+                    raise
                 raise KvxferdError(f"{SOCKET_TIMEOUT_MESSAGE}: {error.message}", error.code) from error
             return text.decode(errors="replace") if name.endswith(".txt") else msgspec.json.decode(text)
 
@@ -164,17 +167,36 @@ def _collect_from_daemon(parts: CollectedParts, daemon: ControlClient) -> None:
 
 def known_secrets(config: Config | None, environ: Mapping[str, str]) -> set[str]:
     """Return the secrets that this process can know, in each form in which they may be written."""
-    known = {text for name, text in environ.items() if is_secret_name(name) and not text.startswith("/")}
-    if config is None:
-        return known
-    for table in (config.mover.environment, config.mover.backend_parameters):
-        known |= {text for name, text in table.items() if is_secret_name(name)}
-    if config.peer.curve_secret_key_file:
-        with suppress(OSError, ValueError):
-            text = Path(config.peer.curve_secret_key_file).read_text()[:4096].strip()
-            secret = bytes.fromhex(text)
-            known |= {text, text.upper(), _z85(secret), repr(secret), base64.b64encode(secret).decode()}
-    return {text for text in known if text}
+    known = {text for name, text in environ.items() if is_secret_name(name) and not _is_path(text)}
+    if config is not None:
+        for table in (config.mover.environment, config.mover.backend_parameters):
+            known |= {text for name, text in table.items() if is_secret_name(name)}
+        known |= _secret_key(config.peer.curve_secret_key_file)
+    written = {form(text) for text in known for form in (str, quote, quote_plus, _in_json)}
+    return {text for text in written if text}
+
+
+def _secret_key(path: str) -> set[str]:
+    """Return the key of that file as it may be written; nothing where it cannot be read."""
+    try:
+        # O_NONBLOCK: opening a FIFO does not wait for a writer.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            text = (file.read(4096) or b"").decode("ascii").strip()
+        secret = bytes.fromhex(text)
+    except (OSError, ValueError):
+        return set()
+    if not secret:
+        return set()
+    return {text, text.upper(), _z85(secret), repr(secret), base64.b64encode(secret).decode()}
+
+
+def _is_path(text: str) -> bool:
+    """Whether a variable names a file, which is no secret. A secret in base64 may begin with a slash too."""
+    return text.startswith("/") and os.path.exists(text)
+
+
+def _in_json(text: str) -> str:
+    return json.dumps(text)[1:-1]
 
 
 def _z85(secret: bytes) -> str:
@@ -267,10 +289,16 @@ def process_of(socket_path: str) -> dict[str, Any]:
     }
 
 
+def doctor_command(socket_path: str, config_path: Path | None) -> list[str]:
+    """Return the command line of `kvxferd doctor`."""
+    # -P: nothing is imported from the working directory, where others may write.
+    command = [sys.executable, "-P", "-m", "kvxferd.cli", "doctor", "--json", "--socket", socket_path]
+    return command + (["--config", str(config_path)] if config_path else [])
+
+
 def doctor_report(socket_path: str, config_path: Path | None) -> Any:
     """Return the report of `kvxferd doctor`, run in a process of its own, which may hang."""
-    command = [sys.executable, "-m", "kvxferd.cli", "doctor", "--json", "--socket", socket_path]
-    command += ["--config", str(config_path)] if config_path else []
+    command = doctor_command(socket_path, config_path)
     try:
         done = subprocess.run(command, capture_output=True, timeout=DOCTOR_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

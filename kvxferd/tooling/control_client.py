@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvxferd.errors import Code, KvxferdError
 
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
+
 # The daemon responds from memory; one that does not in this time is stuck.
 RESPONSE_TIMEOUT_S = 10.0
-MAX_BODY_BYTES = 64 << 20  # of a body that is read as it is
+MAX_BODY_BYTES = 64 << 20  # several times a full node's
 SOCKET_NAME = "control.sock"  # in the daemon's run directory
 
 
@@ -46,7 +49,7 @@ class ControlClient:
         try:
             connection.request("GET", path)
             response = connection.getresponse()
-            body: bytes = response.read(MAX_BODY_BYTES)
+            body = _whole_body(response)
         except (OSError, HttpError) as error:
             raise self._connection_error(error) from error
         finally:
@@ -66,7 +69,7 @@ class ControlClient:
         try:
             connection.request(method, path, body=None if body is None else msgspec.json.encode(body))
             response = connection.getresponse()
-            return response.status, msgspec.json.decode(response.read())
+            return response.status, msgspec.json.decode(_whole_body(response))
         except (OSError, HttpError, msgspec.DecodeError) as error:
             raise self._connection_error(error) from error
         finally:
@@ -86,6 +89,16 @@ class ControlClient:
             case _:
                 why = str(error) or type(error).__name__
         return KvxferdError(f"cannot ask the daemon at {self.socket_path}: {why}", Code.DAEMON_LOST)
+
+
+def _whole_body(response: HTTPResponse) -> bytes:
+    """Return the body. Raises HttpError for one without an end."""
+    from kvxferd.tooling.unix_http import HttpError
+
+    body = response.read(MAX_BODY_BYTES + 1)
+    if len(body) > MAX_BODY_BYTES:
+        raise HttpError(f"its response has more than {MAX_BODY_BYTES >> 20} MiB")
+    return body
 
 
 def _value_or_raise(status: int, value: Any) -> Any:

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import stat
+import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from zmq.utils import z85
 
+from kvxferd.config import load_config
 from kvxferd.control.curve_keys import make_key
 from kvxferd.doctor import support_bundle
 from kvxferd.telemetry.recent_lines import RECENT_LINES
@@ -135,3 +137,29 @@ async def test_it_names_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     done = await run("support-bundle", "--no-doctor", *arguments)
     assert done.exit_code == 2
     assert "--output" in done.stderr
+
+
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
+    planted = tmp_path / "kvxferd"
+    planted.mkdir()
+    (planted / "__init__.py").write_text("raise SystemExit('planted')\n")
+    command = [*support_bundle.doctor_command("/none", None), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert "Usage: kvxferd doctor" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_known_secrets_have_the_forms_in_which_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.touch()
+    environ = {"A_TOKEN": '/a "b', "B_PASSWORD_FILE": str(file), "C_KEY": "", "D": "shown"}
+    forms = {'/a "b', '/a \\"b', "/a%20%22b", "%2Fa+%22b"}
+    assert support_bundle.known_secrets(None, environ) == forms
+
+
+def test_a_fifo_as_key_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "key")
+    config = load_config(
+        None, {}, {"peer.curve_secret_key_file": str(tmp_path / "key"), "peer.curve_allowed_keys": "any"}
+    )
+    assert support_bundle.known_secrets(config, {}) == set()
