@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import os
 import socket
 from collections import Counter
@@ -277,7 +278,7 @@ class HttpListeners:
             if self._is_operator(accepted):
                 share = self._operators
         else:
-            source = str(address[0])
+            source = source_of(str(address[0]))
         if not share.make_room():
             _reject_full(accepted)
             return
@@ -304,6 +305,20 @@ class HttpListeners:
             for connection in [c for c in share.connections if c.is_overdue(now)]:
                 connection.abort()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+
+def source_of(host: str) -> str:
+    """Return the source that an address counts for, as one client may have many addresses.
+
+    Every process of this node may use any address of 127.0.0.0/8, and an IPv6 client any of its 64 bits.
+    """
+    address = ipaddress.ip_address(host.partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_loopback:
+        return "loopback"
+    if address.version == 6:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
 
 
 def _reject_full(accepted: socket.socket) -> None:

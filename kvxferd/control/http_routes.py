@@ -12,6 +12,7 @@ from aiohttp import web
 
 import kvxferd
 from kvxferd.control import admin_handlers
+from kvxferd.control.http_connections import HttpConnection
 from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
 from kvxferd.control.response_cache import RESPONSE_CACHE, is_operator, snapshot_for
 from kvxferd.control.responses import error_response, json_response, page_response
@@ -60,7 +61,10 @@ async def status_page(request: web.Request) -> web.StreamResponse:
 
 async def page_fragment(request: web.Request) -> web.StreamResponse:
     """The part of the status page that its script renews; 503 while 16 others renew it."""
-    if not request.app[WATCHERS].admit(request.query.get("watcher", "")):
+    connection = request.protocol
+    assert isinstance(connection, HttpConnection)
+    source = "operator" if is_operator(request) else connection.source
+    if not request.app[WATCHERS].admit(source, request.query.get("watcher", "")):
         message = "cannot renew the page: as many watch it as may; load it again later"
         return error_response(503, Code.BUSY, message)
     if is_operator(request):

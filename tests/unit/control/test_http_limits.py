@@ -71,7 +71,28 @@ async def _is_closed(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-async def test_a_client_elsewhere_keeps_its_place_while_another_opens_without_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("127.0.0.1", "127.200.0.9", True),
+        ("127.0.0.1", "::1", True),
+        ("::ffff:127.0.0.2", "127.0.0.1", True),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::ffff:2", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+    ],
+)
+def test_the_addresses_that_one_client_may_have_are_one_source(one: str, other: str, is_same: bool) -> None:
+    assert (http_connections.source_of(one) == http_connections.source_of(other)) is is_same
+
+
+async def test_a_client_elsewhere_keeps_its_place_while_another_opens_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connections, "source_of", str)  # loopback has no two sources
     async with serving(config_in(tmp_path, bind="0.0.0.0:0"), StillNode()) as server:
         port = server.tcp_address[1]
         reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))

@@ -207,13 +207,24 @@ async def test_watchers_are_capped(tmp_path: Path) -> None:
             assert reply.status == 200
 
 
+def test_a_client_with_many_ids_keeps_no_other_out() -> None:
+    watchers = Watchers(lambda: 0.0)
+    for number in range(3 * MAX_WATCHERS):
+        watchers.admit("10.0.0.1", str(number))
+    others = [("operator", "a"), ("operator", "b"), ("10.0.0.2", "a")]
+    for _ in range(2):
+        assert all(watchers.admit(*other) for other in others)
+        watchers.admit("10.0.0.1", "one more")
+    assert len(watchers._last_seen) == MAX_WATCHERS
+
+
 def test_watchers_that_are_gone_leave_their_place() -> None:
     now = 0.0
     watchers = Watchers(lambda: now)
-    assert all(watchers.admit(str(number)) for number in range(MAX_WATCHERS))
-    assert not watchers.admit("x" * 1000)
+    assert all(watchers.admit("10.0.0.1", str(number)) for number in range(MAX_WATCHERS))
+    assert not watchers.admit("10.0.0.1", "x" * 1000)
     now = FORGET_S + 1
-    assert watchers.admit("x" * 1000)
+    assert watchers.admit("10.0.0.1", "x" * 1000)
     assert len(watchers._last_seen) == 1
 
 

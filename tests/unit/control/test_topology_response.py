@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvxferd.control import topology_response
+from kvxferd.control import http_connections, topology_response
 from kvxferd.control.http_server import HttpServer
 from kvxferd.core.topology_builder import TopologyListing
 from kvxferd.core.topology_snapshot import TopologySnapshot
@@ -137,8 +137,11 @@ def over_tcp_from(server: HttpServer, address: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(f"http://{host}:{port}", connector=connector)
 
 
-async def test_a_source_does_not_take_the_turns_of_another(tmp_path: Path) -> None:
+async def test_a_source_does_not_take_the_turns_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second one waits for the first, for as long as one response takes; no source has two that wait."""
+    monkeypatch.setattr(http_connections, "source_of", str)  # loopback has no two sources
     config, node = config_in(tmp_path), Slow()
     async with (
         serving(config, node) as server,
