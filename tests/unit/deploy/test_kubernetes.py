@@ -22,6 +22,7 @@ from kvxferd.cli.root import VERBS
 from kvxferd.cli.root import root as command_line
 from kvxferd.config import CONFIG_PATH_VARIABLE, Config, load_config
 from kvxferd.config.types import split_endpoint
+from kvxferd.control.allowed_keys_file import read_allowed_keys
 from kvxferd.control.curve_keys import read_key
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.daemon import STOP_S
@@ -97,10 +98,7 @@ def config_text(form: list[Manifest]) -> str:
 
 def read_config(form: list[Manifest], daemon: Manifest, tmp_path: Path, node: str = "node-a") -> Config:
     path = tmp_path / "kvxferd.toml"
-    # As the page tells operators to: without an entry the daemon refuses to start.
-    path.write_text(
-        config_text(form).replace("curve_allowed_keys = []", f'curve_allowed_keys = ["{PUBLIC_KEY}"]')
-    )
+    path.write_text(config_text(form))
     environment = environment_of(daemon, {**FIELDS, "spec.nodeName": node})
     assert CONFIG_PATH_VARIABLE not in environment
     return load_config(path, environment, {})
@@ -502,15 +500,23 @@ def test_each_node_has_a_key_of_its_own_name(keys_form: list[Manifest], tmp_path
     assert not any("secret" in volume for volume in pod["volumes"])
 
 
-def test_without_an_allowed_key_the_daemon_refuses_to_start(
+def test_the_daemon_watches_a_file_of_keys_that_is_mounted_beside_its_configuration(
     keys_form: list[Manifest], tmp_path: Path
 ) -> None:
-    path = tmp_path / "kvxferd.toml"
-    path.write_text(config_text(keys_form))
     (workload,) = of_kind(keys_form, "DaemonSet")
     daemon = containers_of(pod_of(workload))["kvxferd"]
-    with pytest.raises(ConfigError, match="nobody would be let in"):
-        load_config(path, environment_of(daemon), {})
+    config = read_config(keys_form, daemon, tmp_path).peer
+    assert config.curve_allowed_keys == ()
+    path = PurePosixPath(config.curve_allowed_keys_file)
+    mount = mounts_of(daemon)[str(path.parent)]
+    assert "subPath" not in mount  # which the kubelet never renews
+    assert mount["name"] in {v["name"] for v in pod_of(workload)["volumes"] if "configMap" in v}
+    (config_map,) = of_kind(keys_form, "ConfigMap")
+    listed = tmp_path / "allowed-keys"
+    listed.write_text(config_map["data"][path.name])
+    assert read_allowed_keys(listed) == frozenset()
+    listed.write_text(f"{config_map['data'][path.name]}{PUBLIC_KEY}\n")
+    assert read_allowed_keys(listed) == {PUBLIC_KEY}
 
 
 def test_the_key_container_makes_a_key_once_and_prints_its_public_half(
@@ -641,7 +647,7 @@ KUBECTL_COMMANDS = [words for command in commands_of(PAGE) if (words := kubectl_
 def test_every_command_of_the_page_is_one_that_a_test_runs() -> None:
     others = {command.program for command in commands_of(PAGE) if not kubectl_words(command)}
     assert others == {"nft", "podman"}  # test_firewall; a registry takes what podman pushes
-    assert len(KUBECTL_COMMANDS) >= 10
+    assert len(KUBECTL_COMMANDS) >= 9
 
 
 @pytest.mark.parametrize("words", KUBECTL_COMMANDS, ids=" ".join)
