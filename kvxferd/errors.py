@@ -23,6 +23,11 @@ BUSY_REFUSALS: Counter[str] = Counter()
 OTHER_LIMIT = "other"
 
 
+def count_busy_refusal(limit: str = OTHER_LIMIT) -> None:
+    """Count a refusal as `busy` for which no BusyError is raised."""
+    BUSY_REFUSALS[limit] += 1
+
+
 class Code(StrEnum):
     """Why something failed or ended, on the wire and in metrics; a machine may branch on it."""
 
@@ -176,4 +181,4 @@ class BusyError(KvxferdError):
 
     def __init__(self, message: str, retry_after_s: float, limit: str = OTHER_LIMIT) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
-        BUSY_REFUSALS[limit] += 1
+        count_busy_refusal(limit)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvxferd.errors import Code, ProtocolError
+from kvxferd.errors import Code, ProtocolError, count_busy_refusal
 from kvxferd.wire.framing import Frame, FrameDecoder, encode_header
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 
@@ -190,6 +190,7 @@ class FrameSocket:
         if flags & socket.MSG_CTRUNC and self._accepts_lost_fds and not fds:
             fds = [LOST_FD]
         elif flags & socket.MSG_CTRUNC:
+            count_busy_refusal("open_files")
             raise ProtocolError(
                 "cannot take a frame whose descriptors were cut off: this process has too many open",
                 Code.BUSY,

@@ -20,7 +20,7 @@ from kvxferd.control.status_page.main_page import PageContent, render_main, rend
 from kvxferd.control.status_page.transfer_page import find_records, has_transfer, render_transfer_page
 from kvxferd.control.status_page.watchers import WATCHERS
 from kvxferd.control.topology_response import topology_response
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, KvxferdError, count_busy_refusal
 from kvxferd.ids import EngineId
 from kvxferd.telemetry.history import HistoryQuery, record_to_json
 from kvxferd.telemetry.recent_lines import RECENT_LINES
@@ -65,6 +65,7 @@ async def page_fragment(request: web.Request) -> web.StreamResponse:
     assert isinstance(connection, HttpConnection)
     source = "operator" if is_operator(request) else connection.source
     if not request.app[WATCHERS].admit(source, request.query.get("watcher", "")):
+        count_busy_refusal("http")
         message = "cannot renew the page: as many watch it as may; load it again later"
         return error_response(503, Code.BUSY, message)
     if is_operator(request):

@@ -27,7 +27,7 @@ from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_ope
 from kvxferd.control.responses import error_response
 from kvxferd.control.status_page.watchers import WATCHERS, Watchers
 from kvxferd.control.topology_response import TOPOLOGY_TURNS, TopologyTurns
-from kvxferd.errors import Code, ConfigError, KvxferdError
+from kvxferd.errors import Code, ConfigError, KvxferdError, count_busy_refusal
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.unix_socket import is_own_uid, listening_pid
 
@@ -151,6 +151,7 @@ async def _limit_requests(request: web.Request, handler: Handler) -> web.StreamR
         size = (answer.content_length or 0) if isinstance(answer, web.Response) else 0
         if connection.listeners.num_unsent_bytes + size > MAX_UNSENT_BYTES:
             text = f"cannot {request.method} {request.path}: too many answers are not read; try again later"
+            count_busy_refusal("http")
             return error_response(503, Code.BUSY, text)
         return answer
     finally:

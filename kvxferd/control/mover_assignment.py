@@ -21,7 +21,7 @@ from kvxferd.core.events import (
     TransportsSeen,
 )
 from kvxferd.core.node import Node
-from kvxferd.errors import Code, MoverError
+from kvxferd.errors import Code, MoverError, count_busy_refusal
 from kvxferd.ids import BootId, MoverId, SessionId
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.backends import UCX, Backend
@@ -104,6 +104,7 @@ class MoverAssignment:
         except OSError as error:
             log.warning("resident mover not assigned", session=effect.session, reason=error.strerror)
             text = f"cannot take the worker's resident mover: {error.strerror}; try again later"
+            count_busy_refusal("open_files")
             refusal = Refusal(Code.BUSY, text, MOVER_RETRY_AFTER_S)
             self._on_event(MoverUnavailable(effect.session, refusal))
             return
@@ -178,6 +179,7 @@ class MoverAssignment:
         except OSError as error:
             log.warning("fence page not shared", session=effect.session, reason=error.strerror)
             text = f"cannot hand the page to its mover: {error.strerror}; try again later"
+            count_busy_refusal("open_files")
             refused = FenceRefused(session=effect.session, code=Code.BUSY, message=text)
             self._on_event(MoverMessage(effect.mover, refused))
 

@@ -20,7 +20,7 @@ from kvxferd.control.fair_thread import FairThread
 from kvxferd.core.events import Event, LayoutsChecked, PeerReply, PeerRequest
 from kvxferd.core.layout_cache import CheckedLayout, LayoutCache
 from kvxferd.core.manifest_checks import checked_layouts
-from kvxferd.errors import Code, KvxferdError, ProtocolError
+from kvxferd.errors import Code, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.ids import Endpoint
 from kvxferd.wire.codec import refusal_of_undecodable
 from kvxferd.wire.common import Message, RankManifest
@@ -137,6 +137,7 @@ class PeerInbox:
             held.num_bytes + len(payload) > MAX_DEFERRED_BYTES
             or self._num_deferred_bytes + len(payload) > MAX_TOTAL_DEFERRED_BYTES
         ):
+            count_busy_refusal()
             self._log_refused(sender, Code.BUSY, "too much waits behind a manifest of its connection")
             return
         held.payloads.append(payload)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxferd.core.fair_share import FairShare
-from kvxferd.errors import Code, ProtocolError
+from kvxferd.errors import Code, ProtocolError, count_busy_refusal
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 
 # Of sessions that are not admitted. A `register` of 150 KiB arrives whole, so nearly nothing of it is ever
@@ -41,6 +41,7 @@ class SessionAdmission:
         self._fds.add(uid, num_fds - usage.num_fds)
         usage.num_bytes, usage.num_fds = num_bytes, num_fds
         if (num_bytes and not self._bytes.has_room(uid, 0)) or (num_fds and not self._fds.has_room(uid, 0)):
+            count_busy_refusal("unfinished_registrations")
             raise ProtocolError(
                 "cannot take more of what has arrived: too many registrations of this user have begun and "
                 "are not whole; try again later",

@@ -8,7 +8,7 @@ from kvxferd.control.worker_connection import WorkerConnection
 from kvxferd.core.events import FdsArrived
 from kvxferd.core.fair_share import FairShare
 from kvxferd.core.limits import RETRY_LATER_S
-from kvxferd.errors import Code, EngineError, ProtocolError
+from kvxferd.errors import Code, EngineError, ProtocolError, count_busy_refusal
 from kvxferd.frame_socket import close_fds
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire.common import FdBatch, Refusal
@@ -83,6 +83,7 @@ class SessionFds:
         connection.set_mover_socket(mover)
         if problem is None and not self.charge(connection, len(fds)):
             problem = FD_LIMIT_REFUSAL
+            count_busy_refusal("worker_descriptors")
         if problem is not None:
             fds.close()
             connection.incomplete_register = None
@@ -104,6 +105,7 @@ class SessionFds:
             )
         self._add_early_fds(connection, part.first, fds)
         if not self.charge(connection):
+            count_busy_refusal("worker_descriptors")
             raise ProtocolError(FD_LIMIT_REFUSAL.message, Code.BUSY)
 
     def _add_early_fds(self, connection: WorkerConnection, first: int, fds: FrameFds) -> None:

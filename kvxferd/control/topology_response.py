@@ -20,7 +20,7 @@ from kvxferd.control.http_connections import HttpConnection
 from kvxferd.control.node_api import NODE_API, NodeApi
 from kvxferd.control.response_cache import COST_FACTOR, is_operator
 from kvxferd.control.responses import error_response, json_response
-from kvxferd.errors import Code
+from kvxferd.errors import Code, count_busy_refusal
 from kvxferd.ids import EngineId
 
 # As much as the largest other response, of 8,192 transfers. It is exceeded by one topology at most.
@@ -65,6 +65,7 @@ async def topology_response(request: web.Request, engine_id: EngineId | None) ->
     assert isinstance(connection, HttpConnection)
     if not turns.has_room(connection.source):
         message = f"cannot GET {request.path}: other such requests are being served; try again in a second"
+        count_busy_refusal("http")
         return error_response(503, Code.BUSY, message)
     async with turns.turn(connection.source):
         if request.transport is None:  # the client has disconnected

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvxferd.config import WorkerConfig
 from kvxferd.core.fair_share import FairShare
-from kvxferd.errors import BUSY_REFUSALS, Code
+from kvxferd.errors import Code, count_busy_refusal
 from kvxferd.unix_socket import Credentials, is_own_uid
 from kvxferd.wire.worker import Farewell
 
@@ -35,7 +35,7 @@ def rejection(
             f"cannot take another connection: {max_sessions} are open (limits.max_sessions); "
             "close some, or try again later"
         )
-        BUSY_REFUSALS["max_sessions"] += 1
+        count_busy_refusal("max_sessions")
         return Farewell(code=Code.BUSY, message=text)
     held_by = Counter(uids)
     if not FairShare.from_counts(max_sessions, held_by).has_room(credentials.uid):
@@ -44,6 +44,6 @@ def rejection(
             f"it has {held_by[credentials.uid]}, and the rest of {max_sessions} "
             "(limits.max_sessions) is for users who have few; close some, or try again later"
         )
-        BUSY_REFUSALS["max_sessions"] += 1
+        count_busy_refusal("max_sessions")
         return Farewell(code=Code.BUSY, message=text)
     return None

@@ -26,7 +26,7 @@ from kvxferd.control.session_inbox import SessionInbox
 from kvxferd.control.worker_access import may_connect, rejection
 from kvxferd.control.worker_connection import WorkerConnection
 from kvxferd.core.events import Event, WorkerConnected, WorkerDisconnected, WorkerMessage
-from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError
+from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.frame_socket import FrameSocket, close_fds, new_read_buffer
 from kvxferd.ids import SessionId
 from kvxferd.memory.fence import UnmappedFencePage
@@ -399,6 +399,7 @@ class WorkerSocket:
             connection.fence_page = UnmappedFencePage.create()
         except OSError as error:
             text = f"cannot make a fence page: {error.strerror}; try again later"
+            count_busy_refusal("open_files")
             self._disconnect(connection, KvxferdError(text, Code.BUSY))
 
     def send_with_fence_page(self, session: SessionId, message: Message) -> None:
@@ -410,6 +411,7 @@ class WorkerSocket:
             page = os.dup(connection.fence_page.fd)
         except OSError as error:
             text = f"cannot hand out a fence page: {error.strerror}; try again later"
+            count_busy_refusal("open_files")
             self._disconnect(connection, KvxferdError(text, Code.BUSY))
             return
         self.send(session, message, (page,))

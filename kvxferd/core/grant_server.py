@@ -18,7 +18,7 @@ from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.tables import decrease, discard
 from kvxferd.core.traces import sampled_trace
 from kvxferd.core.transfer_table import Grant, Transfer, TransferKey
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError, count_busy_refusal
 from kvxferd.ids import AgentName, EngineKey, GrantId
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import TransferRef
@@ -281,6 +281,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             len(transfer.grants) >= MAX_GRANTS_PER_TRANSFER
             or transfer.num_grants_of_peer[pending.peer_id] >= MAX_GRANTS_PER_PEER
         ):
+            count_busy_refusal("grants_per_transfer")
             return _Obstacle(
                 Code.BUSY,
                 f"{what}: it has {len(transfer.grants)} grants; {MAX_GRANTS_PER_TRANSFER} are the limit, and "

@@ -17,7 +17,7 @@ from kvxferd.core.manifest_checks import check_manifests
 from kvxferd.core.peers import EngineWaiter, OnLearnt, Peer, Peers, as_refusal
 from kvxferd.core.remote_engines import RemoteEngine
 from kvxferd.core.snapshot import HandshakeRecord
-from kvxferd.errors import BusyError, Code, EngineError, KvxferdError
+from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, count_busy_refusal
 from kvxferd.ids import Endpoint, EngineId, EngineKey
 from kvxferd.plan import check_engine
 from kvxferd.wire.common import Refusal
@@ -135,6 +135,7 @@ class HandshakeClient:
                 shares.add(uid, size)
                 weakref.finalize(kept, shares.release, uid, size).atexit = False
                 return kept
+        count_busy_refusal("remote_engine_bytes")
         return Refusal(
             Code.BUSY,
             f"cannot learn engine {read.spec.key}: {shares.held} bytes of {shares.limit} are taken by other "

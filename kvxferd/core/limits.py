@@ -26,7 +26,8 @@ MAX_TOMBSTONES = 1 << 17
 BUSY_LIMITS = (
     *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
     *("max_peers", "max_waiting_per_peer", "max_waiting"),
-    *("block_id_bytes", "mover_starts", OTHER_LIMIT),
+    *("block_id_bytes", "mover_starts", "remote_engine_bytes", "grants_per_transfer"),
+    *("open_files", "worker_descriptors", "unfinished_registrations", "http", OTHER_LIMIT),
 )
 
 

@@ -23,7 +23,7 @@ from kvxferd.core.registration_checks import RegistrationChecks, check_exports, 
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.session import Session
 from kvxferd.core.ucx_log import TransportsUsed
-from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.ids import EngineId, EngineKey, Generation, MoverId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
@@ -318,6 +318,7 @@ class LocalRanks:
         # With version 1 the mover has the memory already, and the worker judges by those that it watches.
         self._movers.kill(mover)
         text = "cannot send a mover's pidfd: this daemon has no descriptor left; connect again"
+        count_busy_refusal("open_files")
         self._close(session, Farewell(code=Code.BUSY, message=text))
 
     def _bind(self, session: Session, mover: MoverId, rank: LocalRank) -> None:

@@ -298,7 +298,12 @@ def _refused(status: bytes, has_key: bool) -> _Failed:
             "add this node's public key (`kvxferd keygen --public FILE`) to peer.curve_allowed_keys or "
             "its file there; a daemon of an earlier release says the same where it refuses the address",
         )
-    assert status in (REFUSED_KEY, REFUSED_ADDRESS, b"300")
+    if status not in (REFUSED_KEY, REFUSED_ADDRESS, b"300"):
+        return _Failed(
+            Outcome.NOT_A_DAEMON,
+            f"what listens there refuses the handshake with status {status.decode()}, as no kvxferd does",
+            "give peer.bind's port: `kvxferd status` there shows the endpoint",
+        )
     return _Failed(
         Outcome.ADDRESS_REFUSED,
         "the daemon there does not admit this node's address",

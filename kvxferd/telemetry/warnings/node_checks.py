@@ -85,8 +85,9 @@ class TurnedAwayPeers:
         _, address, reason = self._last
         message = f"this node turns a peer away, and that node's pulls from here fail: {address}, {reason}"
         remedy = (
-            "if it is a node of yours, add what is missing to peer.curve_allowed_keys or "
-            "peer.allowed_addresses here: docs/how-to/keys.md"
+            "if it is a node of yours, add what is missing here: its key to peer.curve_allowed_keys or to "
+            "the file of peer.curve_allowed_keys_file, its address to peer.allowed_addresses: "
+            "docs/how-to/keys.md"
         )
         return [Finding(WarningKind.PEER_TURNED_AWAY, "", message, remedy)]
 

@@ -19,6 +19,7 @@ from kvxferd.cli.root import root
 from kvxferd.control.curve_keys import CurveKeyPair, make_key
 from kvxferd.core import node as core_node
 from kvxferd.core.allowlist import ALLOW_ALL, PeerAllowlist
+from kvxferd.doctor import peer_ping
 from kvxferd.doctor.peer_ping import Outcome, Ping, ping
 from kvxferd.doctor.peer_report import exit_status_of
 from kvxferd.ids import Endpoint
@@ -191,3 +192,10 @@ def test_a_timeout_that_is_no_number_is_refused() -> None:
     refused = CliRunner().invoke(root, ["ping", "tcp://127.0.0.1:1", "--timeout", "nan"])
     assert refused.exit_code == 2
     assert "give a number of seconds" in refused.stderr
+
+
+@pytest.mark.parametrize("status", [200, 299, 404, 999])
+def test_a_refusal_with_a_status_that_no_daemon_sends(status: int) -> None:
+    found = peer_ping._refused(str(status).encode(), has_key=True)
+    assert found.outcome is Outcome.NOT_A_DAEMON
+    assert str(status) in found.message
