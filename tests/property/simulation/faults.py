@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvxferd.client.registration import MemoryState
@@ -184,21 +185,26 @@ class Faults:
             )
             agenda.after(rng.choice((0.01, 0.1, 0.6)), self._world.start_daemon, engine.shape.node_name)
             delay = rng.choice((0.0, 0.002, rng.uniform(0.0, 0.8)))
-        process.after(delay, self._suspend, engine, process)
-        process.after(delay + rng.choice((0.001, 0.05, 0.5)), self._wake, engine, process)
+        wake_s = rng.choice((0.0005, 0.002, 0.05, 0.5))
+        if kind == "sleep-without-daemon" and rng.random() < 0.6:  # while the registration is under way
+            delay = rng.choice((0.0, 0.0005, 0.002, 0.01))
+            process.on_registering = partial(process.after, delay, self._suspend, engine, process, wake_s)
+        else:
+            process.after(delay, self._suspend, engine, process, wake_s)
 
-    def _suspend(self, engine: Engine, process: Process) -> None:
+    def _suspend(self, engine: Engine, process: Process, wake_s: float) -> None:
         if (
             process.session.registration.memory_state is MemoryState.SHARED
             and process.session.close_reason is None
         ):
             engine.sleep(process)
+        process.after(wake_s, self._wake, engine, process)
 
     def _wake(self, engine: Engine, process: Process) -> None:
         if process.session.registration.memory_state is MemoryState.SHARED:
             return
         if not engine.wake(process):
-            process.after(0.05, self._wake, engine, process)
+            process.after(0.003, self._wake, engine, process)
 
     # --- requests
 

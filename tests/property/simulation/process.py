@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvxferd.client.events import Event
@@ -55,6 +56,7 @@ class Process(Actor):
         self._deliveries: deque[wk.Delivered] = deque()
         self._watched: dict[int, dict[Mover, None]] = {}
         self._ended_epochs: dict[int, None] = {}
+        self.on_registering: Callable[[], None] | None = None  # called once, when it sends a registration
         self._num_mappings = 0
         self._num_attempts = 0
         self._connected_at = 0.0
@@ -215,7 +217,10 @@ class Process(Actor):
         while connection is not None and (outgoing := self.session.pop_outgoing(self.agenda.now)) is not None:
             memory = None
             if isinstance(outgoing.message, wk.Register | wk.Resume):
-                memory = self._memories[outgoing.fds[0]]
+                memory = self._memories[outgoing.fds[0]] if outgoing.fds else None
+                on_registering, self.on_registering = self.on_registering, None
+                if on_registering is not None:
+                    on_registering()
             connection.up.send(connection.daemon.handle_worker_message, connection, outgoing.message, memory)
         while self._events:
             self.engine.handle(self, self._events.popleft())
