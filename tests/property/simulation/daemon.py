@@ -123,8 +123,10 @@ class Daemon(Actor):
 
     def connection_ended(self, connection: Connection) -> None:
         """Handle the end of a worker's connection."""
-        if self.connections.pop(connection.session, None) is not None:
-            self.feed(ev.WorkerDisconnected(connection.session))
+        if connection.session in self.connections:
+            connection.is_open = False
+            self.feed(ev.WorkerDisconnected(connection.session))  # which still overwrites fence words
+            del self.connections[connection.session]
 
     def handle_mover_message(self, mover: Mover, message: mv.FromMover) -> None:
         """Handle a mover's message."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvxferd.client.events import Event
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.memory_export import MemoryExport
-from kvxferd.client.registration import PublisherRole, RankRole, SessionRole
+from kvxferd.client.registration import MemoryState, PublisherRole, RankRole, SessionRole
 from kvxferd.client.session import PERMANENT_REFUSALS, ClientSession
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Incarnation, MoverId
@@ -57,6 +57,7 @@ class Process(Actor):
         self._watched: dict[int, dict[Mover, None]] = {}
         self._ended_epochs: dict[int, None] = {}
         self.on_registering: Callable[[], None] | None = None  # called once, when it sends a registration
+        self._generation = ""
         self._num_mappings = 0
         self._num_attempts = 0
         self._connected_at = 0.0
@@ -69,13 +70,14 @@ class Process(Actor):
 
     def start(self, generation: str) -> None:
         """Register, and connect."""
-        role: SessionRole
-        if self.spec is not None:
-            role = RankRole(self.spec, layout_of(self.spec, self.engine.order), self.map_memory())
-        else:
-            role = PublisherRole(self.engine.engine_id, generation)
-        self.session.register(role)
+        self._generation = generation
+        self.session.register(self._role())
         self._connect()
+
+    def _role(self) -> SessionRole:
+        if self.spec is None:
+            return PublisherRole(self.engine.engine_id, self._generation)
+        return RankRole(self.spec, layout_of(self.spec, self.engine.order), self.map_memory())
 
     def map_memory(self) -> SimulatedExport:
         """Allocate the rank's memory anew: whatever it holds, it was not published."""
@@ -224,10 +226,28 @@ class Process(Actor):
             connection.up.send(connection.daemon.handle_worker_message, connection, outgoing.message, memory)
         while self._events:
             self.engine.handle(self, self._events.popleft())
+        self._look_for_refusal()
         deadline = self.session.next_deadline()
         if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
             self._tick_at = max(deadline, self.agenda.now)
             self.at(self._tick_at, self._tick, self._tick_at)
+
+    def _look_for_refusal(self) -> None:
+        """Have an engine whose `register` or `resume` was refused call it again."""
+        registration = self.session.registration
+        refusal = registration.reply_refusal
+        if refusal is not None and not registration.caller_waits:
+            registration.reply_refusal = None
+            self.note(f"is refused: {refusal.code}")
+            self.after(0.2, self._call_again)
+
+    def _call_again(self) -> None:
+        registration = self.session.registration
+        if registration.role is None:
+            self.session.register(self._role())
+        elif registration.memory_state is MemoryState.SUSPENDED:
+            self.session.resume(self.map_memory())
+        self._after_session()
 
     def _tick(self, due: float) -> None:
         if due != self._tick_at:
