@@ -29,6 +29,7 @@ MAX_LINE_BYTES = 64 << 10  # a long traceback has 16 KiB; journald splits lines 
 WRITE_BYTES = 4_096
 CLOSE_S = 1.0  # half of it for everything in order, half for the errors and the last lines
 LAST_LINES = 64
+PAUSE_S = 0.01  # in which lines that are no errors gather
 REPORT_S = 10.0  # between two reports of dropped lines, while the reader stays slow
 
 
@@ -107,6 +108,7 @@ class LogQueue:
         self._reported_at = 0.0
         self._was_written = True  # whether the descriptor took the last batch
         self._is_closing = False
+        self._is_idle = False  # the writer waits for a line
         self._ended = threading.Event()
         # A daemon thread, because an exit must not wait for a write that never returns.
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
@@ -122,7 +124,8 @@ class LogQueue:
             self._next_number += 1
             lines = self._errors if is_error else self._ordinary
             self._drop(lines.add(_Line(self._next_number, text)))
-            self._changed.notify()
+            if is_error or self._is_idle:
+                self._changed.notify()
 
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Write the remaining lines, for at most `limit_s`. Idempotent."""
@@ -147,8 +150,15 @@ class LogQueue:
             if not self._was_written:
                 with self._changed:
                     self._drop(text.count(b"\n"))
+            self._pause()
         with self._changed:
             self._ended.set()
+
+    def _pause(self) -> None:
+        """Let lines gather for a moment: waking up for each took longer than formatting it."""
+        with self._changed:
+            if not (self._is_closing or self._errors.lines or self._ordinary.lines):
+                self._changed.wait(PAUSE_S)
 
     def _next_batch(self) -> bytes | None:
         """Wait for lines; return a batch, oldest first, or None once the queue is closed and empty."""
@@ -158,7 +168,9 @@ class LogQueue:
                     return self._report()
                 if self._is_closing:
                     return None
+                self._is_idle = True
                 self._changed.wait()
+                self._is_idle = False
             if self._is_report_due():
                 return self._report()
             text = self._oldest().pop_oldest()

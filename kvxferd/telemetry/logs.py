@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, TextIO, assert_never
 
 import structlog
@@ -90,15 +91,15 @@ def set_log_level(level: str) -> None:
 
 def _configure(config: LogConfig, put: Callable[[str, bool], None], is_terminal: bool) -> Callable[..., str]:
     """Give every line to `put`, with whether it is an error. Return the renderer of a warning."""
-    json = config.format == "json" or (config.format == "auto" and not is_terminal)
+    is_json = config.format == "json" or (config.format == "auto" and not is_terminal)
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     final: list[Any] = (
-        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-        if json
+        [structlog.processors.format_exc_info, _render_json]
+        if is_json
         else [structlog.dev.ConsoleRenderer(colors=is_terminal and not os.environ.get("NO_COLOR"))]
     )
     limiter = LogRateLimiter()
@@ -126,6 +127,14 @@ def _configure(config: LogConfig, put: Callable[[str, bool], None], is_terminal:
         return str(line)
 
     return render
+
+
+# json.dumps makes an encoder for each line, which takes as long as the line.
+_JSON = json.JSONEncoder(default=repr)
+
+
+def _render_json(logger: Any, method: str, fields: MutableMapping[str, Any]) -> str:
+    return _JSON.encode(fields)
 
 
 class _LineLogger:

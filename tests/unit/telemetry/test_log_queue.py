@@ -216,3 +216,19 @@ def test_a_traceback_that_nobody_caught_comes_out(pipe: Pipe) -> None:
     lines = done.stderr.splitlines()
     assert '"event": "before"' in lines[0]
     assert lines[-1] == "RuntimeError: lost"
+
+
+def test_lines_gather_and_an_error_or_the_end_writes_them_at_once(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_queue, "PAUSE_S", 3600.0)
+    queue = LogQueue(pipe.writing)
+    with os.fdopen(os.dup(pipe.reading)) as lines:
+        queue.put("first")
+        assert lines.readline() == "first\n"
+        queue.put("gathers")
+        queue.put("an error", is_error=True)
+        assert [lines.readline() for _ in range(2)] == ["gathers\n", "an error\n"]
+        queue.put("last")
+        queue.close()
+        assert lines.readline() == "last\n"
