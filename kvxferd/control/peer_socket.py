@@ -49,6 +49,8 @@ BACKLOG = 512  # connections in the kernel that wait to be accepted
 MAX_ZMQ_SOCKETS = 16_384  # at a time; libzmq's default is 1,023
 # Then the loop's other sockets have their turn. One message takes a few ms at most (`wire/outlines.py`).
 MESSAGES_PER_TURN, TURN_S = 64, 0.01
+# A request of ZAP has 9 to 11 parts, every other message one. More are read in turns of 3 ms, and dropped.
+MAX_PARTS, PARTS_PER_TURN = 16, 1000
 MAX_RESOLVING_MESSAGES = 1024  # to a peer whose name is being resolved; lost ones are sent again
 # The kernel detects a dead peer's TCP connection in about this time, also if nothing is sent. Not ZMQ's
 # heartbeats: if a connection ends while its inbound queue is full, and the loop reads the queue later than
@@ -58,7 +60,7 @@ UNACKNOWLEDGED_MS = 6_000
 RECONNECT_MAX_MS = 1_000
 # Plain integers: `value & zmq.POLLIN` takes 1.8 us and `zmq.NOBLOCK | zmq.SNDMORE` as much, these 0.1 us.
 # `recv_multipart` and `send_multipart` use the enums too, and take 4 and 3 us more.
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_EVENTS, _POLLIN, _SRCFD = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SRCFD)
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 # A routing id that libzmq generates: a zero and a number. One that a peer chooses may start with a zero too.
 ROUTE_BYTES, ROUTE_PREFIX = 5, b"\0"
@@ -71,6 +73,7 @@ class _WatchedSocket:
     socket: zmq.Socket[bytes]
     on_message: Callable[[bytes, list[zmq.Frame]], None]  # the route ("" of a DEALER), and the parts
     has_routes: bool
+    is_skipping: bool = False  # the rest of a message of too many parts is being read
     is_due: bool = False  # `_read_ready` runs, or is scheduled for the loop's next turn
 
 
@@ -123,7 +126,11 @@ class PeerSocket:
         if self._key is not None:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
-        guard = ConnectionGuard(router, has_curve=self._key is not None)
+        guard = ConnectionGuard(
+            router,
+            has_curve=self._key is not None,
+            request_read=self._read_requests_in(asyncio.get_running_loop()),
+        )
         guard.start()
         try:
             router.bind(self._bind)
@@ -141,6 +148,19 @@ class PeerSocket:
         guard.set_port(int(self.bound_endpoint.rpartition(":")[2]))
         self._guard = guard
         self._router = self._watch(router, self._on_request, has_routes=True)
+
+    def _read_requests_in(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+        """Return what has requests read that wait, from any thread."""
+
+        def read() -> None:
+            if self._router is not None:
+                self._schedule_read(self._router)
+
+        def request() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(read)
+
+        return request
 
     def _start_zap(self) -> None:
         """Have libzmq send ZAP requests, even if all may connect: the allow-lists can be reloaded."""
@@ -273,12 +293,20 @@ class PeerSocket:
         socket = watched.socket
         until = time.monotonic() + TURN_S
         for _ in range(MESSAGES_PER_TURN):
-            if socket.closed or not _int_option(socket, _EVENTS) & _POLLIN:
+            if socket.closed:
                 return False
+            if not _int_option(socket, _EVENTS) & _POLLIN:
+                if watched is self._router and self._guard is not None:
+                    self._guard.queue_is_empty()
+                return False
+            if watched.is_skipping:
+                watched.is_skipping = _skip_parts(socket)
+                return True
             try:
                 route, parts = _receive(socket, watched.has_routes)
             except zmq.Again:
                 return False
+            watched.is_skipping = parts[-1].more
             try:
                 watched.on_message(route, parts)
             except Exception:  # one sender's message must not stop the reading of others'
@@ -289,6 +317,8 @@ class PeerSocket:
 
     def _on_request(self, route: bytes, parts: list[zmq.Frame]) -> None:
         last = parts[-1]
+        if self._guard is not None:
+            self._guard.count_message(last.get(_SRCFD))
         # Without CURVE this is unauthenticated: the peer itself has sent it.
         key = _zmq_metadata(last, b"User-Id") if self._key is not None else ""
         sender = Sender(route, None, key, _zmq_metadata(last, b"Peer-Address"))
@@ -301,7 +331,7 @@ class PeerSocket:
             self._refuse(route, "it chose the name of its own connection")
             return
         if len(parts) != 1:
-            self._refuse(route, f"a message of {len(parts)} parts; it has one")
+            self._refuse(route, "a message of several parts; it has one")
             return
         self._inbox.handle(sender, last.bytes)
 
@@ -426,14 +456,22 @@ class PeerSocket:
 
 
 def _receive(socket: zmq.Socket[bytes], has_routes: bool) -> tuple[bytes, list[zmq.Frame]]:
-    """Return one message: its route, and its other parts. Raises zmq.Again where there is none."""
+    """Return one message: its route, and its other parts, of which there may be more than `MAX_PARTS`.
+
+    Raises zmq.Again where there is none.
+    """
     route = socket.recv(_NOBLOCK) if has_routes else b""
     part = socket.recv(_NOBLOCK, copy=False)
     parts = [part]
-    while part.more:
+    while part.more and len(parts) < MAX_PARTS:
         part = socket.recv(_NOBLOCK, copy=False)
         parts.append(part)
     return route, parts
+
+
+def _skip_parts(socket: zmq.Socket[bytes]) -> bool:
+    """Read and drop some parts of a message. Return whether more are left: libzmq has all of them."""
+    return all(socket.recv(_NOBLOCK, copy=False).more for _ in range(PARTS_PER_TURN))
 
 
 def _zmq_metadata(frame: zmq.Frame, name: bytes) -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog.testing
 import zmq
 import zmq.asyncio
 
-from kvxferd.control import connection_guard, peer_inbox, unread_replies
+from kvxferd.control import connection_guard, peer_inbox, peer_socket, unread_replies
 from kvxferd.control.connection_guard import MAX_HANDSHAKE_BYTES
 from kvxferd.control.curve_keys import CurveKeyPair, make_key
 from kvxferd.control.peer_inbox import NoChecks
@@ -62,6 +63,11 @@ class Node:
 
     async def next(self) -> ev.Event:
         return await asyncio.wait_for(self.heard.get(), 10)
+
+
+def part_of(body: bytes, *, is_last: bool = False) -> bytes:
+    """Return a frame of ZMTP."""
+    return bytes([2 | (not is_last)]) + len(body).to_bytes(8) + body
 
 
 @pytest.fixture
@@ -267,6 +273,72 @@ async def test_without_curve_nobody_has_a_key_whatever_they_say(node):
         assert (event.message, event.key) == (QUESTION, "")
 
 
+async def send_all(connection: socket.socket, payload: bytes) -> bool:
+    """Send by a socket that does not block. False: the other side has closed it."""
+    try:
+        await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(connection, payload), 20)
+    except ConnectionError:
+        return False
+    return True
+
+
+async def test_a_message_without_end_is_not_kept(node, context):
+    """libzmq bounds its parts, not their number: it would keep them until the daemon has no memory left."""
+    honest = dealer_to(context, node)
+    with await speaking(node, {b"Socket-Type": b"DEALER"}, b"") as greedy:
+        parts = part_of(b"") * 7_000
+        deadline = time.monotonic() + 20
+        while await send_all(greedy, parts):
+            assert time.monotonic() < deadline, "it may send for ever"
+            await asyncio.sleep(0.002)
+    await honest.send(encode(QUESTION))
+    assert (await node.next()).message == QUESTION
+
+
+async def test_what_a_busy_loop_has_not_read_yet_shuts_nobody_out(node, context, monkeypatch):
+    """Whole messages that wait are none without an end, nor is a large one that comes slowly."""
+    monkeypatch.setattr(connection_guard, "OPEN_CHECK_S", 0.01)
+    monkeypatch.setattr(connection_guard, "MAX_INCOMPLETE_BYTES", 20_000)
+    honest = dealer_to(context, node)
+    await honest.send(encode(QUESTION))
+    assert (await node.next()).message == QUESTION
+    await until(lambda: node.socket._guard._connections, "the guard knows of it")
+    before = list(node.socket._guard._connections.values())
+    padded = encode(QUESTION) + b"\xc0" * 10_000  # refused by its decoder, on the connection that stays
+    for _ in range(5):
+        for _ in range(10):
+            await honest.send(padded)
+        await asyncio.sleep(0)
+        time.sleep(0.1)  # noqa: ASYNC251 - the loop is busy
+        await honest.send(encode(QUESTION))
+        assert (await node.next()).message == QUESTION
+    assert list(map(id, node.socket._guard._connections.values())) == list(map(id, before))
+
+
+async def test_a_message_of_many_parts_holds_no_loop(node, context, monkeypatch):
+    honest = dealer_to(context, node)
+    loop, num_turns, turns, skip = asyncio.get_running_loop(), 0, [], peer_socket._skip_parts
+
+    def tick() -> None:
+        nonlocal num_turns
+        num_turns += 1
+        loop.call_soon(tick)
+
+    def skip_counted(socket: zmq.Socket[bytes]) -> bool:
+        turns.append(num_turns)
+        return skip(socket)
+
+    monkeypatch.setattr(peer_socket, "_skip_parts", skip_counted)
+    tick()
+    with await speaking(node, {b"Socket-Type": b"DEALER"}, b"") as greedy:
+        assert await send_all(greedy, part_of(b"") * 20_000 + part_of(b"", is_last=True))
+        await until(lambda: len(turns) >= 20, "all of it was read")
+        assert len(set(turns)) == len(turns), "other work runs between"
+    await honest.send(encode(QUESTION))
+    assert (await node.next()).message == QUESTION
+    assert not node.socket._router.is_skipping
+
+
 async def test_who_names_its_own_connection_is_not_listened_to(node):
     """A name that was another's route would bring it the answers to that one."""
     with await speaking(node, {b"Identity": b"anybody"}, encode(QUESTION)) as stranger:
@@ -314,12 +386,14 @@ async def test_a_message_that_cannot_be_taken_keeps_no_other_unread(node, contex
 
     monkeypatch.setattr(peer_inbox.PeerInbox, "handle", take)
     sender = dealer_to(context, node)
-    for _ in range(20):
-        await sender.send(b"defect")
-        await sender.send(b"defect")
-        await sender.send(encode(QUESTION))
-    for _ in range(20):
-        assert (await node.next()).message == QUESTION
+    with structlog.testing.capture_logs() as logged:  # a traceback takes half a second to draw
+        for _ in range(20):
+            await sender.send(b"defect")
+            await sender.send(b"defect")
+            await sender.send(encode(QUESTION))
+        for _ in range(20):
+            assert (await node.next()).message == QUESTION
+    assert [line["event"] for line in logged] == ["peer message failed"] * 40
 
 
 # --- manifests
