@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.errors import MoverError
 from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import Message
+from kvxferd.wire.common import Message, Refusal
 from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.memory import Buffer, FencePage
 from tests.property.simulation.mover import Mover
+from tests.property.simulation.shells.mover_pool import SimulatedHandle, SimulatedPool
 
 if TYPE_CHECKING:
     from tests.property.simulation.process import Process
@@ -68,6 +70,13 @@ class Daemon(Actor):
         )
         self.connections: dict[SessionId, Connection] = {}
         self.movers: dict[MoverId, Mover] = {}
+        self.pool = SimulatedPool(
+            self,
+            random.Random(self.rng.random()),
+            size=1,
+            mover_ids=iter(self._take_number, None),
+            on_exit=self._mover_died,
+        )
         self.saved: tuple = ((), ())
         self._next_number = 1
         self._tick_at: float | None = None
@@ -81,6 +90,7 @@ class Daemon(Actor):
     def start(self, saved: tuple) -> None:
         """Load what an earlier daemon has saved."""
         self.saved = saved
+        self.pool.start()
         users, ranks = saved
         self.feed(ev.OwnershipsLoaded(users, ranks))
 
@@ -90,6 +100,8 @@ class Daemon(Actor):
         self.is_alive = False
         for connection in self.connections.values():
             connection.close_from_daemon()
+        if self.pool.forkserver is not None:  # it reads the end of its socket, unless it is stopped
+            self.pool.forkserver.after(self.rng.choice((0.0002, 0.002, 0.3)), self.pool.forkserver.end)
         for mover in self.movers.values():
             mover.after(self.rng.choice((0.0002, 0.002, 0.3)), mover.die, "its daemon is gone")
 
@@ -136,10 +148,10 @@ class Daemon(Actor):
             return
         self.feed(ev.MoverMessage(mover.mover_id, message))
 
-    def mover_died(self, mover: Mover) -> None:
+    def _mover_died(self, mover: MoverId) -> None:
         """Handle a mover's death, after its last message."""
-        self.movers.pop(mover.mover_id, None)
-        self.feed(ev.MoverDied(mover.mover_id))
+        self.movers.pop(mover, None)
+        self.feed(ev.MoverDied(mover))
 
     def feed(self, event: ev.Event) -> None:
         """Feed the core, and carry out what it wants."""
@@ -184,10 +196,10 @@ class Daemon(Actor):
                 if (connection := self.connections.get(effect.session)) and connection.page is not None:
                     connection.page.overwrite(effect.slot)
             case fx.RequestMover():
-                self.after(self.rng.choice((0.0005, 0.005, 0.03)), self._give_mover, effect.session)
+                self.after(0.0, self._request_mover, effect.session)
             case fx.KillMover():
-                if mover := self.movers.get(effect.mover):
-                    self.agenda.after(self.rng.choice((0.0001, 0.001, 0.02)), mover.die, "killed")
+                if handle := self.pool.handles.get(effect.mover):
+                    handle.process.kill()
             case fx.SendToMover():
                 if mover := self.movers.get(effect.mover):
                     mover.from_daemon.send(mover.handle, effect.message)
@@ -225,15 +237,19 @@ class Daemon(Actor):
                 return
         connection.down.send(connection.process.receive, connection, effect.message, page, mover)
 
-    def _give_mover(self, session: SessionId) -> None:
-        connection = self.connections.get(session)
-        if connection is None:
+    def _request_mover(self, session: SessionId) -> None:
+        self.pool.request(lambda result: self._give_mover(session, result))
+
+    def _give_mover(self, session: SessionId, result: SimulatedHandle | MoverError) -> None:
+        if isinstance(result, MoverError):
+            self.feed(ev.MoverUnavailable(session, Refusal(result.code, result.message)))
             return
-        number = MoverId(self._take_number())
-        mover = Mover(self, number, connection.process, self.world.fabric)
-        self.movers[number] = mover
-        connection.process.movers[mover] = None
-        self.feed(ev.MoverAssigned(session, number, mover.agent, "simulated"))
+        connection = self.connections.get(session)
+        if connection is not None:
+            mover = Mover(self, result, connection.process, self.world.fabric)
+            self.movers[result.mover_id] = mover
+            connection.process.movers[mover] = None
+        self.feed(ev.MoverAssigned(session, result.mover_id, result.agent, "simulated"))
 
     # --- at rest
 

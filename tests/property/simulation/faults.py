@@ -115,6 +115,18 @@ class Faults:
             self._count("kill-mover", mover.name)
             mover.die("a fault")
 
+    def _kill_forkserver(self, rng: random.Random) -> None:
+        forkservers = [d.pool.forkserver for d in self._world.daemons.values()]
+        forkserver = self._pick(rng, [one for one in forkservers if one is not None and one.is_alive])
+        if forkserver is not None:
+            self._count("kill-forkserver", forkserver.name)
+            forkserver.kill()
+
+    def _stop_forkserver(self, rng: random.Random) -> None:
+        forkservers = [d.pool.forkserver for d in self._world.daemons.values()]
+        living = [one for one in forkservers if one is not None and one.is_alive]
+        self._stop(rng, "stop-forkserver", living, (0.02, 0.3, 4.0))
+
     def _stop_mover(self, rng: random.Random) -> None:
         movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
         self._stop(rng, "stop-mover", movers, (0.02, 0.3, 4.0))
@@ -258,6 +270,7 @@ class Faults:
 MESSAGE_KINDS = {LOST: 4, DOUBLED: 3, DELAYED: 4, "delay-worker": 1, "delay-mover": 1}
 OTHER_KINDS = {
     "cut-peer": 2, "partition": 1, "cut-worker": 2, "kill-mover": 2, "stop-mover": 2, "kill-daemon": 1,
+    "kill-forkserver": 1, "stop-forkserver": 1,
     "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "sleep": 2,
     "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "unpublish": 3, "lose-connection": 3,
     "fail-read": 2,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvxferd.ids import AgentName, MoverId, PullId, SessionId, Ticket
+from kvxferd.ids import PullId, SessionId, Ticket
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.transport.base import Span
 from kvxferd.wire import mover as mv
@@ -20,6 +20,7 @@ from tests.property.simulation.transport import Fabric, SimulatedTransport
 if TYPE_CHECKING:
     from tests.property.simulation.daemon import Daemon
     from tests.property.simulation.process import Process
+    from tests.property.simulation.shells.mover_pool import SimulatedHandle
 
 POLL_S = 0.05  # a pull that waits for nothing that could wake its mover is looked at so often
 
@@ -27,14 +28,16 @@ POLL_S = 0.05  # a pull that waits for nothing that could wake its mover is look
 class Mover(Actor):
     """One agent. Its daemon's messages come in order, and so do its own at the daemon."""
 
-    def __init__(self, daemon: Daemon, mover_id: MoverId, process: Process, fabric: Fabric) -> None:
-        super().__init__(daemon.agenda, f"{daemon.name}/mover{mover_id}")
+    def __init__(self, daemon: Daemon, handle: SimulatedHandle, process: Process, fabric: Fabric) -> None:
+        super().__init__(daemon.agenda, handle.agent)
         self.daemon = daemon
-        self.mover_id = mover_id
+        self.mover_id = handle.mover_id
         self.process = process
-        self.agent = AgentName(self.name)
+        self.agent = handle.agent
+        self._os_process = handle.process
+        self._os_process.watch(lambda: self.die("killed"))
         self.watchers: dict[tuple[Process, int], None] = {}  # who watches it, by connection
-        self.to_daemon = Pipe(daemon, daemon.local_latency_s)
+        self.to_daemon = handle.to_daemon
         self.from_daemon = Pipe(self, daemon.local_latency_s)
         self.transport = SimulatedTransport(fabric, self.agent, self, self)
         self._engine = PullEngine(self.transport, clock=lambda: self.agenda.now)
@@ -68,7 +71,7 @@ class Mover(Actor):
         self.is_alive = False
         self._engine.close()
         self.transport.close()
-        self.to_daemon.send(self.daemon.mover_died, self)
+        self._os_process.end()
         for process, epoch in self.watchers:
             process.after(self.daemon.local_latency_s(), process.mover_exited, epoch, self)
 

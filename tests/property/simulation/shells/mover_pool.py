@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import assert_never
 
 from kvxferd.errors import MoverError
@@ -27,7 +27,7 @@ from kvxferd.wire.mover import FromMover, MoverUp
 from tests.property.simulation.agenda import Actor, Agenda, Pipe
 from tests.property.simulation.shells.processes import SimulatedProcess
 
-LATENCIES_S = (0.00005, 0.0005, 0.005)
+LATENCIES_S = (0.00005, 0.0001, 0.0002, 0.001)
 IMPORT_S = 0.5
 AGENT_S = (0.02, 0.5)
 
@@ -54,7 +54,7 @@ class SimulatedPool:
         rng: random.Random,
         *,
         size: int,
-        mover_ids: itertools.count[int],
+        mover_ids: Iterator[int],
         on_exit: Callable[[MoverId], None],
         on_message: Callable[[MoverId, FromMover], None] = lambda mover, message: None,
         on_send: Callable[[MoverId, Message], None] = lambda mover, message: None,

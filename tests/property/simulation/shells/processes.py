@@ -35,7 +35,7 @@ class SimulatedProcess(Actor):
 
     def kill(self) -> None:
         """SIGKILL. Idempotent."""
-        self.agenda.after(self._rng.choice(DEATH_DELAYS_S), self._die)
+        self.agenda.after(self._rng.choice(DEATH_DELAYS_S), self.end)
 
     def watch(self, on_exit: Callable[[], None]) -> None:
         """Call `on_exit` once the process is gone: a pidfd is readable then."""
@@ -44,7 +44,8 @@ class SimulatedProcess(Actor):
         else:
             self.agenda.after(0.0, on_exit)
 
-    def _die(self) -> None:
+    def end(self) -> None:
+        """It is gone now: it was killed, or ended by itself."""
         if not self.is_alive:
             return
         self.note("dies")
