@@ -14,6 +14,7 @@ from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import print_json
 
 RESPONSE_TIMEOUT_S = 5.0
+MAX_PROBE_MIB = 64
 
 
 @click.command()
@@ -32,6 +33,16 @@ RESPONSE_TIMEOUT_S = 5.0
     metavar="ENDPOINT",
     help="Examine the way to this daemon instead, tcp://HOST:PORT#KEY: from here, and through the daemon.",
 )
+@click.option(
+    "--no-probe", is_flag=True, help="With --peer: read nothing from the peer, and let it read nothing."
+)
+@click.option(
+    "--probe-mib",
+    type=click.IntRange(1, MAX_PROBE_MIB),
+    default=MAX_PROBE_MIB,
+    show_default=True,
+    help="With --peer: how much memory a probe reads, in MiB.",
+)
 @click.option("--driver", hidden=True, help="Another GPU driver, for tests without a GPU.")
 @socket_option
 @config_option("The daemon's configuration.")
@@ -42,6 +53,8 @@ def doctor(
     gpu: bool,
     names: tuple[str, ...],
     peer: str | None,
+    no_probe: bool,
+    probe_mib: int,
     driver: str | None,
     socket_path: str | None,
     config_path: Path | None,
@@ -74,7 +87,7 @@ def doctor(
     if peer is not None:
         if gpu or names:
             raise click.UsageError("--peer examines the way to a daemon: leave out --gpu and --check")
-        findings += _peer_findings(node, peer)
+        findings += _peer_findings(node, peer, 0 if no_probe else probe_mib << 20)
     else:
         for name, check in select_checks(names):
             findings += run_check(name, check, node)
@@ -90,9 +103,9 @@ def doctor(
     ctx.exit(report.exit_status(findings, tried))
 
 
-def _peer_findings(node: CheckContext, peer: str) -> list[Finding]:
+def _peer_findings(node: CheckContext, peer: str, probe_bytes: int) -> list[Finding]:
     from kvxferd.doctor.peer_check import check_peer
     from kvxferd.wire.endpoint import parse_endpoint
 
     endpoint = parse_endpoint(peer if "://" in peer else f"tcp://{peer}")
-    return run_check("peer", lambda context: check_peer(context, endpoint), node)
+    return run_check("peer", lambda context: check_peer(context, endpoint, probe_bytes), node)

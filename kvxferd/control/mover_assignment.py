@@ -11,18 +11,20 @@ import structlog
 
 from kvxferd.config import MoverConfig
 from kvxferd.control.worker_socket import WorkerSocket
-from kvxferd.core.effects import BindMover, RequestMover, ShareFencePage
+from kvxferd.core.effects import BindMover, RequestMover, RequestProbeMover, ShareFencePage
 from kvxferd.core.events import (
     Event,
     MoverAssigned,
     MoverDied,
     MoverMessage,
     MoverUnavailable,
+    ProbeMoverAssigned,
+    ProbeMoverUnavailable,
     TransportsSeen,
 )
 from kvxferd.core.node import Node
 from kvxferd.errors import Code, MoverError, count_busy_refusal
-from kvxferd.ids import BootId, MoverId, SessionId
+from kvxferd.ids import BootId, MoverId, ProbeId, SessionId
 from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.backends import UCX, Backend
 from kvxferd.mover.read_ways import READ_VARIABLE
@@ -134,6 +136,10 @@ class MoverAssignment:
         else:
             self.pool.request(on_result)
 
+    def acquire_for_probe(self, effect: RequestProbeMover) -> None:
+        """Find a child mover for a probe."""
+        self.pool.request(lambda result: self._assign_to_probe(effect.probe, result))
+
     def kill(self, mover: MoverId) -> None:
         """Kill the mover, if it has not exited."""
         if handle := self._handles.get(mover):
@@ -220,6 +226,13 @@ class MoverAssignment:
         engine = mover.engine.engine_id if mover.engine is not None else ""
         log.warning("mover died", limit_by=engine, engine=engine, agent=mover.agent, pid=handle.pid)
         self._on_crash(engine)
+
+    def _assign_to_probe(self, probe: ProbeId, result: MoverHandle | MoverError) -> None:
+        if isinstance(result, MoverHandle):
+            self._handles[result.mover_id] = result
+            self._on_event(ProbeMoverAssigned(probe, result.mover_id))
+        elif not self._is_stopping:
+            self._on_event(ProbeMoverUnavailable(probe, Refusal(result.code, result.message)))
 
     def _assign(self, session: SessionId, result: MoverHandle | MoverError) -> None:
         if isinstance(result, MoverHandle):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvxferd.core.probe_record import ProbeRecord
 from kvxferd.core.snapshot import GrantRecord, Record, ServedRecord
-from kvxferd.ids import Endpoint, MoverId, SessionId
+from kvxferd.ids import Endpoint, MoverId, ProbeId, SessionId
 from kvxferd.wire.common import Message
 
 NO_USER = -1  # no user: the node acts for itself
@@ -63,6 +64,13 @@ class RequestMover:
 
     session: SessionId
     resident: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestProbeMover:
+    """Find a mover for a probe. `ProbeMoverAssigned` or `ProbeMoverUnavailable` follows."""
+
+    probe: ProbeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +159,13 @@ class TraceGrant:
     record: GrantRecord
 
 
+@dataclass(frozen=True, slots=True)
+class ReportProbe:
+    """Log and count a probe that has ended, and answer the operator who requested it."""
+
+    record: ProbeRecord
+
+
 Effect = (
     SendToWorker
     | CloseWorkerConnection
@@ -158,6 +173,7 @@ Effect = (
     | CreateFencePage
     | OverwriteFenceWord
     | RequestMover
+    | RequestProbeMover
     | KillMover
     | SendToMover
     | BindMover
@@ -169,4 +185,5 @@ Effect = (
     | EmitRecord
     | CountServed
     | TraceGrant
+    | ReportProbe
 )

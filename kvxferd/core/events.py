@@ -8,7 +8,17 @@ from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.layout_cache import CheckedLayout
 from kvxferd.core.rank_holders import SavedRank
 from kvxferd.core.ucx_log import TransportsUsed
-from kvxferd.ids import AgentName, Endpoint, EngineId, EngineKey, MoverId, PullId, SessionId, TransferId
+from kvxferd.ids import (
+    AgentName,
+    Endpoint,
+    EngineId,
+    EngineKey,
+    MoverId,
+    ProbeId,
+    PullId,
+    SessionId,
+    TransferId,
+)
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
 from kvxferd.wire.peer import PeerMessage
@@ -70,6 +80,22 @@ class MoverUnavailable:
     """No mover is available for the session's rank."""
 
     session: SessionId
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeMoverAssigned:
+    """A mover is available for the probe."""
+
+    probe: ProbeId
+    mover: MoverId
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeMoverUnavailable:
+    """No mover is available for the probe."""
+
+    probe: ProbeId
     refusal: Refusal
 
 
@@ -192,6 +218,15 @@ class PullCancelRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeRequested:
+    """The operator requests a probe of the way to a peer. `ReportProbe` follows, exactly once."""
+
+    probe: ProbeId
+    endpoint: Endpoint
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: run the timers that are due."""
 
@@ -203,6 +238,8 @@ Event = (
     | WorkerDisconnected
     | MoverAssigned
     | MoverUnavailable
+    | ProbeMoverAssigned
+    | ProbeMoverUnavailable
     | MoverMessage
     | TransportsSeen
     | MoverDied
@@ -218,5 +255,6 @@ Event = (
     | PeerDropRequested
     | TransferCancelRequested
     | PullCancelRequested
+    | ProbeRequested
     | Tick
 )

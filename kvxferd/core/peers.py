@@ -34,6 +34,8 @@ from kvxferd.wire.peer import (
     PeerMessage,
     PeerRefused,
     PeerWelcome,
+    ProbeReport,
+    ProbeStarted,
     ReplyMessage,
     RequestMessage,
     refusal_of,
@@ -106,7 +108,10 @@ class Peers:
     def request(
         self, endpoint: Endpoint, make_message: MakeMessage, timeout_s: float, on_reply: OnReply, uid: int
     ) -> None:
-        """Send a request for that user, after the greeting. `make_message` gets the request number."""
+        """Send a request for that user, after the greeting. `make_message` gets the request number.
+
+        It may raise KvxferdError where the peer's version has no such request: that is the reply then.
+        """
         try:
             self._check_open_requests(endpoint, uid)
             peer = self.admit(endpoint, uid)
@@ -255,7 +260,12 @@ class Peers:
             on_reply(reply)
 
         number = self._peer_requests.next_id()
-        self._peer_requests.request(peer.endpoint, make_message(number), timeout_s, answered, uid=peer.uid)
+        try:
+            message = make_message(number)
+        except KvxferdError as error:
+            answered(refusal_of(number, error))
+            return
+        self._peer_requests.request(peer.endpoint, message, timeout_s, answered, uid=peer.uid)
 
     def _send_hello(self, peer: Peer) -> None:
         message = self._make_hello()
@@ -365,7 +375,7 @@ class Peers:
             case PeerRefused():
                 clipped = message.message[:MAX_SENTENCE_CHARS]
                 self._peer_requests.handle_reply(endpoint, msgspec.structs.replace(message, message=clipped))
-            case PeerWelcome() | EngineManifest() | GrantsRenewed() | Done():
+            case PeerWelcome() | EngineManifest() | GrantsRenewed() | Done() | ProbeStarted() | ProbeReport():
                 self._peer_requests.handle_reply(endpoint, message)
             case _:
                 raise ProtocolError(f"cannot take a {type(message).__name__} as an answer", Code.OUT_OF_PLACE)

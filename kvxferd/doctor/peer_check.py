@@ -1,8 +1,8 @@
 """Examines the way to one other daemon, for `kvxferd doctor --peer`.
 
 First from this process, as `kvxferd ping` does. Then by what the local daemon has: its own connection to that
-peer, the pulls that read from it and the transfers that it read, with what they really took. It moves no
-bytes itself: a peer must not be able to load a node, and `kvxferd bench` measures between two nodes.
+peer, the pulls that read from it and the transfers that it read, with what they really took. At last the
+local daemon probes: both daemons read bounded, random memory of one another.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import msgspec
 
 from kvxferd.control.allowed_keys_file import read_allowed_keys
 from kvxferd.control.curve_keys import allowlist_of, read_key
-from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
+from kvxferd.doctor.finding import CheckContext, Finding, Verdict, fail, ok, warn
 from kvxferd.doctor.peer_ping import Outcome, ping
+from kvxferd.doctor.peer_probe import probe_peer
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import Endpoint
 from kvxferd.tooling.output import format_bytes, format_duration
 from kvxferd.wire.endpoint import address_of
+from kvxferd.wire.limits import MAX_PROBE_BYTES
 
 # A link that answers so late has no business in a rack; a pull takes three round trips.
 SLOW_ROUND_TRIP_S = 0.05
@@ -34,9 +36,10 @@ MEASURE_TODO = (
 )
 
 
-def check_peer(node: CheckContext, peer: Endpoint) -> Iterator[Finding]:
-    """Yield what is found between this node and the daemon at that endpoint."""
-    yield _reach(node, peer)
+def check_peer(node: CheckContext, peer: Endpoint, probe_bytes: int = MAX_PROBE_BYTES) -> Iterator[Finding]:
+    """Yield what is found between this node and the daemon at that endpoint. `probe_bytes` 0: no probe."""
+    reach = _reach(node, peer)
+    yield reach
     try:
         peers = node.daemon.get("/v1/peers")["peers"]
         records = node.daemon.get("/v1/history")["records"]
@@ -47,6 +50,8 @@ def check_peer(node: CheckContext, peer: Endpoint) -> Iterator[Finding]:
     yield _connection(peers, peer)
     yield _reads_from(records, peer)
     yield _reads_by(records, peer)
+    if probe_bytes and reach.verdict is not Verdict.FAIL:
+        yield from probe_peer(node, peer, probe_bytes)
 
 
 def _reach(node: CheckContext, peer: Endpoint) -> Finding:

@@ -17,6 +17,7 @@ from kvxferd.layout.areas import BlockArea
 from kvxferd.wire.bounds import METADATA, NAME, REASON, REGIONS
 from kvxferd.wire.common import BlockIds, FdBatch, Message, Placement, RegionAddress
 from kvxferd.wire.limits import MAX_RANKS
+from kvxferd.wire.probe import ProbeRead, ProbeRegion, ProbeSize
 from kvxferd.wire.worker import RegionExport
 
 # --- daemon to mover
@@ -164,6 +165,22 @@ class RevokeBlocks(Message, frozen=True, tag="revoke-blocks"):
     word: bytes
 
 
+class ServeProbe(Message, frozen=True, tag="serve-probe"):
+    """Fill a region of the mover's own with random bytes, and poll.
+
+    The reply is `ProbeServed` or `ProbeFailed`. Sent to child movers alone, which have no rank.
+    """
+
+    size_bytes: ProbeSize
+
+
+class ReadProbe(Message, frozen=True, tag="read-probe"):
+    """Read that region for `for_s` seconds, and verify it. The reply is `ProbeFinished` or `ProbeFailed`."""
+
+    region: ProbeRegion
+    for_s: float
+
+
 # --- mover to daemon
 
 
@@ -285,6 +302,25 @@ class ChunkMemoryWanted(Message, frozen=True, tag="chunk-memory-wanted"):
     lost_bytes: int = 0  # of these: something may write there until the mover dies
 
 
+class ProbeServed(Message, frozen=True, tag="probe-served"):
+    """Another mover may read this region."""
+
+    region: ProbeRegion
+
+
+class ProbeFinished(Message, frozen=True, tag="probe-finished"):
+    """How the region was read; the transports are not known to the mover."""
+
+    read: ProbeRead
+
+
+class ProbeFailed(Message, frozen=True, tag="probe-failed"):
+    """The region cannot be made, or a read of it failed. The mover is of no more use."""
+
+    code: Code
+    message: Annotated[str, REASON]
+
+
 class MoverLeaving(Message, frozen=True, tag="leaving"):
     """A resident mover ends and accepts nothing more. When the stream ends, its agent is gone."""
 
@@ -308,6 +344,8 @@ ToMover = (
     | ChunkMemoryGranted
     | GrantBlocks
     | RevokeBlocks
+    | ServeProbe
+    | ReadProbe
     | BlockIds
 )
 FromMover = (
@@ -323,5 +361,8 @@ FromMover = (
     | PullQuiesced
     | DisconnectSeen
     | ChunkMemoryWanted
+    | ProbeServed
+    | ProbeFinished
+    | ProbeFailed
     | MoverLeaving
 )

@@ -85,12 +85,17 @@ PeerOutline = (
     | peer.RankReady
     | peer.SetRankPolling
     | peer.TransferReleased
+    | peer.StartProbe
+    | peer.ReadProbeBack
+    | peer.EndProbe
     | peer.PeerWelcome
     | EngineManifestOutline
     | peer.Granted
     | peer.GrantsRenewed
     | peer.Done
     | peer.PeerRefused
+    | peer.ProbeStarted
+    | peer.ProbeReport
     | BlockIds
 )
 

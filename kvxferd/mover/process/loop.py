@@ -22,6 +22,7 @@ from kvxferd.mover.process.binding import Bindings
 from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.delivery_socket import DeliverySocket
 from kvxferd.mover.process.gather_source import GatherSource
+from kvxferd.mover.process.peer_probe import PeerProbe
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import ThreadScatterer
 from kvxferd.mover.read_ways import ReadWay
@@ -91,6 +92,7 @@ class MoverLoop:
         self._early_block_ids = BlockIdAssembly()
         self._early_fds = FdBatchAssembly()
         self._backoff = backoff
+        self._probe = PeerProbe(transport, backoff)
         self._is_polling = False
         self._next_idle_check = 0.0
         self._delivery_socket: DeliverySocket | None = None  # None: the daemon reports deliveries
@@ -208,13 +210,7 @@ class MoverLoop:
         message = TO_MOVER.decode(frame.payload)
         match message:
             case FdBatch():
-                copies = dup_fds(frame.fds)
-                try:
-                    void = self._early_fds.add(message.first, copies)
-                except ProtocolError:
-                    close_fds(copies)
-                    raise
-                close_fds(void)
+                self._keep_early_fds(message.first, frame.fds)
             case wire.Bind():
                 early = self._early_fds.pop_all()
                 try:
@@ -249,10 +245,34 @@ class MoverLoop:
                 self._engine.set_chunk_memory(message.size_bytes)
             case wire.GrantBlocks() | wire.RevokeBlocks():
                 self._set_granted(message)
+            case wire.ServeProbe() | wire.ReadProbe():
+                self._send(self._run_probe(message))
             case wire.DisconnectJudged():
                 self._disconnects.handle_reply(message.number, message.over)
             case _:
                 assert_never(message)
+
+    def _keep_early_fds(self, first: int, fds: tuple[int, ...]) -> None:
+        copies = dup_fds(fds)
+        try:
+            void = self._early_fds.add(first, copies)
+        except ProtocolError:
+            close_fds(copies)
+            raise
+        close_fds(void)
+
+    def _run_probe(self, message: wire.ServeProbe | wire.ReadProbe) -> Message:
+        """Return the result of a step of a probe. The daemon kills a mover that fails, or takes too long."""
+        try:
+            if isinstance(message, wire.ReadProbe):
+                return wire.ProbeFinished(read=self._probe.read(message.region, message.for_s))
+            self._is_polling = True
+            return wire.ProbeServed(region=self._probe.serve(message.size_bytes))
+        except KvxferdError as error:
+            return wire.ProbeFailed(code=error.code, message=error.message)
+        except Exception as error:
+            _LOG.exception("probe failed")
+            return wire.ProbeFailed(code=Code.INTERNAL, message=f"cannot probe: {error!r}")
 
     def _set_granted(self, message: wire.GrantBlocks | wire.RevokeBlocks) -> None:
         if self._gather_source is None:

@@ -382,6 +382,8 @@ class Host:
                 | fx.ClosePeerConnection()
                 | fx.EmitRecord()
                 | fx.TraceGrant()
+                | fx.RequestProbeMover()
+                | fx.ReportProbe()
             ):
                 pass
 

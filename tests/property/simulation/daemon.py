@@ -223,6 +223,8 @@ class Daemon(Actor):
                 self.saved = self.node.ownerships.saved_state()
             case fx.EmitRecord() | fx.CountServed() | fx.TraceGrant():
                 pass
+            case fx.RequestProbeMover() | fx.ReportProbe():
+                pass  # no operator of the simulation probes
 
     def _send_to_worker(self, effect: fx.SendToWorker) -> None:
         connection = self.connections.get(effect.session)

@@ -99,7 +99,7 @@ def test_an_engine_that_spans_daemons_of_version_1(world: World1, newest: int) -
     else:
         assert ended is None or ended.code is Code.TRANSFER_NOT_READY
     assert home.node.route_versions.version_of(b"member") == 1
-    assert home.node.route_versions.version_of(b"c") == 3
+    assert home.node.route_versions.version_of(b"c") == peer.PEER_VERSIONS.newest
 
 
 def test_what_was_agreed_on_is_kept_for_each_connection() -> None:
@@ -111,7 +111,10 @@ def test_what_was_agreed_on_is_kept_for_each_connection() -> None:
     assert {session.version for host in (a, b) for session in host.node.sessions.values()} == {
         wk.WORKER_VERSIONS.newest
     }
-    assert (a.node.route_versions.version_of(b"b"), b.node.peers.version_of(a.endpoint)) == (3, 3)
+    assert (a.node.route_versions.version_of(b"b"), b.node.peers.version_of(a.endpoint)) == (
+        peer.PEER_VERSIONS.newest,
+        peer.PEER_VERSIONS.newest,
+    )
 
 
 def test_a_peer_that_chooses_a_version_not_offered_is_refused() -> None:
