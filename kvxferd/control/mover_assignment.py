@@ -203,6 +203,8 @@ class MoverAssignment:
         self._on_event(MoverDied(mover))
 
     def _cause_of_exit(self, handle: MoverHandle) -> MoverExit:
+        if self._node.probes.slot.runs_on(handle.mover_id):
+            return MoverExit.DIED
         mover = self._node.movers.get(handle.mover_id)
         if mover is None or mover.dying:
             return MoverExit.REQUESTED
@@ -222,9 +224,8 @@ class MoverAssignment:
     def _log_death(self, handle: MoverHandle) -> None:
         """Log a mover that nothing ended."""
         mover = self._node.movers.get(handle.mover_id)
-        assert mover is not None
-        engine = mover.engine.engine_id if mover.engine is not None else ""
-        log.warning("mover died", limit_by=engine, engine=engine, agent=mover.agent, pid=handle.pid)
+        engine = mover.engine.engine_id if mover is not None and mover.engine is not None else ""
+        log.warning("mover died", limit_by=engine, engine=engine, agent=handle.agent, pid=handle.pid)
         self._on_crash(engine)
 
     def _assign_to_probe(self, probe: ProbeId, result: MoverHandle | MoverError) -> None:

@@ -1,7 +1,7 @@
 """The one probe that a node takes part in at a time, and its mover.
 
 The slot is free when the probe is over, no mover is being found for it, and its movers are dead. So a node
-never has more of the probes' memory than two regions, whatever peers send.
+never has more of the probes' memory than one region, whatever peers send.
 """
 
 from __future__ import annotations
@@ -122,6 +122,10 @@ class ProbeSlot:
     def owns(self, mover: MoverId) -> bool:
         """Whether the mover is that of a probe, maybe of a former one."""
         return mover == self._mover or mover in self._dying
+
+    def runs_on(self, mover: MoverId) -> bool:
+        """Whether the mover is that of the probe that runs."""
+        return mover == self._mover
 
     def mover_assigned(self, probe: ProbeId, mover: MoverId) -> None:
         """Use the mover; kill it where the probe for which it was found is over."""

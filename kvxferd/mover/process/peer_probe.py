@@ -72,8 +72,8 @@ class PeerProbe:
         return ProbeRead(verified, wrong, wire_s, wire_bytes, first_s)
 
     def _allocate(self, size_bytes: int) -> mmap.mmap:
-        """Return the memory of the region, the same each time: a probe's mover has one."""
-        if self._memory is None or self._span.size_bytes != size_bytes:
+        """Return the memory of the region, the same each time: a mover has one at a time."""
+        if self._memory is None or self._span.size_bytes < size_bytes:
             memory = mmap.mmap(-1, size_bytes)
             span = Span(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size_bytes)
             self._transport.register(span)
