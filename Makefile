@@ -160,3 +160,8 @@ $(VLLM_0_33_STAMP): constraints-vllm.txt
 	$(VLLM_0_33_PIP) -r $(VLLM_0_33_VENV)/requirements.txt vllm==0.33.0
 	$(VLLM_0_33_PIP) -e .
 	@touch $@
+
+# Bugs planted on purpose, each of which the simulation must notice; the last line is JSON.
+.PHONY: mutants
+mutants: $(STAMP)
+	$(VENV)/bin/python -m tests.property.mutants $(if $(ONLY),--only $(ONLY)) $(if $(SEED),--seed $(SEED)) $(MUTANT_FLAGS)

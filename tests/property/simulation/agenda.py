@@ -10,6 +10,8 @@ from typing import Any
 
 Act = Callable[..., None]
 
+MAX_STEPS_AT_ONCE = 20_000  # without a step of time: whoever makes more never stops
+
 
 class Agenda:
     """The one list of everything that is to happen. Times are in seconds from the episode's start."""
@@ -22,6 +24,7 @@ class Agenda:
         self._digest = hashlib.sha256()
         self._heap: list[tuple[float, int, Act, tuple[Any, ...]]] = []
         self._order = 0
+        self._num_at_once = 0
 
     def at(self, when: float, act: Act, *arguments: Any) -> None:
         """Call `act` at that time; what was asked for first comes first."""
@@ -35,8 +38,12 @@ class Agenda:
     def run(self, until: float, is_over: Callable[[], bool] | None = None) -> None:
         """Do all that is due by `until`, or until `is_over`."""
         while self._heap and self._heap[0][0] <= until:
+            before = self.now
             self.now, _, act, arguments = heapq.heappop(self._heap)
             self.num_steps += 1
+            self._num_at_once = self._num_at_once + 1 if self.now == before else 0
+            if self._num_at_once > MAX_STEPS_AT_ONCE:
+                raise RuntimeError(f"time stands still: {act} is called again and again")
             act(*arguments)
             if is_over is not None and is_over():
                 return

@@ -99,10 +99,14 @@ class Oracle:
         pull.process.at(pull.deadline + GRACE_S + 0.001, self._check_hung, pull)
 
     def _check_hung(self, pull: Pull) -> None:
-        process = pull.process
-        if pull.ended or process.last_stop_at >= pull.deadline - 60.0:
+        if pull.ended:
             return
-        raise Violation("hung", f"pull {pull.ticket} of {process.name} has not ended by its deadline")
+        # A process that was stopped has its time from there on.
+        due = max(pull.deadline, pull.process.last_stop_at) + GRACE_S
+        if self._agenda.now < due:
+            pull.process.at(due + 0.001, self._check_hung, pull)
+            return
+        raise Violation("hung", f"pull {pull.ticket} of {pull.process.name} has not ended by its deadline")
 
     def pull_ended(self, pull: Pull, how: str) -> None:
         """A pull's terminal event has come."""
