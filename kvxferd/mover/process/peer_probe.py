@@ -75,6 +75,9 @@ class PeerProbe:
         """Return the memory of the region, the same each time: a mover has one at a time."""
         if self._memory is None or self._span.size_bytes < size_bytes:
             memory = mmap.mmap(-1, size_bytes)
+            for start, end in _slices(size_bytes):
+                # Else the first pass measures page faults: 0.09 GB/s by CMA where the next has 1.1.
+                memory[start:end] = bytes(end - start)
             span = Span(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size_bytes)
             self._transport.register(span)
             self._memory, self._span = memory, span
