@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.vllm_servers.completions import Completion, complete, decode, prefill
+from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Completion, complete, decode, prefill
 from tests.support.vllm_servers.router_process import RouterProcess
 from tests.support.vllm_servers.site import Llama, num_external_tokens, through
 
@@ -54,6 +55,21 @@ def test_a_prompt_seen_before_moves_its_last_block_alone(llama: Llama, new_promp
     again = through(llama.prefill, llama.decode, prompt)
     assert first.tokens == again.tokens == llama.right_tokens(prompt)
     assert num_external_tokens(llama.decode) - before <= BLOCK
+
+
+def test_the_records_of_both_nodes_have_the_trace_of_the_request(llama: Llama, new_prompt: NewPrompt) -> None:
+    prompt, trace = new_prompt(64), secrets.token_hex(16)
+    given = ASK_FOR_PREFILL | {"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"}
+    answer = complete(llama.prefill.url, prompt, 1, kv_transfer_params=given)
+    assert answer.kv_transfer_params is not None
+    transfer_id = answer.kv_transfer_params["kvxferd"]["transfer_id"]
+    moved = decode(llama.decode.url, prompt, answer.kv_transfer_params)
+    assert moved.tokens == llama.right_tokens(prompt)
+    llama.settle()
+    for node in (llama.nodes.prefill, llama.nodes.decode):
+        records = node.control.get(f"/v1/history?transfer={transfer_id}")["records"]
+        assert records
+        assert {record["traceparent"].split("-")[1] for record in records} == {trace}
 
 
 def test_a_conversation_goes_on(llama: Llama, new_prompt: NewPrompt) -> None:
