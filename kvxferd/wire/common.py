@@ -78,6 +78,21 @@ class TransferRef(msgspec.Struct, frozen=True, gc=False):
             self.ready_tokens,
         )
 
+    def __reduce__(self) -> tuple[type[Self], tuple[str | int, ...]]:
+        """Pickle without `msgspec.UNSET`, which has no module: pickle would look for it in every module.
+
+        vLLM pickles references in each step, and in its process that search imports what is imported lazily.
+        """
+        fields = (
+            self.endpoint,
+            self.engine_id,
+            self.generation,
+            self.transfer_id,
+            self.nonce,
+            self.ready_tokens,
+        )
+        return type(self), (*fields, self.traceparent) if self.traceparent else fields
+
     @property
     def trace(self) -> str:
         """The reference's traceparent; "": none."""

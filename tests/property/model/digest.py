@@ -124,7 +124,8 @@ class _Walk:
 
     def builtin(self, item: types.BuiltinMethodType) -> None:
         self.out.append(item.__name__)
-        self.walk(item.__self__)
+        if not isinstance(item.__self__, types.ModuleType):
+            self.walk(item.__self__)
 
     def counter(self, item: Any) -> None:
         self.out.append(repr(item))

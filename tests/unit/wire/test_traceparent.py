@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -125,6 +127,15 @@ def test_a_reference_with_one_goes_through_json_and_a_dict() -> None:
     for form in (traced, traced.to_json(), traced.to_json().encode(), traced.to_dict()):
         assert read_ref(form).trace == VALID
     assert traced.to_dict() == REF.to_dict() | {"traceparent": VALID}
+
+
+@pytest.mark.parametrize("trace", ["", VALID])
+def test_a_pickled_reference_names_nothing_that_pickle_would_look_for_in_every_module(trace: str) -> None:
+    ref = REF.with_trace(trace)
+    pickled = pickle.dumps(ref)
+    assert b"UNSET" not in pickled
+    again = pickle.loads(pickled)
+    assert (again, msgspec.to_builtins(again)) == (ref, msgspec.to_builtins(ref))
 
 
 @pytest.mark.parametrize(
