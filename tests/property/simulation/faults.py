@@ -272,6 +272,6 @@ OTHER_KINDS = {
     "cut-peer": 2, "partition": 1, "cut-worker": 2, "kill-mover": 2, "stop-mover": 2, "kill-daemon": 1,
     "kill-forkserver": 1, "stop-forkserver": 1,
     "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "sleep": 2,
-    "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "unpublish": 3, "lose-connection": 3,
-    "fail-read": 2,
+    "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "unpublish": 3, "lose-connection": 6,
+    "fail-read": 8,
 }  # fmt: skip

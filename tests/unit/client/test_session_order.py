@@ -1,0 +1,93 @@
+"""What a session does first: the word before the event, the movers' end before `Suspended`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvxferd.client import Suspended
+from kvxferd.client.events import Event, Failed, PullTicket, Quiesced
+from kvxferd.client.fence_slots import FenceSlots
+from kvxferd.client.memory_export import MemoryExport
+from kvxferd.client.publishes import ClientPublishes
+from kvxferd.client.pulls import ClientPulls
+from kvxferd.client.registration import RankRole
+from kvxferd.client.session import ClientSession
+from kvxferd.errors import Code
+from kvxferd.ids import Endpoint, EngineId, Generation, RegionId, TransferId
+from kvxferd.memory.fence import FencePage
+from kvxferd.wire import common, worker
+from tests.support.client_harness import LAYOUT, REGION, SPEC
+
+
+@pytest.fixture
+def page() -> Iterator[FencePage]:
+    page = FencePage.create()
+    yield page
+    page.close()
+
+
+def connected(page: FencePage, events: list[Event]) -> ClientSession:
+    """Return a session whose registration is under way."""
+    exports = MemoryExport((worker.RegionExport(RegionId(REGION), 4096),), ())
+    session = ClientSession("rank", FenceSlots(page), (0, 1), events.append)
+    session.register(RankRole(SPEC, LAYOUT, exports))
+    session.connection_made(0.0)
+    session.handle(worker.Welcome(version=2, boot_id="boot", lease_s=30.0), 0.0)
+    return session
+
+
+def test_without_a_daemon_the_word_is_overwritten_before_the_event(page: FencePage) -> None:
+    words: list[bytes] = []
+    publishes = ClientPublishes(FenceSlots(page), lambda event: words.append(page.read(publish.slot)))
+    publish = publishes.add(TransferId("t1"), {}, 1, 1, 10.0, ())
+    word = page.read(publish.slot)
+    publishes.release_locally(TransferId("t1"), Code.LEASE_EXPIRED)
+    assert len(words) == 1
+    assert words[0] != word
+
+
+def test_a_mover_that_was_offered_maps_the_memory_until_it_is_dead(page: FencePage) -> None:
+    """Its daemon may have bound it, and died before `Registered`."""
+    events: list[Event] = []
+    session = connected(page, events)
+    session.handle(worker.MoverOffered(number=1), 0.1)
+    session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
+    session.suspend()
+    session.tick(0.3)
+    assert events == []
+    session.movers_exited(session.epoch)
+    assert events == [Suspended()]
+
+
+def test_memory_that_was_taken_back_is_offered_to_no_other_daemon(page: FencePage) -> None:
+    events: list[Event] = []
+    session = connected(page, events)
+    session.handle(worker.MoverOffered(number=1), 0.1)
+    session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
+    session.suspend()
+    session.connection_made(0.3)
+    session.handle(worker.Welcome(version=2, boot_id="next", lease_s=30.0), 0.3)
+    sent = []
+    while outgoing := session.pop_outgoing(0.3):
+        sent.append(type(outgoing.message))
+    assert sent == [worker.Hello]
+
+
+def test_a_daemons_doubt_ends_no_doubt() -> None:
+    """The client gave up by itself; the daemon's late Failed says that something may write."""
+    events: list[Event] = []
+    pulls = ClientPulls(events.append)
+    ref = common.TransferRef(Endpoint("tcp://n:1"), EngineId("e"), Generation("g"), TransferId("t"), "n")
+    pull = pulls.add(ref, {}, 1, 1.0, lambda ticket: None)
+    assert isinstance(pull.ticket, PullTicket)
+    assert pulls.build_message(pull, 1, 0.0) is not None
+    pulls.expire(2.0)
+    late = worker.Failed(
+        ticket=pull.ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False, retry_after_s=0.0
+    )
+    pulls.handle_failed(late)
+    assert [type(event) for event in events] == [Failed]
+    pulls.handle_quiesced(worker.Quiesced(ticket=pull.ticket.number))
+    assert [type(event) for event in events] == [Failed, Quiesced]
