@@ -13,6 +13,7 @@ from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.worker import Abandon, Prepare
+from tests.property.simulation.daemon import endpoint_of
 from tests.property.simulation.memory import BLOCK_TOKENS, NUM_BLOCKS, NUM_HEADS, POISON
 from tests.property.simulation.oracle import Pull, Violation, Wanted
 from tests.property.simulation.process import Process
@@ -22,19 +23,25 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 NUM_LAYERS = 2
+REUSED = 0xEE  # what an engine writes into blocks that it was given back
 
 
 @dataclass(frozen=True)
 class EngineShape:
-    """What an engine is. It is a source or a sink, and all of its ranks are on one node."""
+    """What an engine is: a source or a sink. The first rank's node is the home of all ranks."""
 
     name: str
-    node_name: str
+    node_names: tuple[str, ...]  # of each rank
     is_source: bool
     tp_size: int
     order: str
     has_scheduler: bool
     says_ready: bool  # each rank says when it has written
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether a rank is on another node than its home."""
+        return len(set(self.node_names)) > 1
 
 
 @dataclass(eq=False)
@@ -77,7 +84,7 @@ class Engine:
         self.ranks = [self._start_rank(tp_rank) for tp_rank in range(self.shape.tp_size)]
         self.scheduler = None
         if self.shape.has_scheduler and self.shape.is_source:
-            self.scheduler = self._make("scheduler", None)
+            self.scheduler = self._make("scheduler", None, self.shape.node_names[0])
             self.scheduler.start(self.generation)
 
     @property
@@ -103,16 +110,17 @@ class Engine:
             tp_size=self.shape.tp_size,
             tp_rank=tp_rank,
             num_kv_heads=NUM_HEADS,
+            home=endpoint_of(self.shape.node_names[0]) if self.shape.spans_nodes else "",
             publish_implies_ready=self.shape.is_source and not self.shape.says_ready,
         )
-        process = self._make(f"rank{tp_rank}", spec)
+        process = self._make(f"rank{tp_rank}", spec, self.shape.node_names[tp_rank])
         process.start(self.generation)
         return process
 
-    def _make(self, role: str, spec: EngineSpec | None) -> Process:
+    def _make(self, role: str, spec: EngineSpec | None, node_name: str) -> Process:
         self._num_processes += 1
         name = f"{self.shape.name}.{self.life}/{role}.{self._num_processes}"
-        return Process(self, self.shape.node_name, name, spec)
+        return Process(self, node_name, name, spec)
 
     def die(self) -> None:
         """All processes are gone."""
@@ -242,6 +250,7 @@ class Engine:
         if len(free) < len(transfer.ids) or transfer.ref is None:
             return
         ids = self.rng.sample(free, len(transfer.ids))
+        self.check_free_blocks(process, ids)
         deadline = self.world.agenda.now + self.rng.choice((1.0, 3.0, 8.0))
         session = process.session
         try:
@@ -344,7 +353,20 @@ class Engine:
             del process.owners[block]
         if process.memory is not None:
             assert process.content is not None
-            process.content.overwrite(process.memory.bytes, pull.ids, 0xEE)
+            process.content.overwrite(process.memory.bytes, pull.ids, REUSED)
+            process.freed |= dict.fromkeys(pull.ids)
+
+    @staticmethod
+    def check_free_blocks(process: Process, ids: list[int]) -> None:
+        """Blocks that were given back hold what the engine has written there since."""
+        assert process.content is not None
+        assert process.memory is not None
+        for block in ids:
+            if block in process.freed:
+                del process.freed[block]
+                if not process.content.holds(process.memory.bytes, block, REUSED):
+                    text = f"block {block} of {process.name} was written after it was said to be safe"
+                    raise Violation("violations", text)
 
     def leftovers(self) -> list[str]:
         """Return what sessions at rest would not hold."""
@@ -355,6 +377,8 @@ class Engine:
                 found.append(
                     f"{process.name}: {len(session._pulls)} pulls, {len(session._publishes)} publishes"
                 )
+            if process.memory is not None:
+                self.check_free_blocks(process, list(process.freed))
             if process.owners:
                 found.append(f"{process.name}: blocks {sorted(process.owners)} are in doubt")
             if session.registration.memory_state is MemoryState.SUSPENDING:

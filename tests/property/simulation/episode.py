@@ -83,12 +83,18 @@ class Episode:
         shapes = []
         for number in range(self.size.engines):
             is_source = number % 2 == 0
+            tp_size = self.rng.choice((1, 2, 2))
+            home = names[number % len(names)] if self.rng.random() < 0.7 else self.rng.choice(names)
+            spans = self.rng.random() < 0.25
+            nodes = tuple(
+                home if not spans or not rank else self.rng.choice(names) for rank in range(tp_size)
+            )
             shapes.append(
                 EngineShape(
                     f"{'prefill' if is_source else 'decode'}{number}",
-                    names[number % len(names)] if self.rng.random() < 0.7 else self.rng.choice(names),
+                    nodes,
                     is_source,
-                    self.rng.choice((1, 2, 2)),
+                    tp_size,
                     self.rng.choice(("HND", "NHD")),
                     self.rng.random() < 0.5,
                     self.rng.random() < 0.4,

@@ -192,10 +192,9 @@ class Faults:
         agenda = self._world.agenda
         delay = 0.0
         if kind == "sleep-without-daemon":
-            self._world.daemons.get(engine.shape.node_name) and self._world.kill_daemon(
-                engine.shape.node_name
-            )
-            agenda.after(rng.choice((0.01, 0.1, 0.6)), self._world.start_daemon, engine.shape.node_name)
+            if process.node_name in self._world.daemons:
+                self._world.kill_daemon(process.node_name)
+            agenda.after(rng.choice((0.01, 0.1, 0.6)), self._world.start_daemon, process.node_name)
             delay = rng.choice((0.0, 0.002, rng.uniform(0.0, 0.8)))
         wake_s = rng.choice((0.0005, 0.002, 0.05, 0.5))
         if kind == "sleep-without-daemon" and rng.random() < 0.6:  # while the registration is under way

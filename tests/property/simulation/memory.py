@@ -125,6 +125,11 @@ class RankContent:
                         wrong += sum(a != b for a, b in zip(found, wanted, strict=True))
         return wrong
 
+    def holds(self, memory: bytearray, block: int, value: int) -> bool:
+        """Return whether a block holds what `overwrite` writes."""
+        junk = bytes([value]) * UNIT_BYTES
+        return all(memory[offset : offset + UNIT_BYTES] == junk for offset, _, _ in self._spots[block])
+
     def overwrite(self, memory: bytearray, ids: list[int], value: int) -> None:
         """Write something else into blocks, as an engine does that uses them again."""
         junk = bytes([value]) * UNIT_BYTES

@@ -49,6 +49,7 @@ class Process(Actor):
         self.memory: Buffer | None = None
         self.content = content_of(spec, engine.order) if spec is not None else None
         self.owners: dict[int, object] = {}  # by block: the pull that may write it
+        self.freed: dict[int, None] = {}  # blocks that were given back, and used for something else since
         self.movers: dict[Mover, None] = {}  # every mover that a daemon has made for it
         self.connection: Connection | None = None
         self._memories: dict[int, Buffer] = {}  # by descriptor
@@ -83,6 +84,7 @@ class Process(Actor):
         """Allocate the rank's memory anew: whatever it holds, it was not published."""
         assert self.content is not None
         self._num_mappings += 1
+        self.freed = {}
         self.memory = Buffer(f"{self.name}/memory{self._num_mappings}", self.content.size_bytes)
         self._memories[self._num_mappings] = self.memory
         self.engine.world.oracle.memories[self.memory] = self
