@@ -24,7 +24,7 @@ from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.session import Session
 from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError, count_busy_refusal
-from kvxferd.ids import EngineId, EngineKey, Generation, MoverId
+from kvxferd.ids import EngineId, EngineKey, Generation, MoverId, SessionId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import Bind, Bound, ProbeResult
@@ -78,6 +78,7 @@ class LocalRanks:
         self._pulls = pulls
         self._reports = reports
         self._placements = Placements(context)
+        self._refusals: dict[SessionId, list[Refused]] = {}  # that wait for the death of movers
         self._checks = RegistrationChecks(context, registry)
 
     # --- requests of a worker
@@ -417,11 +418,25 @@ class LocalRanks:
         if rank.registered_sent:
             self._close(session, Farewell(code=refusal.code, message=refusal.message))
             return
-        self._refuse(session, rank.request, refusal.code, refusal.message, refusal.retry_after_s)
+        refused = Refused(
+            request=rank.request,
+            code=refusal.code,
+            message=refusal.message,
+            retry_after_s=refusal.retry_after_s,
+        )
+        self._refusals.setdefault(session.session_id, []).append(refused)
+        self._send_refusals(session)
         if rank.was_registered:
             self._suspend_again(session, rank)
         else:
             self._remove(session, rank)
+
+    def _send_refusals(self, session: Session) -> None:
+        """Send what was refused once no mover of the session lives: the worker may then unmap its memory."""
+        if self._movers.has_mover(session.session_id):
+            return
+        for refused in self._refusals.pop(session.session_id, ()):
+            self._context.emit(SendToWorker(session.session_id, refused))
 
     def _suspend_again(self, session: Session, rank: LocalRank) -> None:
         self._published.rank_suspended(rank)
@@ -479,7 +494,8 @@ class LocalRanks:
             self._request_mover(session, rank)
 
     def mover_died(self, session: Session, mover: Mover) -> None:
-        """Continue a suspend that waits for this death, or report a retired mover's death to the home."""
+        """Continue what waits for this death, or report a retired mover's death to the home."""
+        self._send_refusals(session)
         rank = session.rank
         if rank is None:
             return
@@ -544,6 +560,7 @@ class LocalRanks:
 
     def session_closed(self, session: Session) -> None:
         """End all that the session had."""
+        self._refusals.pop(session.session_id, None)
         self._published.session_closed(session.session_id)
         if session.rank is not None:
             self._remove(session, session.rank)

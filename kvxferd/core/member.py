@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from kvxferd.core.context import NodeContext
@@ -25,6 +26,8 @@ from kvxferd.wire.peer import (
 )
 from kvxferd.wire.worker import Released
 
+# A home has 8,192 transfers of an engine at most, and repeats a report for two minutes.
+MAX_RELEASED = 16_384
 # Refusals of a home that may end with time, where they carry `retry_after_s`.
 RETRYABLE_CODES = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
 
@@ -43,6 +46,8 @@ class Member:
         self._peers = peers
         self._poll_requests = poll_requests
         self._secret = context.new_token()  # for as long as this daemon runs
+        # Transfers that a home has reported as released, the latest: it reports again where it gets no reply.
+        self._released: OrderedDict[tuple[EngineKey, TransferId], None] = OrderedDict()
         self._pending: list[tuple[Endpoint, SetRankPolling]] = []  # until the mover polls
         peers.pin(self._homes)
 
@@ -202,8 +207,18 @@ class Member:
                 SendToPeer(home, PeerRefused(request=message.request, code=Code.NOT_HOME, message=text))
             )
             return
-        for session in sorted(engine.sessions()) if engine else []:
-            self._context.emit(
-                SendToWorker(session, Released(transfer_id=message.transfer_id, why=message.why))
-            )
+        if engine is not None and self._is_first_report(engine.key, message.transfer_id):
+            for session in sorted(engine.sessions()):
+                self._context.emit(
+                    SendToWorker(session, Released(transfer_id=message.transfer_id, why=message.why))
+                )
         self._context.emit(SendToPeer(home, Done(request=message.request)))
+
+    def _is_first_report(self, engine: EngineKey, transfer_id: TransferId) -> bool:
+        """Return whether the ranks are to be told; a transfer id is used once in a generation."""
+        if (engine, transfer_id) in self._released:
+            return False
+        self._released[engine, transfer_id] = None
+        if len(self._released) > MAX_RELEASED:
+            self._released.popitem(last=False)
+        return True

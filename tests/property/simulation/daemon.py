@@ -12,7 +12,7 @@ from kvxferd.errors import MoverError
 from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import Message, Refusal
+from kvxferd.wire.common import Message, Refusal, Versions
 from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.memory import Buffer, FencePage
 from tests.property.simulation.mover import Mover
@@ -68,6 +68,7 @@ class Daemon(Actor):
             settings=settings,
             new_token=lambda: self.rng.randbytes(16).hex(),
         )
+        self._clock = world.clocks[node_name]
         self.connections: dict[SessionId, Connection] = {}
         self.movers: dict[MoverId, Mover] = {}
         self.pool = SimulatedPool(
@@ -155,7 +156,7 @@ class Daemon(Actor):
 
     def feed(self, event: ev.Event) -> None:
         """Feed the core, and carry out what it wants."""
-        for effect in self.node.feed(event, self.agenda.now):
+        for effect in self.node.feed(event, self._clock.now()):
             self._act(effect)
         if not self.agenda.num_steps % self.world.integrity_every:
             self.node.check_integrity()
@@ -163,15 +164,18 @@ class Daemon(Actor):
 
     def _set_tick(self) -> None:
         deadline = self.node.next_deadline()
-        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
-            self._tick_at = max(deadline, self.agenda.now)
-            self.at(self._tick_at, self._tick, self._tick_at)
+        if deadline is None:
+            return
+        when = self._clock.when(deadline)
+        if self._tick_at is None or when < self._tick_at:
+            self._tick_at = when
+            self.at(when, self._tick, when)
 
     def _tick(self, due: float) -> None:
         if due == self._tick_at:
             self._tick_at = None
             deadline = self.node.next_deadline()
-            if deadline is not None and deadline <= self.agenda.now:
+            if deadline is not None and deadline <= self._clock.now():
                 self.feed(ev.Tick())
             else:
                 self._set_tick()
@@ -281,3 +285,8 @@ def endpoint_of(node_name: str) -> Endpoint:
 def message_name(message: Message) -> str:
     """Return a message's kind, for the trace."""
     return type(message).__name__
+
+
+def one_older(versions: Versions) -> Versions:
+    """Return what a release before this one supports."""
+    return Versions(versions.oldest, max(versions.oldest, versions.newest - 1))

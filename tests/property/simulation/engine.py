@@ -186,7 +186,7 @@ class Engine:
                 num_tokens=num_tokens,
                 num_readers=1,
                 lease_s=None,
-                now=self.world.agenda.now,
+                now=publisher.clock.now(),
             )
         except KvxferdError:
             del self.transfers[transfer.transfer_id]
@@ -210,7 +210,7 @@ class Engine:
         if process.session.registration.memory_state is not MemoryState.SHARED:
             return
         self._write(process, transfer)
-        process.session.ready(transfer.transfer_id, self.world.agenda.now)
+        process.session.ready(transfer.transfer_id, process.clock.now())
         process.act(f"ready {transfer.transfer_id}")
 
     def unpublish(self, transfer: Transfer) -> None:
@@ -251,14 +251,15 @@ class Engine:
             return
         ids = self.rng.sample(free, len(transfer.ids))
         self.check_free_blocks(process, ids)
-        deadline = self.world.agenda.now + self.rng.choice((1.0, 3.0, 8.0))
+        timeout_s = self.rng.choice((1.0, 3.0, 8.0))
+        deadline = self.world.agenda.now + timeout_s
         session = process.session
         try:
             ticket = session.pull(
                 transfer.ref,
                 {"full": PackedBlocks(pack_ids(ids))},
                 transfer.num_tokens,
-                deadline,
+                process.clock.now() + timeout_s,
                 session.cancel,
             ).number
         except KvxferdError:

@@ -13,7 +13,7 @@ from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
 from tests.property.simulation.faults import MESSAGE_KINDS, OTHER_KINDS, Fault, Faults
 from tests.property.simulation.oracle import Violation
-from tests.property.simulation.world import World
+from tests.property.simulation.world import Traits, World
 
 START_S = 30.0  # by then every engine is registered
 REST_S = 90.0  # by then everything is at rest: longer than any lease, hold or quarantine
@@ -63,9 +63,8 @@ class Episode:
         self.rng = random.Random(seed)
         self.agenda = Agenda(self.rng.getrandbits(64), keeps_trace)
         self.result = Result(seed)
-        transport = self.rng.choice(TRANSPORTS)
-        self._reach_ratio = self.rng.choice((0.6, 0.9, 1.0))
         names = [f"n{number}" for number in range(size.nodes)]
+        traits = self._draw_traits(names)
         shapes = self._draw_engines(names)
         self.drawn = self._draw_faults()
         self.faults = self.drawn if faults is None else list(faults)
@@ -74,10 +73,20 @@ class Episode:
             self._by_pull.setdefault(fault.pull, []).append(fault)
         self._num_pulls = 0
         self._ends_at_pull = max((fault.pull for fault in self.drawn), default=0) + 6
-        self.agenda.note("episode", f"seed {seed}, {transport}, {len(self.faults)} faults")
-        self.world = World(self.agenda, transport, names, shapes)
+        self.agenda.note("episode", f"seed {seed}, {traits.transport}, {len(self.faults)} faults")
+        self.world = World(self.agenda, traits, names, shapes)
         self.world.on_pull = self._pull_started
         self._striker = Faults(self.world, self._struck)
+
+    def _draw_traits(self, names: list[str]) -> Traits:
+        is_mixed = self.rng.random() < 0.25
+        return Traits(
+            transport=self.rng.choice(TRANSPORTS),
+            covers=self.rng.random() < 0.4,
+            has_low_limits=self.rng.random() < 0.15,
+            old_nodes=frozenset(name for name in names if is_mixed and self.rng.random() < 0.5),
+            drifts=self.rng.random() < 0.3,
+        )
 
     def _draw_engines(self, names: list[str]) -> list[EngineShape]:
         shapes = []

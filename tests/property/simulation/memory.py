@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterator
 from functools import lru_cache
@@ -26,6 +27,8 @@ class Buffer:
     def __init__(self, name: str, size_bytes: int) -> None:
         self.name = name
         self.bytes = bytearray(size_bytes)
+        # Where it really is: a scatter writes there without asking the transport.
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
         self.is_freed = False  # its engine has given it back
 
 

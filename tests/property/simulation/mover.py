@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvxferd.ids import PullId, SessionId, Ticket
+from kvxferd.mover.process.chunks import ChunkPool
+from kvxferd.mover.process.loop import IDLE_CHECK_S
 from kvxferd.mover.process.pull_engine import PullEngine
+from kvxferd.mover.process.scatterer import InlineScatterer
 from kvxferd.mover.transport.base import Span
+from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.wire import mover as mv
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, Message, RegionAddress
@@ -40,12 +44,25 @@ class Mover(Actor):
         self.to_daemon = handle.to_daemon
         self.from_daemon = Pipe(self, daemon.local_latency_s)
         self.transport = SimulatedTransport(fabric, self.agent, self, self)
-        self._engine = PullEngine(self.transport, clock=lambda: self.agenda.now)
+        disconnects = DisconnectRequests()
+        chunks = None
+        if daemon.world.traits.covers:
+            chunks = ChunkPool(self.transport, report=disconnects.outbox.append)
+        self._disconnects = disconnects
+        self._engine = PullEngine(
+            self.transport,
+            clock=lambda: self.agenda.now,
+            disconnects=disconnects,
+            chunks=chunks,
+            scatterer=InlineScatterer(lambda: self.agenda.now),
+            always_covers=chunks is not None,
+        )
         self._polls_for_others = False
         self._fences: dict[SessionId, int] = {}
         self._tickets: dict[PullId, Ticket] = {}
         self._early = BlockIdAssembly()
         self._is_step_due = False
+        self._is_idle_check_due = False
         self._notices = False
 
     @property
@@ -129,7 +146,7 @@ class Mover(Actor):
             case mv.ReportPull():
                 self._engine.report_progress(message.pull)
             case mv.DisconnectJudged():
-                self._engine._disconnects.handle_reply(message.number, message.over)
+                self._disconnects.handle_reply(message.number, message.over)
             case mv.ChunkMemoryGranted():
                 self._engine.set_chunk_memory(message.size_bytes)
         self.wake()
@@ -143,9 +160,17 @@ class Mover(Actor):
         outbox = self._engine.outbox
         while outbox:
             self._report_engine(outbox.popleft())
+        if self._engine.holds_chunks and not self._is_idle_check_due:
+            self._is_idle_check_due = True
+            self.after(IDLE_CHECK_S, self._check_idle)
         if self._engine.is_busy and not self._is_step_due:
             self._is_step_due = True
             self.after(POLL_S, self._step)
+
+    def _check_idle(self) -> None:
+        self._is_idle_check_due = False
+        self._engine.release_idle_chunks()
+        self.wake()
 
     def _report_engine(self, message: mv.FromMover) -> None:
         if isinstance(message, mv.PullDone):

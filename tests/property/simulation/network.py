@@ -6,10 +6,13 @@ import random
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvxferd.core import events as ev
 from kvxferd.ids import Endpoint
 from kvxferd.wire.common import Message
-from tests.property.simulation.daemon import Daemon, message_name
+from kvxferd.wire.peer import PeerHello, SetRankPolling
+from tests.property.simulation.daemon import Daemon, message_name, one_older
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +38,10 @@ class Network:
     def request(self, sender: Daemon, endpoint: Endpoint, message: Message) -> None:
         """Send over the connection that the sender has opened."""
         target = endpoint.removeprefix("tcp://").removesuffix(":9441")
+        if isinstance(message, PeerHello) and not self._world.traits.old_nodes.isdisjoint(
+            (sender.node_name, target)
+        ):
+            message = msgspec.structs.replace(message, versions=one_older(message.versions))
         route = f"{sender.name}/{self._connections[sender.name, target]}/{target}".encode()
         self._post(sender.node_name, target, message, self._request_arrives, (target, route, message))
 
@@ -80,10 +87,13 @@ class Network:
             self._agenda.note(f"{source}->{target}", f"{kind} {message_name(message)}")
             if kind == LOST:
                 return
-            if kind == DELAYED:  # others overtake it
+            if isinstance(message, SetRankPolling):
+                seconds = 0.0  # of one connection, and there is no later request but over the same one
+            if kind == DELAYED and seconds:  # others overtake it
                 self._agenda.at(arrival + seconds, act, *arguments)
                 return
-            self._agenda.at(arrival + seconds, act, *arguments)
+            if kind == DOUBLED:
+                self._agenda.at(arrival + seconds, act, *arguments)
         arrival = max(arrival, self._last_arrival.get(link, 0.0))
         self._last_arrival[link] = arrival
         self._agenda.at(arrival, act, *arguments)

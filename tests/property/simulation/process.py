@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvxferd.client.events import Event
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.memory_export import MemoryExport
@@ -18,7 +20,7 @@ from kvxferd.layout import EngineSpec
 from kvxferd.wire import worker as wk
 from kvxferd.wire.worker import RegionExport
 from tests.property.simulation.agenda import Actor
-from tests.property.simulation.daemon import Connection
+from tests.property.simulation.daemon import Connection, one_older
 from tests.property.simulation.memory import NUM_SLOTS, Buffer, FencePage, content_of, layout_of
 from tests.property.simulation.mover import Mover
 
@@ -46,6 +48,7 @@ class Process(Actor):
         self.node_name = node_name
         self.spec = spec
         self.rng = random.Random(self.agenda.rng.random())
+        self.clock = engine.world.clocks[node_name]
         self.memory: Buffer | None = None
         self.content = content_of(spec, engine.order) if spec is not None else None
         self.owners: dict[int, object] = {}  # by block: the pull that may write it
@@ -124,7 +127,7 @@ class Process(Actor):
             return
         self._connected_at = self.agenda.now
         self.connection = daemon.connect(self)
-        self.session.connection_made(self.agenda.now)
+        self.session.connection_made(self.clock.now())
         self._after_session()
 
     def _reconnect_later(self) -> None:
@@ -149,7 +152,7 @@ class Process(Actor):
             self._num_attempts = 0
         self._reconnect_later()
         self._receive_deliveries()
-        self.session.connection_lost(self.agenda.now, code, why)
+        self.session.connection_lost(self.clock.now(), code, why)
         if code in PERMANENT_REFUSALS:
             self.session.fail_permanently(code, why)
         epoch = self.session.epoch
@@ -179,7 +182,7 @@ class Process(Actor):
                 self.after(0.0, self.mover_exited, self.session.epoch, mover)
         try:
             self._receive_deliveries()
-            self.session.handle(message, self.agenda.now)
+            self.session.handle(message, self.clock.now())
         except KvxferdError as error:
             self._disconnect(error.code, error.message)
         self._after_session()
@@ -218,21 +221,28 @@ class Process(Actor):
 
     def _after_session(self) -> None:
         connection = self.connection
-        while connection is not None and (outgoing := self.session.pop_outgoing(self.agenda.now)) is not None:
-            memory = None
+        while (
+            connection is not None and (outgoing := self.session.pop_outgoing(self.clock.now())) is not None
+        ):
+            message, memory = outgoing.message, None
+            if isinstance(message, wk.Hello) and self.node_name in self.engine.world.traits.old_nodes:
+                message = msgspec.structs.replace(message, versions=one_older(message.versions))
             if isinstance(outgoing.message, wk.Register | wk.Resume):
                 memory = self._memories[outgoing.fds[0]] if outgoing.fds else None
                 on_registering, self.on_registering = self.on_registering, None
                 if on_registering is not None:
                     on_registering()
-            connection.up.send(connection.daemon.handle_worker_message, connection, outgoing.message, memory)
+            connection.up.send(connection.daemon.handle_worker_message, connection, message, memory)
         while self._events:
             self.engine.handle(self, self._events.popleft())
         self._look_for_refusal()
         deadline = self.session.next_deadline()
-        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
-            self._tick_at = max(deadline, self.agenda.now)
-            self.at(self._tick_at, self._tick, self._tick_at)
+        if deadline is None:
+            return
+        when = self.clock.when(deadline)
+        if self._tick_at is None or when < self._tick_at:
+            self._tick_at = when
+            self.at(when, self._tick, when)
 
     def _look_for_refusal(self) -> None:
         """Have an engine whose `register` or `resume` was refused call it again."""
@@ -257,7 +267,7 @@ class Process(Actor):
         self._tick_at = None
         try:
             self._receive_deliveries()
-            self.session.tick(self.agenda.now)
+            self.session.tick(self.clock.now())
         except KvxferdError as error:
             self._disconnect(error.code, error.message)
         self._after_session()

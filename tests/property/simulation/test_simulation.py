@@ -23,6 +23,18 @@ def test_a_few_hundred_faults_break_no_promise():
     assert tally.totals["in_flight"] >= 0.5 * tally.faults.total()
 
 
+KEPT = {
+    42751477781271: "a rank was told Suspended by a refusal, while a mover that was to die had its memory",
+    67552097942469: "a member's rank was told Released twice, because its reply to the home was late",
+}
+
+
+@pytest.mark.parametrize("seed", KEPT)
+def test_a_kept_seed_breaks_no_promise(seed):
+    result = Episode(seed, Size()).run()
+    assert not result.problem, f"{KEPT[seed]}: {result.problem}"
+
+
 def test_the_same_seed_gives_the_same_run():
     digests = {Episode(SEED_OF_THE_DAY, Size()).run().digest for _ in range(2)}
     assert len(digests) == 1

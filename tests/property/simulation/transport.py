@@ -18,7 +18,6 @@ from kvxferd.plan import Runs
 from tests.property.simulation.agenda import Actor, Agenda
 from tests.property.simulation.memory import Buffer
 
-FIRST_ADDRESS = 1 << 20  # below every real address of this process
 LATEST_S = 2.0  # how late a piece of a failed read may land
 # Of a piece: in one episode of three a read takes so long that cancels, deadlines and deaths meet it.
 QUICK_S, SLOW_S = (0.0001, 0.0003, 0.001, 0.004), (0.0003, 0.004, 0.05, 0.3)
@@ -57,7 +56,6 @@ class Fabric:
         self.rng = rng
         self._latencies_s = rng.choice((QUICK_S, QUICK_S, SLOW_S))
         self.agents: dict[AgentName, SimulatedTransport] = {}
-        self.next_address = FIRST_ADDRESS
         self.num_late = 0
         self.on_write: Callable[[Buffer, int, int], None] = lambda buffer, offset, size: None
 
@@ -98,8 +96,7 @@ class SimulatedTransport:
 
     def map(self, buffer: Buffer) -> int:
         """Map memory that is shared with another process; return its address here."""
-        address = self._fabric.next_address
-        self._fabric.next_address += len(buffer.bytes) + 4096
+        address = buffer.address
         self._places[address] = (len(buffer.bytes), buffer)
         return address
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
+from kvxferd.wire.limits import CHUNK_BYTES
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.daemon import Daemon
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
@@ -27,16 +30,60 @@ SETTINGS = Settings(
 )
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What an episode has besides its faults."""
+
+    transport: str = "cma"
+    covers: bool = False  # movers read into chunks, and copy from there
+    has_low_limits: bool = False
+    old_nodes: frozenset[str] = frozenset()  # whose daemons and clients have the version before this one
+    drifts: bool = False  # each node's clock has another rate and another start
+
+
+LOW_LIMITS = LimitsConfig(
+    max_pulls_per_rank=3, max_transfers_per_engine=3, max_waiting_per_peer=4, staging_bytes=CHUNK_BYTES
+)
+
+
+class Clock:
+    """A node's clock."""
+
+    def __init__(self, agenda: Agenda, rate: float = 1.0, start: float = 0.0) -> None:
+        self._agenda = agenda
+        self._rate = rate
+        self._start = start
+
+    def now(self) -> float:
+        """Return the node's time."""
+        return self._start + self._agenda.now * self._rate
+
+    def when(self, time: float) -> float:
+        """Return at which time of the episode the node's clock shows that time, or a moment after it."""
+        return max(self._agenda.now, (time - self._start) / self._rate + 1e-6)
+
+
 class World:
     """See the module."""
 
     def __init__(
-        self, agenda: Agenda, transport: str, node_names: list[str], shapes: list[EngineShape]
+        self, agenda: Agenda, traits: Traits, node_names: list[str], shapes: list[EngineShape]
     ) -> None:
         self.agenda = agenda
+        self.traits = traits
+        self._settings = SETTINGS
+        if traits.has_low_limits:
+            self._settings = replace(SETTINGS, limits=LOW_LIMITS)
+        rng = random.Random(agenda.rng.random())
+        self.clocks = {
+            name: Clock(agenda, rng.uniform(0.998, 1.002), rng.uniform(0.0, 1e6))
+            if traits.drifts
+            else Clock(agenda)
+            for name in node_names
+        }
         self.integrity_every = 1
         self.oracle = Oracle(agenda)
-        self.fabric = Fabric(agenda, transport, random.Random(agenda.rng.random()))
+        self.fabric = Fabric(agenda, traits.transport, random.Random(agenda.rng.random()))
         self.fabric.on_write = self.oracle.on_write
         self.network = Network(self, random.Random(agenda.rng.random()))
         self.daemons: dict[str, Daemon] = {}
@@ -68,7 +115,7 @@ class World:
         if node_name in self.daemons:
             return
         self._eras[node_name] += 1
-        daemon = Daemon(self, node_name, self._eras[node_name], SETTINGS)
+        daemon = Daemon(self, node_name, self._eras[node_name], self._settings)
         daemon.note("starts")
         self.daemons[node_name] = daemon
         daemon.start(self._saved[node_name])

@@ -10,7 +10,7 @@ from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.peer import JoinRank, RankReady
-from tests.support.simulation import World, spec_of
+from tests.support.simulation import World, mover_of, spec_of
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 
@@ -87,6 +87,33 @@ def test_without_its_home_a_rank_is_refused_with_a_reason(world):
     world.advance(11)
     (refused,) = worker.heard(wk.Refused)
     assert refused.code is Code.HOME_UNREACHABLE
+
+
+def test_a_refusal_waits_until_no_mover_can_map_the_memory(world):
+    """A client takes a refusal to its `resume`, or while it suspends, for leave to unmap its memory."""
+    worker = world.register(
+        world.host("p1"),
+        msgspec.structs.replace(spec_of("prefill", pp=2, layers=4, home="tcp://p0:9441"), pp_rank=1),
+    )
+    mover = mover_of(worker)
+    kills: list[str] = []
+    mover.die = lambda: kills.append(mover.agent)
+    world.advance(11)
+    assert kills == [mover.agent]
+    assert not worker.heard(wk.Refused)
+    del mover.die
+    mover.die()
+    assert [m.code for m in worker.heard(wk.Refused)] == [Code.HOME_UNREACHABLE]
+
+
+def test_a_home_that_gets_no_reply_releases_again_and_the_rank_is_told_once(world, spread):
+    stages, _ = spread
+    stages[0].publish("t1", IDS, TOKENS)
+    world.cut.add(("p1", "p0"))  # replies are lost
+    stages[0].say(wk.Unpublish(transfer_id="t1"))
+    world.advance(3 * world.settings.resend_s)
+    assert [m.why for m in stages[1].heard(wk.Released)] == [Code.UNPUBLISHED]
+    world.cut.clear()
 
 
 def test_a_rank_that_wakes_without_its_home_stays_suspended_and_wakes_with_it(world, spread):

@@ -294,7 +294,7 @@ def test_a_rank_whose_resume_is_refused_may_be_resumed_again(world, is_bound):
             refused = mv.BindRefused(code=refusal.code, message=refusal.message)
             effects = host.node.feed(ev.MoverMessage(MoverId(90 + number), refused), world.now)
             assert [e.mover for e in effects if isinstance(e, fx.KillMover)] == [90 + number]
-            host.node.feed(ev.MoverDied(MoverId(90 + number)), world.now)
+            effects = host.node.feed(ev.MoverDied(MoverId(90 + number)), world.now)
         else:
             effects = host.node.feed(ev.MoverUnavailable(worker.session, refusal), world.now)
         replies = [e.message for e in effects if isinstance(e, fx.SendToWorker)]
