@@ -23,6 +23,8 @@ def test_a_few_hundred_faults_break_no_promise():
     assert tally.totals["in_flight"] >= 0.5 * tally.faults.total()
 
 
+# Seeds that broke a promise when they were drawn. A later simulation may draw other faults from them, so
+# tests/unit/core/test_home_and_member.py holds what was mended, too.
 KEPT = {
     42751477781271: "a rank was told Suspended by a refusal, while a mover that was to die had its memory",
     67552097942469: "a member's rank was told Released twice, because its reply to the home was late",
