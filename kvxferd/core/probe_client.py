@@ -5,13 +5,14 @@ Each direction ends with a result or an error of its own. Whatever the peer does
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReportProbe
 from kvxferd.core.events import ProbeRequested
-from kvxferd.core.peers import Peers, as_refusal
+from kvxferd.core.peers import MakeMessage, Peers, as_refusal
 from kvxferd.core.probe_record import REQUESTED, ProbeDirection, ProbeRecord, direction_of
 from kvxferd.core.probe_slot import ProbeSlot
 from kvxferd.errors import Code, EngineError, KvxferdError, PeerError, ProtocolError
@@ -27,6 +28,7 @@ from kvxferd.wire.peer import (
     ProbeStarted,
     ReadProbeBack,
     ReplyMessage,
+    RequestMessage,
     StartProbe,
 )
 from kvxferd.wire.probe import ProbeRegion
@@ -37,8 +39,10 @@ STEP_S = 5.0
 START_TIMEOUT_S = 8.0  # for the peer to find a mover and fill its region
 READ_BACK_TIMEOUT_S = 8.0
 END_TIMEOUT_S = 2.0  # the peer ends the probe by itself, too
+GREET_AND_START_S = 19.0  # where the peer's greeting takes long, START_TIMEOUT_S has not begun
+READ_BACK_LIMIT_S = 2 * READ_BACK_TIMEOUT_S  # behind the request's own
 # Greeting and start, both movers, both reads: the operator's request is answered within it.
-MAX_PROBE_S = 45.0
+MAX_PROBE_S = GREET_AND_START_S + 2 * STEP_S + READ_BACK_LIMIT_S
 
 
 class _Step(Enum):
@@ -76,13 +80,14 @@ class ProbeClient:
             self._report(run, error=error)
             return
         self._run = run
-        self._slot.set_deadline(MAX_PROBE_S, lambda: self._end(error=_deadline_error("the peer's answer")))
-        self._peers.request(
+        self._slot.set_deadline(
+            GREET_AND_START_S, lambda: self._end(error=_deadline_error("the peer's answer"))
+        )
+        self._request_peer(
             event.endpoint,
-            lambda number: self._start_message(number, event),
+            lambda number: StartProbe(request=number, probe=event.probe, size_bytes=event.size_bytes),
             START_TIMEOUT_S,
             lambda reply: self._started(run, reply),
-            uid=self._context.settings.own_uid,
         )
 
     def cancel(self, code: Code, why: str) -> None:
@@ -110,14 +115,25 @@ class ProbeClient:
                 Code.BAD_REQUEST,
             )
 
-    def _start_message(self, number: int, event: ProbeRequested) -> StartProbe:
-        if (version := self._peers.version_of(event.endpoint)) < FIRST_WITH_PROBES:
-            raise PeerError(
-                f"cannot probe {event.endpoint}: its daemon speaks version {version} of the protocol between "
-                f"daemons, and probes came with version {FIRST_WITH_PROBES}; upgrade that daemon",
-                Code.BAD_VERSION,
-            )
-        return StartProbe(request=number, probe=event.probe, size_bytes=event.size_bytes)
+    def _request_peer(
+        self,
+        endpoint: Endpoint,
+        make_message: MakeMessage,
+        timeout_s: float,
+        on_reply: Callable[[ReplyMessage], None],
+    ) -> None:
+        """Send a request, unless the daemon at the endpoint is, or is now, too old to decode it."""
+
+        def make(number: int) -> RequestMessage:
+            if (version := self._peers.version_of(endpoint)) < FIRST_WITH_PROBES:
+                raise PeerError(
+                    f"cannot probe {endpoint}: its daemon speaks version {version} of the protocol between "
+                    f"daemons, and probes came with version {FIRST_WITH_PROBES}; upgrade that daemon",
+                    Code.BAD_VERSION,
+                )
+            return make_message(number)
+
+        self._peers.request(endpoint, make, timeout_s, on_reply, uid=self._context.settings.own_uid)
 
     # --- the first direction
 
@@ -126,8 +142,9 @@ class ProbeClient:
             return
         if not isinstance(reply, ProbeStarted):
             refused = as_refusal(reply)
-            error = PeerError(refused.message, refused.code, retry_after_s=refused.retry_after_s)
-            self._end(error=error)
+            # `doctor` reads not-found as a daemon of this node without probes; no honest peer sends it here.
+            code = Code.BAD_FRAME if refused.code is Code.NOT_FOUND else refused.code
+            self._end(error=PeerError(refused.message, code, retry_after_s=refused.retry_after_s))
             return
         run.region = reply.region
         try:
@@ -199,14 +216,14 @@ class ProbeClient:
     def _request_read_back(self, run: _Run, region: ProbeRegion) -> None:
         run.step = _Step.READ_BACK
         event = run.requested
-        limit_s = 2 * READ_BACK_TIMEOUT_S  # behind the request's own
-        self._slot.set_deadline(limit_s, lambda: self._end(read_back=_failed(_deadline_error("the peer"))))
-        self._peers.request(
+        self._slot.set_deadline(
+            READ_BACK_LIMIT_S, lambda: self._end(read_back=_failed(_deadline_error("the peer")))
+        )
+        self._request_peer(
             event.endpoint,
             lambda number: ReadProbeBack(request=number, probe=event.probe, region=region),
             READ_BACK_TIMEOUT_S,
             lambda reply: self._read_back(run, reply),
-            uid=self._context.settings.own_uid,
         )
 
     def _read_back(self, run: _Run, reply: ReplyMessage) -> None:
@@ -217,7 +234,7 @@ class ProbeClient:
             self._end(read_back=_failed(PeerError(refused.message, refused.code)))
             return
         try:
-            reply.read.check()
+            reply.read.check(run.requested.size_bytes)
         except ProtocolError as error:
             self._end(read_back=_failed(error))
             return
@@ -230,12 +247,11 @@ class ProbeClient:
         assert run is not None
         self._slot.release()
         if run.region is not None:
-            self._peers.request(
+            self._request_peer(
                 run.requested.endpoint,
                 lambda number: EndProbe(request=number, probe=run.requested.probe),
                 END_TIMEOUT_S,
                 lambda reply: None,
-                uid=self._context.settings.own_uid,
             )
         self._report(run, read_back, error)
 

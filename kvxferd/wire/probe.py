@@ -21,6 +21,7 @@ from kvxferd.wire.limits import (
 DIGEST_BYTES = 32  # SHA-256
 # A region is read so often at most. One read of 64 MiB takes 5 ms over the fastest links known.
 MAX_PROBE_PASSES = 8
+MAX_BYTES_PER_S = 1e14  # a hundred times what the memory of one machine moves
 MAX_DIGESTS_BYTES = DIGEST_BYTES * (MAX_PROBE_BYTES // PROBE_SLICE_BYTES)
 
 ProbeSize = Annotated[int, msgspec.Meta(ge=MIN_PROBE_BYTES, le=MAX_PROBE_BYTES)]
@@ -56,12 +57,16 @@ class ProbeRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reach: Annotated[str, NAME] = ""  # "node": both movers are on one machine; "network"; "": not known
     is_slow: bool = False  # TCP, although the reader's machine has a faster transport for its own processes
 
-    def check(self) -> None:
-        """Raise ProtocolError for numbers that no reader measures."""
+    def check(self, size_bytes: int) -> None:
+        """Raise ProtocolError for numbers that no reader of a region of `size_bytes` measures."""
         times = (self.wire_s, self.first_s)
-        most = MAX_PROBE_BYTES * (MAX_PROBE_PASSES + 1)
-        is_possible = all(math.isfinite(time) and 0 <= time < 1e6 for time in times)
-        if not is_possible or max(self.verified_bytes + self.wrong_bytes, self.wire_bytes) > most:
+        read_bytes = self.verified_bytes + self.wrong_bytes
+        is_possible = (
+            all(math.isfinite(time) and 0 <= time < 1e6 for time in times)
+            and 0 < read_bytes <= size_bytes * (MAX_PROBE_PASSES + 1)
+            and self.wire_bytes <= min(read_bytes, self.wire_s * MAX_BYTES_PER_S)
+        )
+        if not is_possible:
             raise ProtocolError("cannot use the result of a probe: its numbers are impossible")
 
     @property

@@ -13,6 +13,7 @@ from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.probe_client import MAX_PROBE_S
 from kvxferd.core.probe_record import ProbeRecord
 from kvxferd.core.probe_server import ANY_PEER_INTERVAL_S, SAME_PEER_INTERVAL_S
+from kvxferd.core.settings import Settings
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, ProbeId
 from kvxferd.wire import mover as mv
@@ -367,8 +368,8 @@ class LyingPeer(World):
         super().arrive(envelope)
 
 
-def report(wire_s: float, verified: int = 1) -> peer.ProbeReport:
-    return peer.ProbeReport(request=0, read=ProbeRead(verified, 0, wire_s, 1, 0.0))
+def report(wire_s: float, verified: int = 1, wire_bytes: int = 1) -> peer.ProbeReport:
+    return peer.ProbeReport(request=0, read=ProbeRead(verified, 0, wire_s, wire_bytes, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +387,19 @@ def test_a_peer_that_lies_about_its_region(lie: Message) -> None:
 
 
 @pytest.mark.parametrize(
-    "lie", [report(math.nan), report(math.inf), report(-1.0), report(1.0, 1 << 60), peer.Done(request=0)]
+    "lie",
+    [
+        report(math.nan),
+        report(math.inf),
+        report(-1.0),
+        report(1.0, 1 << 60),
+        report(1.0, 10 * SIZE),  # more passes than a reader makes over a region of that size
+        report(5e-324),  # an infinite speed
+        report(1e-300),
+        report(1.0, 0, 0),  # a reader verifies one slice at least
+        report(1.0, 1, SIZE),  # a reader verifies what it reads
+        peer.Done(request=0),
+    ],
 )
 def test_a_peer_that_lies_about_what_it_read(lie: Message) -> None:
     world = LyingPeer()
@@ -398,6 +411,63 @@ def test_a_peer_that_lies_about_what_it_read(lie: Message) -> None:
     assert found.read_back is not None
     assert (found.read.code, found.read_back.code) == (None, Code.BAD_FRAME)
     assert_nothing_is_left(a, b)
+
+
+def test_a_refusal_as_not_found_is_not_taken_for_an_old_daemon_here() -> None:
+    world = LyingPeer()
+    a, b = world.host("a"), world.host("b")
+    world.lie = (peer.ProbeStarted, peer.PeerRefused(request=0, code=Code.NOT_FOUND, message="no"))
+    request(world, a, b.endpoint)
+    assert only_record(a).code is Code.BAD_FRAME
+    world.advance(LONG_S)
+    assert_nothing_is_left(a, b)
+
+
+def test_the_operator_is_answered_in_time_also_where_a_greeting_may_take_long() -> None:
+    world = World(settings=Settings(silent_after_s=1000.0))
+    a, b = world.host("a"), world.host("b")
+    world.hold_network = True
+    request(world, a, b.endpoint)
+    world.advance(MAX_PROBE_S - 2)  # the greeting is answered then
+    world.hold_network = False
+    a.next_probe_mover = {"mute": True}
+    world.deliver()
+    world.advance(2)
+    assert only_record(a).code is Code.DEADLINE
+    world.advance(LONG_S)
+    assert_nothing_is_left(a, b)
+
+
+class RolledBackPeer(World):
+    """The host "b" restarts with version 3 once it has provided its region, and is greeted again."""
+
+    is_old = False
+
+    def arrive(self, envelope: Envelope) -> None:
+        message = PEER_MESSAGES.decode(envelope.payload)
+        if envelope.target == "b" and self.is_old:
+            assert not isinstance(message, peer.StartProbe | peer.ReadProbeBack | peer.EndProbe)
+        if isinstance(message, peer.PeerHello) and self.is_old:
+            envelope.payload = encode(msgspec.structs.replace(message, versions=Versions(1, 3)))
+        super().arrive(envelope)
+
+
+def test_a_peer_that_is_rolled_back_meanwhile_is_sent_nothing_of_probes() -> None:
+    world = RolledBackPeer()
+    a, b = world.host("a"), world.host("b")
+    a.next_probe_mover = {"mute": True}
+    request(world, a, b.endpoint)
+    (mover,) = a.probe_movers.values()
+    world.is_old = True
+    b = world.host("b")
+    world.feed(a, ev.PeerUnreachable(b.endpoint, "connection refused"))
+    mover.mute = False
+    mover.hear(mover.heard[-1])
+    world.advance(LONG_S)
+    read_back = only_record(a).read_back
+    assert read_back is not None
+    assert read_back.code is Code.BAD_VERSION
+    assert_nothing_is_left(a)
 
 
 def test_a_reply_out_of_place_is_refused(world: World) -> None:
