@@ -231,15 +231,16 @@ def log_probe(record: ProbeRecord) -> None:
         peer=record.peer,
         bytes=record.size_bytes,
         elapsed_s=round(record.elapsed_s, 6),
-        **_unless_empty("code", _first_code(record)),
+        **_first_failure(record),
         **speeds,
     )
 
 
-def _first_code(record: ProbeRecord) -> str:
-    directions = (record.read, record.read_back)
-    codes = (record.code, *(one.code for one in directions if one is not None))
-    return next((code.value for code in codes if code is not None), "")
+def _first_failure(record: ProbeRecord) -> dict[str, str]:
+    for one in (record, record.read, record.read_back):
+        if one is not None and one.code is not None:
+            return {"code": one.code.value, **_unless_empty("message", one.message)}
+    return {}
 
 
 def _placement_fields(record: PlacementRecord) -> dict[str, object]:
