@@ -15,6 +15,7 @@ from kvxferd.tooling.output import format_bytes, format_duration
 
 FROM_IT, BY_IT = "probe from it", "probe by it"
 SLOW_PATH = "docs/how-to/slow-path.md"
+LOOK_AT_LOGS = "look for `probe ended` in the log of both daemons"
 # What a direction that could not be read calls for.
 TODO = {
     Code.DEADLINE: "movers reach each other on ports of their own: open TCP between the nodes, both ways",
@@ -46,17 +47,17 @@ def _not_probed(error: KvxferdError) -> Finding:
         case Code.NOT_FOUND:
             todo = "restart the local daemon with this release, or use --no-probe"
             return warn("probe", "the local daemon is too old to probe", todo, **facts)
-    return fail("probe", error.message, "look for `probe ended` in the log of both daemons", **facts)
+    return fail("probe", error.message, LOOK_AT_LOGS, essential=True, **facts)
 
 
 def _direction(check: str, read: Mapping[str, Any] | None) -> Finding:
     """Return the finding of a direction as the reader measured it."""
     if read is None:
-        return fail(check, "not tried", "look for `probe ended` in the log of both daemons")
+        return fail(check, "not tried", LOOK_AT_LOGS, essential=True)
     facts = dict(read)
     if read["code"] is not None:
-        todo = TODO.get(read["code"], "look for `probe ended` in the log of both daemons")
-        return fail(check, f"{read['message']} [{read['code']}]", todo, **facts)
+        todo = TODO.get(read["code"], LOOK_AT_LOGS)
+        return fail(check, f"{read['message']} [{read['code']}]", todo, essential=True, **facts)
     transports, reach = read["transports"] or "unknown transports", read["reach"]
     found = (
         f"{read['gigabytes_per_s']:.3g} GB/s by {transports}{_where(reach)}; "
@@ -64,7 +65,8 @@ def _direction(check: str, read: Mapping[str, Any] | None) -> Finding:
     )
     if read["wrong_bytes"]:
         found = f"{format_bytes(read['wrong_bytes'])} differ from what the source says that it has; {found}"
-        return fail(check, found, "do not use this way: a daemon or its network card is broken", **facts)
+        todo = "do not use this way: a daemon or its network card is broken"
+        return fail(check, found, todo, essential=True, **facts)
     if read["is_slow"]:
         todo = f"let the daemons read from each other's processes (one user, one PID namespace): {SLOW_PATH}"
         return warn(check, f"{found}; a faster way exists on this machine", todo, **facts)

@@ -173,6 +173,8 @@ async def test_each_direction_is_judged(
     assert (second["check"], second["verdict"]) == ("probe by it", verdict)
     assert words in second["found"]
     assert ("todo" in second) == (verdict != "ok")
+    # The exit status of `doctor --peer` tells that the nodes cannot read each other.
+    assert second.get("essential", False) == (verdict == "no")
 
 
 @pytest.mark.parametrize(
