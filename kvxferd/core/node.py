@@ -344,7 +344,7 @@ class Node:
         self.published.check_integrity()
         self.pulls.check_integrity()
         self.home.check_integrity()
-        self.probes.slot.check_integrity()
+        self.probes.check_integrity()
         self._check_block_id_memory()
         for session in self.sessions.values():
             if session.rank is not None:

@@ -38,8 +38,17 @@ class PeerProbes:
                 self._context.allowlist.check(endpoint)
         except KvxferdError as error:
             self.client.cancel(error.code, error.message)
-        if (key := self.server.key) and not self._context.allowlist.allows_key(key):
+        key = self.server.key  # "": a peer without one, which lists of keys do not admit
+        if key is not None and not self._context.allowlist.allows_key(key):
             self.server.cancel(Code.NOT_ALLOWED, "the requesting daemon's key is not admitted any more")
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a side and the slot contradict each other."""
+        self.slot.check_integrity()
+        runs = [side for side in (self.client, self.server) if side.is_running]
+        assert runs == ([] if self.slot.holder is None else [self.slot.holder]), (
+            "the slot is not its holder's"
+        )
 
     def _cancel(self, code: Code, why: str) -> None:
         self.client.cancel(code, why)

@@ -90,6 +90,11 @@ class ProbeClient:
             lambda reply: self._started(run, reply),
         )
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a probe of this side runs."""
+        return self._run is not None
+
     def cancel(self, code: Code, why: str) -> None:
         """End the probe that runs, if there is one."""
         if self._run is not None:

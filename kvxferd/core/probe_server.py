@@ -6,6 +6,7 @@ probe that the peer does not continue ends within seconds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
@@ -110,6 +111,11 @@ class ProbeServer:
             self._end()
         self._reply(route, Done(request=message.request))
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a probe of this side runs."""
+        return self._run is not None
+
     def cancel(self, code: Code, why: str) -> None:
         """End the probe that runs, if there is one."""
         if self._run is not None:
@@ -138,7 +144,9 @@ class ProbeServer:
         if key in self._ended_at:
             wait_s = max(wait_s, self._ended_at[key] + SAME_PEER_INTERVAL_S - now)
         if wait_s > 0:
-            raise BusyError(f"cannot be probed again so soon; try again in {wait_s:.0f} s", max(wait_s, 0.1))
+            raise BusyError(
+                f"cannot be probed again so soon; try again in {math.ceil(wait_s)} s", max(wait_s, 0.1)
+            )
 
     # --- the mover
 

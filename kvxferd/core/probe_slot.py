@@ -170,6 +170,11 @@ class ProbeSlot:
         """Whether a probe may begin."""
         return self._holder is None and not self._dying and self._awaited is None
 
+    @property
+    def holder(self) -> ProbeHolder | None:
+        """Return the side that has the slot; None: no probe runs."""
+        return self._holder
+
     def check_integrity(self) -> None:
         """Raise AssertionError where the slot contradicts itself."""
         assert (self._holder is None) == (self._probe is None)

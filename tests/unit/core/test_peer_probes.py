@@ -490,3 +490,21 @@ def test_a_peer_that_is_not_admitted_any_more_ends_its_probe(world: World) -> No
     world.feed(b, ev.AllowlistChanged(PeerAllowlist(own_key="o", allowed_keys=frozenset({"other"}))))
     assert only_record(b).code is Code.NOT_ALLOWED
     assert_nothing_is_left(b)
+
+
+def test_a_peer_without_a_key_is_not_admitted_once_keys_are_listed(world: World) -> None:
+    b = world.host("b")
+    ask(world, b, start(), b"r", "")
+    world.feed(b, ev.AllowlistChanged(PeerAllowlist(own_key="o", allowed_keys=frozenset({"k"}))))
+    assert only_record(b).code is Code.NOT_ALLOWED
+    assert_nothing_is_left(b)
+
+
+def test_a_wait_below_a_second_is_not_told_as_none(world: World) -> None:
+    b = world.host("b")
+    ask(world, b, start(), b"r", "k")
+    ask(world, b, peer.EndProbe(request=2, probe=ProbeId("x")), b"r", "k")
+    world.advance(SAME_PEER_INTERVAL_S - 0.3)
+    (reply,) = ask(world, b, start("y"), b"r", "k")
+    assert isinstance(reply, peer.PeerRefused)
+    assert "in 1 s" in reply.message
