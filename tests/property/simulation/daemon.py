@@ -13,6 +13,7 @@ from kvxferd.ids import BootId, Endpoint, MoverId, SessionId
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message, Refusal, Versions
+from kvxferd.wire.peer import JoinRank
 from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.memory import Buffer, FencePage
 from tests.property.simulation.mover import Mover
@@ -268,13 +269,22 @@ class Daemon(Actor):
             "transfers": len(node.published.table.live),
             "grants": len(node.published.table.by_grant),
             "holds": sum(node.grant_client.num_grants().values()),
-            "requests": len(node.peer_requests),
+            "requests": self._num_requests_of_work(),
             "waiting grants": len(node.grant_server._pending),
             "waiting fetches": len(node.handshake_server._pending),
             "polled movers": len(node.poll_requests._states),
             "chunks": node.chunk_memory.num_bytes,
         }
         return [f"{self.name}: {number} {what}" for what, number in kept.items() if number]
+
+    def _num_requests_of_work(self) -> int:
+        """Return how many requests are open, without a member's heartbeat that is on its way."""
+        context = self.node.context
+        begun_after = context.now - context.settings.member_heartbeat_s
+        return sum(
+            not isinstance(request.message, JoinRank) or request.opened_at < begun_after
+            for request in self.node.peer_requests._open.values()
+        )
 
 
 def endpoint_of(node_name: str) -> Endpoint:
