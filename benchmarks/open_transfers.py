@@ -105,10 +105,11 @@ def main() -> None:
             with LoopWatch(control) as crowded, ThreadPoolExecutor(wanted.parallel) as pool:
                 many = list(pool.map(lambda p: get_or_refused(control, p), [path] * wanted.parallel))
             served = [took for took in many if took is not None]
+            crowd = f"{len(served)} of {wanted.parallel} at once: {max(served) * 1e3:.0f} ms"
             print(
                 f"{path:14} {statistics.median(t for t, _ in times) * 1e3:7.1f} ms, {times[-1][1]:8} bytes; "
-                f"/healthz waits {max(alone.waits) * 1e3:.1f} ms at most; {len(served)} of {wanted.parallel} at "
-                f"once: {max(served) * 1e3:.0f} ms, /healthz {max(crowded.waits) * 1e3:.1f} ms"
+                f"/healthz waits {max(alone.waits) * 1e3:.1f} ms at most; {crowd}, "
+                f"/healthz {max(crowded.waits) * 1e3:.1f} ms"
             )
 
 

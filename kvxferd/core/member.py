@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToPeer, SendToWorker
+from kvxferd.core.peer_requests import PeerRequests
 from kvxferd.core.peers import Peers
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.source_polling import PollRequests
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, TransferId
+from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.peer import (
     Done,
@@ -39,15 +40,22 @@ class Member:
     """Joins this node's ranks whose engine has its home on another node."""
 
     def __init__(
-        self, context: NodeContext, registry: Registry, peers: Peers, poll_requests: PollRequests
+        self,
+        context: NodeContext,
+        registry: Registry,
+        peers: Peers,
+        peer_requests: PeerRequests,
+        poll_requests: PollRequests,
     ) -> None:
         self._context = context
         self._registry = registry
         self._peers = peers
+        self._peer_requests = peer_requests
         self._poll_requests = poll_requests
         self._secret = context.new_token()  # for as long as this daemon runs
         # Transfers that a home has reported as released, the latest: it reports again where it gets no reply.
         self._released: OrderedDict[tuple[EngineKey, TransferId], None] = OrderedDict()
+        self._open_joins: dict[SessionId, int] = {}  # the request of each rank's last `JoinRank`
         self._pending: list[tuple[Endpoint, SetRankPolling]] = []  # until the mover polls
         peers.pin(self._homes)
 
@@ -65,11 +73,20 @@ class Member:
         agent = rank.agent
         joined = rank.manifest()
 
+        number = 0
+
         def make(request: int) -> RequestMessage:
+            nonlocal number
+            self._cancel_join(rank)
+            number = self._open_joins[rank.session] = request
             secret = self._secret_for(rank.spec.home)
             return JoinRank(request=request, boot=self._context.boot, manifest=joined, secret=secret)
 
         def answered(reply: ReplyMessage) -> None:
+            if number:
+                if self._open_joins.get(rank.session) != number:
+                    return  # a later request about the rank is in its place
+                del self._open_joins[rank.session]
             if rank.agent != agent:
                 return  # another mover has been bound since, and its join is under way
             if not isinstance(reply, PeerRefused):
@@ -87,6 +104,10 @@ class Member:
                 self._join(rank, on_reply, deadline)
 
         self._peers.request(rank.spec.home, make, self._context.settings.silent_after_s, answered, rank.uid)
+
+    def _cancel_join(self, rank: LocalRank) -> None:
+        """End the rank's open `JoinRank`: sent again, it would undo at the home what is sent from now on."""
+        self._peer_requests.cancel(self._open_joins.pop(rank.session, 0))
 
     def _homes(self) -> set[Endpoint]:
         """Return the homes of this node's engines: they send on the connections that this node opened."""
@@ -116,9 +137,10 @@ class Member:
         agent, spec = former or rank.agent, rank.spec
         if agent is None:
             return
-        self._peers.request(
-            spec.home,
-            lambda request: LeaveRank(
+
+        def make(request: int) -> RequestMessage:
+            self._cancel_join(rank)
+            return LeaveRank(
                 request=request,
                 boot=self._context.boot,
                 engine_id=spec.engine_id,
@@ -126,11 +148,10 @@ class Member:
                 rank=spec.rank,
                 agent=agent,
                 secret=self._secret_for(spec.home),
-            ),
-            self._context.settings.acknowledge_for_s,
-            lambda answer: None,
-            rank.uid,
-        )
+            )
+
+        timeout_s = self._context.settings.acknowledge_for_s
+        self._peers.request(spec.home, make, timeout_s, lambda answer: None, rank.uid)
 
     def report_ready(self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId) -> None:
         """Report to the home that the rank has finished writing in that mapping of its memory."""

@@ -207,7 +207,7 @@ class Node:
             self._engine_changed,
             self.grant_server.reconsider_transfer,
         )
-        self.member = Member(self.context, self.registry, self.peers, self.poll_requests)
+        self.member = Member(self.context, self.registry, self.peers, self.peer_requests, self.poll_requests)
         self.grant_client = GrantClient(
             self.context, self.peers, self.handshake_client, self.movers, self.block_id_memory
         )

@@ -119,6 +119,12 @@ class PeerRequests:
         if number in self._open:
             self._remove(number)
 
+    def cancel(self, number: int) -> None:
+        """End a request with a refusal made here: it is not sent again. Does nothing where it is not open."""
+        if number in self._open:
+            text = f"request {number} was cancelled: a later one is in its place"
+            self._complete(number, PeerRefused(request=number, code=Code.CANCELLED, message=text))
+
     def reroute(self, old: bytes, new: bytes) -> None:
         """Move the open requests of route `old` to `new`. Each is sent again when its timer is due.
 

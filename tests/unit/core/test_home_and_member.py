@@ -162,6 +162,27 @@ def test_a_members_mover_that_is_replaced_is_joined_anew(world, spread):
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
+@pytest.mark.parametrize("ends", ["its mover is replaced", "its worker leaves"])
+def test_a_join_without_a_reply_is_not_sent_again_after_what_followed(world, spread, ends):
+    """Sent again, it would give the home the former mover's agent back, or the rank that left."""
+    stages, _ = spread
+    home, member = stages[0].host, stages[1].host
+    world.cut.add(("p0", "p1"))  # the home hears, and its replies are lost
+    world.advance(world.settings.member_heartbeat_s + 0.01)
+    if ends == "its mover is replaced":
+        next(iter(member.movers.values())).die()
+        world.advance(1)
+        wanted = next(iter(member.node.registry)).ranks[1, 0].agent
+        assert wanted
+    else:
+        stages[1].close()
+        wanted = None
+    for _ in range(40):
+        world.advance(0.1)
+        record = next(iter(home.node.registry)).ranks.get((1, 0))
+        assert (None if record is None else record.agent) == wanted
+
+
 def test_a_rank_whose_join_was_answered_late_still_says_itself_again(world):
     """Else a home that restarts would never hear of it."""
     other = world.host("p1")
