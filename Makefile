@@ -82,7 +82,7 @@ chaos: $(STAMP)
 		$(if $(SABOTAGE),--sabotage $(SABOTAGE)) $(CHAOS_FLAGS)
 
 # Faults in the simulation of nodes, clients and movers, all in one process; the last line is JSON. A failed episode's seed runs
-# alone with SIMULATE_FLAGS="--episode SEED --trace".
+# alone with SIMULATE_FLAGS="--episode SEED --trace", and --shrink in place of --trace cuts it down.
 NODES ?= 2
 ENGINES ?= 4
 .PHONY: simulate

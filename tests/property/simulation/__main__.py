@@ -12,6 +12,7 @@ import time
 from collections import Counter
 
 from tests.property.simulation.episode import Episode, Result, Size
+from tests.property.simulation.shrink import shrink_and_print
 
 BROKEN = ("wrong_bytes", "violations", "hung", "leaked")
 
@@ -91,6 +92,9 @@ def main() -> int:
     arguments.add_argument("--episode-faults", type=int, default=Size.faults, help="of one episode")
     arguments.add_argument("--max-failures", type=int, default=1, help="episodes that fail before it stops")
     arguments.add_argument("--episode", type=int, default=None, help="run the episode of this seed alone")
+    arguments.add_argument(
+        "--shrink", action="store_true", help="of a failing --episode: what it takes to fail, with its trace"
+    )
     arguments.add_argument("--trace", action="store_true", help="print what the episode's actors do")
     given = arguments.parse_args()
     size = Size(given.nodes, given.engines, given.episode_faults)
@@ -98,9 +102,12 @@ def main() -> int:
     began = time.process_time()
     if given.episode is not None:
         tally = Tally(seed)
-        result = Episode(given.episode, size, keeps_trace=given.trace).run()
+        if given.shrink:
+            result = shrink_and_print(given.episode, size)
+        else:
+            result = Episode(given.episode, size, keeps_trace=given.trace).run()
+            print("\n".join([*result.trace, f"{result.kind}: {result.problem}"]), file=sys.stderr)
         tally.add(result)
-        print("\n".join([*result.trace, f"{result.kind}: {result.problem}"]), file=sys.stderr)
     else:
         print(f"seed {seed}", file=sys.stderr, flush=True)
         tally = simulate(seed, given.faults, size, given.max_failures, verbose=True)

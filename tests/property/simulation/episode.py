@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvxferd.errors import KvxferdError
@@ -49,7 +49,10 @@ class Result:
 
 
 class Episode:
-    """Draws everything from its seed. `faults`: instead of those that the seed draws."""
+    """Draws everything from its seed.
+
+    `faults`: instead of those that the seed draws. `idle`: engines without publishes and pulls of their own.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Episode:
         size: Size,
         faults: Sequence[Fault] | None = None,
         keeps_trace: bool = False,
+        idle: Collection[str] = (),
     ) -> None:
         self.seed = seed
         self.size = size
@@ -76,6 +80,8 @@ class Episode:
         self.agenda.note("episode", f"seed {seed}, {traits.transport}, {len(self.faults)} faults")
         self.world = World(self.agenda, traits, names, shapes)
         self.world.on_pull = self._pull_started
+        self._sources = [engine for engine in self.world.sources if engine.engine_id not in idle]
+        self._sinks = [engine for engine in self.world.sinks if engine.engine_id not in idle]
         self._striker = Faults(self.world, self._struck)
 
     def _draw_traits(self, names: list[str]) -> Traits:
@@ -178,9 +184,9 @@ class Episode:
         """Publish and have pulled, for as long as faults are to come."""
         if self._striker.is_over:
             return
-        rng, world = self.rng, self.world
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            source, sink = rng.choice(world.sources), rng.choice(world.sinks)
+        rng = self.rng
+        for _ in range(rng.choice((1, 1, 2, 3)) if self._sources and self._sinks else 0):
+            source, sink = rng.choice(self._sources), rng.choice(self._sinks)
             if (transfer := source.publish()) is not None:
                 if rng.random() < 0.2:
                     sink.prepare(transfer)

@@ -9,6 +9,7 @@ import pytest
 from kvxferd.mover.process.pull_engine import PullEngine
 from tests.property.simulation.__main__ import simulate
 from tests.property.simulation.episode import Episode, Size
+from tests.property.simulation.shrink import Shrinker
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +43,13 @@ def test_the_same_seed_gives_the_same_run():
     assert len(digests) == 1
 
 
-def test_wrong_bytes_are_noticed(monkeypatch):
+def test_wrong_bytes_are_noticed_and_their_cause_is_cut_down(monkeypatch):
     """Movers that believe every fence word deliver what the source has overwritten."""
     monkeypatch.setattr(PullEngine, "_check_fence_word", lambda self, pull, now: None)
     tally = simulate(5, 5000, Size())
     assert tally.broken["wrong_bytes"] > 0, tally.line(0.0)
+    (seed,) = tally.failed_seeds
+    shrinker = Shrinker(seed, Size(), max_runs=60)
+    shrunk = shrinker.shrink()
+    assert shrunk.kind == "wrong_bytes"
+    assert sum(shrunk.faults.values()) <= Size.faults / 3, shrinker.describe()
