@@ -90,6 +90,7 @@ class Episode:
             transport=self.rng.choice(TRANSPORTS),
             covers=self.rng.random() < 0.4,
             has_low_limits=self.rng.random() < 0.15,
+            has_short_leases=self.rng.random() < 0.2,
             old_nodes=frozenset(name for name in names if is_mixed and self.rng.random() < 0.5),
             drifts=self.rng.random() < 0.3,
         )
@@ -174,6 +175,7 @@ class Episode:
         agenda.run(agenda.now + 600.0, lambda: self._num_pulls >= self._ends_at_pull)
         self._striker.is_over = True
         world.network.planned.clear()
+        world.fabric.hurry()
         agenda.run(agenda.now + REST_S)
         if found := world.leftovers():
             raise Violation("leaked", "; ".join(found), len(found))

@@ -50,11 +50,11 @@ class Read:
 class Fabric:
     """What joins all agents of an episode, and what goes wrong between them."""
 
-    def __init__(self, agenda: Agenda, kind: str, rng: random.Random) -> None:
+    def __init__(self, agenda: Agenda, kind: str, rng: random.Random, is_slow: bool = False) -> None:
         self.agenda = agenda
         self.kind = kind
         self.rng = rng
-        self._latencies_s = rng.choice((QUICK_S, QUICK_S, SLOW_S))
+        self._latencies_s = SLOW_S if is_slow else rng.choice((QUICK_S, QUICK_S, SLOW_S))
         self.agents: dict[AgentName, SimulatedTransport] = {}
         self.num_late = 0
         self.on_write: Callable[[Buffer, int, int], None] = lambda buffer, offset, size: None
@@ -67,6 +67,10 @@ class Fabric:
     def latency_s(self) -> float:
         """Return how long a piece takes."""
         return self.rng.choice(self._latencies_s)
+
+    def hurry(self) -> None:
+        """Have reads be quick from now on."""
+        self._latencies_s = QUICK_S
 
 
 class SimulatedTransport:

@@ -38,6 +38,7 @@ class Traits:
     covers: bool = False  # movers read into chunks, and copy from there
     has_low_limits: bool = False
     old_nodes: frozenset[str] = frozenset()  # whose daemons and clients have the version before this one
+    has_short_leases: bool = False  # which end while reads are under way: all are slow
     drifts: bool = False  # each node's clock has another rate and another start
 
 
@@ -73,7 +74,9 @@ class World:
         self.traits = traits
         self._settings = SETTINGS
         if traits.has_low_limits:
-            self._settings = replace(SETTINGS, limits=LOW_LIMITS)
+            self._settings = replace(self._settings, limits=LOW_LIMITS)
+        if traits.has_short_leases:
+            self._settings = replace(self._settings, lease_s=0.4, max_hold_s=0.2)
         rng = random.Random(agenda.rng.random())
         self.clocks = {
             name: Clock(agenda, rng.uniform(0.998, 1.002), rng.uniform(0.0, 1e6))
@@ -83,7 +86,8 @@ class World:
         }
         self.integrity_every = 1
         self.oracle = Oracle(agenda)
-        self.fabric = Fabric(agenda, traits.transport, random.Random(agenda.rng.random()))
+        fabric_rng = random.Random(agenda.rng.random())
+        self.fabric = Fabric(agenda, traits.transport, fabric_rng, is_slow=traits.has_short_leases)
         self.fabric.on_write = self.oracle.on_write
         self.network = Network(self, random.Random(agenda.rng.random()))
         self.daemons: dict[str, Daemon] = {}
