@@ -131,8 +131,13 @@ def _bar(value: float | None, top: float, bars: str) -> str:
 def _print_tables(
     node: NodeSnapshot, report: SampleReport, failed: list[PullRecord], samples: dict[str, Any]
 ) -> None:
-    now = time.time()
-    if reasons := failure_reasons(failed, now, CHART_S):
+    _print_pulls(node, failed)
+    _print_sums(node, report)
+    _print_notable(samples)
+
+
+def _print_pulls(node: NodeSnapshot, failed: list[PullRecord]) -> None:
+    if reasons := failure_reasons(failed, time.time(), CHART_S):
         print_table(
             f"Why pulls failed, of the last {len(failed)} that did",
             ("pulls", "code", "from", "to", "peer", "phase", "did not answer", "last", "message"),
@@ -152,6 +157,9 @@ def _print_tables(
                 for p in sorted(node.pulls, key=lambda pull: -pull.age_s)[:MAX_ROWS]
             ],
         )  # fmt: skip
+
+
+def _print_sums(node: NodeSnapshot, report: SampleReport) -> None:
     print_table(
         "Pairs of engines, 15 minutes",
         ("from", "to", "delivered", "failed", "bytes", "p50", "p99", "last failure"),
@@ -172,6 +180,9 @@ def _print_tables(
             for line in peer_lines(node, report.peers)[:MAX_ROWS]
         ],
     )  # fmt: skip
+
+
+def _print_notable(samples: dict[str, Any]) -> None:
     if slowest := msgspec.convert(samples["slowest_pulls"], list[PullRecord]):
         print_table(
             "The slowest pulls of 15 minutes",

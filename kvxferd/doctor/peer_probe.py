@@ -17,7 +17,7 @@ FROM_IT, BY_IT = "probe from it", "probe by it"
 SLOW_PATH = "docs/how-to/slow-path.md"
 LOOK_AT_LOGS = "look for `probe ended` in the log of both daemons"
 # What a direction that could not be read calls for.
-TODO = {
+REMEDIES = {
     Code.DEADLINE: "movers reach each other on ports of their own: open TCP between the nodes, both ways",
     Code.TRANSPORT: "movers reach each other on ports of their own: open TCP between the nodes, both ways",
     Code.NIXL_UNAVAILABLE: "run `kvxferd doctor` on the node that says so",
@@ -56,7 +56,7 @@ def _direction(check: str, read: Mapping[str, Any] | None) -> Finding:
         return fail(check, "not tried", LOOK_AT_LOGS, essential=True)
     facts = dict(read)
     if read["code"] is not None:
-        todo = TODO.get(read["code"], LOOK_AT_LOGS)
+        todo = REMEDIES.get(read["code"], LOOK_AT_LOGS)
         return fail(check, f"{read['message']} [{read['code']}]", todo, essential=True, **facts)
     transports, reach = read["transports"] or "unknown transports", read["reach"]
     found = (
