@@ -75,6 +75,11 @@ class PullRecord(_Timed, frozen=True, kw_only=True):
     traceparent: str = ""  # of the request's trace, where it is sampled and this node exports spans
     span_id: str = ""  # of the pull's own span, 16 hex digits
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it was neither delivered nor cancelled."""
+        return self.outcome == "failed"
+
 
 class HandshakeRecord(_Timed, frozen=True, kw_only=True):
     """One attempt to learn a remote engine, ended."""

@@ -193,7 +193,7 @@ def has_failed(record: Record) -> bool:
     """Whether it is of a pull or a handshake that failed, or a release that no engine wanted."""
     match record:
         case PullRecord():
-            return record.outcome == "failed"
+            return record.has_failed
         case HandshakeRecord():
             return record.outcome != "ok"
         case ReleaseRecord():

@@ -32,7 +32,7 @@ class NotableRecords:
         match record:
             case PullRecord(outcome="delivered"):
                 self._add_delivered(record)
-            case PullRecord(outcome="failed"):
+            case PullRecord() if record.has_failed:
                 self._failed.append(record)
             case ReleaseRecord(why=Code.LEASE_EXPIRED):
                 self._expired.append(record)

@@ -82,7 +82,7 @@ def _record(record: PullRecord | ReleaseRecord) -> Html:
 
 
 def _pull(record: PullRecord) -> Html:
-    is_bad = record.outcome == "failed"
+    is_bad = record.has_failed
     outcome = f"{record.outcome}: {record.code.value}" if record.code else record.outcome
     rows: list[tuple[str, object]] = [
         ("outcome", tag("b", outcome, "bad" if is_bad else "")),
