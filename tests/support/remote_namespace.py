@@ -17,6 +17,7 @@ from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
+from kvxferd.telemetry.warnings.warning_watch import MAX_AGE_S
 from kvxferd.tooling.subprocesses import DaemonProcess
 
 NUM_BLOCKS, BLOCK_TOKENS = 16, 16
@@ -59,6 +60,7 @@ async def main() -> None:
         rank, memory = await asyncio.to_thread(join, daemon.worker_socket, "decode")
         while line := await asyncio.to_thread(sys.stdin.readline):
             came = await asyncio.to_thread(_pull, rank, memory, json.loads(line))
+            await asyncio.sleep(MAX_AGE_S)  # a list of warnings this old may be from before the pull
             print(json.dumps({"came": came, **daemon.control.get("/v1/status")}), flush=True)
         rank.close()
     finally:
