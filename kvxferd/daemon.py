@@ -9,7 +9,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import assert_never
 
@@ -18,9 +18,7 @@ import structlog
 import uvloop
 
 from kvxferd.config import Config, MergedConfig, merge_reloaded, split_endpoint
-from kvxferd.control.allowed_keys_file import AllowedKeysFile, KeysRead
 from kvxferd.control.core_settings import settings_of
-from kvxferd.control.curve_keys import allowlist_of, read_key
 from kvxferd.control.fd_budget import (
     fd_warnings,
     max_http_connections,
@@ -34,8 +32,10 @@ from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.node_api import ReloadResult
 from kvxferd.control.node_checks import NodeChecks
 from kvxferd.control.ownership_file import OwnershipFile
+from kvxferd.control.peer_admission import PeerAdmission
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.worker_socket import WorkerSocket
+from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.effects import (
     BindMover,
     ClosePeerConnection,
@@ -83,14 +83,12 @@ from kvxferd.telemetry.traces.collector import TraceCollector
 from kvxferd.telemetry.traces.tracer import TraceOutcome, Tracer
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.telemetry.warnings.record_checks import RecordChecks
-from kvxferd.telemetry.warnings.warning_list import Finding
 from kvxferd.telemetry.warnings.warning_watch import WarningCollector
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.worker import Farewell
 
 log = structlog.get_logger()
 
-MAX_LOGGED_KEYS = 16  # in the line of a changed keys file
 STOP_S = 10.0  # after a drain, for closing what is open and ending the movers
 PREDECESSOR_WAIT_S = 10.0  # the kernel kills a dead daemon's movers; the unmap may be slow
 
@@ -138,13 +136,17 @@ class Daemon:
         self._worker_socket = WorkerSocket(
             config.worker, self._on_event, limits.max_sessions, max_memory_fds_of(limits)
         )
-        key_file = config.peer.curve_secret_key_file
-        key = read_key(Path(key_file)) if key_file else None
-        self._key = key
-        self._keys_file = AllowedKeysFile(config.peer.curve_allowed_keys_file, key_file)
-        self._allowlist = allowlist_of(config.peer, key, self._keys_file.keys)
+        self._peer_admission = PeerAdmission(
+            config.peer,
+            self._use_allowlist,
+            lambda: self._peer_socket.shut_connections(),  # noqa: PLW0108  (it is made below)
+        )
         self._peer_socket = PeerSocket(
-            config.peer.bind, self._on_event, self._allowlist, key, lambda: self._node
+            config.peer.bind,
+            self._on_event,
+            self._peer_admission.allowlist,
+            self._peer_admission.key,
+            lambda: self._node,
         )
 
     # --- start and stop
@@ -176,8 +178,8 @@ class Daemon:
             closing.callback(release_reserved_fds)
             closing.callback(self._peer_socket.stop_listening)
             self._is_serving = True
-            self._watch_keys_file()
-            closing.callback(self._keys_file.stop)
+            self._peer_admission.watch()
+            closing.callback(self._peer_admission.stop)
             if self._early_hangups or self._is_reload_pending:
                 self._on_hangup()
             await self._stopping.wait()
@@ -192,7 +194,7 @@ class Daemon:
         self._node = Node(
             boot=self._boot,
             endpoint=self._advertised_endpoint(),
-            settings=settings_of(self._config, self._allowlist),
+            settings=settings_of(self._config, self._peer_admission.allowlist),
             new_token=lambda: secrets.token_hex(16),
         )
         self._record_checks = RecordChecks(self._node.context.endpoint)
@@ -248,7 +250,7 @@ class Daemon:
                 self._node_checks.findings,
                 self._timer_watch.findings,
                 lambda: self._peer_socket.turned_away.findings(time.monotonic()),
-                self._keys_file_findings,
+                self._peer_admission.findings,
             ),
         )
         http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(fd_limit))
@@ -282,7 +284,7 @@ class Daemon:
             address = Endpoint(f"tcp://{host.lower()}:{port or bound}")
         else:
             address = Endpoint(self._peer_socket.bound_endpoint)
-        return with_key(address, self._allowlist.own_key)
+        return with_key(address, self._peer_admission.allowlist.own_key)
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -494,9 +496,9 @@ class Daemon:
     def _apply_config(self, merged: MergedConfig) -> ReloadResult:
         config = merged.config
         # Each part compares with its own state: if one raises, the next reload applies the rest.
-        self._keys_file.use(config.peer.curve_allowed_keys_file)  # raises, and then nothing changes
+        self._peer_admission.read_keys(config.peer)  # raises, and then nothing changes
         closed = self._worker_socket.set_allowed(config.worker)
-        dropped, must_shut = self._apply_allowlist(config)
+        used = self._peer_admission.apply(config.peer)
         if "log.level" in merged.changed:
             set_log_level(config.log.level)
         self._admin.set_config(config)
@@ -504,56 +506,17 @@ class Daemon:
         return ReloadResult(
             changed=merged.changed,
             ignored=merged.ignored,
-            dropped_peers=dropped,
+            dropped_peers=used.dropped_peers,
             closed_sessions=closed,
-            closed_connections=self._peer_socket.shut_connections() if must_shut else 0,
+            closed_connections=self._peer_socket.shut_connections() if used.must_shut else 0,
         )
 
-    def _apply_allowlist(self, config: Config) -> tuple[list[Endpoint], bool]:
-        """Use the present allow-lists. Return the peers that are dropped, and whether an entry was removed.
-
-        Then the connections to this node must be shut: those who are still admitted connect again.
-        """
-        allowlist = allowlist_of(config.peer, self._key, self._keys_file.keys)
-        if allowlist == self._allowlist:
-            return [], False
+    def _use_allowlist(self, allowlist: PeerAllowlist) -> list[Endpoint]:
+        """Admit these peers. Return those that are dropped."""
         before = self._node.peers.endpoints()
-        must_shut = not allowlist.allows_all_of(self._allowlist)
         self._peer_socket.set_allowlist(allowlist)
-        self._allowlist = allowlist
         self._on_event(AllowlistChanged(allowlist))
-        return sorted(before - self._node.peers.endpoints()), must_shut
-
-    def _keys_file_findings(self) -> list[Finding]:
-        file = self._config.peer.curve_allowed_keys_file
-        sentences = self._keys_file.warnings()
-        return [Finding(WarningKind.ALLOWED_KEYS_UNREAD, file, *sentence) for sentence in sentences]
-
-    def _watch_keys_file(self) -> None:
-        loop = asyncio.get_running_loop()
-
-        def on_read(found: KeysRead) -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._on_keys_read, found)
-
-        self._keys_file.start(on_read)
-
-    def _on_keys_read(self, found: KeysRead) -> None:
-        if found.problem:
-            log.warning("allowed keys not read", reason=found.problem)
-            return
-        before = self._allowlist.allowed_keys or frozenset()
-        dropped, must_shut = self._apply_allowlist(self._config)
-        after = self._allowlist.allowed_keys or frozenset()
-        operator_log.info(
-            "allowed keys read",
-            file=self._config.peer.curve_allowed_keys_file,
-            added=sorted(after - before)[:MAX_LOGGED_KEYS],
-            removed=sorted(before - after)[:MAX_LOGGED_KEYS],
-            num_keys=len(found.keys),
-            dropped_peers=dropped,
-            closed_connections=self._peer_socket.shut_connections() if must_shut else 0,
-        )
+        return sorted(before - self._node.peers.endpoints())
 
     def drain(self) -> None:
         """Refuse new work, and stop once running pulls and published transfers have ended."""

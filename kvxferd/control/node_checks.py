@@ -10,8 +10,8 @@ from pathlib import Path
 from kvxferd.config import LimitsConfig
 from kvxferd.core.node import Node
 from kvxferd.telemetry.log_queue import LOG_COUNTS
+from kvxferd.telemetry.warnings.limit_checks import DroppedLines, LimitUse, NearLimits
 from kvxferd.telemetry.warnings.mover_checks import CrashingMovers, StarvedMovers, clocks_of, stopped_movers
-from kvxferd.telemetry.warnings.node_checks import DroppedLines, LimitUse, NearLimits
 from kvxferd.telemetry.warnings.warning_list import Finding
 
 # Two files of a mover take 30 us; 128 movers, read at this interval, take a thousandth of the loop.

@@ -73,7 +73,7 @@ async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daem
     daemon._node = Node(
         boot=BootId("b"),
         endpoint=daemon._advertised_endpoint(),
-        settings=settings_of(running, daemon._allowlist),
+        settings=settings_of(running, daemon._peer_admission.allowlist),
         new_token=lambda: "token",
     )
     daemon._node_checks = NodeChecks(daemon._node, daemon._engines_by_pid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvxferd.telemetry.warnings.node_checks import (
+from kvxferd.telemetry.warnings.limit_checks import (
     DROPPED_FOR_S,
     TURNED_AWAY_FOR_S,
     DroppedLines,
