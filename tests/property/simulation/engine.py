@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvxferd.client import events as ce
 from kvxferd.client.registration import MemoryState
 from kvxferd.client.session import SessionState
-from kvxferd.errors import KvxferdError
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.worker import Abandon, Prepare
@@ -17,6 +17,7 @@ from tests.property.simulation.daemon import endpoint_of
 from tests.property.simulation.memory import BLOCK_TOKENS, NUM_BLOCKS, NUM_HEADS, POISON
 from tests.property.simulation.oracle import Pull, Violation, Wanted
 from tests.property.simulation.process import Process
+from tests.property.simulation.readers import Readers
 
 if TYPE_CHECKING:
     from tests.property.simulation.world import World
@@ -52,6 +53,8 @@ class Transfer:
     transfer_id: str
     ids: list[int]
     num_tokens: int
+    num_readers: int
+    readers: Readers
     ref: TransferRef | None = None
     released_on: set[str] = field(default_factory=set)  # processes, by name
     is_over: bool = False
@@ -70,6 +73,8 @@ class Engine:
         self.ranks: list[Process] = []
         self.scheduler: Process | None = None
         self.transfers: dict[str, Transfer] = {}
+        self.past: list[Transfer] = []  # those that are over, of all lives
+        self._num_published = 0  # in this life: each begins with the same transfer ids
         self.pulls: dict[tuple[Process, int], Pull] = {}
         self.is_up = False
         self._num_processes = 0
@@ -81,6 +86,7 @@ class Engine:
         self.life += 1
         self.is_up = True
         self.transfers = {}
+        self._num_published = 0
         self.ranks = [self._start_rank(tp_rank) for tp_rank in range(self.shape.tp_size)]
         self.scheduler = None
         if self.shape.has_scheduler and self.shape.is_source:
@@ -127,6 +133,7 @@ class Engine:
         self.is_up = False
         for process in self.processes:
             self._kill(process)
+        self.past += self.transfers.values()
         self.transfers = {}
 
     def replace_rank(self, tp_rank: int) -> None:
@@ -163,7 +170,7 @@ class Engine:
 
     # --- as a source
 
-    def publish(self) -> Transfer | None:
+    def publish(self, num_readers: int = 1, lease_s: float | None = None) -> Transfer | None:
         """Write a request and publish it; None where that cannot be now."""
         used = {block for transfer in self.transfers.values() for block in transfer.ids}
         free = [block for block in range(NUM_BLOCKS) if block not in used]
@@ -173,7 +180,9 @@ class Engine:
         number = self.world.take_number()
         ids = self.rng.sample(free, num_blocks)
         num_tokens = self.rng.randint((num_blocks - 1) * BLOCK_TOKENS + 1, num_blocks * BLOCK_TOKENS)
-        transfer = Transfer(number, f"t{number}", ids, num_tokens)
+        self._num_published += 1
+        readers = Readers(num_readers)
+        transfer = Transfer(number, f"t{self._num_published}", ids, num_tokens, num_readers, readers)
         for process in self.ranks:
             if not self.shape.says_ready or process is self.publisher:
                 self._write(process, transfer)
@@ -184,14 +193,15 @@ class Engine:
                 transfer.transfer_id,
                 {"full": PackedBlocks(pack_ids(ids))},
                 num_tokens=num_tokens,
-                num_readers=1,
-                lease_s=None,
+                num_readers=num_readers,
+                lease_s=lease_s,
                 now=publisher.clock.now(),
             )
         except KvxferdError:
             del self.transfers[transfer.transfer_id]
             return None
-        publisher.act(f"publishes {transfer.transfer_id} in {ids}")
+        text = f"content {number} in {ids} for {num_readers} readers"
+        publisher.act(f"publishes {transfer.transfer_id}, {text}")
         if self.shape.says_ready:
             for process in self.ranks:
                 if process is not publisher:
@@ -218,11 +228,13 @@ class Engine:
         self.publisher.session.unpublish(transfer.transfer_id)
         self.publisher.act(f"unpublishes {transfer.transfer_id}")
 
-    def _released(self, process: Process, transfer_id: str) -> None:
-        """The process may use the blocks again: it does so at once."""
+    def _released(self, process: Process, transfer_id: str, why: Code | None = None) -> None:
+        """The process may use the blocks again: it does so at once. `why`: None where it was refused."""
         transfer = self.transfers.get(transfer_id)
         if transfer is None:
             return
+        if why is not None:
+            transfer.readers.check_released(transfer_id, why)
         if process.name in transfer.released_on:
             raise Violation("violations", f"{transfer_id} was released twice for {process.name}")
         transfer.released_on.add(process.name)
@@ -233,7 +245,7 @@ class Engine:
                 rank.content.overwrite(rank.memory.bytes, transfer.ids, POISON)
         if process is self.publisher:
             transfer.is_over = True
-            del self.transfers[transfer_id]
+            self.past.append(self.transfers.pop(transfer_id))
 
     # --- as a sink
 
@@ -274,19 +286,20 @@ class Engine:
         self.world.oracle.pull_started(pull)
         self.world.pull_started()
         self.world.transfer_of[pull] = transfer
-        process.act(f"pulls {transfer.transfer_id} into {ids}, ticket {ticket}")
+        process.act(f"pulls {transfer.transfer_id} of {transfer.ref.engine_id} into {ids}, ticket {ticket}")
 
     def cancel(self, pull: Pull) -> None:
         """Cancel a pull."""
         pull.process.session.cancel(pull.ticket)
         pull.process.act(f"cancels {pull.ticket}")
 
-    def abandon(self, pull: Pull) -> None:
-        """Say that no rank will read the transfer any more."""
-        ref = self.world.transfer_of[pull].ref
-        assert ref is not None
-        pull.process.session.queue_one_way(Abandon(ref=ref))
-        pull.process.act(f"abandons t{pull.number}")
+    @staticmethod
+    def abandon(process: Process, transfer: Transfer) -> None:
+        """Have a rank say that no rank of its engine will read the transfer any more."""
+        assert transfer.ref is not None
+        transfer.readers.abandoned(process)
+        process.session.queue_one_way(Abandon(ref=transfer.ref))
+        process.act(f"abandons {transfer.transfer_id}")
 
     def prepare(self, transfer: Transfer) -> None:
         """Announce a pull."""
@@ -324,7 +337,9 @@ class Engine:
                 pull = self.pulls[process, event.ticket.number]
                 self.world.oracle.pull_quiesced(pull)
                 self._free(pull)
-            case ce.Released() | ce.PublishRefused():
+            case ce.Released():
+                self._released(process, event.transfer_id, event.why)
+            case ce.PublishRefused():
                 self._released(process, event.transfer_id)
             case ce.Suspended():
                 self.world.oracle.suspended(process)
@@ -342,6 +357,10 @@ class Engine:
             self._free(pull)
         if how != "delivered" and pull.wanted.attempts < MAX_ATTEMPTS:
             process.after(self.rng.choice((0.01, 0.2, 1.0)), self._retry, process, pull)
+
+    def landed(self, process: Process, ticket: int) -> None:
+        """The mover of a rank reports that a pull is delivered."""
+        self.world.transfer_of[self.pulls[process, ticket]].readers.landed(process)
 
     def _retry(self, process: Process, pull: Pull) -> None:
         if self.is_usable and process in self.ranks and not pull.wanted.is_delivered:

@@ -18,6 +18,10 @@ from tests.property.simulation.world import Traits, World
 START_S = 30.0  # by then every engine is registered
 REST_S = 90.0  # by then everything is at rest: longer than any lease, hold or quarantine
 MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
+LONG_LEASE_S = 50.0
+RELEASE_S = 1.0  # after the last reader has a transfer, by when it is over
+SETTLE_S = 12.0  # after the last transfer: longer than acknowledgements and polling linger
+NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
 TRANSPORTS = ("cma", "cma", "tcp", "rdma")
 
 
@@ -188,12 +192,28 @@ class Episode:
             return
         rng = self.rng
         for _ in range(rng.choice((1, 1, 2, 3)) if self._sources and self._sinks else 0):
-            source, sink = rng.choice(self._sources), rng.choice(self._sinks)
-            if (transfer := source.publish()) is not None:
-                if rng.random() < 0.2:
-                    sink.prepare(transfer)
-                self.agenda.after(rng.choice((0.0, 0.0, 0.003)), self._pull, sink, transfer)
+            source, num_readers = rng.choice(self._sources), rng.choice(NUM_READERS)
+            sinks = rng.sample(self._sinks, min(num_readers, len(self._sinks)))
+            if (transfer := source.publish(num_readers)) is not None:
+                self._have_pulled(sinks, transfer)
+        if rng.random() < 0.02:
+            self._pull_again()
         self.agenda.after(rng.choice((0.002, 0.01, 0.03, 0.3)), self._traffic)
+
+    def _have_pulled(self, sinks: list[Engine], transfer: Transfer) -> None:
+        """Have the first engine pull at once, and each other one when it likes."""
+        rng = self.rng
+        if rng.random() < 0.2:
+            sinks[0].prepare(transfer)
+        for sink in sinks:
+            delays_s = (0.0, 0.0, 0.003) if sink is sinks[0] else (0.0, 0.003, 0.03, 0.5)
+            self.agenda.after(rng.choice(delays_s), self._pull, sink, transfer)
+
+    def _pull_again(self) -> None:
+        """Have a transfer pulled that is over, maybe of an earlier life in which another had its id."""
+        past = [transfer for source in self._sources for transfer in source.past]
+        if past and self._sinks:
+            self.rng.choice(self._sinks).pull(self.rng.choice(past))
 
     @staticmethod
     def _pull(sink: Engine, transfer: Transfer) -> None:
@@ -212,22 +232,41 @@ class Episode:
 
     def _check_next_transfers(self) -> None:
         """Each source publishes once more, and each transfer must arrive."""
-        world, oracle = self.world, self.world.oracle
+        world = self.world
         if not world.is_ready():
             states = [p.name for e in world.engines for p in e.processes if not e.is_ready]
             raise Violation("violations", f"not registered again: {states}")
         for index, source in enumerate(world.sources):
-            before = len(oracle.wanted)
-            sink = world.sinks[index % len(world.sinks)]
-            transfer = source.publish()
-            if transfer is None or not sink.pull(transfer):
-                raise Violation(
-                    "violations", f"{source.engine_id} cannot publish to {sink.engine_id} at rest"
-                )
-            self.agenda.run(self.agenda.now + 12.0)
-            wanted, oracle.wanted[before:] = oracle.wanted[before:], []
-            if not all(one.is_delivered for one in wanted):
-                text = f"the next transfer from {source.engine_id} to {sink.engine_id} did not arrive"
-                raise Violation("violations", text)
+            sinks = world.sinks[index % len(world.sinks) :] + world.sinks[: index % len(world.sinks)]
+            self._check_next_transfer(source, sinks[: self.rng.choice(NUM_READERS)])
+        self.agenda.run(self.agenda.now + SETTLE_S)
         if found := world.leftovers():
             raise Violation("leaked", "; ".join(found), len(found))
+
+    def _check_next_transfer(self, source: Engine, sinks: list[Engine]) -> None:
+        """Have engines pull a transfer one after another, or abandon it: it is over with the last one."""
+        agenda = self.agenda
+        transfer = source.publish(len(sinks), lease_s=LONG_LEASE_S)
+        if transfer is None:
+            raise Violation("violations", f"{source.engine_id} cannot publish at rest")
+        for sink in sinks:
+            what = f"{transfer.transfer_id} from {source.engine_id} to {sink.engine_id}"
+            if transfer.is_over:
+                raise Violation("violations", f"{what} is over before its last reader has it")
+            if sink is not sinks[0] and self.rng.random() < 0.5:  # once the publish has arrived
+                sink.abandon(sink.ranks[-1], transfer)
+            elif not self._is_delivered(sink, transfer):
+                raise Violation("violations", f"the next transfer, {what}, did not arrive")
+        agenda.run(agenda.now + RELEASE_S, lambda: transfer.is_over)
+        if not transfer.is_over:
+            text = f"{transfer.transfer_id} of {source.engine_id} is not over though all have it"
+            raise Violation("violations", text)
+
+    def _is_delivered(self, sink: Engine, transfer: Transfer) -> bool:
+        """Return whether a pull of the engine's ranks is delivered in time."""
+        wanted = self.world.oracle.wanted
+        before = len(wanted)
+        sink.pull(transfer)
+        these, wanted[before:] = wanted[before:], []
+        self.agenda.run(self.agenda.now + 12.0, lambda: all(one.is_delivered for one in these))
+        return len(these) == len(sink.ranks) and all(one.is_delivered for one in these)

@@ -230,7 +230,21 @@ class Faults:
         pull = self._pick(rng, [p for p in self._world.oracle.open_pulls if not p.process.is_stopped])
         if pull is not None:
             self._count("abandon", f"{pull.process.name} {pull.ticket}")
-            pull.process.engine.abandon(pull)
+            pull.process.engine.abandon(pull.process, self._world.transfer_of[pull])
+
+    def _lose_reader(self, rng: random.Random) -> None:
+        """An engine that reads a transfer with others abandons it, or dies."""
+        shared = [p for p in self._world.oracle.open_pulls if self._world.transfer_of[p].num_readers > 1]
+        pull = self._pick(rng, [p for p in shared if p.process.engine.is_usable])
+        if pull is None:
+            return
+        engine = pull.process.engine
+        self._count("lose-reader", engine.engine_id)
+        if rng.random() < 0.5:
+            engine.abandon(pull.process, self._world.transfer_of[pull])
+        else:
+            engine.die()
+            self._world.agenda.after(rng.choice((0.01, 0.3)), engine.start)
 
     def _unpublish(self, rng: random.Random) -> None:
         live = [(e, t) for e in self._world.sources if e.is_usable for t in e.transfers.values()]
@@ -271,6 +285,6 @@ OTHER_KINDS = {
     "cut-peer": 2, "partition": 1, "cut-worker": 2, "kill-mover": 2, "stop-mover": 2, "kill-daemon": 1,
     "kill-forkserver": 1, "stop-forkserver": 1,
     "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "sleep": 2,
-    "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "unpublish": 3, "lose-connection": 6,
-    "fail-read": 8,
+    "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "lose-reader": 1, "unpublish": 3,
+    "lose-connection": 6, "fail-read": 8,
 }  # fmt: skip

@@ -59,7 +59,7 @@ class Mover(Actor):
         )
         self._polls_for_others = False
         self._fences: dict[SessionId, int] = {}
-        self._tickets: dict[PullId, Ticket] = {}
+        self._tickets: dict[PullId, Ticket] = {}  # of all pulls
         self._early = BlockIdAssembly()
         self._is_step_due = False
         self._is_idle_check_due = False
@@ -136,7 +136,7 @@ class Mover(Actor):
             case BlockIds():
                 self._early.add(message)
             case mv.StartPull():
-                if self._notices and message.ticket is not None:
+                if message.ticket is not None:
                     self._tickets[message.pull] = message.ticket
                 local = self._early.complete(message.local, message.stream)
                 remote = self._early.complete(message.remote, message.stream + 1)
@@ -177,6 +177,8 @@ class Mover(Actor):
             ticket = self._tickets.pop(message.pull, None)
             outcome = message.outcome
             if ticket is not None and outcome.delivered:
+                self.process.engine.landed(self.process, ticket)
+            if ticket is not None and outcome.delivered and self._notices:
                 told = Delivered(ticket=ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s)
                 if self.process.receive_delivery(told):
                     outcome = msgspec.structs.replace(outcome, told=True)
