@@ -90,6 +90,13 @@ simulate: $(STAMP)
 	$(VENV)/bin/python -m tests.property.simulation --faults $(FAULTS) --nodes $(NODES) --engines $(ENGINES) \
 		$(if $(SEED),--seed $(SEED)) $(SIMULATE_FLAGS)
 
+# Recovery, release and quarantine after each kind of fault, in virtual time: a table, then a line of JSON. With --trace the
+# worst of a row are read: SIMULATE_FLAGS="--episode SEED --trace".
+.PHONY: simulate-liveness
+simulate-liveness: $(STAMP)
+	$(VENV)/bin/python -m tests.property.simulation --liveness --faults $(FAULTS) --nodes $(NODES) --engines $(ENGINES) \
+		--episode-faults 8 $(if $(SEED),--seed $(SEED)) $(SIMULATE_FLAGS)
+
 # Attacks by strangers, users, workers and peers on real daemons, while an honest pair of engines goes on; the last line is
 # JSON. Needs root, to be other users. ONLY=NAME: attacks whose names contain that; `make hostile HOSTILE_FLAGS=--list` names them.
 .PHONY: hostile

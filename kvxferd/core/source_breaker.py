@@ -1,4 +1,6 @@
-"""Refuses source engines whose reads repeatedly do not end, and cost their readers a mover, for a while.
+"""Refuses source engines whose reads repeatedly do not end, and cost their readers movers, for a while.
+
+One failure of a source ends the reads of many ranks within seconds of each other: it counts once.
 
 Stalls are counted by reading user, and only that user is refused: a resident mover is part of a worker, and
 one that never ends a read would otherwise make a good source refused to all users.
@@ -13,7 +15,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire.common import TransferRef
 
-# Each of these has retired a mover, and with it its rank's other pulls that did not end in time.
+# Each of these has retired movers, and with them their ranks' other pulls that did not end in time.
 MAX_STALLS = 3
 WINDOW_S = 60.0
 REFUSED_S = 30.0
@@ -35,7 +37,8 @@ class SourceBreaker:
         """Count a mover of that user that was retired because a read from the reference's engine hung."""
         source = (uid, ref.endpoint, ref.engine)
         at = self._stalled_at.pop(source, None) or deque(maxlen=MAX_STALLS)
-        at.append(self._context.now)
+        if not at or self._context.now - at[-1] >= self._context.settings.quiesce_s:
+            at.append(self._context.now)
         self._stalled_at[source] = at
         self._forget_old()
 
@@ -56,8 +59,8 @@ class SourceBreaker:
         if left_s <= 0:
             return
         raise EngineError(
-            f"{what}: {MAX_STALLS} reads from engine {ref.engine} at {ref.endpoint} did not end within "
-            f"{WINDOW_S:g} s; look at that engine's node, and try again in {left_s:.0f} s",
+            f"{what}: {MAX_STALLS} times within {WINDOW_S:g} s reads from engine {ref.engine} at "
+            f"{ref.endpoint} did not end; look at that engine's node, and try again in {left_s:.0f} s",
             Code.SOURCE_STALLED,
             retry_after_s=left_s,
         )

@@ -1,4 +1,7 @@
-"""`make simulate FAULTS=N SEED=S`: ends with one line of JSON; exits 1 where a promise was broken."""
+"""`make simulate FAULTS=N SEED=S`: ends with one line of JSON; exits 1 where a promise was broken.
+
+`make simulate-liveness` measures how long things take after a fault, and prints a table before that line.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,12 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from tests.property.simulation.episode import Episode, Result, Size
+from tests.property.simulation.liveness import Distributions, LivenessEpisode
 from tests.property.simulation.shrink import shrink_and_print
 
 BROKEN = ("wrong_bytes", "violations", "hung", "leaked")
@@ -45,7 +52,7 @@ class Tally:
             self.broken[result.kind] += result.num_wrong or 1
             self.failed_seeds.append(result.seed)
 
-    def line(self, elapsed_s: float) -> str:
+    def line(self, elapsed_s: float, **more: Any) -> str:
         """Return the line of JSON."""
         num_faults = self.faults.total()
         totals = {name: self.totals[name] for name in ("episodes", "steps", "transfers", "delivered")}
@@ -63,16 +70,24 @@ class Tally:
                 "trace_sha256": self._digest.hexdigest(),
                 "failed_episodes": self.failed_seeds[:100],
             }
+            | more
         )
 
 
-def simulate(seed: int, num_faults: int, size: Size, max_failures: int = 1, verbose: bool = False) -> Tally:
+def simulate(
+    seed: int,
+    num_faults: int,
+    size: Size,
+    max_failures: int = 1,
+    verbose: bool = False,
+    make: Callable[[int, Size], Episode] = Episode,
+) -> Tally:
     """Run episodes until so many faults have struck, or so many episodes have failed."""
     seeds = random.Random(seed)
     tally = Tally(seed)
     reported = 0
     while tally.faults.total() < num_faults and len(tally.failed_seeds) < max_failures:
-        result = Episode(seeds.getrandbits(48), size).run()
+        result = make(seeds.getrandbits(48), size).run()
         tally.add(result)
         if result.kind and verbose:
             print(f"episode {result.seed}: {result.kind}: {result.problem}", file=sys.stderr, flush=True)
@@ -96,7 +111,11 @@ def main() -> int:
         "--shrink", action="store_true", help="of a failing --episode: what it takes to fail, with its trace"
     )
     arguments.add_argument("--trace", action="store_true", help="print what the episode's actors do")
+    arguments.add_argument(
+        "--liveness", action="store_true", help="measure recovery, release and quarantine in virtual time"
+    )
     given = arguments.parse_args()
+    found = Distributions()
     size = Size(given.nodes, given.engines, given.episode_faults)
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(1 << 32)
     began = time.process_time()
@@ -105,13 +124,19 @@ def main() -> int:
         if given.shrink:
             result = shrink_and_print(given.episode, size)
         else:
-            result = Episode(given.episode, size, keeps_trace=given.trace).run()
+            kind = partial(LivenessEpisode, found) if given.liveness else Episode
+            result = kind(given.episode, size, keeps_trace=given.trace).run()
             print("\n".join([*result.trace, f"{result.kind}: {result.problem}"]), file=sys.stderr)
         tally.add(result)
     else:
         print(f"seed {seed}", file=sys.stderr, flush=True)
-        tally = simulate(seed, given.faults, size, given.max_failures, verbose=True)
-    print(tally.line(time.process_time() - began))
+        make = partial(LivenessEpisode, found) if given.liveness else Episode
+        tally = simulate(seed, given.faults, size, given.max_failures, verbose=True, make=make)
+    more = {}
+    if given.liveness:
+        print(found.table())
+        more["liveness"] = found.rows()
+    print(tally.line(time.process_time() - began, **more))
     return 1 if tally.failed_seeds else 0
 
 

@@ -69,7 +69,7 @@ class Daemon(Actor):
             settings=settings,
             new_token=lambda: self.rng.randbytes(16).hex(),
         )
-        self._clock = world.clocks[node_name]
+        self.clock = world.clocks[node_name]
         self.connections: dict[SessionId, Connection] = {}
         self.movers: dict[MoverId, Mover] = {}
         self.pool = SimulatedPool(
@@ -157,7 +157,7 @@ class Daemon(Actor):
 
     def feed(self, event: ev.Event) -> None:
         """Feed the core, and carry out what it wants."""
-        for effect in self.node.feed(event, self._clock.now()):
+        for effect in self.node.feed(event, self.clock.now()):
             self._act(effect)
         if not self.agenda.num_steps % self.world.integrity_every:
             self.node.check_integrity()
@@ -167,7 +167,7 @@ class Daemon(Actor):
         deadline = self.node.next_deadline()
         if deadline is None:
             return
-        when = self._clock.when(deadline)
+        when = self.clock.when(deadline)
         if self._tick_at is None or when < self._tick_at:
             self._tick_at = when
             self.at(when, self._tick, when)
@@ -176,7 +176,7 @@ class Daemon(Actor):
         if due == self._tick_at:
             self._tick_at = None
             deadline = self.node.next_deadline()
-            if deadline is not None and deadline <= self._clock.now():
+            if deadline is not None and deadline <= self.clock.now():
                 self.feed(ev.Tick())
             else:
                 self._set_tick()

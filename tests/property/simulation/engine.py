@@ -200,6 +200,7 @@ class Engine:
         except KvxferdError:
             del self.transfers[transfer.transfer_id]
             return None
+        self.world.watcher.published(self, transfer)
         text = f"content {number} in {ids} for {num_readers} readers"
         publisher.act(f"publishes {transfer.transfer_id}, {text}")
         if self.shape.says_ready:
@@ -225,6 +226,7 @@ class Engine:
 
     def unpublish(self, transfer: Transfer) -> None:
         """Withdraw a transfer."""
+        self.world.watcher.withdrawn(self, transfer)
         self.publisher.session.unpublish(transfer.transfer_id)
         self.publisher.act(f"unpublishes {transfer.transfer_id}")
 
@@ -327,6 +329,7 @@ class Engine:
     def handle(self, process: Process, event: ce.Event) -> None:
         """Handle an event of a session, as an engine does that polls at once."""
         process.note(_text(event))
+        self.world.watcher.handled(process, event)
         match event:
             case ce.Delivered():
                 self._pull_ended(process, event.ticket.number, "delivered")

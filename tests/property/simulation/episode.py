@@ -175,8 +175,7 @@ class Episode:
         agenda.run(agenda.now + START_S, world.is_ready)
         if not world.is_ready():
             raise Violation("violations", "an engine did not get registered")
-        self._traffic()
-        agenda.run(agenda.now + 600.0, lambda: self._num_pulls >= self._ends_at_pull)
+        self._strike_all()
         self._striker.is_over = True
         world.network.planned.clear()
         world.fabric.hurry()
@@ -185,6 +184,11 @@ class Episode:
             raise Violation("leaked", "; ".join(found), len(found))
         self._check_next_transfers()
         agenda.note("episode", "is at rest")
+
+    def _strike_all(self) -> None:
+        """Have traffic until all faults have struck."""
+        self._traffic()
+        self.agenda.run(self.agenda.now + 600.0, lambda: self._num_pulls >= self._ends_at_pull)
 
     def _traffic(self) -> None:
         """Publish and have pulled, for as long as faults are to come."""

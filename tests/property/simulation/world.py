@@ -15,6 +15,7 @@ from tests.property.simulation.engine import Engine, EngineShape, Transfer
 from tests.property.simulation.network import Network
 from tests.property.simulation.oracle import Oracle, Pull
 from tests.property.simulation.transport import Fabric
+from tests.property.simulation.watcher import Watcher
 
 SETTINGS = Settings(
     lease_s=6.0,
@@ -85,6 +86,7 @@ class World:
             for name in node_names
         }
         self.integrity_every = 1
+        self.watcher = Watcher()
         self.oracle = Oracle(agenda)
         fabric_rng = random.Random(agenda.rng.random())
         self.fabric = Fabric(agenda, traits.transport, fabric_rng, is_slow=traits.has_short_leases)
@@ -102,6 +104,17 @@ class World:
         self.engines = [Engine(self, shape) for shape in shapes]
         for engine in self.engines:
             engine.start()
+
+    @property
+    def lease_s(self) -> float:
+        """The default lease."""
+        return self._settings.lease_s
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell the watcher what happens from now on."""
+        self.watcher = watcher
+        for daemon in self.daemons.values():
+            watcher.daemon_started(daemon)
 
     def take_number(self) -> int:
         """Return a number that no transfer had before."""
@@ -122,6 +135,7 @@ class World:
         daemon = Daemon(self, node_name, self._eras[node_name], self._settings)
         daemon.note("starts")
         self.daemons[node_name] = daemon
+        self.watcher.daemon_started(daemon)
         daemon.start(self._saved[node_name])
 
     def kill_daemon(self, node_name: str) -> None:

@@ -381,19 +381,37 @@ def test_short_deadlines_are_no_stalls(world, source, sink):
     assert isinstance(sink.ended(ticket), wk.Delivered)
 
 
+def test_one_failure_of_a_source_that_many_ranks_read_counts_once(world):
+    """On a network card the death of one source's mover retires a mover of each rank that reads from it."""
+    context = world.host("d").node.context
+    stalls = SourceBreaker(context)
+    ref = TransferRef("tcp://n:1", "e", "g", "t", "n")
+    for _ in range(MAX_STALLS - 1):
+        for _ in range(8):
+            stalls.record_stall(1000, ref)
+            context.now += context.settings.quiesce_s / 10
+        context.now += context.settings.quiesce_s
+    stalls.check(1000, ref, "cannot pull")
+    stalls.record_stall(1000, ref)
+    with pytest.raises(EngineError, match="did not end"):
+        stalls.check(1000, ref, "cannot pull")
+
+
 def test_stalls_are_counted_for_a_while_and_for_so_many_sources(world):
-    moment = world.host("d").node.context
-    stalls = SourceBreaker(moment)
+    context = world.host("d").node.context
+    stalls = SourceBreaker(context)
     refs = [TransferRef(f"tcp://{n}:1", "e", "g", "t", "n") for n in range(MAX_SOURCES + 10)]
     for ref in refs:
         for _ in range(MAX_STALLS):
             stalls.record_stall(1000, ref)
+            context.now += context.settings.quiesce_s
+        context.now -= MAX_STALLS * context.settings.quiesce_s
     assert len(stalls) == MAX_SOURCES
     stalls.check(1000, refs[0], "")  # forgotten for the sake of later ones
     with pytest.raises(EngineError, match="did not end"):
         stalls.check(1000, refs[-1], "cannot pull")
     stalls.check(1001, refs[-1], "")  # another user's readers are not refused
-    moment.now += WINDOW_S + 1
+    context.now += WINDOW_S + MAX_STALLS * context.settings.quiesce_s
     stalls.record_stall(1000, refs[0])
     assert len(stalls) == 1
 
