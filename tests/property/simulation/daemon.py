@@ -274,6 +274,7 @@ class Daemon(Actor):
             "waiting fetches": len(node.handshake_server._pending),
             "polled movers": len(node.poll_requests._states),
             "chunks": node.chunk_memory.num_bytes,
+            "words and loans of movers that pack": sum(m.num_left_to_pack for m in self.movers.values()),
         }
         return [f"{self.name}: {number} {what}" for what, number in kept.items() if number]
 

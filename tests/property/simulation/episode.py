@@ -9,9 +9,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvxferd.errors import KvxferdError
+from kvxferd.mover.read_ways import ReadWay
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
-from tests.property.simulation.faults import MESSAGE_KINDS, OTHER_KINDS, Fault, Faults
+from tests.property.simulation.faults import MESSAGE_KINDS, OTHER_KINDS, PACKING_KINDS, Fault, Faults
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.world import Traits, World
 
@@ -21,6 +22,7 @@ MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
 LONG_LEASE_S = 50.0
 RELEASE_S = 1.0  # after the last reader has a transfer, by when it is over
 SETTLE_S = 12.0  # after the last transfer: longer than acknowledgements and polling linger
+READ_WAYS = (ReadWay.DIRECT, ReadWay.DIRECT, ReadWay.COVERING, ReadWay.GATHERED)
 NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
 TRANSPORTS = ("cma", "cma", "tcp", "rdma")
 
@@ -74,7 +76,7 @@ class Episode:
         names = [f"n{number}" for number in range(size.nodes)]
         traits = self._draw_traits(names)
         shapes = self._draw_engines(names)
-        self.drawn = self._draw_faults()
+        self.drawn = self._draw_faults(ReadWay.GATHERED in traits.read_ways.values())
         self.faults = self.drawn if faults is None else list(faults)
         self._by_pull: dict[int, list[Fault]] = {}
         for fault in self.faults:
@@ -92,12 +94,19 @@ class Episode:
         is_mixed = self.rng.random() < 0.25
         return Traits(
             transport=self.rng.choice(TRANSPORTS),
-            covers=self.rng.random() < 0.4,
+            read_ways=self._draw_read_ways(names),
+            num_chunks=self.rng.choice((1, 1, 2, 3, 64)),
             has_low_limits=self.rng.random() < 0.15,
             has_short_leases=self.rng.random() < 0.2,
             old_nodes=frozenset(name for name in names if is_mixed and self.rng.random() < 0.5),
             drifts=self.rng.random() < 0.3,
         )
+
+    def _draw_read_ways(self, names: list[str]) -> dict[str, ReadWay]:
+        """Draw one way for all nodes, or one for each."""
+        if self.rng.random() < 0.7:
+            return dict.fromkeys(names, self.rng.choice(READ_WAYS))
+        return {name: self.rng.choice(READ_WAYS) for name in names}
 
     def _draw_engines(self, names: list[str]) -> list[EngineShape]:
         shapes = []
@@ -122,10 +131,10 @@ class Episode:
             )
         return shapes
 
-    def _draw_faults(self) -> list[Fault]:
+    def _draw_faults(self, packs: bool) -> list[Fault]:
         """Draw which kinds this episode has, how often, and when each strikes."""
         messages = self._some(MESSAGE_KINDS)
-        others = self._some(OTHER_KINDS)
+        others = self._some(OTHER_KINDS | PACKING_KINDS if packs else OTHER_KINDS)
         spread = self.rng.choice((0.3, 0.6, 1.2))  # pulls a fault
         faults = []
         for _ in range(self.size.faults):
@@ -178,6 +187,7 @@ class Episode:
         self._strike_all()
         self._striker.is_over = True
         world.network.planned.clear()
+        world.planned_at_packing.clear()
         world.fabric.hurry()
         agenda.run(agenda.now + REST_S)
         if found := world.leftovers():

@@ -11,14 +11,17 @@ from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.loop import IDLE_CHECK_S
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import InlineScatterer
+from kvxferd.mover.read_ways import ReadWay
 from kvxferd.mover.transport.base import Span
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
+from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.wire import mover as mv
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, Message, RegionAddress
 from kvxferd.wire.worker import Delivered
 from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.memory import Buffer, FencePage
+from tests.property.simulation.packing import Packing
 from tests.property.simulation.transport import Fabric, SimulatedTransport
 
 if TYPE_CHECKING:
@@ -44,19 +47,27 @@ class Mover(Actor):
         self.to_daemon = handle.to_daemon
         self.from_daemon = Pipe(self, daemon.local_latency_s)
         self.transport = SimulatedTransport(fabric, self.agent, self, self)
-        disconnects = DisconnectRequests()
+        self._disconnects = disconnects = DisconnectRequests()
+        self._staged = StagedTransport(self.transport, lambda: self.agenda.now, disconnects=disconnects)
+        way = daemon.world.traits.read_ways[daemon.node_name]
         chunks = None
-        if daemon.world.traits.covers:
-            chunks = ChunkPool(self.transport, report=disconnects.outbox.append)
-        self._disconnects = disconnects
+        if way is not ReadWay.DIRECT:
+            chunks = ChunkPool(self._staged, report=disconnects.outbox.append)
         self._engine = PullEngine(
-            self.transport,
+            self._staged,
             clock=lambda: self.agenda.now,
             disconnects=disconnects,
             chunks=chunks,
             scatterer=InlineScatterer(lambda: self.agenda.now),
-            always_covers=chunks is not None,
+            always_covers=way is ReadWay.COVERING,
+            gathers=way is ReadWay.GATHERED,
         )
+        self._packing: Packing | None = None
+        if chunks is not None and way is ReadWay.GATHERED:
+            self._packing = Packing(
+                daemon.agenda, daemon.rng, self.transport, self._staged, chunks, self._engine
+            )
+            self._packing.on_packing = lambda: daemon.world.packs(self)
         self._polls_for_others = False
         self._fences: dict[SessionId, int] = {}
         self._tickets: dict[PullId, Ticket] = {}  # of all pulls
@@ -68,13 +79,24 @@ class Mover(Actor):
     @property
     def serves(self) -> bool:
         """Whether it drives the library."""
-        return self.is_alive and not self.is_stopped and (self._polls_for_others or self._engine.is_busy)
+        return self.is_alive and not self.is_stopped and self._has_work
+
+    @property
+    def _has_work(self) -> bool:
+        packs = self._packing is not None and self._packing.is_busy
+        return self._polls_for_others or self._engine.is_busy or packs
 
     def wake(self) -> None:
         """Step soon."""
         if not self._is_step_due and self.is_alive:
             self._is_step_due = True
-            self.after(0.00002, self._step)
+            busy_s = 0.0 if self._packing is None else self._packing.clock.busy_until - self.agenda.now
+            self.after(max(0.00002, busy_s), self._step)
+
+    @property
+    def num_left_to_pack(self) -> int:
+        """How many grants, requests and loans it has for readers that have it pack."""
+        return 0 if self._packing is None else self._packing.num_left
 
     def resume(self) -> None:
         super().resume()
@@ -87,7 +109,7 @@ class Mover(Actor):
         self.note(f"dies: {why}")
         self.is_alive = False
         self._engine.close()
-        self.transport.close()
+        self._staged.close()
         self._os_process.end()
         for process, epoch in self.watchers:
             process.after(self.daemon.local_latency_s(), process.mover_exited, epoch, self)
@@ -104,8 +126,11 @@ class Mover(Actor):
         address = self.transport.map(memory)
         region = RegionAddress(export.region, address, export.size_bytes)
         self._engine.bind([region])
+        if self._packing is not None:
+            self._packing.source.bind([region])
         metadata = self.transport.metadata([Span(address, export.size_bytes)])
-        self._report(mv.Bound(regions=(region,), metadata=metadata))
+        gathers = self._packing is not None
+        self._report(mv.Bound(regions=(region,), metadata=metadata, gathers=gathers))
         self.daemon.world.oracle.mover_bound(self, memory)
 
     def map_fence(self, session: SessionId, page: FencePage) -> None:
@@ -149,12 +174,17 @@ class Mover(Actor):
                 self._disconnects.handle_reply(message.number, message.over)
             case mv.ChunkMemoryGranted():
                 self._engine.set_chunk_memory(message.size_bytes)
+            case mv.GrantBlocks() | mv.RevokeBlocks():
+                if self._packing is not None:
+                    self._packing.set_granted(message)
         self.wake()
 
     def _step(self) -> None:
         self._is_step_due = False
         while self._engine.is_busy and self._engine.step():
             pass
+        if self._packing is not None and self._has_work:
+            self._pack(self._packing)
         if self.transport.waiting:
             self.transport.serve()
         outbox = self._engine.outbox
@@ -166,6 +196,20 @@ class Mover(Actor):
         if self._engine.is_busy and not self._is_step_due:
             self._is_step_due = True
             self.after(POLL_S, self._step)
+
+    def _pack(self, packing: Packing) -> None:
+        """Receive what readers and sources have sent, and pack."""
+        self._staged.progress()
+        packing.step()
+        if not self.is_alive:
+            return
+        while self._engine.is_busy and self._engine.step():
+            pass
+        if packing.source.is_busy:
+            self.wake()
+        elif packing.is_busy and not self._is_idle_check_due:
+            self._is_idle_check_due = True
+            self.after(IDLE_CHECK_S, self._check_idle)
 
     def _check_idle(self) -> None:
         self._is_idle_check_due = False

@@ -18,6 +18,7 @@ from kvxferd.plan import Runs
 from tests.property.simulation.agenda import Actor, Agenda
 from tests.property.simulation.memory import Buffer
 
+LOST_SHARE = 0.02  # of notifications
 LATEST_S = 2.0  # how late a piece of a failed read may land
 # Of a piece: in one episode of three a read takes so long that cancels, deadlines and deaths meet it.
 QUICK_S, SLOW_S = (0.0001, 0.0003, 0.001, 0.004), (0.0003, 0.004, 0.05, 0.3)
@@ -85,6 +86,8 @@ class SimulatedTransport:
         self._remote: dict[AgentName, set[tuple[int, int]]] = {}
         self._lost: set[AgentName] = set()
         self._reads: dict[Read, None] = {}
+        self._deregistered: dict[int, int] = {}  # own memory that holds zeros now: its size by address
+        self._notifications: list[tuple[AgentName, bytes]] = []
         self.waiting: list[tuple[SimulatedTransport, Read, int]] = []  # until this mover serves
         fabric.agents[agent] = self
 
@@ -119,10 +122,12 @@ class SimulatedTransport:
         return any(one is buffer for _, one in self._places.values())
 
     def register(self, span: Span) -> None:
+        self._deregistered.pop(span.address, None)
         self._places.setdefault(span.address, (span.size_bytes, None))
 
     def deregister(self, span: Span) -> None:
-        self._places.pop(span.address, None)
+        if self._places.pop(span.address, None) is not None:
+            self._deregistered[span.address] = span.size_bytes
 
     def metadata(self, spans: Sequence[Span]) -> bytes:
         return ";".join([self._agent, *(f"{span.address}+{span.size_bytes}" for span in spans)]).encode()
@@ -184,16 +189,30 @@ class SimulatedTransport:
         """See `MoverProcess.serves`."""
 
     def notify(self, agent: AgentName, payload: bytes) -> None:
-        raise TransportError(f"cannot tell agent {agent} anything", settled=True)
+        what = f"cannot tell agent {agent} anything"
+        if agent not in self._remote:
+            raise TransportError(f"{what}: it is not known here", settled=True)
+        target = self._fabric.agents.get(agent)
+        if target is None or agent in self._lost:
+            raise TransportError(f"{what}: it is gone", settled=True, lost=True)
+        if self._fabric.rng.random() >= LOST_SHARE:
+            self._fabric.agenda.after(self._fabric.rng.choice(QUICK_S), target._arrive, self._agent, payload)
+
+    def _arrive(self, agent: AgentName, payload: bytes) -> None:
+        self._notifications.append((agent, payload))
+        if self._mover.serves:
+            self._mover.wake()
 
     def receive_notifications(self) -> list[tuple[AgentName, bytes]]:
-        return []
+        arrived, self._notifications = self._notifications, []
+        return arrived
 
     def close(self) -> None:
         """The agent is gone with its process: none of its reads writes any more."""
         self._fabric.agents.pop(self._agent, None)
         self._reads.clear()
         self._places.clear()
+        self._notifications.clear()
         self.serve()
 
     def serve(self) -> None:
@@ -245,10 +264,15 @@ class SimulatedTransport:
         if self._fabric.kind == "tcp" and not source._mover.serves and read.error is None:
             source.waiting.append((self, read, index))
             return
+        if self._fabric.kind == "rdma" and not all(
+            source._is_registered(remote) for _, remote, _ in read.pieces[index]
+        ):
+            if read.error is None:  # a network card that meets a region that was deregistered
+                self._lost.add(read.agent)
+                self._fail(read, settled=False, lost=True)
+            return
         for local, remote, size in read.pieces[index]:
-            place, start = source._find(remote, size)
-            assert place is not None, "a read of a process's own memory"
-            self._write(local, bytes(place.bytes[remote - start : remote - start + size]))
+            self._write(local, source._read(remote, size))
         if read.error is not None:
             self._fabric.num_late += 1
             return
@@ -277,6 +301,21 @@ class SimulatedTransport:
         offset = address - start
         self._fabric.on_write(buffer, offset, len(content))
         buffer.bytes[offset : offset + len(content)] = content
+
+    def _is_registered(self, address: int) -> bool:
+        return not any(
+            start <= address < start + size and start not in self._places
+            for start, size in self._deregistered.items()
+        )
+
+    def _read(self, address: int, size: int) -> bytes:
+        """Return bytes that a peer reads here."""
+        if not self._is_registered(address):
+            return bytes(size)
+        place, start = self._find(address, size)
+        if place is None:
+            return ctypes.string_at(address, size)
+        return bytes(place.bytes[address - start : address - start + size])
 
     def _find(self, address: int, size: int) -> tuple[Buffer | None, int]:
         for start, (length, buffer) in self._places.items():

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
+from kvxferd.mover.read_ways import ReadWay
 from kvxferd.wire.limits import CHUNK_BYTES
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.daemon import Daemon
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
+from tests.property.simulation.mover import Mover
 from tests.property.simulation.network import Network
 from tests.property.simulation.oracle import Oracle, Pull
 from tests.property.simulation.transport import Fabric
@@ -36,16 +41,15 @@ class Traits:
     """What an episode has besides its faults."""
 
     transport: str = "cma"
-    covers: bool = False  # movers read into chunks, and copy from there
+    read_ways: Mapping[str, ReadWay] = field(default_factory=dict)  # of each node's movers
+    num_chunks: int = 64  # that a node's movers may have for covering and packed reads
     has_low_limits: bool = False
     old_nodes: frozenset[str] = frozenset()  # whose daemons and clients have the version before this one
     has_short_leases: bool = False  # which end while reads are under way: all are slow
     drifts: bool = False  # each node's clock has another rate and another start
 
 
-LOW_LIMITS = LimitsConfig(
-    max_pulls_per_rank=3, max_transfers_per_engine=3, max_waiting_per_peer=4, staging_bytes=CHUNK_BYTES
-)
+LOW_LIMITS = LimitsConfig(max_pulls_per_rank=3, max_transfers_per_engine=3, max_waiting_per_peer=4)
 
 
 class Clock:
@@ -76,6 +80,8 @@ class World:
         self._settings = SETTINGS
         if traits.has_low_limits:
             self._settings = replace(self._settings, limits=LOW_LIMITS)
+        limits = msgspec.structs.replace(self._settings.limits, staging_bytes=traits.num_chunks * CHUNK_BYTES)
+        self._settings = replace(self._settings, limits=limits)
         if traits.has_short_leases:
             self._settings = replace(self._settings, lease_s=0.4, max_hold_s=0.2)
         rng = random.Random(agenda.rng.random())
@@ -95,6 +101,7 @@ class World:
         self.daemons: dict[str, Daemon] = {}
         self.transfer_of: dict[Pull, Transfer] = {}
         self.on_pull: Callable[[], None] = lambda: None
+        self.planned_at_packing: deque[Callable[[Mover], None]] = deque()
         self._saved: dict[str, tuple] = dict.fromkeys(node_names, ((), ()))
         self._eras = dict.fromkeys(node_names, 0)
         self._last_number = 0
@@ -125,6 +132,11 @@ class World:
         """A rank has called `pull`."""
         self.on_pull()
 
+    def packs(self, mover: Mover) -> None:
+        """A mover is packing bytes for a reader."""
+        if self.planned_at_packing:
+            self.planned_at_packing.popleft()(mover)
+
     # --- daemons
 
     def start_daemon(self, node_name: str) -> None:
@@ -132,7 +144,9 @@ class World:
         if node_name in self.daemons:
             return
         self._eras[node_name] += 1
-        daemon = Daemon(self, node_name, self._eras[node_name], self._settings)
+        gathers = self.traits.read_ways[node_name] is ReadWay.GATHERED
+        settings = replace(self._settings, gathers=gathers)
+        daemon = Daemon(self, node_name, self._eras[node_name], settings)
         daemon.note("starts")
         self.daemons[node_name] = daemon
         self.watcher.daemon_started(daemon)
