@@ -252,7 +252,8 @@ class Episode:
             raise Violation("violations", f"not registered again: {states}")
         for index, source in enumerate(world.sources):
             sinks = world.sinks[index % len(world.sinks) :] + world.sinks[: index % len(world.sinks)]
-            self._check_next_transfer(source, sinks[: self.rng.choice(NUM_READERS)])
+            num_readers = self.rng.choice(NUM_READERS) if source is world.sources[0] else 1
+            self._check_next_transfer(source, sinks[:num_readers])
         self.agenda.run(self.agenda.now + SETTLE_S)
         if found := world.leftovers():
             raise Violation("leaked", "; ".join(found), len(found))

@@ -83,8 +83,9 @@ class Mover(Actor):
 
     @property
     def _has_work(self) -> bool:
-        packs = self._packing is not None and self._packing.is_busy
-        return self._polls_for_others or self._engine.is_busy or packs
+        if self._polls_for_others or self._engine.is_busy:
+            return True
+        return self._packing is not None and self._packing.is_busy
 
     def wake(self) -> None:
         """Step soon."""
@@ -183,7 +184,7 @@ class Mover(Actor):
         self._is_step_due = False
         while self._engine.is_busy and self._engine.step():
             pass
-        if self._packing is not None and self._has_work:
+        if self._packing is not None:
             self._pack(self._packing)
         if self.transport.waiting:
             self.transport.serve()
@@ -199,6 +200,8 @@ class Mover(Actor):
 
     def _pack(self, packing: Packing) -> None:
         """Receive what readers and sources have sent, and pack."""
+        if not self._has_work:
+            return
         self._staged.progress()
         packing.step()
         if not self.is_alive:
