@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tests.property.simulation.process import Process
     from tests.property.simulation.shells.mover_pool import SimulatedHandle
 
+LOOK_S = 0.01  # between two looks of a source at requests that wait for a chunk
 POLL_S = 0.05  # a pull that waits for nothing that could wake its mover is looked at so often
 
 
@@ -74,6 +75,7 @@ class Mover(Actor):
         self._early = BlockIdAssembly()
         self._is_step_due = False
         self._is_idle_check_due = False
+        self._is_look_due = False
         self._notices = False
 
     @property
@@ -208,11 +210,15 @@ class Mover(Actor):
             return
         while self._engine.is_busy and self._engine.step():
             pass
-        if packing.source.is_busy:
+        if packing.is_packing:
             self.wake()
-        elif packing.is_busy and not self._is_idle_check_due:
-            self._is_idle_check_due = True
-            self.after(IDLE_CHECK_S, self._check_idle)
+        elif packing.is_busy and not self._is_look_due:
+            self._is_look_due = True
+            self.after(LOOK_S if packing.source.is_busy else IDLE_CHECK_S, self._look)
+
+    def _look(self) -> None:
+        self._is_look_due = False
+        self.wake()
 
     def _check_idle(self) -> None:
         self._is_idle_check_due = False

@@ -74,6 +74,12 @@ class Packing:
             raise Violation("violations", "a mover packs for a word that was revoked")
 
     @property
+    def is_packing(self) -> bool:
+        """Whether it has something to do that waits for nothing."""
+        source = self.source
+        return bool(source._packing or source._early or source._overdue)
+
+    @property
     def is_busy(self) -> bool:
         """Whether it has something to do, now or when a loan ends."""
         return self.source.is_busy or self.source.has_loans
