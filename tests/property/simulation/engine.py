@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvxferd.client import events as ce
@@ -55,6 +55,8 @@ class Transfer:
     num_tokens: int
     num_readers: int
     readers: Readers
+    publisher: Process
+    ranks: list[Process]  # of its generation
     ref: TransferRef | None = None
     released_on: set[str] = field(default_factory=set)  # processes, by name
     is_over: bool = False
@@ -141,6 +143,20 @@ class Engine:
         self._kill(self.ranks[tp_rank])
         self.ranks[tp_rank] = self._start_rank(tp_rank)
 
+    def scale(self, node_names: tuple[str, ...], overlap_s: float) -> None:
+        """Have another generation with a rank on each of these nodes take over; this one dies later."""
+        old, transfers = self.processes, self.transfers
+        self.shape = replace(self.shape, node_names=node_names, tp_size=len(node_names))
+        self.start()
+        self.world.agenda.after(overlap_s, self._retire, old, transfers)
+
+    def _retire(self, processes: list[Process], transfers: dict[str, Transfer]) -> None:
+        for process in processes:
+            if process.is_alive:
+                self._kill(process)
+        self.past += transfers.values()
+        transfers.clear()
+
     def _kill(self, process: Process) -> None:
         process.die()
         self.world.oracle.process_died(process)
@@ -182,12 +198,12 @@ class Engine:
         num_tokens = self.rng.randint((num_blocks - 1) * BLOCK_TOKENS + 1, num_blocks * BLOCK_TOKENS)
         self._num_published += 1
         readers = Readers(num_readers)
-        transfer = Transfer(number, f"t{self._num_published}", ids, num_tokens, num_readers, readers)
+        transfer_id, publisher = f"t{self._num_published}", self.publisher
+        transfer = Transfer(number, transfer_id, ids, num_tokens, num_readers, readers, publisher, self.ranks)
         for process in self.ranks:
-            if not self.shape.says_ready or process is self.publisher:
+            if not self.shape.says_ready or process is publisher:
                 self._write(process, transfer)
         self.transfers[transfer.transfer_id] = transfer
-        publisher = self.publisher
         try:
             transfer.ref = publisher.session.publish(
                 transfer.transfer_id,
@@ -216,7 +232,7 @@ class Engine:
         process.content.fill(process.memory.bytes, transfer.ids, transfer.num_tokens, transfer.number)
 
     def _write_and_say(self, process: Process, transfer: Transfer) -> None:
-        if transfer.is_over or process.name in transfer.released_on or process not in self.ranks:
+        if transfer.is_over or process.name in transfer.released_on or process not in transfer.ranks:
             return
         if process.session.registration.memory_state is not MemoryState.SHARED:
             return
@@ -227,12 +243,12 @@ class Engine:
     def unpublish(self, transfer: Transfer) -> None:
         """Withdraw a transfer."""
         self.world.watcher.withdrawn(self, transfer)
-        self.publisher.session.unpublish(transfer.transfer_id)
-        self.publisher.act(f"unpublishes {transfer.transfer_id}")
+        transfer.publisher.session.unpublish(transfer.transfer_id)
+        transfer.publisher.act(f"unpublishes {transfer.transfer_id}")
 
     def _released(self, process: Process, transfer_id: str, why: Code | None = None) -> None:
         """The process may use the blocks again: it does so at once. `why`: None where it was refused."""
-        transfer = self.transfers.get(transfer_id)
+        transfer = process.transfers.get(transfer_id)
         if transfer is None:
             return
         if why is not None:
@@ -240,14 +256,14 @@ class Engine:
         if process.name in transfer.released_on:
             raise Violation("violations", f"{transfer_id} was released twice for {process.name}")
         transfer.released_on.add(process.name)
-        over = self.ranks if process is self.publisher else [process] if process.spec else []
+        over = transfer.ranks if process is transfer.publisher else [process] if process.spec else []
         for rank in over:
             assert rank.content is not None
             if rank.memory is not None:
                 rank.content.overwrite(rank.memory.bytes, transfer.ids, POISON)
-        if process is self.publisher:
+        if process is transfer.publisher:
             transfer.is_over = True
-            self.past.append(self.transfers.pop(transfer_id))
+            self.past.append(process.transfers.pop(transfer_id))
 
     # --- as a sink
 
@@ -350,7 +366,7 @@ class Engine:
                 process.memory.bytes[:] = bytes([POISON]) * len(process.memory.bytes)
                 process.memory.is_freed = True
                 process.memory = None
-            case ce.Disconnected():
+            case ce.Disconnected() if process in self.processes:
                 raise Violation("violations", f"the session of {process.name} ended: {event.message}")
 
     def _pull_ended(self, process: Process, ticket: int, how: str) -> None:

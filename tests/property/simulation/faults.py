@@ -162,9 +162,12 @@ class Faults:
         self._stop(rng, "stop-mover", movers, (0.02, 0.3, 4.0, 6.0))
 
     def _kill_daemon(self, rng: random.Random) -> None:
-        name = rng.choice(self._world.node_names)
-        if name in self._world.daemons:
-            self._count("kill-daemon", name)
+        self._kill_daemon_of(rng, "kill-daemon", self._world.node_names)
+
+    def _kill_daemon_of(self, rng: random.Random, kind: str, names: list[str]) -> None:
+        name = self._pick(rng, [name for name in names if name in self._world.daemons])
+        if name is not None:
+            self._count(kind, name)
             self._world.kill_daemon(name)
             self._world.agenda.after(rng.choice((0.01, 0.1, 1.0)), self._world.start_daemon, name)
 
@@ -203,6 +206,24 @@ class Faults:
             self._count("replace-rank", engine.ranks[tp_rank].name)
             engine.replace_rank(tp_rank)
 
+    def _scale(self, rng: random.Random) -> None:
+        """A generation of an engine with another number of ranks takes over, while the one before runs."""
+        engine = self._pick(rng, [engine for engine in self._world.engines if engine.is_usable])
+        if engine is None:
+            return
+        self._count("scale", engine.engine_id)
+        home, *_ = engine.shape.node_names
+        if rng.random() < 0.3:
+            home = rng.choice(self._world.node_names)
+        others = [rng.choice((home, home, *self._world.node_names)) for _ in range(2 - engine.shape.tp_size)]
+        engine.scale((home, *others), rng.choice((0.0, 0.02, 0.3, 2.0)))
+
+    def _kill_member(self, rng: random.Random) -> None:
+        """A daemon dies that has a rank of an engine whose home is elsewhere."""
+        spanning = [engine.shape.node_names for engine in self._world.engines if engine.shape.spans_nodes]
+        members = [name for home, *others in spanning for name in others if name != home]
+        self._kill_daemon_of(rng, "kill-member", members)
+
     # --- memory
 
     def _sleep(self, rng: random.Random) -> None:
@@ -214,7 +235,8 @@ class Faults:
 
     def _put_to_sleep(self, rng: random.Random, kind: str) -> None:
         awake = [(e, p) for e in self._world.engines if e.is_usable for p in e.ranks]
-        found = self._pick(rng, awake)
+        publishing = [(engine, process) for engine, process in awake if engine.transfers]
+        found = self._pick(rng, publishing if rng.random() < 0.4 else awake)
         if found is None:
             return
         engine, process = found
@@ -315,7 +337,7 @@ PACKING_KINDS = {"kill-packing": 2, "stop-packing": 1, "unpublish-packing": 2}
 OTHER_KINDS = {
     "cut-peer": 2, "partition": 1, "cut-worker": 2, "kill-mover": 2, "stop-mover": 2, "kill-daemon": 1,
     "kill-forkserver": 1, "stop-forkserver": 1,
-    "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "sleep": 2,
-    "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "lose-reader": 1, "unpublish": 3,
+    "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "scale": 1, "kill-member": 1,
+    "sleep": 2, "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "lose-reader": 1, "unpublish": 3,
     "lose-connection": 6, "fail-read": 8,
 }  # fmt: skip
