@@ -105,7 +105,7 @@ class Daemon(Actor):
         if self.pool.forkserver is not None:  # it reads the end of its socket, unless it is stopped
             self.pool.forkserver.after(self.rng.choice((0.0002, 0.002, 0.3)), self.pool.forkserver.end)
         for mover in self.movers.values():
-            mover.after(self.rng.choice((0.0002, 0.002, 0.3)), mover.die, "its daemon is gone")
+            mover.after(self.rng.choice((0.0002, 0.002, 0.3, 2.5)), mover.die, "its daemon is gone")
 
     def connect(self, process: Process) -> Connection:
         """Accept a connection."""

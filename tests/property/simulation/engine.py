@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvxferd.client import events as ce
+from kvxferd.client.gpu_events import unfinished
 from kvxferd.client.registration import MemoryState
 from kvxferd.client.session import SessionState
 from kvxferd.errors import Code, KvxferdError
@@ -14,8 +16,8 @@ from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.worker import Abandon, Prepare
 from tests.property.simulation.daemon import endpoint_of
-from tests.property.simulation.memory import BLOCK_TOKENS, NUM_BLOCKS, NUM_HEADS, POISON
-from tests.property.simulation.oracle import Pull, Violation, Wanted
+from tests.property.simulation.memory import BLOCK_TOKENS, NUM_BLOCKS, NUM_HEADS, POISON, Buffer
+from tests.property.simulation.oracle import GpuWork, Pull, Violation, Wanted
 from tests.property.simulation.process import Process
 from tests.property.simulation.readers import Readers
 
@@ -38,6 +40,7 @@ class EngineShape:
     order: str
     has_scheduler: bool
     says_ready: bool  # each rank says when it has written
+    has_gpu: bool = False  # ranks write and free blocks in work that is done some time after its launch
 
     @property
     def spans_nodes(self) -> bool:
@@ -200,9 +203,12 @@ class Engine:
         readers = Readers(num_readers)
         transfer_id, publisher = f"t{self._num_published}", self.publisher
         transfer = Transfer(number, transfer_id, ids, num_tokens, num_readers, readers, publisher, self.ranks)
+        written = GpuWork(is_done=True)
         for process in self.ranks:
-            if not self.shape.says_ready or process is publisher:
-                self._write(process, transfer)
+            if process is publisher:
+                written = self._launch(process, self._write, transfer)
+            elif not self.shape.says_ready:
+                self._write(process, process.memory, transfer)
         self.transfers[transfer.transfer_id] = transfer
         try:
             transfer.ref = publisher.session.publish(
@@ -212,6 +218,7 @@ class Engine:
                 num_readers=num_readers,
                 lease_s=lease_s,
                 now=publisher.clock.now(),
+                after=unfinished(written),
             )
         except KvxferdError:
             del self.transfers[transfer.transfer_id]
@@ -226,18 +233,38 @@ class Engine:
                     process.after(delay, self._write_and_say, process, transfer)
         return transfer
 
-    def _write(self, process: Process, transfer: Transfer) -> None:
+    def _write(self, process: Process, memory: Buffer | None, transfer: Transfer) -> None:
+        if transfer.is_over or process.name in transfer.released_on or memory is None or memory.is_freed:
+            return
         assert process.content is not None
-        assert process.memory is not None
-        process.content.fill(process.memory.bytes, transfer.ids, transfer.num_tokens, transfer.number)
+        process.content.fill(memory.bytes, transfer.ids, transfer.num_tokens, transfer.number)
+
+    def _launch(self, process: Process, act: Callable[..., None], *arguments: object) -> GpuWork:
+        """Have a rank's GPU do something with its present memory, at once where the engine has none."""
+        work = GpuWork()
+        if self.shape.has_gpu and not self.world.fabric.is_hurried:
+            delay_s = self.rng.choice((0.0, 0.001, 0.02))
+            self.world.agenda.after(delay_s, self._gpu_done, work, act, process, process.memory, *arguments)
+        else:
+            self._gpu_done(work, act, process, process.memory, *arguments)
+        return work
+
+    @staticmethod
+    def _use_no_more(process: Process, memory: Buffer | None) -> None:
+        """The last kernel that reads blocks which are pulled into next."""
+
+    @staticmethod
+    def _gpu_done(work: GpuWork, act: Callable[..., None], *arguments: object) -> None:
+        act(*arguments)
+        work.is_done = True
 
     def _write_and_say(self, process: Process, transfer: Transfer) -> None:
         if transfer.is_over or process.name in transfer.released_on or process not in transfer.ranks:
             return
         if process.session.registration.memory_state is not MemoryState.SHARED:
             return
-        self._write(process, transfer)
-        process.session.ready(transfer.transfer_id, process.clock.now())
+        work = self._launch(process, self._write, transfer)
+        process.session.ready(transfer.transfer_id, process.clock.now(), after=unfinished(work))
         process.act(f"ready {transfer.transfer_id}")
 
     def unpublish(self, transfer: Transfer) -> None:
@@ -245,6 +272,24 @@ class Engine:
         self.world.watcher.withdrawn(self, transfer)
         transfer.publisher.session.unpublish(transfer.transfer_id)
         transfer.publisher.act(f"unpublishes {transfer.transfer_id}")
+
+    def republish(self, transfer: Transfer) -> None:
+        """Use a transfer's id for other blocks."""
+        publisher = transfer.publisher
+        ids = [block for block in range(NUM_BLOCKS) if block not in transfer.ids][:1]
+        blocks = {"full": PackedBlocks(pack_ids(ids))}
+        try:
+            publisher.session.publish(
+                transfer.transfer_id,
+                blocks,
+                num_tokens=1,
+                num_readers=1,
+                lease_s=None,
+                now=publisher.clock.now(),
+            )
+        except KvxferdError:
+            return
+        raise Violation("violations", f"{transfer.transfer_id} was published twice by {publisher.name}")
 
     def _released(self, process: Process, transfer_id: str, why: Code | None = None) -> None:
         """The process may use the blocks again: it does so at once. `why`: None where it was refused."""
@@ -284,6 +329,7 @@ class Engine:
         timeout_s = self.rng.choice((1.0, 3.0, 8.0))
         deadline = self.world.agenda.now + timeout_s
         session = process.session
+        after = self._launch(process, self._use_no_more)
         try:
             ticket = session.pull(
                 transfer.ref,
@@ -291,13 +337,14 @@ class Engine:
                 transfer.num_tokens,
                 process.clock.now() + timeout_s,
                 session.cancel,
+                after=unfinished(after),
             ).number
         except KvxferdError:
             return
         if not wanted.attempts:
             self.world.oracle.wanted.append(wanted)
         wanted.attempts += 1
-        pull = Pull(process, ticket, transfer.number, ids, transfer.num_tokens, deadline, wanted)
+        pull = Pull(process, ticket, transfer.number, ids, transfer.num_tokens, deadline, wanted, after)
         self.pulls[process, ticket] = pull
         for block in ids:
             process.owners[block] = pull

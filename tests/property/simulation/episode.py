@@ -17,6 +17,7 @@ from tests.property.simulation.oracle import Violation
 from tests.property.simulation.world import Traits, World
 
 START_S = 30.0  # by then every engine is registered
+NOTICED_S = 0.05  # by then clients know that their daemon is dead
 REST_S = 90.0  # by then everything is at rest: longer than any lease, hold or quarantine
 MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
 LONG_LEASE_S = 50.0
@@ -127,6 +128,7 @@ class Episode:
                     self.rng.choice(("HND", "NHD")),
                     self.rng.random() < 0.5,
                     self.rng.random() < 0.4,
+                    self.rng.random() < 0.25,
                 )
             )
         return shapes
@@ -264,24 +266,48 @@ class Episode:
         transfer = source.publish(len(sinks), lease_s=LONG_LEASE_S)
         if transfer is None:
             raise Violation("violations", f"{source.engine_id} cannot publish at rest")
+        # A rank says ready again for as long as a default lease: members that join late may miss it.
+        is_soon_back = not (self.world.traits.has_short_leases or source.shape.spans_nodes)
+        restarts = is_soon_back and self.rng.random() < 0.4
+        self._restart(source.shape.node_names if restarts else ())
         for sink in sinks:
             what = f"{transfer.transfer_id} from {source.engine_id} to {sink.engine_id}"
             if transfer.is_over:
                 raise Violation("violations", f"{what} is over before its last reader has it")
             if sink is not sinks[0] and self.rng.random() < 0.5:  # once the publish has arrived
                 sink.abandon(sink.ranks[-1], transfer)
-            elif not self._is_delivered(sink, transfer):
+            elif not self._is_delivered(source, sink, transfer, is_first=sink is sinks[0]):
                 raise Violation("violations", f"the next transfer, {what}, did not arrive")
         agenda.run(agenda.now + RELEASE_S, lambda: transfer.is_over)
         if not transfer.is_over:
             text = f"{transfer.transfer_id} of {source.engine_id} is not over though all have it"
             raise Violation("violations", text)
 
-    def _is_delivered(self, sink: Engine, transfer: Transfer) -> bool:
+    def _is_delivered(self, source: Engine, sink: Engine, transfer: Transfer, *, is_first: bool) -> bool:
         """Return whether a pull of the engine's ranks is delivered in time."""
         wanted = self.world.oracle.wanted
         before = len(wanted)
+        nodes = set(sink.shape.node_names) - set(source.shape.node_names)  # who restarts forgets who has read
+        away = sorted(nodes) if is_first and self.rng.random() < 0.3 else []
+        self._kill(away)
         sink.pull(transfer)
+        self._start(away)
         these, wanted[before:] = wanted[before:], []
         self.agenda.run(self.agenda.now + 12.0, lambda: all(one.is_delivered for one in these))
         return len(these) == len(sink.ranks) and all(one.is_delivered for one in these)
+
+    # A transfer outlives its daemon, and a pull that no daemon has taken waits for the next.
+
+    def _restart(self, node_names: Collection[str]) -> None:
+        self._kill(node_names)
+        self._start(node_names)
+        self.agenda.run(self.agenda.now + START_S, self.world.is_ready)
+
+    def _kill(self, node_names: Collection[str]) -> None:
+        for name in dict.fromkeys(node_names):
+            self.world.kill_daemon(name)
+        self.agenda.run(self.agenda.now + NOTICED_S)
+
+    def _start(self, node_names: Collection[str]) -> None:
+        for name in dict.fromkeys(node_names):
+            self.world.start_daemon(name)

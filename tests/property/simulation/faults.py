@@ -172,7 +172,7 @@ class Faults:
             self._world.agenda.after(rng.choice((0.01, 0.1, 1.0)), self._world.start_daemon, name)
 
     def _stop_daemon(self, rng: random.Random) -> None:
-        self._stop(rng, "stop-daemon", list(self._world.daemons.values()), (0.02, 0.3, 2.0))
+        self._stop(rng, "stop-daemon", list(self._world.daemons.values()), (0.02, 0.3, 2.0, 12.0))
 
     def _stop_worker(self, rng: random.Random) -> None:
         processes = [p for e in self._world.engines for p in e.processes if p.is_alive]
@@ -305,6 +305,14 @@ class Faults:
             self._count("unpublish", found[1].transfer_id)
             found[0].unpublish(found[1])
 
+    def _republish(self, rng: random.Random) -> None:
+        """A scheduler uses the id of a transfer a second time, which must be refused."""
+        live = [(e, t) for e in self._world.sources if e.is_usable for t in e.transfers.values()]
+        found = self._pick(rng, live)
+        if found is not None:
+            self._count("republish", found[1].transfer_id)
+            found[0].republish(found[1])
+
     # --- reads
 
     def _lose_connection(self, rng: random.Random) -> None:
@@ -314,6 +322,14 @@ class Faults:
             agent = rng.choice(mover.transport.inflight_agents)
             self._count("lose-connection", f"{mover.name} to {agent}")
             mover.transport.lose_connection(agent)
+
+    def _stall_reads(self, rng: random.Random) -> None:
+        """The reads of one mover take long, those too that it posts meanwhile."""
+        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
+        mover = self._pick(rng, [m for m in movers if m.transport.inflight_agents] or movers)
+        if mover is not None:
+            self._count("stall-reads", mover.name)
+            mover.transport.stall(rng.choice((0.5, 3.0, 12.0)))
 
     def _fail_read(self, rng: random.Random) -> None:
         movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
@@ -339,5 +355,5 @@ OTHER_KINDS = {
     "kill-forkserver": 1, "stop-forkserver": 1,
     "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "scale": 1, "kill-member": 1,
     "sleep": 2, "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "lose-reader": 1, "unpublish": 3,
-    "lose-connection": 6, "fail-read": 8,
+    "lose-connection": 6, "fail-read": 8, "stall-reads": 4, "republish": 1,
 }  # fmt: skip

@@ -25,6 +25,17 @@ class Violation(AssertionError):
 
 
 @dataclass(eq=False)
+class GpuWork:
+    """A kernel that was launched; see `kvxferd.client.gpu_events.Completion`."""
+
+    is_done: bool = False
+
+    def query(self) -> bool:
+        """Return whether it is done."""
+        return self.is_done
+
+
+@dataclass(eq=False)
 class Pull:
     """One pull of one rank: an attempt to get a transfer."""
 
@@ -35,6 +46,7 @@ class Pull:
     num_tokens: int
     deadline: float
     wanted: Wanted
+    after: GpuWork
     ended: str = ""  # delivered, failed, in-doubt
     is_quiet: bool = False
     ended_at: float = 0.0
@@ -77,6 +89,9 @@ class Oracle:
                 raise Violation(
                     "violations", f"block {block} of {process.name} is written while no pull may do so"
                 )
+            if not process.owners[block].after.is_done:
+                text = f"block {block} of {process.name} is written before its GPU has done with it"
+                raise Violation("violations", text)
 
     def mover_bound(self, mover: Mover, memory: Buffer) -> None:
         """A mover has mapped a rank's memory."""
@@ -90,6 +105,10 @@ class Oracle:
         mapping = [mover.name for mover in process.movers if mover.is_alive and mover.transport.maps(memory)]
         if mapping:
             raise Violation("violations", f"{process.name} is suspended and mapped by {mapping}")
+        waiting = [pull.ticket for pull in self.open_pulls if pull.process is process]
+        if waiting:
+            text = f"{process.name} is suspended, and its pulls {waiting} have not ended"
+            raise Violation("violations", text)
 
     # --- pulls
 

@@ -58,6 +58,7 @@ class Fabric:
         self._latencies_s = SLOW_S if is_slow else rng.choice((QUICK_S, QUICK_S, SLOW_S))
         self.agents: dict[AgentName, SimulatedTransport] = {}
         self.num_late = 0
+        self.is_hurried = False
         self.on_write: Callable[[Buffer, int, int], None] = lambda buffer, offset, size: None
 
     @property
@@ -70,7 +71,8 @@ class Fabric:
         return self.rng.choice(self._latencies_s)
 
     def hurry(self) -> None:
-        """Have reads be quick from now on."""
+        """Have reads be quick from now on, and stall no more."""
+        self.is_hurried = True
         self._latencies_s = QUICK_S
 
 
@@ -89,6 +91,7 @@ class SimulatedTransport:
         self._deregistered: dict[int, int] = {}  # own memory that holds zeros now: its size by address
         self._notifications: list[tuple[AgentName, bytes]] = []
         self.waiting: list[tuple[SimulatedTransport, Read, int]] = []  # until this mover serves
+        self._stalls_until = 0.0
         fabric.agents[agent] = self
 
     @property
@@ -238,6 +241,10 @@ class SimulatedTransport:
                 return True
         return False
 
+    def stall(self, seconds: float) -> None:
+        """Have all reads wait, those too that are posted meanwhile."""
+        self._stalls_until = max(self._stalls_until, self._fabric.agenda.now + seconds)
+
     @property
     def inflight_agents(self) -> list[AgentName]:
         """From whom reads are in flight."""
@@ -254,6 +261,9 @@ class SimulatedTransport:
         if not self._process.is_alive or read.done:
             return
         if read.error is not None and index not in read.late:
+            return
+        if self._fabric.agenda.now < self._stalls_until and not self._fabric.is_hurried:
+            self._later(self._stalls_until - self._fabric.agenda.now + 1e-6, read, index)
             return
         source = self._fabric.agents.get(read.agent)
         if source is None:
