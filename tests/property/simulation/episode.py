@@ -288,7 +288,8 @@ class Episode:
         wanted = self.world.oracle.wanted
         before = len(wanted)
         nodes = set(sink.shape.node_names) - set(source.shape.node_names)  # who restarts forgets who has read
-        away = sorted(nodes) if is_first and self.rng.random() < 0.3 else []
+        may_leave = is_first and not sink.shape.spans_nodes  # a home waits for the silence of the former member
+        away = sorted(nodes) if may_leave and self.rng.random() < 0.3 else []
         self._kill(away)
         sink.pull(transfer)
         self._start(away)
