@@ -17,6 +17,7 @@ from tests.property.simulation.oracle import Violation
 from tests.property.simulation.world import Traits, World
 
 START_S = 30.0  # by then every engine is registered
+JOINED_S = 12.0  # by then a home has the ranks of a node whose daemon was restarted
 NOTICED_S = 0.05  # by then clients know that their daemon is dead
 REST_S = 90.0  # by then everything is at rest: longer than any lease, hold or quarantine
 MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
@@ -263,6 +264,8 @@ class Episode:
     def _check_next_transfer(self, source: Engine, sinks: list[Engine]) -> None:
         """Have engines pull a transfer one after another, or abandon it: it is over with the last one."""
         agenda = self.agenda
+        agenda.run(agenda.now + START_S, self.world.is_ready)
+        agenda.run(agenda.now + JOINED_S)
         transfer = source.publish(len(sinks), lease_s=LONG_LEASE_S)
         if transfer is None:
             raise Violation("violations", f"{source.engine_id} cannot publish at rest")
@@ -288,7 +291,9 @@ class Episode:
         wanted = self.world.oracle.wanted
         before = len(wanted)
         nodes = set(sink.shape.node_names) - set(source.shape.node_names)  # who restarts forgets who has read
-        may_leave = is_first and not sink.shape.spans_nodes  # a home waits for the silence of the former member
+        may_leave = (
+            is_first and not sink.shape.spans_nodes
+        )  # a home waits for the silence of the former member
         away = sorted(nodes) if may_leave and self.rng.random() < 0.3 else []
         self._kill(away)
         sink.pull(transfer)
