@@ -12,7 +12,14 @@ from kvxferd.errors import KvxferdError
 from kvxferd.mover.read_ways import ReadWay
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
-from tests.property.simulation.faults import MESSAGE_KINDS, OTHER_KINDS, PACKING_KINDS, Fault, Faults
+from tests.property.simulation.faults import (
+    MESSAGE_KINDS,
+    OTHER_KINDS,
+    PACKING_KINDS,
+    PROBE_KINDS,
+    Fault,
+    Faults,
+)
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.world import Traits, World
 
@@ -78,6 +85,7 @@ class Episode:
         names = [f"n{number}" for number in range(size.nodes)]
         traits = self._draw_traits(names)
         shapes = self._draw_engines(names)
+        self._probes_share = self.rng.choice((0.0, 0.0, 0.3))
         self.drawn = self._draw_faults(ReadWay.GATHERED in traits.read_ways.values())
         self.faults = self.drawn if faults is None else list(faults)
         self._by_pull: dict[int, list[Fault]] = {}
@@ -137,7 +145,9 @@ class Episode:
     def _draw_faults(self, packs: bool) -> list[Fault]:
         """Draw which kinds this episode has, how often, and when each strikes."""
         messages = self._some(MESSAGE_KINDS)
-        others = self._some(OTHER_KINDS | PACKING_KINDS if packs else OTHER_KINDS)
+        others = self._some(
+            OTHER_KINDS | (PACKING_KINDS if packs else {}) | (PROBE_KINDS if self._probes_share else {})
+        )
         spread = self.rng.choice((0.3, 0.6, 1.2))  # pulls a fault
         faults = []
         for _ in range(self.size.faults):
@@ -215,6 +225,8 @@ class Episode:
                 self._have_pulled(sinks, transfer)
         if rng.random() < 0.02:
             self._pull_again()
+        if rng.random() < self._probes_share:
+            self._probe()
         self.agenda.after(rng.choice((0.002, 0.01, 0.03, 0.3)), self._traffic)
 
     def _have_pulled(self, sinks: list[Engine], transfer: Transfer) -> None:
@@ -225,6 +237,12 @@ class Episode:
         for sink in sinks:
             delays_s = (0.0, 0.0, 0.003) if sink is sinks[0] else (0.0, 0.003, 0.03, 0.5)
             self.agenda.after(rng.choice(delays_s), self._pull, sink, transfer)
+
+    def _probe(self) -> None:
+        """Have an operator probe the way between two nodes."""
+        daemons = list(self.world.daemons.values())
+        if len(daemons) > 1:
+            self.world.probes.request(*self.rng.sample(daemons, 2))
 
     def _pull_again(self) -> None:
         """Have a transfer pulled that is over, maybe of an earlier life in which another had its id."""

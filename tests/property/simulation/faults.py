@@ -224,6 +224,16 @@ class Faults:
         members = [name for home, *others in spanning for name in others if name != home]
         self._kill_daemon_of(rng, "kill-member", members)
 
+    def _kill_probe_mover(self, rng: random.Random) -> None:
+        mover = self._pick(rng, list(self._world.probes.movers.values()))
+        if mover is not None:
+            self._count("kill-probe-mover", mover.name)
+            mover.die("a fault")
+
+    def _stop_probe_mover(self, rng: random.Random) -> None:
+        movers = list(self._world.probes.movers.values())
+        self._stop(rng, "stop-probe-mover", movers, (0.3, 4.0, 20.0))
+
     # --- memory
 
     def _sleep(self, rng: random.Random) -> None:
@@ -349,6 +359,7 @@ class Faults:
 
 
 MESSAGE_KINDS = {LOST: 4, DOUBLED: 3, DELAYED: 4, "delay-worker": 1, "delay-mover": 1}
+PROBE_KINDS = {"kill-probe-mover": 3, "stop-probe-mover": 2}
 PACKING_KINDS = {"kill-packing": 2, "stop-packing": 1, "unpublish-packing": 2}
 OTHER_KINDS = {
     "cut-peer": 2, "partition": 1, "cut-worker": 2, "kill-mover": 2, "stop-mover": 2, "kill-daemon": 1,
