@@ -148,7 +148,7 @@ class Episode:
         others = self._some(
             OTHER_KINDS | (PACKING_KINDS if packs else {}) | (PROBE_KINDS if self._probes_share else {})
         )
-        spread = self.rng.choice((0.3, 0.6, 1.2))  # pulls a fault
+        spread = self.rng.choice((0.25, 0.5, 1.0))  # pulls a fault
         faults = []
         for _ in range(self.size.faults):
             kinds = messages if self.rng.random() < MESSAGE_SHARE else others

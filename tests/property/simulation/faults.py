@@ -222,17 +222,25 @@ class Faults:
         """A daemon dies that has a rank of an engine whose home is elsewhere."""
         spanning = [engine.shape.node_names for engine in self._world.engines if engine.shape.spans_nodes]
         members = [name for home, *others in spanning for name in others if name != home]
-        self._kill_daemon_of(rng, "kill-member", members)
+        if members:
+            self._kill_daemon_of(rng, "kill-member", members)
+        else:
+            self._kill_daemon(rng)
 
     def _kill_probe_mover(self, rng: random.Random) -> None:
         mover = self._pick(rng, list(self._world.probes.movers.values()))
-        if mover is not None:
+        if mover is None:
+            self._kill_mover(rng)
+        else:
             self._count("kill-probe-mover", mover.name)
             mover.die("a fault")
 
     def _stop_probe_mover(self, rng: random.Random) -> None:
         movers = list(self._world.probes.movers.values())
-        self._stop(rng, "stop-probe-mover", movers, (0.3, 4.0, 20.0))
+        if movers:
+            self._stop(rng, "stop-probe-mover", movers, (0.3, 4.0, 20.0))
+        else:
+            self._stop_mover(rng)
 
     # --- memory
 
@@ -299,6 +307,7 @@ class Faults:
         shared = [p for p in self._world.oracle.open_pulls if self._world.transfer_of[p].num_readers > 1]
         pull = self._pick(rng, [p for p in shared if p.process.engine.is_usable])
         if pull is None:
+            self._abandon(rng)
             return
         engine = pull.process.engine
         self._count("lose-reader", engine.engine_id)
@@ -359,8 +368,8 @@ class Faults:
 
 
 MESSAGE_KINDS = {LOST: 4, DOUBLED: 3, DELAYED: 4, "delay-worker": 1, "delay-mover": 1}
-PROBE_KINDS = {"kill-probe-mover": 3, "stop-probe-mover": 2}
-PACKING_KINDS = {"kill-packing": 2, "stop-packing": 1, "unpublish-packing": 2}
+PROBE_KINDS = {"kill-probe-mover": 2, "stop-probe-mover": 1}
+PACKING_KINDS = {"kill-packing": 1, "stop-packing": 1, "unpublish-packing": 1}
 OTHER_KINDS = {
     "cut-peer": 2, "partition": 1, "cut-worker": 2, "kill-mover": 2, "stop-mover": 2, "kill-daemon": 1,
     "kill-forkserver": 1, "stop-forkserver": 1,
