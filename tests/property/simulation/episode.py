@@ -296,6 +296,7 @@ class Episode:
             if transfer.is_over:
                 raise Violation("violations", f"{what} is over before its last reader has it")
             if sink is not sinks[0] and self.rng.random() < 0.5:  # once the publish has arrived
+                self._wait_for(sink)  # else nothing is sent
                 sink.abandon(sink.ranks[-1], transfer)
             elif not self._is_delivered(source, sink, transfer, is_first=sink is sinks[0]):
                 raise Violation("violations", f"the next transfer, {what}, did not arrive")
@@ -303,6 +304,9 @@ class Episode:
         if not transfer.is_over:
             text = f"{transfer.transfer_id} of {source.engine_id} is not over though all have it"
             raise Violation("violations", text)
+
+    def _wait_for(self, engine: Engine) -> None:
+        self.agenda.run(self.agenda.now + START_S, lambda: engine.is_ready)
 
     def _is_delivered(self, source: Engine, sink: Engine, transfer: Transfer, *, is_first: bool) -> bool:
         """Return whether a pull of the engine's ranks is delivered in time."""
