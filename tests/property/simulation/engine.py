@@ -293,6 +293,7 @@ class Engine:
 
     def _released(self, process: Process, transfer_id: str, why: Code | None = None) -> None:
         """The process may use the blocks again: it does so at once. `why`: None where it was refused."""
+        process.released.add(transfer_id)
         transfer = process.transfers.get(transfer_id)
         if transfer is None:
             return
@@ -312,21 +313,23 @@ class Engine:
 
     # --- as a sink
 
-    def pull(self, transfer: Transfer) -> bool:
+    def pull(self, transfer: Transfer, timeout_s: float | None = None) -> bool:
         """Have every rank pull a transfer; return whether any could."""
         if not self.is_usable:
             return False
         for process in self.ranks:
-            self._pull(process, transfer, Wanted())
+            self._pull(process, transfer, Wanted(), timeout_s)
         return True
 
-    def _pull(self, process: Process, transfer: Transfer, wanted: Wanted) -> None:
+    def _pull(
+        self, process: Process, transfer: Transfer, wanted: Wanted, timeout_s: float | None = None
+    ) -> None:
         free = [block for block in range(NUM_BLOCKS) if block not in process.owners]
         if len(free) < len(transfer.ids) or transfer.ref is None:
             return
         ids = self.rng.sample(free, len(transfer.ids))
         self.check_free_blocks(process, ids)
-        timeout_s = self.rng.choice((1.0, 3.0, 8.0))
+        timeout_s = timeout_s or self.rng.choice((1.0, 3.0, 8.0))
         deadline = self.world.agenda.now + timeout_s
         session = process.session
         after = self._launch(process, self._use_no_more)

@@ -20,19 +20,13 @@ from tests.property.simulation.faults import (
     Fault,
     Faults,
 )
+from tests.property.simulation.next_transfers import NUM_READERS, START_S, NextTransfers
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.world import Traits, World
 
-START_S = 30.0  # by then every engine is registered
-JOINED_S = 12.0  # by then a home has the ranks of a node whose daemon was restarted
-NOTICED_S = 0.05  # by then clients know that their daemon is dead
 REST_S = 90.0  # by then everything is at rest: longer than any lease, hold or quarantine
 MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
-LONG_LEASE_S = 50.0
-RELEASE_S = 1.0  # after the last reader has a transfer, by when it is over
-SETTLE_S = 12.0  # after the last transfer: longer than acknowledgements and polling linger
 READ_WAYS = (ReadWay.DIRECT, ReadWay.DIRECT, ReadWay.COVERING, ReadWay.GATHERED)
-NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
 TRANSPORTS = ("cma", "cma", "tcp", "rdma")
 
 
@@ -205,7 +199,7 @@ class Episode:
         agenda.run(agenda.now + REST_S)
         if found := world.leftovers():
             raise Violation("leaked", "; ".join(found), len(found))
-        self._check_next_transfers()
+        NextTransfers(world, self.rng).check()
         agenda.note("episode", "is at rest")
 
     def _strike_all(self) -> None:
@@ -262,80 +256,3 @@ class Episode:
     def _struck(self, kind: str) -> None:
         self.result.faults[kind] += 1
         self.result.in_flight += bool(self.world.oracle.open_pulls)
-
-    # --- at rest
-
-    def _check_next_transfers(self) -> None:
-        """Each source publishes once more, and each transfer must arrive."""
-        world = self.world
-        if not world.is_ready():
-            states = [p.name for e in world.engines for p in e.processes if not e.is_ready]
-            raise Violation("violations", f"not registered again: {states}")
-        for index, source in enumerate(world.sources):
-            sinks = world.sinks[index % len(world.sinks) :] + world.sinks[: index % len(world.sinks)]
-            num_readers = self.rng.choice(NUM_READERS) if source is world.sources[0] else 1
-            self._check_next_transfer(source, sinks[:num_readers])
-        self.agenda.run(self.agenda.now + SETTLE_S)
-        if found := world.leftovers():
-            raise Violation("leaked", "; ".join(found), len(found))
-
-    def _check_next_transfer(self, source: Engine, sinks: list[Engine]) -> None:
-        """Have engines pull a transfer one after another, or abandon it: it is over with the last one."""
-        agenda = self.agenda
-        agenda.run(agenda.now + START_S, self.world.is_ready)
-        agenda.run(agenda.now + JOINED_S)
-        transfer = source.publish(len(sinks), lease_s=LONG_LEASE_S)
-        if transfer is None:
-            raise Violation("violations", f"{source.engine_id} cannot publish at rest")
-        # A rank says ready again for as long as a default lease: members that join late may miss it.
-        is_soon_back = not (self.world.traits.has_short_leases or source.shape.spans_nodes)
-        restarts = is_soon_back and self.rng.random() < 0.4
-        self._restart(source.shape.node_names if restarts else ())
-        for sink in sinks:
-            what = f"{transfer.transfer_id} from {source.engine_id} to {sink.engine_id}"
-            if transfer.is_over:
-                raise Violation("violations", f"{what} is over before its last reader has it")
-            if sink is not sinks[0] and self.rng.random() < 0.5:  # once the publish has arrived
-                self._wait_for(sink)  # else nothing is sent
-                sink.abandon(sink.ranks[-1], transfer)
-            elif not self._is_delivered(source, sink, transfer, is_first=sink is sinks[0]):
-                raise Violation("violations", f"the next transfer, {what}, did not arrive")
-        agenda.run(agenda.now + RELEASE_S, lambda: transfer.is_over)
-        if not transfer.is_over:
-            text = f"{transfer.transfer_id} of {source.engine_id} is not over though all have it"
-            raise Violation("violations", text)
-
-    def _wait_for(self, engine: Engine) -> None:
-        self.agenda.run(self.agenda.now + START_S, lambda: engine.is_ready)
-
-    def _is_delivered(self, source: Engine, sink: Engine, transfer: Transfer, *, is_first: bool) -> bool:
-        """Return whether a pull of the engine's ranks is delivered in time."""
-        wanted = self.world.oracle.wanted
-        before = len(wanted)
-        nodes = set(sink.shape.node_names) - set(source.shape.node_names)  # who restarts forgets who has read
-        may_leave = (
-            is_first and not sink.shape.spans_nodes
-        )  # a home waits for the silence of the former member
-        away = sorted(nodes) if may_leave and self.rng.random() < 0.3 else []
-        self._kill(away)
-        sink.pull(transfer)
-        self._start(away)
-        these, wanted[before:] = wanted[before:], []
-        self.agenda.run(self.agenda.now + 12.0, lambda: all(one.is_delivered for one in these))
-        return len(these) == len(sink.ranks) and all(one.is_delivered for one in these)
-
-    # A transfer outlives its daemon, and a pull that no daemon has taken waits for the next.
-
-    def _restart(self, node_names: Collection[str]) -> None:
-        self._kill(node_names)
-        self._start(node_names)
-        self.agenda.run(self.agenda.now + START_S, self.world.is_ready)
-
-    def _kill(self, node_names: Collection[str]) -> None:
-        for name in dict.fromkeys(node_names):
-            self.world.kill_daemon(name)
-        self.agenda.run(self.agenda.now + NOTICED_S)
-
-    def _start(self, node_names: Collection[str]) -> None:
-        for name in dict.fromkeys(node_names):
-            self.world.start_daemon(name)

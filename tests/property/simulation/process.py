@@ -52,6 +52,7 @@ class Process(Actor):
         self.memory: Buffer | None = None
         self.content = content_of(spec, engine.order) if spec is not None else None
         self.transfers = engine.transfers  # of its generation
+        self.released: set[str] = set()  # ids of transfers that it was told are over
         self.owners: dict[int, object] = {}  # by block: the pull that may write it
         self.freed: dict[int, None] = {}  # blocks that were given back, and used for something else since
         self.movers: dict[Mover, None] = {}  # every mover that a daemon has made for it

@@ -71,7 +71,7 @@ class Fabric:
         return self.rng.choice(self._latencies_s)
 
     def hurry(self) -> None:
-        """Have reads be quick from now on, and stall no more."""
+        """Have reads be quick from now on."""
         self.is_hurried = True
         self._latencies_s = QUICK_S
 
@@ -262,7 +262,7 @@ class SimulatedTransport:
             return
         if read.error is not None and index not in read.late:
             return
-        if self._fabric.agenda.now < self._stalls_until and not self._fabric.is_hurried:
+        if self._fabric.agenda.now < self._stalls_until:
             self._later(self._stalls_until - self._fabric.agenda.now + 1e-6, read, index)
             return
         source = self._fabric.agents.get(read.agent)

@@ -1,0 +1,165 @@
+"""What must work once everything is at rest: a transfer of each source arrives at the first attempt.
+
+Some have a hardship that a transfer must outlive: a daemon that restarts, a mover that dies, a read that
+takes longer than its lease.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from enum import StrEnum
+
+from tests.property.simulation.engine import Engine, Transfer
+from tests.property.simulation.mover import Mover
+from tests.property.simulation.oracle import Violation
+from tests.property.simulation.process import Process
+from tests.property.simulation.world import World
+
+START_S = 30.0  # by then every engine is registered
+JOINED_S = 12.0  # by then a home has the ranks of a node whose daemon was restarted
+NOTICED_S = 0.05  # by then clients know that their daemon is dead
+LONG_LEASE_S = 50.0
+LONG_READ_S = 9.0  # longer than a default lease and than a grant's
+PULL_S = 14.0  # enough for each hardship
+RELEASE_S = 1.0  # after the last reader has a transfer, by when all ranks are told
+SETTLE_S = 12.0  # after the last transfer: longer than acknowledgements and polling linger
+NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
+
+
+class Hardship(StrEnum):
+    """What a transfer must outlive."""
+
+    NONE = "none"
+    SOURCE_RESTARTS = "source's daemon restarts"
+    SINK_AWAY = "sink's daemon is away"
+    LONG_READ = "long read"
+    SINK_MOVERS_DIE = "sink's movers die"
+    SOURCE_MOVERS_DIE = "source's movers die"
+
+
+class NextTransfers:
+    """Has each source publish once more, and raises Violation where a transfer does not arrive."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self._world = world
+        self._agenda = world.agenda
+        self._rng = rng
+
+    def check(self) -> None:
+        """Run them one after another, and wait until all is over."""
+        world = self._world
+        if not world.is_ready():
+            states = [p.name for e in world.engines for p in e.processes if not e.is_ready]
+            raise Violation("violations", f"not registered again: {states}")
+        for index, source in enumerate(world.sources):
+            first = index % len(world.sinks)
+            sinks = world.sinks[first:] + world.sinks[:first]
+            num_readers = self._rng.choice(NUM_READERS) if source is world.sources[0] else 1
+            self._check_transfer(source, sinks[:num_readers])
+        self._agenda.run(self._agenda.now + SETTLE_S)
+        if found := world.leftovers():
+            raise Violation("leaked", "; ".join(found), len(found))
+
+    def _check_transfer(self, source: Engine, sinks: list[Engine]) -> None:
+        """Have engines pull a transfer one after another, or abandon it: it is over with the last one."""
+        self._wait_ready()
+        hardship = self._draw_hardship(source, sinks)
+        self._agenda.note("hardship", f"{hardship} for {source.engine_id} to {sinks[0].engine_id}")
+        lease_s = None if hardship is Hardship.LONG_READ else LONG_LEASE_S
+        transfer = source.publish(len(sinks), lease_s=lease_s)
+        if transfer is None:
+            raise Violation("violations", f"{source.engine_id} cannot publish at rest")
+        if hardship is Hardship.SOURCE_RESTARTS:
+            self._kill(source.shape.node_names)
+            self._start(source.shape.node_names)
+            self._wait_ready()
+        for sink in sinks:
+            what = f"{transfer.transfer_id} from {source.engine_id} to {sink.engine_id}"
+            if transfer.is_over:
+                raise Violation("violations", f"{what} is over before its last reader has it")
+            if sink is sinks[0]:
+                self._pull(source, sink, transfer, hardship, what)
+                self._wait_ready()
+            elif self._rng.random() < 0.5:
+                sink.abandon(sink.ranks[-1], transfer)
+            else:
+                self._pull(source, sink, transfer, Hardship.NONE, what)
+        self._check_release(transfer, source, may_not_know=hardship is Hardship.SOURCE_RESTARTS)
+
+    def _draw_hardship(self, source: Engine, sinks: list[Engine]) -> Hardship:
+        sink = sinks[0]
+        may = [Hardship.NONE, Hardship.SINK_MOVERS_DIE]
+        # A home takes what a member published for lost with its mover; on a network card reads are in doubt.
+        if not source.shape.spans_nodes and self._world.fabric.proves_over:
+            may.append(Hardship.SOURCE_MOVERS_DIE)
+        if not self._world.traits.has_short_leases:
+            if len(sinks) == 1:  # the lease ends then, whoever has not begun
+                may.append(Hardship.LONG_READ)
+            # A rank says ready again for as long as a default lease: members that join late may miss it.
+            if not source.shape.spans_nodes:
+                may.append(Hardship.SOURCE_RESTARTS)
+        # A source that restarts forgets who has read, and a home waits for the silence of a former member.
+        if not sink.shape.spans_nodes and not set(sink.shape.node_names) & set(source.shape.node_names):
+            may.append(Hardship.SINK_AWAY)
+        return self._rng.choice(may)
+
+    def _pull(self, source: Engine, sink: Engine, transfer: Transfer, hardship: Hardship, what: str) -> None:
+        """Have an engine's ranks pull; each must be delivered, at the first attempt."""
+        wanted, agenda = self._world.oracle.wanted, self._agenda
+        before = len(wanted)
+        if hardship is Hardship.SINK_AWAY:
+            self._kill(sink.shape.node_names)
+        for mover in self._movers(sink.ranks):
+            mover.transport.stall(_STALL_S.get(hardship, 0.0))
+        sink.pull(transfer, PULL_S)
+        these, wanted[before:] = wanted[before:], []
+        if hardship is Hardship.SINK_AWAY:
+            self._start(sink.shape.node_names)
+        elif hardship in (Hardship.SINK_MOVERS_DIE, Hardship.SOURCE_MOVERS_DIE):
+            agenda.run(agenda.now + self._rng.choice((0.01, 0.1, 0.3)))
+            for mover in self._movers(sink.ranks if hardship is Hardship.SINK_MOVERS_DIE else transfer.ranks):
+                mover.die("a hardship")
+        agenda.run(agenda.now + PULL_S + 2.0, lambda: all(one.is_delivered for one in these))
+        if len(these) < len(sink.ranks) or not all(one.is_delivered for one in these):
+            raise Violation("violations", f"the next transfer, {what}, did not arrive ({hardship})")
+        if any(one.attempts > 1 for one in these):
+            raise Violation("violations", f"the next transfer, {what}, was pulled again ({hardship})")
+
+    def _check_release(self, transfer: Transfer, source: Engine, *, may_not_know: bool) -> None:
+        told: list[Process] = [transfer.publisher] if may_not_know else source.processes
+
+        def is_over() -> bool:
+            return all(transfer.transfer_id in process.released for process in told)
+
+        self._agenda.run(self._agenda.now + RELEASE_S, is_over)
+        if not is_over():
+            names = [process.name for process in told if transfer.transfer_id not in process.released]
+            text = f"all have {transfer.transfer_id} of {source.engine_id}, and {names} are not told"
+            raise Violation("violations", text)
+
+    # --- hardships
+
+    @staticmethod
+    def _movers(ranks: list[Process]) -> list[Mover]:
+        return [mover for rank in ranks for mover in rank.movers if mover.is_alive]
+
+    def _wait_ready(self) -> None:
+        self._agenda.run(self._agenda.now + START_S, self._world.is_ready)
+        self._agenda.run(self._agenda.now + JOINED_S)
+
+    def _kill(self, node_names: Collection[str]) -> None:
+        for name in dict.fromkeys(node_names):
+            self._world.kill_daemon(name)
+        self._agenda.run(self._agenda.now + NOTICED_S)
+
+    def _start(self, node_names: Collection[str]) -> None:
+        for name in dict.fromkeys(node_names):
+            self._world.start_daemon(name)
+
+
+_STALL_S = {
+    Hardship.LONG_READ: LONG_READ_S,
+    Hardship.SINK_MOVERS_DIE: 1.0,
+    Hardship.SOURCE_MOVERS_DIE: 1.0,
+}
