@@ -57,6 +57,7 @@ class Home:
         layout_cache: LayoutCache,
         on_change: Callable[[EngineId], None],
         on_ready: Callable[[TransferKey], None],
+        is_polling_requested: Callable[[AgentName], bool],
     ) -> None:
         self._context = context
         self._registry = registry
@@ -65,6 +66,7 @@ class Home:
         self._layout_cache = layout_cache
         self._on_change = on_change
         self._on_ready = on_ready
+        self._is_polling_requested = is_polling_requested
         self._members: dict[AgentName, MemberRank] = {}
         self._num_of_peer: Counter[str | bytes] = Counter()  # by `_peer_id`
         self._rank_holders = registry.ownerships.rank_holders
@@ -256,6 +258,9 @@ class Home:
             # An earlier home on this endpoint may have had the mover poll: that is over.
             self._send_polling_request(record, False, lambda answer: None)
             return
+        if present.agent != record.agent and not self._is_polling_requested(record.agent):
+            # It may be back after a late join of a former agent: the request that ends its polling was lost.
+            self._send_polling_request(record, False, lambda answer: None)
         self._members.pop(present.agent, None)
         self._uncount(present)
         if present.incarnation != record.incarnation:

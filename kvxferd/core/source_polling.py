@@ -37,6 +37,10 @@ class PollRequests:
         attendant.holders.add(holder)
         self._context.timers.cancel(("attend-linger", agent))
 
+    def is_requested(self, agent: AgentName) -> bool:
+        """Whether the agent's mover is to poll, or was asked to and may still do so."""
+        return agent in self._states
+
     def is_polling(self, agent: AgentName) -> bool:
         """Whether the agent's mover has confirmed that it polls."""
         attendant = self._states.get(agent)

@@ -30,6 +30,7 @@ def test_a_few_hundred_faults_break_no_promise():
 KEPT = {
     42751477781271: "a rank was told Suspended by a refusal, while a mover that was to die had its memory",
     67552097942469: "a member's rank was told Released twice, because its reply to the home was late",
+    242854550273323: "a late join of a former mover left the present one polling for ever",
 }
 
 

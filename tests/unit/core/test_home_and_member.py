@@ -162,6 +162,28 @@ def test_a_members_mover_that_is_replaced_is_joined_anew(world, spread):
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
+def test_a_late_join_of_a_former_mover_leaves_no_mover_polling(world, spread):
+    """While the home has the former agent, it cannot send the request that ends the present one's polling."""
+    stages, sink = spread
+    home, member = stages[0].host, stages[1].host
+    record = next(iter(home.node.registry)).ranks[1, 0]
+    late = JoinRank(request=99, boot=record.boot, manifest=record.joined, secret=record.identity.secret)
+    next(iter(member.movers.values())).die()
+    world.advance(1)
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    sink.say(wk.Prepare(ref=ref))
+    *_, mover = member.movers.values()
+    assert mover.attended
+    world.feed(home, ev.PeerRequest(record.route, late))
+    assert next(iter(home.node.registry)).ranks[1, 0].agent == record.agent
+    sink.say(wk.Abandon(ref=ref))
+    world.advance(world.settings.polling_linger_s + 0.1)
+    assert mover.attended
+    world.advance(world.settings.member_heartbeat_s)
+    assert not mover.attended
+
+
 @pytest.mark.parametrize("ends", ["its mover is replaced", "its worker leaves"])
 def test_a_join_without_a_reply_is_not_sent_again_after_what_followed(world, spread, ends):
     """Sent again, it would give the home the former mover's agent back, or the rank that left."""
