@@ -71,7 +71,7 @@ class Fabric:
         return self.rng.choice(self._latencies_s)
 
     def hurry(self) -> None:
-        """Have reads be quick from now on."""
+        """Have reads be quick from now on, and lose no notification any more."""
         self.is_hurried = True
         self._latencies_s = QUICK_S
 
@@ -198,7 +198,7 @@ class SimulatedTransport:
         target = self._fabric.agents.get(agent)
         if target is None or agent in self._lost:
             raise TransportError(f"{what}: it is gone", settled=True, lost=True)
-        if self._fabric.rng.random() >= LOST_SHARE:
+        if self._fabric.is_hurried or self._fabric.rng.random() >= LOST_SHARE:
             self._fabric.agenda.after(self._fabric.rng.choice(QUICK_S), target._arrive, self._agent, payload)
 
     def _arrive(self, agent: AgentName, payload: bytes) -> None:
