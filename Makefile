@@ -97,6 +97,12 @@ simulate-liveness: $(STAMP)
 	$(VENV)/bin/python -m tests.property.simulation --liveness --faults $(FAULTS) --nodes $(NODES) --engines $(ENGINES) \
 		--episode-faults 8 $(if $(SEED),--seed $(SEED)) $(SIMULATE_FLAGS)
 
+# Many nodes and one that fails: messages, counted in virtual time; a line of JSON for each number of peers.
+PEERS ?= 50,200
+.PHONY: simulate-storms
+simulate-storms: $(STAMP)
+	$(VENV)/bin/python -m tests.property.simulation.scenarios restarted,killed,partitioned $(PEERS)
+
 # Attacks by strangers, users, workers and peers on real daemons, while an honest pair of engines goes on; the last line is
 # JSON. Needs root, to be other users. ONLY=NAME: attacks whose names contain that; `make hostile HOSTILE_FLAGS=--list` names them.
 .PHONY: hostile

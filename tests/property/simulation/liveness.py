@@ -109,6 +109,7 @@ class _Release:
     due_at: float
     lease_ends_at: float  # as published; grants may prolong it
     why: str = ""
+    cause: str = ""  # the last fault before it became due
 
 
 class LivenessEpisode(Episode, Watcher):
@@ -190,8 +191,8 @@ class LivenessEpisode(Episode, Watcher):
             return False
         return len(self._working) == len(self._pairs)
 
-    def _add(self, measure: str, seconds: float, what: str) -> None:
-        self._found.add(measure, self._cause, Sample(seconds, self.seed, self.agenda.now, what))
+    def _add(self, measure: str, seconds: float, what: str, cause: str = "") -> None:
+        self._found.add(measure, cause or self._cause, Sample(seconds, self.seed, self.agenda.now, what))
 
     # --- transfers that are always under way
 
@@ -245,7 +246,7 @@ class LivenessEpisode(Episode, Watcher):
     def _due(self, key: _TransferKey, at: float, why: str) -> None:
         release = self._releases.get(key)
         if release is not None and not release.why:
-            release.due_at, release.why = at, why
+            release.due_at, release.why, release.cause = at, why, self._cause
 
     def handled(self, process: Process, event: ce.Event) -> None:
         """Measure what the event ends."""
@@ -278,6 +279,7 @@ class LivenessEpisode(Episode, Watcher):
         now = self.agenda.now
         if release is not None and not release.why and event.why == Code.LEASE_EXPIRED:
             release.due_at, release.why = release.lease_ends_at, "lease, without a daemon"
+            release.cause = self._cause
         if release is not None and release.why:
             what = f"{event.transfer_id} ({release.why}, released as {event.why})"
-            self._add("release", max(0.0, now - release.due_at), what)
+            self._add("release", max(0.0, now - release.due_at), what, release.cause)

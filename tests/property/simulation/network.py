@@ -77,6 +77,7 @@ class Network:
     ) -> None:
         link = (source, target)
         self._agenda.note(f"{source}->{target}", message_name(message))
+        self._world.watcher.posted(source, target, message)
         if self.partitions[link]:
             return
         arrival = self._agenda.now + self._rng.choice((0.0002, 0.0005, 0.002))

@@ -123,6 +123,7 @@ class Process(Actor):
     def _connect(self) -> None:
         if self.connection is not None or self.session.close_reason is not None:
             return
+        self.engine.world.watcher.connecting(self)
         daemon = self.engine.world.daemons.get(self.node_name)
         if daemon is None:
             self._reconnect_later()
@@ -234,6 +235,7 @@ class Process(Actor):
                 on_registering, self.on_registering = self.on_registering, None
                 if on_registering is not None:
                     on_registering()
+            self.engine.world.watcher.sent_to_daemon(self, message)
             connection.up.send(connection.daemon.handle_worker_message, connection, message, memory)
         while self._events:
             self.engine.handle(self, self._events.popleft())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvxferd.client import events as ce
+from kvxferd.wire.common import Message
 
 if TYPE_CHECKING:
     from tests.property.simulation.daemon import Daemon
@@ -23,6 +24,15 @@ class Watcher:
 
     def withdrawn(self, engine: Engine, transfer: Transfer) -> None:
         """An engine has called `unpublish`."""
+
+    def connecting(self, process: Process) -> None:
+        """A process tries to connect to its node's daemon."""
+
+    def sent_to_daemon(self, process: Process, message: Message) -> None:
+        """A process has sent a message to its node's daemon."""
+
+    def posted(self, source: str, target: str, message: Message) -> None:
+        """A node's daemon has sent a message to another node's."""
 
     def handled(self, process: Process, event: ce.Event) -> None:
         """An engine is about to handle an event of a session."""
