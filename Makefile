@@ -81,6 +81,12 @@ chaos: $(STAMP)
 	$(VENV)/bin/python -m tests.property.chaos --faults $(FAULTS) $(if $(SEED),--seed $(SEED)) \
 		$(if $(SABOTAGE),--sabotage $(SABOTAGE)) $(CHAOS_FLAGS)
 
+# The same for several seeds, one after another; the last line is the JSON of all of them.
+SEEDS ?= 41,42,43,44,45,46
+.PHONY: chaos-long
+chaos-long: $(STAMP)
+	$(VENV)/bin/python -m tests.property.chaos.long --seeds $(SEEDS) --faults $(FAULTS)
+
 # Faults in the simulation of nodes, clients and movers, all in one process; the last line is JSON. A failed episode's seed runs
 # alone with SIMULATE_FLAGS="--episode SEED --trace", and --shrink in place of --trace cuts it down.
 NODES ?= 2
