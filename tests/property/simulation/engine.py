@@ -63,6 +63,7 @@ class Transfer:
     ref: TransferRef | None = None
     released_on: set[str] = field(default_factory=set)  # processes, by name
     is_over: bool = False
+    uses_up_its_id: bool = False  # it is over, and no daemon refused it
 
 
 class Engine:
@@ -309,6 +310,7 @@ class Engine:
                 rank.content.overwrite(rank.memory.bytes, transfer.ids, POISON)
         if process is transfer.publisher:
             transfer.is_over = True
+            transfer.uses_up_its_id = why is not None
             self.past.append(process.transfers.pop(transfer_id))
 
     # --- as a sink

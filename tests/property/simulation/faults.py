@@ -325,9 +325,11 @@ class Faults:
             found[0].unpublish(found[1])
 
     def _republish(self, rng: random.Random) -> None:
-        """A scheduler uses the id of a transfer a second time, which must be refused."""
-        live = [(e, t) for e in self._world.sources if e.is_usable for t in e.transfers.values()]
-        found = self._pick(rng, live)
+        """A scheduler uses a transfer id a second time, which must be refused even when that is over."""
+        usable = [engine for engine in self._world.sources if engine.is_usable]
+        over = [(e, t) for e in usable for t in e.past if t.publisher is e.publisher and t.uses_up_its_id]
+        live = [(e, t) for e in usable for t in e.transfers.values()]
+        found = self._pick(rng, over if over and rng.random() < 0.5 else live)
         if found is not None:
             self._count("republish", found[1].transfer_id)
             found[0].republish(found[1])
