@@ -244,7 +244,7 @@ class Engine:
         """Have a rank's GPU do something with its present memory, at once where the engine has none."""
         work = GpuWork()
         if self.shape.has_gpu and not self.world.fabric.is_hurried:
-            delay_s = self.rng.choice((0.0, 0.001, 0.02))
+            delay_s = self.rng.choice((0.0, 0.001, 0.02, 0.3))
             self.world.agenda.after(delay_s, self._gpu_done, work, act, process, process.memory, *arguments)
         else:
             self._gpu_done(work, act, process, process.memory, *arguments)

@@ -16,6 +16,7 @@ from tests.property.simulation.network import DELAYED, DOUBLED, LOST
 from tests.property.simulation.process import Process
 
 if TYPE_CHECKING:
+    from tests.property.simulation.daemon import Daemon
     from tests.property.simulation.world import World
 
 T = TypeVar("T")
@@ -273,6 +274,41 @@ class Faults:
         else:
             process.after(delay, self._suspend, engine, process, wake_s)
 
+    def _sleep_engine(self, rng: random.Random) -> None:
+        """All ranks of an engine sleep at once, and wake one after another."""
+        engine = self._pick(rng, [e for e in self._world.engines if e.is_usable])
+        if engine is None:
+            return
+        self._count("sleep-engine", engine.engine_id)
+        wake_s = rng.choice((0.0005, 0.002, 0.05, 0.5))
+        for process in engine.ranks:
+            process.after(rng.choice((0.0, 0.0001)), self._suspend, engine, process, wake_s)
+
+    def _sleep_when_offered(self, rng: random.Random) -> None:
+        """A rank sleeps when it is offered a mover, and its daemon dies a moment later."""
+        found = self._pick(rng, [(e, p) for e in self._world.engines if e.is_usable for p in e.ranks])
+        if found is None:
+            return
+        engine, process = found
+        self._count("sleep-when-offered", process.name)
+        wake_s = rng.choice((0.002, 0.5))
+
+        def sleep() -> None:
+            process.after(rng.choice((0.0, 0.0002)), self._suspend, engine, process, wake_s)
+            if rng.random() < 0.5 and process.node_name in self._world.daemons:
+                delay_s = rng.choice((0.0001, 0.0005, 0.002))
+                self._world.agenda.after(delay_s, self._restart, process.node_name)
+
+        process.on_offered = sleep
+        movers = [mover for mover in process.movers if mover.is_alive]
+        if movers:
+            movers[-1].die("so that another is offered")
+
+    def _restart(self, name: str) -> None:
+        if name in self._world.daemons:
+            self._world.kill_daemon(name)
+            self._world.agenda.after(0.01, self._world.start_daemon, name)
+
     def _suspend(self, engine: Engine, process: Process, wake_s: float) -> None:
         if (
             process.session.registration.memory_state is MemoryState.SHARED
@@ -344,6 +380,42 @@ class Faults:
             self._count("lose-connection", f"{mover.name} to {agent}")
             mover.transport.lose_connection(agent)
 
+    def _kill_mover_at_delivery(self, rng: random.Random) -> None:
+        """A mover dies when the worker has what it was told, and the daemon has not."""
+        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
+        mover = self._pick(rng, [m for m in movers if m.transport.inflight_agents] or movers)
+        if mover is not None:
+            self._count("kill-mover-at-delivery", mover.name)
+            mover.dies_at_delivery = True
+
+    def _slow_node(self, rng: random.Random) -> None:
+        """Reads on a node take long, and meanwhile its daemon stops, or dies while its movers are stopped."""
+        daemon = self._world.daemons.get(rng.choice(self._world.node_names))
+        if daemon is None or daemon.is_stopped:
+            return
+        self._count("slow-node", daemon.name)
+        seconds = rng.choice((3.0, 12.0))
+        for mover in daemon.movers.values():
+            mover.transport.stall(seconds)
+        act = self._stop_for if rng.random() < 0.5 else self._kill_under_movers
+        self._world.agenda.after(rng.choice((0.0, 0.0, 2.0, 5.0)), act, daemon, rng.choice((1.5, 4.0, 12.0)))
+
+    def _stop_for(self, daemon: Daemon, seconds: float) -> None:
+        if daemon.is_alive and not daemon.is_stopped:
+            daemon.stop()
+            self._world.agenda.after(seconds, daemon.resume)
+
+    def _kill_under_movers(self, daemon: Daemon, seconds: float) -> None:
+        name = daemon.node_name
+        if self._world.daemons.get(name) is not daemon:
+            return
+        for mover in daemon.movers.values():
+            if mover.is_alive and not mover.is_stopped:
+                mover.stop()
+                self._world.agenda.after(min(seconds, 4.0), mover.resume)
+        self._world.kill_daemon(name)
+        self._world.agenda.after(0.01, self._world.start_daemon, name)
+
     def _stall_reads(self, rng: random.Random) -> None:
         """The reads of one mover take long, those too that it posts meanwhile."""
         movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
@@ -377,5 +449,6 @@ OTHER_KINDS = {
     "kill-forkserver": 1, "stop-forkserver": 1,
     "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "scale": 1, "kill-member": 1,
     "sleep": 2, "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "lose-reader": 1, "unpublish": 3,
-    "lose-connection": 6, "fail-read": 8, "stall-reads": 4, "republish": 1,
+    "lose-connection": 6, "fail-read": 8, "stall-reads": 4, "republish": 1, "slow-node": 2,
+    "kill-mover-at-delivery": 1, "sleep-engine": 2, "sleep-when-offered": 1,
 }  # fmt: skip

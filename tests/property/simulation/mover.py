@@ -44,6 +44,7 @@ class Mover(Actor):
         self.agent = handle.agent
         self._os_process = handle.process
         self._os_process.watch(lambda: self.die("killed"))
+        self.dies_at_delivery = False
         self.watchers: dict[tuple[Process, int], None] = {}  # who watches it, by connection
         self.to_daemon = handle.to_daemon
         self.from_daemon = Pipe(self, daemon.local_latency_s)
@@ -236,4 +237,7 @@ class Mover(Actor):
                 if self.process.receive_delivery(told):
                     outcome = msgspec.structs.replace(outcome, told=True)
                     message = msgspec.structs.replace(message, outcome=outcome)
+                    if self.dies_at_delivery:
+                        self.die("before it reports a delivery")
+                        return
         self._report(message)

@@ -57,6 +57,7 @@ class NextTransfers:
             sinks = world.sinks[first:] + world.sinks[:first]
             num_readers = self._rng.choice(NUM_READERS) if source is world.sources[0] else 1
             self._check_transfer(source, sinks[:num_readers])
+            self._check_withdrawal(source)
         self._agenda.run(self._agenda.now + SETTLE_S)
         if found := world.leftovers():
             raise Violation("leaked", "; ".join(found), len(found))
@@ -116,6 +117,10 @@ class NextTransfers:
         these, wanted[before:] = wanted[before:], []
         if hardship is Hardship.SINK_AWAY:
             self._start(sink.shape.node_names)
+            if self._rng.random() < 0.5:  # dead again, before the pull was sent
+                agenda.run(agenda.now + self._rng.uniform(0.0, 0.003))
+                self._kill(sink.shape.node_names)
+                self._start(sink.shape.node_names)
         elif hardship in (Hardship.SINK_MOVERS_DIE, Hardship.SOURCE_MOVERS_DIE):
             agenda.run(agenda.now + self._rng.choice((0.01, 0.1, 0.3)))
             for mover in self._movers(sink.ranks if hardship is Hardship.SINK_MOVERS_DIE else transfer.ranks):
@@ -136,6 +141,22 @@ class NextTransfers:
         if not is_over():
             names = [process.name for process in told if transfer.transfer_id not in process.released]
             text = f"all have {transfer.transfer_id} of {source.engine_id}, and {names} are not told"
+            raise Violation("violations", text)
+
+    def _check_withdrawal(self, source: Engine) -> None:
+        """Have an engine publish and withdraw while its daemon dies: the blocks are its own again."""
+        self._wait_ready()
+        transfer = source.publish(1, lease_s=LONG_LEASE_S)
+        if transfer is None:
+            raise Violation("violations", f"{source.engine_id} cannot publish at rest")
+        self._agenda.run(self._agenda.now + self._rng.choice((0.0, 0.0002, 0.05)))
+        source.unpublish(transfer)
+        if self._rng.random() < 0.5:
+            self._kill(source.publisher.node_name.split())
+            self._start(source.publisher.node_name.split())
+        self._agenda.run(self._agenda.now + RELEASE_S, lambda: transfer.is_over)
+        if not transfer.is_over:
+            text = f"{transfer.transfer_id} of {source.engine_id} was withdrawn, and is not released"
             raise Violation("violations", text)
 
     # --- hardships

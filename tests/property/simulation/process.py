@@ -52,6 +52,7 @@ class Process(Actor):
         self.memory: Buffer | None = None
         self.content = content_of(spec, engine.order) if spec is not None else None
         self.transfers = engine.transfers  # of its generation
+        self.on_offered: Callable[[], None] | None = None  # called when it is offered a mover
         self.released: set[str] = set()  # ids of transfers that it was told are over
         self.owners: dict[int, object] = {}  # by block: the pull that may write it
         self.freed: dict[int, None] = {}  # blocks that were given back, and used for something else since
@@ -183,6 +184,9 @@ class Process(Actor):
                 mover.watchers[self, self.session.epoch] = None
             else:
                 self.after(0.0, self.mover_exited, self.session.epoch, mover)
+        if isinstance(message, wk.MoverOffered) and self.on_offered is not None:
+            on_offered, self.on_offered = self.on_offered, None
+            on_offered()
         try:
             self._receive_deliveries()
             self.session.handle(message, self.clock.now())
