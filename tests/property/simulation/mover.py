@@ -51,7 +51,7 @@ class Mover(Actor):
         self.transport = SimulatedTransport(fabric, self.agent, self, self)
         self._disconnects = disconnects = DisconnectRequests()
         self._staged = StagedTransport(self.transport, lambda: self.agenda.now, disconnects=disconnects)
-        way = daemon.world.traits.read_ways[daemon.node_name]
+        way = daemon.world.traits.read_ways.get(daemon.node_name, ReadWay.DIRECT)
         chunks = None
         if way is not ReadWay.DIRECT:
             chunks = ChunkPool(self._staged, report=disconnects.outbox.append)

@@ -146,7 +146,7 @@ class World:
         if node_name in self.daemons:
             return
         self._eras[node_name] += 1
-        gathers = self.traits.read_ways[node_name] is ReadWay.GATHERED
+        gathers = self.traits.read_ways.get(node_name) is ReadWay.GATHERED
         settings = replace(self._settings, gathers=gathers)
         daemon = Daemon(self, node_name, self._eras[node_name], settings)
         daemon.note("starts")
