@@ -71,6 +71,7 @@ class Home:
         self._num_of_peer: Counter[str | bytes] = Counter()  # by `_peer_id`
         self._rank_holders = registry.ownerships.rank_holders
         self._polling_requests: dict[AgentName, int] = {}  # the open `SetRankPolling` of each agent
+        self._may_still_poll: set[AgentName] = set()  # members that never heard that they may stop
         self._counted = CountedReady(context)
 
     def join(self, route: bytes, message: JoinRank, key: str) -> None:
@@ -238,6 +239,10 @@ class Home:
             self._uncount(record)
             record.route = route
             self._num_of_peer[_peer_id(record)] += 1
+        if record.agent in self._may_still_poll:  # its node was silent then, and is back
+            self._may_still_poll.discard(record.agent)
+            if not self._is_polling_requested(record.agent):
+                self._send_polling_request(record, False, lambda answer: None)
         self._context.after(
             ("member", record.spec.key, record.spec.rank),
             self._context.settings.tombstone_s,
@@ -261,7 +266,7 @@ class Home:
         if present.agent != record.agent and not self._is_polling_requested(record.agent):
             # It may be back after a late join of a former agent: the request that ends its polling was lost.
             self._send_polling_request(record, False, lambda answer: None)
-        self._members.pop(present.agent, None)
+        self._forget_agent(present)
         self._uncount(present)
         if present.incarnation != record.incarnation:
             self._published.rank_lost(record.spec.key, Code.RANK_LOST)
@@ -278,6 +283,8 @@ class Home:
 
         def answered(reply: ReplyMessage) -> None:
             self._polling_requests.pop(agent, None)
+            if not on and not isinstance(reply, Done) and agent in self._members:
+                self._may_still_poll.add(agent)
             on_reply(reply)
 
         message = SetRankPolling(request=number, agent=agent, on=on)
@@ -291,8 +298,12 @@ class Home:
             self._rank_holders.forget(record.spec.key, record.spec.rank)
             self._on_change(record.spec.engine_id)
 
-    def _remove(self, record: MemberRank) -> None:
+    def _forget_agent(self, record: MemberRank) -> None:
         self._members.pop(record.agent, None)
+        self._may_still_poll.discard(record.agent)
+
+    def _remove(self, record: MemberRank) -> None:
+        self._forget_agent(record)
         self._uncount(record)
         self._context.timers.cancel(("member", record.spec.key, record.spec.rank))
         self._published.rank_lost(record.spec.key, Code.RANK_LOST)

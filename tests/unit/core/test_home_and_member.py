@@ -184,6 +184,25 @@ def test_a_late_join_of_a_former_mover_leaves_no_mover_polling(world, spread):
     assert not mover.attended
 
 
+def test_a_mover_whose_node_was_silent_when_it_could_stop_stops_once_the_node_is_back(world, spread):
+    """The home gives the request up after `silent_after_s`; the rank is still a member for much longer."""
+    stages, sink = spread
+    member = stages[1].host
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].say(wk.Ready(transfer_id="t1"))
+    sink.say(wk.Prepare(ref=ref))
+    (mover,) = member.movers.values()
+    assert mover.attended
+    links = {("p0", "p1"), ("p1", "p0")}
+    world.cut |= links
+    sink.say(wk.Abandon(ref=ref))
+    world.advance(world.settings.polling_linger_s + world.settings.silent_after_s + 0.1)
+    assert mover.attended
+    world.cut -= links
+    world.advance(world.settings.member_heartbeat_s + world.settings.resend_s)
+    assert not mover.attended
+
+
 @pytest.mark.parametrize("ends", ["its mover is replaced", "its worker leaves"])
 def test_a_join_without_a_reply_is_not_sent_again_after_what_followed(world, spread, ends):
     """Sent again, it would give the home the former mover's agent back, or the rank that left."""
