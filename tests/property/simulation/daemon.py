@@ -107,7 +107,10 @@ class Daemon(Actor):
         if self.pool.forkserver is not None:  # it reads the end of its socket, unless it is stopped
             self.pool.forkserver.after(self.rng.choice((0.0002, 0.002, 0.3)), self.pool.forkserver.end)
         for mover in self.movers.values():
-            mover.after(self.rng.choice((0.0002, 0.002, 0.3, 2.5)), mover.die, "its daemon is gone")
+            delay_s = self.rng.choice((0.0002, 0.002, 0.3, 2.5))
+            if self.rng.random() < 0.5:  # it notices nothing while its library hangs in a read
+                delay_s = max(delay_s, mover.transport.stalls_until - self.agenda.now + 0.01)
+            mover.after(delay_s, mover.die, "its daemon is gone")
 
     def connect(self, process: Process) -> Connection:
         """Accept a connection."""

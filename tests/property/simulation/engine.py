@@ -83,6 +83,7 @@ class Engine:
         self._num_published = 0  # in this life: each begins with the same transfer ids
         self.pulls: dict[tuple[Process, int], Pull] = {}
         self.is_up = False
+        self.num_working = 0  # pieces of GPU work that are not done
         self._num_processes = 0
 
     # --- its processes
@@ -245,7 +246,8 @@ class Engine:
         work = GpuWork()
         if self.shape.has_gpu and not self.world.fabric.is_hurried:
             delay_s = self.rng.choice((0.0, 0.001, 0.02, 0.3))
-            self.world.agenda.after(delay_s, self._gpu_done, work, act, process, process.memory, *arguments)
+            self.num_working += 1
+            self.world.agenda.after(delay_s, self._later_done, work, act, process, process.memory, *arguments)
         else:
             self._gpu_done(work, act, process, process.memory, *arguments)
         return work
@@ -253,6 +255,10 @@ class Engine:
     @staticmethod
     def _use_no_more(process: Process, memory: Buffer | None) -> None:
         """The last kernel that reads blocks which are pulled into next."""
+
+    def _later_done(self, work: GpuWork, act: Callable[..., None], *arguments: object) -> None:
+        self.num_working -= 1
+        self._gpu_done(work, act, *arguments)
 
     @staticmethod
     def _gpu_done(work: GpuWork, act: Callable[..., None], *arguments: object) -> None:
@@ -414,12 +420,20 @@ class Engine:
                 self._released(process, event.transfer_id)
             case ce.Suspended():
                 self.world.oracle.suspended(process)
+                self._check_nothing_is_published(process)
                 assert process.memory is not None
                 process.memory.bytes[:] = bytes([POISON]) * len(process.memory.bytes)
                 process.memory.is_freed = True
                 process.memory = None
             case ce.Disconnected() if process in self.processes:
                 raise Violation("violations", f"the session of {process.name} ended: {event.message}")
+
+    @staticmethod
+    def _check_nothing_is_published(process: Process) -> None:
+        """What a rank has published is released before its memory is given back."""
+        live = [t.transfer_id for t in process.transfers.values() if t.publisher is process]
+        if live and process.spec is not None:
+            raise Violation("violations", f"{process.name} is suspended, and {live} are not released")
 
     def _pull_ended(self, process: Process, ticket: int, how: str) -> None:
         pull = self.pulls[process, ticket]

@@ -255,7 +255,9 @@ class Faults:
     def _put_to_sleep(self, rng: random.Random, kind: str) -> None:
         awake = [(e, p) for e in self._world.engines if e.is_usable for p in e.ranks]
         publishing = [(engine, process) for engine, process in awake if engine.transfers]
-        found = self._pick(rng, publishing if rng.random() < 0.4 else awake)
+        working = [(engine, process) for engine, process in awake if engine.num_working]
+        chosen = rng.choices((awake, publishing, working or publishing), (3, 2, 2))[0]
+        found = self._pick(rng, chosen)
         if found is None:
             return
         engine, process = found
@@ -301,7 +303,9 @@ class Faults:
 
         process.on_offered = sleep
         movers = [mover for mover in process.movers if mover.is_alive]
-        if movers:
+        if rng.random() < 0.5:
+            self._restart(process.node_name)
+        elif movers:
             movers[-1].die("so that another is offered")
 
     def _restart(self, name: str) -> None:
@@ -394,7 +398,7 @@ class Faults:
         if daemon is None or daemon.is_stopped:
             return
         self._count("slow-node", daemon.name)
-        seconds = rng.choice((3.0, 12.0))
+        seconds = rng.choice((1.5, 3.0, 12.0))
         for mover in daemon.movers.values():
             mover.transport.stall(seconds)
         act = self._stop_for if rng.random() < 0.5 else self._kill_under_movers

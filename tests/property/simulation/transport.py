@@ -91,7 +91,7 @@ class SimulatedTransport:
         self._deregistered: dict[int, int] = {}  # own memory that holds zeros now: its size by address
         self._notifications: list[tuple[AgentName, bytes]] = []
         self.waiting: list[tuple[SimulatedTransport, Read, int]] = []  # until this mover serves
-        self._stalls_until = 0.0
+        self.stalls_until = 0.0
         fabric.agents[agent] = self
 
     @property
@@ -243,7 +243,7 @@ class SimulatedTransport:
 
     def stall(self, seconds: float) -> None:
         """Have all reads wait, those too that are posted meanwhile."""
-        self._stalls_until = max(self._stalls_until, self._fabric.agenda.now + seconds)
+        self.stalls_until = max(self.stalls_until, self._fabric.agenda.now + seconds)
 
     @property
     def inflight_agents(self) -> list[AgentName]:
@@ -262,8 +262,8 @@ class SimulatedTransport:
             return
         if read.error is not None and index not in read.late:
             return
-        if self._fabric.agenda.now < self._stalls_until:
-            self._later(self._stalls_until - self._fabric.agenda.now + 1e-6, read, index)
+        if self._fabric.agenda.now < self.stalls_until:
+            self._later(self.stalls_until - self._fabric.agenda.now + 1e-6, read, index)
             return
         source = self._fabric.agents.get(read.agent)
         if source is None:
