@@ -452,7 +452,7 @@ OTHER_KINDS = {
     "cut-peer": 2, "partition": 1, "cut-worker": 2, "kill-mover": 2, "stop-mover": 2, "kill-daemon": 1,
     "kill-forkserver": 1, "stop-forkserver": 1,
     "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "scale": 1, "kill-member": 1,
-    "sleep": 2, "sleep-without-daemon": 1, "cancel": 3, "abandon": 2, "lose-reader": 1, "unpublish": 3,
+    "sleep": 2, "sleep-without-daemon": 2, "cancel": 3, "abandon": 2, "lose-reader": 1, "unpublish": 3,
     "lose-connection": 6, "fail-read": 8, "stall-reads": 4, "republish": 1, "slow-node": 2,
     "kill-mover-at-delivery": 1, "sleep-engine": 2, "sleep-when-offered": 1,
 }  # fmt: skip
