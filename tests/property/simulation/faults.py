@@ -401,24 +401,28 @@ class Faults:
         seconds = rng.choice((1.5, 3.0, 12.0))
         for mover in daemon.movers.values():
             mover.transport.stall(seconds)
-        act = self._stop_for if rng.random() < 0.5 else self._kill_under_movers
-        self._world.agenda.after(rng.choice((0.0, 0.0, 2.0, 5.0)), act, daemon, rng.choice((1.5, 4.0, 12.0)))
+        begins_s = rng.choice((0.0, 0.0, 1.0, 3.0))
+        if rng.random() < 0.4:
+            self._world.agenda.after(begins_s, self._stop_for, daemon, rng.choice((1.5, 4.0, 12.0)))
+        else:
+            self._world.agenda.after(begins_s, self._kill_under_movers, daemon, rng.random() < 0.5)
 
     def _stop_for(self, daemon: Daemon, seconds: float) -> None:
         if daemon.is_alive and not daemon.is_stopped:
             daemon.stop()
             self._world.agenda.after(seconds, daemon.resume)
 
-    def _kill_under_movers(self, daemon: Daemon, seconds: float) -> None:
-        name = daemon.node_name
-        if self._world.daemons.get(name) is not daemon:
+    def _kill_under_movers(self, daemon: Daemon, stops: bool) -> None:
+        """Kill a daemon. `stops`: its movers stop until reads have landed where a network card moves them."""
+        if self._world.daemons.get(daemon.node_name) is not daemon:
             return
-        for mover in daemon.movers.values():
+        for mover in daemon.movers.values() if stops else ():
             if mover.is_alive and not mover.is_stopped:
                 mover.stop()
-                self._world.agenda.after(min(seconds, 4.0), mover.resume)
-        self._world.kill_daemon(name)
-        self._world.agenda.after(0.01, self._world.start_daemon, name)
+                left_s = max(0.0, mover.transport.stalls_until - self._world.agenda.now)
+                self._world.agenda.after(left_s + 0.5, mover.resume)
+        self._world.kill_daemon(daemon.node_name)
+        self._world.agenda.after(0.01, self._world.start_daemon, daemon.node_name)
 
     def _stall_reads(self, rng: random.Random) -> None:
         """The reads of one mover take long, those too that it posts meanwhile."""
