@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -81,12 +82,13 @@ def simulate(
     max_failures: int = 1,
     verbose: bool = False,
     make: Callable[[int, Size], Episode] = Episode,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Tally:
-    """Run episodes until so many faults have struck, or so many episodes have failed."""
+    """Run episodes until so many faults have struck, so many episodes have failed, or `is_over`."""
     seeds = random.Random(seed)
     tally = Tally(seed)
     reported = 0
-    while tally.faults.total() < num_faults and len(tally.failed_seeds) < max_failures:
+    while tally.faults.total() < num_faults and len(tally.failed_seeds) < max_failures and not is_over():
         result = make(seeds.getrandbits(48), size).run()
         tally.add(result)
         if result.kind and verbose:
@@ -99,6 +101,9 @@ def simulate(
 
 def main() -> int:
     logging.disable(logging.CRITICAL)
+    signals: list[int] = []  # after the first the episode ends, and the line of JSON comes all the same
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, frame: signals.append(received))
     arguments = argparse.ArgumentParser(prog="simulation", description=__doc__)
     arguments.add_argument("--faults", type=int, default=1000)
     arguments.add_argument("--seed", type=int, default=None, help="chosen and printed where none is given")
@@ -131,7 +136,15 @@ def main() -> int:
     else:
         print(f"seed {seed}", file=sys.stderr, flush=True)
         make = partial(LivenessEpisode, found) if given.liveness else Episode
-        tally = simulate(seed, given.faults, size, given.max_failures, verbose=True, make=make)
+        tally = simulate(
+            seed,
+            given.faults,
+            size,
+            given.max_failures,
+            verbose=True,
+            make=make,
+            is_over=lambda: bool(signals),
+        )
     more = {}
     if given.liveness:
         print(found.table())

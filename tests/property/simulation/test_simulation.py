@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,13 +18,15 @@ from tests.property.simulation.shrink import Shrinker
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[3]
 SEED_OF_THE_DAY = datetime.datetime.now(datetime.UTC).date().toordinal()
 
 
-def test_a_few_hundred_faults_break_no_promise():
-    tally = simulate(SEED_OF_THE_DAY, 300, Size())
+@pytest.mark.parametrize("size", [Size(), Size(nodes=4, engines=12, faults=60)], ids=["small", "large"])
+def test_the_faults_of_the_day_break_no_promise(size):
+    tally = simulate(SEED_OF_THE_DAY, 1500, size)
     assert not tally.failed_seeds, tally.line(0.0)
-    assert tally.faults.total() >= 300
+    assert tally.faults.total() >= 1500
     # In so few episodes, some of which have limits or leases that are used up; a long run has 0.3 and more.
     assert tally.totals["delivered"] >= 0.15 * tally.totals["transfers"]
     assert tally.totals["in_flight"] >= 0.5 * tally.faults.total()
@@ -43,6 +50,34 @@ def test_a_kept_seed_breaks_no_promise(seed):
 def test_the_same_seed_gives_the_same_run():
     digests = {Episode(SEED_OF_THE_DAY, Size()).run().digest for _ in range(2)}
     assert len(digests) == 1
+
+
+def test_the_order_of_sets_changes_nothing():
+    lines = [run_line(hash_seed) for hash_seed in ("1", "2")]
+    assert lines[0]["trace_sha256"] == lines[1]["trace_sha256"]
+    assert lines[0]["faults"] >= 90
+
+
+def run_line(hash_seed: str) -> dict:
+    """The line of JSON of a run in a process of its own."""
+    command = [sys.executable, "-m", "tests.property.simulation", "--faults", "90"]
+    command += ["--seed", str(SEED_OF_THE_DAY)]
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_an_interrupted_run_tells_what_it_has_found():
+    command = [sys.executable, "-m", "tests.property.simulation", "--faults", "1000000", "--seed", "1"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stderr is not None
+        assert run.stderr.readline() == "seed 1\n"  # it has begun
+        run.terminate()
+        told = json.loads(run.communicate()[0])
+    assert run.returncode == 0
+    assert told["faults"] < 1_000_000
 
 
 def test_wrong_bytes_are_noticed_and_their_cause_is_cut_down(monkeypatch):
