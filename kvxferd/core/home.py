@@ -266,7 +266,9 @@ class Home:
         if present.agent != record.agent and not self._is_polling_requested(record.agent):
             # It may be back after a late join of a former agent: the request that ends its polling was lost.
             self._send_polling_request(record, False, lambda answer: None)
-        self._forget_agent(present)
+        self._members.pop(present.agent, None)
+        if present.agent != record.agent:
+            self._may_still_poll.discard(present.agent)
         self._uncount(present)
         if present.incarnation != record.incarnation:
             self._published.rank_lost(record.spec.key, Code.RANK_LOST)
@@ -298,12 +300,9 @@ class Home:
             self._rank_holders.forget(record.spec.key, record.spec.rank)
             self._on_change(record.spec.engine_id)
 
-    def _forget_agent(self, record: MemberRank) -> None:
+    def _remove(self, record: MemberRank) -> None:
         self._members.pop(record.agent, None)
         self._may_still_poll.discard(record.agent)
-
-    def _remove(self, record: MemberRank) -> None:
-        self._forget_agent(record)
         self._uncount(record)
         self._context.timers.cancel(("member", record.spec.key, record.spec.rank))
         self._published.rank_lost(record.spec.key, Code.RANK_LOST)
