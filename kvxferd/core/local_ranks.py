@@ -516,7 +516,7 @@ class LocalRanks:
     def suspend(self, session: Session) -> None:
         """Release the rank's memory. `Suspended` follows once all its movers are dead."""
         rank = session.rank
-        if rank is None or rank.state in (RankState.SUSPENDING, RankState.SUSPENDED):
+        if rank is None or rank.is_asleep:
             return
         self._published.rank_suspended(rank)
         self._pulls.refuse_waiting(rank, Code.SUSPENDED, "the rank was suspended; resume it, then pull again")

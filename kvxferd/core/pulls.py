@@ -42,8 +42,9 @@ What ends a pull from outside:
   next mover; a pull survives the deaths of two movers. With a delivery socket the dead mover may have
   sent `Delivered`, so the worker gets `PullsInterrupted`, and its `PullsResumed` lists the pulls that
   arrived and those to read again. Other pulls fail, and those IN_DOUBT are quiesced.
-* The rank is suspended: its WAITING pulls fail, and its movers are killed. The worker is gone: its pulls
-  are dropped without an event, and their grants returned or, where they were delivered, acknowledged.
+* The rank is suspended: its WAITING pulls fail, its movers are killed, and none of its pulls waits again:
+  for its engine all have ended with `Suspended`. The worker is gone: its pulls are dropped without an
+  event, and their grants returned or, where they were delivered, acknowledged.
 
 So the worker gets exactly one of `Delivered` and `Failed` for a pull, and `Quiesced` after a `Failed` with
 `safe_to_reuse=False`. The legal moves are `TRANSITIONS` in pull.py; docs/architecture.md draws the messages.
@@ -62,7 +63,7 @@ from kvxferd.core.limits import PullAdmission
 from kvxferd.core.movers import Movers
 from kvxferd.core.pull import Pull, PullPhase, PullTrigger
 from kvxferd.core.pull_records import emit_record, phases_of
-from kvxferd.core.registry import LocalRank, RankState
+from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import PHASES
 from kvxferd.core.source_breaker import SourceBreaker
 from kvxferd.errors import Code, KvxferdError
@@ -266,6 +267,7 @@ class Pulls:
             outcome.code is Code.TRANSPORT
             and pull.can(PullTrigger.RETRY)
             and not pull.retried
+            and not pull.rank.is_asleep
             and pull.deadline - self._context.now > MIN_RETRY_S
         )
 
@@ -333,7 +335,7 @@ class Pulls:
             pull.can(PullTrigger.RETRY)
             and pull.num_movers_lost < MAX_MOVERS_LOST
             and pull.deadline - self._context.now > MIN_RETRY_S
-            and rank.state not in (RankState.SUSPENDING, RankState.SUSPENDED)
+            and not rank.is_asleep
             and (not rank.has_delivery_socket or rank.version >= FIRST_WITH_RESUME)
         )
 
@@ -578,6 +580,9 @@ class Pulls:
             assert not pull.is_safe_to_reuse, f"pull {pull.pull_id} is over but still listed"
             assert (pull.mover is None) == (pull.phase is PullPhase.WAITING), (
                 f"pull {pull.pull_id}: {pull.phase}"
+            )
+            assert pull.phase is not PullPhase.WAITING or not pull.rank.is_asleep, (
+                f"pull {pull.pull_id} waits, and would be read into memory that its rank has taken back"
             )
             if pull.phase is not PullPhase.IN_DOUBT:
                 assert ("deadline", pull.pull_id) in self._context.timers, (

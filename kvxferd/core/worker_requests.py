@@ -15,7 +15,7 @@ from kvxferd.core.peers import Peers
 from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.pull import Pull
 from kvxferd.core.pulls import Pulls
-from kvxferd.core.registry import LocalRank, RankState, Registry
+from kvxferd.core.registry import LocalRank, Registry
 from kvxferd.core.session import Session
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import GroupName, Ticket
@@ -257,8 +257,7 @@ class WorkerRequests:
             raise EngineError(f"{what}: this connection is not a rank; register first", Code.OUT_OF_PLACE)
         if self._context.draining:
             raise EngineError(f"{what}: this daemon is draining; pull when it is back", Code.DRAINING)
-        asleep = rank.state in (RankState.SUSPENDING, RankState.SUSPENDED)
-        if asleep or not (rank.is_readable or rank.registered_sent):
+        if rank.is_asleep or not (rank.is_readable or rank.registered_sent):
             raise EngineError(f"{what}: the rank is suspended; resume it first", Code.SUSPENDED)
         if not 0 < message.deadline_s <= MAX_PULL_S:
             raise EngineError(f"{what}: a deadline of {message.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")

@@ -195,6 +195,7 @@ class Mover:
     alive: bool = True
     attended: bool = False
     hold: bool = False
+    last_report: mv.FromMover | None = None  # is under way to the daemon when the mover is killed
     mute: bool = False  # answers nothing: frozen
     bound_with_notices: bool = False
     is_bound: bool = False
@@ -397,6 +398,8 @@ class Mover:
 
     def die(self) -> None:
         if self.alive:
+            if self.last_report is not None:
+                self.say(self.last_report)
             self.alive = False
             self.world.unmap(self)
             self.world.feed(self.host, ev.MoverDied(self.mover))

@@ -144,6 +144,18 @@ def test_a_suspended_ranks_pulls_are_not_read_again(world, source, sink):
     assert sink.heard(wk.Suspended)
 
 
+def test_a_read_that_fails_while_its_rank_is_suspended_is_not_read_again(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=30)
+    failed = mv.PullOutcome(delivered=False, started=True, finished=True, code=Code.TRANSPORT, message="lost")
+    mover.last_report = mv.PullDone(pull=mover.started[-1].pull, outcome=failed)
+    sink.say(wk.Suspend())
+    assert sink.heard(wk.Suspended)
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.TRANSPORT, True)
+    assert not sink.host.node.pulls.running()
+
+
 def test_suspend_ends_a_retired_mover_too(world, source, sink):
     stall(world, source, sink)
     sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
