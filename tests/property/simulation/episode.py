@@ -30,7 +30,7 @@ READ_WAYS = (ReadWay.DIRECT, ReadWay.DIRECT, ReadWay.COVERING, ReadWay.GATHERED)
 TRANSPORTS = ("cma", "cma", "tcp", "rdma")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Size:
     """How much there is in an episode."""
 
