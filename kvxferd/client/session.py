@@ -34,10 +34,18 @@ HANDSHAKE_TIMEOUT_S = 10.0  # a daemon replies to Hello at once; one that does n
 REREGISTER_TIMEOUT_S = 30.0  # a registration may wait for a mover to be made, and for an old one to die
 
 # A rank or publisher that was registered before tries again: the session that has its engine id or its rank
-# now, or a rank of another shape or with other layers beside it, may leave, or an operator returns the id.
-# To end the session instead would let one second of squatting end a live engine.
+# now, or a rank of another shape or with other layers beside it, may leave, or an operator returns the id;
+# and another node's daemon may have had the home's address for a while. To end the session instead would let
+# one second of squatting end a live engine.
 RETRIED_ON_REREGISTER = frozenset(
-    {Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH, Code.UNEQUAL_STAGES, Code.LAYERS_MISSING}
+    {
+        Code.NOT_ALLOWED,
+        Code.RANK_TAKEN,
+        Code.SHAPE_MISMATCH,
+        Code.UNEQUAL_STAGES,
+        Code.LAYERS_MISSING,
+        Code.NOT_HOME,
+    }
 )
 
 # Refusals that do not change by another attempt. After any other the client keeps trying.

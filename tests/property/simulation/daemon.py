@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.errors import MoverError
+from kvxferd.errors import Code, MoverError
 from kvxferd.ids import BootId, Endpoint, MoverId, ProbeId, SessionId
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
@@ -48,6 +48,14 @@ class Connection:
         """The daemon closes its end, or is gone: what it has sent still arrives."""
         self.down.send(self.process.connection_ended, self)
 
+    def cut_at_daemon(self) -> None:
+        """Have the daemon read half a frame: it reads no more, and what it has sent still arrives."""
+        self.daemon.after(self.daemon.local_latency_s(), self.daemon.end_connection, self)
+
+    def cut_at_process(self) -> None:
+        """Have the process read half a frame: it reads no more, and what it has sent still arrives."""
+        self.process.after(self.daemon.local_latency_s(), self.process.read_half_a_frame, self)
+
     def cut(self) -> None:
         """Break it: what is under way is lost."""
         self.is_open = False
@@ -82,6 +90,7 @@ class Daemon(Actor):
             on_exit=self._mover_died,
         )
         self.saved: tuple = ((), ())
+        self.has_descriptors = True
         self._next_number = 1
         self._tick_at: float | None = None
 
@@ -133,12 +142,24 @@ class Daemon(Actor):
         """Handle a frame, unless the connection was cut before it was read."""
         if not connection.is_open and connection.session not in self.connections:
             return
+        if memory is not None and not self.has_descriptors:  # the frame was cut off: it cannot be read
+            text = "cannot take a frame whose descriptors were cut off"
+            connection.down.send(
+                connection.process.receive, connection, wk.Farewell(Code.BAD_FRAME, text), None, None
+            )
+            self.end_connection(connection)
+            return
         word = b""
         if isinstance(message, wk.Publish) and connection.page is not None:
             word = connection.page.read(message.fence_slot)
         if isinstance(message, wk.Register | wk.Resume):
             connection.offered = memory
         self.feed(ev.WorkerMessage(connection.session, message, None, word))
+
+    def end_connection(self, connection: Connection) -> None:
+        """Close a worker's connection."""
+        connection.close_from_daemon()
+        self.connection_ended(connection)
 
     def connection_ended(self, connection: Connection) -> None:
         """Handle the end of a worker's connection."""
@@ -168,6 +189,10 @@ class Daemon(Actor):
         if not self.agenda.num_steps % self.world.integrity_every:
             self.node.check_integrity()
         self._set_tick()
+
+    def clock_jumped(self) -> None:
+        """Look again when the next timer is due."""
+        self._run(self._set_tick, ())
 
     def _set_tick(self) -> None:
         deadline = self.node.next_deadline()
@@ -247,7 +272,7 @@ class Daemon(Actor):
         mover = None
         if effect.pidfd_of is not None:
             mover = self.movers.get(effect.pidfd_of)
-            if mover is None:  # dead already: its pidfd would be readable at once
+            if mover is None or not self.has_descriptors:
                 self.after(0.0, self.feed, ev.PidfdNotSent(effect.session, effect.pidfd_of))
                 return
         connection.down.send(connection.process.receive, connection, effect.message, page, mover)

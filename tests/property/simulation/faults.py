@@ -96,6 +96,14 @@ class Faults:
             self._count("cut-worker", process.name)
             process.connection.cut()
 
+    def _cut_frame(self, rng: random.Random) -> None:
+        """One end of a connection reads half a frame, while the other knows of nothing."""
+        process = self._process(rng)
+        if process is not None and process.connection is not None and process.connection.is_open:
+            self._count("cut-frame", process.name)
+            connection = process.connection
+            rng.choice((connection.cut_at_daemon, connection.cut_at_process))()
+
     def _delay_worker(self, rng: random.Random) -> None:
         process = self._process(rng)
         if process is not None and (connection := process.connection) is not None:
@@ -242,6 +250,47 @@ class Faults:
             self._stop(rng, "stop-probe-mover", movers, (0.3, 4.0, 20.0))
         else:
             self._stop_mover(rng)
+
+    # --- nodes
+
+    def _no_descriptors(self, rng: random.Random) -> None:
+        """A daemon or a worker has no descriptor left."""
+        actor = rng.choice((self._pick(rng, list(self._world.daemons.values())), self._process(rng)))
+        if actor is not None and actor.has_descriptors:
+            self._count("no-descriptors", actor.name)
+            actor.has_descriptors = False
+            self._world.agenda.after(rng.choice((0.02, 0.3, 2.0)), self._give_descriptors, actor)
+
+    @staticmethod
+    def _give_descriptors(actor: Daemon | Process) -> None:
+        actor.has_descriptors = True
+
+    def _jump_clock(self, rng: random.Random) -> None:
+        """A node's clock is later at once, by more than some timers and less than others."""
+        name = rng.choice(self._world.node_names)
+        self._count("jump-clock", name)
+        self._world.jump_clock(name, rng.choice((0.1, 1.0, 5.0, 30.0)))
+
+    def _reuse_address(self, rng: random.Random) -> None:
+        """A daemon is away, and the daemon of another node answers at its address."""
+        away, tenant = rng.sample(self._world.node_names, 2)
+        if away not in self._world.daemons or away in self._world.network.tenants:
+            return
+        self._count("reuse-address", f"{away} by {tenant}")
+        self._world.network.tenants[away] = tenant
+        self._world.kill_daemon(away)
+        self._world.agenda.after(rng.choice((0.01, 0.3, 3.0)), self._return_to_address, away)
+
+    def _return_to_address(self, node_name: str) -> None:
+        del self._world.network.tenants[node_name]
+        self._world.start_daemon(node_name)
+
+    def _change_version(self, rng: random.Random) -> None:
+        """A node's daemon is upgraded, or rolled back."""
+        if len(self._world.daemons) == len(self._world.node_names):
+            name = rng.choice(self._world.node_names)
+            self._world.old_nodes ^= {name}
+            self._kill_daemon_of(rng, "change-version", [name])
 
     # --- memory
 
@@ -458,5 +507,6 @@ OTHER_KINDS = {
     "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "scale": 1, "kill-member": 1,
     "sleep": 2, "sleep-without-daemon": 2, "cancel": 3, "abandon": 2, "lose-reader": 1, "unpublish": 3,
     "lose-connection": 6, "fail-read": 8, "stall-reads": 4, "republish": 1, "slow-node": 2,
+    "cut-frame": 2, "no-descriptors": 1, "jump-clock": 1, "reuse-address": 1, "change-version": 1,
     "kill-mover-at-delivery": 1, "sleep-engine": 2, "sleep-when-offered": 1,
 }  # fmt: skip

@@ -32,13 +32,14 @@ class Network:
         self._rng = rng
         self._last_arrival: dict[Link, float] = {}
         self._connections: defaultdict[tuple[str, str], int] = defaultdict(int)  # of a daemon to a node
+        self.tenants: dict[str, str] = {}  # whose daemon answers at another node's address
         self.partitions: defaultdict[Link, int] = defaultdict(int)
         self.planned: defaultdict[Link, deque[tuple[str, float, Callable[[], None]]]] = defaultdict(deque)
 
     def request(self, sender: Daemon, endpoint: Endpoint, message: Message) -> None:
         """Send over the connection that the sender has opened."""
         target = endpoint.removeprefix("tcp://").removesuffix(":9441")
-        if isinstance(message, PeerHello) and not self._world.traits.old_nodes.isdisjoint(
+        if isinstance(message, PeerHello) and not self._world.old_nodes.isdisjoint(
             (sender.node_name, target)
         ):
             message = msgspec.structs.replace(message, versions=one_older(message.versions))
@@ -62,7 +63,7 @@ class Network:
         self._connections[daemon.name, target] += 1
 
     def _request_arrives(self, target: str, route: bytes, message: Message) -> None:
-        daemon = self._world.daemons.get(target)
+        daemon = self._world.daemons.get(self.tenants.get(target, target))
         if daemon is not None:
             daemon._run(daemon.feed, (ev.PeerRequest(route, message),))
 

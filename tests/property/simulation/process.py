@@ -58,6 +58,7 @@ class Process(Actor):
         self.freed: dict[int, None] = {}  # blocks that were given back, and used for something else since
         self.movers: dict[Mover, None] = {}  # every mover that a daemon has made for it
         self.connection: Connection | None = None
+        self.has_descriptors = True
         self._memories: dict[int, Buffer] = {}  # by descriptor
         self._events: deque[Event] = deque()
         self._deliveries: deque[wk.Delivered] = deque()
@@ -144,6 +145,11 @@ class Process(Actor):
         if connection is self.connection:
             self._disconnect(Code.DAEMON_LOST, "the daemon closed the connection")
 
+    def read_half_a_frame(self, connection: Connection) -> None:
+        """The connection is broken inside a frame."""
+        if connection is self.connection:
+            self._disconnect(Code.BAD_FRAME, "the connection ended inside a frame")
+
     def _disconnect(self, code: Code, why: str) -> None:
         connection = self.connection
         if connection is None:
@@ -173,6 +179,9 @@ class Process(Actor):
     ) -> None:
         """Handle a frame of the daemon."""
         if connection is not self.connection or not connection.is_open:
+            return
+        if not self.has_descriptors and (page is not None or mover is not None):
+            self._disconnect(Code.BAD_FRAME, "cannot take a frame whose descriptors were cut off")
             return
         carries_page = self.session.carries_fence_page(message)
         if carries_page:
@@ -244,6 +253,13 @@ class Process(Actor):
         while self._events:
             self.engine.handle(self, self._events.popleft())
         self._look_for_refusal()
+        self._set_tick()
+
+    def clock_jumped(self) -> None:
+        """Look again when the next timer is due."""
+        self._run(self._set_tick, ())
+
+    def _set_tick(self) -> None:
         deadline = self.session.next_deadline()
         if deadline is None:
             return

@@ -69,6 +69,10 @@ class Clock:
         """Return at which time of the episode the node's clock shows that time, or a moment after it."""
         return max(self._agenda.now, (time - self._start) / self._rate + 1e-6)
 
+    def jump(self, seconds: float) -> None:
+        """Show a later time from now on."""
+        self._start += seconds
+
 
 class World:
     """See the module."""
@@ -106,6 +110,7 @@ class World:
         self.planned_at_packing: deque[Callable[[Mover], None]] = deque()
         self._saved: dict[str, tuple] = dict.fromkeys(node_names, ((), ()))
         self._eras = dict.fromkeys(node_names, 0)
+        self.old_nodes = set(traits.old_nodes)  # whose daemon has the version before this one, at present
         self._last_number = 0
         self.node_names = node_names
         for name in node_names:
@@ -159,6 +164,14 @@ class World:
         daemon = self.daemons.pop(node_name)
         self._saved[node_name] = daemon.saved
         daemon.die()
+
+    def jump_clock(self, node_name: str, seconds: float) -> None:
+        """Have a node's clock show a later time at once."""
+        self.clocks[node_name].jump(seconds)
+        if daemon := self.daemons.get(node_name):
+            daemon.clock_jumped()
+        for process in [p for engine in self.engines for p in engine.processes if p.node_name == node_name]:
+            process.clock_jumped()
 
     # --- engines
 

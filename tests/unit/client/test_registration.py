@@ -230,7 +230,14 @@ def test_a_daemon_too_old_to_understand_hello_is_not_asked_again(stage: Stage) -
     assert stage.daemon.nobody_comes(0.3)
 
 
-PASSING = [Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.SHAPE_MISMATCH, Code.UNEQUAL_STAGES, Code.LAYERS_MISSING]
+PASSING = [
+    Code.NOT_ALLOWED,
+    Code.RANK_TAKEN,
+    Code.SHAPE_MISMATCH,
+    Code.UNEQUAL_STAGES,
+    Code.LAYERS_MISSING,
+    Code.NOT_HOME,
+]
 
 
 @pytest.mark.parametrize("code", PASSING)
