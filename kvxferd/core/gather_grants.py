@@ -88,6 +88,8 @@ class GatherGrants:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the tables contradict each other."""
+        if not self._by_grant and not self._grants:
+            return
         held = {(key, grant) for grant, keys in self._by_grant.items() for key in keys}
         assert held == {(key, grant) for key, grants in self._grants.items() for grant in grants}
         assert all(self._grants.values())

@@ -310,7 +310,7 @@ class Home:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the counters do not match the members."""
-        counted = Counter(map(_peer_id, self._members.values()))
+        counted = Counter(map(_peer_id, self._members.values())) if self._members else {}
         assert counted == self._num_of_peer, f"members are {counted}, and counted as {self._num_of_peer}"
 
     def _uncount(self, record: MemberRank) -> None:

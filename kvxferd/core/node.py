@@ -347,13 +347,12 @@ class Node:
         self.home.check_integrity()
         self.probes.check_integrity()
         self._check_block_id_memory()
-        for session in self.sessions.values():
-            if session.rank is not None:
-                engine = self.registry.get(session.rank.spec.key)
-                assert engine is not None and engine.ranks.get(session.rank.spec.rank) is session.rank
-        for engine in self.registry:
-            for owner in engine.sessions():
-                assert owner in self.sessions, f"a rank of {engine.key} outlived its session"
+        num_ranks = sum(session.rank is not None for session in self.sessions.values())
+        for rank in self.registry.local_ranks():
+            session = self.sessions.get(rank.session)
+            assert session is not None and session.rank is rank, f"{rank.spec.key}: a rank without session"
+            num_ranks -= 1
+        assert not num_ranks, "the rank of a session is not in the registry"
 
     def _check_block_id_memory(self) -> None:
         running = self.pulls.running()
@@ -361,10 +360,9 @@ class Node:
             pull.former_grant for pull in running if pull.former_grant
         ]
         holds += [hold for session in self.sessions.values() for hold in session.prepared.values()]
-        charged = sum(transfer.charged_bytes for transfer in self.published.table.live.values())
-        charged += sum(hold.charged_bytes for hold in holds) + sum(
-            request_bytes(pull.blocks) for pull in running
-        )
+        charged = sum([transfer.charged_bytes for transfer in self.published.table.live.values()])
+        charged += sum([hold.charged_bytes for hold in holds])
+        charged += sum([request_bytes(pull.blocks) for pull in running])
         assert charged == self.block_id_memory.num_bytes, (
             f"{self.block_id_memory.num_bytes} bytes of ids counted, {charged} kept"
         )

@@ -246,6 +246,13 @@ class Registry:
     def __iter__(self) -> Iterator[LocalEngine]:
         return iter(self._engines.values())
 
+    def local_ranks(self) -> Iterator[LocalRank]:
+        """Return the ranks whose workers are connected here, of all engines."""
+        for engine in self._engines.values():
+            for record in engine.ranks.values():
+                if isinstance(record, LocalRank):
+                    yield record
+
     def get(self, key: EngineKey) -> LocalEngine | None:
         """Return the engine; None: no rank of it is here."""
         return self._engines.get(key)

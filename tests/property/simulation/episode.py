@@ -25,6 +25,8 @@ from tests.property.simulation.oracle import Violation
 from tests.property.simulation.world import Traits, World
 
 REST_S = 90.0  # by then everything is at rest: longer than any lease, hold or quarantine
+LOOK_S = 15.0  # so often it is looked whether it is: longer than any message is late
+FULL_REST_SHARE = 0.2  # of the episodes: they wait whether anything comes back
 MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
 READ_WAYS = (ReadWay.DIRECT, ReadWay.DIRECT, ReadWay.COVERING, ReadWay.GATHERED)
 TRANSPORTS = ("cma", "cma", "tcp", "rdma")
@@ -196,11 +198,20 @@ class Episode:
         world.network.planned.clear()
         world.planned_at_packing.clear()
         world.fabric.hurry()
-        agenda.run(agenda.now + REST_S)
+        self._rest()
         if found := world.leftovers():
             raise Violation("leaked", "; ".join(found), len(found))
         NextTransfers(world, self.rng).check()
         agenda.note("episode", "is at rest")
+
+    def _rest(self) -> None:
+        """Wait until nothing is left, or must have ended."""
+        end = self.agenda.now + REST_S
+        waits_to_the_end = self.rng.random() < FULL_REST_SHARE
+        while self.agenda.now < end:
+            self.agenda.run(self.agenda.now + LOOK_S)
+            if not waits_to_the_end and self.world.is_ready() and not self.world.leftovers():
+                return
 
     def _strike_all(self) -> None:
         """Have traffic until all faults have struck."""

@@ -55,12 +55,13 @@ class Faults:
 
     def _plan(self, rng: random.Random, kind: str, seconds: float) -> None:
         sender, receiver = rng.sample(self._world.node_names, 2)
+        link = None if rng.random() < 0.7 else (sender, receiver)
 
         def strike() -> None:
             if not self.is_over:
                 self._struck(kind)
 
-        self._world.network.planned[sender, receiver].append((kind, seconds, strike))
+        self._world.network.planned[link].append((kind, seconds, strike))
 
     def _lose_message(self, rng: random.Random) -> None:
         self._plan(rng, LOST, 0.0)

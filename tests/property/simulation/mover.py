@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.property.simulation.shells.mover_pool import SimulatedHandle
 
 LOOK_S = 0.01  # between two looks of a source at requests that wait for a chunk
-POLL_S = 0.05  # a pull that waits for nothing that could wake its mover is looked at so often
+POLL_S = 0.2  # a pull that waits for nothing that could wake its mover is looked at so often
 
 
 class Mover(Actor):
@@ -75,6 +75,7 @@ class Mover(Actor):
         self._tickets: dict[PullId, Ticket] = {}  # of all pulls
         self._early = BlockIdAssembly()
         self._is_step_due = False
+        self._is_poll_due = False
         self._is_idle_check_due = False
         self._is_look_due = False
         self._notices = False
@@ -197,9 +198,13 @@ class Mover(Actor):
         if self._engine.holds_chunks and not self._is_idle_check_due:
             self._is_idle_check_due = True
             self.after(IDLE_CHECK_S, self._check_idle)
-        if self._engine.is_busy and not self._is_step_due:
-            self._is_step_due = True
-            self.after(POLL_S, self._step)
+        if self._engine.is_busy and not self._is_poll_due:
+            self._is_poll_due = True
+            self.after(POLL_S, self._poll)
+
+    def _poll(self) -> None:
+        self._is_poll_due = False
+        self.wake()
 
     def _pack(self, packing: Packing) -> None:
         """Receive what readers and sources have sent, and pack."""

@@ -34,7 +34,8 @@ class Network:
         self._connections: defaultdict[tuple[str, str], int] = defaultdict(int)  # of a daemon to a node
         self.tenants: dict[str, str] = {}  # whose daemon answers at another node's address
         self.partitions: defaultdict[Link, int] = defaultdict(int)
-        self.planned: defaultdict[Link, deque[tuple[str, float, Callable[[], None]]]] = defaultdict(deque)
+        self.planned: defaultdict[Link | None, deque[tuple[str, float, Callable[[], None]]]]
+        self.planned = defaultdict(deque)  # None: for the next message, whoever sends it
 
     def request(self, sender: Daemon, endpoint: Endpoint, message: Message) -> None:
         """Send over the connection that the sender has opened."""
@@ -82,7 +83,7 @@ class Network:
         if self.partitions[link]:
             return
         arrival = self._agenda.now + self._rng.choice((0.0002, 0.0005, 0.002))
-        planned = self.planned[link]
+        planned = self.planned[link] or self.planned[None]
         if planned:
             kind, seconds, strike = planned.popleft()
             strike()

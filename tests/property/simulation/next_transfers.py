@@ -24,6 +24,7 @@ LONG_READ_S = 9.0  # longer than a default lease and than a grant's
 PULL_S = 14.0  # enough for each hardship
 RELEASE_S = 1.0  # after the last reader has a transfer, by when all ranks are told
 SETTLE_S = 12.0  # after the last transfer: longer than acknowledgements and polling linger
+MAX_HARDSHIPS = 3  # of an episode's sources: the others' transfers have none
 NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
 
 
@@ -45,6 +46,7 @@ class NextTransfers:
         self._world = world
         self._agenda = world.agenda
         self._rng = rng
+        self._is_joined = False  # no daemon or mover has died since all were
 
     def check(self) -> None:
         """Run them one after another, and wait until all is over."""
@@ -52,20 +54,22 @@ class NextTransfers:
         if not world.is_ready():
             states = [p.name for e in world.engines for p in e.processes if not e.is_ready]
             raise Violation("violations", f"not registered again: {states}")
+        tried = self._rng.sample(range(len(world.sources)), min(MAX_HARDSHIPS, len(world.sources)))
         for index, source in enumerate(world.sources):
             first = index % len(world.sinks)
             sinks = world.sinks[first:] + world.sinks[:first]
             num_readers = self._rng.choice(NUM_READERS) if source is world.sources[0] else 1
-            self._check_transfer(source, sinks[:num_readers])
-            self._check_withdrawal(source)
+            self._check_transfer(source, sinks[:num_readers], has_hardship=index in tried)
+            if index in tried:
+                self._check_withdrawal(source)
         self._agenda.run(self._agenda.now + SETTLE_S)
         if found := world.leftovers():
             raise Violation("leaked", "; ".join(found), len(found))
 
-    def _check_transfer(self, source: Engine, sinks: list[Engine]) -> None:
+    def _check_transfer(self, source: Engine, sinks: list[Engine], *, has_hardship: bool) -> None:
         """Have engines pull a transfer one after another, or abandon it: it is over with the last one."""
         self._wait_ready()
-        hardship = self._draw_hardship(source, sinks)
+        hardship = self._draw_hardship(source, sinks) if has_hardship else Hardship.NONE
         self._agenda.note("hardship", f"{hardship} for {source.engine_id} to {sinks[0].engine_id}")
         lease_s = None if hardship is Hardship.LONG_READ else LONG_LEASE_S
         transfer = source.publish(len(sinks), lease_s=lease_s)
@@ -125,6 +129,7 @@ class NextTransfers:
             agenda.run(agenda.now + self._rng.choice((0.01, 0.1, 0.3)))
             for mover in self._movers(sink.ranks if hardship is Hardship.SINK_MOVERS_DIE else transfer.ranks):
                 mover.die("a hardship")
+            self._is_joined = False
         agenda.run(agenda.now + PULL_S + 2.0, lambda: all(one.is_delivered for one in these))
         if len(these) < len(sink.ranks) or not all(one.is_delivered for one in these):
             raise Violation("violations", f"the next transfer, {what}, did not arrive ({hardship})")
@@ -167,9 +172,12 @@ class NextTransfers:
 
     def _wait_ready(self) -> None:
         self._agenda.run(self._agenda.now + START_S, self._world.is_ready)
-        self._agenda.run(self._agenda.now + JOINED_S)
+        if not self._is_joined:
+            self._agenda.run(self._agenda.now + JOINED_S)
+            self._is_joined = True
 
     def _kill(self, node_names: Collection[str]) -> None:
+        self._is_joined = False
         for name in dict.fromkeys(node_names):
             self._world.kill_daemon(name)
         self._agenda.run(self._agenda.now + NOTICED_S)
