@@ -55,6 +55,7 @@ from kvxferd.client.events import (
     Disconnected,
     Event,
     Failed,
+    Progress,
     PublishAccepted,
     PublishRefused,
     PullTicket,
@@ -64,7 +65,7 @@ from kvxferd.client.events import (
 )
 from kvxferd.client.memory_export import Region
 from kvxferd.client.rank import Publisher, RankHandle
-from kvxferd.client.refs import TransferRef
+from kvxferd.client.refs import TransferRef, make_ref
 
 __all__ = [
     "BlockList",
@@ -73,6 +74,7 @@ __all__ = [
     "Disconnected",
     "Event",
     "Failed",
+    "Progress",
     "PublishAccepted",
     "PublishRefused",
     "Publisher",
@@ -84,4 +86,5 @@ __all__ = [
     "Suspended",
     "TransferRef",
     "connect",
+    "make_ref",
 ]

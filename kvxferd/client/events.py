@@ -75,6 +75,19 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """A progressive pull has read more; on request. The bytes count once `Delivered` comes.
+
+    Attributes:
+        ticket: the pull, as `pull` returned it.
+        tokens: tokens [0, tokens) are read.
+    """
+
+    ticket: PullTicket
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Quiesced:
     """Nothing writes these blocks of a failed pull any more. At most once, after an unsafe Failed.
 
@@ -144,7 +157,17 @@ class Disconnected:
     message: str
 
 
-Event = Delivered | Failed | Quiesced | Released | PublishRefused | PublishAccepted | Suspended | Disconnected
+Event = (
+    Progress
+    | Delivered
+    | Failed
+    | Quiesced
+    | Released
+    | PublishRefused
+    | PublishAccepted
+    | Suspended
+    | Disconnected
+)
 Emit = Callable[[Event], None]
 
 

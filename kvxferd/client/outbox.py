@@ -32,6 +32,7 @@ class Outgoing:
     fds: tuple[int, ...] = ()
 
 
+Request = worker.Pull | worker.Publish | worker.Extend  # those with block ids
 # The message of a pull or publish is built when it is sent, with the deadline or lease that remains then;
 # one that has ended meanwhile is skipped.
 QueuedItem = Message | ClientPull | ClientPublish
@@ -114,16 +115,18 @@ class Outbox:
     def _build_messages(self, item: QueuedItem, epoch: int, version: int, now: float) -> Iterable[Outgoing]:
         match item:
             case ClientPull():
-                request: worker.Pull | worker.Publish | None = self._pulls.build_message(item, epoch, now)
+                request: Request | None = self._pulls.build_message(item, epoch, now, version)
             case ClientPublish():
-                request = self._publishes.build_message(item, now, version)
+                request = self._publishes.build_message(item, epoch, now, version)
+            case worker.Extend():
+                request = item
             case _:
                 return [Outgoing(for_version_1(item) if version == 1 else item)]
         if request is not None and version == 1:
             request = for_version_1(request)
         return [] if request is None else self._split(request)
 
-    def _split(self, request: worker.Pull | worker.Publish) -> list[Outgoing]:
+    def _split(self, request: Request) -> list[Outgoing]:
         self._stream += 1
         parts, rest = split_block_ids(request.blocks, self._stream)
         if parts:

@@ -16,6 +16,7 @@ from kvxferd.client.events import Emit, PublishAccepted, PublishRefused, Release
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import GroupName, Incarnation, TransferId
+from kvxferd.layout import PackedBlocks
 from kvxferd.wire import worker
 from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.common import RankIncarnations
@@ -48,6 +49,10 @@ class ClientPublish:
     awaits_gpu: bool = False  # its blocks are being written: no daemon has received it
     wants_reply: bool = False  # the daemon owes a PublishAccepted
     traceparent: str = ""  # of the request's trace; "": none
+    lease_s: float = 0.0  # by which an extension renews the lease
+    ready_tokens: int = -1  # how far this session has written it; -1: all
+    awaits_whole: bool = False  # the daemon knows no transfer that grows: it is sent once it is whole
+    sent_epoch: int = 0  # the connection on which the publish was sent; 0: none yet
     # Groups whose ids are still to be checked, by their number of blocks; empty: all are.
     unchecked: Mapping[GroupName, int] = field(default_factory=dict)
 
@@ -57,6 +62,7 @@ class _ReadyRecord(NamedTuple):
 
     at: float
     incarnation: Incarnation  # of the memory that was written
+    ready_tokens: int  # so many tokens; -1: all
 
 
 def no_reply_message(transfer_id: TransferId, version: int) -> str:
@@ -97,8 +103,12 @@ class ClientPublishes:
         expires_at: float,
         incarnations: RankIncarnations,
         unchecked: Mapping[GroupName, int] | None = None,
+        nonce: str = "",
     ) -> ClientPublish:
-        """Add a transfer and write its fence word. Raises EngineError(transfer-exists), BusyError."""
+        """Add a transfer and write its fence word. Raises EngineError(transfer-exists), BusyError.
+
+        `nonce`: that the router has chosen; "": a new one.
+        """
         if transfer_id in self._live:
             raise EngineError(
                 f"cannot publish {transfer_id}: an earlier transfer of that id is not released yet",
@@ -112,7 +122,7 @@ class ClientPublishes:
                 Code.TRANSFER_EXISTS,
             )
         slot = self._fence.acquire(f"publish {transfer_id}")
-        nonce = self._random_bytes(16).hex()
+        nonce = nonce or self._random_bytes(16).hex()
         publish = ClientPublish(
             transfer_id, nonce, slot, blocks, num_tokens, num_readers, expires_at, incarnations
         )
@@ -120,8 +130,17 @@ class ClientPublishes:
         self._live[transfer_id] = publish
         return publish
 
-    def build_message(self, publish: ClientPublish, now: float, version: int) -> worker.Publish | None:
-        """Return the message to send, with the remaining lease; None if the transfer is over."""
+    def get(self, transfer_id: TransferId) -> ClientPublish | None:
+        """Return a transfer of this session that is not released."""
+        return self._live.get(transfer_id)
+
+    def build_message(
+        self, publish: ClientPublish, epoch: int, now: float, version: int
+    ) -> worker.Publish | None:
+        """Return the message to send, with the remaining lease; None if the transfer is over.
+
+        A daemon that knows no transfer that grows gets it once it is whole: None until then.
+        """
         if self._live.get(publish.transfer_id) is not publish:
             return None
         if now >= publish.expires_at:
@@ -130,6 +149,10 @@ class ClientPublishes:
         if publish.wants_reply and version < worker.FIRST_WITH_PUBLISH_REPLIES:
             self.refuse(publish, Code.BAD_VERSION, no_reply_message(publish.transfer_id, version))
             return None
+        if version < worker.FIRST_WITH_PROGRESS and publish.ready_tokens >= 0:
+            publish.awaits_whole = True
+            return None
+        publish.sent_epoch = epoch
         return worker.Publish(
             transfer_id=publish.transfer_id,
             nonce=publish.nonce,
@@ -141,7 +164,17 @@ class ClientPublishes:
             incarnations=publish.incarnations if version > 1 else (),
             wants_reply=publish.wants_reply,
             traceparent=publish.traceparent if version >= worker.FIRST_WITH_TRACEPARENTS else "",
+            ready_tokens=publish.ready_tokens,
         )
+
+    def add_blocks(self, publish: ClientPublish, blocks: BlocksByGroup, now: float) -> None:
+        """Append blocks to a transfer that grows, and renew its lease."""
+        for name, added in blocks.items():
+            before = publish.blocks.get(name)
+            if before is not None and before.ids and added.state_at < 0:
+                added = PackedBlocks(bytes(before.ids) + bytes(added.ids), before.first_token)  # noqa: PLW2901
+            publish.blocks = {**publish.blocks, name: added}
+        publish.expires_at = max(publish.expires_at, now + publish.lease_s)
 
     def gpu_done(self, publish: ClientPublish) -> bool:
         """Record that the blocks are written, or never will be. Return whether the transfer is still live."""
@@ -175,9 +208,11 @@ class ClientPublishes:
         for transfer_id in [t for t, p in self._live.items() if p.withdrawn]:
             self.release_locally(transfer_id, Code.UNPUBLISHED)
 
-    def remember_ready(self, transfer_id: TransferId, now: float, incarnation: Incarnation) -> None:
+    def remember_ready(
+        self, transfer_id: TransferId, now: float, incarnation: Incarnation, ready_tokens: int = -1
+    ) -> None:
         """Record a `ready`, to send it again to the next daemon."""
-        self._ready[transfer_id] = _ReadyRecord(now, incarnation)
+        self._ready[transfer_id] = _ReadyRecord(now, incarnation, ready_tokens)
         self._ready.move_to_end(transfer_id)
         if len(self._ready) > MAX_READY_RECORDS:
             self._ready.popitem(last=False)
@@ -195,8 +230,9 @@ class ClientPublishes:
 
     def replay(
         self, now: float, lease_s: float
-    ) -> tuple[list[ClientPublish], list[tuple[TransferId, Incarnation]]]:
-        """Return the transfers to publish again, and those to send `ready` for again with their incarnation.
+    ) -> tuple[list[ClientPublish], list[tuple[TransferId, Incarnation, int]]]:
+        """Return the transfers to publish again, and those to send `ready` for again: of which incarnation,
+        and how many tokens.
 
         Words are fresh: what the last daemon granted cannot be told from what was released. A `ready`
         for another session's transfer is not sent again once a default lease has passed: that
@@ -210,7 +246,7 @@ class ClientPublishes:
         for transfer_id in [t for t, record in self._ready.items() if now >= record.at + lease_s]:
             if transfer_id not in self._live:
                 del self._ready[transfer_id]
-        readies = [(t, record.incarnation) for t, record in self._ready.items()]
+        readies = [(t, record.incarnation, record.ready_tokens) for t, record in self._ready.items()]
         return [publish for publish in self._live.values() if not publish.awaits_gpu], readies
 
     def handle_accepted(self, transfer_id: TransferId) -> None:

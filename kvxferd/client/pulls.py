@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvxferd.client.blocks import unpack_blocks
-from kvxferd.client.events import Delivered, Emit, Failed, PullTicket, Quiesced
+from kvxferd.client.events import Delivered, Emit, Failed, Progress, PullTicket, Quiesced
 from kvxferd.errors import BusyError, Code, ProtocolError
 from kvxferd.ids import GroupName, Ticket
 from kvxferd.wire import common, worker
@@ -113,6 +113,8 @@ class ClientPull:
     code: Code = Code.DEADLINE  # why it fails when its timer fires, or its mover dies
     message: str = ""
     retry_after_s: float = 0.0
+    progressive: bool = False
+    wants_progress: bool = False
     # Groups whose ids are still to be checked, by their number of blocks; empty: all are.
     unchecked: Mapping[GroupName, int] = field(default_factory=dict)
 
@@ -152,7 +154,7 @@ class ClientPulls:
         self._set_timer(pull, deadline)
         return pull
 
-    def build_message(self, pull: ClientPull, epoch: int, now: float) -> worker.Pull | None:
+    def build_message(self, pull: ClientPull, epoch: int, now: float, version: int) -> worker.Pull | None:
         """Return the message to send, with the remaining time; None if the pull has ended meanwhile."""
         if pull.phase is not ClientPullPhase.QUEUED:
             return None
@@ -169,6 +171,9 @@ class ClientPulls:
             blocks=pull.blocks,
             num_tokens=pull.num_tokens,
             deadline_s=pull.deadline - now,
+            # An earlier daemon waits for the whole.
+            progressive=pull.progressive and version >= worker.FIRST_WITH_PROGRESS,
+            wants_progress=pull.wants_progress and version >= worker.FIRST_WITH_PROGRESS,
         )
 
     def cancel(self, number: Ticket) -> bool:
@@ -181,6 +186,12 @@ class ClientPulls:
             self._move(pull, ClientPullSignal.CANCELLED)
             return False
         return pull.phase is ClientPullPhase.SENT
+
+    def handle_progress(self, message: worker.Progress) -> None:
+        """Handle the daemon's Progress. A late one, of a pull that has ended, is dropped."""
+        pull = self._live.get(message.ticket)
+        if pull is not None and pull.phase is ClientPullPhase.SENT:
+            self._emit(Progress(pull.ticket, message.tokens))
 
     def handle_delivered(self, message: worker.Delivered) -> None:
         """Handle the daemon's Delivered."""

@@ -13,7 +13,7 @@ from kvxferd.client.events import Event, PullTicket
 from kvxferd.client.gpu_events import Completion, unfinished
 from kvxferd.client.id_range import SHORT_BYTES, find_out_of_range, out_of_range_message
 from kvxferd.client.memory_export import Regions, export_memory
-from kvxferd.client.refs import RefLike, TransferRef, check_name, read_ref
+from kvxferd.client.refs import RefLike, TransferRef, check_name, check_nonce, read_ref
 from kvxferd.client.registration import MemoryState
 from kvxferd.client.session import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
@@ -60,6 +60,8 @@ class Publisher:
         after: Completion | None = None,
         reply_when_accepted: bool = False,
         traceparent: str | None = None,
+        ready_tokens: int | None = None,
+        nonce: str | None = None,
     ) -> TransferRef:
         """Make a request's blocks readable by `num_readers` engines. Returns the reference that readers need.
 
@@ -94,6 +96,10 @@ class Publisher:
             traceparent: the header of that name of the request (W3C Trace Context). The reference carries
                 it, and the daemons of both nodes join their spans to that trace. One that is not valid is
                 ignored.
+            ready_tokens: how many of `num_tokens` are written; the rest follows with `add_blocks` and, on
+                every rank, `RankHandle.extend`. None: all of them. See `RankHandle.extend`.
+            nonce: chosen by the router, which made the reference with `make_ref` before the prefill began:
+                32 to 256 characters that nobody can guess. None: a new one.
 
         Raises:
             EngineError: invalid blocks (`blocks-invalid`), an id that is in use or used up
@@ -108,6 +114,10 @@ class Publisher:
         tokens = as_int(num_tokens, "num_tokens", 1, what)
         readers = as_int(num_readers, "num_readers", 1, what)
         lease = None if lease_s is None else _seconds(lease_s, "lease_s", what)
+        ready = -1 if ready_tokens is None else as_int(ready_tokens, "ready_tokens", 0, what)
+        if ready > tokens:
+            raise EngineError(f"cannot {what}: {ready} of {tokens} tokens cannot be ready")
+        given_nonce = check_nonce(nonce) if nonce is not None else ""
         with self._connection.lock:
             ref = self._session.publish(
                 name,
@@ -120,9 +130,30 @@ class Publisher:
                 unchecked=self._unchecked(packed, what),
                 wants_reply=reply_when_accepted,
                 traceparent=read_traceparent(traceparent),
+                ready_tokens=ready,
+                nonce=given_nonce,
             )
             self._connection.flush()
         return ref
+
+    def add_blocks(self, transfer_id: str, blocks: Mapping[str, BlockList]) -> None:
+        """Add blocks to a transfer that was published with `ready_tokens`: those behind the earlier ones.
+
+        Nobody reads them before every rank has called `RankHandle.extend` for their tokens. In the end each
+        group of the engine must have its blocks, for all of `num_tokens`. Blocks that do not fit end the
+        transfer (`Released` with the code `blocks-invalid`). Raises EngineError (`transfer-unknown`,
+        `blocks-invalid`).
+        """
+        what = f"extend {transfer_id!r:.80}"
+        name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
+        packed = pack_blocks(blocks, self._groups, what)
+        for found in find_out_of_range(packed, self._num_blocks):
+            if found is not None:
+                message = out_of_range_message(what, *found, self._num_blocks[found[0]])
+                raise EngineError(message, Code.BLOCKS_INVALID)
+        with self._connection.lock:
+            self._session.add_blocks(name, packed, time.monotonic())
+            self._connection.flush()
 
     def _unchecked(self, blocks: BlocksByGroup, what: str) -> Mapping[GroupName, int]:
         """Check short block lists; return what the I/O thread must check of long ones, before it sends them.
@@ -204,6 +235,41 @@ class RankHandle(Publisher):
             self._session.ready(name, time.monotonic(), unfinished(after))
             self._connection.flush()
 
+    def extend(
+        self,
+        transfer_id: str,
+        ready_tokens: int | None = None,
+        blocks: Mapping[str, BlockList] | None = None,
+        after: Completion | None = None,
+    ) -> None:
+        """Report how far this rank has written a transfer that was published with `ready_tokens`.
+
+        Tokens [0, ready_tokens) are written in every layer and will not change: no reader gets a token
+        before every rank has reported it. What an engine must take back (preemption, recomputation) it
+        unpublishes, and uses the blocks again at `Released`, not before. States, and the blocks of a sliding
+        window, are read at the end alone: an engine may leave them out until the last call, and free older
+        blocks of a window meanwhile. Each call renews the transfer's lease.
+
+        A daemon of an earlier version gets the transfer when it is whole.
+
+        Args:
+            transfer_id: of a transfer of this engine; `extend` may come before the publish.
+            ready_tokens: counted from the request's first; None: all, on the last call.
+            blocks: more blocks of the request, as for `add_blocks`, where this session has published it.
+            after: an event behind the last kernel that writes those tokens, as in `publish`.
+
+        Raises:
+            EngineError: `transfer-unknown` or `blocks-invalid` for `blocks`, more tokens than the transfer
+                has, a suspended rank (`suspended`).
+        """
+        name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
+        tokens = -1 if ready_tokens is None else as_int(ready_tokens, "ready_tokens", 0, f"extend {name:.80}")
+        if blocks:
+            self.add_blocks(transfer_id, blocks)
+        with self._connection.lock:
+            self._session.extend(name, tokens, time.monotonic(), unfinished(after))
+            self._connection.flush()
+
     def prepare(self, ref: RefLike) -> None:
         """Announce a pull of this transfer: the daemon connects to the source and plans meanwhile.
 
@@ -222,6 +288,8 @@ class RankHandle(Publisher):
         deadline_s: float,
         after: Completion | None = None,
         traceparent: str | None = None,
+        progressive: bool = False,
+        progress: bool = False,
     ) -> PullTicket:
         """Read a transfer into these blocks. One terminal event follows: Delivered or Failed.
 
@@ -243,6 +311,11 @@ class RankHandle(Publisher):
                 true.
             traceparent: the header of that name of this engine's request, in place of the reference's. One
                 that is not valid is ignored.
+            progressive: read what is ready, then what becomes ready, also of a transfer that is published
+                later (within the deadline; its engine must be registered). Only the last piece is then
+                waited for after the source's end. A daemon of an earlier version on either side waits for
+                the whole.
+            progress: have `Progress` events of a progressive pull.
 
         Returns:
             The ticket that every event of this pull carries.
@@ -269,6 +342,8 @@ class RankHandle(Publisher):
                 self._connection.cancel,
                 unfinished(after),
                 self._unchecked(packed, what),
+                progressive=progressive,
+                wants_progress=progress,
             )
             self._connection.flush()
         return ticket

@@ -275,8 +275,13 @@ class ClientSession:
         unchecked: Mapping[GroupName, int] | None = None,
         wants_reply: bool = False,
         traceparent: str = "",
+        ready_tokens: int = -1,
+        nonce: str = "",
     ) -> TransferRef:
-        """Publish a transfer; it is sent once `after` is done. Raises EngineError, BusyError."""
+        """Publish a transfer; it is sent once `after` is done. Raises EngineError, BusyError.
+
+        `ready_tokens`: of `num_tokens`; the rest follows with `extend`. -1: all. `nonce`: the router's.
+        """
         what = f"publish {transfer_id}"
         self._check_not_suspended(what)
         if wants_reply and self.version < worker.FIRST_WITH_PUBLISH_REPLIES:
@@ -287,11 +292,12 @@ class ClientSession:
                 "first",
                 Code.ENGINE_INCOMPLETE,
             )
-        expires_at = now + (self._lease_s if lease_s is None else lease_s)
+        lease_s = self._lease_s if lease_s is None else lease_s
         known = self._incarnations.all
         publish = self._publishes.add(
-            transfer_id, blocks, num_tokens, num_readers, expires_at, known, unchecked
+            transfer_id, blocks, num_tokens, num_readers, now + lease_s, known, unchecked, nonce
         )
+        publish.lease_s, publish.ready_tokens = lease_s, ready_tokens
         publish.wants_reply, publish.traceparent = wants_reply, traceparent
         if after is not None:
             publish.awaits_gpu = True
@@ -306,6 +312,40 @@ class ClientSession:
         assert role is not None
         ref = TransferRef(self._endpoint, role.engine_id, role.generation, transfer_id, publish.nonce)
         return ref.with_trace(traceparent) if traceparent else ref
+
+    def add_blocks(self, transfer_id: TransferId, blocks: BlocksByGroup, now: float) -> None:
+        """Add blocks to a transfer of this session that grows. Raises EngineError."""
+        self._check_not_suspended(f"extend {transfer_id}")
+        publish = self._publishes.get(transfer_id)
+        if publish is None or publish.ready_tokens < 0:
+            raise EngineError(
+                f"cannot extend {transfer_id}: this session has published no transfer of that id that grows, "
+                "or it is over",
+                Code.TRANSFER_UNKNOWN,
+            )
+        self._publishes.add_blocks(publish, blocks, now)
+        if publish.sent_epoch == self.epoch and self.state is SessionState.READY:
+            self._outbox.queue(worker.Extend(transfer_id=transfer_id, blocks=blocks))
+        # else they are sent with the publish
+
+    def extend(
+        self, transfer_id: TransferId, ready_tokens: int, now: float, after: Completion | None = None
+    ) -> None:
+        """Send that this rank has written so many tokens (-1: all), once `after` is done."""
+        what = f"extend {transfer_id}"
+        self._check_not_suspended(what)
+        publish = self._publishes.get(transfer_id)
+        if publish is not None and ready_tokens > publish.num_tokens:
+            raise EngineError(f"cannot {what} to {ready_tokens} tokens: it has {publish.num_tokens}")
+        written = self._incarnations.own
+        if after is not None:
+            self._pending_completions.add(
+                after,
+                lambda: self._send_ready(transfer_id, now, written, ready_tokens),
+                lambda why: None,  # never ready: the lease ends the transfer
+            )
+            return
+        self._send_ready(transfer_id, now, written, ready_tokens)
 
     def _publish_written(self, publish: ClientPublish) -> None:
         """Queue a publish whose blocks are now written."""
@@ -328,16 +368,36 @@ class ClientSession:
             return
         self._send_ready(transfer_id, now, written)
 
-    def _send_ready(self, transfer_id: TransferId, now: float, written: Incarnation) -> None:
+    def _send_ready(
+        self, transfer_id: TransferId, now: float, written: Incarnation, ready_tokens: int = -1
+    ) -> None:
         if written != self._incarnations.own or self.registration.memory_state is not MemoryState.SHARED:
             return  # the rank has slept since, and the bytes are gone
-        self._publishes.remember_ready(transfer_id, now, written)
+        publish = self._publishes.get(transfer_id)
+        if publish is not None and publish.ready_tokens >= 0:
+            if ready_tokens == publish.num_tokens:
+                ready_tokens = -1
+            publish.ready_tokens = ready_tokens
+            publish.expires_at = max(publish.expires_at, now + publish.lease_s)
+            if ready_tokens < 0 and publish.awaits_whole and self._takes_requests:
+                publish.awaits_whole = False
+                self._outbox.queue(publish)
+        self._publishes.remember_ready(transfer_id, now, written, ready_tokens)
         if self.state is SessionState.READY:  # else it is sent with the replay
-            self._outbox.queue(self._ready_message(transfer_id, written))
+            self._queue_ready(transfer_id, written, ready_tokens)
 
-    def _ready_message(self, transfer_id: TransferId, written: Incarnation) -> worker.Ready:
+    def _queue_ready(self, transfer_id: TransferId, written: Incarnation, ready_tokens: int) -> None:
+        if message := self._ready_message(transfer_id, written, ready_tokens):
+            self._outbox.queue(message)
+
+    def _ready_message(
+        self, transfer_id: TransferId, written: Incarnation, ready_tokens: int
+    ) -> worker.Ready | None:
+        """Return the message; None where the daemon would take a part for the whole."""
+        if ready_tokens >= 0 and self.version < worker.FIRST_WITH_PROGRESS:
+            return None
         incarnation = written if self.version > 1 else Incarnation("")
-        return worker.Ready(transfer_id=transfer_id, incarnation=incarnation)
+        return worker.Ready(transfer_id=transfer_id, incarnation=incarnation, ready_tokens=ready_tokens)
 
     def unpublish(self, transfer_id: TransferId) -> None:
         """Withdraw a transfer. One that is over already is not withdrawn again."""
@@ -362,10 +422,14 @@ class ClientSession:
         cancel: CancelPull,
         after: Completion | None = None,
         unchecked: Mapping[GroupName, int] | None = None,
+        *,
+        progressive: bool = False,
+        wants_progress: bool = False,
     ) -> PullTicket:
         """Start a pull; it is sent once `after` is done. Raises EngineError, BusyError."""
         self._check_not_suspended(f"pull {ref.transfer_id}")
         pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel, unchecked)
+        pull.progressive, pull.wants_progress = progressive, wants_progress
         if after is None:
             self._outbox.queue(pull)
         else:
@@ -437,6 +501,8 @@ class ClientSession:
                 self._require_state(SessionState.READY, message)
                 if outgoing := self.registration.build_new_mover():
                     self._outbox.queue_first(outgoing.message, outgoing.fds)
+            case worker.Progress():
+                self._pulls.handle_progress(message)
             case worker.Delivered():
                 self._pulls.handle_delivered(message)
             case worker.Failed():
@@ -525,7 +591,8 @@ class ClientSession:
             # Version 1 cannot name the other ranks' memory, and one of them may have slept meanwhile.
             self._publishes.release_all_locally(Code.RANK_LOST)
         transfers, ready = self._publishes.replay(now, self._lease_s)
-        self._outbox.replay([*transfers, *(self._ready_message(*one) for one in ready)])
+        messages = [self._ready_message(*one) for one in ready]
+        self._outbox.replay([*transfers, *(message for message in messages if message is not None)])
 
     @property
     def _is_sole_writer(self) -> bool:

@@ -18,6 +18,10 @@ def describe_wait(pull: Pull, grant_client: GrantClient) -> tuple[str, str]:
     rank = f"rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
     if pull.awaits_worker:
         return f"the worker of {rank}", f"while it waited for the worker of {rank}, after its mover died"
+    if hold.on_more is not None:
+        engine = f"engine {pull.ref.engine_id}"
+        has = f"{pull.tokens_read} of {pull.num_tokens} tokens are read"
+        return f"the ranks of {engine}", f"while {engine} computed the rest ({has}); look at that engine"
     return (
         f"the mover of {rank}",
         f"while it waited for a mover of {rank}; see the log for why it has none",

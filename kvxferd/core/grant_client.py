@@ -45,6 +45,8 @@ from kvxferd.wire.traceparent import span_id_for, with_parent
 
 # A grant with a shorter lease would be renewed all the time; a longer lease never ends in practice.
 MIN_LEASE_S, MAX_LEASE_S = 0.05, 7 * 24 * 3600.0
+# A source keeps a progressive pull's question for so much longer than the pull has: its deadline ends it.
+DEADLINE_MARGIN_S = 1.0
 MAX_STALE_BINDINGS = 3  # a source whose movers change faster than the requests arrive is not readable
 
 
@@ -81,6 +83,9 @@ class HeldGrant:
     # Of the pull's span, and the reference as the source gets it: its parent is that span. See `_join_trace`.
     span_id: str = ""
     ref_for_source: TransferRef | None = None
+    after_tokens: int = -1  # of a progressive pull: the tokens that it has; -1: it wants all at once
+    on_more: Callable[[Refusal | None], None] | None = None  # called when more tokens are ready
+    num_mores: int = 0  # requests for more that were sent
 
     def consumer(self) -> Consumer:
         """Return the rank that reads, as the source counts it."""
@@ -112,12 +117,16 @@ class GrantClient:
         """Return how many grants are held at each peer."""
         return {endpoint: len(held) for endpoint, held in self._held.items()}
 
-    def acquire(self, rank: LocalRank, ref: TransferRef, wait_s: float, span_id: str = "") -> HeldGrant:
+    def acquire(
+        self, rank: LocalRank, ref: TransferRef, wait_s: float, span_id: str = "", after_tokens: int = -1
+    ) -> HeldGrant:
         """Start to request a grant. `on_settled` is called once, when it is held or refused.
 
-        `span_id`: of the pull's span, where the pull had a grant before; "": a new one.
+        `span_id`: of the pull's span, where the pull had a grant before; "": a new one. `after_tokens`: 0 for
+        a progressive pull; -1: the transfer must be whole.
         """
         hold = HeldGrant(GrantId(self._context.new_token()), rank, ref, wait_s, self._context.now)
+        hold.after_tokens = after_tokens
         self._join_trace(hold, span_id)
         self._learn_engine(hold)
         return hold
@@ -198,6 +207,83 @@ class GrantClient:
         self._request_grant(hold, outcome, hold.plan)
 
     def _request_grant(self, hold: HeldGrant, remote: RemoteEngine, plan: Plan) -> None:
+        # No source waits longer than this, whatever a pull's deadline: a longer wait only delays the refusal.
+        wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
+        if hold.after_tokens >= 0:
+            wait_s = hold.wait_s + DEADLINE_MARGIN_S
+        self._ask(
+            hold,
+            remote,
+            plan,
+            wait_s,
+            lambda answer: self._handle_grant_reply(hold, answer),
+        )
+
+    def request_more(
+        self, hold: HeldGrant, after_tokens: int, wait_s: float, on_more: Callable[[Refusal | None], None]
+    ) -> None:
+        """Ask once more for a grant that is held: `on_more` is called when more tokens are ready, or all.
+
+        The source keeps the question until then, so nothing is polled.
+        """
+        assert hold.remote is not None and hold.plan is not None
+        hold.after_tokens, hold.on_more = after_tokens, on_more
+        hold.num_mores += 1
+        number = hold.num_mores
+        self._ask(
+            hold,
+            hold.remote,
+            hold.plan,
+            wait_s + DEADLINE_MARGIN_S,
+            lambda answer: self._handle_more(hold, number, answer),
+        )
+
+    def _handle_more(self, hold: HeldGrant, number: int, reply: ReplyMessage) -> None:
+        on_more = hold.on_more
+        if on_more is None or number != hold.num_mores:
+            return  # the pull has ended
+        hold.on_more = None
+        on_more(self._take_more(hold, reply))
+
+    def _take_more(self, hold: HeldGrant, reply: ReplyMessage) -> Refusal | None:
+        """Replace the content of the grant by a later one's; return why that cannot be."""
+        before = hold.granted
+        assert before is not None
+        if isinstance(reply, PeerRefused):
+            return Refusal(reply.code, reply.message, reply.retry_after_s)
+        if not isinstance(reply, Granted) or (problem := _grant_error(reply)):
+            what = problem if isinstance(reply, Granted) else f"a {type(reply).__name__}"
+            return Refusal(Code.BAD_FRAME, f"cannot use the peer's answer to a grant: {what}")
+        if 0 <= reply.ready_tokens <= hold.after_tokens:
+            text = f"{reply.ready_tokens} tokens are ready, and more than {hold.after_tokens} were asked for"
+            return Refusal(Code.BAD_FRAME, f"cannot use the peer's answer to a grant: {text}")
+        if reply.fence_word != before.fence_word or 0 <= reply.ready_tokens < before.ready_tokens:
+            return Refusal(
+                Code.RELEASED, f"cannot read on in transfer {hold.ref.transfer_id}: it is another one now"
+            )
+        size, uid = request_bytes(reply.blocks) + len(reply.fence_metadata), hold.rank.uid
+        self._block_id_memory.remove(uid, hold.charged_bytes)
+        hold.charged_bytes = 0
+        try:
+            self._block_id_memory.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
+        except BusyError as error:
+            return Refusal.of(error)
+        self._block_id_memory.add(uid, size)
+        hold.charged_bytes = size
+        assert hold.plan is not None
+        packing = set(reply.gathers)
+        gathers = tuple(rank for rank in hold.plan.sources if rank in packing)
+        hold.granted = msgspec.structs.replace(reply, gathers=gathers)
+        return None
+
+    def _ask(
+        self,
+        hold: HeldGrant,
+        remote: RemoteEngine,
+        plan: Plan,
+        wait_s: float,
+        on_reply: Callable[[ReplyMessage], None],
+    ) -> None:
         def make(request: int) -> RequestMessage:
             return AskGrant(
                 request=request,
@@ -206,18 +292,11 @@ class GrantClient:
                 consumer=hold.consumer(),
                 reads=tuple((rank, remote.ranks[rank].binding.agent) for rank in plan.sources),
                 wait_s=wait_s,
+                after_tokens=hold.after_tokens,
             )
 
-        # No source waits longer than this, whatever a pull's deadline: a longer wait only delays the refusal.
-        wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
         timeout_s = wait_s + self._context.settings.silent_after_s
-        self._peers.request(
-            hold.ref.endpoint,
-            make,
-            timeout_s,
-            lambda answer: self._handle_grant_reply(hold, answer),
-            hold.rank.uid,
-        )
+        self._peers.request(hold.ref.endpoint, make, timeout_s, on_reply, hold.rank.uid)
 
     def _handle_grant_reply(self, hold: HeldGrant, reply: ReplyMessage) -> None:
         if hold.state is not GrantState.REQUESTING:
@@ -362,7 +441,7 @@ class GrantClient:
     def release(self, hold: HeldGrant) -> None:
         """End the grant without an acknowledgement. Does nothing where it has ended."""
         state, hold.state = hold.state, GrantState.ENDED
-        hold.on_settled = None
+        hold.on_settled = hold.on_more = None
         self._drop_contents(hold)
         self._forget(hold.ref.endpoint, hold.grant_id)
         if state in (GrantState.HELD, GrantState.REQUESTING):
@@ -384,7 +463,7 @@ class GrantClient:
 
     def acknowledge(self, hold: HeldGrant, num_bytes: int, on_reply: Callable[[bool], None]) -> None:
         """End the grant: this rank has so many bytes. Repeated for `acknowledge_for_s` until the reply."""
-        hold.state = GrantState.ENDED
+        hold.state, hold.on_more = GrantState.ENDED, None
         self._drop_contents(hold)
         self._forget(hold.ref.endpoint, hold.grant_id)
         self._peers.request(

@@ -145,6 +145,11 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         """Consider the transfer's requests again: it was published, or a rank is ready with it."""
         self._reconsider_all(self._pending_by_transfer.get(key, {}))
 
+    def transfer_released(self, key: TransferKey) -> None:
+        """Refuse the requests that wait for the transfer."""
+        if key in self._pending_by_transfer:
+            self._context.after(("asks-released", key), 0.0, lambda: self.reconsider_transfer(key))
+
     def reconsider_agent(self, agent: AgentName) -> None:
         """Consider the requests that read from the agent again: its mover polls."""
         self._reconsider_all(self._pending_by_agent.get(agent, {}))
@@ -212,11 +217,13 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
     def _obstacle(self, pending: _PendingGrant, transfer: Transfer | None) -> _Obstacle | MappedFencePage:
         """Return why the request cannot be granted, or where its fence page lies if it can."""
         engine_key, _ = pending.transfer
+        if transfer is None and self._is_released(pending.message.ref):
+            return self._missing_transfer_obstacle(pending.message)
         engine = self._registry.get(engine_key)
         if obstacle := self._engine_obstacle(pending.message, engine, engine_key):
             return obstacle
         if transfer is None:
-            return self._missing_transfer_obstacle(pending.message.ref)
+            return self._missing_transfer_obstacle(pending.message)
         assert engine is not None
         return self._transfer_obstacle(pending, transfer, engine)
 
@@ -252,17 +259,24 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
                 )
         return None
 
-    def _missing_transfer_obstacle(self, ref: TransferRef) -> _Obstacle:
-        what = f"cannot grant transfer {ref.transfer_id}"
+    def _is_released(self, ref: TransferRef) -> bool:
         tombstone = self._published.table.tombstones.get((ref.engine, ref.transfer_id))
-        if tombstone is not None and tombstone.nonce == ref.nonce:
+        return tombstone is not None and tombstone.nonce == ref.nonce
+
+    def _missing_transfer_obstacle(self, message: AskGrant) -> _Obstacle:
+        ref = message.ref
+        what = f"cannot grant transfer {ref.transfer_id}"
+        if self._is_released(ref):
+            tombstone = self._published.table.tombstones[ref.engine, ref.transfer_id]
             return _Obstacle(
                 Code.RELEASED, f"{what}: it was released ({tombstone.why}); its blocks may hold others"
             )
         return _Obstacle(
             Code.TRANSFER_UNKNOWN,
             f"{what}: engine {ref.engine} has published none of that id",
-            self._context.settings.unknown_wait_s,
+            self._context.settings.unknown_wait_s
+            if message.after_tokens < 0
+            else self._wait_limit_s(message),
         )
 
     def _transfer_obstacle(
@@ -292,7 +306,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             return _Obstacle(
                 Code.RANK_LOST, f"{what}: a rank's memory was mapped anew since it was published"
             )
-        if not self._published.is_ready(transfer, engine):
+        if not self._is_readable(message, transfer, engine):
             unready = ", ".join(str(r) for r in engine.spec.ranks() if r not in transfer.ready)
             return _Obstacle(
                 Code.TRANSFER_NOT_READY,
@@ -318,8 +332,16 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             )
         return place
 
+    def _is_readable(self, message: AskGrant, transfer: Transfer, engine: LocalEngine) -> bool:
+        """Whether the reader can go on: with the whole, or with more than it has."""
+        if self._published.is_ready(transfer, engine):
+            return True
+        return 0 <= message.after_tokens < self._published.tokens_ready(transfer, engine)
+
     def _wait_limit_s(self, message: AskGrant) -> float:
-        return min(message.wait_s, self._context.settings.handshake_wait_s)
+        settings = self._context.settings
+        longest_s = settings.handshake_wait_s if message.after_tokens < 0 else settings.max_hold_s
+        return min(message.wait_s, longest_s)
 
     def _grant(self, pending: _PendingGrant, transfer: Transfer, place: MappedFencePage) -> None:
         message, now = pending.message, self._context.now
@@ -344,9 +366,10 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             waited_s=known.waited_s if known else now - pending.requested_at,
         )
         self._published.table.add_grant(transfer, grant)
-        gathers = self._published.gather_grants.grant(
-            pending.grant, transfer, self._gathering_ranks(pending.route, message, transfer)
-        )
+        ready_tokens = self._ready_tokens(transfer)
+        # The packing movers get the block ids once: when all are known.
+        packing = self._gathering_ranks(pending.route, message, transfer) if ready_tokens < 0 else []
+        gathers = self._published.gather_grants.grant(pending.grant, transfer, packing)
         self._remove(pending)
         stream = message.request
         parts, blocks = split_block_ids(transfer.blocks, stream)
@@ -364,8 +387,17 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             fence_metadata=place.metadata,
             stream=stream if parts else 0,
             gathers=gathers,
+            ready_tokens=ready_tokens,
         )
         self._context.emit(ReplyToPeer(pending.route, granted))
+
+    def _ready_tokens(self, transfer: Transfer) -> int:
+        """Return up to which token the transfer may be read; -1: all of it."""
+        engine = self._registry.get(transfer.engine)
+        assert engine is not None
+        if self._published.is_ready(transfer, engine):
+            return -1
+        return self._published.tokens_ready(transfer, engine)
 
     def _gathering_ranks(self, route: bytes, message: AskGrant, transfer: Transfer) -> list[LocalRank]:
         """Return the ranks that are read and may pack: those of this node alone, which sends the blocks."""

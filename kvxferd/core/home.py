@@ -392,7 +392,9 @@ class Home:
                 self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
                 return
             self._counted.add(present.boot, message.request, peer_id)
-            self._published.rank_ready(present, message.incarnation, message.transfer_id)
+            self._published.rank_ready(
+                present, message.incarnation, message.transfer_id, message.ready_tokens
+            )
         self._context.emit(ReplyToPeer(route, Done(request=message.request)))
         self._on_ready((engine, message.transfer_id))
 
@@ -429,7 +431,10 @@ class Home:
 
 
 def _check_names(message: RankReady) -> None:
-    """Raise EngineError for names that are longer than any transfer's or incarnation's."""
+    """Raise EngineError for names that are longer than any transfer's or incarnation's, and for no number."""
+    if message.ready_tokens < -1:
+        text = f"cannot take rank {message.rank} as ready with {message.ready_tokens} tokens"
+        raise EngineError(text, Code.BLOCKS_INVALID)
     if max(len(message.transfer_id), len(message.incarnation)) > MAX_NAME_CHARS:
         raise EngineError(
             f"cannot take rank {message.rank} as ready: its transfer or incarnation has more than "

@@ -15,6 +15,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.peer import (
+    FIRST_WITH_PROGRESS,
     Done,
     JoinRank,
     LeaveRank,
@@ -153,10 +154,17 @@ class Member:
         timeout_s = self._context.settings.acknowledge_for_s
         self._peers.request(spec.home, make, timeout_s, lambda answer: None, rank.uid)
 
-    def report_ready(self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId) -> None:
-        """Report to the home that the rank has finished writing in that mapping of its memory."""
+    def report_ready(
+        self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int = -1
+    ) -> None:
+        """Report to the home that the rank has finished writing in that mapping of its memory.
+
+        `ready_tokens`: so many tokens of it; -1: all.
+        """
         if rank.is_asleep:
             return  # the bytes are gone, and the home releases their transfers as the rank leaves
+        if ready_tokens >= 0 and self._peers.version_of(rank.spec.home) < FIRST_WITH_PROGRESS:
+            return  # it would take a part for the whole; the last report is sent
         spec = rank.spec
         self._peers.request(
             spec.home,
@@ -168,6 +176,7 @@ class Member:
                 transfer_id=transfer_id,
                 incarnation=incarnation,
                 secret=self._secret_for(spec.home),
+                ready_tokens=ready_tokens,
             ),
             self._context.settings.acknowledge_for_s,
             lambda answer: None,

@@ -132,6 +132,7 @@ from kvxferd.wire.versions import for_peer_version, for_version_1
 from kvxferd.wire.worker import (
     FIRST_WITH_FENCE_PAGES,
     Attach,
+    Extend,
     Farewell,
     Hello,
     MoverAcknowledged,
@@ -197,6 +198,7 @@ class Node:
             self.fence_pages,
             self.route_versions,
         )
+        self.published.on_release = self.grant_server.transfer_released
         self.handshake_server = HandshakeServer(self.context, self.registry)
         self.home = Home(
             self.context,
@@ -500,7 +502,7 @@ class Node:
                 self.local_ranks.mover_acknowledged(session, message)
             case _:
                 self.worker_requests.handle(session, message, event.fence_word)
-                if isinstance(message, Publish | Ready) and session.engine is not None:
+                if isinstance(message, Publish | Extend | Ready) and session.engine is not None:
                     self.grant_server.reconsider_transfer((session.engine, message.transfer_id))
 
     def _disconnect(self, session: Session, error: ProtocolError) -> None:

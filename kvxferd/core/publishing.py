@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
 
 from kvxferd.core.block_id_memory import BlockIdMemory, incarnation_bytes, request_bytes
 from kvxferd.core.context import NodeContext
@@ -18,16 +20,17 @@ from kvxferd.core.session import Session
 from kvxferd.core.snapshot import ReleaseRecord
 from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.traces import sampled_trace
-from kvxferd.core.transfer_table import Transfer, TransferKey, TransferTable
+from kvxferd.core.transfer_table import EarlyReady, Transfer, TransferKey, TransferTable
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
 from kvxferd.layout import PackedBlocks
-from kvxferd.plan import check_blocks_by
+from kvxferd.plan import check_blocks_by, check_open_blocks, covered_tokens
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import TransferReleased
 from kvxferd.wire.traceparent import span_id_for
 from kvxferd.wire.worker import (
     FIRST_WITH_PUBLISH_REPLIES,
+    Extend,
     Publish,
     PublishAccepted,
     PublishRefused,
@@ -58,6 +61,7 @@ class PublishedTransfers:
         self._rank_reports = rank_reports
         self._block_id_memory = block_id_memory
         self.table = TransferTable()
+        self.on_release: Callable[[TransferKey], None] = lambda key: None
 
     # --- publish and ready
 
@@ -108,7 +112,7 @@ class PublishedTransfers:
         incarnations = self._incarnations_of(session, engine, message)
         charged = request_bytes(blocks) + incarnation_bytes(len(engine.spec.ranks()), message.incarnations)
         self._block_id_memory.check(session.uid, charged, f"publish transfer {message.transfer_id}")
-        self._check_blocks(engine, message, blocks)
+        has_all_blocks = self._check_blocks(engine, message, blocks, rank)
         now = self._context.now
         lease_s = message.lease_s or self._context.settings.lease_s
         return Transfer(
@@ -124,15 +128,26 @@ class PublishedTransfers:
             num_readers=max(1, message.num_readers),
             published_at=now,
             lease_expires_at=now + lease_s,
-            ready={rank} if rank is not None else set(),
+            ready={rank} if rank is not None and message.ready_tokens < 0 else set(),
             incarnations=incarnations,
+            lease_s=lease_s,
+            ready_tokens={rank: message.ready_tokens}
+            if rank is not None and message.ready_tokens >= 0
+            else {},
+            covered_tokens=covered_tokens(engine.rules, blocks, message.num_tokens),
+            has_all_blocks=has_all_blocks,
             charged_bytes=charged,
             traceparent=sampled_trace(self._context.settings, message.traceparent, message.nonce),
         )
 
     @staticmethod
-    def _check_blocks(engine: LocalEngine, message: Publish, blocks: dict[GroupName, PackedBlocks]) -> None:
-        """Check the block lists against the groups of all ranks: each rank reads only its own groups."""
+    def _check_blocks(
+        engine: LocalEngine, message: Publish, blocks: dict[GroupName, PackedBlocks], rank: Rank | None
+    ) -> bool:
+        """Check the block lists against the groups of all ranks: each rank reads only its own groups.
+
+        Returns whether they hold the whole request: no blocks are to be added.
+        """
         unknown = blocks.keys() - {rule.group.name for rule in engine.rules}
         if unknown and (absent := engine.unregistered()):
             # After a restart the ranks come back one by one, in any order.
@@ -142,7 +157,55 @@ class PublishedTransfers:
                 "there; publish once all ranks are registered",
                 Code.ENGINE_INCOMPLETE,
             )
-        check_blocks_by(engine.rules, blocks, message.num_tokens, "the engine's")
+        if message.ready_tokens == -1:
+            check_blocks_by(engine.rules, blocks, message.num_tokens, "the engine's")
+            return True
+        nobody_extends = rank is None and engine.spec.publish_implies_ready
+        if nobody_extends or not 0 <= message.ready_tokens <= message.num_tokens:
+            raise EngineError(
+                f"cannot publish transfer {message.transfer_id} with {message.ready_tokens} of "
+                f"{message.num_tokens} tokens ready: give at most all of them, and where the engine declares "
+                "`publish_implies_ready` publish on a rank"
+            )
+        return check_open_blocks(engine.rules, blocks, message.num_tokens)
+
+    def extend(
+        self, session: Session, engine_key: EngineKey, message: Extend, blocks: dict[GroupName, PackedBlocks]
+    ) -> None:
+        """Add blocks to a transfer of this session. One that is over, or not there yet, changes nothing.
+
+        A list that does not fit ends the transfer, because its ranks already write there.
+        """
+        engine = self._registry.get(engine_key)
+        transfer = self.table.live.get((engine_key, message.transfer_id))
+        if transfer is None or engine is None or transfer.session != session.session_id:
+            return
+        added = sum(len(packed.ids) for packed in blocks.values())
+        merged = dict(transfer.blocks)
+        for name, packed in blocks.items():
+            before = merged.get(name)
+            if before is not None and before.ids and packed.state_at < 0:
+                packed = msgspec.structs.replace(before, ids=before.ids + packed.ids)  # noqa: PLW2901
+            merged[name] = packed
+        try:
+            if transfer.has_all_blocks:
+                raise EngineError(f"cannot extend transfer {transfer.transfer_id}: it has all its blocks")
+            self._block_id_memory.check(transfer.uid, added, f"extend transfer {transfer.transfer_id}")
+            transfer.has_all_blocks = check_open_blocks(engine.rules, merged, transfer.num_tokens)
+        except KvxferdError as error:
+            self.release(transfer, error.code)
+            return
+        charged = request_bytes(merged) - request_bytes(transfer.blocks)
+        self._block_id_memory.add(transfer.uid, charged)
+        transfer.charged_bytes += charged
+        transfer.blocks = merged
+        transfer.covered_tokens = covered_tokens(engine.rules, merged, transfer.num_tokens)
+        self._renew_lease(transfer)
+
+    def _renew_lease(self, transfer: Transfer) -> None:
+        """Keep a transfer that grows: its prefill runs."""
+        transfer.lease_expires_at = max(transfer.lease_expires_at, self._context.now + transfer.lease_s)
+        self._schedule_lease_check(transfer)
 
     def _incarnations_of(
         self, session: Session, engine: LocalEngine, message: Publish
@@ -237,17 +300,22 @@ class PublishedTransfers:
                 Code.OUT_OF_PLACE,
             )
 
-    def rank_ready(self, record: RankRecord, incarnation: Incarnation, transfer_id: TransferId) -> None:
+    def rank_ready(
+        self, record: RankRecord, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int = -1
+    ) -> None:
         """Record that a rank has finished writing in that mapping of its memory, maybe before the publish.
 
+        `ready_tokens`: it has written so many tokens, counted from the first; -1: all.
         If that is not its present mapping, or not the published one, the bytes are gone.
         """
         engine, rank = record.spec.key, record.spec.rank
         key: TransferKey = (engine, transfer_id)
         is_there = incarnation in ("", record.incarnation) and not record.is_asleep
         if transfer := self.table.live.get(key):
-            if not (is_there and transfer.set_ready(rank, incarnation)):
+            if not (is_there and transfer.set_ready(rank, incarnation, ready_tokens)):
                 self.release(transfer, Code.RANK_LOST)
+            elif ready_tokens >= 0:
+                self._renew_lease(transfer)
             return
         if not is_there or key in self.table.tombstones:
             return
@@ -255,7 +323,7 @@ class PublishedTransfers:
         owner = _owner_of(record)
         if key not in self.table.early_ready and not self.table.has_room_for_ready(engine, limit, owner):
             return  # an engine that sends ready and never publishes; its transfers stay unready
-        self.table.add_early_ready(key, rank, incarnation, owner)
+        self.table.add_early_ready(key, rank, EarlyReady(incarnation, ready_tokens), owner)
         self._context.after(
             ("early-ready", key),
             self._context.settings.lease_s,
@@ -301,7 +369,20 @@ class PublishedTransfers:
 
     def is_ready(self, transfer: Transfer, engine: LocalEngine) -> bool:
         """Whether every rank has finished writing the transfer's blocks."""
-        return engine.spec.publish_implies_ready or transfer.ready.issuperset(engine.spec.ranks())
+        if not transfer.has_all_blocks:
+            return False
+        if engine.spec.publish_implies_ready and not transfer.ready_tokens:
+            return True
+        return transfer.ready.issuperset(self._writers(transfer, engine))
+
+    def tokens_ready(self, transfer: Transfer, engine: LocalEngine) -> int:
+        """Return up to which token every rank has written the transfer."""
+        return transfer.tokens_ready_on(self._writers(transfer, engine))
+
+    @staticmethod
+    def _writers(transfer: Transfer, engine: LocalEngine) -> Iterable[Rank]:
+        """Return the ranks whose reports count: where the publish implies them, the publisher's alone."""
+        return transfer.ready_tokens if engine.spec.publish_implies_ready else engine.spec.ranks()
 
     def _schedule_lease_check(self, transfer: Transfer) -> None:
         key = (transfer.engine, transfer.transfer_id)
@@ -341,6 +422,7 @@ class PublishedTransfers:
             ("tombstone", key), context.settings.tombstone_s, lambda: self.table.forget_tombstone(key)
         )
         self._notify_owners(transfer, why)
+        self.on_release(key)
         context.emit(
             EmitRecord(
                 ReleaseRecord(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvxferd.core.grant_client import GrantState, HeldGrant
 from kvxferd.core.registry import LocalRank
@@ -38,6 +39,7 @@ class PullTrigger(StrEnum):
     FINISH = "finish"  # not delivered, and every handle is terminal or the mover is dead
     FAULT = "fault"  # not delivered, and not proven ended
     RETRY = "retry"  # not delivered, proven ended, and to be read once more
+    CONTINUE = "continue"  # a piece of it is there, and more are to be read
 
 
 # A pair that is not in the table is a bug. Callers check `can` first where a pair may be missing.
@@ -52,6 +54,7 @@ TRANSITIONS: dict[tuple[PullPhase, PullTrigger], PullPhase] = {
     (PullPhase.POSTED, PullTrigger.DELIVER): PullPhase.DELIVERED,
     (PullPhase.POSTED, PullTrigger.FINISH): PullPhase.FAILED,
     (PullPhase.POSTED, PullTrigger.RETRY): PullPhase.WAITING,  # for a new grant, or the next mover
+    (PullPhase.POSTED, PullTrigger.CONTINUE): PullPhase.WAITING,  # for the next piece
     (PullPhase.POSTED, PullTrigger.FAULT): PullPhase.IN_DOUBT,  # DMA may still be landing
     (PullPhase.STOPPING, PullTrigger.EXPIRE): PullPhase.IN_DOUBT,
     (PullPhase.STOPPING, PullTrigger.DELIVER): PullPhase.DELIVERED,  # it was done before it could be stopped
@@ -61,6 +64,14 @@ TRANSITIONS: dict[tuple[PullPhase, PullTrigger], PullPhase] = {
     (PullPhase.IN_DOUBT, PullTrigger.DELIVER): PullPhase.QUIESCED,
     (PullPhase.IN_DOUBT, PullTrigger.FINISH): PullPhase.QUIESCED,
 }
+
+
+class Piece(NamedTuple):
+    """What one read of a pull reads: nearly always the whole pull."""
+
+    blocks: dict[GroupName, PackedBlocks]  # this rank's
+    end: int  # up to which token
+    is_last: bool
 
 
 @dataclass(slots=True)
@@ -88,6 +99,12 @@ class Pull:
     phases_s: dict[str, float] = field(default_factory=dict)
     failed_phase: str = ""  # as `PullRecord.failed_phase`
     silent: str = ""  # as `PullRecord.silent`
+    progressive: bool = False  # it is read in pieces, while its source writes it
+    wants_progress: bool = False  # its worker wants `Progress`
+    piece: Piece | None = None  # that the mover reads
+    tokens_read: int = 0  # of the pieces that are there
+    bytes_read: int = 0
+    fence_word: bytes = b""  # of the transfer that they are of
     asked_mover: bool = False  # the mover was requested to report what the pull waits for
     progress: PullProgress | None = None  # its reply
 

@@ -61,7 +61,8 @@ from kvxferd.core.effects import SendToMover, SendToWorker
 from kvxferd.core.grant_client import GrantClient, GrantState, HeldGrant
 from kvxferd.core.limits import PullAdmission
 from kvxferd.core.movers import Movers
-from kvxferd.core.pull import Pull, PullPhase, PullTrigger
+from kvxferd.core.pull import Piece, Pull, PullPhase, PullTrigger
+from kvxferd.core.pull_pieces import next_piece, tokens_to_wait_for
 from kvxferd.core.pull_records import emit_record, phases_of
 from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import PHASES
@@ -71,7 +72,7 @@ from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_request
 from kvxferd.wire.block_id_parts import split_block_ids
-from kvxferd.wire.common import Message, TransferRef
+from kvxferd.wire.common import Message, Refusal, TransferRef
 from kvxferd.wire.mover import (
     AbortPull,
     FenceLocation,
@@ -81,7 +82,15 @@ from kvxferd.wire.mover import (
     SourceRank,
     StartPull,
 )
-from kvxferd.wire.worker import FIRST_WITH_RESUME, Delivered, Failed, PullsInterrupted, PullsResumed, Quiesced
+from kvxferd.wire.worker import (
+    FIRST_WITH_RESUME,
+    Delivered,
+    Failed,
+    Progress,
+    PullsInterrupted,
+    PullsResumed,
+    Quiesced,
+)
 
 # A retry with less time than this would end at its deadline, in doubt instead of safely failed.
 MIN_RETRY_S = 0.25
@@ -162,12 +171,17 @@ class Pulls:
             self._fail(pull, PullTrigger.REFUSE, refusal.code, refusal.message, refusal.retry_after_s)
             return
         self._release_former_grant(pull)
+        assert hold.granted is not None
+        if hold.granted.fence_word != pull.fence_word:
+            pull.fence_word, pull.tokens_read, pull.bytes_read = hold.granted.fence_word, 0, 0
         self.post(pull)
 
     def post(self, pull: Pull) -> None:
         """Give a pull that holds its grant to its rank's mover; without one it waits for the next bind."""
         hold = pull.held_grant
         assert hold.plan is not None and hold.granted is not None
+        if hold.on_more is not None:
+            return  # no more is ready than it has
         mover = pull.rank.mover
         if (
             mover is None
@@ -176,18 +190,26 @@ class Pulls:
             or not self._movers.accepts_pulls(mover)
         ):
             return
+        piece = next_piece(pull)
+        if piece is None:
+            self._await_more(pull)
+            return
         try:
-            check_request(hold.plan, pull.blocks, hold.granted.blocks, pull.num_tokens)
+            check_request(hold.plan, piece.blocks, hold.granted.blocks, piece.end)
             self._grant_client.preload(hold)
         except KvxferdError as error:
             pull.failed_phase = "plan"
             self._refuse(pull, error.code, error.message)
             return
-        if not any(packed.ids for packed in pull.blocks.values()):
-            self._deliver(pull, PullOutcome(delivered=True))
+        if not any(packed.ids for packed in piece.blocks.values()):
+            if piece.is_last:
+                self._deliver(pull, PullOutcome(delivered=True))
+                return
+            pull.tokens_read = piece.end
+            self._await_more(pull)
             return
         pull.transition(PullTrigger.POST)
-        pull.mover = mover
+        pull.mover, pull.piece = mover, piece
         pull.asked_mover, pull.progress = False, None
         pull.posted_at = self._context.now
         self._start_on_mover(mover, pull)
@@ -215,7 +237,9 @@ class Pulls:
         bindings = [(rank, hold.remote.ranks[rank].binding) for rank in hold.plan.sources]
         # Two block lists are sent, each of which may need parts: one stream each.
         stream = 2 * pull.pull_id
-        local_parts, local = split_block_ids(pull.blocks, stream)
+        piece = pull.piece
+        assert piece is not None
+        local_parts, local = split_block_ids(piece.blocks, stream)
         read = {lane.remote.group for lane in hold.plan.group_reads}
         granted = {name: packed for name, packed in hold.granted.blocks.items() if name in read}
         remote_parts, remote = split_block_ids(granted, stream + 1)
@@ -227,15 +251,55 @@ class Pulls:
             sources=tuple(SourceRank(rank, binding.agent, binding.regions) for rank, binding in bindings),
             local=local,
             remote=remote,
-            num_tokens=pull.num_tokens,
+            num_tokens=piece.end,
             fence=FenceLocation(
                 hold.granted.fence_agent, hold.granted.fence_address, hold.granted.fence_word
             ),
             stream=stream,
-            ticket=pull.ticket,
+            ticket=pull.ticket if piece.is_last else None,  # the worker is told of the last one's end
             gathers=() if pull.rank.resident else hold.granted.gathers,  # one may not know the field
         )
         self._context.emit(SendToMover(mover, start))
+
+    # --- pieces of a progressive pull
+
+    def _await_more(self, pull: Pull) -> None:
+        """Wait until the source has more to read, or all."""
+        if pull.held_grant.state is not GrantState.HELD:
+            self._post_or_reacquire(pull)
+            return
+        left_s = pull.deadline - self._context.now
+        hold = pull.held_grant
+        self._grant_client.request_more(
+            hold, tokens_to_wait_for(pull), left_s, lambda refusal: self._more_ready(pull, hold, refusal)
+        )
+
+    def _more_ready(self, pull: Pull, hold: HeldGrant, refusal: Refusal | None) -> None:
+        if pull.phase is not PullPhase.WAITING or pull.held_grant is not hold:
+            return
+        if refusal is None:
+            self._post_or_reacquire(pull)
+        elif refusal.code is Code.BINDING_STALE and not pull.retried:
+            pull.retried = True
+            self._grant_client.forget_engine(hold)
+            self._reacquire_grant(pull, refusal.code, refusal.message)
+        else:
+            self._fail(pull, PullTrigger.REFUSE, refusal.code, refusal.message, refusal.retry_after_s)
+
+    def _piece_read(self, pull: Pull, mover: MoverId, piece: Piece, outcome: PullOutcome) -> None:
+        """Go on behind a piece whose bytes are there, and whose word was right after the last of them."""
+        if not pull.can(PullTrigger.CONTINUE) or pull.rank.is_asleep:
+            what = f"cannot pull transfer {pull.ref.transfer_id}"
+            why = f"{what}: the rank was suspended; resume it, then pull again"
+            self._fail(pull, PullTrigger.FINISH, Code.SUSPENDED, why)
+            return
+        pull.transition(PullTrigger.CONTINUE)
+        pull.mover, pull.piece, pull.outcome = None, None, None
+        pull.tokens_read, pull.bytes_read = piece.end, pull.bytes_read + max(outcome.bytes, 0)
+        if pull.wants_progress:
+            self._send_to_worker(pull, Progress(ticket=pull.ticket, tokens=piece.end))
+        self._movers.reconsider(mover)
+        self._post_or_reacquire(pull)
 
     # --- how it ends
 
@@ -246,7 +310,9 @@ class Pulls:
             return
         pull.outcome = outcome
         pull.phases_s |= phases_of(outcome)
-        if outcome.delivered:
+        if outcome.delivered and pull.piece is not None and not pull.piece.is_last:
+            self._piece_read(pull, mover, pull.piece, outcome)
+        elif outcome.delivered:
             self._deliver(pull, outcome)
         elif outcome.finished or not outcome.started:
             if self._can_retry(pull, outcome):
@@ -288,7 +354,9 @@ class Pulls:
         left_s = pull.deadline - self._context.now
         pull.former_grant, pull.held_grant = (
             pull.held_grant,
-            self._grant_client.acquire(pull.rank, pull.ref, left_s, pull.held_grant.span_id),
+            self._grant_client.acquire(
+                pull.rank, pull.ref, left_s, pull.held_grant.span_id, 0 if pull.progressive else -1
+            ),
         )
         self._context.after(
             ("retry", pull.pull_id),
@@ -348,7 +416,8 @@ class Pulls:
         pull.transition(PullTrigger.RETRY)
         pull.num_movers_lost += 1
         pull.mover = None
-        pull.interruption = self._last_interruption if pull.rank.has_delivery_socket else 0
+        is_told = pull.rank.has_delivery_socket and (pull.piece is None or pull.piece.is_last)
+        pull.interruption = self._last_interruption if is_told else 0
         if pull.held_grant.state is GrantState.HELD:
             self.post(pull)
         else:
@@ -391,7 +460,8 @@ class Pulls:
             pull.phases_s["ack"] = self._context.now - ended
             emit_record(self._context, pull, "delivered", None, "", ended)
 
-        self._grant_client.acknowledge(pull.held_grant, max(outcome.bytes, 0), acknowledged)
+        num_bytes = pull.bytes_read + max(outcome.bytes, 0)
+        self._grant_client.acknowledge(pull.held_grant, num_bytes, acknowledged)
 
     def _refuse(self, pull: Pull, code: Code, message: str) -> None:
         self._fail(pull, PullTrigger.REFUSE, code, message)

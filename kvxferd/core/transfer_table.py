@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.fair_share import FairShare, Owner
@@ -102,6 +103,11 @@ class Transfer:
     # The mappings that hold its bytes, as the publisher knew them, else as each rank's `ready` named them.
     # Transfers share this object: it is replaced, never changed.
     incarnations: Mapping[Rank, Incarnation]
+    lease_s: float = 0.0  # by which an extension renews the lease
+    # Until it is whole: how far each rank has written it, and up to which token the blocks hold it.
+    ready_tokens: dict[Rank, int] = field(default_factory=dict)
+    covered_tokens: int = 0
+    has_all_blocks: bool = True
     charged_bytes: int = 0  # that count in its user's share
     traceparent: str = ""  # under which this node records it; "": it does not
     grants: dict[GrantId, Grant] = field(default_factory=dict)
@@ -110,18 +116,29 @@ class Transfer:
     reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # in ranks, by peer id
     num_block_sends: Counter[AgentName] = field(default_factory=Counter)  # to movers that pack them
 
-    def set_ready(self, rank: Rank, incarnation: Incarnation) -> bool:
+    def set_ready(self, rank: Rank, incarnation: Incarnation, ready_tokens: int = -1) -> bool:
         """Record that a rank has written its bytes; False where it wrote in another mapping of its memory.
 
-        A member's daemon of version 1 names no mapping (""): then the publisher must have named it.
+        `ready_tokens`: it has written tokens [0, ready_tokens) alone; -1: all. A late smaller number changes
+        nothing. A member's daemon of version 1 names no mapping (""): then the publisher must have named it.
         """
         known = self.incarnations.get(rank)
         if known is None and incarnation:
             self.incarnations = {**self.incarnations, rank: incarnation}
         elif known is None or incarnation not in ("", known):
             return False
-        self.ready.add(rank)
+        if 0 <= ready_tokens < self.num_tokens:
+            self.ready_tokens[rank] = max(self.ready_tokens.get(rank, 0), ready_tokens)
+        else:
+            self.ready.add(rank)
         return True
+
+    def tokens_ready_on(self, ranks: Iterable[Rank]) -> int:
+        """Return up to which token every one of these ranks has written it, and its blocks are known."""
+        known = self.num_tokens if self.has_all_blocks else self.covered_tokens
+        return min(
+            [known, *(known if rank in self.ready else self.ready_tokens.get(rank, 0) for rank in ranks)]
+        )
 
     @property
     def expires_at(self) -> float:
@@ -198,6 +215,15 @@ class Tombstone:
 
 
 TransferKey = tuple[EngineKey, TransferId]
+
+
+class EarlyReady(NamedTuple):
+    """What a rank has written of a transfer whose publish has not come: of which mapping, and how far."""
+
+    incarnation: Incarnation
+    ready_tokens: int = -1  # -1: all
+
+
 # Transfers that are ready before their publish, of all engines: eight engines with `max_transfers_per_engine`
 # each; an entry takes 1 KB where names are long.
 MAX_EARLY_READY = 1 << 16
@@ -213,7 +239,7 @@ class TransferTable:
         self.live: dict[TransferKey, Transfer] = {}
         self.tombstones: dict[TransferKey, Tombstone] = {}
         # The `ready` that arrived before the publish; each is valid for the mapping that it names.
-        self.early_ready: dict[TransferKey, dict[Rank, Incarnation]] = {}
+        self.early_ready: dict[TransferKey, dict[Rank, EarlyReady]] = {}
         self._early_by_engine: dict[EngineKey, dict[TransferKey, None]] = {}
         self._early_owner: dict[TransferKey, Owner] = {}
         self._early_share = FairShare(MAX_EARLY_READY)
@@ -229,8 +255,8 @@ class TransferTable:
         assert key not in self.live
         self.live[key] = transfer
         self.tombstones.pop(key, None)
-        for rank, incarnation in self._pop_early_ready(key).items():
-            transfer.set_ready(rank, incarnation)
+        for rank, early in self._pop_early_ready(key).items():
+            transfer.set_ready(rank, early.incarnation, early.ready_tokens)
         self._by_session.setdefault(transfer.session, {})[key] = None
         self._by_slot[transfer.session, transfer.fence_slot] = transfer
         self._by_engine.setdefault(transfer.engine, {})[key] = None
@@ -276,16 +302,16 @@ class TransferTable:
         return len(self._early_by_engine.get(engine, ())) < limit and self._early_share.has_room(owner)
 
     def add_early_ready(
-        self, key: TransferKey, rank: Rank, incarnation: Incarnation, owner: Owner = NO_USER
+        self, key: TransferKey, rank: Rank, early: EarlyReady, owner: Owner = NO_USER
     ) -> None:
-        """Record that the rank has written the bytes of a transfer that is not published yet."""
+        """Record that the rank has written bytes of a transfer that is not published yet."""
         if key not in self.early_ready:
             self._early_owner[key] = owner
             self._early_share.add(owner, 1)
-        self.early_ready.setdefault(key, {})[rank] = incarnation
+        self.early_ready.setdefault(key, {})[rank] = early
         self._early_by_engine.setdefault(key[0], {})[key] = None
 
-    def _pop_early_ready(self, key: TransferKey) -> dict[Rank, Incarnation]:
+    def _pop_early_ready(self, key: TransferKey) -> dict[Rank, EarlyReady]:
         ranks = self.early_ready.pop(key, None)
         if ranks is None:
             return {}
@@ -321,7 +347,7 @@ class TransferTable:
         """Forget the rank's early `ready`, except those of its present mapping: the bytes are gone."""
         for key in self._early_by_engine.get(engine, ()):
             ranks = self.early_ready[key]
-            if rank in ranks and ranks[rank] != present:
+            if rank in ranks and ranks[rank].incarnation != present:
                 del ranks[rank]
 
     def published_by(self, session: SessionId) -> list[Transfer]:

@@ -18,7 +18,7 @@ from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalRank, Registry
 from kvxferd.core.session import Session
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import GroupName, Ticket
+from kvxferd.ids import GroupName, Ticket, TransferId
 from kvxferd.layout import PackedBlocks
 from kvxferd.plan import check_blocks_by
 from kvxferd.wire.block_id_parts import BlocksByGroup
@@ -42,6 +42,7 @@ from kvxferd.wire.worker import (
     Cancel,
     ClientMessage,
     DeliveredByMover,
+    Extend,
     Failed,
     Hello,
     MoverAcknowledged,
@@ -117,11 +118,12 @@ class WorkerRequests:
                 pass  # the shell keeps them for the registration that follows
             case Publish():
                 self._publish(session, message, fence_word)
+            case Extend():
+                self._extend(session, message)
             case Ready():
                 self._ready(session, message)
             case Unpublish():
-                if session.engine is not None:
-                    self._published.unpublish(session.session_id, session.engine, message.transfer_id)
+                self._withdraw(session, message.transfer_id)
             case Prepare():
                 self._prepare(session, message)
             case PullRequest():
@@ -186,6 +188,20 @@ class WorkerRequests:
             return
         self._published.publish(session, session.engine, message, blocks, fence_word)
 
+    def _extend(self, session: Session, message: Extend) -> None:
+        _check_groups(message.blocks)
+        try:
+            blocks = session.assembly.complete(message.blocks, message.stream)
+        except BusyError:
+            self._withdraw(session, message.transfer_id)  # its blocks are not known any more
+            return
+        if session.engine is not None:
+            self._published.extend(session, session.engine, message, blocks)
+
+    def _withdraw(self, session: Session, transfer_id: TransferId) -> None:
+        if session.engine is not None:
+            self._published.unpublish(session.session_id, session.engine, transfer_id)
+
     def _refuse_publish(self, session: Session, message: Publish, error: KvxferdError) -> None:
         refused = PublishRefused(
             transfer_id=message.transfer_id,
@@ -199,6 +215,8 @@ class WorkerRequests:
         rank = session.rank
         if rank is None:
             raise ProtocolError("cannot take ready: this connection is not a rank", Code.OUT_OF_PLACE)
+        if message.ready_tokens < -1:
+            raise ProtocolError(f"cannot take {message.ready_tokens} tokens as ready", Code.BLOCKS_INVALID)
         if len(message.transfer_id) > MAX_NAME_CHARS or len(message.incarnation) > MAX_NAME_CHARS:
             return  # no publish can have that name, no rank that incarnation
         if session.version >= 2 and not message.incarnation:
@@ -206,9 +224,9 @@ class WorkerRequests:
         # A client of version 1 repeats nothing after a `suspend`: its `ready` is of the present mapping.
         incarnation = message.incarnation or rank.incarnation
         if self._registry.is_home(rank.spec):
-            self._published.rank_ready(rank, incarnation, message.transfer_id)
+            self._published.rank_ready(rank, incarnation, message.transfer_id, message.ready_tokens)
         else:
-            self._member.report_ready(rank, incarnation, message.transfer_id)
+            self._member.report_ready(rank, incarnation, message.transfer_id, message.ready_tokens)
 
     # --- the sink's side
 
@@ -224,7 +242,13 @@ class WorkerRequests:
         except KvxferdError as error:
             self._refuse_pull(session, message, error)
             return
-        hold = self._pop_prepared(session, ref) or self._grant_client.acquire(rank, ref, message.deadline_s)
+        if message.progressive:
+            self._discard_prepared(session, ref)  # which waits for the whole
+            hold = self._grant_client.acquire(rank, ref, message.deadline_s, after_tokens=0)
+        else:
+            hold = self._pop_prepared(session, ref) or self._grant_client.acquire(
+                rank, ref, message.deadline_s
+            )
         pull = Pull(
             pull_id=self._pulls.next_id(),
             rank=rank,
@@ -235,6 +259,8 @@ class WorkerRequests:
             deadline=self._context.now + message.deadline_s,
             received_at=self._context.now,
             held_grant=hold,
+            progressive=message.progressive,
+            wants_progress=message.wants_progress,
         )
         self._pulls.start(pull)
 

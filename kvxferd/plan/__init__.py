@@ -10,6 +10,7 @@ from kvxferd.plan.block_list_checks import (
     block_rules,
     check_blocks,
     check_blocks_by,
+    check_open_blocks,
     check_request,
     engine_rules,
 )
@@ -29,6 +30,7 @@ from kvxferd.plan.engine_checks import (
 from kvxferd.plan.expand import MAX_RUNS, Expander, Runs
 from kvxferd.plan.hybrid import HybridReads, MambaEngineTransferInfo, attention_descriptor_bytes
 from kvxferd.plan.info import EngineTransferInfo, stage_infos
+from kvxferd.plan.pieces import PieceRules, covered_tokens
 from kvxferd.plan.plan import Plan, decode_plan, encode_plan
 from kvxferd.plan.plan_cache import KeptPlan, PlanCache, PlanOwner
 from kvxferd.plan.planner import make_plan
@@ -57,6 +59,7 @@ __all__ = [
     "KeptPlan",
     "MambaConvSplitInfo",
     "MambaEngineTransferInfo",
+    "PieceRules",
     "Plan",
     "PlanCache",
     "PlanOwner",
@@ -76,9 +79,11 @@ __all__ = [
     "check_blocks",
     "check_blocks_by",
     "check_engine",
+    "check_open_blocks",
     "check_request",
     "check_same_engine",
     "compute_physical_blocks_per_logical",
+    "covered_tokens",
     "decode_plan",
     "derive_mamba_conv_split",
     "encode_plan",

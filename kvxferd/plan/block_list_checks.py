@@ -89,6 +89,31 @@ def check_blocks_by(
         _check_list(group, blocks[group.name], num_tokens, granule_tokens)
 
 
+def check_open_blocks(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> bool:
+    """Check the lists of a request that grows to `num_tokens`; return whether they hold all of it.
+
+    A list may be empty until the last part comes; then each group has one. Raises EngineError
+    (blocks-invalid).
+    """
+    unknown = sorted(blocks.keys() - {rule.group.name for rule in rules})
+    if unknown:
+        raise blocks_invalid(f"cannot use blocks of group {unknown[0]!r}: the engine has no such group")
+    is_whole = True
+    for group, granule_tokens in rules:
+        listed = blocks.get(group.name, PackedBlocks(b""))
+        if not listed.ids:
+            is_whole = False
+            continue
+        if group.kind is GroupKind.STATE:
+            _check_list(group, listed, num_tokens, granule_tokens)
+            continue
+        side = block_geometry(group)
+        end = listed.first_token + len(listed) * side.id_tokens
+        is_whole &= end >= num_tokens
+        _check_list(group, listed, max(min(end, num_tokens), listed.first_token + 1), granule_tokens)
+    return is_whole
+
+
 def check_request(
     plan: Plan,
     local: Mapping[GroupName, PackedBlocks],

@@ -52,7 +52,7 @@ class TransferRef(msgspec.Struct, frozen=True, gc=False):
     generation: Generation
     transfer_id: TransferId
     nonce: str  # 32 hex digits; any process that has it may read the transfer
-    ready_tokens: int = -1  # reserved for progressive pulls; -1: all tokens
+    ready_tokens: int = -1  # not used: how far a transfer is, its source tells
     # Of the request's trace, as `read_traceparent` returns it. Not part of the reference's identity. It is
     # left out where there is none: such a reference is what earlier versions made, byte for byte.
     traceparent: Annotated[str, TRACEPARENT] | msgspec.UnsetType = msgspec.UNSET

@@ -31,8 +31,9 @@ from kvxferd.wire.common import BlockIds, Message, RankManifest, TransferRef, Ve
 from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL, MAX_GROUPS_PER_REQUEST, MAX_RANKS
 from kvxferd.wire.probe import ProbeRead, ProbeRegion, ProbeSize
 
-PEER_VERSIONS = Versions(1, 4)
+PEER_VERSIONS = Versions(1, 5)
 FIRST_WITH_PROBES = 4
+FIRST_WITH_PROGRESS = 5
 
 # Lists have a limit besides that of their message: 16 MiB of the shortest names took 0.5 s to decode.
 GrantIds = Annotated[tuple[Annotated[GrantId, NAME], ...], msgspec.Meta(max_length=MAX_GRANTS_PER_RENEWAL)]
@@ -101,6 +102,9 @@ class AskGrant(Message, frozen=True, tag="ask-grant"):
     Another request with the same `grant` returns the same grant. The reply waits at most `wait_s` for an
     unknown transfer of a live generation (the reference may arrive before its publish), and for ranks
     that are not ready.
+
+    With `after_tokens` the reader takes a transfer that is not whole: the reply comes when more than so many
+    tokens are ready on every rank, or all are.
     """
 
     request: int
@@ -109,6 +113,7 @@ class AskGrant(Message, frozen=True, tag="ask-grant"):
     consumer: Consumer
     reads: Annotated[tuple[tuple[Rank, Annotated[AgentName, NAME]], ...], msgspec.Meta(max_length=MAX_RANKS)]
     wait_s: float
+    after_tokens: int = -1  # from version 5 on; -1: all must be ready
 
 
 class Granted(Message, frozen=True, tag="granted"):
@@ -128,6 +133,8 @@ class Granted(Message, frozen=True, tag="granted"):
     stream: int = 0
     # Whose movers pack the blocks while the grant lives. Only to a peer whose greeting says that it gathers.
     gathers: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
+    # Of `num_tokens`, to a request with `after_tokens`: the tokens that are ready. -1: all are.
+    ready_tokens: int = -1
 
 
 class RenewGrants(Message, frozen=True, tag="renew-grants"):
@@ -219,6 +226,7 @@ class RankReady(Message, frozen=True, tag="rank-ready"):
     transfer_id: Annotated[TransferId, NAME]
     incarnation: Annotated[Incarnation, NAME] = Incarnation("")  # version 2: of the mapping that was written
     secret: Annotated[str, NAME] = ""  # as in `JoinRank`
+    ready_tokens: int = -1  # version 5: tokens [0, ready_tokens) are written; -1: all
 
 
 class SetRankPolling(Message, frozen=True, tag="attend-rank"):

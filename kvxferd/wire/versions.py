@@ -8,7 +8,7 @@ import msgspec
 
 from kvxferd.errors import Code
 from kvxferd.wire.common import Message, TransferRef
-from kvxferd.wire.peer import Acknowledge, RankReady
+from kvxferd.wire.peer import FIRST_WITH_PROGRESS, Acknowledge, AskGrant, RankReady
 
 M = TypeVar("M", bound=Message)
 
@@ -23,8 +23,15 @@ FIELDS_SINCE_VERSION_2: dict[type[Message], dict[str, object]] = {RankReady: {"i
 FIELDS_SINCE_VERSION_3: dict[type[Message], dict[str, object]] = {Acknowledge: {"bytes": 0}}
 
 
+# Likewise, with version 5. A side of an earlier version waits for the whole transfer. (A member does not send
+# an earlier home that a part is written: it would take it for the whole.)
+FIELDS_SINCE_VERSION_5: dict[type[Message], dict[str, object]] = {AskGrant: {"after_tokens": -1}}
+
+
 def for_peer_version(message: M, version: int) -> M:
     """Return the message as a daemon of that version reads it; nearly always unchanged."""
+    if version < FIRST_WITH_PROGRESS and (fields := FIELDS_SINCE_VERSION_5.get(type(message))) is not None:
+        message = msgspec.structs.replace(message, **fields)
     if version < 3 and (fields := FIELDS_SINCE_VERSION_3.get(type(message))) is not None:
         message = msgspec.structs.replace(message, **fields)
     return for_version_1(message) if version < 2 else message

@@ -13,7 +13,7 @@ from kvxferd.wire.bounds import NAME, PIECES, REGIONS, TRACEPARENT
 from kvxferd.wire.common import BlockIds, FdBatch, Message, RankIncarnations, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
-WORKER_VERSIONS = Versions(1, 4)
+WORKER_VERSIONS = Versions(1, 5)
 FIRST_WITH_FENCE_PAGES = 2  # the first version in which the daemon makes a session's fence page
 FIRST_WITH_LATE_FDS = 2  # the first version in which no descriptors come before the registration
 FIRST_WITH_RESUME = 2  # the first version in which interrupted pulls are resumed
@@ -21,6 +21,7 @@ FIRST_WITH_NEWEST_GENERATION = 2  # the first version in which `Attach` need not
 FIRST_WITH_MOVER_OFFERS = 2  # the first version in which a mover is offered before it has the memory
 FIRST_WITH_PUBLISH_REPLIES = 3  # the first version in which a publish may request `PublishAccepted`
 FIRST_WITH_TRACEPARENTS = 4  # the first version in which a publish may name its request's trace
+FIRST_WITH_PROGRESS = 5  # the first version in which a transfer may be published before it is whole
 
 # A frame of 1 MiB has room for longer lists than these limits allow: 209,000 incarnations took 230 ms to
 # decode, and 95,000 groups 68 ms.
@@ -104,6 +105,17 @@ class Publish(Message, frozen=True, tag="publish"):
     wants_reply: bool = False  # from version 3 on: reply with `PublishAccepted`
     # From version 4 on: of the request's trace, as in `TransferRef`. One that is not valid is ignored.
     traceparent: Annotated[str, TRACEPARENT] = ""
+    # From version 5 on: tokens [0, ready_tokens) are written, and the transfer is extended until it has
+    # `num_tokens`. -1: all are written.
+    ready_tokens: int = -1
+
+
+class Extend(Message, frozen=True, tag="extend"):
+    """The publisher adds blocks to a transfer that is not whole: `ids` follow those that were sent before."""
+
+    transfer_id: TransferId
+    blocks: LimitedBlocks
+    stream: int = 0
 
 
 class Ready(Message, frozen=True, tag="ready"):
@@ -111,6 +123,7 @@ class Ready(Message, frozen=True, tag="ready"):
 
     transfer_id: TransferId
     incarnation: Incarnation = Incarnation("")  # version 2: of the mapping that was written
+    ready_tokens: int = -1  # version 5: it has written tokens [0, ready_tokens); -1: all
 
 
 class Unpublish(Message, frozen=True, tag="unpublish"):
@@ -134,6 +147,9 @@ class Pull(Message, frozen=True, tag="pull"):
     num_tokens: int
     deadline_s: float  # from now; never a time of day
     stream: int = 0
+    # From version 5 on: read what is ready, then what becomes ready, also of a transfer that comes later.
+    progressive: bool = False
+    wants_progress: bool = False  # from version 5 on: send `Progress`
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -254,6 +270,13 @@ class Refused(Message, frozen=True, tag="refused"):
     retry_after_s: float = 0.0  # with the code `busy`
 
 
+class Progress(Message, frozen=True, tag="progress"):
+    """A progressive pull has read tokens [0, tokens), and goes on. They count once it is delivered."""
+
+    ticket: Ticket
+    tokens: int
+
+
 class Delivered(Message, frozen=True, tag="delivered"):
     """The pull's blocks hold exactly the published bytes."""
 
@@ -329,6 +352,7 @@ ClientMessage = (
     | Attach
     | BlockIds
     | Publish
+    | Extend
     | Ready
     | Unpublish
     | Prepare
@@ -351,6 +375,7 @@ DaemonMessage = (
     | MoverOffered
     | MoverWanted
     | Refused
+    | Progress
     | Delivered
     | Failed
     | Quiesced

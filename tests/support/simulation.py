@@ -386,7 +386,8 @@ class Mover:
             )
 
     def _done(self, start: mv.StartPull, outcome: mv.PullOutcome) -> None:
-        if outcome.delivered and self.worker.notices and self.alive and not self.mute:
+        is_told = self.worker.notices and start.ticket is not None
+        if outcome.delivered and is_told and self.alive and not self.mute:
             assert start.ticket is not None
             if (
                 self.worker.ended(start.ticket) is None

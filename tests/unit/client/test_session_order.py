@@ -82,7 +82,7 @@ def test_a_daemons_doubt_ends_no_doubt() -> None:
     ref = common.TransferRef(Endpoint("tcp://n:1"), EngineId("e"), Generation("g"), TransferId("t"), "n")
     pull = pulls.add(ref, {}, 1, 1.0, lambda ticket: None)
     assert isinstance(pull.ticket, PullTicket)
-    assert pulls.build_message(pull, 1, 0.0) is not None
+    assert pulls.build_message(pull, 1, 0.0, 5) is not None
     pulls.expire(2.0)
     late = worker.Failed(
         ticket=pull.ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False, retry_after_s=0.0

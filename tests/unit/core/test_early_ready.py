@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxferd.core.transfer_table import TransferTable
+from kvxferd.core.transfer_table import EarlyReady, TransferTable
 from kvxferd.ids import EngineId, EngineKey, Generation, Incarnation, Rank, TransferId
 
 RANK, MAPPING = Rank(0, 0), Incarnation("first")
@@ -27,7 +27,7 @@ def test_room_and_sleep_look_at_the_engines_own() -> None:
     transfers.early_ready = Seen()
     one, other = (EngineKey(EngineId(name), Generation("g")) for name in ("one", "other"))
     for number in range(10):
-        transfers.add_early_ready((other, TransferId(f"t{number}")), RANK, MAPPING)
+        transfers.add_early_ready((other, TransferId(f"t{number}")), RANK, EarlyReady(MAPPING))
     assert transfers.has_room_for_ready(one, 5)
     assert not transfers.has_room_for_ready(other, 10)
     transfers.end_early_ready(one, RANK)

@@ -190,10 +190,10 @@ def test_a_client_of_another_version_is_told_which_are_spoken(world):
     fresh = type(worker)(world, host, 999)
     host.workers[999] = fresh
     world.feed(host, ev.WorkerConnected(999, 1, 0))
-    fresh.say(wk.Hello(versions=Versions(5, 6), client="future"))
+    fresh.say(wk.Hello(versions=Versions(6, 7), client="future"))
     (farewell,) = fresh.heard(wk.Farewell)
     assert farewell.code is Code.BAD_VERSION
-    assert "5 to 6" in farewell.message
+    assert "6 to 7" in farewell.message
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,11 @@ CHECKED_ELSEWHERE = {
     **dict.fromkeys(["DeliveredByMover.tickets", "PullsResumed.tickets", "PullsResumed.arrived"], TICKETS),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("endpoint", "engine_id", "generation")], REF),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("transfer_id", "nonce")], REF),
-    **dict.fromkeys(["Publish.blocks", "Pull.blocks"], "layout.blocks: a group that is none is refused"),
+    **dict.fromkeys(
+        ["Publish.blocks", "Pull.blocks", "Extend.blocks"], "layout.blocks: a group that is none is refused"
+    ),
     "Unpublish.transfer_id": "compared alone",
+    "Extend.transfer_id": "compared alone",
     **dict.fromkeys([f"Granted.fence_{name}" for name in ("agent", "word", "metadata")], "core.holds"),
     "EngineManifest.ranks": "wire.outlines.EngineOutline",
     "PeerRefused.message": "core.peers clips it to MAX_SENTENCE_CHARS",

@@ -76,7 +76,7 @@ def test_unknown_fields_of_hello_greet_and_a_reference_are_ignored() -> None:
     hello = _with(worker.Hello(versions=Versions(1, 9), client="future", notices=True), colour="blue")
     assert decode_first_frame(hello) == (
         worker.Hello(versions=Versions(1, 9), client="future", notices=True),
-        4,
+        5,
     )
     greet = peer.PeerHello(request=3, versions=Versions(1, 9), boot="b", endpoint="tcp://x:1")
     assert PEER_MESSAGES.decode(_with(greet, colour="blue")) == greet

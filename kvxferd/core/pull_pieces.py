@@ -1,0 +1,39 @@
+"""Which piece of a pull is read next. An ordinary pull has one; a progressive one what is ready."""
+
+from __future__ import annotations
+
+from kvxferd.core.pull import Piece, Pull
+from kvxferd.plan import PieceRules
+
+# A smaller piece is worth no post of its own: what becomes ready is read together, and the end at once.
+MIN_PIECE_BYTES = 1 << 20
+
+
+def next_piece(pull: Pull) -> Piece | None:
+    """Return the piece that the pull's grant allows to read now; None: no more is ready than it has."""
+    hold = pull.held_grant
+    assert hold.plan is not None and hold.granted is not None
+    ready = hold.granted.ready_tokens
+    reads_nothing = not any(packed.ids for packed in pull.blocks.values())
+    if reads_nothing or (not pull.tokens_read and ready < 0):
+        return Piece(pull.blocks, pull.num_tokens, is_last=True)
+    rules = PieceRules(hold.plan)
+    if ready < 0 or (ready >= pull.num_tokens and rules.reads_all):
+        return Piece(rules.slice(pull.blocks, pull.tokens_read, None), pull.num_tokens, is_last=True)
+    if not rules.step_tokens:
+        return None
+    end = min(ready, pull.num_tokens) // rules.step_tokens * rules.step_tokens
+    if end <= pull.tokens_read:
+        return None
+    return Piece(rules.slice(pull.blocks, pull.tokens_read, end), end, is_last=False)
+
+
+def tokens_to_wait_for(pull: Pull) -> int:
+    """Return after how many tokens more is worth reading: those that it has, and nearly a piece."""
+    hold = pull.held_grant
+    assert hold.plan is not None
+    step = PieceRules(hold.plan).step_tokens
+    if not step:
+        return pull.num_tokens  # all is read with the last piece
+    bytes_per_token = max(1, pull.local_bytes // pull.num_tokens)
+    return pull.tokens_read + max(step, MIN_PIECE_BYTES // bytes_per_token) - 1

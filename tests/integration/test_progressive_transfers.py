@@ -1,0 +1,160 @@
+"""Pulls that read while the source writes: real daemons, movers and memory, of another layout and block size.
+
+The source's memory holds poison wherever it has not been written: no byte of it may be delivered.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvxferd import client
+from kvxferd.client import BlockList, Delivered, Failed, Progress, Released, make_ref
+from kvxferd.errors import Code, EngineError
+from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
+from kvxferd.memory import SealedMemory, share
+from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+
+torch = pytest.importorskip("torch")
+
+LAYERS, HEADS, HEAD_DIM = 2, 4, 512
+TOKEN_BYTES = 2 * LAYERS * HEADS * HEAD_DIM * 2
+POISON = 7.0
+WAIT_S = 30.0
+PREFILL = "layer kv block head token head_dim", 16, 24  # its dimensions, tokens of a block, blocks
+DECODE = "block token layer kv head head_dim", 32, 12
+ORDER = ("block", "token", "layer", "kv", "head", "head_dim")
+NUM_TOKENS = 330
+SOURCE_IDS = list(range(23, 2, -1))  # 21 blocks
+SINK_IDS = [5, 0, 7, 2, 9, 11, 1, 3, 10, 4, 8]
+
+
+class Rank:
+    """A rank of this process, and its cache."""
+
+    def __init__(
+        self, stack: ExitStack, daemon: DaemonUnderTest, name: str, shape: tuple[str, int, int]
+    ) -> None:
+        dims, self.block_tokens, num_blocks = shape
+        sizes = {"layer": LAYERS, "kv": 2, "block": num_blocks, "token": self.block_tokens}
+        sizes |= {"head": HEADS, "head_dim": HEAD_DIM}
+        wanted = [sizes[dim] for dim in dims.split()]
+        memory = SealedMemory.create(torch.Size(wanted).numel() * 2)
+        cache = memory.torch().view(torch.float16).view(wanted)
+        cache.fill_(POISON)
+        self.blocks = cache.permute([dims.split().index(dim) for dim in ORDER])
+        spec = EngineSpec(name, "g1", LAYERS, num_kv_heads=HEADS)
+        layout = from_tensors(spec, {"cache": NamedTensor(tensor=cache, dims=dims)})
+        connection = client.connect(daemon.worker_socket)
+        stack.callback(connection.close)
+        self.endpoint = str(daemon.status()["endpoint"])
+        self.handle = connection.register(spec, layout, {"cache": share(cache)})
+
+    def write(self, ids: list[int], content: torch.Tensor, begin: int, end: int) -> None:
+        """Write tokens [begin, end)."""
+        for token in range(begin, end):
+            block = ids[token // self.block_tokens]
+            self.blocks[block, token % self.block_tokens] = content[token]
+
+    def read(self, ids: list[int], num_tokens: int) -> torch.Tensor:
+        """Return what the blocks hold, by token."""
+        return self.blocks[ids].reshape(-1, LAYERS, 2, HEADS, HEAD_DIM)[:num_tokens]
+
+    def next_event(self) -> client.Event:
+        deadline = time.monotonic() + WAIT_S
+        while not (events := self.handle.poll()):
+            assert time.monotonic() < deadline, "nothing came"
+            select.select([self.handle.fileno()], [], [], deadline - time.monotonic())
+        (event,) = events
+        return event
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def ranks(fleet: Fleet, stack: ExitStack) -> tuple[Rank, Rank]:
+    """A source and a sink, each with a daemon of its own."""
+    daemons = [fleet.daemon(name) for name in ("prefill", "decode")]
+    for daemon in daemons:
+        wait_until(lambda daemon=daemon: daemon.is_ready, "ready", 60.0)
+    return Rank(stack, daemons[0], "prefill", PREFILL), Rank(stack, daemons[1], "decode", DECODE)
+
+
+@pytest.fixture
+def content() -> torch.Tensor:
+    return torch.randn(NUM_TOKENS, LAYERS, 2, HEADS, HEAD_DIM).half()
+
+
+def blocks(ids: list[int], first: int, last: int) -> dict[str, BlockList]:
+    return {"full": BlockList(ids=ids[first:last])}
+
+
+def extend(source: Rank, content: torch.Tensor, before: int, ready: int) -> None:
+    """Write the tokens, then report them and the blocks that they add."""
+    source.write(SOURCE_IDS, content, before, ready)
+    first, last = -(-before // 16), -(-ready // 16)
+    source.handle.extend("t1", None if ready == NUM_TOKENS else ready, blocks(SOURCE_IDS, first, last))
+
+
+def test_each_chunk_is_read_when_it_is_ready(ranks, content):
+    source, sink = ranks
+    ref = source.handle.publish("t1", {"full": BlockList(ids=[])}, NUM_TOKENS, ready_tokens=0)
+    ticket = sink.handle.pull(
+        ref, blocks(SINK_IDS, 0, 11), NUM_TOKENS, deadline_s=WAIT_S, progressive=True, progress=True
+    )
+    before = 0
+    for ready in (70, 150, 250):  # each more than a piece: 64, 128 and 224 tokens of whole blocks
+        extend(source, content, before, ready)
+        before = ready
+        event = sink.next_event()
+        assert isinstance(event, Progress)
+        assert (event.ticket, event.tokens) == (ticket, ready // 32 * 32)
+        assert torch.equal(sink.read(SINK_IDS, event.tokens), content[: event.tokens])
+        rest = sink.read(SINK_IDS, NUM_TOKENS)[event.tokens :]
+        assert torch.equal(rest, torch.full_like(rest, POISON)), "more was read than was ready"
+    extend(source, content, before, NUM_TOKENS)
+    delivered = sink.next_event()
+    assert isinstance(delivered, Delivered)
+    assert torch.equal(sink.read(SINK_IDS, NUM_TOKENS), content)
+    released = source.next_event()
+    assert (released.transfer_id, released.why) == ("t1", Code.COMPLETED)
+
+
+def test_a_router_asks_both_engines_at_once(ranks, content):
+    source, sink = ranks
+    ref = make_ref(source.endpoint, "prefill", "g1", "t1")
+    sink.handle.pull(ref.to_json(), blocks(SINK_IDS, 0, 11), NUM_TOKENS, deadline_s=WAIT_S, progressive=True)
+    source.write(SOURCE_IDS, content, 0, 160)
+    published = source.handle.publish(
+        "t1", blocks(SOURCE_IDS, 0, 10), NUM_TOKENS, ready_tokens=160, nonce=ref.nonce
+    )
+    assert published == ref
+    extend(source, content, 160, NUM_TOKENS)
+    assert isinstance(sink.next_event(), Delivered)
+    assert torch.equal(sink.read(SINK_IDS, NUM_TOKENS), content)
+    with pytest.raises(EngineError, match="whoever guesses it"):
+        source.handle.publish("t2", blocks(SOURCE_IDS, 0, 21), NUM_TOKENS, nonce="short")
+
+
+def test_what_is_preempted_is_never_delivered(ranks, content):
+    source, sink = ranks
+    source.write(SOURCE_IDS, content, 0, 160)
+    ref = source.handle.publish("t1", blocks(SOURCE_IDS, 0, 10), NUM_TOKENS, ready_tokens=160)
+    sink.handle.pull(
+        ref, blocks(SINK_IDS, 0, 11), NUM_TOKENS, deadline_s=WAIT_S, progressive=True, progress=True
+    )
+    assert isinstance(sink.next_event(), Progress)
+    source.handle.unpublish(ref)
+    assert isinstance(source.next_event(), Released)
+    source.blocks.fill_(POISON)  # another request's
+    failed = sink.next_event()
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)

@@ -1,0 +1,458 @@
+"""Pulls that read a transfer while its ranks write it: nothing that is not ready is ever delivered."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from kvxferd.errors import Code
+from kvxferd.layout import PackedBlocks, pack_ids
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import TransferRef, Versions
+from kvxferd.wire.peer import PeerHello
+from tests.support.simulation import Mover, Worker, World, mover_of
+
+BLOCK_TOKENS = 4
+SOURCE_IDS, SINK_IDS, TOKENS = [3, 1, 2, 8, 5], [7, 9, 4, 11, 12], 19
+SEED = 1
+
+
+@pytest.fixture(autouse=True)
+def read_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every block for worth a read of its own."""
+    monkeypatch.setattr("kvxferd.core.pull_pieces.MIN_PIECE_BYTES", 1)
+
+
+@pytest.fixture
+def source(world: World) -> Worker:
+    """A source whose memory holds nothing yet."""
+    return world.engine(world.host("p"), "prefill")[0]
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def write(worker: Worker, tokens: int) -> None:
+    worker.fill(SOURCE_IDS, tokens, SEED)
+
+
+def publish(source: Worker, ready: int = 0, transfer_id: str = "t1", **more: object) -> TransferRef:
+    """Publish the blocks of the tokens that are ready."""
+    write(source, ready)
+    return source.publish(transfer_id, SOURCE_IDS[: blocks_of(ready)], TOKENS, ready_tokens=ready, **more)
+
+
+def extend(source: Worker, before: int, ready: int, transfer_id: str = "t1") -> None:
+    """Write up to `ready` tokens, and report them with the blocks that they add."""
+    write(source, ready)
+    added = SOURCE_IDS[blocks_of(before) : blocks_of(ready)]
+    if added:
+        source.say(wk.Extend(transfer_id=transfer_id, blocks={"full": PackedBlocks(pack_ids(added))}))
+    source.say(wk.Ready(transfer_id=transfer_id, ready_tokens=-1 if ready == TOKENS else ready))
+
+
+def pull(sink: Worker, ref: TransferRef, deadline_s: float = 30.0, first: int = 0, **more: object) -> int:
+    ticket = next(sink.tickets)
+    blocks = {"full": PackedBlocks(pack_ids(SINK_IDS[first // BLOCK_TOKENS :]), first)}
+    request = wk.Pull(
+        ticket=ticket,
+        ref=ref,
+        blocks=blocks,
+        num_tokens=TOKENS,
+        deadline_s=deadline_s,
+        progressive=True,
+        wants_progress=True,
+    )
+    sink.say(msgspec.structs.replace(request, **more))
+    return ticket
+
+
+def progress_of(sink: Worker) -> list[int]:
+    return [message.tokens for message in sink.heard(wk.Progress)]
+
+
+def check_delivered(sink: Worker, ticket: int) -> None:
+    assert isinstance(sink.ended(ticket), wk.Delivered), sink.ended(ticket)
+    assert sink.num_wrong(SINK_IDS, TOKENS, SEED) == 0
+
+
+def pieces_of(mover: Mover) -> list[mv.StartPull]:
+    """What a mover that holds its pulls was given."""
+    return list(mover.started)
+
+
+def test_what_is_ready_is_read_and_then_the_rest(world, source, sink):
+    ref = publish(source, ready=5)
+    ticket = pull(sink, ref)
+    assert progress_of(sink) == [4]  # whole blocks
+    assert sink.ended(ticket) is None
+    assert sink.num_wrong(SINK_IDS, 4, SEED) == 0
+    extend(source, 5, 13)
+    assert progress_of(sink) == [4, 12]
+    extend(source, 13, TOKENS)
+    check_delivered(sink, ticket)
+    world.advance(1)
+    assert source.heard(wk.Released)[0].why is Code.COMPLETED
+    assert world.hosts["p"].node.is_idle
+    assert sink.host.node.is_idle
+
+
+def test_the_reader_may_come_before_the_transfer(world, source, sink):
+    ref = TransferRef(source.host.endpoint, "prefill", source.spec.generation, "t1", "n" * 32)
+    ticket = pull(sink, ref)
+    world.advance(20)  # longer than anything but a deadline
+    assert sink.ended(ticket) is None
+    publish(source, ready=0, nonce="n" * 32)
+    extend(source, 0, 8)
+    assert progress_of(sink) == [8]
+    extend(source, 8, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_a_reader_of_another_nonce_gets_nothing(world, source, sink):
+    ref = publish(source, ready=8)
+    ticket = pull(sink, msgspec.structs.replace(ref, nonce="m" * 32))
+    assert sink.ended(ticket).code is Code.NONCE_WRONG
+    assert progress_of(sink) == []
+
+
+def test_an_ordinary_pull_waits_for_the_whole(world, source, sink):
+    ref = publish(source, ready=8)
+    ticket = pull(sink, ref, progressive=False)
+    extend(source, 8, 16)
+    assert sink.ended(ticket) is None
+    extend(source, 16, TOKENS)
+    check_delivered(sink, ticket)
+    assert progress_of(sink) == []
+
+
+def test_a_transfer_that_never_comes_ends_at_the_deadline(world, source, sink):
+    ref = TransferRef(source.host.endpoint, "prefill", source.spec.generation, "t1", "n" * 32)
+    ticket = pull(sink, ref, deadline_s=5.0)
+    world.advance(5.1)
+    failed = sink.ended(ticket)
+    assert failed.code in (Code.DEADLINE, Code.TRANSFER_UNKNOWN)
+    assert failed.safe_to_reuse
+    world.advance(10)
+    assert world.hosts["p"].node.is_idle
+    assert sink.host.node.is_idle
+
+
+def test_a_prefill_that_stops_ends_the_pull_at_its_deadline(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8), deadline_s=5.0)
+    world.advance(5.1)
+    failed = sink.ended(ticket)
+    assert (failed.code, failed.safe_to_reuse) == (Code.DEADLINE, True)
+    assert "8 of 19 tokens are read" in failed.message
+    source.say(wk.Unpublish(transfer_id="t1"))
+    world.advance(10)
+    assert world.hosts["p"].node.is_idle
+    assert sink.host.node.is_idle
+
+
+@pytest.mark.parametrize("while_read", [True, False], ids=["while a piece is read", "between pieces"])
+def test_what_is_taken_back_is_never_delivered(world, source, sink, while_read):
+    """Preemption: the engine unpublishes, and uses its blocks again after Released."""
+    ref = publish(source, ready=8)
+    mover = mover_of(sink)
+    mover.hold = while_read
+    ticket = pull(sink, ref)
+    source.say(wk.Unpublish(transfer_id="t1"))
+    assert source.heard(wk.Released)
+    source.fill(SOURCE_IDS, TOKENS, seed=99)
+    if while_read:
+        mover.copy()
+        mover.finish()
+    failed = sink.ended(ticket)
+    assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)
+    world.advance(10)
+    assert world.hosts["p"].node.is_idle
+    assert sink.host.node.is_idle
+
+
+def test_no_reader_gets_what_one_rank_has_not_written(world, sink):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    for rank in ranks:
+        write(rank, 8)
+    ref = ranks[0].publish("t1", SOURCE_IDS, TOKENS, ready_tokens=8)
+    ticket = pull(sink, ref)
+    assert progress_of(sink) == []
+    ranks[1].say(wk.Ready(transfer_id="t1", ready_tokens=4))
+    assert progress_of(sink) == [4]
+    for rank in ranks:
+        write(rank, TOKENS)
+        rank.say(wk.Ready(transfer_id="t1"))
+    check_delivered(sink, ticket)
+
+
+def test_a_rank_may_report_before_the_publish(world, sink):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    for rank in ranks:
+        write(rank, 8)
+    ranks[1].say(wk.Ready(transfer_id="t1", ready_tokens=8))
+    ticket = pull(sink, ranks[0].publish("t1", SOURCE_IDS, TOKENS, ready_tokens=8))
+    assert progress_of(sink) == [8]
+    assert sink.ended(ticket) is None
+
+
+def test_late_reports_take_nothing_back(world, source, sink):
+    ticket = pull(sink, publish(source, ready=12))
+    source.say(wk.Ready(transfer_id="t1", ready_tokens=4))
+    assert progress_of(sink) == [12]
+    extend(source, 12, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_more_tokens_than_blocks_are_not_read(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    write(source, 16)
+    source.say(wk.Ready(transfer_id="t1", ready_tokens=16))
+    assert progress_of(sink) == [8]
+    source.say(wk.Extend(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(SOURCE_IDS[2:4]))}))
+    assert progress_of(sink) == [8, 16]
+    assert sink.ended(ticket) is None
+
+
+@pytest.mark.parametrize(
+    "ids", [SOURCE_IDS, [3], [1 << 20], [-1]], ids=["too many", "twice", "beyond the pool", "negative"]
+)
+def test_a_wrong_extension_ends_the_transfer_alone(world, source, sink, ids):
+    ticket = pull(sink, publish(source, ready=8))
+    other = publish(source, ready=8, transfer_id="t2")
+    source.say(wk.Extend(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(ids))}))
+    assert [(m.transfer_id, m.why) for m in source.heard(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
+    assert sink.ended(ticket).code is Code.RELEASED
+    second = pull(sink, other)
+    extend(source, 8, TOKENS, "t2")
+    check_delivered(sink, second)
+
+
+@pytest.mark.parametrize("ready", [-2, TOKENS + 1])
+def test_a_publish_with_an_impossible_number_is_refused(world, source, ready):
+    source.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=ready)
+    (refused,) = source.heard(wk.PublishRefused)
+    assert refused.code is Code.BLOCKS_INVALID
+
+
+def test_an_impossible_report_ends_its_session_alone(world, source, sink):
+    other = world.engine(world.hosts["p"], "other")[0]
+    source.say(wk.Ready(transfer_id="t1", ready_tokens=-2))
+    assert source.heard(wk.Farewell)
+    ref = other.publish("t1", SOURCE_IDS, TOKENS)
+    assert isinstance(sink.ended(pull(sink, ref)), wk.Delivered)
+
+
+def test_a_source_that_answers_without_progress_fails_that_pull(world, source, sink, monkeypatch):
+    """Else two daemons would ask and answer without an end."""
+    ref = publish(source, ready=8)
+    monkeypatch.setattr("kvxferd.core.grant_server.GrantServer._is_readable", lambda *_: True)
+    ticket = pull(sink, ref)
+    assert progress_of(sink) == [8]
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.BAD_FRAME, True)
+
+
+def test_extensions_of_nothing_change_nothing(world, source, sink):
+    source.say(wk.Extend(transfer_id="t9", blocks={"full": PackedBlocks(pack_ids([1]))}))
+    other = world.engine(world.host("q"), "other")[0]
+    ticket = pull(sink, publish(source, ready=8))
+    other.say(wk.Extend(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids([1]))}))
+    extend(source, 8, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_an_extension_renews_the_lease(world, source, sink):
+    publish(source, ready=4, lease_s=3.0)
+    for ready in (8, 12, 16):
+        world.advance(2)
+        extend(source, ready - 4, ready)
+    assert not source.heard(wk.Released)
+    world.advance(3.1)
+    assert source.heard(wk.Released)[0].why is Code.LEASE_EXPIRED
+
+
+def test_a_cancel_between_pieces_is_over_at_once(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    sink.say(wk.Cancel(ticket=ticket))
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.CANCELLED, True)
+    extend(source, 8, TOKENS)
+    world.advance(1)
+    assert sink.host.node.is_idle
+
+
+def test_a_cancel_while_a_piece_is_read_ends_when_that_is_over(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    mover.copy()
+    sink.say(wk.Cancel(ticket=ticket))
+    assert sink.ended(ticket) is None
+    mover.finish()
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.CANCELLED, True)
+    world.advance(1)
+    assert sink.host.node.is_idle or not pieces_of(mover)
+
+
+def test_a_piece_that_is_late_is_in_doubt_until_its_mover_says_so(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8), deadline_s=2.0)
+    world.advance(2.1)
+    assert not sink.ended(ticket).safe_to_reuse
+    mover.copy()
+    mover.finish()
+    assert [m.ticket for m in sink.heard(wk.Quiesced)] == [ticket]
+
+
+def test_a_mover_that_dies_with_a_piece_leaves_those_before(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    mover = mover_of(sink)
+    mover.hold = True
+    extend(source, 8, 16)
+    mover.die()
+    world.advance(1)
+    assert progress_of(sink) == [8, 16]  # the next mover has read on
+    extend(source, 16, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_a_rank_that_sleeps_between_pieces_reads_no_more(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    sink.say(wk.Suspend())
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.SUSPENDED, True)
+    extend(source, 8, TOKENS)
+    assert progress_of(sink) == [8]
+
+
+def test_a_piece_that_is_there_while_its_rank_is_suspended_is_the_last(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    read = mv.PullOutcome(delivered=True, bytes=1, runs=1)
+    mover.last_report = mv.PullDone(pull=mover.started[-1].pull, outcome=read)
+    sink.say(wk.Suspend())
+    assert sink.heard(wk.Suspended)
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.SUSPENDED, True)
+    assert not sink.host.node.pulls.running()
+
+
+def test_a_source_that_sleeps_ends_the_pull(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    source.say(wk.Suspend())
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.RELEASED, True)
+
+
+def test_a_source_whose_mover_is_replaced_is_read_on_through_the_new_one(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    mover_of(source).die()
+    extend(source, 8, TOKENS)
+    world.advance(3)
+    check_delivered(sink, ticket)
+
+
+def test_two_readers_are_at_different_places(world, source, sink):
+    other = world.engine(world.host("e"), "other")[0]
+    ref = publish(source, ready=8, num_readers=2)
+    first = pull(sink, ref)
+    extend(source, 8, 16)
+    second = pull(other, ref)
+    assert (progress_of(sink), progress_of(other)) == ([8, 16], [16])
+    extend(source, 16, TOKENS)
+    check_delivered(sink, first)
+    check_delivered(other, second)
+    world.advance(1)
+    assert source.heard(wk.Released)[0].why is Code.COMPLETED
+
+
+def test_what_the_reader_has_already_is_not_read(world, source, sink):
+    sink.fill(SINK_IDS, 8, SEED)
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=6), first=8)
+    assert not pieces_of(mover)
+    extend(source, 6, 14)
+    (piece,) = pieces_of(mover)
+    assert (piece.local["full"].first_token, piece.num_tokens, piece.ticket) == (8, 12, None)
+    mover.hold = False
+    mover.copy()
+    mover.finish()
+    extend(source, 14, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_a_full_prefix_hit_reads_nothing(world, source, sink):
+    ticket = pull(sink, publish(source, ready=1), blocks={"full": PackedBlocks(b"")})
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+
+
+def test_messages_that_are_lost_are_repeated(world, source, sink):
+    """The reader's question for more, and its reply."""
+    ticket = pull(sink, publish(source, ready=8))
+    world.hold_network = True
+    extend(source, 8, TOKENS)
+    world.network.clear()
+    world.hold_network = False
+    assert sink.ended(ticket) is None
+    world.advance(world.settings.resend_s + 0.1)
+    check_delivered(sink, ticket)
+
+
+def test_a_source_that_restarts_ends_the_pull_safely(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8), deadline_s=8.0)
+    del world.hosts["p"]
+    world.advance(8.1)
+    assert sink.ended(ticket).safe_to_reuse
+
+
+def test_with_a_daemon_of_the_last_version_the_whole_is_waited_for():
+    world = World()
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
+    ref = publish(source, ready=8)
+    world.hold_network = True
+    ticket = pull(sink, ref)
+    while world.network:
+        envelope = world.network.popleft()
+        message = PEER_MESSAGES.decode(envelope.payload)
+        if isinstance(message, PeerHello):  # whichever side is old, this is the version on which they agree
+            envelope.payload = encode(msgspec.structs.replace(message, versions=Versions(1, 4)))
+        world.arrive(envelope)
+    world.hold_network = False
+    assert progress_of(sink) == []
+    extend(source, 8, TOKENS)
+    check_delivered(sink, ticket)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_chunks_in_any_order_are_delivered_once_and_whole(world, source, sink, seed):
+    """Extensions of any size, pulls at any time, messages doubled: what is delivered is right."""
+    rng = random.Random(seed)
+    cuts = sorted(rng.sample(range(1, TOKENS), rng.randint(0, 6)))
+    ready = cuts[0] if cuts and rng.random() < 0.7 else 0
+    ref = publish(source, ready=ready)
+    when = rng.randint(0, len(cuts))
+    ticket = None
+    for index, tokens in enumerate([*(cut for cut in cuts if cut > ready), TOKENS]):
+        if index == when or (ticket is None and tokens == TOKENS):
+            ticket = pull(sink, ref)
+        extend(source, ready, tokens)
+        if rng.random() < 0.3:
+            source.say(wk.Ready(transfer_id="t1", ready_tokens=rng.randint(0, ready)))
+        ready = tokens
+        read = progress_of(sink)
+        assert sink.num_wrong(SINK_IDS, read[-1] if read else 0, SEED) == 0
+        assert not read or read[-1] <= ready
+    check_delivered(sink, ticket)
+
+
+def test_what_is_not_ready_would_be_noticed(world, source, sink, monkeypatch):
+    """The tests above look at bytes: a daemon that calls everything ready delivers wrong ones."""
+    monkeypatch.setattr("kvxferd.core.transfer_table.Transfer.tokens_ready_on", lambda self, ranks: 16)
+    ref = source.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=0)
+    pull(sink, ref)
+    assert progress_of(sink) == [16]
+    assert sink.num_wrong(SINK_IDS, 16, SEED) > 0
