@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvxferd.core import Node
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
@@ -60,6 +62,7 @@ class Job:
     ticket: int
     pairs: list[tuple[int, str, int]]  # local block, remote agent, remote block
     fence: mv.FenceLocation
+    is_piece: bool = False  # its end is not the pull's
     read: int = 0  # of the pairs
     stopped: bool = False
     doubted: bool = False
@@ -213,7 +216,9 @@ class Host:
     def _do_publish(self, number: int) -> None:
         worker = self.workers[1]
         worker.said.add(f"publish {number}")
-        worker.memory = [number] * NUM_BLOCKS
+        grows = self.scenario.grows
+        worker.memory = [number] * (1 if grows else NUM_BLOCKS)
+        worker.memory += [0] * (NUM_BLOCKS - len(worker.memory))
         worker.words[0] = word_of(number)
         publish = wk.Publish(
             transfer_id=f"t{number}",
@@ -222,8 +227,15 @@ class Host:
             num_tokens=TOKENS,
             fence_slot=0,
             incarnations=((worker.spec.rank, "first"),),
+            ready_tokens=BLOCK_TOKENS if grows else -1,
         )
         self._feed(ev.WorkerMessage(worker.session, publish, None, worker.words[0]))
+
+    def _do_extend(self, number: int) -> None:
+        worker = self.workers[1]
+        worker.said.add(f"extend {number}")
+        worker.memory = [number] * NUM_BLOCKS
+        self._say(worker, wk.Ready(transfer_id=f"t{number}", incarnation="first"))
 
     def _do_unpublish(self, number: int) -> None:
         worker = self.workers[1]
@@ -236,7 +248,8 @@ class Host:
         ids = [NUM_BLOCKS * (number - 1) + i for i in range(NUM_BLOCKS)]
         blocks = {"full": PackedBlocks(pack_ids(ids))}
         ref = TransferRef(endpoint_of("source"), "source", "g", f"t{number}", "n")
-        self._say(worker, wk.Pull(ticket=number, ref=ref, blocks=blocks, num_tokens=TOKENS, deadline_s=4.0))
+        request = wk.Pull(ticket=number, ref=ref, blocks=blocks, num_tokens=TOKENS, deadline_s=4.0)
+        self._say(worker, msgspec.structs.replace(request, progressive=self.scenario.grows))
 
     def _do_cancel(self, session: int, number: int) -> None:
         worker = self.workers[session]
@@ -275,7 +288,7 @@ class Host:
                 mover, job, delivered=False, agent=job.fence.agent, message="gone", code=Code.TRANSPORT
             )
         elif word == job.fence.word or self.scenario.blind:
-            if self.scenario.notices or self.scenario.clients:
+            if (self.scenario.notices or self.scenario.clients) and not job.is_piece:
                 job.told = True
                 self._notice(mover.worker, job.ticket)
             else:
@@ -403,10 +416,13 @@ class Host:
             case mv.StartPull():
                 assert self.node.movers.accepts_pulls(mover.mover), "a mover that is to end got a pull"
                 agent = message.sources[0].agent
+                first = message.local["full"].first_token // BLOCK_TOKENS
                 local, remote = (unpack_ids(side["full"].ids) for side in (message.local, message.remote))
-                pairs = [(mine, agent, theirs) for mine, theirs in zip(local, remote, strict=True)]
+                end = first + len(local)
+                pairs = [(mine, agent, theirs) for mine, theirs in zip(local, remote[first:end], strict=True)]
                 ticket = pairs[0][0] // NUM_BLOCKS + 1
-                mover.jobs[message.pull] = Job(message.pull, ticket, pairs, message.fence)
+                is_piece = message.ticket is None
+                mover.jobs[message.pull] = Job(message.pull, ticket, pairs, message.fence, is_piece)
             case mv.AbortPull():
                 if message.pull in mover.jobs:
                     mover.jobs[message.pull].stopped = True

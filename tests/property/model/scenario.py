@@ -44,6 +44,7 @@ class Scenario:
     cold: bool = False  # with the handshake; else it is over when the exploration starts
     clients: bool = False  # processes hold the real client session, and a scheduler publishes
     lag: bool = False  # what the scheduler and its daemon send each other arrives later, in order
+    grows: bool = False  # transfers are published with a block, and extended; pulls are progressive
     ready: bool = False  # ranks say `ready`; else the engine's publish implies it
     again: bool = False  # the last transfer is pulled once more
     spans: bool = False  # the source's second rank is on the sink's node, and joins its home

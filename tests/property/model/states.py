@@ -153,6 +153,10 @@ def _publishes(host: Host, worker: Worker) -> Iterator[Step]:
                 yield "publish", number
         elif number in worker.released or f"unpublish {number}" in worker.said:
             continue
+        elif host.scenario.grows and f"extend {number}" not in worker.said:
+            yield "extend", number
+            if host.scenario.unpublish:
+                yield "unpublish", number
         elif host.scenario.unpublish:
             yield "unpublish", number
 

@@ -47,7 +47,31 @@ def test_every_move_of_a_pull_is_made(monkeypatch):
     monkeypatch.setattr(Pull, "transition", noted)
     Search(Scenario(doubt=True, clocks=(0, 1))).run()
     Search(Scenario(deaths=1, drops=1, cancel=False)).run()
+    Search(Scenario(grows=True)).run()
     assert TRANSITIONS.keys() - made == {(PullPhase.WAITING, PullTrigger.DELIVER)}
+
+
+GROWING = {
+    "and is withdrawn": Scenario(grows=True),
+    "while movers die": Scenario(grows=True, deaths=1, cancel=False, notices=True),
+    "while reads are in doubt": Scenario(grows=True, doubt=True, clocks=(0, 1), cancel=False),
+    "while messages are lost": Scenario(grows=True, drops=1, cancel=False),
+    "while messages are doubled": Scenario(grows=True, duplicates=1, cancel=False),
+}
+
+
+@pytest.mark.parametrize("scenario", GROWING.values(), ids=GROWING)
+def test_a_transfer_that_grows_is_delivered_whole(scenario):
+    found = Search(scenario).run()
+    assert found.complete
+    assert found.states > 50
+
+
+def test_a_part_that_is_not_written_is_found(monkeypatch):
+    monkeypatch.setattr(Transfer, "tokens_ready_on", lambda self, ranks: 8)
+    monkeypatch.setattr(PublishedTransfers, "is_ready", lambda self, transfer, engine: True)
+    with pytest.raises(Broken, match="was delivered"):
+        Search(Scenario(grows=True)).run()
 
 
 def test_without_the_fence_wrong_bytes_are_delivered():

@@ -354,6 +354,23 @@ def test_a_source_whose_mover_is_replaced_is_read_on_through_the_new_one(world, 
     check_delivered(sink, ticket)
 
 
+def test_pieces_of_an_earlier_publish_are_read_anew(world, source, sink):
+    """The source's daemon and memory are new, and its engine publishes the same request again."""
+    ref = publish(source, ready=8)
+    ticket = pull(sink, ref)
+    assert progress_of(sink) == [8]
+    del world.hosts["p"]
+    again = world.engine(world.host("p"), "prefill")[0]
+    again.fill(SOURCE_IDS, 12, seed=2)
+    again.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=12, nonce=ref.nonce)
+    world.advance(3)
+    again.fill(SOURCE_IDS, TOKENS, seed=2)
+    again.say(wk.Ready(transfer_id="t1"))
+    world.advance(1)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert sink.num_wrong(SINK_IDS, TOKENS, 2) == 0
+
+
 def test_two_readers_are_at_different_places(world, source, sink):
     other = world.engine(world.host("e"), "other")[0]
     ref = publish(source, ready=8, num_readers=2)
