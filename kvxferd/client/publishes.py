@@ -51,7 +51,7 @@ class ClientPublish:
     traceparent: str = ""  # of the request's trace; "": none
     lease_s: float = 0.0  # by which an extension renews the lease
     ready_tokens: int = -1  # how far this session has written it; -1: all
-    awaits_whole: bool = False  # the daemon knows no transfer that grows: it is sent once it is whole
+    is_by_rank: bool = True  # whose own `extend` says when it is whole
     sent_epoch: int = 0  # the connection on which the publish was sent; 0: none yet
     # Groups whose ids are still to be checked, by their number of blocks; empty: all are.
     unchecked: Mapping[GroupName, int] = field(default_factory=dict)
@@ -73,6 +73,14 @@ def no_reply_message(transfer_id: TransferId, version: int) -> str:
     )
 
 
+def no_growth_message(transfer_id: TransferId, version: int) -> str:
+    """Return the sentence for a scheduler's transfer that grows, which the daemon does not know."""
+    return (
+        f"cannot publish {transfer_id} before it is whole: the daemon has version {version} of the protocol, "
+        "without transfers that grow; upgrade it, or publish without `ready_tokens`"
+    )
+
+
 class ClientPublishes:
     """Every transfer of a session that is not released, and the transfers that this rank sent `ready` for."""
 
@@ -87,6 +95,8 @@ class ClientPublishes:
         self._ready: OrderedDict[TransferId, _ReadyRecord] = OrderedDict()
         self._used_ids: OrderedDict[TransferId, None] = OrderedDict()  # the latest ids that are used up
         self._retry_at: dict[TransferId, float] = {}  # refused for now: when to send it again
+        # Those that grow, where the daemon knows no such thing: they are sent once they are whole.
+        self._awaits_whole: dict[TransferId, None] = {}
 
     def __len__(self) -> int:
         return len(self._live)
@@ -150,7 +160,10 @@ class ClientPublishes:
             self.refuse(publish, Code.BAD_VERSION, no_reply_message(publish.transfer_id, version))
             return None
         if version < worker.FIRST_WITH_PROGRESS and publish.ready_tokens >= 0:
-            publish.awaits_whole = True
+            if publish.is_by_rank:
+                self._awaits_whole[publish.transfer_id] = None
+            else:
+                self.refuse(publish, Code.BAD_VERSION, no_growth_message(publish.transfer_id, version))
             return None
         publish.sent_epoch = epoch
         return worker.Publish(
@@ -166,6 +179,21 @@ class ClientPublishes:
             traceparent=publish.traceparent if version >= worker.FIRST_WITH_TRACEPARENTS else "",
             ready_tokens=publish.ready_tokens,
         )
+
+    def pop_whole(self, publish: ClientPublish) -> bool:
+        """Return whether a transfer that is whole now was not sent for that."""
+        waited = publish.transfer_id in self._awaits_whole
+        self._awaits_whole.pop(publish.transfer_id, None)
+        return waited
+
+    def expire_unsent(self, now: float) -> None:
+        """Release the transfers that no daemon has, because they are not whole, at the end of their lease."""
+        for transfer_id in [t for t in self._awaits_whole if now >= self._live[t].expires_at]:
+            self.release_locally(transfer_id, Code.LEASE_EXPIRED)
+
+    def next_unsent_deadline(self) -> float | None:
+        """Return when `expire_unsent` is due next."""
+        return min((self._live[t].expires_at for t in self._awaits_whole), default=None)
 
     def add_blocks(self, publish: ClientPublish, blocks: BlocksByGroup, now: float) -> None:
         """Append blocks to a transfer that grows, and renew its lease."""
@@ -195,7 +223,7 @@ class ClientPublishes:
     def withdraw(self, transfer_id: TransferId) -> bool:
         """Mark a transfer as withdrawn by the engine. Return whether `Unpublish` must be sent."""
         held = (publish := self._live.get(transfer_id)) is not None and publish.awaits_gpu
-        if held or transfer_id in self._retry_at:
+        if held or transfer_id in self._retry_at or transfer_id in self._awaits_whole:
             self.release_locally(transfer_id, Code.UNPUBLISHED)
         if publish := self._live.get(transfer_id):
             publish.withdrawn = True
@@ -205,6 +233,7 @@ class ClientPublishes:
         """Release what was withdrawn, because the daemon is gone; the rest waits for the next daemon."""
         self._fence.discard_offered_page()
         self._retry_at.clear()
+        self._awaits_whole.clear()
         for transfer_id in [t for t, p in self._live.items() if p.withdrawn]:
             self.release_locally(transfer_id, Code.UNPUBLISHED)
 
@@ -315,6 +344,7 @@ class ClientPublishes:
     def _forget(self, transfer_id: TransferId) -> None:
         self._ready.pop(transfer_id, None)
         self._retry_at.pop(transfer_id, None)
+        self._awaits_whole.pop(transfer_id, None)
         if publish := self._live.pop(transfer_id, None):
             self._fence.release(publish.slot)
             publish.blocks = {}  # the outbox may still hold the publish, and must not keep its ids alive

@@ -179,6 +179,7 @@ class ClientSession:
                 self._outbox.queue(worker.Cancel(ticket=ticket))
         for publish in self._publishes.pop_due_retries(now):
             self._outbox.queue(publish)
+        self._publishes.expire_unsent(now)
         if self.state is not SessionState.READY:
             self._publishes.expire(now)
         if self._reply_deadline is not None and now >= self._reply_deadline:
@@ -187,7 +188,7 @@ class ClientSession:
     def next_deadline(self) -> float | None:
         """Return when `tick` is due next, None when nothing is timed."""
         times = [self._pulls.next_deadline(), self._publishes.next_retry(), self._reply_deadline]
-        times.append(self._pending_completions.next_poll())
+        times += [self._pending_completions.next_poll(), self._publishes.next_unsent_deadline()]
         if self.state is not SessionState.READY:
             times.append(self._publishes.next_deadline())
         return min((t for t in times if t is not None), default=None)
@@ -298,6 +299,7 @@ class ClientSession:
             transfer_id, blocks, num_tokens, num_readers, now + lease_s, known, unchecked, nonce
         )
         publish.lease_s, publish.ready_tokens = lease_s, ready_tokens
+        publish.is_by_rank = isinstance(self.registration.role, RankRole)
         publish.wants_reply, publish.traceparent = wants_reply, traceparent
         if after is not None:
             publish.awaits_gpu = True
@@ -379,8 +381,7 @@ class ClientSession:
                 ready_tokens = -1
             publish.ready_tokens = ready_tokens
             publish.expires_at = max(publish.expires_at, now + publish.lease_s)
-            if ready_tokens < 0 and publish.awaits_whole and self._takes_requests:
-                publish.awaits_whole = False
+            if ready_tokens < 0 and self._publishes.pop_whole(publish):
                 self._outbox.queue(publish)
         self._publishes.remember_ready(transfer_id, now, written, ready_tokens)
         if self.state is SessionState.READY:  # else it is sent with the replay

@@ -52,6 +52,9 @@ MAX_GRANTS_PER_TRANSFER, MAX_GRANTS_PER_PEER = 4096, 1024
 # Engines that acknowledge or abandon one transfer. A request is routed to a handful.
 MAX_READERS = 256
 
+# How long the question of a progressive pull waits: longer than any prefill.
+MAX_PREFILL_S = 3600.0
+
 # Of one acknowledgement of a transfer none of whose ranks is here: 1 TiB, more than a node's memory.
 MAX_BYTES_UNCHECKED = 1 << 40
 
@@ -339,8 +342,8 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         return 0 <= message.after_tokens < self._published.tokens_ready(transfer, engine)
 
     def _wait_limit_s(self, message: AskGrant) -> float:
-        settings = self._context.settings
-        longest_s = settings.handshake_wait_s if message.after_tokens < 0 else settings.max_hold_s
+        is_progressive = message.after_tokens >= 0
+        longest_s = MAX_PREFILL_S if is_progressive else self._context.settings.handshake_wait_s
         return min(message.wait_s, longest_s)
 
     def _grant(self, pending: _PendingGrant, transfer: Transfer, place: MappedFencePage) -> None:

@@ -16,6 +16,7 @@ from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.worker import Abandon, Prepare
 from tests.property.simulation.daemon import endpoint_of
+from tests.property.simulation.growth import Growth
 from tests.property.simulation.memory import BLOCK_TOKENS, NUM_BLOCKS, NUM_HEADS, POISON, Buffer
 from tests.property.simulation.oracle import GpuWork, Pull, Violation, Wanted
 from tests.property.simulation.process import Process
@@ -41,6 +42,7 @@ class EngineShape:
     has_scheduler: bool
     says_ready: bool  # each rank says when it has written
     has_gpu: bool = False  # ranks write and free blocks in work that is done some time after its launch
+    grows: bool = False  # some transfers are published before they are whole
 
     @property
     def spans_nodes(self) -> bool:
@@ -61,6 +63,7 @@ class Transfer:
     publisher: Process
     ranks: list[Process]  # of its generation
     ref: TransferRef | None = None
+    grows: bool = False
     released_on: set[str] = field(default_factory=set)  # processes, by name
     is_over: bool = False
     uses_up_its_id: bool = False  # it is over, and no daemon refused it
@@ -195,7 +198,7 @@ class Engine:
         """Write a request and publish it; None where that cannot be now."""
         used = {block for transfer in self.transfers.values() for block in transfer.ids}
         free = [block for block in range(NUM_BLOCKS) if block not in used]
-        num_blocks = self.rng.choice((1, 2, 2, 3))
+        num_blocks = self.rng.choice((2, 3, 3, 4) if self.shape.grows else (1, 2, 2, 3))
         if not self.is_usable or len(free) < num_blocks:
             return None
         number = self.world.take_number()
@@ -205,41 +208,68 @@ class Engine:
         readers = Readers(num_readers)
         transfer_id, publisher = f"t{self._num_published}", self.publisher
         transfer = Transfer(number, transfer_id, ids, num_tokens, num_readers, readers, publisher, self.ranks)
+        growth = self._draw_growth(transfer)
+        transfer.grows = bool(growth.steps)
         written = GpuWork(is_done=True)
         for process in self.ranks:
             if process is publisher:
-                written = self._launch(process, self._write, transfer)
+                written = self._launch(process, self._write, transfer, growth.begins_with)
             elif not self.shape.says_ready:
-                self._write(process, process.memory, transfer)
+                self._write(process, process.memory, transfer, growth.begins_with)
         self.transfers[transfer.transfer_id] = transfer
         try:
             transfer.ref = publisher.session.publish(
                 transfer.transfer_id,
-                {"full": PackedBlocks(pack_ids(ids))},
+                {"full": PackedBlocks(pack_ids(growth.blocks_at_first))},
                 num_tokens=num_tokens,
                 num_readers=num_readers,
                 lease_s=lease_s,
                 now=publisher.clock.now(),
                 after=unfinished(written),
+                ready_tokens=growth.ready_tokens,
             )
         except KvxferdError:
             del self.transfers[transfer.transfer_id]
             return None
         self.world.watcher.published(self, transfer)
         text = f"content {number} in {ids} for {num_readers} readers"
-        publisher.act(f"publishes {transfer.transfer_id}, {text}")
-        if self.shape.says_ready:
+        publisher.act(f"publishes {transfer.transfer_id}, {text}{growth}")
+        if growth.steps:
+            growth.start(self)
+        elif self.shape.says_ready:
             for process in self.ranks:
                 if process is not publisher:
                     delay = self.rng.choice((0.0, 0.001, 0.02))
                     process.after(delay, self._write_and_say, process, transfer)
         return transfer
 
-    def _write(self, process: Process, memory: Buffer | None, transfer: Transfer) -> None:
+    def _draw_growth(self, transfer: Transfer) -> Growth:
+        is_alone = transfer.publisher.spec is None and not self.shape.says_ready
+        if not self.shape.grows or is_alone or self.world.fabric.is_hurried or self.rng.random() < 0.2:
+            return Growth(transfer, [])
+        num_steps = min(transfer.num_tokens, self.rng.choice((1, 2, 3)))
+        return Growth(transfer, self.rng.sample(range(transfer.num_tokens), num_steps))
+
+    def write_more(self, process: Process, transfer: Transfer, tokens: int) -> GpuWork | None:
+        """Have a rank write up to a token; None where it is not to, or cannot."""
+        if transfer.is_over or process.name in transfer.released_on or not process.is_alive:
+            return None
+        if process.session.registration.memory_state is not MemoryState.SHARED:
+            return None
+        if not self.shape.says_ready:  # the publisher reports for all
+            for other in transfer.ranks:
+                if other is not process:
+                    self._write(other, other.memory, transfer, tokens)
+        return self._launch(process, self._write, transfer, tokens)
+
+    def _write(
+        self, process: Process, memory: Buffer | None, transfer: Transfer, num_tokens: int | None = None
+    ) -> None:
         if transfer.is_over or process.name in transfer.released_on or memory is None or memory.is_freed:
             return
         assert process.content is not None
-        process.content.fill(memory.bytes, transfer.ids, transfer.num_tokens, transfer.number)
+        tokens = transfer.num_tokens if num_tokens is None else num_tokens
+        process.content.fill(memory.bytes, transfer.ids, tokens, transfer.number)
 
     def _launch(self, process: Process, act: Callable[..., None], *arguments: object) -> GpuWork:
         """Have a rank's GPU do something with its present memory, at once where the engine has none."""
@@ -349,6 +379,8 @@ class Engine:
                 process.clock.now() + timeout_s,
                 session.cancel,
                 after=unfinished(after),
+                progressive=self.rng.random() < (0.8 if transfer.grows else 0.3),
+                wants_progress=self.rng.random() < 0.5,
             ).number
         except KvxferdError:
             return

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from kvxferd.core import pull_pieces
 from kvxferd.errors import KvxferdError
 from kvxferd.mover.read_ways import ReadWay
 from tests.property.simulation.agenda import Agenda
@@ -134,6 +135,7 @@ class Episode:
                     self.rng.random() < 0.5,
                     self.rng.random() < 0.4,
                     self.rng.random() < 0.25,
+                    self.rng.random() < 0.5,
                 )
             )
         return shapes
@@ -167,6 +169,7 @@ class Episode:
         """Run it all; the result says what is broken, if anything is."""
         result = self.result
         gc.disable()  # an episode is short, and its cycles are many
+        min_piece_bytes, pull_pieces.MIN_PIECE_BYTES = pull_pieces.MIN_PIECE_BYTES, 1
         try:
             self._run()
         except Violation as violation:
@@ -179,6 +182,7 @@ class Episode:
                 self.agenda.trace.append(traceback.format_exc())
         finally:
             gc.enable()
+            pull_pieces.MIN_PIECE_BYTES = min_piece_bytes
         if result.problem:
             self.agenda.note("oracle", result.problem)
         result.steps, result.virtual_s = self.agenda.num_steps, self.agenda.now

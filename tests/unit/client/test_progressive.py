@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.client import BlockList, Progress, make_ref
+from kvxferd.client import BlockList, Progress, Released, make_ref
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
@@ -67,6 +67,15 @@ def test_a_daemon_of_the_last_version_gets_the_whole(stage: Stage) -> None:
     published = stage.side.expect(worker.Publish)
     assert (ids_of(published), published.ready_tokens) == ([3, 1, 2], -1)
     assert stage.side.expect(worker.Ready).ready_tokens == -1
+
+
+def test_what_never_becomes_whole_ends_with_its_lease(stage: Stage) -> None:
+    rank = stage.rank(version=4)
+    rank.publish("t1", lists(3), 40, ready_tokens=16, lease_s=0.2)
+    until(lambda: (events := rank.poll()) and events == [Released("t1", Code.LEASE_EXPIRED)], "released")
+    rank.publish("t2", lists(3), 40, ready_tokens=16)
+    rank.unpublish(rank.publish("t3", lists(4), 40, ready_tokens=16))
+    until(lambda: (events := rank.poll()) and events == [Released("t3", Code.UNPUBLISHED)], "released")
 
 
 def test_tokens_are_reported_when_they_are_written(stage: Stage) -> None:
