@@ -95,8 +95,10 @@ class Probe:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank will never have it."""
-        return any(pull.ended in ("failed", "in-doubt") or not pull.process.is_alive for pull in self.pulls)
+        """Whether a rank will never have it: its pull ended, or the engine had no blocks to pull into."""
+        return not self.pulls or any(
+            pull.ended in ("failed", "in-doubt") or not pull.process.is_alive for pull in self.pulls
+        )
 
 
 _TransferKey = tuple[str, str, str]  # of the engine, its generation, and the transfer
