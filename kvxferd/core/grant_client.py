@@ -241,7 +241,7 @@ class GrantClient:
     def _handle_more(self, hold: HeldGrant, number: int, reply: ReplyMessage) -> None:
         on_more = hold.on_more
         if on_more is None or number != hold.num_mores:
-            return  # the pull has ended
+            return  # the pull has ended, and has returned its grant
         hold.on_more = None
         on_more(self._take_more(hold, reply))
 

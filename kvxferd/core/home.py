@@ -385,13 +385,16 @@ class Home:
         has_ended = (engine, message.transfer_id) in self._published.table.tombstones
         if not self._counted.has(present.boot, message.request) and not has_ended:
             peer_id = key or present.boot
+            is_part = message.ready_tokens >= 0  # repeated, it changes nothing: it need not be counted
             try:
                 _check_names(message)
-                self._counted.check_room(peer_id)
+                if not is_part:
+                    self._counted.check_room(peer_id)
             except KvxferdError as error:
                 self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
                 return
-            self._counted.add(present.boot, message.request, peer_id)
+            if not is_part:
+                self._counted.add(present.boot, message.request, peer_id)
             self._published.rank_ready(
                 present, message.incarnation, message.transfer_id, message.ready_tokens
             )

@@ -64,6 +64,12 @@ async def test_two_engines_on_one_loop(fleet: Fleet) -> None:
         assert torch.equal(got[:2], content[:2])
         assert torch.equal(got[2, :, :, :8], content[2, :, :, :8])
         assert not sink.pulls_in_doubt
+        # A transfer is published before it is whole, and pulled meanwhile.
+        grows = await source.publish("req-3", of(6), num_tokens=32, ready_tokens=16)
+        pull = sink.pull(grows, of(4, 6), num_tokens=32, deadline_s=30, progressive=True)
+        source.extend("req-3", None, of(7))
+        await pull
+        assert await source.released(grows) is Code.COMPLETED
         # A reference may come before its publish, and is waited for: time to cancel.
         pull = sink.pull({**ref.to_dict(), "transfer_id": "later"}, of(4), num_tokens=16, deadline_s=30)
         is_safe = asyncio.ensure_future(pull.safe())

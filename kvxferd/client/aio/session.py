@@ -67,6 +67,8 @@ class AsyncPublisher:
         lease_s: float | None = None,
         after: Completion | None = None,
         traceparent: str | None = None,
+        ready_tokens: int | None = None,
+        nonce: str | None = None,
     ) -> TransferRef:
         """Publish a transfer, and return its reference once the daemon has accepted it.
 
@@ -91,6 +93,8 @@ class AsyncPublisher:
             after,
             reply_when_accepted=True,
             traceparent=traceparent,
+            ready_tokens=ready_tokens,
+            nonce=nonce,
         )
         name = str(ref.transfer_id)
         accepted = self._accepted[name] = self._loop.create_future()
@@ -246,6 +250,17 @@ class AsyncRank(AsyncPublisher):
         super().__init__(handle)
         self._resuming: set[asyncio.Future[None]] = set()
 
+    def extend(
+        self,
+        transfer_id: str,
+        ready_tokens: int | None = None,
+        blocks: Mapping[str, BlockList] | None = None,
+        after: Completion | None = None,
+    ) -> None:
+        """Report how far this rank has written a transfer; see `RankHandle.extend`."""
+        self._check_open()
+        self.handle.extend(transfer_id, ready_tokens, blocks, after)
+
     def ready(self, transfer_id: str, after: Completion | None = None) -> None:
         """Report that this rank has finished writing a transfer's blocks, as `RankHandle.ready` does."""
         self.handle.ready(transfer_id, after)
@@ -266,6 +281,7 @@ class AsyncRank(AsyncPublisher):
         deadline_s: float,
         after: Completion | None = None,
         traceparent: str | None = None,
+        progressive: bool = False,
     ) -> AsyncPull:
         """Start to read a transfer into these blocks; await the result for its end.
 
@@ -273,7 +289,7 @@ class AsyncRank(AsyncPublisher):
         whether it is awaited or not.
         """
         self._check_open()
-        ticket = self.handle.pull(ref, blocks, num_tokens, deadline_s, after, traceparent)
+        ticket = self.handle.pull(ref, blocks, num_tokens, deadline_s, after, traceparent, progressive)
         pull = self._pulls[ticket] = AsyncPull(ticket, self._loop)
         return pull
 
