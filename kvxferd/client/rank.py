@@ -144,16 +144,21 @@ class Publisher:
         transfer (`Released` with the code `blocks-invalid`). Raises EngineError (`transfer-unknown`,
         `blocks-invalid`).
         """
-        what = f"extend {transfer_id!r:.80}"
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
+        packed = self._pack_more(name, blocks)
+        with self._connection.lock:
+            self._session.add_blocks(name, packed, time.monotonic())
+            self._connection.flush()
+
+    def _pack_more(self, transfer_id: TransferId, blocks: Mapping[str, BlockList]) -> BlocksByGroup:
+        """Return blocks to add, checked. Raises EngineError(blocks-invalid)."""
+        what = f"extend {transfer_id:.80}"
         packed = pack_blocks(blocks, self._groups, what)
         for found in find_out_of_range(packed, self._num_blocks):
             if found is not None:
                 message = out_of_range_message(what, *found, self._num_blocks[found[0]])
                 raise EngineError(message, Code.BLOCKS_INVALID)
-        with self._connection.lock:
-            self._session.add_blocks(name, packed, time.monotonic())
-            self._connection.flush()
+        return packed
 
     def _unchecked(self, blocks: BlocksByGroup, what: str) -> Mapping[GroupName, int]:
         """Check short block lists; return what the I/O thread must check of long ones, before it sends them.
@@ -265,10 +270,12 @@ class RankHandle(Publisher):
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
         tokens = -1 if ready_tokens is None else as_int(ready_tokens, "ready_tokens", 0, f"extend {name:.80}")
-        if blocks:
-            self.add_blocks(transfer_id, blocks)
+        packed = self._pack_more(name, blocks) if blocks else None
         with self._connection.lock:
-            self._session.extend(name, tokens, time.monotonic(), unfinished(after))
+            now = time.monotonic()
+            if packed is not None:
+                self._session.add_blocks(name, packed, now)
+            self._session.extend(name, tokens, now, unfinished(after))
             self._connection.flush()
 
     def prepare(self, ref: RefLike) -> None:
