@@ -23,6 +23,11 @@ class ReassemblyMemory:
         self._users_with_rank = FairShare(MAX_REASSEMBLY_BYTES)
         self._other_users = FairShare(MAX_REASSEMBLY_BYTES_WITHOUT_RANK)
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all users."""
+        return self._users_with_rank.held + self._other_users.held
+
     def reserve(self, session: Session, num_bytes: int) -> bool:
         """Reserve `num_bytes`, or release them where it is negative. Return whether there was room."""
         if num_bytes > 0 and not session.assembly.num_bytes:

@@ -322,6 +322,12 @@ class Daemon(Actor):
             "probes": not node.probes.slot.is_free,
             "polled movers": len(node.poll_requests._states),
             "chunks": node.chunk_memory.num_bytes,
+            "bytes of parts": node.reassembly_memory.num_bytes,
+            "retired movers": sum(mover.retired for mover in node.movers._movers.values()),
+            "early readies": len(node.published.table.early_ready),
+            "fence pages of closed sessions": sum(
+                session not in self.connections for m in self.movers.values() for session in m.fences
+            ),
             "words and loans of movers that pack": sum(m.num_left_to_pack for m in self.movers.values()),
         }
         return [f"{self.name}: {number} {what}" for what, number in kept.items() if number]

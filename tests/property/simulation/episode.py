@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvxferd.core import pull_pieces
 from kvxferd.errors import KvxferdError
 from kvxferd.mover.read_ways import ReadWay
+from kvxferd.wire import block_id_parts
+from kvxferd.wire.limits import IDS_PART_BYTES
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
 from tests.property.simulation.faults import (
@@ -60,6 +63,18 @@ class Result:
     trace: list[str] = field(default_factory=list)
 
 
+@contextmanager
+def _limits(traits: Traits) -> Iterator[None]:
+    """Have limits that a few tiny blocks reach."""
+    before = pull_pieces.MIN_PIECE_BYTES, block_id_parts.IDS_PART_BYTES
+    pull_pieces.MIN_PIECE_BYTES = 1
+    block_id_parts.IDS_PART_BYTES = traits.part_bytes
+    try:
+        yield
+    finally:
+        pull_pieces.MIN_PIECE_BYTES, block_id_parts.IDS_PART_BYTES = before
+
+
 class Episode:
     """Draws everything from its seed.
 
@@ -107,6 +122,7 @@ class Episode:
             has_short_leases=self.rng.random() < 0.2,
             old_nodes=frozenset(name for name in names if is_mixed and self.rng.random() < 0.5),
             drifts=self.rng.random() < 0.3,
+            part_bytes=self.rng.choice((4, 8, IDS_PART_BYTES, IDS_PART_BYTES)),
         )
 
     def _draw_read_ways(self, names: list[str]) -> dict[str, ReadWay]:
@@ -169,9 +185,9 @@ class Episode:
         """Run it all; the result says what is broken, if anything is."""
         result = self.result
         gc.disable()  # an episode is short, and its cycles are many
-        min_piece_bytes, pull_pieces.MIN_PIECE_BYTES = pull_pieces.MIN_PIECE_BYTES, 1
         try:
-            self._run()
+            with _limits(self.world.traits):
+                self._run()
         except Violation as violation:
             result.kind, result.problem, result.num_wrong = violation.kind, str(violation), violation.number
         except (AssertionError, KvxferdError, KeyError, ValueError, IndexError, RuntimeError) as error:
@@ -182,7 +198,6 @@ class Episode:
                 self.agenda.trace.append(traceback.format_exc())
         finally:
             gc.enable()
-            pull_pieces.MIN_PIECE_BYTES = min_piece_bytes
         if result.problem:
             self.agenda.note("oracle", result.problem)
         result.steps, result.virtual_s = self.agenda.num_steps, self.agenda.now

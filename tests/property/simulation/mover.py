@@ -71,7 +71,7 @@ class Mover(Actor):
             )
             self._packing.on_packing = lambda: daemon.world.packs(self)
         self._polls_for_others = False
-        self._fences: dict[SessionId, int] = {}
+        self.fences: dict[SessionId, int] = {}
         self._tickets: dict[PullId, Ticket] = {}  # of all pulls
         self._early = BlockIdAssembly()
         self._is_step_due = False
@@ -141,7 +141,7 @@ class Mover(Actor):
     def map_fence(self, session: SessionId, page: FencePage) -> None:
         """Map a session's fence page."""
         address = self.transport.map(page.buffer)
-        self._fences[session] = address
+        self.fences[session] = address
         metadata = self.transport.metadata([Span(address, len(page.buffer.bytes))])
         self._report(mv.FenceMapped(session=session, address=address, metadata=metadata))
 
@@ -149,7 +149,7 @@ class Mover(Actor):
         """Handle a message of the daemon."""
         match message:
             case mv.UnmapFence():
-                address = self._fences.pop(message.session, None)
+                address = self.fences.pop(message.session, None)
                 if address is not None:
                     self.transport.blank(address)
             case mv.SetPolling():

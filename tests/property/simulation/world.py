@@ -12,7 +12,7 @@ import msgspec
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.mover.read_ways import ReadWay
-from kvxferd.wire.limits import CHUNK_BYTES
+from kvxferd.wire.limits import CHUNK_BYTES, IDS_PART_BYTES
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.daemon import Daemon
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
@@ -47,6 +47,7 @@ class Traits:
     has_low_limits: bool = False
     old_nodes: frozenset[str] = frozenset()  # whose daemons and clients have the version before this one
     has_short_leases: bool = False  # which end while reads are under way: all are slow
+    part_bytes: int = IDS_PART_BYTES  # of block ids in a message: few, so that most requests need parts
     drifts: bool = False  # each node's clock has another rate and another start
 
 
