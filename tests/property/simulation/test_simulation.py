@@ -89,7 +89,7 @@ def test_an_interrupted_run_tells_what_it_has_found():
 def test_wrong_bytes_are_noticed_and_their_cause_is_cut_down(monkeypatch):
     """Movers that believe every fence word deliver what the source has overwritten."""
     monkeypatch.setattr(PullEngine, "_check_fence_word", lambda self, pull, now: None)
-    tally = simulate(5, 5000, Size())
+    tally = simulate(7, 5000, Size())
     assert tally.broken["wrong_bytes"] > 0, tally.line(0.0)
     (seed,) = tally.failed_seeds
     shrinker = Shrinker(seed, Size(), max_runs=60)
