@@ -23,7 +23,7 @@ from kvxferd.core.traces import sampled_trace
 from kvxferd.core.transfer_table import EarlyReady, Transfer, TransferKey, TransferTable
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
-from kvxferd.layout import PackedBlocks
+from kvxferd.layout import GroupKind, PackedBlocks
 from kvxferd.plan import check_blocks_by, check_open_blocks, covered_tokens
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import TransferReleased
@@ -181,10 +181,11 @@ class PublishedTransfers:
         if transfer is None or engine is None or transfer.session != session.session_id:
             return
         added = sum(len(packed.ids) for packed in blocks.values())
+        states = {group.name for group, _ in engine.rules if group.kind is GroupKind.STATE}
         merged = dict(transfer.blocks)
         for name, packed in blocks.items():
             before = merged.get(name)
-            if before is not None and before.ids and packed.state_at < 0:
+            if before is not None and before.ids and name not in states:
                 packed = msgspec.structs.replace(before, ids=before.ids + packed.ids)  # noqa: PLW2901
             merged[name] = packed
         try:

@@ -256,6 +256,15 @@ def test_a_source_that_answers_without_progress_fails_that_pull(world, source, s
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.BAD_FRAME, True)
 
 
+def test_an_extension_replaces_no_block_that_may_have_been_read(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    other = PackedBlocks(pack_ids([20, 21]), state_at=TOKENS)  # as a state's list would
+    source.say(wk.Extend(transfer_id="t1", blocks={"full": other}))
+    (transfer,) = world.hosts["p"].node.published.table.live.values()
+    assert transfer.blocks["full"].ids == pack_ids([*SOURCE_IDS[:2], 20, 21])
+    assert sink.ended(ticket) is None
+
+
 def test_extensions_of_nothing_change_nothing(world, source, sink):
     source.say(wk.Extend(transfer_id="t9", blocks={"full": PackedBlocks(pack_ids([1]))}))
     other = world.engine(world.host("q"), "other")[0]
