@@ -19,6 +19,7 @@ from tests.property.simulation.memory import Buffer, FencePage
 from tests.property.simulation.mover import Mover
 from tests.property.simulation.probes import ProbeMover
 from tests.property.simulation.shells.mover_pool import SimulatedHandle, SimulatedPool
+from tests.property.simulation.told import ToldWorker
 
 if TYPE_CHECKING:
     from tests.property.simulation.process import Process
@@ -38,6 +39,7 @@ class Connection:
         self.offered: Buffer | None = None  # the memory that came with the last registration
         self.memory: Buffer | None = None  # that is the rank's
         self.page: FencePage | None = None
+        self.told = ToldWorker(process.name)
 
     def close_from_process(self) -> None:
         """The process closes its end, or is gone."""
@@ -275,6 +277,7 @@ class Daemon(Actor):
             if mover is None or not self.has_descriptors:
                 self.after(0.0, self.feed, ev.PidfdNotSent(effect.session, effect.pidfd_of))
                 return
+        connection.told.check(effect.message)
         connection.down.send(connection.process.receive, connection, effect.message, page, mover)
 
     def _request_mover(self, session: SessionId) -> None:

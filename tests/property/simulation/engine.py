@@ -23,11 +23,14 @@ from tests.property.simulation.process import Process
 from tests.property.simulation.readers import Readers
 
 if TYPE_CHECKING:
+    from tests.property.simulation.daemon import Connection, Daemon
     from tests.property.simulation.world import World
 
 MAX_ATTEMPTS = 3
 NUM_LAYERS = 2
 REUSED = 0xEE  # what an engine writes into blocks that it was given back
+
+RELEASED_WITHIN_S = 1.5  # after a rank sleeps
 
 
 @dataclass(frozen=True)
@@ -328,6 +331,34 @@ class Engine:
             return
         raise Violation("violations", f"{transfer.transfer_id} was published twice by {publisher.name}")
 
+    def _expect_releases(self, process: Process) -> None:
+        """A rank sleeps: what its engine has published ends, if its daemon is there and hears of it."""
+        daemon = self.world.daemons.get(process.node_name)
+        published = [transfer for transfer in process.transfers.values() if transfer.ref is not None]
+        if daemon is None or self.shape.spans_nodes or not published or process.connection is None:
+            return
+        publisher = published[0].publisher
+        self.world.agenda.after(
+            RELEASED_WITHIN_S, self._check_released, daemon, publisher, publisher.connection, published
+        )
+
+    def _check_released(
+        self,
+        daemon: Daemon,
+        publisher: Process,
+        connection: Connection | None,
+        published: list[Transfer],
+    ) -> None:
+        began = self.world.agenda.now - RELEASED_WITHIN_S
+        if connection is None or publisher.connection is not connection or not connection.is_open:
+            return  # it has another daemon now, or will
+        if not publisher.is_alive or max(publisher.last_stop_at, daemon.last_stop_at) >= began:
+            return
+        if publisher.is_stopped or daemon.is_stopped or not daemon.is_alive:
+            return
+        if late := [transfer.transfer_id for transfer in published if not transfer.is_over]:
+            raise Violation("violations", f"a rank of {self.engine_id} sleeps, and {late} are not released")
+
     def _released(self, process: Process, transfer_id: str, why: Code | None = None) -> None:
         """The process may use the blocks again: it does so at once. `why`: None where it was refused."""
         process.released.add(transfer_id)
@@ -451,6 +482,7 @@ class Engine:
             case ce.PublishRefused():
                 self._released(process, event.transfer_id)
             case ce.Suspended():
+                self._expect_releases(process)
                 self.world.oracle.suspended(process)
                 self._check_nothing_is_published(process)
                 assert process.memory is not None

@@ -22,6 +22,7 @@ from kvxferd.wire.worker import Delivered
 from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.memory import Buffer, FencePage
 from tests.property.simulation.packing import Packing
+from tests.property.simulation.told import check_is_over
 from tests.property.simulation.transport import Fabric, SimulatedTransport
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Mover(Actor):
         self._polls_for_others = False
         self.fences: dict[SessionId, int] = {}
         self._tickets: dict[PullId, Ticket] = {}  # of all pulls
+        self._started: dict[PullId, mv.StartPull] = {}
+        self.bound: Buffer | None = None
         self._early = BlockIdAssembly()
         self._is_step_due = False
         self._is_poll_due = False
@@ -128,6 +131,7 @@ class Mover(Actor):
         """Map the worker's memory."""
         self._notices = message.notices
         (export,) = message.regions
+        self.bound = memory
         address = self.transport.map(memory)
         region = RegionAddress(export.region, address, export.size_bytes)
         self._engine.bind([region])
@@ -170,7 +174,9 @@ class Mover(Actor):
                     self._tickets[message.pull] = message.ticket
                 local = self._early.complete(message.local, message.stream)
                 remote = self._early.complete(message.remote, message.stream + 1)
-                self._engine.start(msgspec.structs.replace(message, local=local, remote=remote))
+                whole = msgspec.structs.replace(message, local=local, remote=remote)
+                self._started[message.pull] = whole
+                self._engine.start(whole)
             case mv.AbortPull():
                 self._engine.abort(message.pull)
             case mv.ReportPull():
@@ -231,7 +237,15 @@ class Mover(Actor):
         self._engine.release_idle_chunks()
         self.wake()
 
+    def _check_is_over(self, message: mv.FromMover) -> None:
+        match message:
+            case mv.PullDone() if message.outcome.delivered or message.outcome.finished:
+                check_is_over(self, self._started.pop(message.pull))
+            case mv.PullQuiesced():
+                check_is_over(self, self._started.pop(message.pull))
+
     def _report_engine(self, message: mv.FromMover) -> None:
+        self._check_is_over(message)
         if isinstance(message, mv.PullDone):
             ticket = self._tickets.pop(message.pull, None)
             outcome = message.outcome

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,6 +46,7 @@ class Read:
     error: TransportError | None = None
     is_released: bool = False
     late: list[int] = field(default_factory=list)  # pieces that land although the read has failed
+    landed: set[int] = field(default_factory=set)
 
 
 class Fabric:
@@ -88,6 +89,7 @@ class SimulatedTransport:
         self._remote: dict[AgentName, set[tuple[int, int]]] = {}
         self._lost: set[AgentName] = set()
         self._reads: dict[Read, None] = {}
+        self._all_reads: dict[Read, None] = {}  # those that were let go too, while pieces may land
         self._deregistered: dict[int, int] = {}  # own memory that holds zeros now: its size by address
         self._notifications: list[tuple[AgentName, bytes]] = []
         self.waiting: list[tuple[SimulatedTransport, Read, int]] = []  # until this mover serves
@@ -169,7 +171,7 @@ class SimulatedTransport:
             rng.shuffle(listed)
         pieces = [listed[index::num_pieces] for index in range(num_pieces)]
         read = Read(agent, pieces, num_pieces)
-        self._reads[read] = None
+        self._reads[read] = self._all_reads[read] = None
         for index in range(num_pieces):
             self._later(self._fabric.latency_s(), read, index)
         return read
@@ -214,6 +216,7 @@ class SimulatedTransport:
         """The agent is gone with its process: none of its reads writes any more."""
         self._fabric.agents.pop(self._agent, None)
         self._reads.clear()
+        self._all_reads.clear()
         self._places.clear()
         self._notifications.clear()
         self.serve()
@@ -244,6 +247,20 @@ class SimulatedTransport:
     def stall(self, seconds: float) -> None:
         """Have all reads wait, those too that are posted meanwhile."""
         self.stalls_until = max(self.stalls_until, self._fabric.agenda.now + seconds)
+
+    def offsets_in_flight(self, buffer: Buffer) -> Iterator[int]:
+        """Return where in that memory pieces may land: of reads under way, and late ones of failed reads."""
+        for read in self._all_reads:
+            if read.done or (read.error is not None and (read.error.settled or not read.late)):
+                continue
+            over = read.error is not None and read.error.lost and self._fabric.proves_over
+            for index, piece in enumerate(read.pieces):
+                if over or (read.error is not None and index not in read.late) or index in read.landed:
+                    continue
+                for local, _, _ in piece:
+                    found, start = self._find(local, 1)
+                    if found is buffer:
+                        yield local - start
 
     @property
     def inflight_agents(self) -> list[AgentName]:
@@ -283,12 +300,16 @@ class SimulatedTransport:
             return
         for local, remote, size in read.pieces[index]:
             self._write(local, source._read(remote, size))
+        read.landed.add(index)
         if read.error is not None:
             self._fabric.num_late += 1
+            if read.landed.issuperset(read.late):
+                self._all_reads.pop(read, None)
             return
         read.num_left -= 1
         if not read.num_left:
             read.done = True
+            self._all_reads.pop(read, None)
             self._mover.wake()
 
     def _fail(self, read: Read, *, settled: bool, lost: bool) -> None:

@@ -1,0 +1,56 @@
+"""What daemons tell workers and movers tell daemons, checked where it is said: a client hides some of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import Message
+from tests.property.simulation.memory import UNIT_BYTES
+from tests.property.simulation.oracle import Violation
+
+if TYPE_CHECKING:
+    from tests.property.simulation.mover import Mover
+
+
+class ToldWorker:
+    """What a daemon has said over one connection: each pull ends once, each transfer is released once."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._ended: dict[int, bool] = {}  # by ticket: whether its blocks are safe
+        self._released: set[str] = set()
+
+    def check(self, message: Message) -> None:
+        """Check the next message. Raises Violation."""
+        match message:
+            case wk.Delivered() | wk.Failed():
+                if message.ticket in self._ended:
+                    raise Violation(
+                        "violations", f"{self._name} is told twice of the end of {message.ticket}"
+                    )
+                self._ended[message.ticket] = isinstance(message, wk.Delivered) or message.safe_to_reuse
+            case wk.Quiesced():
+                if self._ended.get(message.ticket, True):
+                    text = f"{self._name} is told that {message.ticket} is quiet, which was safe before"
+                    raise Violation("violations", text)
+                self._ended[message.ticket] = True
+            case wk.Released():
+                if message.transfer_id in self._released:
+                    text = f"{self._name} is told twice that {message.transfer_id} is released"
+                    raise Violation("violations", text)
+                self._released.add(message.transfer_id)
+
+
+def check_is_over(mover: Mover, start: mv.StartPull) -> None:
+    """Raise Violation where a pull that its mover calls over may still be written."""
+    content = mover.process.content
+    memory = mover.bound
+    if content is None or memory is None:
+        return
+    blocks = set(memoryview(start.local["full"].ids).cast("i"))
+    for offset in mover.transport.offsets_in_flight(memory):
+        if content.block_of[offset // UNIT_BYTES] in blocks:
+            text = f"{mover.name} calls pull {start.pull} over, and a read of it is in flight"
+            raise Violation("violations", text)
