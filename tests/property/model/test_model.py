@@ -105,7 +105,9 @@ def test_a_publish_of_whatever_memory_is_there_is_found(monkeypatch, when):
 def test_a_ready_that_outlives_its_memory_is_found(monkeypatch):
     ready = PublishedTransfers.rank_ready
     monkeypatch.setattr(
-        PublishedTransfers, "rank_ready", lambda source, rank, _, name: ready(source, rank, "", name)
+        PublishedTransfers,
+        "rank_ready",
+        lambda source, rank, _, name, tokens=-1: ready(source, rank, "", name, tokens),
     )
     monkeypatch.setattr(TransferTable, "end_early_ready", lambda *_: None)
     with pytest.raises(Broken, match="was delivered"):
