@@ -241,6 +241,11 @@ class ClientPublishes:
         self, transfer_id: TransferId, now: float, incarnation: Incarnation, ready_tokens: int = -1
     ) -> None:
         """Record a `ready`, to send it again to the next daemon."""
+        before = self._ready.get(transfer_id)
+        if before is not None and before.incarnation == incarnation:
+            # An event that is noticed late takes nothing back.
+            is_further = before.ready_tokens < 0 or before.ready_tokens > ready_tokens >= 0
+            ready_tokens = before.ready_tokens if is_further else ready_tokens
         self._ready[transfer_id] = _ReadyRecord(now, incarnation, ready_tokens)
         self._ready.move_to_end(transfer_id)
         if len(self._ready) > MAX_READY_RECORDS:

@@ -379,7 +379,7 @@ class ClientSession:
         if publish is not None and publish.ready_tokens >= 0:
             if ready_tokens == publish.num_tokens:
                 ready_tokens = -1
-            publish.ready_tokens = ready_tokens
+            publish.ready_tokens = -1 if ready_tokens < 0 else max(publish.ready_tokens, ready_tokens)
             publish.expires_at = max(publish.expires_at, now + publish.lease_s)
             if ready_tokens < 0 and self._publishes.pop_whole(publish):
                 self._outbox.queue(publish)

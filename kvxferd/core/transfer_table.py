@@ -224,6 +224,14 @@ class EarlyReady(NamedTuple):
     ready_tokens: int = -1  # -1: all
 
 
+def _further(before: EarlyReady | None, early: EarlyReady) -> EarlyReady:
+    """Return the report of more tokens: of one mapping, a late smaller one takes nothing back."""
+    if before is None or before.incarnation != early.incarnation:
+        return early
+    is_further = before.ready_tokens < 0 or before.ready_tokens > early.ready_tokens >= 0
+    return before if is_further else early
+
+
 # Transfers that are ready before their publish, of all engines: eight engines with `max_transfers_per_engine`
 # each; an entry takes 1 KB where names are long.
 MAX_EARLY_READY = 1 << 16
@@ -308,7 +316,8 @@ class TransferTable:
         if key not in self.early_ready:
             self._early_owner[key] = owner
             self._early_share.add(owner, 1)
-        self.early_ready.setdefault(key, {})[rank] = early
+        ranks = self.early_ready.setdefault(key, {})
+        ranks[rank] = _further(ranks.get(rank), early)
         self._early_by_engine.setdefault(key[0], {})[key] = None
 
     def _pop_early_ready(self, key: TransferKey) -> dict[Rank, EarlyReady]:

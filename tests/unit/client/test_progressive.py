@@ -96,6 +96,25 @@ def test_tokens_are_reported_when_they_are_written(stage: Stage) -> None:
     assert stage.side.expect(worker.Ready).ready_tokens == 16
 
 
+def test_a_late_event_takes_nothing_back(stage: Stage) -> None:
+    class Event:
+        is_done = False
+
+        def query(self) -> bool:
+            return self.is_done
+
+    rank, event = stage.rank(version=NEWEST), Event()
+    rank.extend("t1", 16, after=event)  # of another session's transfer
+    rank.extend("t1")
+    assert stage.side.expect(worker.Ready).ready_tokens == -1
+    event.is_done = True
+    stage.side.expect(worker.Ready)  # late
+    stage.daemon.stop()
+    until(lambda: not rank.is_connected, "the daemon is gone")
+    stage.daemon.start()
+    assert stage.rejoin(version=NEWEST).expect(worker.Ready).ready_tokens == -1
+
+
 @pytest.mark.parametrize("transfer_id", ["unknown", "whole"])
 def test_blocks_of_no_transfer_that_grows_are_refused(stage: Stage, transfer_id: str) -> None:
     rank = stage.rank(version=NEWEST)

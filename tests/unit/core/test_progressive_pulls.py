@@ -200,6 +200,15 @@ def test_a_rank_may_report_before_the_publish(world, sink):
     assert sink.ended(ticket) is None
 
 
+def test_a_late_report_before_the_publish_takes_nothing_back(world, sink):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    for rank in ranks:
+        write(rank, TOKENS)
+    ranks[1].say(wk.Ready(transfer_id="t1"))
+    ranks[1].say(wk.Ready(transfer_id="t1", ready_tokens=8))
+    check_delivered(sink, pull(sink, ranks[0].publish("t1", SOURCE_IDS, TOKENS)))
+
+
 def test_late_reports_take_nothing_back(world, source, sink):
     ticket = pull(sink, publish(source, ready=12))
     source.say(wk.Ready(transfer_id="t1", ready_tokens=4))
