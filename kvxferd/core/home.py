@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from kvxferd.core.context import NodeContext
@@ -19,7 +19,7 @@ from kvxferd.core.registry import LocalRank, MemberRank, Registry
 from kvxferd.core.tables import decrease
 from kvxferd.core.transfer_table import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
+from kvxferd.ids import AgentName, BootId, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec
 from kvxferd.wire.common import RankManifest
 from kvxferd.wire.limits import MAX_NAME_CHARS
@@ -38,6 +38,8 @@ from kvxferd.wire.peer import (
 # Ranks that other nodes have joined here, all together and those of one CURVE key, or without keys of one
 # route. The largest engine has 4,096, and half as many may be of one peer.
 MAX_MEMBERS, MAX_MEMBERS_PER_PEER = 4096, 2048
+# Requests that left a rank, the latest. An entry that others push out only lets a delayed `JoinRank` in again.
+MAX_LEFT = 4096
 
 
 def _peer_id(record: MemberRank) -> str | bytes:
@@ -73,6 +75,8 @@ class Home:
         self._polling_requests: dict[AgentName, int] = {}  # the open `SetRankPolling` of each agent
         self._may_still_poll: set[AgentName] = set()  # members that never heard that they may stop
         self._counted = CountedReady(context)
+        # By rank and daemon: its boot, and the number of the request with which it left the rank.
+        self._left: OrderedDict[tuple[EngineKey, Rank, str], tuple[BootId, int]] = OrderedDict()
 
     def join(self, route: bytes, message: JoinRank, key: str) -> None:
         """Add a member's rank, or refresh it. The first daemon that joins a rank owns it."""
@@ -83,6 +87,7 @@ class Home:
             and identity.may_act_for(present.identity)
             and (present.boot, present.joined) == (message.boot, message.manifest)
         ):
+            present.request = max(present.request, message.request)
             self._refresh_heartbeat(present, route)  # the usual case: nothing is checked again
             self._context.emit(ReplyToPeer(route, Done(request=message.request)))
             return
@@ -90,7 +95,7 @@ class Home:
             # The sender is checked before the layout, which takes much longer.
             self._check_sender(message, identity, present, route)
             joined = check_manifest(message.manifest, self._layout_cache)
-            record = MemberRank(joined, route, message.boot, identity, self._context.now)
+            record = MemberRank(joined, route, message.boot, message.request, identity, self._context.now)
             self._registry.claim(record, present)
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
@@ -144,6 +149,7 @@ class Home:
                 Code.RANK_INVALID,
             )
         self._check_agent(manifest)
+        self._check_order(message, identity, present)
         if present is not None:
             self._check_owner(message, identity, present)
             return
@@ -151,6 +157,21 @@ class Home:
         self._check_holder(spec, identity)
         if self._registry.get(spec.key) is None:
             self._check_generation(spec, identity)
+
+    def _check_order(
+        self, message: JoinRank | JoinRankOutline, identity: MemberIdentity, present: MemberRank | None
+    ) -> None:
+        """Raise EngineError where the same daemon has sent a later request about the rank.
+
+        Delayed on a former connection, the earlier one would bring back a mover or a generation that is gone.
+        """
+        spec = message.manifest.spec
+        boot, request = self._left.get((spec.key, spec.rank, identity.holder), ("", 0))
+        if present is not None and identity.may_act_for(present.identity):
+            boot, request = present.boot, present.request
+        if message.boot == boot and message.request < request:
+            text = f"cannot take rank {spec.rank} of engine {spec.key}: a later request is in its place"
+            raise EngineError(text, Code.CANCELLED)
 
     def _check_owner(
         self, message: JoinRank | JoinRankOutline, identity: MemberIdentity, present: MemberRank
@@ -263,9 +284,6 @@ class Home:
             # An earlier home on this endpoint may have had the mover poll: that is over.
             self._send_polling_request(record, False, lambda answer: None)
             return
-        if present.agent != record.agent and not self._is_polling_requested(record.agent):
-            # It may be back after a late join of a former agent: the request that ends its polling was lost.
-            self._send_polling_request(record, False, lambda answer: None)
         self._members.pop(present.agent, None)
         if present.agent != record.agent:
             self._may_still_poll.discard(present.agent)
@@ -346,6 +364,7 @@ class Home:
         present = self._find_member(engine, message.rank)
         if present is not None and not self._accept_from_owner(present, route, message, key):
             return
+        self._record_leave(engine, message, key)
         if present is not None and present.agent == message.agent and present.boot == message.boot:
             self._remove(present)
             self._rank_holders.rank_left(engine, message.rank)
@@ -354,6 +373,16 @@ class Home:
             if holder and self._rank_holders.absent_holder(engine, message.rank) == holder:
                 self._rank_holders.rank_left(engine, message.rank)  # it left while this daemon was away
         self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+
+    def _record_leave(self, engine: EngineKey, message: LeaveRank, key: str) -> None:
+        """Record the request, after which an earlier `JoinRank` is late. Of an unknown daemon nothing is."""
+        if holder := MemberIdentity(key, message.secret).holder:
+            place = (engine, message.rank, holder)
+            boot, request = self._left.pop(place, (message.boot, 0))
+            earlier = request if boot == message.boot else 0
+            self._left[place] = (message.boot, max(earlier, message.request))
+            if len(self._left) > MAX_LEFT:
+                self._left.popitem(last=False)
 
     def _accept_from_owner(
         self, present: MemberRank, route: bytes, message: LeaveRank | RankReady, key: str

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
+from kvxferd.core.generation_order import GenerationOrder
 from kvxferd.core.identity import SECRET_HOLDER
 from kvxferd.core.tables import decrease
 from kvxferd.ids import EngineId, EngineKey, Generation, Rank
@@ -57,6 +58,7 @@ class RankHolders:
         self._num_absent_by_engine: dict[EngineId, Counter[str]] = {}
         self._absent_by_holder: dict[str, dict[tuple[EngineKey, Rank], None]] = {}
         self._local_left_at: dict[EngineId, float] = {}  # when the last rank of this node left
+        self.generations = GenerationOrder()
 
     def __len__(self) -> int:
         return self._num
@@ -115,6 +117,7 @@ class RankHolders:
         settings = self._context.settings
         for engine_id, generation, pp_rank, tp_rank, holder in listed:
             key, rank = EngineKey(engine_id, generation), Rank(pp_rank, tp_rank)
+            self.generations.add(key)
             if self._get(key, rank) is None and self._make_room(holder):
                 is_secret = holder.startswith(SECRET_HOLDER)
                 self._add(key, rank, _HeldRank(holder, is_present=True))

@@ -118,6 +118,7 @@ class MemberRank:
     joined: RankManifest
     route: bytes
     boot: BootId
+    request: int = 0  # the number of the last `JoinRank` of it
     identity: MemberIdentity = UNKNOWN_MEMBER
     last_seen_at: float = 0.0  # when it last joined: its heartbeat
     rules: BlockRules = field(init=False)
@@ -240,7 +241,6 @@ class Registry:
         self._endpoint = endpoint
         self.ownerships = ownerships
         self._engines: dict[EngineKey, LocalEngine] = {}
-        self._newest: dict[EngineId, EngineKey] = {}
         self._generations: dict[EngineId, dict[EngineKey, LocalEngine]] = {}  # by id, the oldest first
 
     def __iter__(self) -> Iterator[LocalEngine]:
@@ -259,12 +259,13 @@ class Registry:
 
     def newest(self, engine_id: EngineId) -> EngineKey | None:
         """Return the generation that started last, of those that are here."""
-        return self._newest.get(engine_id)
+        return next(reversed(self._generations.get(engine_id, {})), None)
 
     def owners(self, engine_id: EngineId) -> set[int]:
         """Return the users of the local ranks of the newest generation, or if it has none the last owner."""
-        engine = self._engines.get(self._newest[engine_id]) if engine_id in self._newest else None
-        present = {r.uid for r in engine.ranks.values() if isinstance(r, LocalRank)} if engine else set()
+        newest = self.newest(engine_id)
+        ranks = self._engines[newest].ranks.values() if newest is not None else ()
+        present = {record.uid for record in ranks if isinstance(record, LocalRank)}
         last = self.ownerships.uid_of(engine_id)
         return present or ({last} if last is not None else set())
 
@@ -290,7 +291,7 @@ class Registry:
         """
         if uid == 0 or key in self._engines or self.owners(key.engine_id):
             return self.is_owner(uid, key.engine_id)
-        return key.engine_id not in self._newest and not self.ownerships.rank_holders.has_absent_members(
+        return key.engine_id not in self._generations and not self.ownerships.rank_holders.has_absent_members(
             key.engine_id
         )
 
@@ -329,8 +330,7 @@ class Registry:
 
     def is_superseded(self, key: EngineKey) -> bool:
         """Whether a newer generation of the engine is here: this one gets no new grants."""
-        newest = self._newest.get(key.engine_id)
-        return newest is not None and newest != key
+        return self.newest(key.engine_id) not in (None, key)
 
     def is_home(self, spec: EngineSpec) -> bool:
         """Whether this daemon is the engine's home."""
@@ -371,14 +371,19 @@ class Registry:
             check_engine({record.spec.rank: (record.spec, record.layout)})
 
     def claim(self, record: RankRecord, replaced: MemberRank | None = None) -> LocalEngine:
-        """Add the rank, after `check_claim`. The first rank of a new generation supersedes the old one."""
+        """Add the rank, after `check_claim`. The first rank of a new generation supersedes the old one.
+
+        A generation that was here before the present one started does not: it has only connected again.
+        """
         self.check_claim(record, replaced)
         key = record.spec.key
         engine = self._engines.get(key)
         if engine is None:
             engine = self._engines[key] = LocalEngine(record.spec)
-            self._generations.setdefault(key.engine_id, {})[key] = engine
-            self._newest[key.engine_id] = key
+            order = self.ownerships.rank_holders.generations
+            order.add(key)
+            keys = order.sort((*self._generations.get(key.engine_id, ()), key))
+            self._generations[key.engine_id] = {key: self._engines[key] for key in keys}
         engine.put(record)
         return engine
 
@@ -392,13 +397,9 @@ class Registry:
         if engine.ranks:
             return
         del self._engines[key]
-        older = self._generations[key.engine_id]
-        del older[key]
-        if self._newest.get(key.engine_id) == key:
-            self._newest.pop(key.engine_id)
-            if older:
-                self._newest[key.engine_id] = next(reversed(older))
-        if not older:
+        others = self._generations[key.engine_id]
+        del others[key]
+        if not others:
             del self._generations[key.engine_id]
 
     def manifest(self, engine: LocalEngine, reader: str, pp_aware: bool) -> tuple[RankManifest, ...]:
