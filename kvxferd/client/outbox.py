@@ -82,9 +82,13 @@ class Outbox:
         if self._first or len(self._queue) != 1:
             return False
         item = self._queue[0]
-        if not isinstance(item, ClientPull | ClientPublish):
-            return True
-        return not item.unchecked and num_id_bytes(item.blocks) <= most_bytes
+        match item:
+            case ClientPull() | ClientPublish():
+                return not item.unchecked and num_id_bytes(item.blocks) <= most_bytes
+            case worker.Extend():
+                return num_id_bytes(item.blocks) <= most_bytes
+            case _:
+                return True
 
     def replay(self, items: Sequence[QueuedItem]) -> None:
         """Queue these before the items that wait."""

@@ -272,10 +272,7 @@ class RankHandle(Publisher):
         tokens = -1 if ready_tokens is None else as_int(ready_tokens, "ready_tokens", 0, f"extend {name:.80}")
         packed = self._pack_more(name, blocks) if blocks else None
         with self._connection.lock:
-            now = time.monotonic()
-            if packed is not None:
-                self._session.add_blocks(name, packed, now)
-            self._session.extend(name, tokens, now, unfinished(after))
+            self._session.extend(name, tokens, time.monotonic(), unfinished(after), packed)
             self._connection.flush()
 
     def prepare(self, ref: RefLike) -> None:

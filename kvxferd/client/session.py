@@ -318,6 +318,11 @@ class ClientSession:
     def add_blocks(self, transfer_id: TransferId, blocks: BlocksByGroup, now: float) -> None:
         """Add blocks to a transfer of this session that grows. Raises EngineError."""
         self._check_not_suspended(f"extend {transfer_id}")
+        if self._keep_blocks(transfer_id, blocks, now):
+            self._outbox.queue(worker.Extend(transfer_id=transfer_id, blocks=blocks))
+
+    def _keep_blocks(self, transfer_id: TransferId, blocks: BlocksByGroup, now: float) -> bool:
+        """Add blocks to those that are kept; return whether to send them. Else they go with the publish."""
         publish = self._publishes.get(transfer_id)
         if publish is None or publish.ready_tokens < 0:
             raise EngineError(
@@ -326,20 +331,29 @@ class ClientSession:
                 Code.TRANSFER_UNKNOWN,
             )
         self._publishes.add_blocks(publish, blocks, now)
-        if publish.sent_epoch == self.epoch and self.state is SessionState.READY:
-            self._outbox.queue(worker.Extend(transfer_id=transfer_id, blocks=blocks))
-        # else they are sent with the publish
+        return publish.sent_epoch == self.epoch and self.state is SessionState.READY
 
     def extend(
-        self, transfer_id: TransferId, ready_tokens: int, now: float, after: Completion | None = None
+        self,
+        transfer_id: TransferId,
+        ready_tokens: int,
+        now: float,
+        after: Completion | None = None,
+        blocks: BlocksByGroup | None = None,
     ) -> None:
-        """Send that this rank has written so many tokens (-1: all), once `after` is done."""
+        """Send that this rank has written so many tokens (-1: all), once `after` is done.
+
+        `blocks` are sent at once, and where nothing is waited for in one message with the report, so that
+        the daemon is woken once. Raises EngineError.
+        """
         what = f"extend {transfer_id}"
         self._check_not_suspended(what)
         publish = self._publishes.get(transfer_id)
         if publish is not None and ready_tokens > publish.num_tokens:
             raise EngineError(f"cannot {what} to {ready_tokens} tokens: it has {publish.num_tokens}")
         written = self._incarnations.own
+        if after is not None and blocks is not None:
+            self.add_blocks(transfer_id, blocks, now)
         if after is not None:
             self._pending_completions.add(
                 after,
@@ -347,7 +361,8 @@ class ClientSession:
                 lambda why: None,  # never ready: the lease ends the transfer
             )
             return
-        self._send_ready(transfer_id, now, written, ready_tokens)
+        to_send = blocks if blocks is not None and self._keep_blocks(transfer_id, blocks, now) else None
+        self._send_ready(transfer_id, now, written, ready_tokens, to_send)
 
     def _publish_written(self, publish: ClientPublish) -> None:
         """Queue a publish whose blocks are now written."""
@@ -371,7 +386,12 @@ class ClientSession:
         self._send_ready(transfer_id, now, written)
 
     def _send_ready(
-        self, transfer_id: TransferId, now: float, written: Incarnation, ready_tokens: int = -1
+        self,
+        transfer_id: TransferId,
+        now: float,
+        written: Incarnation,
+        ready_tokens: int = -1,
+        blocks: BlocksByGroup | None = None,
     ) -> None:
         if written != self._incarnations.own or self.registration.memory_state is not MemoryState.SHARED:
             return  # the rank has slept since, and the bytes are gone
@@ -384,7 +404,13 @@ class ClientSession:
             if ready_tokens < 0 and self._publishes.pop_whole(publish):
                 self._outbox.queue(publish)
         self._publishes.remember_ready(transfer_id, now, written, ready_tokens)
-        if self.state is SessionState.READY:  # else it is sent with the replay
+        if blocks is not None:
+            self._outbox.queue(
+                worker.Extend(
+                    transfer_id=transfer_id, blocks=blocks, incarnation=written, ready_tokens=ready_tokens
+                )
+            )
+        elif self.state is SessionState.READY:  # else it is sent with the replay
             self._queue_ready(transfer_id, written, ready_tokens)
 
     def _queue_ready(self, transfer_id: TransferId, written: Incarnation, ready_tokens: int) -> None:

@@ -502,8 +502,8 @@ class Node:
                 self.local_ranks.mover_acknowledged(session, message)
             case _:
                 self.worker_requests.handle(session, message, event.fence_word)
-                if isinstance(message, Publish | Extend | Ready) and session.engine is not None:
-                    self.grant_server.reconsider_transfer((session.engine, message.transfer_id))
+                if isinstance(message, Publish | Extend | Ready) and (engine := session.engine) is not None:
+                    self.grant_server.reconsider_transfer((engine, message.transfer_id))
 
     def _disconnect(self, session: Session, error: ProtocolError) -> None:
         """Close a session that broke the protocol. Other sessions are not affected."""

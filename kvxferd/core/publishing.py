@@ -24,7 +24,7 @@ from kvxferd.core.transfer_table import EarlyReady, Transfer, TransferKey, Trans
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
 from kvxferd.layout import GroupKind, PackedBlocks
-from kvxferd.plan import check_blocks_by, check_open_blocks, covered_tokens
+from kvxferd.plan import BlockRules, check_blocks_by, check_open_blocks, covered_tokens
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import TransferReleased
 from kvxferd.wire.traceparent import span_id_for
@@ -180,33 +180,26 @@ class PublishedTransfers:
         transfer = self.table.live.get((engine_key, message.transfer_id))
         if transfer is None or engine is None or transfer.session != session.session_id:
             return
-        added = sum(len(packed.ids) for packed in blocks.values())
-        states = {group.name for group, _ in engine.rules if group.kind is GroupKind.STATE}
-        merged = dict(transfer.blocks)
-        for name, packed in blocks.items():
-            before = merged.get(name)
-            if before is not None and before.ids and name not in states:
-                packed = msgspec.structs.replace(before, ids=before.ids + packed.ids)  # noqa: PLW2901
-            merged[name] = packed
+        rules = engine.rules
+        merged = _appended(rules, transfer.blocks, blocks)
+        charged = request_bytes(merged) - request_bytes(transfer.blocks)
         try:
             if transfer.has_all_blocks:
                 raise EngineError(f"cannot extend transfer {transfer.transfer_id}: it has all its blocks")
-            self._block_id_memory.check(transfer.uid, added, f"extend transfer {transfer.transfer_id}")
-            transfer.has_all_blocks = check_open_blocks(engine.rules, merged, transfer.num_tokens)
+            self._block_id_memory.check(transfer.uid, charged, f"extend transfer {transfer.transfer_id}")
+            transfer.has_all_blocks = check_open_blocks(rules, merged, transfer.num_tokens, blocks)
         except KvxferdError as error:
             self.release(transfer, error.code)
             return
-        charged = request_bytes(merged) - request_bytes(transfer.blocks)
         self._block_id_memory.add(transfer.uid, charged)
         transfer.charged_bytes += charged
         transfer.blocks = merged
-        transfer.covered_tokens = covered_tokens(engine.rules, merged, transfer.num_tokens)
+        transfer.covered_tokens = covered_tokens(rules, merged, transfer.num_tokens)
         self._renew_lease(transfer)
 
     def _renew_lease(self, transfer: Transfer) -> None:
-        """Keep a transfer that grows: its prefill runs."""
+        """Keep a transfer that grows: its prefill runs. The timer stays, and finds the lease renewed."""
         transfer.lease_expires_at = max(transfer.lease_expires_at, self._context.now + transfer.lease_s)
-        self._schedule_lease_check(transfer)
 
     def _incarnations_of(
         self, session: Session, engine: LocalEngine, message: Publish
@@ -472,6 +465,24 @@ class PublishedTransfers:
         self.gather_grants.check_integrity()
         for grant_id, transfer in self.table.by_grant.items():
             assert grant_id in transfer.grants, f"grant {grant_id} is on no lease"
+
+
+def _appended(
+    rules: BlockRules, kept: Mapping[GroupName, PackedBlocks], added: Mapping[GroupName, PackedBlocks]
+) -> dict[GroupName, PackedBlocks]:
+    """Return the lists with the added ids behind those that are kept; of a state the last list counts."""
+    merged = dict(kept)
+    for name, packed in added.items():
+        before = kept.get(name)
+        if before is None or not before.ids or _is_state(rules, name):
+            merged[name] = packed
+        else:
+            merged[name] = msgspec.structs.replace(before, ids=before.ids + packed.ids)
+    return merged
+
+
+def _is_state(rules: BlockRules, name: GroupName) -> bool:
+    return any(group.name == name and group.kind is GroupKind.STATE for group, _ in rules)
 
 
 def _owner_of(record: RankRecord) -> Owner:

@@ -195,8 +195,10 @@ class WorkerRequests:
         except BusyError:
             self._withdraw(session, message.transfer_id)  # its blocks are not known any more
             return
-        if session.engine is not None:
-            self._published.extend(session, session.engine, message, blocks)
+        if (engine := session.engine) is not None:
+            self._published.extend(session, engine, message, blocks)
+        if message.incarnation:
+            self._ready(session, message)
 
     def _withdraw(self, session: Session, transfer_id: TransferId) -> None:
         if session.engine is not None:
@@ -211,7 +213,7 @@ class WorkerRequests:
         )
         self._context.emit(SendToWorker(session.session_id, refused))
 
-    def _ready(self, session: Session, message: Ready) -> None:
+    def _ready(self, session: Session, message: Ready | Extend) -> None:
         rank = session.rank
         if rank is None:
             raise ProtocolError("cannot take ready: this connection is not a rank", Code.OUT_OF_PLACE)

@@ -89,19 +89,25 @@ def check_blocks_by(
         _check_list(group, blocks[group.name], num_tokens, granule_tokens)
 
 
-def check_open_blocks(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> bool:
+def check_open_blocks(
+    rules: BlockRules,
+    blocks: Mapping[GroupName, PackedBlocks],
+    num_tokens: int,
+    added: Mapping[GroupName, PackedBlocks] | None = None,
+) -> bool:
     """Check the lists of a request that grows to `num_tokens`; return whether they hold all of it.
 
-    A list may be empty until the last part comes; then each group has one. Raises EngineError
-    (blocks-invalid).
+    A list may be empty until the last part comes; then each group has one. `added` are the last ids of lists
+    whose other ids were checked before: then those alone are checked, in a time that does not grow with the
+    lists. An id that is in two parts is found when its list is complete. Raises EngineError (blocks-invalid).
     """
-    unknown = sorted(blocks.keys() - {rule.group.name for rule in rules})
+    unknown = blocks.keys() - {rule.group.name for rule in rules}
     if unknown:
-        raise blocks_invalid(f"cannot use blocks of group {unknown[0]!r}: the engine has no such group")
+        raise blocks_invalid(f"cannot use blocks of group {min(unknown)!r}: the engine has no such group")
     is_whole = True
     for group, granule_tokens in rules:
-        listed = blocks.get(group.name, PackedBlocks(b""))
-        if not listed.ids:
+        listed = blocks.get(group.name)
+        if listed is None or not listed.ids:
             is_whole = False
             continue
         if group.kind is GroupKind.STATE:
@@ -110,7 +116,15 @@ def check_open_blocks(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks
         side = block_geometry(group)
         end = listed.first_token + len(listed) * side.id_tokens
         is_whole &= end >= num_tokens
-        _check_list(group, listed, max(min(end, num_tokens), listed.first_token + 1), granule_tokens)
+        part = listed if added is None else added.get(group.name)
+        if part is None:
+            continue
+        if end < num_tokens and len(part) < len(listed):
+            _check_end(side, listed)
+            _check_ids(group.name, group.num_blocks, part)
+            _check_no_id_twice(group.name, part)
+        else:
+            _check_list(group, listed, max(min(end, num_tokens), listed.first_token + 1), granule_tokens)
     return is_whole
 
 
@@ -188,16 +202,22 @@ def _check_list(group: Group, listed: PackedBlocks, num_tokens: int, granule: in
             f"cannot use the {len(listed)} blocks of group {group.name!r}: tokens "
             f"[{listed.first_token}, {num_tokens}) at {side.id_tokens} a block take {needed}"
         )
+    _check_no_id_twice(group.name, listed)
+
+
+def _check_no_id_twice(name: GroupName, listed: PackedBlocks) -> None:
     repeated = duplicate_id(listed)
     if repeated is not None:
-        raise blocks_invalid(f"cannot use block {repeated} of group {group.name!r} twice in one request")
+        raise blocks_invalid(f"cannot use block {repeated} of group {name!r} twice in one request")
 
 
 def duplicate_id(listed: PackedBlocks) -> int | None:
     """Return the smallest id that is listed twice."""
     if len(listed) <= MAX_IDS_WITHOUT_NUMPY:
-        few = sorted(unpack_ids(listed.ids).tolist())
-        return next((a for a, b in itertools.pairwise(few) if a == b), None)
+        few = unpack_ids(listed.ids).tolist()
+        if len(set(few)) == len(few):
+            return None
+        return next(a for a, b in itertools.pairwise(sorted(few)) if a == b)
     ids = ids_as_int32(listed)
     if (ids[1:] > ids[:-1]).all():
         return None  # in order, as a new allocator hands them out

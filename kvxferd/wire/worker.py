@@ -111,11 +111,16 @@ class Publish(Message, frozen=True, tag="publish"):
 
 
 class Extend(Message, frozen=True, tag="extend"):
-    """The publisher adds blocks to a transfer that is not whole: `ids` follow those that were sent before."""
+    """The publisher adds blocks to a transfer that is not whole: `ids` follow those that were sent before.
+
+    A rank that publishes and has written them sends its report along, as in `Ready`.
+    """
 
     transfer_id: TransferId
     blocks: LimitedBlocks
     stream: int = 0
+    incarnation: Incarnation = Incarnation("")  # "": there is no report
+    ready_tokens: int = -1
 
 
 class Ready(Message, frozen=True, tag="ready"):

@@ -128,7 +128,8 @@ class MoverPool:
 
     def set_busy(self, busy: bool) -> None:
         """While busy, fork only the movers that were requested."""
-        self._feed(BusyChanged(busy))
+        if self._decisions.is_changed_by(busy):
+            self._feed(BusyChanged(busy))
 
     def status(self) -> PoolStatus:
         """Return how many movers there are and of which library, or why there are none."""

@@ -120,6 +120,10 @@ class PoolDecisions:
         effects, self._effects = self._effects, []
         return effects
 
+    def is_changed_by(self, is_busy: bool) -> bool:
+        """Whether `BusyChanged` would do anything. Each event of the daemon asks, and nearly none does."""
+        return is_busy != self._is_busy or (not is_busy and self._num_wanted() > 0)
+
     def next_deadline(self) -> float | None:
         """Return when a `Tick` is due; None: never."""
         return self._timers.next_deadline()
@@ -299,14 +303,16 @@ class PoolDecisions:
         self._timers.cancel("refill")
         if not self._library or self._is_stopping:
             return
-        wanted = len(self._waiters)
-        if not self._is_busy:
-            wanted += max(0, self.size - len(self._warm))
-        for _ in range(wanted - len(self._starting)):
+        for _ in range(self._num_wanted()):
             mover = MoverId(next(self._mover_ids))
             self._starting[mover] = False
             self.evidence.add(mover)
             self._effects.append(RequestFork(mover, self._new_agent()))
+
+    def _num_wanted(self) -> int:
+        """Return how many movers to fork now."""
+        spare = 0 if self._is_busy else max(0, self.size - len(self._warm))
+        return len(self._waiters) + spare - len(self._starting)
 
     def _on_message(self, mover: MoverId, message: FromMover) -> None:
         if isinstance(message, MoverUp):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvxferd.client.gpu_events import unfinished
 from kvxferd.errors import KvxferdError
+from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks, pack_ids
 from tests.property.simulation.memory import BLOCK_TOKENS
 
@@ -54,11 +55,12 @@ class Growth:
         if work is None:
             return
         now, is_last = process.clock.now(), not rest
+        blocks = None
+        if self._adds_blocks and process is transfer.publisher and (ids := self._blocks(before, tokens)):
+            blocks = {GroupName("full"): PackedBlocks(pack_ids(ids))}
         try:
-            if self._adds_blocks and process is transfer.publisher and (ids := self._blocks(before, tokens)):
-                blocks = {"full": PackedBlocks(pack_ids(ids))}
-                process.session.add_blocks(transfer.transfer_id, blocks, now)
-            process.session.extend(transfer.transfer_id, -1 if is_last else tokens, now, unfinished(work))
+            ready = -1 if is_last else tokens
+            process.session.extend(transfer.transfer_id, ready, now, unfinished(work), blocks)
         except KvxferdError:
             return  # it is over, or the rank is to sleep
         process.act(f"extends {transfer.transfer_id} to {tokens} tokens")

@@ -16,7 +16,8 @@ from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import MIN_STALE_TIMERS, ClientPull, ClientPullPhase, ClientPulls
 from kvxferd.client.refs import TransferRef
 from kvxferd.errors import BusyError, Code
-from kvxferd.ids import Endpoint, EngineId, Generation, TransferId
+from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, TransferId
+from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.wire import worker
 from kvxferd.wire.common import Message
 from kvxferd.wire.limits import FENCE_WORD_BYTES
@@ -182,3 +183,11 @@ def test_a_request_is_short_by_its_block_ids() -> None:
     assert not queue.outbox.has_one_short_item(7)
     queue.pull(deadline=30.0)
     assert not queue.outbox.has_one_short_item(1 << 20)
+
+
+def test_an_extension_is_short_by_its_block_ids() -> None:
+    queue = Queue()
+    blocks = {GroupName("full"): PackedBlocks(pack_ids([1, 2]))}
+    queue.outbox.queue(worker.Extend(transfer_id=TransferId("req-1"), blocks=blocks))
+    assert queue.outbox.has_one_short_item(8)
+    assert not queue.outbox.has_one_short_item(7)

@@ -8,6 +8,8 @@ from kvxferd.client import BlockList, Progress, Released, make_ref
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
+from kvxferd.wire.common import BlockIds
+from kvxferd.wire.limits import IDS_PART_BYTES
 from tests.support.client_harness import Stage
 from tests.support.scripted_daemon import until
 
@@ -28,11 +30,43 @@ def test_a_transfer_grows(stage: Stage) -> None:
     published = stage.side.expect(worker.Publish)
     assert (ids_of(published), published.num_tokens, published.ready_tokens) == ([3], 40, 16)
     rank.extend("t1", 32, lists(1))
-    assert ids_of(stage.side.expect(worker.Extend)) == [1]
-    assert stage.side.expect(worker.Ready).ready_tokens == 32
-    rank.extend("t1", None, lists(2))
+    extended = stage.side.expect(worker.Extend)
+    assert (ids_of(extended), extended.ready_tokens) == ([1], 32)
+    assert extended.incarnation  # the report goes with the blocks
+    rank.add_blocks("t1", lists(2))
+    added = stage.side.expect(worker.Extend)
+    assert (ids_of(added), added.incarnation) == ([2], "")
+    rank.extend("t1")
+    report = stage.side.expect(worker.Ready)
+    assert (report.ready_tokens, report.incarnation) == (-1, extended.incarnation)
+
+
+@pytest.mark.parametrize("is_report", [True, False])
+def test_many_blocks_are_sent_at_once_and_whole(stage: Stage, is_report: bool) -> None:
+    """More ids than a frame holds go in parts, and the last part waits for no later request."""
+    rank = stage.rank(version=NEWEST)
+    num_ids = IDS_PART_BYTES // 4 + 1
+    many = {"full": BlockList(ids=[0] * num_ids)}
+    rank.publish("t1", {}, num_ids * 16, ready_tokens=0)
+    stage.side.expect(worker.Publish)
+    if is_report:
+        rank.extend("t1", 16, many)
+    else:
+        rank.add_blocks("t1", many)
+    parts = [stage.side.expect(BlockIds).ids for _ in range(2)]
+    extended = stage.side.expect(worker.Extend)
+    assert len(b"".join(parts)) == 4 * num_ids
+    assert extended.ready_tokens == (16 if is_report else -1)
+
+
+def test_a_report_of_too_much_adds_no_blocks(stage: Stage) -> None:
+    rank = stage.rank(version=NEWEST)
+    rank.publish("t1", lists(3), 40, ready_tokens=16)
+    stage.side.expect(worker.Publish)
+    with pytest.raises(EngineError, match="to 41 tokens: it has 40"):
+        rank.extend("t1", 41, lists(1))
+    rank.extend("t1", 32, lists(2))
     assert ids_of(stage.side.expect(worker.Extend)) == [2]
-    assert stage.side.expect(worker.Ready).ready_tokens == -1
 
 
 def test_all_tokens_are_the_whole(stage: Stage) -> None:

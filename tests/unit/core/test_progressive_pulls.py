@@ -51,9 +51,20 @@ def extend(source: Worker, before: int, ready: int, transfer_id: str = "t1") -> 
     """Write up to `ready` tokens, and report them with the blocks that they add."""
     write(source, ready)
     added = SOURCE_IDS[blocks_of(before) : blocks_of(ready)]
+    report = -1 if ready == TOKENS else ready
     if added:
-        source.say(wk.Extend(transfer_id=transfer_id, blocks={"full": PackedBlocks(pack_ids(added))}))
-    source.say(wk.Ready(transfer_id=transfer_id, ready_tokens=-1 if ready == TOKENS else ready))
+        say_extend(source, added, report, transfer_id)
+    else:
+        source.say(wk.Ready(transfer_id=transfer_id, ready_tokens=report))
+
+
+def say_extend(source: Worker, ids: list[int], ready: int, transfer_id: str = "t1") -> None:
+    """Send blocks with a report of so many tokens, as a rank does that publishes."""
+    blocks = {"full": PackedBlocks(pack_ids(ids))}
+    extended = wk.Extend(
+        transfer_id=transfer_id, blocks=blocks, incarnation=source.incarnation, ready_tokens=ready
+    )
+    source.say(extended)
 
 
 def pull(sink: Worker, ref: TransferRef, deadline_s: float = 30.0, first: int = 0, **more: object) -> int:
@@ -228,7 +239,7 @@ def test_more_tokens_than_blocks_are_not_read(world, source, sink):
 
 
 @pytest.mark.parametrize(
-    "ids", [SOURCE_IDS, [3], [1 << 20], [-1]], ids=["too many", "twice", "beyond the pool", "negative"]
+    "ids", [SOURCE_IDS, [20, 20], [1 << 20], [-1]], ids=["too many", "twice", "beyond the pool", "negative"]
 )
 def test_a_wrong_extension_ends_the_transfer_alone(world, source, sink, ids):
     ticket = pull(sink, publish(source, ready=8))
@@ -239,6 +250,17 @@ def test_a_wrong_extension_ends_the_transfer_alone(world, source, sink, ids):
     second = pull(sink, other)
     extend(source, 8, TOKENS, "t2")
     check_delivered(sink, second)
+
+
+def test_a_block_that_is_in_two_parts_is_found_at_the_end(world, source, sink):
+    """Each part is checked by itself, so that a part costs the same at the end of a long list."""
+    ticket = pull(sink, publish(source, ready=8))
+    first, *_ = SOURCE_IDS
+    say_extend(source, [first], ready=12)
+    assert progress_of(sink) == [8, 12]
+    say_extend(source, SOURCE_IDS[blocks_of(12) :], ready=-1)
+    assert [(m.transfer_id, m.why) for m in source.heard(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
+    assert sink.ended(ticket).code is Code.RELEASED
 
 
 @pytest.mark.parametrize("ready", [-2, TOKENS + 1])
@@ -254,6 +276,14 @@ def test_an_impossible_report_ends_its_session_alone(world, source, sink):
     assert source.heard(wk.Farewell)
     ref = other.publish("t1", SOURCE_IDS, TOKENS)
     assert isinstance(sink.ended(pull(sink, ref)), wk.Delivered)
+
+
+def test_blocks_of_another_mapping_of_the_memory_end_the_transfer(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    blocks = {"full": PackedBlocks(pack_ids(SOURCE_IDS[2:]))}
+    source.say(wk.Extend(transfer_id="t1", blocks=blocks, incarnation="before", ready_tokens=-1))
+    assert source.heard(wk.Released)[0].why is Code.RANK_LOST
+    assert sink.ended(ticket).code is Code.RELEASED
 
 
 def test_a_source_that_answers_without_progress_fails_that_pull(world, source, sink, monkeypatch):

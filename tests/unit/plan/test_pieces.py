@@ -103,6 +103,21 @@ def test_lists_grow_until_each_group_has_all():
     assert check_open_blocks(RULES, lists, 20)
 
 
+def test_a_part_is_checked_by_itself_until_its_list_is_complete():
+    grown = {"full": PackedBlocks(pack_ids([1, 1, 2]))}  # that 1 stands twice was found before, or will be
+    assert not check_open_blocks(RULES, grown, 20, {"full": PackedBlocks(pack_ids([2]))})
+    complete = {"full": PackedBlocks(pack_ids([1, 1, 2, 3, 4]))}
+    with pytest.raises(EngineError, match="cannot use block 1 of group 'full' twice"):
+        check_open_blocks(RULES, complete, 20, {"full": PackedBlocks(pack_ids([4]))})
+
+
+@pytest.mark.parametrize("ids", [[2, 2], [NUM_BLOCKS], [-1]])
+def test_a_part_that_does_not_fit_is_refused(ids: list[int]):
+    part = PackedBlocks(pack_ids(ids))
+    with pytest.raises(EngineError, match="cannot use block"):
+        check_open_blocks(RULES, {"full": PackedBlocks(pack_ids([1, *ids]))}, 40, {"full": part})
+
+
 def test_only_groups_with_full_attention_are_covered():
     assert covered_tokens(RULES[1:], {"window": packed(5)}, 20) == 0
     assert covered_tokens(RULES, {}, 20) == 0

@@ -92,6 +92,22 @@ def test_ready_movers_are_assigned_in_order_and_replaced_after_a_delay_unless_bu
     assert kinds(pool.wait(REFILL_DELAY_S)) == ["RequestFork"]
 
 
+def test_it_matters_that_nothing_runs_while_a_mover_is_wanted_and_when_it_changes() -> None:
+    pool = Pool(size=2)
+    assert pool.decisions.is_changed_by(True)
+    assert not pool.decisions.is_changed_by(False)  # both are starting
+    pool.make_ready(ONE)
+    pool.make_ready(TWO)
+    pool.feed(events.BusyChanged(True))
+    pool.feed(events.MoverRequested(1))
+    assert not pool.decisions.is_changed_by(True)
+    assert pool.decisions.is_changed_by(False)
+    pool.feed(events.BusyChanged(False))
+    assert pool.decisions.is_changed_by(False)  # until the next one is forked
+    pool.wait(REFILL_DELAY_S)
+    assert not pool.decisions.is_changed_by(False)
+
+
 def test_a_mover_that_is_stopped_before_its_agent_is_made_is_killed_and_replaced() -> None:
     pool = Pool()
     pool.feed(events.MoverRequested(7))
