@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvxferd.bench.cases import BLOCKS_PER_RUN
 from kvxferd.bench.measures.calls import BORROWED, COPIED, MANY_IDS, CallIds, Calls
 from kvxferd.bench.measures.crossing import CROSSINGS, CrossingPoint
 from kvxferd.bench.measures.first_pull import FirstPull
@@ -12,6 +13,7 @@ from kvxferd.bench.measures.head_of_line import HeadOfLine
 from kvxferd.bench.measures.idle import Idle
 from kvxferd.bench.measures.latency import PULL_GAP_S, Latency
 from kvxferd.bench.measures.parallel import Parallel
+from kvxferd.bench.measures.progressive import ExtendCost, ProgressivePoint
 from kvxferd.bench.points import Point, median, percentile
 from kvxferd.bench.results import Figure
 from kvxferd.bench.workload import MIB
@@ -32,6 +34,10 @@ SUMMARY = (
     "crossing_ratio",
     "crossing_ratio_lowest",
     "worst_against_direct",
+    "handover_ratio",
+    "handover_ratio_one_chunk",
+    "extend_rank_us",
+    "extend_daemon_us",
 )
 
 _MB = 1e6
@@ -57,6 +63,8 @@ class Measurements:
     idle: Idle | None = None
     first_pull: FirstPull | None = None
     crossing: list[CrossingPoint] = field(default_factory=list)
+    progressive: list[ProgressivePoint] = field(default_factory=list)
+    extends: ExtendCost | None = None
 
 
 def figures_of(found: Measurements) -> list[Figure]:
@@ -70,6 +78,8 @@ def figures_of(found: Measurements) -> list[Figure]:
         *_head_of_line(found.head_of_line),
         *_parallel(found.parallel),
         *_crossing(found.crossing),
+        *_progressive(found.progressive),
+        *_extends(found.extends),
     ]
 
 
@@ -370,4 +380,37 @@ def _worst_against_direct(points: list[CrossingPoint]) -> list[Figure]:
             f"{len(chosen)} points that auto did not read directly throughout; median of {worst.rounds} "
             "alternated pairs",
         )
+    ]
+
+
+def _progressive(points: list[ProgressivePoint]) -> list[Figure]:
+    """Return what is waited for after the end, over the first transport."""
+    figures: list[Figure] = []
+    for point in (point for point in points if point.transport == points[0].transport):
+        is_one = point.num_chunks == 1
+        size = f"{point.chunk_bytes // MIB} MiB"
+        chunks = f"one chunk of {size}" if is_one else f"{point.num_chunks} chunks of {size}"
+        how = (
+            f"{chunks} over {point.transport}, fragmented lists, reported as far apart as the pull takes for "
+            f"one; extend() for the last to Delivered, by pull() to Delivered of a whole transfer, prepared; "
+            f"median of {point.rounds} rounds, in turn"
+        )
+        name, aim = ("handover_ratio_one_chunk", 1.05) if is_one else ("handover_ratio", 0.25)
+        title = f"handover by a pull after the end, {chunks}"
+        figures.append(_at_most(name, title, point.ratio, aim, how, ""))
+    return figures
+
+
+def _extends(found: ExtendCost | None) -> list[Figure]:
+    if found is None:
+        return []
+    calls = f"{found.n} calls of {BLOCKS_PER_RUN} blocks a round, that nobody reads"
+    apart = f"{calls}, {found.gap_s * 1e3:.0f} ms apart; median of {found.rounds}"
+    loop = f"{calls}, without a pause; median of {found.rounds}"
+    rank, daemon = found.rank_in_a_loop_s * 1e6, found.daemon_in_a_loop_s * 1e6
+    return [
+        _at_most("extend_rank_us", "extend(), processor time, rank", found.rank_s * 1e6, 50, apart, "us"),
+        _at_most("extend_daemon_us", "the same, its daemon", found.daemon_s * 1e6, 50, apart, "us"),
+        _without_aim("extend_rank_loop_us", "extend() in a loop, rank", rank, loop, "us"),
+        _without_aim("extend_daemon_loop_us", "the same, its daemon", daemon, loop, "us"),
     ]

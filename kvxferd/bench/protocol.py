@@ -53,6 +53,28 @@ class PublishCommand(Line, frozen=True, tag="publish"):
     names: list[str]
 
 
+class OpenCommand(Line, frozen=True, tag="open"):
+    """Publish a transfer of the first slot's blocks, of which none is written yet."""
+
+    case: Case
+    name: str
+
+
+class ExtendCommand(Line, frozen=True, tag="extend"):
+    """Report an opened transfer in equal chunks, each `gap_s` after the one before, the first too."""
+
+    case: Case
+    name: str
+    num_chunks: int
+    gap_s: float
+
+
+class UnpublishCommand(Line, frozen=True, tag="unpublish"):
+    """Withdraw a transfer that nobody reads, and wait until it is released."""
+
+    ref: dict[str, Any]
+
+
 class AwaitRelease(Line, frozen=True, tag="await-release"):
     """Wait until these transfers are released."""
 
@@ -75,7 +97,7 @@ class PullCommand(Line, frozen=True, tag="pull"):
     """Pull the references in order, at most `window` at a time, from time `at` on (0: now).
 
     `lent`: the client borrows the block ids instead of copying them. `gap_s`: between the end of
-    one and the start of the next, for pulls one at a time.
+    one and the start of the next, for pulls one at a time. `progressive`: read what is ready meanwhile.
     """
 
     case: Case
@@ -84,6 +106,7 @@ class PullCommand(Line, frozen=True, tag="pull"):
     at: float = 0.0
     lent: bool = False
     gap_s: float = 0.0
+    progressive: bool = False
 
 
 class PullBehind(Line, frozen=True, tag="pull-behind"):
@@ -175,6 +198,14 @@ class Published(Line, frozen=True, tag="published"):
     refs: list[dict[str, Any]]
 
 
+class Extended(Line, frozen=True, tag="extended"):
+    """The chunks are reported. Seconds; `cpu_s` is of all calls, `other_cpu_s` of the client's threads."""
+
+    last_at: float  # when the last was reported, of the monotonic clock of the source's machine
+    cpu_s: float
+    other_cpu_s: float
+
+
 class Moved(Line, frozen=True, tag="moved"):
     """One sample for each request, in the order of the command; a large one comes first."""
 
@@ -203,6 +234,9 @@ class CommandFailed(Line, frozen=True, tag="broken"):
 RankCommand = (
     StartRank
     | PublishCommand
+    | OpenCommand
+    | ExtendCommand
+    | UnpublishCommand
     | AwaitRelease
     | PrepareCommand
     | AbandonCommand
@@ -214,6 +248,6 @@ RankCommand = (
 )
 BaselineCommand = AttachMemory | AddRemote | MapSourceMemory | Move | SetPolling
 Command = RankCommand | BaselineCommand
-Reply = Done | RankStarted | Published | Moved | Checked | MemoryAttached | CommandFailed
+Reply = Done | RankStarted | Published | Extended | Moved | Checked | MemoryAttached | CommandFailed
 
 PROTOCOL: LineProtocol[Command, Reply] = LineProtocol(Command, Reply, CommandFailed)

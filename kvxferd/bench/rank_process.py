@@ -77,6 +77,37 @@ class BenchRank:
         ]
         return protocol.Published(refs=[ref.to_dict() for ref in refs])
 
+    def open(self, command: protocol.OpenCommand) -> protocol.Published:
+        """Publish a transfer before anything of it is written."""
+        none = {name: client.BlockList(ids=[]) for name in block_lists(command.case, "source", 0)}
+        ref = self._rank.publish(command.name, none, command.case.num_tokens, ready_tokens=0)
+        return protocol.Published(refs=[ref.to_dict()])
+
+    def extend(self, command: protocol.ExtendCommand) -> protocol.Extended:
+        """Report one chunk after the other, at the given rate."""
+        case, num_chunks = command.case, command.num_chunks
+        lists = block_lists(case, "source", 0)
+        size, tokens = case.blocks // num_chunks, case.num_tokens // num_chunks
+        chunks = [
+            {name: client.BlockList(ids=ids[n * size : (n + 1) * size].data) for name, ids in lists.items()}
+            for n in range(num_chunks)
+        ]
+        cpu_s, began_all, began_own = 0.0, time.process_time(), time.thread_time()
+        began = last_at = time.perf_counter()
+        for number, blocks in enumerate(chunks, 1):
+            _wait_until(began + number * command.gap_s)
+            last_at, began_cpu = time.perf_counter(), time.thread_time()
+            self._rank.extend(command.name, None if number == num_chunks else number * tokens, blocks)
+            cpu_s += time.thread_time() - began_cpu
+        own_s = time.thread_time() - began_own
+        other_s = max(0.0, time.process_time() - began_all - own_s)
+        return protocol.Extended(last_at=last_at, cpu_s=cpu_s, other_cpu_s=other_s)
+
+    def unpublish(self, command: protocol.UnpublishCommand) -> protocol.Done:
+        """Withdraw a transfer; the daemon releases it at once."""
+        self._rank.unpublish(command.ref)
+        return self.await_release(protocol.AwaitRelease(names=[command.ref["transfer_id"]]))
+
     def await_release(self, command: protocol.AwaitRelease) -> protocol.Done:
         """Wait for the daemon to release the blocks."""
         deadline = time.perf_counter() + RELEASE_TIMEOUT_S
@@ -118,7 +149,8 @@ class BenchRank:
                 number, ref = following
                 if number and command.gap_s:
                     time.sleep(command.gap_s)
-                started = self._start_pull(ref, lists[number % len(lists)], command.case)
+                blocks = lists[number % len(lists)]
+                started = self._start_pull(ref, blocks, command.case, command.progressive)
                 running[started[0]] = (number, *started[1:])
             event = self._events.next_event(time.perf_counter() + 2 * PULL_DEADLINE_S)
             ended = time.perf_counter()
@@ -155,11 +187,17 @@ class BenchRank:
         return protocol.Moved(samples=[large_sample, *samples])
 
     def _start_pull(
-        self, ref: dict[str, Any], blocks: Blocks, case: Case
+        self, ref: dict[str, Any], blocks: Blocks, case: Case, progressive: bool = False
     ) -> tuple[client.PullTicket, float, float]:
         num_tokens = case.num_tokens
         began = time.perf_counter()
-        ticket = self._rank.pull(ref, blocks=blocks, num_tokens=num_tokens, deadline_s=PULL_DEADLINE_S)
+        ticket = self._rank.pull(
+            ref,
+            blocks=blocks,
+            num_tokens=num_tokens,
+            deadline_s=PULL_DEADLINE_S,
+            progressive=progressive,
+        )
         return ticket, began, time.perf_counter()
 
     # --- content
@@ -254,6 +292,12 @@ def _handle_rank_command(process: BenchRank, command: protocol.Command) -> proto
     match command:
         case protocol.PublishCommand():
             return process.publish(command)
+        case protocol.OpenCommand():
+            return process.open(command)
+        case protocol.ExtendCommand():
+            return process.extend(command)
+        case protocol.UnpublishCommand():
+            return process.unpublish(command)
         case protocol.AwaitRelease():
             return process.await_release(command)
         case protocol.PrepareCommand():

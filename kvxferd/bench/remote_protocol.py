@@ -13,7 +13,7 @@ import msgspec
 from kvxferd.bench.hosts import WorkerKind
 from kvxferd.errors import Code, KvxferdError
 
-REMOTE_VERSION = 2
+REMOTE_VERSION = 3
 CONNECT_TIMEOUT_S = 10.0
 # The kernel's default is two hours.
 KEEPALIVE_TIMEOUT_S = 30

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from kvxferd.bench.implementations import TITLES
 from kvxferd.bench.measures.crossing import CrossingPoint
+from kvxferd.bench.measures.progressive import ProgressivePoint
 from kvxferd.bench.points import Point
 from kvxferd.bench.results import Figure, Result
 from kvxferd.tooling.output import format_bytes, format_duration
@@ -25,6 +26,7 @@ def render_report(result: Result) -> RenderableType:
     ]
     tables = [_points(result.points)] if result.points else []
     tables += [_crossing(result.crossing)] if result.crossing else []
+    tables += [_progressive(result.progressive)] if result.progressive else []
     return Group(*tables, _figures(result.figures), Text("\n".join(lines)))
 
 
@@ -74,6 +76,22 @@ def _crossing(points: list[CrossingPoint]) -> Table:
             f"{point.auto_to_direct:.2f}",
             f"{point.auto_to_equal:.2f}",
             f"{point.auto_covered_bytes / (point.bytes * point.rounds):.0%}",
+        )
+    return table
+
+
+def _progressive(points: list[ProgressivePoint]) -> Table:
+    table = Table(title="Pulls while chunks are written: medians of rounds", title_justify="left")
+    for head in ("over", "chunks"):
+        table.add_column(head)
+    for head in ("a chunk each", "pull after the end", "handover", "handover by pull"):
+        table.add_column(head, justify="right")
+    for point in points:
+        table.add_row(
+            point.transport,
+            f"{point.num_chunks} of {format_bytes(point.chunk_bytes)}",
+            *map(format_duration, (point.gap_s, point.plain_s, point.handover_s)),
+            f"{point.ratio:.2f}",
         )
     return table
 

@@ -12,6 +12,7 @@ import msgspec
 
 import kvxferd
 from kvxferd.bench.measures.crossing import CrossingPoint
+from kvxferd.bench.measures.progressive import ProgressivePoint
 from kvxferd.bench.points import Point
 from kvxferd.bench.proc_stats import busy_cpu_seconds
 
@@ -55,6 +56,7 @@ class Result(msgspec.Struct, kw_only=True):
     figures: list[Figure]
     summary: dict[str, float | None]
     crossing: list[CrossingPoint] = []
+    progressive: list[ProgressivePoint] = []
     error: str = ""  # why results are missing
 
 

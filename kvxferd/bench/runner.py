@@ -23,6 +23,7 @@ from kvxferd.bench.measures import (
     idle,
     latency,
     parallel,
+    progressive,
     throughput,
 )
 from kvxferd.bench.proc_stats import available_bytes
@@ -40,8 +41,12 @@ MOVER_ENVIRONMENT_VARIABLE = "KVXFERD_MOVER_ENVIRONMENT"
 # Memory beside the two regions: workers, movers, baselines.
 _HEADROOM_BYTES = 2 * GIB
 
-MEASURES = frozenset(("latency", "throughput", "calls", "behind", "parallel", "idle", "first", "crossing"))
-POINT_MEASURES = frozenset(("latency", "throughput", "crossing"))  # taken over every transport
+MEASURES = frozenset(
+    ("latency", "throughput", "calls", "behind", "parallel", "idle", "first", "crossing", "progressive")
+)
+POINT_MEASURES = frozenset(("latency", "throughput", "crossing", "progressive"))  # over every transport
+# Of measures that compare the clocks of both sides.
+ONE_MACHINE_MEASURES = frozenset(("progressive",))
 
 ReportProgress = Callable[[str], None]
 
@@ -74,6 +79,8 @@ def check_memory(asked: BenchOptions) -> None:
     workload = asked.workload
     region = throughput.region_bytes(workload.points) if "throughput" in asked.measures else 0
     region = max(region, workload.head_of_line_bytes if "behind" in asked.measures else 0)
+    growing = workload.progressive if "progressive" in asked.measures else ()
+    region = max([region, *map(progressive.memory_bytes, growing)])
     needed, there = 2 * region + _HEADROOM_BYTES, available_bytes()
     if needed > there:
         raise KvxferdError(
@@ -123,6 +130,7 @@ async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
         figures=figures,
         summary=summary_of(figures),
         crossing=found.crossing,
+        progressive=found.progressive,
         error=error,
     )
 
@@ -162,6 +170,8 @@ async def _measure_transport(
             if transport == "cma" and testbed.can_copy:
                 _require_cma(testbed.daemons["source"].pid)
             await _measure_points(testbed, transport, asked.workload, wanted, found, say, is_first)
+            if "progressive" in wanted:
+                await _measure_progressive(testbed, transport, asked.workload, found, say, is_first)
             await _measure_rest(testbed, asked.workload, wanted, found, say)
     if "crossing" in wanted:
         await _measure_crossing(hosts, transport, asked.workload, found, say)
@@ -216,6 +226,26 @@ async def _measure_points(
                 f"{point.shape}, {point.lists}, {format_bytes(point.size_bytes)}, {point.in_flight} in flight"
             )
             say(f"  {what}: {rate:.2f} GB/s, {point.ratio_to_raw:.2f} of raw NIXL")
+
+
+async def _measure_progressive(
+    testbed: Testbed,
+    transport: str,
+    workload: Workload,
+    found: Measurements,
+    say: ReportProgress,
+    is_first: bool,
+) -> None:
+    say(f"pulls while chunks are written ({transport})")
+    async for point in progressive.measure_progressive(testbed, transport, workload):
+        found.progressive.append(point)
+        say(
+            f"  {point.num_chunks} of {format_bytes(point.chunk_bytes)}: handover in "
+            f"{point.handover_s * 1e3:.1f} ms, {point.ratio:.2f} of a pull after the end"
+        )
+    if is_first:
+        say("processor time of extend")
+        found.extends = await progressive.measure_extends(testbed, workload)
 
 
 async def _measure_rest(

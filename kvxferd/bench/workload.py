@@ -41,6 +41,15 @@ class CrossingSize:
     transports: tuple[str, ...] = tuple(TRANSPORT_ENVIRONMENTS)
 
 
+@dataclass(frozen=True)
+class ProgressiveSize:
+    """A transfer of the progressive measure: so many chunks of so many bytes."""
+
+    num_chunks: int
+    chunk_bytes: int
+    rounds: int
+
+
 # So many pairs of pulls are alternated for a median of their ratios.
 CROSSING_ROUNDS = 15
 QUICK_CROSSING = (CrossingSize(64 * MIB, CROSSING_ROUNDS),)
@@ -65,6 +74,13 @@ class Workload:
     head_of_line_bytes: int
     idle_s: float
     crossing: tuple[CrossingSize, ...] = ()
+    progressive: tuple[ProgressiveSize, ...] = ()
+    extends: int = 64  # calls, of each of the rounds
+
+
+def progressive_sizes(rounds: int) -> tuple[ProgressiveSize, ...]:
+    """Return a prompt of several chunks and one of a single chunk, for which nothing can be gained."""
+    return ProgressiveSize(8, 64 * MIB, rounds), ProgressiveSize(1, 64 * MIB, rounds)
 
 
 def quick_workload() -> Workload:
@@ -80,7 +96,9 @@ def quick_workload() -> Workload:
         for size in (4 * MIB, 64 * MIB)
     ]
     pulls.append(ThroughputPoint("mamba2-hybrid", BlockPattern.FRAGMENTED, 64 * MIB, 1))
-    return Workload(tuple(pulls), 7, 150, 60, 7, 64, 600, LARGE_BYTES, 5.0, QUICK_CROSSING)
+    return Workload(
+        tuple(pulls), 7, 150, 60, 7, 64, 600, LARGE_BYTES, 5.0, QUICK_CROSSING, progressive_sizes(7)
+    )
 
 
 def full_workload(
@@ -99,4 +117,16 @@ def full_workload(
         for window in in_flight
         if size * window <= LARGE_BYTES
     )
-    return Workload(pulls, rounds, 150, 60, max(7, rounds), 32, 2000, LARGE_BYTES, 20.0, FULL_CROSSING)
+    return Workload(
+        pulls,
+        rounds,
+        150,
+        60,
+        max(7, rounds),
+        32,
+        2000,
+        LARGE_BYTES,
+        20.0,
+        FULL_CROSSING,
+        progressive_sizes(rounds),
+    )

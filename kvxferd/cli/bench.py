@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 SHAPE_NAMES = ("llama-3-70b", "qwen3-8b", "deepseek-v3", "mamba2-hybrid")
 LIST_NAMES = ("contiguous", "fragmented", "scattered")
 TRANSPORT_NAMES = ("cma", "tcp", "any")
-MEASURE_NAMES = ("latency", "throughput", "calls", "behind", "parallel", "idle", "first", "crossing")
+MEASURE_NAMES = (
+    "latency",
+    "throughput",
+    "calls",
+    "behind",
+    "parallel",
+    "idle",
+    "first",
+    "crossing",
+    "progressive",
+)
 PLOT_SUFFIXES = (".png", ".svg")
 
 MIN_SIZE, MAX_SIZE = 64 << 10, 2 << 30
@@ -49,7 +59,8 @@ class Size(click.ParamType[int]):
     "measures",
     type=click.Choice(MEASURE_NAMES),
     multiple=True,
-    help="Only these measures. Default: all.",
+    help="Only these measures. Default: all; with --peer all but progressive, which compares the clocks of "
+    "both sides.",
 )
 @click.option(
     "--shape",
@@ -161,13 +172,18 @@ def _bench_options(options: dict[str, Any]) -> BenchOptions:
     from dataclasses import replace
 
     from kvxferd.bench.cases import BlockPattern
-    from kvxferd.bench.runner import BenchOptions
+    from kvxferd.bench.runner import ONE_MACHINE_MEASURES, BenchOptions
     from kvxferd.bench.workload import ALL_IN_FLIGHT, ALL_SIZES, full_workload, quick_workload
 
     peer = options["peer"]
     if peer and "#" not in peer:
         raise click.BadParameter("write HOST:PORT#TOKEN, as --serve printed it", param_hint="--peer")
     measures = frozenset(options["measures"] or MEASURE_NAMES)
+    if peer and options["measures"] and (here := sorted(measures & ONE_MACHINE_MEASURES)):
+        raise click.UsageError(
+            f"--measure {here[0]} compares the clocks of both sides, which differ with --peer: leave one out"
+        )
+    measures -= ONE_MACHINE_MEASURES if peer else frozenset()
     if options["quick"]:
         for name in ("shapes", "lists", "sizes", "in_flight", "rounds"):
             if options[name]:

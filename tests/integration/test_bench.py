@@ -19,7 +19,7 @@ from kvxferd.bench.cases import BlockPattern
 from kvxferd.bench.figures import SUMMARY
 from kvxferd.bench.measures import crossing
 from kvxferd.bench.runner import BenchOptions, run_bench
-from kvxferd.bench.workload import CrossingSize, ThroughputPoint, Workload
+from kvxferd.bench.workload import CrossingSize, ProgressiveSize, ThroughputPoint, Workload
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -108,6 +108,8 @@ def test_the_whole_summary_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
         head_of_line_bytes=64 * MIB,
         idle_s=0.5,
         crossing=(CrossingSize(4 * MIB, 2),),
+        progressive=(ProgressiveSize(3, 2 * MIB, 2), ProgressiveSize(1, 2 * MIB, 2)),
+        extends=4,
     )
     said: list[str] = []
     result = run_bench(BenchOptions(effort, ("cma",), is_quick=True), said.append)
@@ -120,6 +122,7 @@ def test_the_whole_summary_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["grant_unprepared_us"].value > 0
     assert figures["movers_parent_rss_mb"].value > 10
     assert 0 < figures["pull_to_post_ratio"].value < 1
+    assert [(point.num_chunks, point.bytes) for point in result.progressive] == [(3, 6 * MIB), (1, 2 * MIB)]
     assert "idle" in said
 
 

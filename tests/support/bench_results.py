@@ -10,6 +10,7 @@ from kvxferd.bench.measures.head_of_line import HeadOfLine
 from kvxferd.bench.measures.idle import Idle
 from kvxferd.bench.measures.latency import Latency
 from kvxferd.bench.measures.parallel import Parallel
+from kvxferd.bench.measures.progressive import ExtendCost, ProgressivePoint
 from kvxferd.bench.points import Point, point_of
 from kvxferd.bench.protocol import Sample
 from kvxferd.bench.results import Machine, Result
@@ -88,6 +89,12 @@ def findings() -> Measurements:
             crossing_point(CROSSINGS[0], 0.1, 0.01, covered=1.0, transport="tcp"),
             crossing_point(CROSSINGS[-1], 0.5, 0.1, covered=1.0, rounds=3),
         ],
+        progressive=[
+            progressive_point(8, 0.2),
+            progressive_point(1, 1.1),
+            progressive_point(8, 0.9, transport="tcp"),
+        ],
+        extends=ExtendCost(64, 7, 0.005, 60e-6, 40e-6, 30e-6, 20e-6),
     )
 
 
@@ -118,6 +125,21 @@ def crossing_point(
     )
 
 
+def progressive_point(num_chunks: int, ratio: float, transport: str = "cma") -> ProgressivePoint:
+    """A point of chunks of 64 MiB."""
+    return ProgressivePoint(
+        transport=transport,
+        num_chunks=num_chunks,
+        chunk_bytes=64 * MIB,
+        bytes=num_chunks * 64 * MIB,
+        rounds=7,
+        gap_s=0.02,
+        plain_s=0.02 * num_chunks,
+        handover_s=0.02 * num_chunks * ratio,
+        ratio=ratio,
+    )
+
+
 def result() -> Result:
     """A whole run."""
     found = findings()
@@ -140,6 +162,7 @@ def result() -> Result:
         load_after=0.2,
         points=found.points,
         crossing=found.crossing,
+        progressive=found.progressive,
         figures=figures,
         summary=summary_of(figures),
     )

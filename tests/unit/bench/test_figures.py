@@ -35,6 +35,10 @@ KEYS = {
     "crossing_ratio",
     "crossing_ratio_lowest",
     "worst_against_direct",
+    "handover_ratio",
+    "handover_ratio_one_chunk",
+    "extend_rank_us",
+    "extend_daemon_us",
 }
 
 
@@ -59,6 +63,10 @@ def test_the_summary_has_exactly_its_keys_and_what_was_measured() -> None:
         "worst_against_direct": pytest.approx(
             0.95
         ),  # not 0.7, which auto read directly, nor 0.5 of three rounds
+        "handover_ratio": pytest.approx(0.2),
+        "handover_ratio_one_chunk": pytest.approx(1.1),
+        "extend_rank_us": pytest.approx(60),
+        "extend_daemon_us": pytest.approx(40),
     }
 
 
@@ -69,6 +77,9 @@ def test_aims_are_judged() -> None:
     assert figures["throughput_ratio_64m_lowest"].value == pytest.approx(0.5)
     assert figures["added_latency_us_p99"].met is False
     assert figures["pull_to_post_ratio"].met is None
+    assert (figures["handover_ratio"].met, figures["handover_ratio_one_chunk"].met) == (True, False)
+    assert (figures["extend_rank_us"].met, figures["extend_daemon_us"].met) == (False, True)
+    assert figures["extend_daemon_loop_us"].value == pytest.approx(20)
     assert figures["added_latency_apart_us_p99"].value == pytest.approx(400)
     assert figures["pull_to_post_ratio"].value == pytest.approx(0.001)
     assert all(figure.how for figure in figures.values())

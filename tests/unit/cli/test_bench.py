@@ -32,6 +32,7 @@ from tests.support import bench_results
         (["--plot", "bench.pdf"], "must end in .png or .svg"),
         (["--plot", "/nowhere/at/all/bench.png"], "there is no directory"),
         (["--peer", "other:4000"], "HOST:PORT#TOKEN"),
+        (["--peer", "other:4000#0", "--measure", "progressive"], "the clocks of both sides"),
         (["--serve", "127.0.0.1:0", "--quick"], "--serve takes no other flag"),
         (["--serve", "nonsense"], "write HOST:PORT"),
         (["--serve", "203.0.113.1:0"], "cannot serve on 203.0.113.1:0"),
@@ -55,6 +56,20 @@ def test_what_flags_offer_is_what_there_is() -> None:
     assert tuple(lists.value for lists in BlockPattern) == bench.LIST_NAMES
     assert tuple(workload.TRANSPORT_ENVIRONMENTS) == bench.TRANSPORT_NAMES
     assert set(bench.MEASURE_NAMES) == runner.MEASURES
+
+
+def test_with_another_machine_all_is_measured_but_what_compares_clocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[runner.BenchOptions] = []
+
+    def run(options: runner.BenchOptions, say: object) -> object:
+        asked.append(options)
+        return bench_results.result()
+
+    monkeypatch.setattr(runner, "run_bench", run)
+    assert CliRunner().invoke(root, ["bench", "--quick", "--json", "--peer", "other:4000#0"]).exit_code == 0
+    assert asked[0].measures == runner.MEASURES - {"progressive"}
 
 
 def test_too_much_for_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +127,11 @@ def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
     assert quick.head_of_line_bytes == 2 << 30
     assert {pulls.size_bytes for pulls in quick.points} >= {4 << 20, 64 << 20}
     assert {pulls.shape for pulls in quick.points} == set(SHAPES)
+    assert {(size.num_chunks, size.chunk_bytes) for size in quick.progressive} == {
+        (8, 64 << 20),
+        (1, 64 << 20),
+    }
+    assert all(size.rounds >= 7 for size in quick.progressive)
 
 
 def test_a_picture_without_matplotlib_is_refused_first(

@@ -1,0 +1,207 @@
+"""Transfers that are read while they are written, beside pulls of the same bytes after the end, in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+
+from kvxferd.bench import protocol
+from kvxferd.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case, blocks_for
+from kvxferd.bench.implementations import KVXFERD, Implementation, KvxferdPulls
+from kvxferd.bench.points import median
+from kvxferd.bench.proc_stats import cpu_seconds
+from kvxferd.bench.protocol import Sample
+from kvxferd.bench.rounds import interleave
+from kvxferd.bench.shapes import Deployment, footprint, layers_for
+from kvxferd.bench.testbed import EnginePair, Testbed
+from kvxferd.bench.workload import ProgressiveSize, Workload
+from kvxferd.tooling.async_tasks import gather_or_cancel
+
+SHAPE = "llama-3-70b"
+PROGRESSIVE = "progressive"
+EXTEND_GAP_S = 0.005  # an engine's steps are tens of milliseconds; then every process has slept, too
+_LATEST = 5  # pulls that say how long a chunk takes to read
+
+_names = itertools.count()
+
+
+class ProgressivePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One number of chunks. Times are medians of the rounds, in seconds."""
+
+    transport: str
+    num_chunks: int
+    chunk_bytes: int
+    bytes: int  # of the whole transfer
+    rounds: int
+    gap_s: float  # between two chunks: as long as the plain pull takes for one
+    plain_s: float  # pull() of the transfer that is whole, prepared, to Delivered
+    handover_s: float  # `extend` for the last chunk to Delivered
+    ratio: float  # median over rounds: of the handover by the plain pull of the same round
+
+
+@dataclass(frozen=True)
+class ExtendCost:
+    """Processor time of a call of `extend`, in seconds: medians of rounds. Nobody reads the transfer."""
+
+    n: int
+    rounds: int
+    gap_s: float
+    rank_s: float  # of the source's process: the call, and what the client's threads do for it
+    daemon_s: float
+    rank_in_a_loop_s: float  # without a gap between the calls
+    daemon_in_a_loop_s: float
+
+
+class WholePulls:
+    """Pulls of transfers that are whole."""
+
+    name = KVXFERD
+    is_verifiable = True
+
+    def __init__(self, pair: EnginePair) -> None:
+        self._pulls = KvxferdPulls(pair)
+        self.seconds: list[float] = []
+
+    async def move(self, case: Case, count: int, window: int) -> list[Sample]:
+        """Publish, prepare, pull."""
+        samples = await self._pulls.move(case, count, window)
+        self.seconds += [sample.ended - sample.began for sample in samples]
+        return samples
+
+
+class ProgressivePulls:
+    """Pulls of transfers whose chunks are reported meanwhile. A sample begins with the last report."""
+
+    name = PROGRESSIVE
+    is_verifiable = True
+
+    def __init__(self, pair: EnginePair, num_chunks: int, beside: WholePulls) -> None:
+        self._pair = pair
+        self._num_chunks = num_chunks
+        self._beside = beside
+
+    @property
+    def gap_s(self) -> float:
+        """How long the latest plain pulls took for a chunk."""
+        return median(self._beside.seconds[-_LATEST:]) / self._num_chunks
+
+    async def move(self, case: Case, count: int, window: int) -> list[Sample]:
+        """Open one transfer after the other, pull it, and report its chunks."""
+        return [await self._move_one(case) for _ in range(count)]
+
+    async def _move_one(self, case: Case) -> Sample:
+        pair, name = self._pair, _new_name()
+        opened = await pair.source.request(protocol.OpenCommand(case=case, name=name), protocol.Published)
+        pull = protocol.PullCommand(case=case, refs=opened.refs, progressive=True)
+        pulled = asyncio.ensure_future(pair.sink.request(pull, protocol.Moved))
+        extend = protocol.ExtendCommand(case=case, name=name, num_chunks=self._num_chunks, gap_s=self.gap_s)
+        extended = asyncio.ensure_future(pair.source.request(extend, protocol.Extended))
+        await gather_or_cancel(pulled, extended)
+        await pair.source.request(protocol.AwaitRelease(names=[name]), protocol.Done)
+        (sample,) = pulled.result().samples
+        last = extended.result().last_at
+        # Delivered has the bytes of the last piece. That all are there is checked by their content.
+        return Sample(last, last, last, sample.ended, num_bytes(case), sample.runs)
+
+
+async def measure_progressive(
+    testbed: Testbed, transport: str, workload: Workload
+) -> AsyncIterator[ProgressivePoint]:
+    """Yield a point for each size."""
+    for size in workload.progressive:
+        deployment = deployment_of(transport, size)
+        async with testbed.pair(deployment, baselines=False) as pair:
+            yield await _measure_point(pair, transport, size)
+
+
+async def measure_extends(testbed: Testbed, workload: Workload) -> ExtendCost:
+    """Measure what a call costs the source's process and its daemon, on this machine."""
+    calls = workload.extends
+    deployment = Deployment(name="extends", shape=SHAPE, layers=1, pool_blocks=calls * BLOCKS_PER_RUN)
+    case = Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=calls * BLOCKS_PER_RUN)
+    apart, in_a_loop = [], []
+    async with testbed.pair(deployment, baselines=False) as pair:
+        for number in range(workload.rounds + 1):
+            costs = [await _cost_of_extends(pair, case, calls, gap_s) for gap_s in (EXTEND_GAP_S, 0.0)]
+            if number > 0:  # the first round is a warm-up
+                apart.append(costs[0])
+                in_a_loop.append(costs[1])
+    return ExtendCost(
+        n=calls,
+        rounds=workload.rounds,
+        gap_s=EXTEND_GAP_S,
+        rank_s=median([rank for rank, _ in apart]),
+        daemon_s=median([daemon for _, daemon in apart]),
+        rank_in_a_loop_s=median([rank for rank, _ in in_a_loop]),
+        daemon_in_a_loop_s=median([daemon for _, daemon in in_a_loop]),
+    )
+
+
+def deployment_of(transport: str, size: ProgressiveSize) -> Deployment:
+    """Return engines with room for one transfer."""
+    layers = layers_for(SHAPE, size.chunk_bytes)
+    alone = Deployment(name="alone", shape=SHAPE, layers=layers, pool_blocks=1)
+    return msgspec.structs.replace(
+        alone,
+        name=f"progressive-{transport}-{size.num_chunks}",
+        pool_blocks=size.num_chunks * _chunk_blocks(alone, size.chunk_bytes),
+    )
+
+
+def num_bytes(case: Case) -> int:
+    """Return the bytes of one transfer."""
+    return case.blocks * footprint(case.deployment.layout()).block_bytes
+
+
+def memory_bytes(size: ProgressiveSize) -> int:
+    """Return the memory of one side."""
+    return deployment_of("any", size).region_bytes
+
+
+def _chunk_blocks(deployment: Deployment, chunk_bytes: int) -> int:
+    """Return how many blocks come closest to a chunk, in whole runs."""
+    return max(1, round(blocks_for(deployment, chunk_bytes) / BLOCKS_PER_RUN)) * BLOCKS_PER_RUN
+
+
+async def _measure_point(pair: EnginePair, transport: str, size: ProgressiveSize) -> ProgressivePoint:
+    deployment = pair.deployment
+    case = Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=deployment.pool_blocks)
+    whole = WholePulls(pair)
+    await whole.move(case, 1, 1)  # connects, and maps every page
+    growing = ProgressivePulls(pair, size.num_chunks, whole)
+    implementations: list[Implementation] = [whole, growing]
+    found = await interleave(pair, case, implementations, size.rounds, 1)
+    plain_s = [one.seconds for one in found.by_implementation[KVXFERD]]
+    handover_s = [one.seconds for one in found.by_implementation[PROGRESSIVE]]
+    return ProgressivePoint(
+        transport=transport,
+        num_chunks=size.num_chunks,
+        chunk_bytes=size.chunk_bytes,
+        bytes=num_bytes(case),
+        rounds=size.rounds,
+        gap_s=median(plain_s) / size.num_chunks,
+        plain_s=median(plain_s),
+        handover_s=median(handover_s),
+        ratio=median([ours / theirs for ours, theirs in zip(handover_s, plain_s, strict=True)]),
+    )
+
+
+async def _cost_of_extends(pair: EnginePair, case: Case, calls: int, gap_s: float) -> tuple[float, float]:
+    """Return the processor time of a call, of the rank and of its daemon."""
+    name, pid = _new_name(), pair.testbed.daemons["source"].pid
+    opened = await pair.source.request(protocol.OpenCommand(case=case, name=name), protocol.Published)
+    before = cpu_seconds(pid)
+    command = protocol.ExtendCommand(case=case, name=name, num_chunks=calls, gap_s=gap_s)
+    extended = await pair.source.request(command, protocol.Extended)
+    # The daemon has handled every call once it has handled what comes behind them.
+    await pair.source.request(protocol.UnpublishCommand(ref=opened.refs[0]), protocol.Done)
+    daemon_s = cpu_seconds(pid) - before
+    return (extended.cpu_s + extended.other_cpu_s) / calls, daemon_s / calls
+
+
+def _new_name() -> str:
+    return f"progressive-{next(_names)}"
