@@ -11,7 +11,7 @@ from kvxferd.core.registry import LocalRank
 from kvxferd.errors import Code
 from kvxferd.ids import GroupName, MoverId, PullId, Ticket
 from kvxferd.layout import PackedBlocks
-from kvxferd.wire.common import TransferRef
+from kvxferd.wire.common import Refusal, TransferRef
 from kvxferd.wire.mover import PullOutcome, PullProgress
 from kvxferd.wire.traceparent import span_id_for
 
@@ -104,6 +104,7 @@ class Pull:
     piece: Piece | None = None  # that the mover reads
     tokens_read: int = 0  # of the pieces that are there
     bytes_read: int = 0
+    more_refused: Refusal | None = None  # why the source will have no more, learnt while a piece is read
     fence_word: bytes = b""  # of the transfer that they are of
     asked_mover: bool = False  # the mover was requested to report what the pull waits for
     progress: PullProgress | None = None  # its reply

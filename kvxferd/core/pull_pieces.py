@@ -28,12 +28,15 @@ def next_piece(pull: Pull) -> Piece | None:
     return Piece(rules.slice(pull.blocks, pull.tokens_read, end), end, is_last=False)
 
 
-def tokens_to_wait_for(pull: Pull) -> int:
-    """Return after how many tokens more is worth reading: those that it has, and nearly a piece."""
+def tokens_to_wait_for(pull: Pull, tokens: int) -> int:
+    """Return after how many tokens more is worth reading: those that it has, and nearly a piece.
+
+    `tokens`: those that it has, or will have when the piece is there that is read now.
+    """
     hold = pull.held_grant
     assert hold.plan is not None
     step = PieceRules(hold.plan).step_tokens
     if not step:
         return pull.num_tokens  # all is read with the last piece
     bytes_per_token = max(1, pull.local_bytes // pull.num_tokens)
-    return pull.tokens_read + max(step, MIN_PIECE_BYTES // bytes_per_token) - 1
+    return tokens + max(step, MIN_PIECE_BYTES // bytes_per_token) - 1

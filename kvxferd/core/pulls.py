@@ -171,6 +171,7 @@ class Pulls:
             self._fail(pull, PullTrigger.REFUSE, refusal.code, refusal.message, refusal.retry_after_s)
             return
         self._release_former_grant(pull)
+        pull.more_refused = None
         assert hold.granted is not None
         if hold.granted.fence_word != pull.fence_word:
             pull.fence_word, pull.tokens_read, pull.bytes_read = hold.granted.fence_word, 0, 0
@@ -180,8 +181,6 @@ class Pulls:
         """Give a pull that holds its grant to its rank's mover; without one it waits for the next bind."""
         hold = pull.held_grant
         assert hold.plan is not None and hold.granted is not None
-        if hold.on_more is not None:
-            return  # no more is ready than it has
         mover = pull.rank.mover
         if (
             mover is None
@@ -213,6 +212,8 @@ class Pulls:
         pull.asked_mover, pull.progress = False, None
         pull.posted_at = self._context.now
         self._start_on_mover(mover, pull)
+        if not piece.is_last:
+            self._request_more(pull, piece.end)  # so that the answer is there when the piece is
 
     def post_waiting(self, rank: LocalRank) -> None:
         """Post the pulls that wait for the rank's mover: it has one again."""
@@ -267,16 +268,32 @@ class Pulls:
         """Wait until the source has more to read, or all."""
         if pull.held_grant.state is not GrantState.HELD:
             self._post_or_reacquire(pull)
+        elif pull.more_refused is not None:
+            self._more_ready(pull, pull.held_grant, pull.more_refused)
+        else:
+            self._request_more(pull, pull.tokens_read)
+
+    def _request_more(self, pull: Pull, tokens: int) -> None:
+        """Ask for more than so many tokens, unless that is asked already."""
+        hold = pull.held_grant
+        if hold.on_more is not None or hold.state is not GrantState.HELD:
             return
         left_s = pull.deadline - self._context.now
-        hold = pull.held_grant
         self._grant_client.request_more(
-            hold, tokens_to_wait_for(pull), left_s, lambda refusal: self._more_ready(pull, hold, refusal)
+            hold,
+            tokens_to_wait_for(pull, tokens),
+            left_s,
+            lambda refusal: self._more_ready(pull, hold, refusal),
         )
 
     def _more_ready(self, pull: Pull, hold: HeldGrant, refusal: Refusal | None) -> None:
-        if pull.phase is not PullPhase.WAITING or pull.held_grant is not hold:
+        """Go on with what the source has, or with why it has no more; while a piece is read, behind it."""
+        if pull.held_grant is not hold:
             return
+        if pull.phase is not PullPhase.WAITING:
+            pull.more_refused = refusal
+            return
+        pull.more_refused = None
         if refusal is None:
             self._post_or_reacquire(pull)
         elif refusal.code is Code.BINDING_STALE and not pull.retried:

@@ -356,6 +356,37 @@ def test_a_piece_that_is_late_is_in_doubt_until_its_mover_says_so(world, source,
     assert [m.ticket for m in sink.heard(wk.Quiesced)] == [ticket]
 
 
+def test_what_became_ready_while_a_piece_was_read_is_read_at_once(world, source, sink):
+    """The reader asks ahead: no message goes between two pieces that are ready."""
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    extend(source, 8, 16)
+    world.hold_network = True
+    mover.copy()
+    mover.finish()
+    assert progress_of(sink) == [8]
+    assert pieces_of(mover)[-1].num_tokens == 16
+    mover.copy()
+    mover.finish()
+    assert progress_of(sink) == [8, 16]
+    mover.hold, world.hold_network = False, False
+    extend(source, 16, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_a_mover_that_dies_with_the_first_piece_is_followed_by_another(world, source, sink):
+    """The question for what comes behind that piece is open, and the piece does not wait for it."""
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    mover.die()
+    world.advance(1)
+    assert progress_of(sink) == [8]
+    extend(source, 8, TOKENS)
+    check_delivered(sink, ticket)
+
+
 def test_a_mover_that_dies_with_a_piece_leaves_those_before(world, source, sink):
     ticket = pull(sink, publish(source, ready=8))
     mover = mover_of(sink)
