@@ -386,7 +386,7 @@ def _worst_against_direct(points: list[CrossingPoint]) -> list[Figure]:
 def _progressive(points: list[ProgressivePoint]) -> list[Figure]:
     """Return what is waited for after the end, over the first transport."""
     figures: list[Figure] = []
-    for point in (point for point in points if point.transport == points[0].transport):
+    for point in (point for point in points if point.transport == points[0].transport and point.pace == 1):
         is_one = point.num_chunks == 1
         size = f"{point.chunk_bytes // MIB} MiB"
         chunks = f"one chunk of {size}" if is_one else f"{point.num_chunks} chunks of {size}"

@@ -84,13 +84,15 @@ def _progressive(points: list[ProgressivePoint]) -> Table:
     table = Table(title="Pulls while chunks are written: medians of rounds", title_justify="left")
     for head in ("over", "chunks"):
         table.add_column(head)
-    for head in ("a chunk each", "pull after the end", "handover", "handover by pull"):
+    for head in ("a chunk each", "pace", "pull after the end", "handover", "handover by pull"):
         table.add_column(head, justify="right")
     for point in points:
         table.add_row(
             point.transport,
             f"{point.num_chunks} of {format_bytes(point.chunk_bytes)}",
-            *map(format_duration, (point.gap_s, point.plain_s, point.handover_s)),
+            format_duration(point.gap_s),
+            f"{point.pace:g}",
+            *map(format_duration, (point.plain_s, point.handover_s)),
             f"{point.ratio:.2f}",
         )
     return table

@@ -240,7 +240,7 @@ async def _measure_progressive(
     async for point in progressive.measure_progressive(testbed, transport, workload):
         found.progressive.append(point)
         say(
-            f"  {point.num_chunks} of {format_bytes(point.chunk_bytes)}: handover in "
+            f"  {point.num_chunks} of {format_bytes(point.chunk_bytes)}, pace {point.pace:g}: handover in "
             f"{point.handover_s * 1e3:.1f} ms, {point.ratio:.2f} of a pull after the end"
         )
     if is_first:

@@ -43,11 +43,15 @@ class CrossingSize:
 
 @dataclass(frozen=True)
 class ProgressiveSize:
-    """A transfer of the progressive measure: so many chunks of so many bytes."""
+    """A transfer of the progressive measure: so many chunks of so many bytes.
+
+    `pace`: the time between two chunks, by that which the plain pull takes for one.
+    """
 
     num_chunks: int
     chunk_bytes: int
     rounds: int
+    pace: float = 1.0
 
 
 # So many pairs of pulls are alternated for a median of their ratios.
@@ -79,8 +83,13 @@ class Workload:
 
 
 def progressive_sizes(rounds: int) -> tuple[ProgressiveSize, ...]:
-    """Return a prompt of several chunks and one of a single chunk, for which nothing can be gained."""
-    return ProgressiveSize(8, 64 * MIB, rounds), ProgressiveSize(1, 64 * MIB, rounds)
+    """Return prompts of several chunks, and one of a single chunk, for which nothing can be gained."""
+    chunk_bytes = 64 * MIB
+    return (
+        ProgressiveSize(8, chunk_bytes, rounds),
+        ProgressiveSize(8, chunk_bytes, rounds, pace=1.5),  # reading keeps up with ease
+        ProgressiveSize(1, chunk_bytes, rounds),
+    )
 
 
 def quick_workload() -> Workload:

@@ -92,6 +92,7 @@ def findings() -> Measurements:
         progressive=[
             progressive_point(8, 0.2),
             progressive_point(1, 1.1),
+            progressive_point(8, 0.15, pace=1.5),
             progressive_point(8, 0.9, transport="tcp"),
         ],
         extends=ExtendCost(64, 7, 0.005, 60e-6, 40e-6, 30e-6, 20e-6),
@@ -125,7 +126,9 @@ def crossing_point(
     )
 
 
-def progressive_point(num_chunks: int, ratio: float, transport: str = "cma") -> ProgressivePoint:
+def progressive_point(
+    num_chunks: int, ratio: float, transport: str = "cma", pace: float = 1.0
+) -> ProgressivePoint:
     """A point of chunks of 64 MiB."""
     return ProgressivePoint(
         transport=transport,
@@ -133,7 +136,8 @@ def progressive_point(num_chunks: int, ratio: float, transport: str = "cma") -> 
         chunk_bytes=64 * MIB,
         bytes=num_chunks * 64 * MIB,
         rounds=7,
-        gap_s=0.02,
+        pace=pace,
+        gap_s=0.02 * pace,
         plain_s=0.02 * num_chunks,
         handover_s=0.02 * num_chunks * ratio,
         ratio=ratio,

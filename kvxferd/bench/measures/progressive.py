@@ -37,7 +37,8 @@ class ProgressivePoint(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int
     bytes: int  # of the whole transfer
     rounds: int
-    gap_s: float  # between two chunks: as long as the plain pull takes for one
+    pace: float
+    gap_s: float  # between two chunks: `pace` times as long as the plain pull takes for one
     plain_s: float  # pull() of the transfer that is whole, prepared, to Delivered
     handover_s: float  # `extend` for the last chunk to Delivered
     ratio: float  # median over rounds: of the handover by the plain pull of the same round
@@ -79,15 +80,15 @@ class ProgressivePulls:
     name = PROGRESSIVE
     is_verifiable = True
 
-    def __init__(self, pair: EnginePair, num_chunks: int, beside: WholePulls) -> None:
+    def __init__(self, pair: EnginePair, size: ProgressiveSize, beside: WholePulls) -> None:
         self._pair = pair
-        self._num_chunks = num_chunks
+        self._size = size
         self._beside = beside
 
     @property
     def gap_s(self) -> float:
-        """How long the latest plain pulls took for a chunk."""
-        return median(self._beside.seconds[-_LATEST:]) / self._num_chunks
+        """The time between two chunks, by what the latest plain pulls took."""
+        return self._size.pace * median(self._beside.seconds[-_LATEST:]) / self._size.num_chunks
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Open one transfer after the other, pull it, and report its chunks."""
@@ -98,7 +99,9 @@ class ProgressivePulls:
         opened = await pair.source.request(protocol.OpenCommand(case=case, name=name), protocol.Published)
         pull = protocol.PullCommand(case=case, refs=opened.refs, progressive=True)
         pulled = asyncio.ensure_future(pair.sink.request(pull, protocol.Moved))
-        extend = protocol.ExtendCommand(case=case, name=name, num_chunks=self._num_chunks, gap_s=self.gap_s)
+        extend = protocol.ExtendCommand(
+            case=case, name=name, num_chunks=self._size.num_chunks, gap_s=self.gap_s
+        )
         extended = asyncio.ensure_future(pair.source.request(extend, protocol.Extended))
         await gather_or_cancel(pulled, extended)
         await pair.source.request(protocol.AwaitRelease(names=[name]), protocol.Done)
@@ -147,7 +150,7 @@ def deployment_of(transport: str, size: ProgressiveSize) -> Deployment:
     alone = Deployment(name="alone", shape=SHAPE, layers=layers, pool_blocks=1)
     return msgspec.structs.replace(
         alone,
-        name=f"progressive-{transport}-{size.num_chunks}",
+        name=f"progressive-{transport}-{size.num_chunks}-{size.pace:g}",
         pool_blocks=size.num_chunks * _chunk_blocks(alone, size.chunk_bytes),
     )
 
@@ -172,7 +175,7 @@ async def _measure_point(pair: EnginePair, transport: str, size: ProgressiveSize
     case = Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=deployment.pool_blocks)
     whole = WholePulls(pair)
     await whole.move(case, 1, 1)  # connects, and maps every page
-    growing = ProgressivePulls(pair, size.num_chunks, whole)
+    growing = ProgressivePulls(pair, size, whole)
     implementations: list[Implementation] = [whole, growing]
     found = await interleave(pair, case, implementations, size.rounds, 1)
     plain_s = [one.seconds for one in found.by_implementation[KVXFERD]]
@@ -183,7 +186,8 @@ async def _measure_point(pair: EnginePair, transport: str, size: ProgressiveSize
         chunk_bytes=size.chunk_bytes,
         bytes=num_bytes(case),
         rounds=size.rounds,
-        gap_s=median(plain_s) / size.num_chunks,
+        pace=size.pace,
+        gap_s=size.pace * median(plain_s) / size.num_chunks,
         plain_s=median(plain_s),
         handover_s=median(handover_s),
         ratio=median([ours / theirs for ours, theirs in zip(handover_s, plain_s, strict=True)]),

@@ -127,10 +127,7 @@ def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
     assert quick.head_of_line_bytes == 2 << 30
     assert {pulls.size_bytes for pulls in quick.points} >= {4 << 20, 64 << 20}
     assert {pulls.shape for pulls in quick.points} == set(SHAPES)
-    assert {(size.num_chunks, size.chunk_bytes) for size in quick.progressive} == {
-        (8, 64 << 20),
-        (1, 64 << 20),
-    }
+    assert {(size.num_chunks, size.pace) for size in quick.progressive} == {(8, 1.0), (8, 1.5), (1, 1.0)}
     assert all(size.rounds >= 7 for size in quick.progressive)
 
 
