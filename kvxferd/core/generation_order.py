@@ -16,7 +16,7 @@ MAX_ENGINES, MAX_GENERATIONS = 1024, 8
 
 
 class GenerationOrder:
-    """The latest generations of each engine in the order in which this daemon, or an earlier one, met them."""
+    """The latest generations of each engine, in the order in which this daemon or an earlier one met them."""
 
     def __init__(self) -> None:
         self._met: OrderedDict[EngineId, list[Generation]] = OrderedDict()
@@ -32,7 +32,7 @@ class GenerationOrder:
             self._met.popitem(last=False)
 
     def sort(self, keys: Iterable[EngineKey]) -> list[EngineKey]:
-        """Return generations of one engine, the oldest first; unknown ones stay before those that are known."""
+        """Return generations of one engine, the oldest first; unknown ones stay before known ones."""
 
         def position(key: EngineKey) -> int:
             met = self._met.get(key.engine_id, [])

@@ -38,7 +38,7 @@ from kvxferd.wire.peer import (
 # Ranks that other nodes have joined here, all together and those of one CURVE key, or without keys of one
 # route. The largest engine has 4,096, and half as many may be of one peer.
 MAX_MEMBERS, MAX_MEMBERS_PER_PEER = 4096, 2048
-# Requests that left a rank, the latest. An entry that others push out only lets a delayed `JoinRank` in again.
+# Requests that left a rank, the latest. An entry that is pushed out only lets a delayed `JoinRank` in again.
 MAX_LEFT = 4096
 
 
