@@ -21,12 +21,14 @@ from tests.property.simulation.memory import BLOCK_TOKENS, NUM_BLOCKS, NUM_HEADS
 from tests.property.simulation.oracle import GpuWork, Pull, Violation, Wanted
 from tests.property.simulation.process import Process
 from tests.property.simulation.readers import Readers
+from tests.property.simulation.told import check_is_free
 
 if TYPE_CHECKING:
     from tests.property.simulation.daemon import Connection, Daemon
     from tests.property.simulation.world import World
 
 MAX_ATTEMPTS = 3
+SHORT_SHARE = 0.12  # of the pulls: their deadline is about when they end
 NUM_LAYERS = 2
 REUSED = 0xEE  # what an engine writes into blocks that it was given back
 
@@ -398,7 +400,8 @@ class Engine:
             return
         ids = self.rng.sample(free, len(transfer.ids))
         self.check_free_blocks(process, ids)
-        timeout_s = timeout_s or self.rng.choice((1.0, 3.0, 8.0))
+        short = self.rng.random() < SHORT_SHARE
+        timeout_s = timeout_s or self.rng.choice((0.005, 0.03, 0.2) if short else (1.0, 3.0, 8.0))
         deadline = self.world.agenda.now + timeout_s
         session = process.session
         after = self._launch(process, self._use_no_more)
@@ -518,6 +521,7 @@ class Engine:
     def _free(self, pull: Pull) -> None:
         """The blocks may be used again: they are, at once."""
         process = pull.process
+        check_is_free(process, pull.ids)
         for block in pull.ids:
             del process.owners[block]
         if process.memory is not None:

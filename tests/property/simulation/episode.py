@@ -162,7 +162,7 @@ class Episode:
         others = self._some(
             OTHER_KINDS | (PACKING_KINDS if packs else {}) | (PROBE_KINDS if self._probes_share else {})
         )
-        spread = self.rng.choice((0.25, 0.5, 1.0))  # pulls a fault
+        spread = self.rng.choice((0.5, 1.0, 2.0))  # pulls a fault
         faults = []
         for _ in range(self.size.faults):
             kinds = messages if self.rng.random() < MESSAGE_SHARE else others
@@ -214,8 +214,7 @@ class Episode:
             raise Violation("violations", "an engine did not get registered")
         self._strike_all()
         self._striker.is_over = True
-        world.network.planned.clear()
-        world.planned_at_packing.clear()
+        world.forget_plans()
         world.fabric.hurry()
         self._rest()
         if found := world.leftovers():

@@ -13,6 +13,7 @@ from tests.property.simulation.agenda import Actor
 from tests.property.simulation.engine import Engine
 from tests.property.simulation.mover import Mover
 from tests.property.simulation.network import DELAYED, DOUBLED, LOST
+from tests.property.simulation.oracle import Pull
 from tests.property.simulation.process import Process
 
 if TYPE_CHECKING:
@@ -120,8 +121,10 @@ class Faults:
     # --- processes
 
     def _kill_mover(self, rng: random.Random) -> None:
-        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
-        mover = self._pick(rng, [m for m in movers if m.transport.inflight_agents] or movers)
+        if rng.random() < 0.5:
+            self._at_read(rng, "kill-mover", lambda mover: mover.die("a fault"))
+            return
+        mover = self._pick(rng, [m for d in self._world.daemons.values() for m in d.movers.values()])
         if mover is not None:
             self._count("kill-mover", mover.name)
             mover.die("a fault")
@@ -141,6 +144,16 @@ class Faults:
     def _kill_packing(self, rng: random.Random) -> None:
         """The next mover that packs for a reader dies meanwhile."""
         self._at_packing("kill-packing", lambda mover: mover.die("a fault"))
+
+    def _at_read(self, rng: random.Random, kind: str, act: Callable[[Mover], None]) -> None:
+        """Have it happen to the next mover that posts a read, while that may be under way."""
+
+        def strike(mover: Mover) -> None:
+            if not self.is_over and mover.is_alive and not mover.is_stopped:
+                self._count(kind, mover.name)
+                act(mover)
+
+        self._world.planned_at_read.append((rng.choice((0.0, 0.00005, 0.0002, 0.002)), strike))
 
     def _stop_packing(self, rng: random.Random) -> None:
         def stop(mover: Mover) -> None:
@@ -427,20 +440,82 @@ class Faults:
     # --- reads
 
     def _lose_connection(self, rng: random.Random) -> None:
-        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
-        mover = self._pick(rng, [m for m in movers if m.transport.inflight_agents])
-        if mover is not None:
-            agent = rng.choice(mover.transport.inflight_agents)
-            self._count("lose-connection", f"{mover.name} to {agent}")
-            mover.transport.lose_connection(agent)
+        def lose(mover: Mover) -> None:
+            if agents := mover.transport.inflight_agents:
+                mover.transport.lose_connection(rng.choice(agents))
+
+        self._at_read(rng, "lose-connection", lose)
 
     def _kill_mover_at_delivery(self, rng: random.Random) -> None:
         """A mover dies when the worker has what it was told, and the daemon has not."""
-        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
-        mover = self._pick(rng, [m for m in movers if m.transport.inflight_agents] or movers)
-        if mover is not None:
-            self._count("kill-mover-at-delivery", mover.name)
+
+        def plan(mover: Mover) -> None:
             mover.dies_at_delivery = True
+
+        self._at_read(rng, "kill-mover-at-delivery", plan)
+
+    def _cancel_at_delivery(self, rng: random.Random) -> None:
+        """A request is cancelled when its read is done, and nobody but its mover knows."""
+
+        def plan(mover: Mover) -> None:
+            mover.at_delivery = self._cancel_pull
+
+        self._at_read(rng, "cancel-at-delivery", plan)
+
+    @staticmethod
+    def _cancel_pull(pull: Pull) -> None:
+        if not pull.ended and pull.process.is_alive and not pull.process.is_stopped:
+            pull.process.engine.cancel(pull)
+
+    def _slow_cancel(self, rng: random.Random) -> None:
+        """Requests are cancelled whose reads take long, or fail meanwhile in a way that proves nothing."""
+        stall_s, cancel_s = rng.choice((0.5, 3.0, 12.0)), rng.choice((0.0, 0.0, 0.1, 1.0))
+        fail_s = rng.choice((0.001, 0.01, 0.3, 1.0)) if rng.random() < 0.6 else None
+
+        def slow(mover: Mover) -> None:
+            mover.transport.stall(stall_s)
+            for pull in self._world.oracle.open_pulls:
+                if pull.process is mover.process:
+                    self._world.agenda.after(cancel_s, self._cancel_pull, pull)
+            if fail_s is not None:
+                self._world.agenda.after(fail_s, mover.transport.fail_one_read)
+
+        self._at_read(rng, "slow-cancel", slow)
+
+    def _deadly_pull(self, rng: random.Random) -> None:
+        """Every mover that is to read for a pull dies of it."""
+        pull = self._pick(rng, [p for p in self._world.oracle.open_pulls if p.num_killed is None])
+        if pull is not None:
+            self._count("deadly-pull", f"{pull.process.name} {pull.ticket}")
+            pull.num_killed = 0
+            for mover in pull.process.movers:
+                if mover.is_alive and mover.transport.inflight_agents:
+                    mover.die("a fault")
+
+    def _hang_mover(self, rng: random.Random) -> None:
+        """A mover that reads hangs for longer than anybody waits for it."""
+
+        def hang(mover: Mover) -> None:
+            mover.stop()
+            self._world.agenda.after(60.0, mover.resume)
+
+        self._at_read(rng, "hang-mover", hang)
+
+    def _sleep_before_mover(self, rng: random.Random) -> None:
+        """A rank sleeps while another mover is made for it."""
+        found = self._pick(rng, [(e, p) for e in self._world.engines if e.is_usable for p in e.ranks])
+        daemon = self._world.daemons.get(found[1].node_name) if found is not None else None
+        if found is None or daemon is None:
+            return
+        engine, process = found
+        self._count("sleep-before-mover", process.name)
+        forkserver = daemon.pool.forkserver
+        if forkserver is not None and forkserver.is_alive and not forkserver.is_stopped:
+            forkserver.stop()
+            self._world.agenda.after(rng.choice((0.02, 0.1, 0.3)), forkserver.resume)
+        for mover in process.movers:
+            mover.die("a fault")
+        process.after(rng.choice((0.0005, 0.005, 0.05)), self._suspend, engine, process, 0.5)
 
     def _slow_node(self, rng: random.Random) -> None:
         """Reads on a node take long, and meanwhile its daemon stops, or dies while its movers are stopped."""
@@ -476,18 +551,11 @@ class Faults:
 
     def _stall_reads(self, rng: random.Random) -> None:
         """The reads of one mover take long, those too that it posts meanwhile."""
-        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
-        mover = self._pick(rng, [m for m in movers if m.transport.inflight_agents] or movers)
-        if mover is not None:
-            self._count("stall-reads", mover.name)
-            mover.transport.stall(rng.choice((0.5, 3.0, 12.0)))
+        seconds = rng.choice((0.5, 3.0, 12.0))
+        self._at_read(rng, "stall-reads", lambda mover: mover.transport.stall(seconds))
 
     def _fail_read(self, rng: random.Random) -> None:
-        movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
-        mover = self._pick(rng, [m for m in movers if m.transport.inflight_agents])
-        if mover is not None:
-            self._count("fail-read", mover.name)
-            mover.transport.fail_one_read()
+        self._at_read(rng, "fail-read", lambda mover: mover.transport.fail_one_read())
 
     # --- whom
 
@@ -507,7 +575,8 @@ OTHER_KINDS = {
     "kill-forkserver": 1, "stop-forkserver": 1,
     "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "scale": 1, "kill-member": 1,
     "sleep": 2, "sleep-without-daemon": 2, "cancel": 3, "abandon": 2, "lose-reader": 1, "unpublish": 3,
-    "lose-connection": 6, "fail-read": 8, "stall-reads": 4, "republish": 1, "slow-node": 2,
+    "lose-connection": 2, "fail-read": 3, "stall-reads": 2, "republish": 1, "slow-node": 2,
     "cut-frame": 2, "no-descriptors": 1, "jump-clock": 1, "reuse-address": 1, "change-version": 1,
+    "cancel-at-delivery": 2, "slow-cancel": 3, "deadly-pull": 1, "hang-mover": 1, "sleep-before-mover": 1,
     "kill-mover-at-delivery": 1, "sleep-engine": 2, "sleep-when-offered": 1,
 }  # fmt: skip

@@ -37,12 +37,14 @@ class FencePage:
 
     def __init__(self, name: str, rng: random.Random) -> None:
         self.buffer = Buffer(name, NUM_SLOTS * FENCE_WORD_BYTES)
+        self.live_slots: set[int] = set()  # whose words prove reads
         self._rng = rng
 
     def write(self, slot: int, word: bytes) -> None:
         """Put `word` in `slot`."""
         start = slot * FENCE_WORD_BYTES
         self.buffer.bytes[start : start + FENCE_WORD_BYTES] = word
+        self.live_slots.add(slot)
 
     def read(self, slot: int) -> bytes:
         """Return the word in `slot`."""
@@ -52,6 +54,7 @@ class FencePage:
     def overwrite(self, slot: int) -> None:
         """Make the word in `slot` another one."""
         self.write(slot, self._rng.randbytes(FENCE_WORD_BYTES))
+        self.live_slots.discard(slot)
 
     def close(self) -> None:
         """Nothing is mapped."""

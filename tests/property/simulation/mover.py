@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,8 +22,9 @@ from kvxferd.wire.common import BlockIds, Message, RegionAddress
 from kvxferd.wire.worker import Delivered
 from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.memory import Buffer, FencePage
+from tests.property.simulation.oracle import Pull
 from tests.property.simulation.packing import Packing
-from tests.property.simulation.told import check_is_over
+from tests.property.simulation.told import blocks_of, check_is_over
 from tests.property.simulation.transport import Fabric, SimulatedTransport
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Mover(Actor):
         self._os_process = handle.process
         self._os_process.watch(lambda: self.die("killed"))
         self.dies_at_delivery = False
+        self.at_delivery: Callable[[Pull], None] | None = None  # called once, before anybody else knows
         self.watchers: dict[tuple[Process, int], None] = {}  # who watches it, by connection
         self.to_daemon = handle.to_daemon
         self.from_daemon = Pipe(self, daemon.local_latency_s)
@@ -101,6 +104,10 @@ class Mover(Actor):
             busy_s = 0.0 if self._packing is None else self._packing.clock.busy_until - self.agenda.now
             self.after(max(0.00002, busy_s), self._step)
 
+    def posted(self) -> None:
+        """A read was posted."""
+        self.daemon.world.reads(self)
+
     @property
     def num_left_to_pack(self) -> int:
         """How many grants, requests and loans it has for readers that have it pack."""
@@ -109,6 +116,10 @@ class Mover(Actor):
     def resume(self) -> None:
         super().resume()
         self.transport.serve()
+
+    def blocks_to_write(self) -> set[int]:
+        """Return the blocks of its worker that it may still write: of pulls that it has not called over."""
+        return {block for start in self._started.values() for block in blocks_of(start)}
 
     def die(self, why: str) -> None:
         """The process is gone, and with it everything that it posted."""
@@ -169,6 +180,8 @@ class Mover(Actor):
                 self._engine.drop_remote(message.agent)
             case BlockIds():
                 self._early.add(message)
+            case mv.StartPull() if self._dies_of(message):
+                return
             case mv.StartPull():
                 if message.ticket is not None:
                     self._tickets[message.pull] = message.ticket
@@ -189,6 +202,16 @@ class Mover(Actor):
                 if self._packing is not None:
                     self._packing.set_granted(message)
         self.wake()
+
+    def _dies_of(self, start: mv.StartPull) -> bool:
+        pull = self._pull_of(start.ticket)
+        if pull is None or not self.daemon.world.oracle.read_kills(pull):
+            return False
+        self.die("of what it reads")
+        return True
+
+    def _pull_of(self, ticket: Ticket | None) -> Pull | None:
+        return None if ticket is None else self.process.engine.pulls.get((self.process, ticket))
 
     def _step(self) -> None:
         self._is_step_due = False
@@ -251,6 +274,9 @@ class Mover(Actor):
             outcome = message.outcome
             if ticket is not None and outcome.delivered:
                 self.process.engine.landed(self.process, ticket)
+                at_delivery, self.at_delivery = self.at_delivery, None
+                if at_delivery is not None and (pull := self._pull_of(ticket)) is not None:
+                    at_delivery(pull)
             if ticket is not None and outcome.delivered and self._notices:
                 told = Delivered(ticket=ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s)
                 if self.process.receive_delivery(told):

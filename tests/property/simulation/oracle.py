@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvxferd.core.pulls import MAX_MOVERS_LOST
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.memory import UNIT_BYTES, Buffer
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from tests.property.simulation.process import Process
 
 GRACE_S = 1.0  # after its deadline a pull must have ended
+DOUBT_S = 30.0  # so long its blocks may be in doubt: a mover that hangs is retired and killed
 
 
 class Violation(AssertionError):
@@ -47,6 +49,7 @@ class Pull:
     deadline: float
     wanted: Wanted
     after: GpuWork
+    num_killed: int | None = None  # movers that have died of it; None: it is not deadly
     ended: str = ""  # delivered, failed, in-doubt
     is_quiet: bool = False
     ended_at: float = 0.0
@@ -136,6 +139,27 @@ class Oracle:
         if how == "delivered":
             self._check_bytes(pull)
             pull.wanted.is_delivered = True
+        elif how == "in-doubt":
+            pull.process.after(DOUBT_S, self._check_doubt, pull)
+
+    def _check_doubt(self, pull: Pull) -> None:
+        process = pull.process
+        if pull.is_quiet or not process.is_alive:
+            return
+        if any(m.is_alive and m.is_stopped and not m.daemon.is_alive for m in process.movers):
+            process.after(DOUBT_S, self._check_doubt, pull)  # nobody is there who could kill it
+            return
+        raise Violation("hung", f"pull {pull.ticket} of {process.name} is in doubt for {DOUBT_S:g} s")
+
+    def read_kills(self, pull: Pull) -> bool:
+        """A mover is to read for the pull; return whether it dies of that."""
+        if pull.num_killed is None:
+            return False
+        pull.num_killed += 1
+        if pull.num_killed > MAX_MOVERS_LOST + 1:
+            text = f"pull {pull.ticket} of {pull.process.name} has killed {pull.num_killed} movers"
+            raise Violation("violations", text)
+        return True
 
     def _check_bytes(self, pull: Pull) -> None:
         process = pull.process

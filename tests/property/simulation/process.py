@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvxferd.client.events import Event
+from kvxferd.client.events import Event, Released
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.registration import MemoryState, PublisherRole, RankRole, SessionRole
@@ -23,6 +23,7 @@ from tests.property.simulation.agenda import Actor
 from tests.property.simulation.daemon import Connection, one_older
 from tests.property.simulation.memory import NUM_SLOTS, Buffer, FencePage, content_of, layout_of
 from tests.property.simulation.mover import Mover
+from tests.property.simulation.oracle import Violation
 
 if TYPE_CHECKING:
     from tests.property.simulation.engine import Engine
@@ -71,8 +72,9 @@ class Process(Actor):
         self._connected_at = 0.0
         self._tick_at: float | None = None
         page = FencePage(f"{name}/page", self.rng)
-        fence = FenceSlots(page, NUM_SLOTS, self.rng.randbytes)
-        self.session = ClientSession(name, fence, (-1, -2), self._events.append, self.rng.randbytes)
+        self._pages = [page]  # all that it has had
+        self._fence = FenceSlots(page, NUM_SLOTS, self.rng.randbytes)
+        self.session = ClientSession(name, self._fence, (-1, -2), self._emitted, self.rng.randbytes)
 
     # --- what its engine has it do
 
@@ -186,6 +188,7 @@ class Process(Actor):
         carries_page = self.session.carries_fence_page(message)
         if carries_page:
             assert page is not None, "registered without a fence page"
+            self._pages.append(page)
             self.session.offer_fence_page(page)
         if mover is not None:
             self._watched.setdefault(self.session.epoch, {})[mover] = None
@@ -233,6 +236,24 @@ class Process(Actor):
         while self._deliveries:
             self.session.handle_delivered_by_mover(self._deliveries.popleft())
 
+    def _emitted(self, event: Event) -> None:
+        """Keep an event until the session has returned. A word is overwritten before its blocks are free."""
+        self._events.append(event)
+        if isinstance(event, Released):
+            live = self.session._publishes._live
+            slots = {publish.slot for publish in live.values()}
+            if event.transfer_id in live or any(page.live_slots - slots for page in self._pages):
+                text = f"{self.name} is told that {event.transfer_id} is released, and its word proves reads"
+                raise Violation("violations", text)
+
+    def _check_pages(self) -> None:
+        """Words of an earlier page prove nothing: whoever read them was granted that by an earlier daemon."""
+        for page in self._pages:
+            if page.live_slots and page is not self._fence._page:
+                raise Violation(
+                    "violations", f"{self.name} has another page, and words of {page.buffer.name}"
+                )
+
     # --- what follows each call of the session
 
     def _after_session(self) -> None:
@@ -250,6 +271,7 @@ class Process(Actor):
                     on_registering()
             self.engine.world.watcher.sent_to_daemon(self, message)
             connection.up.send(connection.daemon.handle_worker_message, connection, message, memory)
+        self._check_pages()
         while self._events:
             self.engine.handle(self, self._events.popleft())
         self._look_for_refusal()

@@ -12,6 +12,7 @@ from tests.property.simulation.oracle import Violation
 
 if TYPE_CHECKING:
     from tests.property.simulation.mover import Mover
+    from tests.property.simulation.process import Process
 
 
 class ToldWorker:
@@ -43,13 +44,30 @@ class ToldWorker:
                 self._released.add(message.transfer_id)
 
 
+def check_is_free(process: Process, ids: list[int]) -> None:
+    """Raise Violation where blocks that a rank may use again may still be written by a mover."""
+    blocks = set(ids)
+    for mover in process.movers:
+        if mover.is_alive and process.memory is not None and mover.bound is process.memory:
+            if found := blocks & mover.blocks_to_write():
+                text = (
+                    f"blocks {sorted(found)} of {process.name} are said to be safe, and {mover.name} has them"
+                )
+                raise Violation("violations", text)
+
+
+def blocks_of(start: mv.StartPull) -> set[int]:
+    """Return the blocks that a pull of a mover writes."""
+    return set(memoryview(start.local["full"].ids).cast("i"))
+
+
 def check_is_over(mover: Mover, start: mv.StartPull) -> None:
     """Raise Violation where a pull that its mover calls over may still be written."""
     content = mover.process.content
     memory = mover.bound
     if content is None or memory is None:
         return
-    blocks = set(memoryview(start.local["full"].ids).cast("i"))
+    blocks = blocks_of(start)
     for offset in mover.transport.offsets_in_flight(memory):
         if content.block_of[offset // UNIT_BYTES] in blocks:
             text = f"{mover.name} calls pull {start.pull} over, and a read of it is in flight"

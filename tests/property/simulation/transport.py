@@ -34,6 +34,9 @@ class MoverProcess(Protocol):
     def wake(self) -> None:
         """Have it step: a read has ended."""
 
+    def posted(self) -> None:
+        """A read was posted."""
+
 
 @dataclass(eq=False)
 class Read:
@@ -174,6 +177,7 @@ class SimulatedTransport:
         self._reads[read] = self._all_reads[read] = None
         for index in range(num_pieces):
             self._later(self._fabric.latency_s(), read, index)
+        self._mover.posted()
         return read
 
     def poll(self, handle: ReadHandle) -> bool:

@@ -109,6 +109,7 @@ class World:
         self.transfer_of: dict[Pull, Transfer] = {}
         self.on_pull: Callable[[], None] = lambda: None
         self.planned_at_packing: deque[Callable[[Mover], None]] = deque()
+        self.planned_at_read: deque[tuple[float, Callable[[Mover], None]]] = deque()
         self._saved: dict[str, tuple] = dict.fromkeys(node_names, ((), ()))
         self._eras = dict.fromkeys(node_names, 0)
         self.old_nodes = set(traits.old_nodes)  # whose daemon has the version before this one, at present
@@ -139,6 +140,20 @@ class World:
     def pull_started(self) -> None:
         """A rank has called `pull`."""
         self.on_pull()
+
+    def forget_plans(self) -> None:
+        """Have no fault happen any more that waits for something."""
+        self.network.planned.clear()
+        self.planned_at_packing.clear()
+        self.planned_at_read.clear()
+        for mover in [mover for daemon in self.daemons.values() for mover in daemon.movers.values()]:
+            mover.dies_at_delivery, mover.at_delivery = False, None
+
+    def reads(self, mover: Mover) -> None:
+        """A mover has posted a read."""
+        if self.planned_at_read:
+            delay_s, act = self.planned_at_read.popleft()
+            self.agenda.after(delay_s, act, mover)
 
     def packs(self, mover: Mover) -> None:
         """A mover is packing bytes for a reader."""
