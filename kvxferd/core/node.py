@@ -345,6 +345,8 @@ class Node:
     def check_integrity(self) -> None:
         """Raise AssertionError where the parts of the node contradict each other."""
         self.published.check_integrity()
+        for transfer in self.published.table.live.values():
+            assert transfer.session in self.sessions, f"{transfer.transfer_id}: its publisher is gone"
         self.pulls.check_integrity()
         self.home.check_integrity()
         self.probes.check_integrity()

@@ -15,7 +15,7 @@ from kvxferd.core.gather_grants import GatherGrants
 from kvxferd.core.limits import check_count
 from kvxferd.core.peer_requests import PeerRequests
 from kvxferd.core.rank_reports import RankReports
-from kvxferd.core.registry import LocalEngine, LocalRank, MemberRank, RankRecord, Registry
+from kvxferd.core.registry import ASLEEP, LocalEngine, LocalRank, MemberRank, RankRecord, Registry
 from kvxferd.core.session import Session
 from kvxferd.core.snapshot import ReleaseRecord
 from kvxferd.core.source_polling import PollRequests
@@ -456,6 +456,7 @@ class PublishedTransfers:
         for key, transfer in self.table.live.items():
             assert key not in self.table.tombstones, f"{key} is live and ended"
             assert ("lease", key) in self._context.timers, f"{key} has no lease timer"
+            self._check_memory(key, transfer)
             for grant_id, grant in transfer.grants.items():
                 assert self.table.by_grant.get(grant_id) is transfer
                 assert (
@@ -465,6 +466,17 @@ class PublishedTransfers:
         self.gather_grants.check_integrity()
         for grant_id, transfer in self.table.by_grant.items():
             assert grant_id in transfer.grants, f"grant {grant_id} is on no lease"
+
+    def _check_memory(self, key: TransferKey, transfer: Transfer) -> None:
+        """Raise AssertionError where the bytes of a live transfer are gone."""
+        engine = self._registry.get(transfer.engine)
+        for rank, record in engine.ranks.items() if engine is not None else ():
+            named = transfer.incarnations.get(rank, record.incarnation)
+            assert not record.is_readable or record.incarnation == named, (
+                f"{key}: rank {rank} was mapped anew"
+            )
+            is_asleep = isinstance(record, LocalRank) and record.state in ASLEEP
+            assert not is_asleep, f"{key}: rank {rank} sleeps"
 
 
 def _appended(

@@ -49,6 +49,9 @@ class RankState(StrEnum):
     SUSPENDED = "suspended"  # no process but the worker maps its memory
 
 
+ASLEEP = frozenset({RankState.SUSPENDING, RankState.SUSPENDED})
+
+
 @dataclass(slots=True)
 class LocalRank:
     """A rank whose worker is connected here."""
@@ -102,7 +105,7 @@ class LocalRank:
     @property
     def is_asleep(self) -> bool:
         """Whether its worker has taken its memory back: the memory's content is gone."""
-        return self.state in (RankState.SUSPENDING, RankState.SUSPENDED)
+        return self.state in ASLEEP
 
     def manifest(self) -> RankManifest:
         """Return what a reader needs. Only for a rank that has been bound."""

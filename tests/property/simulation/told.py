@@ -48,12 +48,10 @@ def check_is_free(process: Process, ids: list[int]) -> None:
     """Raise Violation where blocks that a rank may use again may still be written by a mover."""
     blocks = set(ids)
     for mover in process.movers:
-        if mover.is_alive and process.memory is not None and mover.bound is process.memory:
-            if found := blocks & mover.blocks_to_write():
-                text = (
-                    f"blocks {sorted(found)} of {process.name} are said to be safe, and {mover.name} has them"
-                )
-                raise Violation("violations", text)
+        is_there = mover.is_alive and process.memory is not None and mover.bound is process.memory
+        if is_there and (found := blocks & mover.blocks_to_write()):
+            text = f"blocks {sorted(found)} of {process.name} are said to be safe: {mover.name} has them"
+            raise Violation("violations", text)
 
 
 def blocks_of(start: mv.StartPull) -> set[int]:
