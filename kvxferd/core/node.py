@@ -349,6 +349,7 @@ class Node:
             assert transfer.session in self.sessions, f"{transfer.transfer_id}: its publisher is gone"
         self.pulls.check_integrity()
         self.home.check_integrity()
+        self.poll_requests.check_integrity()
         self.probes.check_integrity()
         self._check_block_id_memory()
         num_ranks = sum(session.rank is not None for session in self.sessions.values())

@@ -81,6 +81,14 @@ class PollRequests:
         del self._states[agent]
         self._request_polling(agent, False)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a mover that is needed is to stop."""
+        for agent, attendant in self._states.items():
+            lingers = ("attend-linger", agent) in self._context.timers
+            assert not (attendant.holders and lingers), (
+                f"{agent} is to stop polling under {attendant.holders}"
+            )
+
     def forget(self, agent: AgentName) -> None:
         """Forget an agent whose mover is gone."""
         self._states.pop(agent, None)

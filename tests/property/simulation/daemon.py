@@ -9,7 +9,7 @@ from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.errors import Code, MoverError
-from kvxferd.ids import BootId, Endpoint, MoverId, ProbeId, SessionId
+from kvxferd.ids import BootId, Endpoint, GrantId, MoverId, ProbeId, SessionId
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message, Refusal, Versions
@@ -17,9 +17,10 @@ from kvxferd.wire.peer import JoinRank
 from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.memory import Buffer, FencePage
 from tests.property.simulation.mover import Mover
+from tests.property.simulation.oracle import Violation
 from tests.property.simulation.probes import ProbeMover
 from tests.property.simulation.shells.mover_pool import SimulatedHandle, SimulatedPool
-from tests.property.simulation.told import ToldWorker
+from tests.property.simulation.told import ToldWorker, check_new_grants
 
 if TYPE_CHECKING:
     from tests.property.simulation.process import Process
@@ -93,6 +94,7 @@ class Daemon(Actor):
         )
         self.saved: tuple = ((), ())
         self.has_descriptors = True
+        self._granted: set[GrantId] = set()
         self._next_number = 1
         self._tick_at: float | None = None
 
@@ -190,6 +192,7 @@ class Daemon(Actor):
             self._act(effect)
         if not self.agenda.num_steps % self.world.integrity_every:
             self.node.check_integrity()
+        self._granted = check_new_grants(self, self._granted)
         self._set_tick()
 
     def clock_jumped(self) -> None:
@@ -244,6 +247,9 @@ class Daemon(Actor):
             case fx.BindMover():
                 mover, connection = self.movers.get(effect.mover), self.connections[effect.session]
                 assert connection.memory is not None
+                if mover is not None and mover not in connection.process.offered:
+                    text = f"{mover.name} is to map memory, and {connection.process.name} was not told of it"
+                    raise Violation("violations", text)
                 if mover is not None:
                     mover.from_daemon.send(mover.bind, effect.message, connection.memory)
             case fx.ShareFencePage():

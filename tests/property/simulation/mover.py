@@ -74,7 +74,7 @@ class Mover(Actor):
                 daemon.agenda, daemon.rng, self.transport, self._staged, chunks, self._engine
             )
             self._packing.on_packing = lambda: daemon.world.packs(self)
-        self._polls_for_others = False
+        self.polls_for_others = False
         self.fences: dict[SessionId, int] = {}
         self._tickets: dict[PullId, Ticket] = {}  # of all pulls
         self._started: dict[PullId, mv.StartPull] = {}
@@ -93,7 +93,7 @@ class Mover(Actor):
 
     @property
     def _has_work(self) -> bool:
-        if self._polls_for_others or self._engine.is_busy:
+        if self.polls_for_others or self._engine.is_busy:
             return True
         return self._packing is not None and self._packing.is_busy
 
@@ -168,7 +168,7 @@ class Mover(Actor):
                 if address is not None:
                     self.transport.blank(address)
             case mv.SetPolling():
-                self._polls_for_others = message.on
+                self.polls_for_others = message.on
                 if message.on:
                     self._report(mv.Polling(token=message.token))
                     self.transport.serve()

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvxferd.core import events as ev
-from kvxferd.ids import Endpoint
+from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire.common import Message
-from kvxferd.wire.peer import PeerHello, SetRankPolling
+from kvxferd.wire.peer import LeaveRank, PeerHello, SetRankPolling
 from tests.property.simulation.daemon import Daemon, message_name, one_older
+from tests.property.simulation.told import check_left, joined_agent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,8 +66,18 @@ class Network:
 
     def _request_arrives(self, target: str, route: bytes, message: Message) -> None:
         daemon = self._world.daemons.get(self.tenants.get(target, target))
-        if daemon is not None:
+        if daemon is None:
+            return
+        if isinstance(message, LeaveRank):
+            daemon._run(self._have_left, (daemon, route, message))
+        else:
             daemon._run(daemon.feed, (ev.PeerRequest(route, message),))
+
+    @staticmethod
+    def _have_left(daemon: Daemon, route: bytes, message: LeaveRank) -> None:
+        agent = joined_agent(daemon, EngineKey(message.engine_id, message.generation), message.rank)
+        daemon.feed(ev.PeerRequest(route, message))
+        check_left(daemon, message, agent)
 
     def _reply_arrives(self, daemon_name: str, number: int, target: str, message: Message) -> None:
         daemon = self._world.daemons.get(daemon_name.partition(".")[0])

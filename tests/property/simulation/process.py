@@ -58,6 +58,7 @@ class Process(Actor):
         self.owners: dict[int, object] = {}  # by block: the pull that may write it
         self.freed: dict[int, None] = {}  # blocks that were given back, and used for something else since
         self.movers: dict[Mover, None] = {}  # every mover that a daemon has made for it
+        self.offered: set[Mover] = set()  # those whose pidfds it was sent
         self.connection: Connection | None = None
         self.has_descriptors = True
         self._memories: dict[int, Buffer] = {}  # by descriptor
@@ -196,6 +197,8 @@ class Process(Actor):
                 mover.watchers[self, self.session.epoch] = None
             else:
                 self.after(0.0, self.mover_exited, self.session.epoch, mover)
+        if isinstance(message, wk.MoverOffered) and mover is not None:
+            self.offered.add(mover)
         if isinstance(message, wk.MoverOffered) and self.on_offered is not None:
             on_offered, self.on_offered = self.on_offered, None
             on_offered()
@@ -264,6 +267,8 @@ class Process(Actor):
             message, memory = outgoing.message, None
             if isinstance(message, wk.Hello) and self.node_name in self.engine.world.traits.old_nodes:
                 message = msgspec.structs.replace(message, versions=one_older(message.versions))
+            if isinstance(message, wk.Register) and self.spec is not None:
+                self._check_is_shared()
             if isinstance(outgoing.message, wk.Register | wk.Resume):
                 memory = self._memories[outgoing.fds[0]] if outgoing.fds else None
                 on_registering, self.on_registering = self.on_registering, None
@@ -276,6 +281,11 @@ class Process(Actor):
             self.engine.handle(self, self._events.popleft())
         self._look_for_refusal()
         self._set_tick()
+
+    def _check_is_shared(self) -> None:
+        """Memory that its engine takes back is offered to no daemon: each knows the pidfds of its movers."""
+        if self.session.registration.memory_state is not MemoryState.SHARED:
+            raise Violation("violations", f"{self.name} suspends, and registers")
 
     def clock_jumped(self) -> None:
         """Look again when the next timer is due."""

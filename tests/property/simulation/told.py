@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvxferd.core.registry import MemberRank
+from kvxferd.ids import AgentName, EngineKey, GrantId, Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message
+from kvxferd.wire.peer import LeaveRank
 from tests.property.simulation.memory import UNIT_BYTES
 from tests.property.simulation.oracle import Violation
 
 if TYPE_CHECKING:
+    from tests.property.simulation.daemon import Daemon
     from tests.property.simulation.mover import Mover
     from tests.property.simulation.process import Process
 
@@ -42,6 +46,37 @@ class ToldWorker:
                     text = f"{self._name} is told twice that {message.transfer_id} is released"
                     raise Violation("violations", text)
                 self._released.add(message.transfer_id)
+
+
+def check_new_grants(daemon: Daemon, before: set[GrantId]) -> set[GrantId]:
+    """Return the daemon's grants. Raises Violation for a new one that its reader cannot use."""
+    table = daemon.node.published.table
+    for grant_id in table.by_grant.keys() - before:
+        transfer = table.by_grant[grant_id]
+        if daemon.node.registry.is_superseded(transfer.engine):
+            text = f"{daemon.name} grants {transfer.transfer_id} of {transfer.engine}, which is replaced"
+            raise Violation("violations", text)
+        for agent in sorted(transfer.grants[grant_id].agents):
+            mover = daemon.world.mover_of(agent)
+            if mover is not None and mover.is_alive and not mover.polls_for_others:
+                text = f"{daemon.name} grants {transfer.transfer_id}, and {agent} does not poll"
+                raise Violation("violations", text)
+    return set(table.by_grant)
+
+
+def check_left(daemon: Daemon, message: LeaveRank, agent: AgentName | None) -> None:
+    """Raise Violation where a home has lost a rank by a request about another mover of it than `agent`."""
+    key = EngineKey(message.engine_id, message.generation)
+    if agent not in (None, message.agent) and joined_agent(daemon, key, message.rank) is None:
+        text = f"{daemon.name} has lost {agent} by a late request about {message.agent}"
+        raise Violation("violations", text)
+
+
+def joined_agent(daemon: Daemon, key: EngineKey, rank: Rank) -> AgentName | None:
+    """Return the agent of a rank that another node has joined at its home."""
+    engine = daemon.node.registry.get(key)
+    record = engine.ranks.get(rank) if engine is not None else None
+    return record.agent if isinstance(record, MemberRank) else None
 
 
 def check_is_free(process: Process, ids: list[int]) -> None:

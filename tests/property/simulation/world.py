@@ -11,6 +11,7 @@ import msgspec
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
+from kvxferd.ids import AgentName
 from kvxferd.mover.read_ways import ReadWay
 from kvxferd.wire.limits import CHUNK_BYTES, IDS_PART_BYTES
 from tests.property.simulation.agenda import Agenda
@@ -140,6 +141,11 @@ class World:
     def pull_started(self) -> None:
         """A rank has called `pull`."""
         self.on_pull()
+
+    def mover_of(self, agent: AgentName) -> Mover | None:
+        """Return the mover with that name, if a daemon has it."""
+        movers = [mover for daemon in self.daemons.values() for mover in daemon.movers.values()]
+        return next((mover for mover in movers if mover.agent == agent), None)
 
     def forget_plans(self) -> None:
         """Have no fault happen any more that waits for something."""
