@@ -33,6 +33,16 @@ class SourceBreaker:
     def __len__(self) -> int:
         return len(self._stalled_at)
 
+    @property
+    def num_refused(self) -> int:
+        """How many sources are refused to a user."""
+        return sum(self._left_s(at) > 0 for at in self._stalled_at.values())
+
+    def _left_s(self, at: deque[float]) -> float:
+        if len(at) < MAX_STALLS or at[-1] - at[0] > WINDOW_S:
+            return 0.0
+        return at[-1] + REFUSED_S - self._context.now
+
     def record_stall(self, uid: int, ref: TransferRef) -> None:
         """Count a mover of that user that was retired because a read from the reference's engine hung."""
         source = (uid, ref.endpoint, ref.engine)
@@ -53,9 +63,7 @@ class SourceBreaker:
     def check(self, uid: int, ref: TransferRef, what: str) -> None:
         """Raise EngineError(source-stalled) while the user may not read the reference's engine."""
         at = self._stalled_at.get((uid, ref.endpoint, ref.engine))
-        if at is None or len(at) < MAX_STALLS or at[-1] - at[0] > WINDOW_S:
-            return
-        left_s = at[-1] + REFUSED_S - self._context.now
+        left_s = self._left_s(at) if at is not None else 0.0
         if left_s <= 0:
             return
         raise EngineError(

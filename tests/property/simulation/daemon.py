@@ -328,6 +328,7 @@ class Daemon(Actor):
             "requests": self._num_requests_of_work(),
             "waiting grants": len(node.grant_server._pending),
             "waiting fetches": len(node.handshake_server._pending),
+            "refused sources": node.pulls.source_breaker.num_refused,
             "probes": not node.probes.slot.is_free,
             "polled movers": len(node.poll_requests._states),
             "chunks": node.chunk_memory.num_bytes,

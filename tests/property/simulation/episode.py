@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvxferd.core import pull_pieces
+from kvxferd.core import pull_pieces, source_breaker
 from kvxferd.errors import KvxferdError
 from kvxferd.mover.read_ways import ReadWay
 from kvxferd.wire import block_id_parts
@@ -32,6 +32,7 @@ REST_S = 90.0  # by then everything is at rest: longer than any lease, hold or q
 LOOK_S = 15.0  # so often it is looked whether it is: longer than any message is late
 FULL_REST_SHARE = 0.2  # of the episodes: they wait whether anything comes back
 MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
+REFUSED_S = 10.0  # so long a source whose reads hang is refused
 READ_WAYS = (ReadWay.DIRECT, ReadWay.DIRECT, ReadWay.COVERING, ReadWay.GATHERED)
 TRANSPORTS = ("cma", "cma", "tcp", "rdma")
 
@@ -65,14 +66,15 @@ class Result:
 
 @contextmanager
 def _limits(traits: Traits) -> Iterator[None]:
-    """Have limits that a few tiny blocks reach."""
-    before = pull_pieces.MIN_PIECE_BYTES, block_id_parts.IDS_PART_BYTES
+    """Have limits that a few tiny blocks reach, and sources that are refused for a short time."""
+    before = pull_pieces.MIN_PIECE_BYTES, block_id_parts.IDS_PART_BYTES, source_breaker.REFUSED_S
     pull_pieces.MIN_PIECE_BYTES = 1
+    source_breaker.REFUSED_S = REFUSED_S
     block_id_parts.IDS_PART_BYTES = traits.part_bytes
     try:
         yield
     finally:
-        pull_pieces.MIN_PIECE_BYTES, block_id_parts.IDS_PART_BYTES = before
+        pull_pieces.MIN_PIECE_BYTES, block_id_parts.IDS_PART_BYTES, source_breaker.REFUSED_S = before
 
 
 class Episode:
