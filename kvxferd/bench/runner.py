@@ -79,8 +79,8 @@ def check_memory(asked: BenchOptions) -> None:
     workload = asked.workload
     region = throughput.region_bytes(workload.points) if "throughput" in asked.measures else 0
     region = max(region, workload.head_of_line_bytes if "behind" in asked.measures else 0)
-    growing = workload.progressive if "progressive" in asked.measures else ()
-    region = max([region, *map(progressive.memory_bytes, growing)])
+    if "progressive" in asked.measures:
+        region = max(region, progressive.deployment_of("any", workload).region_bytes)
     needed, there = 2 * region + _HEADROOM_BYTES, available_bytes()
     if needed > there:
         raise KvxferdError(
@@ -237,15 +237,16 @@ async def _measure_progressive(
     is_first: bool,
 ) -> None:
     say(f"pulls while chunks are written ({transport})")
-    async for point in progressive.measure_progressive(testbed, transport, workload):
-        found.progressive.append(point)
-        say(
-            f"  {point.num_chunks} of {format_bytes(point.chunk_bytes)}, pace {point.pace:g}: handover in "
-            f"{point.handover_s * 1e3:.1f} ms, {point.ratio:.2f} of a pull after the end"
-        )
-    if is_first:
-        say("processor time of extend")
-        found.extends = await progressive.measure_extends(testbed, workload)
+    async with testbed.pair(progressive.deployment_of(transport, workload), baselines=False) as pair:
+        async for point in progressive.measure_progressive(pair, transport, workload):
+            found.progressive.append(point)
+            say(
+                f"  {point.num_chunks} of {format_bytes(point.chunk_bytes)}, pace {point.pace:g}: handover "
+                f"in {point.handover_s * 1e3:.1f} ms, {point.ratio:.2f} of a pull after the end"
+            )
+        if is_first:
+            say("processor time of extend")
+            found.extends = await progressive.measure_extends(pair, workload)
 
 
 async def _measure_rest(

@@ -17,7 +17,7 @@ from kvxferd.bench.proc_stats import cpu_seconds
 from kvxferd.bench.protocol import Sample
 from kvxferd.bench.rounds import interleave
 from kvxferd.bench.shapes import Deployment, footprint, layers_for
-from kvxferd.bench.testbed import EnginePair, Testbed
+from kvxferd.bench.testbed import EnginePair
 from kvxferd.bench.workload import ProgressiveSize, Workload
 from kvxferd.tooling.async_tasks import gather_or_cancel
 
@@ -112,27 +112,23 @@ class ProgressivePulls:
 
 
 async def measure_progressive(
-    testbed: Testbed, transport: str, workload: Workload
+    pair: EnginePair, transport: str, workload: Workload
 ) -> AsyncIterator[ProgressivePoint]:
-    """Yield a point for each size."""
+    """Yield a point for each size. `pair`: of `deployment_of`."""
     for size in workload.progressive:
-        deployment = deployment_of(transport, size)
-        async with testbed.pair(deployment, baselines=False) as pair:
-            yield await _measure_point(pair, transport, size)
+        yield await _measure_point(pair, transport, size)
 
 
-async def measure_extends(testbed: Testbed, workload: Workload) -> ExtendCost:
+async def measure_extends(pair: EnginePair, workload: Workload) -> ExtendCost:
     """Measure what a call costs the source's process and its daemon, on this machine."""
     calls = workload.extends
-    deployment = Deployment(name="extends", shape=SHAPE, layers=1, pool_blocks=calls * BLOCKS_PER_RUN)
-    case = Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=calls * BLOCKS_PER_RUN)
+    case = Case(deployment=pair.deployment, lists=BlockPattern.FRAGMENTED, blocks=calls * BLOCKS_PER_RUN)
     apart, in_a_loop = [], []
-    async with testbed.pair(deployment, baselines=False) as pair:
-        for number in range(workload.rounds + 1):
-            costs = [await _cost_of_extends(pair, case, calls, gap_s) for gap_s in (EXTEND_GAP_S, 0.0)]
-            if number > 0:  # the first round is a warm-up
-                apart.append(costs[0])
-                in_a_loop.append(costs[1])
+    for number in range(workload.rounds + 1):
+        costs = [await _cost_of_extends(pair, case, calls, gap_s) for gap_s in (EXTEND_GAP_S, 0.0)]
+        if number > 0:  # the first round is a warm-up
+            apart.append(costs[0])
+            in_a_loop.append(costs[1])
     return ExtendCost(
         n=calls,
         rounds=workload.rounds,
@@ -144,15 +140,22 @@ async def measure_extends(testbed: Testbed, workload: Workload) -> ExtendCost:
     )
 
 
-def deployment_of(transport: str, size: ProgressiveSize) -> Deployment:
-    """Return engines with room for one transfer."""
-    layers = layers_for(SHAPE, size.chunk_bytes)
-    alone = Deployment(name="alone", shape=SHAPE, layers=layers, pool_blocks=1)
+def deployment_of(transport: str, workload: Workload) -> Deployment:
+    """Return engines with room for one transfer of each size in turn."""
+    largest = max(size.chunk_bytes for size in workload.progressive)
+    alone = Deployment(name="alone", shape=SHAPE, layers=layers_for(SHAPE, largest), pool_blocks=1)
+    blocks = [size.num_chunks * _chunk_blocks(alone, size) for size in workload.progressive]
     return msgspec.structs.replace(
         alone,
-        name=f"progressive-{transport}-{size.num_chunks}-{size.pace:g}",
-        pool_blocks=size.num_chunks * _chunk_blocks(alone, size.chunk_bytes),
+        name=f"progressive-{transport}",
+        pool_blocks=max(*blocks, workload.extends * BLOCKS_PER_RUN),
     )
+
+
+def case_of(deployment: Deployment, size: ProgressiveSize) -> Case:
+    """Return one transfer of that size."""
+    blocks = size.num_chunks * _chunk_blocks(deployment, size)
+    return Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=blocks)
 
 
 def num_bytes(case: Case) -> int:
@@ -160,19 +163,13 @@ def num_bytes(case: Case) -> int:
     return case.blocks * footprint(case.deployment.layout()).block_bytes
 
 
-def memory_bytes(size: ProgressiveSize) -> int:
-    """Return the memory of one side."""
-    return deployment_of("any", size).region_bytes
-
-
-def _chunk_blocks(deployment: Deployment, chunk_bytes: int) -> int:
+def _chunk_blocks(deployment: Deployment, size: ProgressiveSize) -> int:
     """Return how many blocks come closest to a chunk, in whole runs."""
-    return max(1, round(blocks_for(deployment, chunk_bytes) / BLOCKS_PER_RUN)) * BLOCKS_PER_RUN
+    return max(1, round(blocks_for(deployment, size.chunk_bytes) / BLOCKS_PER_RUN)) * BLOCKS_PER_RUN
 
 
 async def _measure_point(pair: EnginePair, transport: str, size: ProgressiveSize) -> ProgressivePoint:
-    deployment = pair.deployment
-    case = Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=deployment.pool_blocks)
+    case = case_of(pair.deployment, size)
     whole = WholePulls(pair)
     await whole.move(case, 1, 1)  # connects, and maps every page
     growing = ProgressivePulls(pair, size, whole)
