@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,6 +20,7 @@ import numpy as np
 from kvxferd.client import Publisher, Region, connect
 from kvxferd.client.gpu_events import Completion
 from kvxferd.ids import EngineId, Generation, GroupName, RegionId
+from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
@@ -62,6 +63,7 @@ class Status(Enum):
     """The names are vLLM's."""
 
     WAITING = auto()
+    PREEMPTED = auto()
     FINISHED_LENGTH_CAPPED = auto()
     FINISHED_ABORTED = auto()
 
@@ -90,6 +92,40 @@ class Blocks:
         return self.ids
 
 
+@dataclass
+class CacheBlock:
+    """A block of vLLM's pool: its references alone."""
+
+    block_id: int
+    ref_cnt: int = 0
+
+
+class CachePool:
+    """vLLM's cache manager and block pool in one: which blocks a request has, and who keeps them."""
+
+    def __init__(self) -> None:
+        self.blocks = [CacheBlock(number) for number in range(NUM_BLOCKS)]
+        self.of_request: dict[str, list[int]] = {}
+        self.block_pool = self
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return (self.of_request[request_id],)
+
+    def touch(self, blocks: Sequence[CacheBlock]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[CacheBlock]) -> None:
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0
+
+    @property
+    def kept(self) -> list[int]:
+        """The blocks that the connector keeps."""
+        return [block.block_id for block in self.blocks if block.ref_cnt]
+
+
 class EngineUnderTest:
     """An engine of one rank: scheduler's side, worker's side, and the cache's bytes."""
 
@@ -105,10 +141,11 @@ class EngineUnderTest:
         mirror: Callable[[SealedMemory], Any] | None = None,
         launched: Callable[[], Completion] | None = None,
         tag: str = "",
+        early: EarlyPullLimits | None = None,
     ) -> None:
-        """`tag`: what the generation begins with."""
+        """`tag`: what the generation begins with. `early`: requests are read while they are computed."""
         self._stack = ExitStack()
-        self.needs_ready = mirror is not None or launched is not None
+        self.needs_ready = bool(mirror or launched or early)
         self.memory = self._stack.enter_context(SealedMemory.create(NUM_BLOCKS * BLOCK_BYTES, "test-vllm"))
         self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8).reshape(NUM_BLOCKS, BLOCK_BYTES)
         self._stack.callback(lambda: setattr(self, "bytes", None))
@@ -130,7 +167,9 @@ class EngineUnderTest:
             record_launched=launched,
         )
         self._stack.callback(self.worker.close)
-        self.scheduler = ConnectorScheduler(groups, lease_s=lease_s)
+        self.scheduler = ConnectorScheduler(groups, lease_s=lease_s, early=early)
+        self.pool = CachePool()
+        self.scheduler.bind(self.pool)
         self._stack.callback(self.scheduler.close)
         self.publisher: Publisher | None = None
         if publishes:
@@ -139,9 +178,9 @@ class EngineUnderTest:
             )
             self.scheduler.attach(self.publisher, self.needs_ready)
 
-    def step(self) -> Results:
+    def step(self, scheduled: Collection[str] = (), preempted: Collection[str] = ()) -> Results:
         """One engine step without a forward pass."""
-        orders = pickle.loads(pickle.dumps(self.scheduler.build_step_metadata()))
+        orders = pickle.loads(pickle.dumps(self.scheduler.build_step_metadata(scheduled, preempted)))
         self.worker.start_step(orders, needs_ready=self.needs_ready)
         results = self.worker.collect_results()
         self.scheduler.pulls_ended(results.received)
@@ -179,6 +218,7 @@ class EngineUnderTest:
         request = Request(name, num_tokens, dict(params))
         self.scheduler.request_added(request)
         external = self.scheduler.num_tokens_to_pull(request, cached)
+        assert external is not None, "as many requests wait for running prefills as may"
         self.scheduler.blocks_allocated(request, Blocks((ids,)), external)
         return request
 

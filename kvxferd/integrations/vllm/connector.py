@@ -28,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvxferd.integrations.vllm import sleep
 from kvxferd.integrations.vllm.cache_pool import PoolOffer, offer_pool
+from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
 from kvxferd.integrations.vllm.generation import start_tag
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.metrics import KvxferdPromMetrics, KvxferdStats
@@ -99,6 +100,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._options.num_readers,
                 self._options.lease_s,
                 may_pull=self._kv_transfer_config.is_kv_consumer,
+                early=self._early_pull_limits(),
             )
 
     # --- worker
@@ -220,6 +222,16 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Do the same for a vLLM that passes no pipeline ranks."""
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): sent for rank, sent in metadata.items()})
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Have requests published while they are computed, where that is wanted."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        assert self._scheduler is not None
+        self._scheduler.bind(kv_cache_manager)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks of requests that vLLM has preempted come free once nobody reads them."""
+        return self._scheduler is not None and self._scheduler.has_pending_frees
+
     def on_new_request(self, request: Any) -> None:
         """Prepare the request's pull."""
         assert self._scheduler is not None
@@ -241,7 +253,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many tokens are pulled beyond those computed, and whether that is asynchronous."""
         assert self._scheduler is not None
         count = self._scheduler.num_tokens_to_pull(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Start the pull into the request's blocks with the next step."""
@@ -251,7 +263,10 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the step's metadata."""
         assert self._scheduler is not None
-        return KvxferdMetadata(self._scheduler.build_step_metadata())
+        step = self._scheduler.build_step_metadata(
+            scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
+        )
+        return KvxferdMetadata(step)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Record the transfers that ended on all workers."""
@@ -312,6 +327,13 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             sleep.remove_worker(self._worker)
         if self._scheduler is not None:
             self._scheduler.close()
+
+    def _early_pull_limits(self) -> EarlyPullLimits | None:
+        options = self._options
+        if not options.progressive:
+            return None
+        num_blocks = int(options.progressive_blocks * self._kv_cache_config.num_blocks)
+        return EarlyPullLimits(options.progressive_requests, num_blocks)
 
     @property
     def _needs_publisher(self) -> bool:

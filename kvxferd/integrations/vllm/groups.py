@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,15 @@ class CacheGroups:
         return any(group.kind is CacheKind.SLIDING for group in self.groups)
 
     @property
+    def can_be_read_early(self) -> bool:
+        """Whether a reader gains by beginning before the prompt is computed.
+
+        States and windows are read at the end alone. A draft of several modules writes the end of a chunk
+        again.
+        """
+        return not self.lookahead_tokens and all(group.kind is CacheKind.FULL for group in self.groups)
+
+    @property
     def can_report_failed_blocks(self) -> bool:
         """Whether a failed load is reported to vLLM by its block ids, so that it keeps the blocks before.
 
@@ -108,9 +118,21 @@ class CacheGroups:
             for name, group in zip(self.names, self.groups, strict=True)
         }
 
+    def whole_blocks_tokens(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` are in blocks that they fill, in every group."""
+        return num_tokens - num_tokens % math.lcm(*map(_tokens_per_id, self.groups))
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks hold so many tokens, in all groups together."""
+        return sum(-(-num_tokens // _tokens_per_id(group)) for group in self.groups)
+
     def block_ids(self, lists: Mapping[str, BlockList]) -> set[int]:
         """Return every block id in some lists, to report a failed load to vLLM."""
         return {int(block) for listed in lists.values() for block in listed.ids}  # type: ignore[union-attr]
+
+
+def _tokens_per_id(group: CacheGroup) -> int:
+    return group.block_tokens * group.shard_count
 
 
 def _select_group_blocks(
@@ -120,7 +142,7 @@ def _select_group_blocks(
     if group.kind is CacheKind.STATE:
         block = _state_block(name, group, ids, num_tokens)
         return BlockList(ids=array.array("i", [block]), state_at=num_tokens)
-    per_id = group.block_tokens * group.shard_count
+    per_id = _tokens_per_id(group)
     end = -(-num_tokens // per_id)
     if len(ids) < end:
         raise _blocks_invalid(

@@ -18,6 +18,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     connect_timeout_s: float = 60.0  # at start: the daemon may be starting too
     pull_deadline_s: float = 60.0  # every pull ends in Delivered or Failed within it
     lease_s: float | None = None  # how long published blocks wait for a first reader; None: the daemon's
+    progressive: bool = False  # caches are read while they are computed, where the router asks both at once
+    progressive_requests: int = 32  # that may wait here for running prefills
+    progressive_blocks: float = 0.5  # the share of the cache's blocks that such requests may have
     num_readers: int = 1  # decode engines that read each request
     home: str = ""  # peer endpoint of the daemon that aggregates an engine of several nodes
     model_fingerprint: str = ""  # "" is derived from the model's configuration
@@ -42,9 +45,16 @@ def read_options(given: Mapping[str, Any]) -> Options:
                 f"cannot use {name} = {value} in kv_connector_extra_config: give seconds above 0",
                 Code.CONFIG_INVALID,
             )
-    if options.num_readers < 1:
+    for name in ("num_readers", "progressive_requests"):
+        if (number := getattr(options, name)) < 1:
+            raise EngineError(
+                f"cannot use {name} = {number} in kv_connector_extra_config: give 1 or more",
+                Code.CONFIG_INVALID,
+            )
+    if not 0 < options.progressive_blocks <= 1:
         raise EngineError(
-            f"cannot use num_readers = {options.num_readers} in kv_connector_extra_config: give 1 or more",
+            f"cannot use progressive_blocks = {options.progressive_blocks} in kv_connector_extra_config: "
+            "give a share of the cache's blocks, above 0 and at most 1",
             Code.CONFIG_INVALID,
         )
     return options

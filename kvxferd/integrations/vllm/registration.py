@@ -63,8 +63,10 @@ def register_caches(
     sharing = RankSharing(derived, options, search)
     # vLLM returns a step's tokens while the draft of that step still writes its own layers.
     is_ahead = vllm_specs.draft_model(vllm_config) is not None and is_on_device
+    # Of a request that is read while it is computed, each rank reports its own part.
+    is_progressive = options.progressive and vllm_config.kv_transfer_config.is_kv_producer
     generation, needs_ready = agree_on_generation(
-        start_tag(vllm_config), sharing.shared.bounce_buffers is not None or is_ahead
+        start_tag(vllm_config), sharing.shared.bounce_buffers is not None or is_ahead or is_progressive
     )
     spec = engine_spec(
         vllm_config,
@@ -91,7 +93,7 @@ def register_caches(
         options.pull_deadline_s,
         is_lead_rank=(spec.pp_rank, spec.tp_rank) == (0, 0),
         bounce_buffers=sharing.shared.bounce_buffers,
-        record_launched=_record_event if is_ahead else None,
+        record_launched=_record_event if is_ahead or (is_progressive and is_on_device) else None,
     )
     registered = RegisteredEngine(str(spec.engine_id), generation, needs_ready)
     return RegisteredCaches(worker, registered, sharing.shared)

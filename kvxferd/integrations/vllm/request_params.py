@@ -4,6 +4,10 @@ The router's contract is the in-engine NIXL connector's: a prefill request has `
 the router passes the parameters of its response, which have ``do_remote_prefill``, unchanged to the
 decode engine. The key ``kvxferd`` has the transfer's reference. The key ``traceparent``, which a router
 may add, has the header of that name: vLLM reads it from a request by itself only while it exports traces.
+
+A router that asks both engines at once chooses the transfer's id and nonce, and gives both the same reference
+with the key ``kvxferd_overlap``: the prefill engine is to publish it, and for the decode engine it may not be
+there yet.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from kvxferd.wire import common
 from kvxferd.wire.traceparent import read_traceparent
 
 REF_KEY = "kvxferd"
+OVERLAP_KEY = "kvxferd_overlap"
 TRACEPARENT_KEY = "traceparent"
 _FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
@@ -64,13 +69,18 @@ def wants_publish(request: Request) -> bool:
     return bool(params and params.get("do_remote_decode"))
 
 
+def has_router_ref(request: Request) -> bool:
+    """Whether the reference was made by a router that asks both engines at once."""
+    return (request.kv_transfer_params or {}).get(OVERLAP_KEY) is True
+
+
 def is_prompt_computed(request: Request) -> bool:
     """Whether the whole prompt was computed: the request was neither aborted nor failed before that."""
     return request.status.name in _FINISHED
 
 
 def ref_from_params(params: Mapping[str, Any]) -> common.TransferRef:
-    """Return the reference that the prefill engine gave. Raises EngineError(transfer-unknown)."""
+    """Return the prefill engine's, or the router's, reference. Raises EngineError(transfer-unknown)."""
     return read_ref(params.get(REF_KEY) or {})
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from kvxferd.client import BlockList, Disconnected, Event, Publisher, PublishRefused, Released, TransferRef
 from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits, EarlyPulls
 from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.open_transfers import CacheManager, OpenTransfers
 from kvxferd.integrations.vllm.request_params import (
     AllocatedBlocks,
     Request,
+    has_router_ref,
     is_prompt_computed,
     params_for_decode,
     ref_from_params,
@@ -43,8 +46,13 @@ class ConnectorScheduler:
         lease_s: float | None = None,
         *,
         may_pull: bool = True,
+        early: EarlyPullLimits | None = None,
     ) -> None:
-        """`may_pull`: whether vLLM expects others to write this engine's blocks, and waits for its own."""
+        """`may_pull`: whether vLLM expects others to write this engine's blocks, and waits for its own.
+
+        `early`: how many requests may wait for running prefills. None: requests are published when they end,
+        and pulled when they are published.
+        """
         self.stats = ConnectorStats()
         self._may_pull = may_pull
         self._groups = groups
@@ -58,6 +66,8 @@ class ConnectorScheduler:
         self._sequence = itertools.count(1)
         self._pulling: dict[str, common.TransferRef] = {}  # request id -> what it reads
         self._published: dict[str, str] = {}  # transfer id -> request id
+        self._early_pulls = None if early is None else EarlyPulls(early)
+        self._open_transfers = OpenTransfers(groups, num_readers, lease_s)
 
     def attach(self, publisher: Publisher, needs_ready: bool = True) -> None:
         """Publish requests with `publisher` from now on.
@@ -92,6 +102,11 @@ class ConnectorScheduler:
         self._publisher = None
         return False
 
+    def bind(self, cache: CacheManager) -> None:
+        """Take vLLM's cache manager. Without it no request is published before it ends."""
+        if self._early_pulls is not None:
+            self._open_transfers.bind(cache)
+
     @property
     def is_attached(self) -> bool:
         """Whether there is a publisher, or one is being opened."""
@@ -103,14 +118,23 @@ class ConnectorScheduler:
         """Handle a new request, long before it is scheduled: the daemon can fetch the manifest and plan."""
         if wants_publish(request):
             self._trim_prompt(request)
+            if (given := self._router_ref(request)) is not None:
+                self._open_transfers.expect(request, given)
         elif wants_pull(request) and (ref := self._usable_ref(request)) is not None:
             self._step.prepares.append(ref)
 
-    def num_tokens_to_pull(self, request: Request, num_computed_tokens: int) -> int:
-        """Return how many tokens come from the prefill engine, beyond those that are cached here."""
+    def num_tokens_to_pull(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many tokens come from the prefill engine, beyond those that are cached here.
+
+        None: the request is to be asked for again with a later step, because as many as may wait for running
+        prefills.
+        """
         if not wants_pull(request) or self._usable_ref(request) is None:
             return 0
-        return max(0, self._groups.prefill_tokens(request.num_prompt_tokens) - num_computed_tokens)
+        count = max(0, self._groups.prefill_tokens(request.num_prompt_tokens) - num_computed_tokens)
+        if count and (early := self._early_pulls_of(request)) is not None:
+            return count if early.has_room(self._groups.num_blocks(count)) else None
+        return count
 
     def blocks_allocated(self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int) -> None:
         """Pull into the blocks that a request was given, or abandon the transfer if all is cached here."""
@@ -134,8 +158,19 @@ class ConnectorScheduler:
         except EngineError as error:
             refusal = error.message  # vLLM already waits for the load: the workers report that it failed
         block_ids = self._groups.block_ids(clipped) if self._groups.can_report_failed_blocks else set()
+        early = self._early_pulls_of(request)
+        if early is not None:
+            early.add(request.request_id, self._groups.num_blocks(num_external_tokens))
         self._step.pulls.append(
-            PullSpec(request.request_id, ref, clipped, num_tokens, frozenset(block_ids), refusal)
+            PullSpec(
+                request.request_id,
+                ref,
+                clipped,
+                num_tokens,
+                frozenset(block_ids),
+                is_early=early is not None,
+                refusal=refusal,
+            )
         )
         self._pulling[request.request_id] = ref
 
@@ -143,6 +178,12 @@ class ConnectorScheduler:
         """Handle requests whose pulls have ended on every worker."""
         for request_id in request_ids:
             self._pulling.pop(request_id, None)
+            if self._early_pulls is not None:
+                self._early_pulls.remove(request_id)
+
+    def _early_pulls_of(self, request: Request) -> EarlyPulls | None:
+        """Return what counts the request, where its transfer may not be there yet."""
+        return self._early_pulls if has_router_ref(request) else None
 
     # --- the prefill engine
 
@@ -161,12 +202,46 @@ class ConnectorScheduler:
             if (ref := self._usable_ref(request)) is not None:
                 self._step.abandons.append(ref)
             return False, None
-        if not wants_publish(request) or not is_prompt_computed(request):
+        if not wants_publish(request):
             return False, None
-        published = self._publish(request, block_ids)
+        is_spent = self._open_transfers.is_spent(request)
+        last = self._open_transfers.end(
+            self._publisher, request, block_ids if is_prompt_computed(request) else None
+        )
+        if last is not None:
+            spec = PublishSpec(request.request_id, last.ref.transfer_id, last.blocks, last.num_tokens)
+            self._published[last.ref.transfer_id] = request.request_id
+            self._step.publishes.append(spec)
+            return True, params_for_decode(last.ref)
+        if not is_prompt_computed(request):
+            return False, None
+        published = self._publish(request, block_ids, None if is_spent else self._router_ref(request))
         return (False, None) if published is None else (True, params_for_decode(published))
 
-    def _publish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> TransferRef | None:
+    def _router_ref(self, request: Request) -> common.TransferRef | None:
+        """Return the reference by which the router has asked the decode engine already, if it is one of this
+        engine's.
+        """
+        self._check_pending_publisher()
+        if not has_router_ref(request):
+            return None
+        try:
+            given = ref_from_params(request.kv_transfer_params or {})
+        except EngineError as error:
+            _LOG.warning("request %s gets another reference: %s", request.request_id, error.message)
+            return None
+        if self._publisher is None:
+            return None
+        if given.generation != self._publisher.generation:
+            _LOG.warning("request %s gets another reference: the router's is of generation %s of the engine",
+                         request.request_id, given.generation)  # fmt: skip
+            return None
+        return given
+
+    def _publish(
+        self, request: Request, block_ids: Sequence[Sequence[int]], given: common.TransferRef | None
+    ) -> TransferRef | None:
+        """Publish a request that has ended; `given` has the id and nonce that its router chose, if it did."""
         self._check_pending_publisher()
         if self._publisher is None:
             _LOG.warning("request %s is not published, its reader will have to compute it: "
@@ -181,6 +256,8 @@ class ConnectorScheduler:
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         name = f"{request.request_id[: MAX_NAME_CHARS - 20]}~{next(self._sequence):x}"
+        if given is not None:
+            name = given.transfer_id
         try:
             if self._groups.has_state and request.num_computed_tokens > num_tokens:
                 raise EngineError(
@@ -196,6 +273,7 @@ class ConnectorScheduler:
                 num_readers=self._num_readers,
                 lease_s=self._lease_s,
                 traceparent=traceparent_of(request),
+                nonce=None if given is None else given.nonce,
             )
         except KvxferdError as error:
             _LOG.warning("request %s is not published, its reader will have to compute it: %s",
@@ -209,15 +287,26 @@ class ConnectorScheduler:
 
     # --- with every step
 
-    def build_step_metadata(self) -> StepMetadata:
-        """Return what the workers do in this step."""
+    def build_step_metadata(
+        self, scheduled: Collection[str] = (), preempted: Collection[str] = ()
+    ) -> StepMetadata:
+        """Return what the workers do in this step: of the requests with these ids vLLM computes tokens, or
+        has preempted them.
+        """
         self._check_pending_publisher()
         for event in self._publisher.poll() if self._publisher is not None else ():
             self._handle(event)
+        extends = self._open_transfers.advance(self._publisher, scheduled, preempted)
         step, self._step = self._step, StepMetadata()
+        step.extends = extends
         pulled = {spec.ref for spec in step.pulls} | set(step.abandons)
         step.prepares = [ref for ref in step.prepares if ref not in pulled]
         return step
+
+    @property
+    def has_pending_frees(self) -> bool:
+        """Whether blocks come free by themselves, so that vLLM need not preempt a request for them."""
+        return self._open_transfers.has_pending_frees(self._publisher)
 
     def close(self) -> None:
         """Close the publisher, which releases what is published."""
@@ -254,8 +343,10 @@ class ConnectorScheduler:
                 _LOG.error("nothing can be published any more: %s (%s); restart the engine", message, code)
                 for transfer_id in list(self._published):
                     self._release(transfer_id)
+                self._open_transfers.released_all()
 
     def _release(self, transfer_id: str) -> None:
+        self._open_transfers.released(transfer_id)
         if (request_id := self._published.pop(transfer_id, None)) is not None:
             self._step.released.append(request_id)
 

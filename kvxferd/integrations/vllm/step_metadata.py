@@ -6,7 +6,7 @@ It is plain picklable data, without vLLM's types: `connector` wraps it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from kvxferd.client import BlockList
 from kvxferd.ids import Generation
@@ -22,6 +22,7 @@ class PullSpec:
     blocks: Mapping[str, BlockList]  # by group, from the first token that is not cached here
     num_tokens: int
     block_ids: frozenset[int] = frozenset()  # reported to vLLM on failure; empty: the request is reported
+    is_early: bool = False  # the prefill engine may still be computing it
     refusal: str = ""  # not empty: why the pull is not tried; the workers report it as failed
 
 
@@ -35,6 +36,14 @@ class PublishSpec:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExtendSpec:
+    """A published request whose first tokens the steps before this one have written, on every rank."""
+
+    transfer_id: str
+    ready_tokens: int
+
+
 @dataclass(slots=True)
 class StepMetadata:
     """What the workers do in one step, in this order."""
@@ -43,15 +52,14 @@ class StepMetadata:
     pulls: list[PullSpec] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)  # request ids whose pull is cancelled
     abandons: list[TransferRef] = field(default_factory=list)  # transfers that this engine will not read
+    extends: list[ExtendSpec] = field(default_factory=list)
     publishes: list[PublishSpec] = field(default_factory=list)
     released: list[str] = field(default_factory=list)  # request ids whose published blocks are free
 
     @property
     def is_empty(self) -> bool:
         """Whether the workers have nothing to do."""
-        return not (
-            self.prepares or self.pulls or self.cancels or self.abandons or self.publishes or self.released
-        )
+        return not any(getattr(self, one.name) for one in fields(self))
 
 
 @dataclass(frozen=True, slots=True)

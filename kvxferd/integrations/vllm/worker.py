@@ -30,7 +30,7 @@ from kvxferd.client import (
 from kvxferd.client.gpu_events import Completion
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.integrations.vllm.stats import ConnectorStats
-from kvxferd.integrations.vllm.step_metadata import PublishSpec, PullSpec, StepMetadata
+from kvxferd.integrations.vllm.step_metadata import ExtendSpec, PublishSpec, PullSpec, StepMetadata
 
 _LOG = logging.getLogger("vllm.kvxferd.worker")
 
@@ -105,9 +105,11 @@ class ConnectorWorker:
             self._send_best_effort(self._rank.prepare, ref)
         after = (
             self._record_launched()
-            if self._record_launched is not None and (step.publishes or step.pulls)
+            if self._record_launched is not None and (step.extends or step.publishes or step.pulls)
             else None
         )
+        for extended in step.extends if needs_ready else ():
+            self._report_part(extended, after)
         for published in step.publishes if needs_ready else ():
             self._report_ready(published, after)
         for pulled in step.pulls:
@@ -187,12 +189,20 @@ class ConnectorWorker:
             return
         deadline_s = self._deadline_s if self._rank.is_connected else min(self._deadline_s, MAX_DAEMON_WAIT_S)
         try:
-            pull.ticket = self._rank.pull(spec.ref, spec.blocks, spec.num_tokens, deadline_s, after=after)
+            pull.ticket = self._rank.pull(
+                spec.ref, spec.blocks, spec.num_tokens, deadline_s, after=after, progressive=spec.is_early
+            )
         except KvxferdError as error:
             self._failed(pull, error.code, error.message)
             return
         self._pulls[spec.request_id] = pull
         self._by_ticket[pull.ticket] = pull
+
+    def _report_part(self, spec: ExtendSpec, after: Completion | None) -> None:
+        """Report how far a request is written. A rank that copies blocks out reports it when it is whole."""
+        if self._copier is None:
+            report = partial(self._rank.extend, ready_tokens=spec.ready_tokens, after=after)
+            self._send_best_effort(report, spec.transfer_id)
 
     def _report_ready(self, spec: PublishSpec, after: Completion | None) -> None:
         if self._copier is None or self._bounce_buffers is None:

@@ -28,6 +28,9 @@ def test_seconds_may_be_whole_numbers() -> None:
         ({"lease_s": float("inf")}, "lease_s"),
         ({"connect_timeout_s": "soon"}, "connect_timeout_s"),
         ({"num_readers": 0}, "num_readers"),
+        ({"progressive_requests": 0}, "progressive_requests"),
+        ({"progressive_blocks": 1.5}, "progressive_blocks"),
+        ({"progressive_blocks": float("nan")}, "progressive_blocks"),
     ],
 )
 def test_a_wrong_setting_is_named(given: dict[str, Any], named: str) -> None:
