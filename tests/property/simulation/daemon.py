@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import BootId, Endpoint, GrantId, MoverId, ProbeId, SessionId
+from kvxferd.mover.backends import Backend
+from kvxferd.mover.disconnects import transports_prove_over
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message, Refusal, Versions
@@ -25,6 +28,13 @@ from tests.property.simulation.told import ToldWorker, check_new_grants
 if TYPE_CHECKING:
     from tests.property.simulation.process import Process
     from tests.property.simulation.world import World
+
+# By the kind of an episode's transports: what the library logs of them.
+LANES = {
+    "cma": TransportsUsed("node", ("cma/memory",)),
+    "tcp": TransportsUsed("network", ("tcp/eth0",)),
+    "rdma": TransportsUsed("network", ("rc_mlx5/mlx5_0:1",)),
+}
 
 
 class Connection:
@@ -175,7 +185,7 @@ class Daemon(Actor):
     def handle_mover_message(self, mover: Mover, message: mv.FromMover) -> None:
         """Handle a mover's message."""
         if isinstance(message, mv.DisconnectSeen):
-            over = self.world.fabric.proves_over
+            over = transports_prove_over(Backend(), [LANES[self.world.fabric.kind]])
             mover.from_daemon.send(mover.handle, mv.DisconnectJudged(number=message.number, over=over))
             return
         self.feed(ev.MoverMessage(mover.mover_id, message))
@@ -338,6 +348,7 @@ class Daemon(Actor):
             "fence pages of closed sessions": sum(
                 session not in self.connections for m in self.movers.values() for session in m.fences
             ),
+            "chunks of movers in use": sum(m.num_chunks_in_use for m in self.movers.values()),
             "words and loans of movers that pack": sum(m.num_left_to_pack for m in self.movers.values()),
         }
         return [f"{self.name}: {number} {what}" for what, number in kept.items() if number]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvxferd.ids import PullId, SessionId, Ticket
-from kvxferd.mover.process.chunks import ChunkPool
+from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.mover.process.loop import IDLE_CHECK_S
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import InlineScatterer
@@ -16,14 +16,17 @@ from kvxferd.mover.read_ways import ReadWay
 from kvxferd.mover.transport.base import Span
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
+from kvxferd.plan import MAX_RUNS
 from kvxferd.wire import mover as mv
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, Message, RegionAddress
 from kvxferd.wire.worker import Delivered
 from tests.property.simulation.agenda import Actor, Pipe
+from tests.property.simulation.copying import CopyThread
 from tests.property.simulation.memory import Buffer, FencePage
 from tests.property.simulation.oracle import Pull
 from tests.property.simulation.packing import Packing
+from tests.property.simulation.read_rules import ReadRules
 from tests.property.simulation.told import blocks_of, check_is_over
 from tests.property.simulation.transport import Fabric, SimulatedTransport
 
@@ -32,7 +35,14 @@ if TYPE_CHECKING:
     from tests.property.simulation.process import Process
     from tests.property.simulation.shells.mover_pool import SimulatedHandle
 
+IN_USE = (ChunkState.READING, ChunkState.SCATTERING, ChunkState.DRAINING, ChunkState.IN_DOUBT)
 LOOK_S = 0.01  # between two looks of a source at requests that wait for a chunk
+COPIES_S = (0.0, 0.0005, 0.02)  # of one mover: how long a copy takes; 0: it is in a step of the engine
+    0.0,
+    0.0005,
+    0.02,
+)  # of one mover: how long a copy from a chunk takes; 0: in the engine's own step
+MAX_RUNS_A_PART = (MAX_RUNS, MAX_RUNS, 2)  # of one mover: how many runs of a pull are expanded at a time
 POLL_S = 0.2  # a pull that waits for nothing that could wake its mover is looked at so often
 
 
@@ -56,18 +66,24 @@ class Mover(Actor):
         self._disconnects = disconnects = DisconnectRequests()
         self._staged = StagedTransport(self.transport, lambda: self.agenda.now, disconnects=disconnects)
         way = daemon.world.traits.read_ways.get(daemon.node_name, ReadWay.DIRECT)
+        self.on_write = fabric.on_write
+        copy_s = daemon.rng.choice(COPIES_S)
         chunks = None
         if way is not ReadWay.DIRECT:
             chunks = ChunkPool(self._staged, report=disconnects.outbox.append)
+        self._chunks = chunks
         self._engine = PullEngine(
             self._staged,
             clock=lambda: self.agenda.now,
             disconnects=disconnects,
             chunks=chunks,
-            scatterer=InlineScatterer(lambda: self.agenda.now),
+            scatterer=CopyThread(self, copy_s) if copy_s else InlineScatterer(lambda: self.agenda.now),
+            max_runs=daemon.rng.choice(MAX_RUNS_A_PART),
             always_covers=way is ReadWay.COVERING,
             gathers=way is ReadWay.GATHERED,
         )
+        self._rules = rules = ReadRules(self, chunks)
+        self.transport.on_post, self.transport.on_doubt = rules.posted, rules.failed
         self._packing: Packing | None = None
         if chunks is not None and way is ReadWay.GATHERED:
             self._packing = Packing(
@@ -112,6 +128,16 @@ class Mover(Actor):
     def num_left_to_pack(self) -> int:
         """How many grants, requests and loans it has for readers that have it pack."""
         return 0 if self._packing is None else self._packing.num_left
+
+    def take_back(self, address: int) -> None:
+        """End the loan of a chunk, as the clock does."""
+        if self._packing is not None and not self.is_stopped:
+            self._packing.take_back(address)
+
+    @property
+    def num_chunks_in_use(self) -> int:
+        """How many chunks are read into, or copied from."""
+        return 0 if self._chunks is None else sum(map(self._chunks.count, IN_USE))
 
     def resume(self) -> None:
         super().resume()
@@ -189,14 +215,17 @@ class Mover(Actor):
                 remote = self._early.complete(message.remote, message.stream + 1)
                 whole = msgspec.structs.replace(message, local=local, remote=remote)
                 self._started[message.pull] = whole
+                self._rules.handle(whole)
                 self._engine.start(whole)
             case mv.AbortPull():
+                self._rules.handle(message)
                 self._engine.abort(message.pull)
             case mv.ReportPull():
                 self._engine.report_progress(message.pull)
             case mv.DisconnectJudged():
                 self._disconnects.handle_reply(message.number, message.over)
             case mv.ChunkMemoryGranted():
+                self._rules.handle(message)
                 self._engine.set_chunk_memory(message.size_bytes)
             case mv.GrantBlocks() | mv.RevokeBlocks():
                 if self._packing is not None:
@@ -224,6 +253,8 @@ class Mover(Actor):
         outbox = self._engine.outbox
         while outbox:
             self._report_engine(outbox.popleft())
+        if self.is_alive:
+            self._rules.check(self._engine._by_id)
         if self._engine.holds_chunks and not self._is_idle_check_due:
             self._is_idle_check_due = True
             self.after(IDLE_CHECK_S, self._check_idle)
@@ -269,6 +300,7 @@ class Mover(Actor):
 
     def _report_engine(self, message: mv.FromMover) -> None:
         self._check_is_over(message)
+        self._rules.reported(message)
         if isinstance(message, mv.PullDone):
             ticket = self._tickets.pop(message.pull, None)
             outcome = message.outcome

@@ -7,15 +7,17 @@ from collections.abc import Callable
 
 from kvxferd.ids import AgentName
 from kvxferd.mover.process.chunks import ChunkPool
-from kvxferd.mover.process.gather_source import GatherSource
+from kvxferd.mover.process.gather_source import HEADER_BYTES, GatherSource
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.wire import mover as mv
 from kvxferd.wire.staging import GatherMessage, GatherReady, GatherRefused
 from tests.property.simulation.agenda import Agenda
+from tests.property.simulation.memory import POISON
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.transport import SimulatedTransport
 
+OTHER_BYTES = 1 << 16  # what another reader has packed; more than any pull here
 LOOKS_S = (0.00002, 0.0002, 0.005)  # of one mover: how much time passes between two looks at its clock
 
 
@@ -50,6 +52,7 @@ class Packing:
         self.source = GatherSource(transport, chunks, staged.reply_agents, self.clock)
         self._engine = engine
         self._revoked: dict[bytes, None] = {}
+        self._stamped: dict[bytes, object] = {}  # by stamp: the loan that had it
         self.on_packing: Callable[[], None] = lambda: None  # called while a request is being packed
         staged.on_gather = self._handle
 
@@ -73,6 +76,21 @@ class Packing:
         if any(loan.request.word in self._revoked for loan in self.source._packing):
             raise Violation("violations", "a mover packs for a word that was revoked")
 
+    def _check_stamps(self) -> None:
+        for loan in self.source._loans.values():
+            if self._stamped.setdefault(loan.stamp, loan) is not loan:
+                raise Violation("violations", "two loans of a mover have one stamp")
+
+    def take_back(self, address: int) -> None:
+        """End the loan of the chunk at an address, and pack other bytes there."""
+        for loan in list(self.source._loans.values()):
+            chunk = loan.chunk
+            if chunk is None or not loan.expires_at:
+                continue
+            if chunk.address <= address < chunk.address + chunk.span.size_bytes:
+                self.source._end(loan)
+                chunk.bytes[HEADER_BYTES : HEADER_BYTES + OTHER_BYTES] = POISON
+
     @property
     def is_packing(self) -> bool:
         """Whether it has something to do that waits for nothing."""
@@ -95,3 +113,4 @@ class Packing:
         if self.source._packing:
             self.on_packing()
         self._check_revoked()
+        self._check_stamps()

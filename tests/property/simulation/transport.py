@@ -20,6 +20,8 @@ from tests.property.simulation.memory import Buffer
 
 LOST_SHARE = 0.02  # of notifications
 LATEST_S = 2.0  # how late a piece of a failed read may land
+AT_ONCE_SHARE = 0.1  # of reads are over when they are posted
+TAKEN_BACK_SHARE = 0.05  # of packed chunks are taken back while they are read
 # Of a piece: in one episode of three a read takes so long that cancels, deadlines and deaths meet it.
 QUICK_S, SLOW_S = (0.0001, 0.0003, 0.001, 0.004), (0.0003, 0.004, 0.05, 0.3)
 
@@ -36,6 +38,9 @@ class MoverProcess(Protocol):
 
     def posted(self) -> None:
         """A read was posted."""
+
+    def take_back(self, address: int) -> None:
+        """End the loan of the chunk there, if one is lent, as when its time is over."""
 
 
 @dataclass(eq=False)
@@ -97,6 +102,8 @@ class SimulatedTransport:
         self._notifications: list[tuple[AgentName, bytes]] = []
         self.waiting: list[tuple[SimulatedTransport, Read, int]] = []  # until this mover serves
         self.stalls_until = 0.0
+        self.on_post: Callable[[AgentName, list[tuple[int, int, int]]], None] = lambda agent, runs: None
+        self.on_doubt: Callable[[Read], None] = lambda read: None  # a read failed, and may still land
         fabric.agents[agent] = self
 
     @property
@@ -168,6 +175,7 @@ class SimulatedTransport:
             self._find(local, size)
         if agent in self._lost:
             raise TransportError(f"cannot read from agent {agent}: it disconnected", settled=True, lost=True)
+        self.on_post(agent, listed)
         rng = self._fabric.rng
         num_pieces = min(len(listed), rng.choice((1, 1, 2, 3)))
         if num_pieces > 1:
@@ -175,8 +183,15 @@ class SimulatedTransport:
         pieces = [listed[index::num_pieces] for index in range(num_pieces)]
         read = Read(agent, pieces, num_pieces)
         self._reads[read] = self._all_reads[read] = None
+        source = self._fabric.agents.get(agent)
+        if source is not None and rng.random() < TAKEN_BACK_SHARE:
+            source._mover.take_back(listed[0][1])
+        is_at_once = source is not None and source._mover.serves and rng.random() < AT_ONCE_SHARE
         for index in range(num_pieces):
-            self._later(self._fabric.latency_s(), read, index)
+            if is_at_once:
+                self._move(read, index)
+            else:
+                self._later(self._fabric.latency_s(), read, index)
         self._mover.posted()
         return read
 
@@ -320,6 +335,7 @@ class SimulatedTransport:
         text = f"cannot read from agent {read.agent}: simulated failure"
         read.error = TransportError(text, settled=settled, lost=lost)
         if not (lost and self._fabric.proves_over) and not settled:
+            self.on_doubt(read)
             for index in range(len(read.pieces)):
                 if self._fabric.rng.random() < 0.5:
                     read.late.append(index)
