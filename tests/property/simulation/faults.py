@@ -443,6 +443,7 @@ class Faults:
         def lose(mover: Mover) -> None:
             if agents := mover.transport.inflight_agents:
                 mover.transport.lose_connection(rng.choice(agents))
+                self._stall_others(rng, mover)
 
         self._at_read(rng, "lose-connection", lose)
 
@@ -555,7 +556,17 @@ class Faults:
         self._at_read(rng, "stall-reads", lambda mover: mover.transport.stall(seconds))
 
     def _fail_read(self, rng: random.Random) -> None:
-        self._at_read(rng, "fail-read", lambda mover: mover.transport.fail_one_read())
+        def fail(mover: Mover) -> None:
+            if mover.transport.fail_one_read():
+                self._stall_others(rng, mover)
+
+        self._at_read(rng, "fail-read", fail)
+
+    @staticmethod
+    def _stall_others(rng: random.Random, mover: Mover) -> None:
+        """Have what else the mover reads take longer than a pull that has failed waits for it, or not."""
+        if rng.random() < 0.3:
+            mover.transport.stall(rng.choice((0.2, 1.0)))
 
     # --- whom
 

@@ -37,12 +37,8 @@ if TYPE_CHECKING:
 
 IN_USE = (ChunkState.READING, ChunkState.SCATTERING, ChunkState.DRAINING, ChunkState.IN_DOUBT)
 LOOK_S = 0.01  # between two looks of a source at requests that wait for a chunk
-COPIES_S = (0.0, 0.0005, 0.02)  # of one mover: how long a copy takes; 0: it is in a step of the engine
-    0.0,
-    0.0005,
-    0.02,
-)  # of one mover: how long a copy from a chunk takes; 0: in the engine's own step
-MAX_RUNS_A_PART = (MAX_RUNS, MAX_RUNS, 2)  # of one mover: how many runs of a pull are expanded at a time
+COPIES_S = (0.0, 0.0005, 0.1)  # of one mover: how long a copy takes; 0: it is in a step of the engine
+MAX_RUNS_A_PART = (MAX_RUNS, 2)  # of one mover: how many runs of a pull are expanded at a time
 POLL_S = 0.2  # a pull that waits for nothing that could wake its mover is looked at so often
 
 
@@ -248,6 +244,8 @@ class Mover(Actor):
             pass
         if self._packing is not None:
             self._pack(self._packing)
+        if self.transport.broken is not None:
+            raise self.transport.broken
         if self.transport.waiting:
             self.transport.serve()
         outbox = self._engine.outbox

@@ -1,4 +1,4 @@
-"""The order that one mover's reads must keep, and the memory that they may use, whatever its pulls come to."""
+"""The order that a mover's reads must keep, and the memory that they may use, whatever its pulls come to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class _Pull:
     has_data_read: bool = False  # one was posted into its blocks
     has_word_read: bool = False
     is_aborted: bool = False
-    is_doubtful: bool = False  # a read of it failed, and may still land
+    is_doubtful: bool = False  # a read into its blocks failed, and may still land
+    may_be_doubtful: bool = False  # a read of its word failed, which may have been another's of the same word
     told: mv.PullDone | None = None
 
 
@@ -82,11 +83,18 @@ class ReadRules:
                 if outcome.delivered and pull.is_aborted:
                     self._fail(f"delivers pull {message.pull}, which was cancelled")
                 if outcome.delivered or outcome.finished:
+                    self._check_is_over(pull)
                     del self._pulls[message.pull]
             case mv.PullQuiesced():
-                told = self._pulls.pop(message.pull).told
+                pull = self._pulls.pop(message.pull)
+                self._check_is_over(pull)
+                told = pull.told
                 if told is None or not told.outcome.quiet_follows:
                     self._fail(f"says that pull {message.pull} is quiet, and had said that it never would")
+
+    def _check_is_over(self, pull: _Pull) -> None:
+        if pull.is_doubtful:
+            self._fail(f"calls pull {pull.start.pull} over, of which a failed read may still land")
 
     # --- reads
 
@@ -144,16 +152,16 @@ class ReadRules:
                 for pull in self._pulls.values():
                     pull.is_doubtful |= block is not None and block in pull.blocks
                     fence = pull.start.fence
-                    pull.is_doubtful |= (fence.agent, fence.address) == (read.agent, remote)
+                    pull.may_be_doubtful |= (fence.agent, fence.address) == (read.agent, remote)
 
     # --- between two steps
 
     def check(self, is_known: Collection[PullId]) -> None:
         """Check what the mover has left. `is_known`: the pulls that its engine has not forgotten."""
         for number, pull in self._pulls.items():
-            if pull.told is None or number in is_known or pull.is_doubtful:
+            if pull.told is None or number in is_known:
                 continue
-            if pull.told.outcome.quiet_follows:
+            if pull.told.outcome.quiet_follows and not (pull.is_doubtful or pull.may_be_doubtful):
                 self._fail(f"has forgotten pull {number}, and never says that it is quiet")
         if self._chunks is not None:
             self._check_chunks(self._chunks)

@@ -20,6 +20,7 @@ from tests.property.simulation.memory import Buffer
 
 LOST_SHARE = 0.02  # of notifications
 LATEST_S = 2.0  # how late a piece of a failed read may land
+REFUSED_SHARE = 0.01  # of reads are not posted: the library refuses them
 AT_ONCE_SHARE = 0.1  # of reads are over when they are posted
 TAKEN_BACK_SHARE = 0.05  # of packed chunks are taken back while they are read
 # Of a piece: in one episode of three a read takes so long that cancels, deadlines and deaths meet it.
@@ -102,6 +103,7 @@ class SimulatedTransport:
         self._notifications: list[tuple[AgentName, bytes]] = []
         self.waiting: list[tuple[SimulatedTransport, Read, int]] = []  # until this mover serves
         self.stalls_until = 0.0
+        self.broken: AssertionError | None = None  # what a post has broken
         self.on_post: Callable[[AgentName, list[tuple[int, int, int]]], None] = lambda agent, runs: None
         self.on_doubt: Callable[[Read], None] = lambda read: None  # a read failed, and may still land
         fabric.agents[agent] = self
@@ -164,6 +166,13 @@ class SimulatedTransport:
     # --- reads
 
     def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
+        try:
+            return self._post(agent, runs)
+        except AssertionError as error:
+            self.broken = self.broken or error  # the engine takes it for a read that has failed
+            raise
+
+    def _post(self, agent: AgentName, runs: Runs) -> Read:
         known = self._remote.get(agent)
         if known is None:
             raise TransportError(f"cannot read from agent {agent}: it is not known here", settled=True)
@@ -175,8 +184,10 @@ class SimulatedTransport:
             self._find(local, size)
         if agent in self._lost:
             raise TransportError(f"cannot read from agent {agent}: it disconnected", settled=True, lost=True)
-        self.on_post(agent, listed)
         rng = self._fabric.rng
+        if not self._fabric.is_hurried and rng.random() < REFUSED_SHARE:
+            raise TransportError(f"cannot read from agent {agent}: simulated refusal", settled=True)
+        self.on_post(agent, listed)
         num_pieces = min(len(listed), rng.choice((1, 1, 2, 3)))
         if num_pieces > 1:
             rng.shuffle(listed)
