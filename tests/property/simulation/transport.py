@@ -268,11 +268,10 @@ class SimulatedTransport:
 
     def fail_one_read(self) -> bool:
         """Have a read fail in a way that proves nothing; return whether there was one."""
-        for read in self._reads:
-            if not read.done and read.error is None:
-                self._fail(read, settled=False, lost=False)
-                return True
-        return False
+        reads = [read for read in self._reads if not read.done and read.error is None]
+        if reads:
+            self._fail(self._fabric.rng.choice(reads), settled=False, lost=False)
+        return bool(reads)
 
     def stall(self, seconds: float) -> None:
         """Have all reads wait, those too that are posted meanwhile."""
