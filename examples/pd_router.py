@@ -7,14 +7,21 @@ reply, to a decode engine. It does not depend on kvxferd: the contract is vLLM's
 Several engines of a kind take turns. Both engines get the same X-Request-Id, and the client's traceparent
 where it sent one: as a header, and for kvxferd with the parameters. When a client disconnects, its requests
 are cancelled.
+
+With --overlap a decode engine is asked at the same time, and reads the cache while it is computed: both get
+the same reference, with an id and a nonce that are chosen here. Its other fields are those of the prefill
+engine's last reply, so the first request of each goes one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
+import secrets
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -33,15 +40,21 @@ PREFILL_ONLY: dict[str, Any] = {
 NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
 # Of W3C Trace Context.
 TRACE_HEADERS = ("traceparent", "tracestate")
+# Of a kvxferd reference: what names the prefill engine, and what is chosen for each request.
+ENGINE_FIELDS, REQUEST_FIELDS = ("endpoint", "engine_id", "generation"), ("transfer_id", "nonce")
 ENGINE_TIMEOUT = aiohttp.ClientTimeout(total=600)
+
+Reply = tuple[int, Any]
 
 
 class Router:
     """Forwards completions. `prefill` and `decode` are the engines' addresses."""
 
-    def __init__(self, prefill: list[str], decode: list[str]) -> None:
+    def __init__(self, prefill: list[str], decode: list[str], overlap: bool = False) -> None:
         self._prefill: Iterator[str] = itertools.cycle(prefill)
         self._decode: Iterator[str] = itertools.cycle(decode)
+        self._overlap = overlap
+        self._engines: dict[str, dict[str, Any]] = {}  # by address: what names it in a reference
 
     async def session_context(self, _: web.Application) -> Any:
         """Keep the session with the engines open while the application runs."""
@@ -52,41 +65,117 @@ class Router:
     async def handle_completion(self, request: web.Request) -> web.StreamResponse:
         """Handle one completion, streamed or not, with the decode engine's response."""
         asked = await request.json()
+        url = next(self._prefill)
         try:
             headers = headers_for_engines(request)
-            status, prefilled = await self._request_prefill(request.path, asked, headers)
+            if url in self._engines:
+                return await self._overlapped(request, asked, headers, url)
+            status, prefilled = await self._request_prefill(url + request.path, asked, headers, PREFILL_ONLY)
             if status != 200:
                 return web.json_response(prefilled, status=status)
-            asked["kv_transfer_params"] = with_trace(prefilled.get("kv_transfer_params"), headers)
-            return await self._stream_decode(request, asked, headers)
+            self._learn_engine(url, prefilled)
+            return await self._decode_after(request, asked, headers, prefilled)
         except aiohttp.ClientError as error:
             said = f"an engine cannot be reached: {type(error).__name__}: {error}"
             return web.json_response({"error": {"message": said, "code": 502}}, status=502)
 
+    async def _overlapped(
+        self, request: web.Request, asked: dict[str, Any], headers: dict[str, str], url: str
+    ) -> web.StreamResponse:
+        """Ask both engines; ask a decode engine again where the cache is another than it was told to read."""
+        ref = self._engines[url] | {"transfer_id": uuid.uuid4().hex, "nonce": secrets.token_hex(16)}
+        shared = {"kvxferd": ref, "kvxferd_overlap": True}
+        prefill = asyncio.create_task(
+            self._request_prefill(url + request.path, asked, headers, PREFILL_ONLY | shared)
+        )
+        early = with_trace({"do_remote_prefill": True, "do_remote_decode": False} | shared, headers)
+        decode = asyncio.create_task(
+            self._open_decode(request, asked | {"kv_transfer_params": early}, headers)
+        )
+        try:
+            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            if decode.done() and decode.exception() is None and decode.result()[0].status == 200:
+                return await self._pass_on(request, *decode.result())
+            status, prefilled = await prefill
+            if status != 200:
+                return web.json_response(prefilled, status=status)
+            self._learn_engine(url, prefilled)
+            if not is_of(ref, prefilled):
+                return await self._decode_after(request, asked, headers, prefilled)
+            return await self._pass_on(request, *await decode)
+        finally:
+            await self._end(decode)
+            await self._end(prefill)
+
+    async def _end(self, task: asyncio.Task[Any]) -> None:
+        """Have an engine's request end, and its connection, wherever it is."""
+        task.cancel()
+        with suppress(asyncio.CancelledError, aiohttp.ClientError):
+            found = await task
+            if isinstance(found[0], aiohttp.ClientResponse):
+                found[0].close()
+
+    def _learn_engine(self, url: str, prefilled: Mapping[str, Any]) -> None:
+        """Keep what names a prefill engine in references; nothing where it uses another connector."""
+        ref = (prefilled.get("kv_transfer_params") or {}).get("kvxferd")
+        if self._overlap and isinstance(ref, dict):
+            self._engines[url] = {name: ref[name] for name in ENGINE_FIELDS}
+        else:
+            self._engines.pop(url, None)
+
     async def _request_prefill(
-        self, path: str, asked: dict[str, Any], headers: dict[str, str]
-    ) -> tuple[int, Any]:
-        params = with_trace(PREFILL_ONLY, headers)
-        wanted = asked | {"max_tokens": 1, "stream": False, "kv_transfer_params": params}
+        self, url: str, asked: dict[str, Any], headers: dict[str, str], params: dict[str, Any]
+    ) -> Reply:
+        wanted = asked | {"max_tokens": 1, "stream": False, "kv_transfer_params": with_trace(params, headers)}
         for name in NOT_FOR_PREFILL:
             wanted.pop(name, None)
         if "max_completion_tokens" in asked:
             wanted["max_completion_tokens"] = 1
-        async with self._session.post(next(self._prefill) + path, json=wanted, headers=headers) as answer:
+        async with self._session.post(url, json=wanted, headers=headers) as answer:
             return answer.status, await answer.json()
 
-    async def _stream_decode(
-        self, request: web.Request, asked: dict[str, Any], headers: dict[str, str]
+    async def _decode_after(
+        self,
+        request: web.Request,
+        asked: dict[str, Any],
+        headers: dict[str, str],
+        prefilled: Mapping[str, Any],
     ) -> web.StreamResponse:
-        url = next(self._decode) + request.path
-        async with self._session.post(url, json=asked, headers=headers) as answer:
+        params = with_trace(prefilled.get("kv_transfer_params"), headers)
+        wanted = asked | {"kv_transfer_params": params}
+        answer = await self._session.post(next(self._decode) + request.path, json=wanted, headers=headers)
+        return await self._pass_on(request, answer)
+
+    async def _open_decode(
+        self, request: web.Request, asked: dict[str, Any], headers: dict[str, str]
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Return the decode engine's response when its first part is there."""
+        answer = await self._session.post(next(self._decode) + request.path, json=asked, headers=headers)
+        try:
+            return answer, await answer.content.readany()
+        except BaseException:
+            answer.close()
+            raise
+
+    async def _pass_on(
+        self, request: web.Request, answer: aiohttp.ClientResponse, first: bytes = b""
+    ) -> web.StreamResponse:
+        async with answer:
             passed = web.StreamResponse(status=answer.status)
             passed.content_type = answer.content_type
             await passed.prepare(request)
+            if first:
+                await passed.write(first)
             async for part in answer.content.iter_any():
                 await passed.write(part)
             await passed.write_eof()
             return passed
+
+
+def is_of(ref: Mapping[str, Any], prefilled: Mapping[str, Any]) -> bool:
+    """Whether the prefill engine has published by the reference that it was given."""
+    published = (prefilled.get("kv_transfer_params") or {}).get("kvxferd") or {}
+    return all(published.get(name) == ref[name] for name in (*ENGINE_FIELDS[1:], *REQUEST_FIELDS))
 
 
 def headers_for_engines(request: web.Request) -> dict[str, str]:
@@ -105,9 +194,9 @@ def with_trace(params: dict[str, Any] | None, headers: dict[str, str]) -> dict[s
     return params | {"traceparent": headers["traceparent"]}
 
 
-def make_app(prefill: list[str], decode: list[str]) -> web.Application:
+def make_app(prefill: list[str], decode: list[str], overlap: bool = False) -> web.Application:
     """Return the application with its routes."""
-    router = Router(prefill, decode)
+    router = Router(prefill, decode, overlap)
     app = web.Application(client_max_size=64 << 20)
     app.cleanup_ctx.append(router.session_context)
     app.router.add_post("/v1/completions", router.handle_completion)
@@ -120,6 +209,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--prefill", action="append", required=True, metavar="URL")
     parser.add_argument("--decode", action="append", required=True, metavar="URL")
+    parser.add_argument("--overlap", action="store_true", help="ask both engines at once (kvxferd)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     return parser
@@ -128,7 +218,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Serve until interrupted."""
     options = make_parser().parse_args()
-    app = make_app(options.prefill, options.decode)
+    app = make_app(options.prefill, options.decode, options.overlap)
     # A handler is cancelled when its client disconnects, so that the engines' requests end too.
     web.run_app(app, host=options.host, port=options.port, handler_cancellation=True)
 

@@ -200,9 +200,12 @@ class EngineUnderTest:
             time.sleep(0.001)  # as vLLM's engine does when nothing ran
         return total
 
-    def prefill(self, name: str, num_tokens: int, ids: list[int], fill: int) -> dict[str, Any] | None:
-        """Compute a request, and return what the router gets of it."""
-        request = Request(name, num_tokens, {"do_remote_decode": True, "do_remote_prefill": False})
+    def prefill(
+        self, name: str, num_tokens: int, ids: list[int], fill: int, **asked: Any
+    ) -> dict[str, Any] | None:
+        """Compute a request, and return what the router gets of it. `asked` are parameters of its own."""
+        params = {"do_remote_decode": True, "do_remote_prefill": False} | asked
+        request = Request(name, num_tokens, params)
         self.scheduler.request_added(request)
         self.bytes[ids] = fill
         request.num_computed_tokens = request.num_prompt_tokens

@@ -77,7 +77,8 @@ class HttpEngine(HttpService):
             ids = list(range(first, first + -(-len(prompt) // BLOCK_TOKENS)))
             params = body.get("kv_transfer_params") or {}
             if params.get("do_remote_decode"):
-                found = self.engine.prefill(name, len(prompt), ids, content_of(prompt))
+                given = {key: value for key, value in params.items() if key.startswith("kvxferd")}
+                found = self.engine.prefill(name, len(prompt), ids, content_of(prompt), **given)
                 num_pulled, values = 0, []
             else:
                 found, (num_pulled, values) = None, self._decode(name, prompt, ids, params)

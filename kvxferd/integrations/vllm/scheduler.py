@@ -14,7 +14,7 @@ from typing import Any
 
 from kvxferd.client import BlockList, Disconnected, Event, Publisher, PublishRefused, Released, TransferRef
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits, EarlyPulls
+from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits, EarlyPulls, LateAbandons
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.open_transfers import CacheManager, OpenTransfers
 from kvxferd.integrations.vllm.request_params import (
@@ -67,6 +67,7 @@ class ConnectorScheduler:
         self._pulling: dict[str, common.TransferRef] = {}  # request id -> what it reads
         self._published: dict[str, str] = {}  # transfer id -> request id
         self._early_pulls = None if early is None else EarlyPulls(early)
+        self._late_abandons = LateAbandons()
         self._open_transfers = OpenTransfers(groups, num_readers, lease_s)
 
     def attach(self, publisher: Publisher, needs_ready: bool = True) -> None:
@@ -147,6 +148,8 @@ class ConnectorScheduler:
             return
         if num_external_tokens <= 0:
             self._step.abandons.append(ref)
+            if has_router_ref(request):
+                self._late_abandons.add(ref)
             return
         num_tokens = self._groups.prefill_tokens(request.num_prompt_tokens)
         clipped: Mapping[str, BlockList] = {}
@@ -299,6 +302,7 @@ class ConnectorScheduler:
         extends = self._open_transfers.advance(self._publisher, scheduled, preempted)
         step, self._step = self._step, StepMetadata()
         step.extends = extends
+        step.abandons += self._late_abandons.pop_due()
         pulled = {spec.ref for spec in step.pulls} | set(step.abandons)
         step.prepares = [ref for ref in step.prepares if ref not in pulled]
         return step

@@ -195,6 +195,16 @@ def test_a_prompt_of_one_chunk(overlap: Overlap) -> None:
     overlap.check_delivered()
 
 
+def test_a_decode_engine_that_has_it_all_frees_what_is_published_later(overlap: Overlap) -> None:
+    ref = overlap.ref()
+    overlap.start_decode(ref, cached=NUM_TOKENS)
+    overlap.decode.step()
+    keeps, _ = overlap.end_prefill(overlap.start_prefill(ref))
+    assert keeps
+    overlap.prefill.step()
+    wait_until(lambda: overlap.decode.step().received or overlap.prefill.step().sent == {"p-1"}, "freed")
+
+
 def test_a_preempted_request_takes_its_transfer_back_and_keeps_its_blocks_until_then(
     overlap: Overlap,
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
 from tests.support.connector_harness import EngineUnderTest
 from tests.support.daemon_fleet import Fleet
 from tests.support.http_engine import CHAT, COMPLETIONS, HttpEngine, content_of, prompt_of
@@ -36,15 +37,15 @@ class Engines:
     def __init__(self, fleet: Fleet, stack: ExitStack) -> None:
         daemon = fleet.daemon("node")
 
-        def engine(name: str, publishes: bool) -> HttpEngine:
-            made = EngineUnderTest(daemon, name, publishes=publishes)
+        def engine(name: str, publishes: bool, early: EarlyPullLimits | None = None) -> HttpEngine:
+            made = EngineUnderTest(daemon, name, publishes=publishes, early=early)
             stack.callback(made.close)
             served = HttpEngine(made)
             stack.callback(served.close)
             return served
 
         self.prefill = [engine(f"prefill-{number}", True) for number in range(2)]
-        self.decode = engine("decode", False)
+        self.decode = engine("decode", False, EarlyPullLimits(num_requests=8, num_blocks=64))
         urls = [one.url for one in self.prefill]
         self._proxy = VllmProxy(urls, [self.decode.url])
         stack.callback(self._proxy.close)
@@ -52,6 +53,8 @@ class Engines:
         stack.callback(self._sidecar.close)
         self._router = RouterProcess(self.prefill[0].url, self.decode.url)
         stack.callback(self._router.stop)
+        self._overlapping = RouterProcess(self.prefill[0].url, self.decode.url, "--overlap")
+        stack.callback(self._overlapping.stop)
 
     def through_proxy(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
         """Send a request through vLLM's proxy."""
@@ -64,6 +67,10 @@ class Engines:
     def through_router(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
         """Send it through the example router."""
         return post(self._router.url, path, body, headers)
+
+    def through_overlapping_router(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
+        """Send it through the example router that asks both engines at once."""
+        return post(self._overlapping.url, path, body, headers)
 
     def start_over(self) -> None:
         for one in (*self.prefill, self.decode):
@@ -176,6 +183,48 @@ def test_a_prefill_that_fails_reaches_the_client_and_no_decode_engine(
     sent: Send = getattr(engines, router)
     assert sent(COMPLETIONS, REQUESTS[COMPLETIONS]).status in (500, 503)
     assert engines.decode.served == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_overlapping_router_gives_both_engines_one_reference(engines: Engines, stream: bool) -> None:
+    body = REQUESTS[COMPLETIONS] | {"stream": stream}
+    for _ in range(2):  # the first learns the engine, where no test before did
+        answer = engines.through_overlapping_router(COMPLETIONS, body)
+        assert (answer.status, answer.chunks[0]["choices"][0]["token_ids"]) == (200, [content_of(PROMPT)])
+    prefilled, decoded = engines.prefill[0].served[-1], engines.decode.served[-1]
+    assert decoded.num_pulled == len(PROMPT)
+    given = prefilled.body["kv_transfer_params"]
+    assert given["kvxferd_overlap"] is True
+    assert decoded.body["kv_transfer_params"]["kvxferd"] == given["kvxferd"]
+    engines.prefill[0].wait_until_released(2)
+
+
+def test_a_prefill_that_fails_ends_the_decode_engine_s_request(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines.through_overlapping_router(COMPLETIONS, REQUESTS[COMPLETIONS])
+    monkeypatch.setattr(engines.prefill[0], "handle", lambda *_: error(503, "the engine is dead"))
+    monkeypatch.setattr(engines.decode, "handle", lambda *_: error(500, "its cache did not come"))
+    assert engines.through_overlapping_router(COMPLETIONS, REQUESTS[COMPLETIONS]).status == 503
+
+
+def test_a_cache_by_another_reference_is_decoded_by_that(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill engine has been restarted, or has taken the first back."""
+    engines.through_overlapping_router(COMPLETIONS, REQUESTS[COMPLETIONS])
+    publish, decode = engines.prefill[0].engine.prefill, engines.decode.handle
+    monkeypatch.setattr(engines.prefill[0].engine, "prefill", lambda *what, **_: publish(*what))
+
+    def handle(path: str, body: dict[str, Any], headers: Any) -> Answer:
+        if "kvxferd_overlap" in body["kv_transfer_params"]:
+            return error(500, "its cache did not come")
+        return decode(path, body, headers)
+
+    monkeypatch.setattr(engines.decode, "handle", handle)
+    answer = engines.through_overlapping_router(COMPLETIONS, REQUESTS[COMPLETIONS])
+    assert answer.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
+    assert engines.decode.served[-1].num_pulled == len(PROMPT)
 
 
 def test_a_router_must_pass_on_every_field(engines: Engines) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Asked, complete, prefill
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector, wait_until
+from tests.support.vllm_servers.router_process import RouterProcess
 from tests.support.vllm_servers.signals import stopped
 from tests.support.vllm_servers.site import LEASE_S, Nodes, Site, num_external_tokens, wait_until_settled
 
@@ -114,3 +115,20 @@ def test_a_client_that_leaves_both(overlap: Overlap, new_prompt: NewPrompt) -> N
     decoding, prefilling = overlap.ask(prompt)
     assert decoding.answer().tokens == overlap.right_tokens(prompt)
     prefilling.answer()
+
+
+def test_through_the_example_router(overlap: Overlap, new_prompt: NewPrompt) -> None:
+    router = RouterProcess(overlap.prefill.url, overlap.decode.url, "--overlap")
+    try:
+        for length in (70, 900, 1300):
+            prompt = new_prompt(length)
+            before = num_external_tokens(overlap.decode)
+            assert complete(router.url, prompt, 12).tokens == overlap.right_tokens(prompt)
+            assert num_external_tokens(overlap.decode) - before in (length - 1, length)
+        asked = Asked(router.url, new_prompt(1400), 40)
+        wait_until(lambda: overlap.decode.num_unanswered() == 1, "the decode engine has the request")
+        asked.hang_up()
+        for engine in (overlap.decode, overlap.prefill):
+            wait_until(lambda engine=engine: engine.num_unanswered() == 0, f"{engine.name} noticed")
+    finally:
+        router.stop()

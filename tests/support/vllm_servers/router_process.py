@@ -14,13 +14,13 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "pd_router.py"
 
 
 class RouterProcess:
-    """Sends each completion to the prefill engine first, then to the decode engine."""
+    """Sends each completion to the prefill engine, then to the decode engine; with `--overlap` to both."""
 
-    def __init__(self, prefill_url: str, decode_url: str) -> None:
+    def __init__(self, prefill_url: str, decode_url: str, *options: str) -> None:
         port = free_port()
         self.url = f"http://{HOST}:{port}"
         command = [sys.executable, str(SCRIPT), "--port", str(port)]
-        command += ["--prefill", prefill_url, "--decode", decode_url]
+        command += ["--prefill", prefill_url, "--decode", decode_url, *options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         wait_until(self._answers, "the router answers", 20.0)
 
