@@ -23,7 +23,7 @@ from tests.property.simulation.mover import Mover
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.probes import ProbeMover
 from tests.property.simulation.shells.mover_pool import SimulatedHandle, SimulatedPool
-from tests.property.simulation.told import ToldWorker, check_new_grants
+from tests.property.simulation.told import ToldWorker, check_ended, check_new_grants, check_word
 
 if TYPE_CHECKING:
     from tests.property.simulation.process import Process
@@ -179,8 +179,11 @@ class Daemon(Actor):
         """Handle the end of a worker's connection."""
         if connection.session in self.connections:
             connection.is_open = False
+            rank = self.node.sessions[connection.session].rank
             self.feed(ev.WorkerDisconnected(connection.session))  # which still overwrites fence words
             del self.connections[connection.session]
+            if rank is not None:
+                check_ended(self, rank.spec.key)
 
     def handle_mover_message(self, mover: Mover, message: mv.FromMover) -> None:
         """Handle a mover's message."""
@@ -294,6 +297,8 @@ class Daemon(Actor):
                 self.after(0.0, self.feed, ev.PidfdNotSent(effect.session, effect.pidfd_of))
                 return
         connection.told.check(effect.message)
+        if isinstance(effect.message, wk.Released):
+            check_word(connection, effect.message)
         connection.down.send(connection.process.receive, connection, effect.message, page, mover)
 
     def _request_mover(self, session: SessionId) -> None:

@@ -116,7 +116,7 @@ class Faults:
         mover = self._pick(rng, [m for d in self._world.daemons.values() for m in d.movers.values()])
         if mover is not None:
             self._count("delay-mover", mover.name)
-            rng.choice((mover.to_daemon, mover.from_daemon)).delay(rng.choice((0.01, 0.2)))
+            rng.choice((mover.to_daemon, mover.from_daemon)).delay(rng.choice((0.01, 0.2, 1.5, 4.0)))
 
     # --- processes
 
@@ -514,9 +514,28 @@ class Faults:
         if forkserver is not None and forkserver.is_alive and not forkserver.is_stopped:
             forkserver.stop()
             self._world.agenda.after(rng.choice((0.02, 0.1, 0.3)), forkserver.resume)
-        for mover in process.movers:
-            mover.die("a fault")
+        for handle in list(daemon.pool.handles.values()):  # the spare ones too
+            handle.process.kill()
         process.after(rng.choice((0.0005, 0.005, 0.05)), self._suspend, engine, process, 0.5)
+
+    def _late_acknowledgement(self, rng: random.Random) -> None:
+        """A mover dies when it was offered; its worker hears late of the next, and acknowledges the first."""
+        found = self._pick(rng, [(e, p) for e in self._world.engines if e.is_usable for p in e.ranks])
+        if found is None:
+            return
+        _, process = found
+        self._count("late-acknowledgement", process.name)
+
+        def die() -> None:
+            connection, mover = process.connection, process.last_offered
+            if connection is not None and mover is not None:
+                connection.up.delay(rng.choice((0.003, 0.02)))
+                connection.down.delay(0.3)
+                mover.die("a fault")
+
+        process.on_offered = die
+        for mover in process.movers:
+            mover.die("so that another is offered")
 
     def _slow_node(self, rng: random.Random) -> None:
         """Reads on a node take long, and meanwhile its daemon stops, or dies while its movers are stopped."""
@@ -589,5 +608,5 @@ OTHER_KINDS = {
     "lose-connection": 2, "fail-read": 3, "stall-reads": 2, "republish": 1, "slow-node": 2,
     "cut-frame": 2, "no-descriptors": 1, "jump-clock": 1, "reuse-address": 1, "change-version": 1,
     "cancel-at-delivery": 2, "slow-cancel": 3, "deadly-pull": 1, "hang-mover": 1, "sleep-before-mover": 1,
-    "kill-mover-at-delivery": 1, "sleep-engine": 2, "sleep-when-offered": 1,
+    "late-acknowledgement": 1, "kill-mover-at-delivery": 1, "sleep-engine": 2, "sleep-when-offered": 1,
 }  # fmt: skip

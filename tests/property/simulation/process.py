@@ -58,6 +58,7 @@ class Process(Actor):
         self.owners: dict[int, object] = {}  # by block: the pull that may write it
         self.freed: dict[int, None] = {}  # blocks that were given back, and used for something else since
         self.movers: dict[Mover, None] = {}  # every mover that a daemon has made for it
+        self.last_offered: Mover | None = None
         self.offered: set[Mover] = set()  # those whose pidfds it was sent
         self.connection: Connection | None = None
         self.has_descriptors = True
@@ -199,6 +200,7 @@ class Process(Actor):
                 self.after(0.0, self.mover_exited, self.session.epoch, mover)
         if isinstance(message, wk.MoverOffered) and mover is not None:
             self.offered.add(mover)
+            self.last_offered = mover
         if isinstance(message, wk.MoverOffered) and self.on_offered is not None:
             on_offered, self.on_offered = self.on_offered, None
             on_offered()

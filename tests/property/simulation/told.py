@@ -14,7 +14,7 @@ from tests.property.simulation.memory import UNIT_BYTES
 from tests.property.simulation.oracle import Violation
 
 if TYPE_CHECKING:
-    from tests.property.simulation.daemon import Daemon
+    from tests.property.simulation.daemon import Connection, Daemon
     from tests.property.simulation.mover import Mover
     from tests.property.simulation.process import Process
 
@@ -62,6 +62,21 @@ def check_new_grants(daemon: Daemon, before: set[GrantId]) -> set[GrantId]:
                 text = f"{daemon.name} grants {transfer.transfer_id}, and {agent} does not poll"
                 raise Violation("violations", text)
     return set(table.by_grant)
+
+
+def check_word(connection: Connection, message: wk.Released) -> None:
+    """Raise Violation where a publisher is told of a release, and the word still proves reads."""
+    process = connection.process
+    publish = process.session._publishes._live.get(message.transfer_id)
+    if publish is not None and connection.page is not None and publish.slot in connection.page.live_slots:
+        text = f"{process.name} is told of the release of {message.transfer_id} before its word is over"
+        raise Violation("violations", text)
+
+
+def check_ended(daemon: Daemon, engine: EngineKey) -> None:
+    """Raise Violation where transfers of an engine live on without one of its ranks."""
+    if left := [t.transfer_id for t in daemon.node.published.table.of_engine(engine)]:
+        raise Violation("violations", f"a rank of {engine} is gone, and {left} live at {daemon.name}")
 
 
 def check_left(daemon: Daemon, message: LeaveRank, agent: AgentName | None) -> None:
