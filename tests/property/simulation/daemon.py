@@ -179,7 +179,8 @@ class Daemon(Actor):
         """Handle the end of a worker's connection."""
         if connection.session in self.connections:
             connection.is_open = False
-            rank = self.node.sessions[connection.session].rank
+            session = self.node.sessions.get(connection.session)
+            rank = session.rank if session is not None else None
             self.feed(ev.WorkerDisconnected(connection.session))  # which still overwrites fence words
             del self.connections[connection.session]
             if rank is not None:

@@ -358,6 +358,8 @@ class Engine:
             return
         if publisher.is_stopped or daemon.is_stopped or not daemon.is_alive:
             return
+        if publisher.session.registration.memory_state is MemoryState.SUSPENDING:
+            return  # it sleeps too, and keeps what it has not sent until nobody has its memory
         if late := [transfer.transfer_id for transfer in published if not transfer.is_over]:
             raise Violation("violations", f"a rank of {self.engine_id} sleeps, and {late} are not released")
 

@@ -24,6 +24,7 @@ from tests.property.simulation.faults import (
     Fault,
     Faults,
 )
+from tests.property.simulation.lost_node import LostNode
 from tests.property.simulation.next_transfers import NUM_READERS, START_S, NextTransfers
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.world import Traits, World
@@ -31,6 +32,7 @@ from tests.property.simulation.world import Traits, World
 REST_S = 90.0  # by then everything is at rest: longer than any lease, hold or quarantine
 LOOK_S = 15.0  # so often it is looked whether it is: longer than any message is late
 FULL_REST_SHARE = 0.2  # of the episodes: they wait whether anything comes back
+LOST_NODE_SHARE = 0.25  # of the episodes: they end with a node that is gone
 MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
 REFUSED_S = 10.0  # so long a source whose reads hang is refused
 READ_WAYS = (ReadWay.DIRECT, ReadWay.DIRECT, ReadWay.COVERING, ReadWay.GATHERED)
@@ -222,6 +224,8 @@ class Episode:
         if found := world.leftovers():
             raise Violation("leaked", "; ".join(found), len(found))
         NextTransfers(world, self.rng).check()
+        if self.rng.random() < LOST_NODE_SHARE:
+            LostNode(world, self.rng).check()
         agenda.note("episode", "is at rest")
 
     def _rest(self) -> None:

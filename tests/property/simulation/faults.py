@@ -497,8 +497,9 @@ class Faults:
         """A mover that reads hangs for longer than anybody waits for it."""
 
         def hang(mover: Mover) -> None:
-            mover.stop()
-            self._world.agenda.after(60.0, mover.resume)
+            if mover.transport.inflight_agents:  # else nobody would miss it until it has the next pull
+                mover.stop()
+                self._world.agenda.after(60.0, mover.resume)
 
         self._at_read(rng, "hang-mover", hang)
 

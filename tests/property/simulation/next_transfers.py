@@ -10,8 +10,9 @@ import random
 from collections.abc import Collection
 from enum import StrEnum
 
-from tests.property.simulation.engine import Engine, Transfer
+from tests.property.simulation.engine import MAX_ATTEMPTS, Engine, Transfer
 from tests.property.simulation.mover import Mover
+from tests.property.simulation.network import DELAYED, LOST
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.process import Process
 from tests.property.simulation.world import World
@@ -22,6 +23,7 @@ NOTICED_S = 0.05  # by then clients know that their daemon is dead
 LONG_LEASE_S = 50.0
 LONG_READ_S = 9.0  # longer than a default lease and than a grant's
 PULL_S = 14.0  # enough for each hardship
+REPEATED_S = 5.0  # as RELEASE_S, where messages were lost
 RELEASE_S = 1.0  # after the last reader has a transfer, by when all ranks are told
 SETTLE_S = 12.0  # after the last transfer: longer than acknowledgements and polling linger
 MAX_HARDSHIPS = 3  # of an episode's sources: the others' transfers have none
@@ -37,6 +39,7 @@ class Hardship(StrEnum):
     LONG_READ = "long read"
     SINK_MOVERS_DIE = "sink's movers die"
     SOURCE_MOVERS_DIE = "source's movers die"
+    LOST_MESSAGES = "messages are lost"
 
 
 class NextTransfers:
@@ -61,6 +64,7 @@ class NextTransfers:
             num_readers = self._rng.choice(NUM_READERS) if source is world.sources[0] else 1
             self._check_transfer(source, sinks[:num_readers], has_hardship=index in tried)
             if index in tried:
+                self._check_cancelled(source, sinks[0])
                 self._check_withdrawal(source)
         self._agenda.run(self._agenda.now + SETTLE_S)
         if found := world.leftovers():
@@ -90,11 +94,14 @@ class NextTransfers:
                 sink.abandon(sink.ranks[-1], transfer)
             else:
                 self._pull(source, sink, transfer, Hardship.NONE, what)
-        self._check_release(transfer, source, may_not_know=hardship is Hardship.SOURCE_RESTARTS)
+        release_s = REPEATED_S if hardship is Hardship.LOST_MESSAGES else RELEASE_S
+        self._check_release(
+            transfer, source, may_not_know=hardship is Hardship.SOURCE_RESTARTS, within_s=release_s
+        )
 
     def _draw_hardship(self, source: Engine, sinks: list[Engine]) -> Hardship:
         sink = sinks[0]
-        may = [Hardship.NONE, Hardship.SINK_MOVERS_DIE]
+        may = [Hardship.NONE, Hardship.SINK_MOVERS_DIE, Hardship.LOST_MESSAGES]
         # A home takes what a member published for lost with its mover; on a network card reads are in doubt.
         if not source.shape.spans_nodes and self._world.fabric.proves_over:
             may.append(Hardship.SOURCE_MOVERS_DIE)
@@ -117,6 +124,9 @@ class NextTransfers:
             self._kill(sink.shape.node_names)
         for mover in self._movers(sink.ranks):
             mover.transport.stall(_STALL_S.get(hardship, 0.0))
+        if hardship is Hardship.LOST_MESSAGES:
+            for _ in range(self._rng.choice((1, 2, 3))):
+                self._world.network.planned[None].append((LOST, 0.0, lambda: None))
         sink.pull(transfer, PULL_S)
         these, wanted[before:] = wanted[before:], []
         if hardship is Hardship.SINK_AWAY:
@@ -131,22 +141,50 @@ class NextTransfers:
                 mover.die("a hardship")
             self._is_joined = False
         agenda.run(agenda.now + PULL_S + 2.0, lambda: all(one.is_delivered for one in these))
+        self._world.network.planned.clear()
         if len(these) < len(sink.ranks) or not all(one.is_delivered for one in these):
             raise Violation("violations", f"the next transfer, {what}, did not arrive ({hardship})")
         if any(one.attempts > 1 for one in these):
             raise Violation("violations", f"the next transfer, {what}, was pulled again ({hardship})")
 
-    def _check_release(self, transfer: Transfer, source: Engine, *, may_not_know: bool) -> None:
+    def _check_release(
+        self, transfer: Transfer, source: Engine, *, may_not_know: bool, within_s: float
+    ) -> None:
         told: list[Process] = [transfer.publisher] if may_not_know else source.processes
 
         def is_over() -> bool:
             return all(transfer.transfer_id in process.released for process in told)
 
-        self._agenda.run(self._agenda.now + RELEASE_S, is_over)
+        self._agenda.run(self._agenda.now + within_s, is_over)
         if not is_over():
             names = [process.name for process in told if transfer.transfer_id not in process.released]
             text = f"all have {transfer.transfer_id} of {source.engine_id}, and {names} are not told"
             raise Violation("violations", text)
+
+    def _check_cancelled(self, source: Engine, sink: Engine) -> None:
+        """Have an engine cancel its pulls, maybe before they are granted: its grants end."""
+        self._wait_ready()
+        transfer = source.publish(2, lease_s=LONG_LEASE_S)
+        if transfer is None:
+            raise Violation("violations", f"{source.engine_id} cannot publish at rest")
+        wanted, agenda = self._world.oracle.wanted, self._agenda
+        before = len(wanted)
+        if self._rng.random() < 0.5:  # the grant is given back before it is asked for
+            self._world.network.planned[None].append((DELAYED, 0.1, lambda: None))
+        sink.pull(transfer, PULL_S)
+        agenda.run(agenda.now + self._rng.choice((0.0, 0.0005, 0.001, 0.002)))
+        for pull in [p for p in self._world.oracle.open_pulls if self._world.transfer_of[p] is transfer]:
+            pull.wanted.attempts = MAX_ATTEMPTS
+            sink.cancel(pull)
+        agenda.run(agenda.now + RELEASE_S)
+        self._world.network.planned.clear()
+        del wanted[before:]
+        tables = [daemon.node.published.table for daemon in self._world.daemons.values()]
+        if left := [key for table in tables for key in table.by_grant]:
+            text = f"pulls of {transfer.transfer_id} of {source.engine_id} are cancelled, and {left} hold it"
+            raise Violation("leaked", text, len(left))
+        if not transfer.is_over:
+            source.unpublish(transfer)
 
     def _check_withdrawal(self, source: Engine) -> None:
         """Have an engine publish and withdraw while its daemon dies: the blocks are its own again."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 RECONNECT_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 STABLE_S = 2.0
+NO_ROOM_SHARE = 0.15  # of the movers' packets: the socket is full
 
 
 class SimulatedExport(MemoryExport):
@@ -226,7 +227,7 @@ class Process(Actor):
 
     def receive_delivery(self, delivered: wk.Delivered) -> bool:
         """Take a packet of a mover; return whether there was room."""
-        if not self.is_alive:
+        if not self.is_alive or self.rng.random() < NO_ROOM_SHARE:
             return False
         self._deliveries.append(delivered)
         self.after(0.00005, self._drain)
