@@ -98,7 +98,7 @@ def test_a_publish_of_whatever_memory_is_there_is_found(monkeypatch, when):
         return {rank: record.incarnation for rank, record in engine.ranks.items()}
 
     monkeypatch.setattr(PublishedTransfers, "_incarnations_of", present)
-    with pytest.raises(Broken, match="was delivered|sleeps|was mapped anew"):
+    with pytest.raises(Broken, match=r"was delivered|sleeps|was mapped anew"):
         Search(SLEEPS[when]).run()
 
 
