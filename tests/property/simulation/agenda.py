@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,7 @@ class Actor:
         self.is_alive = True
         self.is_stopped = False
         self.last_stop_at = -1.0  # when it was last stopped or continued
-        self._held: list[tuple[Act, tuple[Any, ...]]] = []
+        self._held: deque[tuple[Act, tuple[Any, ...]]] = deque()
 
     def note(self, what: str) -> None:
         """Put a line into the trace."""
@@ -87,7 +88,7 @@ class Actor:
     def _run(self, act: Act, arguments: tuple[Any, ...]) -> None:
         if not self.is_alive:
             return
-        if self.is_stopped:
+        if self.is_stopped or self._held:
             self._held.append((act, arguments))
         else:
             act(*arguments)
@@ -101,9 +102,14 @@ class Actor:
         """SIGCONT: what waited is done now, in order."""
         self.is_stopped = False
         self.last_stop_at = self.agenda.now
-        held, self._held = self._held, []
-        for act, arguments in held:
-            self.after(0.0, act, *arguments)
+        self.agenda.after(0.0, self._do_held)
+
+    def _do_held(self) -> None:
+        """Do all that has waited before anything that comes at the same time."""
+        while self._held and self.is_alive and not self.is_stopped:
+            act, arguments = self._held[0]
+            act(*arguments)
+            self._held.popleft()
 
 
 class Pipe:

@@ -336,13 +336,23 @@ class Engine:
     def _expect_releases(self, process: Process) -> None:
         """A rank sleeps: what its engine has published ends, if its daemon is there and hears of it."""
         daemon = self.world.daemons.get(process.node_name)
-        published = [transfer for transfer in process.transfers.values() if transfer.ref is not None]
+        published = [transfer for transfer in process.transfers.values() if self._is_sent(transfer)]
         if daemon is None or self.shape.spans_nodes or not published or process.connection is None:
             return
+        session = daemon.node.sessions.get(process.connection.session)
+        if session is None or session.rank is None:
+            return  # what its engine publishes ends when it has registered
         publisher = published[0].publisher
         self.world.agenda.after(
             RELEASED_WITHIN_S, self._check_released, daemon, publisher, publisher.connection, published
         )
+
+    @staticmethod
+    def _is_sent(transfer: Transfer) -> bool:
+        """Whether the publisher's daemon has been sent the publish."""
+        session = transfer.publisher.session
+        publish = session._publishes._live.get(transfer.transfer_id)
+        return publish is not None and publish.sent_epoch == session.epoch
 
     def _check_released(
         self,
