@@ -13,8 +13,8 @@ from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.publishes import ClientPublishes
 from kvxferd.client.pulls import ClientPulls
 from kvxferd.client.registration import RankRole
-from kvxferd.client.session import ClientSession
-from kvxferd.errors import Code
+from kvxferd.client.session import HANDSHAKE_TIMEOUT_S, REREGISTER_TIMEOUT_S, ClientSession
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, Generation, RegionId, TransferId
 from kvxferd.memory.fence import FencePage
 from kvxferd.wire import common, worker
@@ -91,3 +91,28 @@ def test_a_daemons_doubt_ends_no_doubt() -> None:
     assert [type(event) for event in events] == [Failed]
     pulls.handle_quiesced(worker.Quiesced(ticket=pull.ticket.number))
     assert [type(event) for event in events] == [Failed, Quiesced]
+
+
+def test_a_daemon_that_does_not_reply_to_hello_is_given_up(page: FencePage) -> None:
+    session = ClientSession("rank", FenceSlots(page), (0, 1), lambda event: None)
+    session.connection_made(1.0)
+    assert session.next_deadline() == 1.0 + HANDSHAKE_TIMEOUT_S
+    session.tick(0.9 + HANDSHAKE_TIMEOUT_S)
+    with pytest.raises(KvxferdError):
+        session.tick(1.0 + HANDSHAKE_TIMEOUT_S)
+
+
+def test_a_daemon_that_does_not_reply_to_a_registration_after_a_reconnect_is_given_up(
+    page: FencePage,
+) -> None:
+    session = connected(page, [])
+    _, register = [session.pop_outgoing(0.0) for _ in range(2)]
+    assert register is not None
+    assert isinstance(register.message, worker.Register)
+    session.handle(worker.Registered(request=register.message.request, endpoint=Endpoint("tcp://n:1")), 0.1)
+    session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
+    session.connection_made(0.3)
+    session.handle(worker.Welcome(version=2, boot_id="next", lease_s=30.0), 0.4)
+    session.tick(0.3 + REREGISTER_TIMEOUT_S)
+    with pytest.raises(KvxferdError):
+        session.tick(0.4 + REREGISTER_TIMEOUT_S)
