@@ -48,7 +48,7 @@ CHECKED_ELSEWHERE = {
     "Resume.incarnation": "core.ranks, before it is kept",
     **dict.fromkeys(["BlockIds.ids", "PackedBlocks.ids"], IDS),
     **dict.fromkeys(["Publish.transfer_id", "Publish.incarnations"], PUBLISHED),
-    **dict.fromkeys(["Ready.transfer_id", "Ready.incarnation"], PUBLISHED),
+    **dict.fromkeys(["Ready.transfer_id", "Ready.incarnation", "Extend.incarnation"], PUBLISHED),
     **dict.fromkeys(["DeliveredByMover.tickets", "PullsResumed.tickets", "PullsResumed.arrived"], TICKETS),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("endpoint", "engine_id", "generation")], REF),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("transfer_id", "nonce")], REF),
