@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from kvxferd.bench import protocol
 from kvxferd.errors import KvxferdError
+from kvxferd.tooling.line_protocol import Line
 from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
 
 TOOL = "the bench"
@@ -23,7 +24,7 @@ _WORKER_MODULES: dict[WorkerKind, tuple[str, tuple[str, ...]]] = {
     "copy": ("kvxferd.bench.copy_process", ()),
 }
 
-R = TypeVar("R", bound=protocol.Line)
+R = TypeVar("R", bound=Line)
 
 
 class WorkerHandle(Protocol):

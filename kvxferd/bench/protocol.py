@@ -9,11 +9,7 @@ import msgspec
 from kvxferd.bench.cases import Case
 from kvxferd.bench.shapes import Deployment, Role
 from kvxferd.ids import Rank
-from kvxferd.tooling.line_protocol import LineProtocol
-
-
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", kw_only=True):
-    """Base of both directions."""
+from kvxferd.tooling.line_protocol import CommandFailed, Line, LineProtocol
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -225,12 +221,6 @@ class MemoryAttached(Line, frozen=True, tag="attached"):
     address: int
 
 
-class CommandFailed(Line, frozen=True, tag="broken"):
-    """The command failed."""
-
-    message: str
-
-
 RankCommand = (
     StartRank
     | PublishCommand
@@ -250,4 +240,4 @@ BaselineCommand = AttachMemory | AddRemote | MapSourceMemory | Move | SetPolling
 Command = RankCommand | BaselineCommand
 Reply = Done | RankStarted | Published | Extended | Moved | Checked | MemoryAttached | CommandFailed
 
-PROTOCOL: LineProtocol[Command, Reply] = LineProtocol(Command, Reply, CommandFailed)
+PROTOCOL: LineProtocol[Command, Reply] = LineProtocol(Command, Reply)

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from kvxferd.demo.shape import DemoShape, Role
 from kvxferd.ids import Rank
-from kvxferd.tooling.line_protocol import LineProtocol
-
-
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", kw_only=True):
-    """Base of both directions."""
+from kvxferd.tooling.line_protocol import CommandFailed, Line, LineProtocol
 
 
 class StartRank(Line, frozen=True, tag="begin"):
@@ -79,13 +73,7 @@ class PullResult(Line, frozen=True, tag="pulled"):
     first_wrong: str
 
 
-class CommandFailed(Line, frozen=True, tag="broken"):
-    """The command failed."""
-
-    message: str
-
-
 Command = StartRank | PrefillCommand | AwaitRelease | PullCommand
 Reply = RankStarted | Prefilled | BlocksFreed | PullResult | CommandFailed
 
-PROTOCOL: LineProtocol[Command, Reply] = LineProtocol(Command, Reply, CommandFailed)
+PROTOCOL: LineProtocol[Command, Reply] = LineProtocol(Command, Reply)

@@ -17,9 +17,10 @@ from kvxferd.errors import KvxferdError
 from kvxferd.ids import Rank
 from kvxferd.telemetry.history import record_from_json
 from kvxferd.tooling.async_tasks import gather_or_cancel, make_work_directory, run_until_signal
+from kvxferd.tooling.line_protocol import Line
 from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
 
-R = TypeVar("R", bound=protocol.Line)
+R = TypeVar("R", bound=Line)
 
 TOOL = "the demo"
 ROLES: tuple[Role, ...] = ("prefill", "decode")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -21,13 +20,22 @@ def encode_line(line: Any) -> bytes:
     return _ENCODER.encode(line) + b"\n"
 
 
-class LineProtocol(Generic[C, R]):
-    """The commands and replies of one kind of process; `failure` is the reply to a command that failed."""
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", kw_only=True):
+    """Base of commands and replies."""
 
-    def __init__(self, commands: Any, replies: Any, failure: Callable[..., R]) -> None:
+
+class CommandFailed(Line, frozen=True, tag="broken"):
+    """The command failed."""
+
+    message: str
+
+
+class LineProtocol(Generic[C, R]):
+    """The commands and replies of one kind of process; one of the replies is `CommandFailed`."""
+
+    def __init__(self, commands: Any, replies: Any) -> None:
         self._commands: msgspec.json.Decoder[C] = msgspec.json.Decoder(commands)
         self._replies: msgspec.json.Decoder[R] = msgspec.json.Decoder(replies)
-        self._failure: Any = failure
 
     def decode_command(self, line: bytes) -> C:
         """Return a command. Raises msgspec.DecodeError."""
@@ -35,7 +43,7 @@ class LineProtocol(Generic[C, R]):
 
     def encode_failure(self, message: str) -> bytes:
         """Return the encoded reply to a command that failed."""
-        return encode_line(self._failure(message=message))
+        return encode_line(CommandFailed(message=message))
 
     def decode_reply(self, line: bytes, kind: type[K], tool: str, name: str) -> K:
         """Return a process's reply. Raises KvxferdError if its command failed, or for any other line."""
@@ -43,7 +51,7 @@ class LineProtocol(Generic[C, R]):
             reply: Any = self._replies.decode(line)
         except msgspec.DecodeError as error:
             raise KvxferdError(f"cannot run {tool}: process {name} sent no valid reply: {error}") from None
-        if isinstance(reply, self._failure):
+        if isinstance(reply, CommandFailed):
             raise KvxferdError(f"cannot run {tool}: process {name}: {reply.message}")
         if not isinstance(reply, kind):
             raise KvxferdError(

@@ -73,6 +73,14 @@ class Overlap:
         request.num_computed_tokens = num_tokens
         engine.step([request.request_id])
 
+    def start_half_a_prefill(self) -> tuple[dict[str, Any], Request]:
+        """Publish a request, and return its reference and it once two blocks of it are reported."""
+        ref = self.ref()
+        request = self.start_prefill(ref)
+        self.compute(request, 2 * BLOCK_TOKENS)
+        assert self.prefill.pool.kept == IDS[:2]
+        return ref, request
+
     def end_prefill(
         self, request: Request, engine: EngineUnderTest | None = None
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -208,10 +216,7 @@ def test_a_decode_engine_that_has_it_all_frees_what_is_published_later(overlap: 
 def test_a_preempted_request_takes_its_transfer_back_and_keeps_its_blocks_until_then(
     overlap: Overlap,
 ) -> None:
-    ref = overlap.ref()
-    request = overlap.start_prefill(ref)
-    overlap.compute(request, 8)
-    assert overlap.prefill.pool.kept == IDS[:2]
+    ref, request = overlap.start_half_a_prefill()
     overlap.start_decode(ref)
     overlap.decode.step()
     scheduler = overlap.prefill.scheduler
@@ -237,9 +242,7 @@ def test_a_preempted_request_takes_its_transfer_back_and_keeps_its_blocks_until_
 
 
 def test_an_aborted_request_takes_its_transfer_back(overlap: Overlap) -> None:
-    ref = overlap.ref()
-    request = overlap.start_prefill(ref)
-    overlap.compute(request, 8)
+    ref, request = overlap.start_half_a_prefill()
     overlap.prefill.abort(request, IDS)
     assert overlap.prefill.pool.kept == IDS[:2]
     wait_until(lambda: not (overlap.prefill.step().sent or overlap.prefill.pool.kept), "freed")
@@ -250,9 +253,7 @@ def test_a_request_that_is_computed_from_an_earlier_token_again_takes_its_transf
     overlap: Overlap,
 ) -> None:
     """As where another connector could not load what it had promised."""
-    ref = overlap.ref()
-    request = overlap.start_prefill(ref)
-    overlap.compute(request, 8)
+    _, request = overlap.start_half_a_prefill()
     request.num_computed_tokens = 2
     assert extends(overlap.prefill, "p-1") == []
     wait_until(lambda: overlap.prefill.step().sent == set() and not overlap.prefill.pool.kept, "freed")

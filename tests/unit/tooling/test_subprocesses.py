@@ -12,34 +12,29 @@ from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling import subprocesses
-from kvxferd.tooling.line_protocol import LineProtocol
+from kvxferd.tooling.line_protocol import CommandFailed, Line, LineProtocol
 from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
 
 
-class Echo(msgspec.Struct, frozen=True, tag="echo"):
+class Echo(Line, frozen=True, tag="echo"):
     text: str
 
 
-class Count(msgspec.Struct, frozen=True, tag="count"):
+class Count(Line, frozen=True, tag="count"):
     number: int
 
 
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    message: str
-
-
-PROTOCOL: LineProtocol[Echo, Echo | Count | Failure] = LineProtocol(Echo, Echo | Count | Failure, Failure)
+PROTOCOL: LineProtocol[Echo, Echo | Count | CommandFailed] = LineProtocol(Echo, Echo | Count | CommandFailed)
 
 CHILDREN = {
     "echoes": "import sys\nfor line in sys.stdin: print(line, end='', flush=True)",
     "garbage": "import sys\nfor line in sys.stdin: print('no json', flush=True)",
-    "other": 'import sys\nfor line in sys.stdin: print(\'{"type":"count","number":1}\', flush=True)',
-    "fails": 'import sys\nfor line in sys.stdin: print(\'{"type":"failure","message":"why"}\', flush=True)',
+    "other": 'import sys\nfor line in sys.stdin: print(\'{"t":"count","number":1}\', flush=True)',
+    "fails": 'import sys\nfor line in sys.stdin: print(\'{"t":"broken","message":"why"}\', flush=True)',
     "dies": "import os, sys\nos.read(0, 10)\nsys.exit('its last words')",
     "deaf": "import time\ntime.sleep(1000)",
     "mute": "import sys\nfor line in sys.stdin: pass",
@@ -73,7 +68,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 @pytest.mark.parametrize("text", ["", LARGE])
 async def test_a_reply(start: Start, text: str) -> None:
-    assert await (await start("echoes")).request(Echo(text), Echo) == Echo(text)
+    assert await (await start("echoes")).request(Echo(text=text), Echo) == Echo(text=text)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +84,7 @@ async def test_a_reply(start: Start, text: str) -> None:
 async def test_what_is_no_reply_is_an_error(start: Start, kind: str, message: str, text: str) -> None:
     process = await start(kind)
     with pytest.raises(KvxferdError) as raised:
-        await process.request(Echo(text), Echo)
+        await process.request(Echo(text=text), Echo)
     assert raised.value.message.startswith(f"cannot run the test: {message}")
 
 
@@ -101,19 +96,19 @@ async def test_no_reply_is_an_error_in_time(
     monkeypatch.setattr(subprocesses, "REPLY_TIMEOUT_S", 0.5)
     process = await start(kind)
     with pytest.raises(KvxferdError, match="has not answered") as raised:
-        await process.request(Echo(text), Echo)
+        await process.request(Echo(text=text), Echo)
     assert raised.value.code is Code.DEADLINE
 
 
 async def test_a_line_without_an_end_is_an_error_and_its_process_can_be_stopped(start: Start) -> None:
     process = await start("endless")
     with pytest.raises(KvxferdError, match="sent a line of more than"):
-        await process.request(Echo(""), Echo)
+        await process.request(Echo(text=""), Echo)
 
 
 async def test_a_paused_process_ends_at_once(start: Start) -> None:
     process = await start("echoes")
-    await process.request(Echo(""), Echo)
+    await process.request(Echo(text=""), Echo)
     await process.pause()
     await process.stop()
     assert process._process.returncode == 0
