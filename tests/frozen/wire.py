@@ -93,9 +93,9 @@ def _subclasses(cls: type[Message]) -> list[type[Message]]:
 
 
 def _lines(module: ModuleType) -> dict[str, Any]:
-    """Return the tagged structs that a module defines."""
-    own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
-    tagged = [v for v in own if issubclass(v, msgspec.Struct) and v.__struct_config__.tag is not None]
+    """Return the tagged structs that a module defines or imports."""
+    structs = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, msgspec.Struct)]
+    tagged = [v for v in structs if v.__struct_config__.tag is not None]
     return sorted_map({str(struct.__struct_config__.tag): struct_of(struct) for struct in tagged})
 
 
