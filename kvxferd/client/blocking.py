@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from kvxferd.client.connection import Connection
-from kvxferd.client.session import SessionState
+from kvxferd.client.session_requests import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.wire.common import Refusal
 

@@ -15,7 +15,7 @@ from kvxferd.client.id_range import SHORT_BYTES, find_out_of_range, out_of_range
 from kvxferd.client.memory_export import Regions, export_memory
 from kvxferd.client.refs import RefLike, TransferRef, check_name, check_nonce, read_ref
 from kvxferd.client.registration import MemoryState
-from kvxferd.client.session import SessionState
+from kvxferd.client.session_requests import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import GroupName, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
@@ -154,10 +154,7 @@ class Publisher:
         """Return blocks to add, checked. Raises EngineError(blocks-invalid)."""
         what = f"extend {transfer_id:.80}"
         packed = pack_blocks(blocks, self._groups, what)
-        for found in find_out_of_range(packed, self._num_blocks):
-            if found is not None:
-                message = out_of_range_message(what, *found, self._num_blocks[found[0]])
-                raise EngineError(message, Code.BLOCKS_INVALID)
+        self._require_in_range(packed, what)
         return packed
 
     def _unchecked(self, blocks: BlocksByGroup, what: str) -> Mapping[GroupName, int]:
@@ -167,11 +164,15 @@ class Publisher:
         """
         if num_id_bytes(blocks) > SHORT_BYTES:
             return self._num_blocks
+        self._require_in_range(blocks, what)
+        return {}
+
+    def _require_in_range(self, blocks: BlocksByGroup, what: str) -> None:
+        """Raise EngineError(blocks-invalid) for an id that its group does not have."""
         for found in find_out_of_range(blocks, self._num_blocks):
             if found is not None:
                 message = out_of_range_message(what, *found, self._num_blocks[found[0]])
                 raise EngineError(message, Code.BLOCKS_INVALID)
-        return {}
 
     def unpublish(self, ref: RefLike) -> None:
         """Withdraw a transfer. The engine may use its blocks again at `Released`, not before."""

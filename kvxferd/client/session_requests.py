@@ -1,0 +1,268 @@
+"""What an engine requests of a session: it publishes transfers, reports what is written, and pulls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+
+from kvxferd.client.events import Emit, PullTicket
+from kvxferd.client.fence_slots import FenceSlots
+from kvxferd.client.gpu_events import Completion, PendingCompletions
+from kvxferd.client.incarnations import KnownIncarnations
+from kvxferd.client.outbox import Outbox
+from kvxferd.client.publishes import ClientPublish, ClientPublishes, no_reply_message
+from kvxferd.client.pulls import ClientPulls
+from kvxferd.client.refs import TransferRef
+from kvxferd.client.registration import MemoryState, RankRole, Registration
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import Endpoint, GroupName, Incarnation, Ticket, TransferId
+from kvxferd.wire import common, worker
+from kvxferd.wire.block_id_parts import BlocksByGroup
+from kvxferd.wire.common import Refusal
+
+CancelPull = Callable[[Ticket], None]
+
+
+class SessionState(Enum):
+    """From no connection to a registered one."""
+
+    DISCONNECTED = auto()  # no connection
+    HANDSHAKING = auto()  # Hello is sent
+    CONNECTED = auto()  # welcomed, and not registered
+    REGISTERING = auto()  # Register, Attach or Resume is sent
+    READY = auto()  # the daemon takes requests
+    CLOSED = auto()  # the session has ended
+
+
+class SessionRequests:
+    """The part of a session that takes an engine's requests. `ClientSession` has the other: its daemon."""
+
+    def __init__(self, fence: FenceSlots, emit: Emit, random_bytes: Callable[[int], bytes]) -> None:
+        self.state = SessionState.DISCONNECTED
+        self.close_reason: Refusal | None = None  # why the session is over
+        self.epoch = 0  # counts connections
+        self.version = 1  # of the worker protocol, as the present daemon chose
+        self.registration = Registration()
+        self._pulls = ClientPulls(emit)
+        self._publishes = ClientPublishes(fence, emit, random_bytes)
+        self._incarnations = KnownIncarnations()
+        self._outbox = Outbox(self._pulls, self._publishes)
+        self._pending_completions = PendingCompletions()
+        self._lease_s = 0.0  # the daemon's default
+        self._endpoint = Endpoint("")
+
+    def publish(
+        self,
+        transfer_id: TransferId,
+        blocks: BlocksByGroup,
+        *,
+        num_tokens: int,
+        num_readers: int,
+        lease_s: float | None,
+        now: float,
+        after: Completion | None = None,
+        unchecked: Mapping[GroupName, int] | None = None,
+        wants_reply: bool = False,
+        traceparent: str = "",
+        ready_tokens: int = -1,
+        nonce: str = "",
+    ) -> TransferRef:
+        """Publish a transfer; it is sent once `after` is done. Raises EngineError, BusyError.
+
+        `ready_tokens`: of `num_tokens`; the rest follows with `extend`. -1: all. `nonce`: the router's.
+        """
+        what = f"publish {transfer_id}"
+        self._check_not_suspended(what)
+        if wants_reply and self.version < worker.FIRST_WITH_PUBLISH_REPLIES:
+            raise EngineError(no_reply_message(transfer_id, self.version), Code.BAD_VERSION)
+        if not self._incarnations.all and self.version > 1:
+            raise EngineError(
+                f"cannot {what}: no rank of {self.registration.role} has been registered; register its ranks "
+                "first",
+                Code.ENGINE_INCOMPLETE,
+            )
+        lease_s = self._lease_s if lease_s is None else lease_s
+        known = self._incarnations.all
+        publish = self._publishes.add(
+            transfer_id, blocks, num_tokens, num_readers, now + lease_s, known, unchecked, nonce
+        )
+        publish.lease_s, publish.ready_tokens = lease_s, ready_tokens
+        publish.is_by_rank = isinstance(self.registration.role, RankRole)
+        publish.wants_reply, publish.traceparent = wants_reply, traceparent
+        if after is not None:
+            publish.awaits_gpu = True
+            self._pending_completions.add(
+                after,
+                lambda: self._publish_written(publish),
+                lambda w: self._publishes.gpu_failed(publish, w),
+            )
+        elif self.state is SessionState.READY:  # else it is sent with the replay
+            self._outbox.queue(publish)
+        role = self.registration.role
+        assert role is not None
+        ref = TransferRef(self._endpoint, role.engine_id, role.generation, transfer_id, publish.nonce)
+        return ref.with_trace(traceparent) if traceparent else ref
+
+    def add_blocks(self, transfer_id: TransferId, blocks: BlocksByGroup, now: float) -> None:
+        """Add blocks to a transfer of this session that grows. Raises EngineError."""
+        self._check_not_suspended(f"extend {transfer_id}")
+        if self._keep_blocks(transfer_id, blocks, now):
+            self._outbox.queue(worker.Extend(transfer_id=transfer_id, blocks=blocks))
+
+    def _keep_blocks(self, transfer_id: TransferId, blocks: BlocksByGroup, now: float) -> bool:
+        """Add blocks to those that are kept; return whether to send them. Else they go with the publish."""
+        publish = self._publishes.get(transfer_id)
+        if publish is None or publish.ready_tokens < 0:
+            raise EngineError(
+                f"cannot extend {transfer_id}: this session has published no transfer of that id that grows, "
+                "or it is over",
+                Code.TRANSFER_UNKNOWN,
+            )
+        self._publishes.add_blocks(publish, blocks, now)
+        return publish.sent_epoch == self.epoch and self.state is SessionState.READY
+
+    def extend(
+        self,
+        transfer_id: TransferId,
+        ready_tokens: int,
+        now: float,
+        after: Completion | None = None,
+        blocks: BlocksByGroup | None = None,
+    ) -> None:
+        """Send that this rank has written so many tokens (-1: all), once `after` is done.
+
+        `blocks` are sent at once, and where nothing is waited for in one message with the report, so that
+        the daemon is woken once. Raises EngineError.
+        """
+        what = f"extend {transfer_id}"
+        self._check_not_suspended(what)
+        publish = self._publishes.get(transfer_id)
+        if publish is not None and ready_tokens > publish.num_tokens:
+            raise EngineError(f"cannot {what} to {ready_tokens} tokens: it has {publish.num_tokens}")
+        written = self._incarnations.own
+        if after is None:
+            to_send = blocks if blocks is not None and self._keep_blocks(transfer_id, blocks, now) else None
+            self._send_ready(transfer_id, now, written, ready_tokens, to_send)
+            return
+        if blocks is not None:
+            self.add_blocks(transfer_id, blocks, now)
+        # Work that fails is never ready: the lease ends the transfer.
+        self._pending_completions.add(
+            after, lambda: self._send_ready(transfer_id, now, written, ready_tokens), lambda why: None
+        )
+
+    def _publish_written(self, publish: ClientPublish) -> None:
+        """Queue a publish whose blocks are now written."""
+        if self._publishes.gpu_done(publish) and self._takes_requests:
+            self._outbox.queue(publish)
+
+    @property
+    def _takes_requests(self) -> bool:
+        return self.state is SessionState.READY and self.registration.memory_state is MemoryState.SHARED
+
+    def ready(self, transfer_id: TransferId, now: float, after: Completion | None = None) -> None:
+        """Send that this rank has finished writing a transfer, once `after` is done."""
+        self._check_not_suspended(f"say that {transfer_id} is ready")
+        written = self._incarnations.own
+        if after is not None:
+            # Work that fails is never ready: the publisher's lease ends the transfer.
+            self._pending_completions.add(
+                after, lambda: self._send_ready(transfer_id, now, written), lambda why: None
+            )
+            return
+        self._send_ready(transfer_id, now, written)
+
+    def _send_ready(
+        self,
+        transfer_id: TransferId,
+        now: float,
+        written: Incarnation,
+        ready_tokens: int = -1,
+        blocks: BlocksByGroup | None = None,
+    ) -> None:
+        if written != self._incarnations.own or self.registration.memory_state is not MemoryState.SHARED:
+            return  # the rank has slept since, and the bytes are gone
+        publish = self._publishes.get(transfer_id)
+        if publish is not None and publish.ready_tokens >= 0:
+            if ready_tokens == publish.num_tokens:
+                ready_tokens = -1
+            publish.ready_tokens = -1 if ready_tokens < 0 else max(publish.ready_tokens, ready_tokens)
+            publish.expires_at = max(publish.expires_at, now + publish.lease_s)
+            if ready_tokens < 0 and self._publishes.pop_whole(publish):
+                self._outbox.queue(publish)
+        self._publishes.remember_ready(transfer_id, now, written, ready_tokens)
+        if blocks is not None:
+            self._outbox.queue(
+                worker.Extend(
+                    transfer_id=transfer_id, blocks=blocks, incarnation=written, ready_tokens=ready_tokens
+                )
+            )
+        elif self.state is SessionState.READY:  # else it is sent with the replay
+            self._queue_ready(transfer_id, written, ready_tokens)
+
+    def _queue_ready(self, transfer_id: TransferId, written: Incarnation, ready_tokens: int) -> None:
+        if message := self._ready_message(transfer_id, written, ready_tokens):
+            self._outbox.queue(message)
+
+    def _ready_message(
+        self, transfer_id: TransferId, written: Incarnation, ready_tokens: int
+    ) -> worker.Ready | None:
+        """Return the message; None where the daemon would take a part for the whole."""
+        if ready_tokens >= 0 and self.version < worker.FIRST_WITH_PROGRESS:
+            return None
+        incarnation = written if self.version > 1 else Incarnation("")
+        return worker.Ready(transfer_id=transfer_id, incarnation=incarnation, ready_tokens=ready_tokens)
+
+    def unpublish(self, transfer_id: TransferId) -> None:
+        """Withdraw a transfer. One that is over already is not withdrawn again."""
+        self._check_open()
+        if self.state is not SessionState.READY:
+            self._publishes.release_locally(transfer_id, Code.UNPUBLISHED)
+        elif self._publishes.withdraw(transfer_id):
+            self._outbox.queue(worker.Unpublish(transfer_id=transfer_id))
+
+    def queue_one_way(self, message: worker.Prepare | worker.Abandon) -> None:
+        """Queue a message that has no reply, for the next daemon if there is none now."""
+        self._check_open()
+        self._outbox.check_room("tell the daemon")
+        self._outbox.queue(message)
+
+    def pull(
+        self,
+        ref: common.TransferRef,
+        blocks: BlocksByGroup,
+        num_tokens: int,
+        deadline: float,
+        cancel: CancelPull,
+        after: Completion | None = None,
+        unchecked: Mapping[GroupName, int] | None = None,
+        *,
+        progressive: bool = False,
+        wants_progress: bool = False,
+    ) -> PullTicket:
+        """Start a pull; it is sent once `after` is done. Raises EngineError, BusyError."""
+        self._check_not_suspended(f"pull {ref.transfer_id}")
+        pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel, unchecked)
+        pull.progressive, pull.wants_progress = progressive, wants_progress
+        if after is None:
+            self._outbox.queue(pull)
+        else:
+            self._pending_completions.add(
+                after, lambda: self._outbox.queue(pull), lambda why: self._pulls.gpu_failed(pull, why)
+            )
+        return pull.ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a pull early."""
+        if self._pulls.cancel(ticket) and self.state is SessionState.READY:
+            self._outbox.queue(worker.Cancel(ticket=ticket))
+
+    def _check_not_suspended(self, what: str) -> None:
+        self._check_open()
+        self._outbox.check_room(what)
+        if self.registration.memory_state is not MemoryState.SHARED:
+            raise EngineError(f"cannot {what}: the rank is suspended; resume it first", Code.SUSPENDED)
+
+    def _check_open(self) -> None:
+        if self.close_reason is not None:
+            raise KvxferdError(f"the session is over: {self.close_reason.message}", self.close_reason.code)
