@@ -45,7 +45,7 @@ MEASURES = frozenset(
     ("latency", "throughput", "calls", "behind", "parallel", "idle", "first", "crossing", "progressive")
 )
 POINT_MEASURES = frozenset(("latency", "throughput", "crossing", "progressive"))  # over every transport
-# Of measures that compare the clocks of both sides.
+# They compare the clocks of both sides.
 ONE_MACHINE_MEASURES = frozenset(("progressive",))
 
 ReportProgress = Callable[[str], None]

@@ -45,7 +45,7 @@ class CrossingSize:
 class ProgressiveSize:
     """A transfer of the progressive measure: so many chunks of so many bytes.
 
-    `pace`: the time between two chunks, by that which the plain pull takes for one.
+    `pace`: the time between two chunks, divided by what the plain pull takes for one.
     """
 
     num_chunks: int

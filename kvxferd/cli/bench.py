@@ -179,9 +179,9 @@ def _bench_options(options: dict[str, Any]) -> BenchOptions:
     if peer and "#" not in peer:
         raise click.BadParameter("write HOST:PORT#TOKEN, as --serve printed it", param_hint="--peer")
     measures = frozenset(options["measures"] or MEASURE_NAMES)
-    if peer and options["measures"] and (here := sorted(measures & ONE_MACHINE_MEASURES)):
+    if peer and options["measures"] and (local := sorted(measures & ONE_MACHINE_MEASURES)):
         raise click.UsageError(
-            f"--measure {here[0]} compares the clocks of both sides, which differ with --peer: leave one out"
+            f"--measure {local[0]} compares the clocks of both sides, which differ with --peer: leave one out"
         )
     measures -= ONE_MACHINE_MEASURES if peer else frozenset()
     if options["quick"]:

@@ -250,12 +250,12 @@ class RankHandle(Publisher):
     ) -> None:
         """Report how far this rank has written a transfer that was published with `ready_tokens`.
 
-        Tokens [0, ready_tokens) are written in every layer and will not change: no reader gets a token
-        before every rank has reported it, or where the engine declares `publish_implies_ready` the publisher,
-        for all ranks. What an engine must take back (preemption, recomputation) it
-        unpublishes, and uses the blocks again at `Released`, not before. States, and the blocks of a sliding
-        window, are read at the end alone: an engine may leave them out until the last call, and free older
-        blocks of a window meanwhile. Each call renews the transfer's lease.
+        Tokens [0, ready_tokens) are written in every layer and will not change. No reader gets a token
+        before every rank has reported it; where the engine declares `publish_implies_ready`, the publisher
+        reports for all ranks. What an engine must take back (preemption, recomputation) it unpublishes, and
+        uses the blocks again at `Released`, not before. States, and the blocks of a sliding window, are read
+        at the end alone: an engine may leave them out until the last call, and free older blocks of a window
+        meanwhile. Each call renews the transfer's lease.
 
         A daemon of an earlier version gets the transfer when it is whole.
 

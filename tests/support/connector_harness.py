@@ -221,7 +221,7 @@ class EngineUnderTest:
         request = Request(name, num_tokens, dict(params))
         self.scheduler.request_added(request)
         external = self.scheduler.num_tokens_to_pull(request, cached)
-        assert external is not None, "as many requests wait for running prefills as may"
+        assert external is not None, "the limit of requests that wait for running prefills is reached"
         self.scheduler.blocks_allocated(request, Blocks((ids,)), external)
         return request
 

@@ -24,7 +24,7 @@ from kvxferd.tooling.async_tasks import gather_or_cancel
 SHAPE = "llama-3-70b"
 PROGRESSIVE = "progressive"
 EXTEND_GAP_S = 0.005  # an engine's steps are tens of milliseconds; then every process has slept, too
-_LATEST = 5  # pulls that say how long a chunk takes to read
+_NUM_LATEST = 5  # plain pulls, by whose median the time between two chunks is chosen
 
 _names = itertools.count()
 
@@ -41,7 +41,7 @@ class ProgressivePoint(msgspec.Struct, frozen=True, kw_only=True):
     gap_s: float  # between two chunks: `pace` times as long as the plain pull takes for one
     plain_s: float  # pull() of the transfer that is whole, prepared, to Delivered
     handover_s: float  # `extend` for the last chunk to Delivered
-    ratio: float  # median over rounds: of the handover by the plain pull of the same round
+    ratio: float  # median of the rounds: the handover divided by the plain pull of the same round
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ProgressivePulls:
     @property
     def gap_s(self) -> float:
         """The time between two chunks, by what the latest plain pulls took."""
-        return self._size.pace * median(self._beside.seconds[-_LATEST:]) / self._size.num_chunks
+        return self._size.pace * median(self._beside.seconds[-_NUM_LATEST:]) / self._size.num_chunks
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Open one transfer after the other, pull it, and report its chunks."""

@@ -223,7 +223,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): sent for rank, sent in metadata.items()})
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Have requests published while they are computed, where that is wanted."""
+        """Take vLLM's cache manager, without which no request is published before it ends."""
         super().bind_kv_cache_manager(kv_cache_manager)
         assert self._scheduler is not None
         self._scheduler.bind(kv_cache_manager)

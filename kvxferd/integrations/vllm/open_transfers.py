@@ -128,8 +128,8 @@ class OpenTransfers:
     ) -> LastPart | None:
         """Forget a request that has ended; return what is left to publish of its open transfer.
 
-        `block_ids` is None where its prompt is not computed: its transfer is taken back. None too is
-        returned where it has no open transfer.
+        `block_ids` is None where its prompt is not computed: its transfer is taken back. Returns None then,
+        and where it has no open transfer.
         """
         request_id = request.request_id
         self._expected.pop(request_id, None)

@@ -127,8 +127,8 @@ class ConnectorScheduler:
     def num_tokens_to_pull(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens come from the prefill engine, beyond those that are cached here.
 
-        None: the request is to be asked for again with a later step, because as many as may wait for running
-        prefills.
+        None: vLLM asks again with a later step, because the limit of requests that wait for running prefills
+        is reached.
         """
         if not wants_pull(request) or self._usable_ref(request) is None:
             return 0
@@ -185,7 +185,7 @@ class ConnectorScheduler:
                 self._early_pulls.remove(request_id)
 
     def _early_pulls_of(self, request: Request) -> EarlyPulls | None:
-        """Return what counts the request, where its transfer may not be there yet."""
+        """Return what counts the request; None where its prefill has ended, or nothing is limited."""
         return self._early_pulls if has_router_ref(request) else None
 
     # --- the prefill engine
@@ -293,8 +293,9 @@ class ConnectorScheduler:
     def build_step_metadata(
         self, scheduled: Collection[str] = (), preempted: Collection[str] = ()
     ) -> StepMetadata:
-        """Return what the workers do in this step: of the requests with these ids vLLM computes tokens, or
-        has preempted them.
+        """Return what the workers do in this step.
+
+        Both are request ids: vLLM computes tokens of those in `scheduled`, and has preempted the others.
         """
         self._check_pending_publisher()
         for event in self._publisher.poll() if self._publisher is not None else ():

@@ -121,7 +121,7 @@ class PoolDecisions:
         return effects
 
     def is_changed_by(self, is_busy: bool) -> bool:
-        """Whether `BusyChanged` would do anything. Each event of the daemon asks, and nearly none does."""
+        """Whether `BusyChanged` would do anything: nearly never, and it is called with each event."""
         return is_busy != self._is_busy or (not is_busy and self._num_wanted() > 0)
 
     def next_deadline(self) -> float | None:

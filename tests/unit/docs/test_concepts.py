@@ -18,7 +18,15 @@ WORDS = (
     *("plan", "run", "transfer", "publish", "pull", "lease", "grant", "fence word", "generation"),
     *("incarnation", "home and member", "mover", "forkserver", "staging", "covering read", "gathered read"),
     *("quarantine", "quiesce", "suspend", "drain"),
-    *("ticket", "prepared grant", "tombstone", "delivery socket", "peer", "registry of remote engines"),
+    *(
+        "progressive pull",
+        "ticket",
+        "prepared grant",
+        "tombstone",
+        "delivery socket",
+        "peer",
+        "registry of remote engines",
+    ),
 )
 
 

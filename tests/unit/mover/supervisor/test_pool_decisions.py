@@ -92,7 +92,7 @@ def test_ready_movers_are_assigned_in_order_and_replaced_after_a_delay_unless_bu
     assert kinds(pool.wait(REFILL_DELAY_S)) == ["RequestFork"]
 
 
-def test_it_matters_that_nothing_runs_while_a_mover_is_wanted_and_when_it_changes() -> None:
+def test_busy_changes_something_when_it_is_new_or_when_movers_are_missing() -> None:
     pool = Pool(size=2)
     assert pool.decisions.is_changed_by(True)
     assert not pool.decisions.is_changed_by(False)  # both are starting
