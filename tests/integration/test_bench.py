@@ -1,13 +1,9 @@
 """The bench as processes: it fills its summary, it says what is wrong, and it leaves nothing behind."""
 
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +16,7 @@ from kvxferd.bench.figures import SUMMARY
 from kvxferd.bench.measures import crossing
 from kvxferd.bench.runner import BenchOptions, run_bench
 from kvxferd.bench.workload import CrossingSize, ProgressiveSize, ThroughputPoint, Workload
+from tests.support.tool_process import left_behind, processes_of, start_tool, tool_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -31,21 +28,14 @@ SMALL = ("--measure", "throughput", "--shape", "qwen3-8b", "--size", "256K", "--
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """The bench's temporary directory; short, for Unix sockets lie below it."""
-    path = Path(tempfile.mkdtemp(prefix="kvx", dir="/tmp"))
-    yield path
-    shutil.rmtree(path)
+    """The bench's temporary directory."""
+    with tool_directory() as path:
+        yield path
 
 
 def start(place: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
     """Start a bench."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvxferd.cli", "bench", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TMPDIR": str(place)} | environ,
-    )
+    return start_tool(place, "bench", *flags, **environ)
 
 
 def run(place: Path, *flags: str, **environ: str) -> tuple[int, dict[str, Any], str]:
@@ -53,26 +43,6 @@ def run(place: Path, *flags: str, **environ: str) -> tuple[int, dict[str, Any], 
     process = start(place, "--json", *flags, **environ)
     out, err = process.communicate(timeout=BENCH_S)
     return process.returncode, json.loads(out or "{}"), err
-
-
-def started(place: Path) -> dict[int, str]:
-    """Processes that were started with it, and their commands."""
-    mark = f"TMPDIR={place}".encode()
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (process / "environ").read_bytes().split(b"\0")
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:  # gone meanwhile
-            continue
-        if mark in environ:
-            found[int(process.name)] = command
-    return found
-
-
-def left_behind(place: Path) -> list[str]:
-    """Files there, and processes that were started with it."""
-    return [*map(str, place.iterdir()), *started(place).values()]
 
 
 def test_every_contender_moves_the_same_bytes(place: Path) -> None:
@@ -136,7 +106,7 @@ def test_a_signal_leaves_nothing_behind(place: Path, number: signal.Signals, mea
     sign = "of raw NIXL" if measure == "throughput" else "first pulls"
     while sign not in (line := process.stderr.readline()):
         assert line, "it ended before it was measuring"
-    pids = started(place)
+    pids = processes_of(place)
     process.send_signal(number)
     process.communicate(timeout=BENCH_S)
     assert process.returncode == 130
@@ -173,9 +143,8 @@ def serving(place: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.fixture
 def other_place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvy", dir="/tmp"))
-    yield path
-    shutil.rmtree(path)
+    with tool_directory() as path:
+        yield path
 
 
 def test_a_bench_with_another_side(place: Path, other_place: Path) -> None:

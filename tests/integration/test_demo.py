@@ -1,17 +1,15 @@
 """The demo as a process: it must pass, it must be able to fail, and it must leave nothing behind."""
 
 import json
-import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.tool_process import left_behind, start_tool, tool_directory
 
 pytestmark = pytest.mark.slow
 
@@ -25,21 +23,14 @@ DEMO_S = 100
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """The demo's temporary directory; short, for Unix sockets lie below it."""
-    path = Path(tempfile.mkdtemp(prefix="kvx", dir="/tmp"))
-    yield path
-    shutil.rmtree(path)
+    """The demo's temporary directory."""
+    with tool_directory() as path:
+        yield path
 
 
 def start(place: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
     """Start a small demo."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvxferd.cli", "demo", *SMALL, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TMPDIR": str(place)} | environ,
-    )
+    return start_tool(place, "demo", *SMALL, *flags, **environ)
 
 
 def run(place: Path, *flags: str, **environ: str) -> tuple[int, dict[str, Any]]:
@@ -50,21 +41,6 @@ def run(place: Path, *flags: str, **environ: str) -> tuple[int, dict[str, Any]]:
         return process.returncode, json.loads(out)
     except ValueError:
         pytest.fail(f"not one JSON object: {out!r}\n{err}")
-
-
-def left_behind(place: Path) -> list[str]:
-    """Files there, and processes that were started with it."""
-    mark = f"TMPDIR={place}".encode()
-    found = [str(path) for path in place.iterdir()]
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (process / "environ").read_bytes().split(b"\0")
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:  # gone meanwhile
-            continue
-        if mark in environ:
-            found.append(command)
-    return found
 
 
 def test_every_byte_arrives_and_no_other_changes(place: Path) -> None:

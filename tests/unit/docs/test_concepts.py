@@ -17,16 +17,8 @@ WORDS = (
     *("engine", "rank", "worker", "region", "cache tensor", "group", "block", "layout", "manifest"),
     *("plan", "run", "transfer", "publish", "pull", "lease", "grant", "fence word", "generation"),
     *("incarnation", "home and member", "mover", "forkserver", "staging", "covering read", "gathered read"),
-    *("quarantine", "quiesce", "suspend", "drain"),
-    *(
-        "progressive pull",
-        "ticket",
-        "prepared grant",
-        "tombstone",
-        "delivery socket",
-        "peer",
-        "registry of remote engines",
-    ),
+    *("quarantine", "quiesce", "suspend", "drain", "progressive pull"),
+    *("ticket", "prepared grant", "tombstone", "delivery socket", "peer", "registry of remote engines"),
 )
 
 

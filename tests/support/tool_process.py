@@ -1,0 +1,53 @@
+"""A tool of the command line as a process: its temporary directory, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def tool_directory() -> Iterator[Path]:
+    """Make a tool's temporary directory, and remove it; short, for Unix sockets lie below it."""
+    path = Path(tempfile.mkdtemp(prefix="kvx", dir="/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def start_tool(place: Path, verb: str, *flags: str, **environ: str) -> subprocess.Popen[str]:
+    """Start `kvxferd VERB`; its own processes get `place` as their temporary directory too."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvxferd.cli", verb, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(place)} | environ,
+    )
+
+
+def processes_of(place: Path) -> dict[int, str]:
+    """Return the processes that were started with it, and their commands."""
+    mark = f"TMPDIR={place}".encode()
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (process / "environ").read_bytes().split(b"\0")
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:  # gone meanwhile
+            continue
+        if mark in environ:
+            found[int(process.name)] = command
+    return found
+
+
+def left_behind(place: Path) -> list[str]:
+    """Return the files there, and the commands of processes that were started with it."""
+    return [*map(str, place.iterdir()), *processes_of(place).values()]
