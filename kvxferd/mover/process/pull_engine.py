@@ -121,18 +121,7 @@ class PullEngine:
         self._budgets: dict[AgentName, SliceBudget] = {}
         self._always_covers = always_covers
         self._read_directly: set[AgentName] = set()  # although covering reads are asked for: logged once
-        self._covering = None
-        if chunks is not None:
-            self._covering = CoveringReads(
-                transport,
-                self.remote_agents,
-                self._disconnects,
-                clock,
-                chunks,
-                InlineScatterer(clock) if scatterer is None else scatterer,
-                self._budgets,
-                self._costs,
-            )
+        self._covering = None if chunks is None else self._make_covering_reads(chunks, scatterer)
         self._gathered = None
         if gathers and chunks is not None and self._covering is not None:
             self._gathered = GatheredReads(transport, self.remote_agents, clock, chunks, self._covering)
@@ -140,6 +129,18 @@ class PullEngine:
         self._queued: deque[PullState] = deque()
         self._active: deque[PullState] = deque()
         self._by_id: dict[PullId, PullState] = {}
+
+    def _make_covering_reads(self, chunks: ChunkPool, scatterer: Scatterer | None) -> CoveringReads:
+        return CoveringReads(
+            self._transport,
+            self.remote_agents,
+            self._disconnects,
+            self._clock,
+            chunks,
+            InlineScatterer(self._clock) if scatterer is None else scatterer,
+            self._budgets,
+            self._costs,
+        )
 
     @property
     def is_busy(self) -> bool:
