@@ -369,6 +369,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             waited_s=known.waited_s if known else now - pending.requested_at,
         )
         self._published.table.add_grant(transfer, grant)
+        self._published.schedule_lease_check(transfer)
         ready_tokens = self._ready_tokens(transfer)
         # The packing movers get the block ids once: when all are known.
         packing = self._gathering_ranks(pending.route, message, transfer) if ready_tokens < 0 else []
@@ -423,7 +424,10 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
                 ended.append(grant_id)
                 continue
             grant = transfer.grants[name]
+            before = grant.expires_at
             grant.expires_at = min(now + settings.lease_s, grant.granted_at + settings.max_hold_s)
+            if grant.expires_at < before:
+                self._published.schedule_lease_check(transfer)
         self._context.emit(ReplyToPeer(route, GrantsRenewed(request=message.request, ended=tuple(ended))))
 
     def release(self, route: bytes, message: ReturnGrant, key: str = "") -> None:

@@ -351,6 +351,7 @@ class Node:
         self.home.check_integrity()
         self.poll_requests.check_integrity()
         self.probes.check_integrity()
+        self.chunk_memory.check_integrity()
         self._check_block_id_memory()
         num_ranks = sum(session.rank is not None for session in self.sessions.values())
         for rank in self.registry.local_ranks():

@@ -87,7 +87,7 @@ class PublishedTransfers:
             return
         self.table.add(transfer)
         self._block_id_memory.add(transfer.uid, transfer.charged_bytes)
-        self._schedule_lease_check(transfer)
+        self.schedule_lease_check(transfer)
         if message.wants_reply and session.version >= FIRST_WITH_PUBLISH_REPLIES:
             accepted = PublishAccepted(transfer_id=message.transfer_id)
             self._context.emit(SendToWorker(session.session_id, accepted))
@@ -378,9 +378,10 @@ class PublishedTransfers:
         """Return the ranks whose reports count: where the publish implies them, the publisher's alone."""
         return transfer.ready_tokens if engine.spec.publish_implies_ready else engine.spec.ranks()
 
-    def _schedule_lease_check(self, transfer: Transfer) -> None:
-        key = (transfer.engine, transfer.transfer_id)
-        self._context.timers.set(("lease", key), transfer.expires_at, lambda: self._check_lease(transfer))
+    def schedule_lease_check(self, transfer: Transfer) -> None:
+        """Look at the lease when it, or the first grant on it, ends. Called whenever that may be earlier."""
+        key, when = (transfer.engine, transfer.transfer_id), transfer.next_expiry(self._context.now)
+        self._context.timers.set(("lease", key), when, lambda: self._check_lease(transfer))
 
     def _check_lease(self, transfer: Transfer) -> None:
         now = self._context.now
@@ -389,7 +390,7 @@ class PublishedTransfers:
         if transfer.expires_at <= now:
             self.release(transfer, Code.LEASE_EXPIRED)
         else:
-            self._schedule_lease_check(transfer)
+            self.schedule_lease_check(transfer)
 
     def end_grant(self, grant_id: GrantId, why: str) -> None:
         """Take a grant off its lease. Does nothing where there is none. `why`: as `GrantRecord.outcome`."""
@@ -463,6 +464,7 @@ class PublishedTransfers:
                     grant.expires_at
                     <= grant.granted_at + self._context.settings.max_hold_s + self._context.settings.lease_s
                 )
+                assert grant.expires_at > self._context.now, f"grant {grant_id} of {key} has expired"
         self.gather_grants.check_integrity()
         for grant_id, transfer in self.table.by_grant.items():
             assert grant_id in transfer.grants, f"grant {grant_id} is on no lease"

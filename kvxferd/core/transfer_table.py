@@ -145,6 +145,13 @@ class Transfer:
         """When the lease ends: never before the grants on it."""
         return max([self.lease_expires_at, *(grant.expires_at for grant in self.grants.values())])
 
+    def next_expiry(self, now: float) -> float:
+        """When the first grant on the lease ends, or the lease, unless that is over and grants keep it."""
+        ends = [grant.expires_at for grant in self.grants.values()]
+        if self.lease_expires_at > now or not ends:
+            ends.append(self.lease_expires_at)
+        return min(ends)
+
     @property
     def is_read_by_all(self) -> bool:
         """Whether every announced reader is done."""

@@ -142,10 +142,12 @@ class DisconnectJudged(Message, frozen=True, tag="disconnect-judged"):
 class ChunkMemoryGranted(Message, frozen=True, tag="chunk-memory-granted"):
     """The mover may hold so much memory for covering reads, in all. Where it holds more, it gives that back.
 
-    The reply to `ChunkMemoryWanted`, and sent again whenever it changes.
+    The reply to `ChunkMemoryWanted`, and sent again whenever it changes. Where it is less than before, the
+    mover reports.
     """
 
     size_bytes: int
+    number: int = 0  # later grants have larger ones
 
 
 class GrantBlocks(Message, frozen=True, tag="grant-blocks"):
@@ -300,6 +302,7 @@ class ChunkMemoryWanted(Message, frozen=True, tag="chunk-memory-wanted"):
     wanted_bytes: int
     held_bytes: int = 0
     lost_bytes: int = 0  # of these: something may write there until the mover dies
+    number: int = 0  # of the last `ChunkMemoryGranted` that the mover has; 0: it has none
 
 
 class ProbeServed(Message, frozen=True, tag="probe-served"):

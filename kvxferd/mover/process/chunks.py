@@ -122,6 +122,7 @@ class ChunkPool:
         self._report = report
         self._is_wanted = False  # the daemon was asked, and is not told otherwise since
         self._awaits_grant = False
+        self._grant_number = 0
         self._last_used = 0.0
         self._make_again_at = 0.0
         self._chunks: list[Chunk] = []
@@ -164,11 +165,17 @@ class ChunkPool:
         """Whether the daemon counts on chunks being used, which `release_idle` may end."""
         return self._is_wanted or bool(self.count(ChunkState.FREE))
 
-    def set_grant(self, size_bytes: int) -> None:
-        """Hold this much memory at most, lost chunks included; give back what is free and more than that."""
+    def set_grant(self, size_bytes: int, number: int = 0) -> None:
+        """Hold this much memory at most, lost chunks included; give back what is free and more than that.
+
+        A smaller grant is acknowledged with its `number`: until then the daemon gives nobody the rest.
+        """
         self._awaits_grant = False
-        self._max_chunks = size_bytes // self.chunk_bytes
+        before, self._max_chunks = self._max_chunks, size_bytes // self.chunk_bytes
+        self._grant_number = number
         self._give_back(max(0, len(self._chunks) - self._max_chunks))
+        if self._max_chunks < before:
+            self._send_report()
 
     def acquire(self, agent: AgentName, now: float, *, is_wanted_elsewhere: bool) -> Chunk | None:
         """Return a chunk to read into from this agent, None while there is none for it.
@@ -311,6 +318,7 @@ class ChunkPool:
                     wanted_bytes=self.chunk_bytes * MAX_CHUNKS if self._is_wanted else 0,
                     held_bytes=self.num_bytes,
                     lost_bytes=self.chunk_bytes * (self.count(ChunkState.LOST) + self._num_stuck),
+                    number=self._grant_number,
                 )
             )
 

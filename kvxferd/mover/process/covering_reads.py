@@ -29,6 +29,7 @@ from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.plan.read_costs import CostModel, ReadShape
 from kvxferd.plan.stretches import StretchForm
 from kvxferd.wire.common import RegionAddress
+from kvxferd.wire.mover import ChunkMemoryGranted
 
 _LOG = logging.getLogger(__name__)
 
@@ -96,9 +97,9 @@ class CoveringReads:
         """Whether there is memory that `release_idle` may give back some time."""
         return self._chunks.is_wanted
 
-    def set_grant(self, size_bytes: int) -> None:
+    def set_grant(self, granted: ChunkMemoryGranted) -> None:
         """Hold this much memory at most."""
-        self._chunks.set_grant(size_bytes)
+        self._chunks.set_grant(granted.size_bytes, granted.number)
 
     def release_idle(self) -> None:
         """Give back chunks that nothing has needed for a while."""

@@ -242,7 +242,7 @@ class MoverLoop:
             case wire.ReportPull():
                 self._engine.report_progress(message.pull)
             case wire.ChunkMemoryGranted():
-                self._engine.set_chunk_memory(message.size_bytes)
+                self._engine.set_chunk_memory(message)
             case wire.GrantBlocks() | wire.RevokeBlocks():
                 self._set_granted(message)
             case wire.ServeProbe() | wire.ReadProbe():

@@ -52,7 +52,15 @@ from kvxferd.plan.read_costs import CostModel, ReadShape
 from kvxferd.plan.stretches import StretchForm
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_WORD_BYTES
-from kvxferd.wire.mover import MAX_AWAITED, FromMover, PullDone, PullProgress, PullQuiesced, StartPull
+from kvxferd.wire.mover import (
+    MAX_AWAITED,
+    ChunkMemoryGranted,
+    FromMover,
+    PullDone,
+    PullProgress,
+    PullQuiesced,
+    StartPull,
+)
 from kvxferd.wire.staging import GatherReply
 
 _LOG = logging.getLogger(__name__)
@@ -247,10 +255,10 @@ class PullEngine:
         """Whether there are free chunks that `release_idle_chunks` may give back some time."""
         return self._covering is not None and self._covering.holds_chunks
 
-    def set_chunk_memory(self, size_bytes: int) -> None:
+    def set_chunk_memory(self, granted: ChunkMemoryGranted) -> None:
         """Hold this much memory for covering reads at most."""
         if self._covering is not None:
-            self._covering.set_grant(size_bytes)
+            self._covering.set_grant(granted)
 
     def release_idle_chunks(self) -> None:
         """Give back the memory of chunks that are long unused."""

@@ -222,7 +222,7 @@ class Mover(Actor):
                 self._disconnects.handle_reply(message.number, message.over)
             case mv.ChunkMemoryGranted():
                 self._rules.handle(message)
-                self._engine.set_chunk_memory(message.size_bytes)
+                self._engine.set_chunk_memory(message)
             case mv.GrantBlocks() | mv.RevokeBlocks():
                 if self._packing is not None:
                     self._packing.set_granted(message)

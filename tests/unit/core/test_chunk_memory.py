@@ -36,19 +36,27 @@ class ManyMovers:
         self.granted: dict[int, int] = {}
         self.held: dict[int, int] = {}
         self.wanted: dict[int, int] = {}
+        self.lost: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}  # of the last grant that each has
 
     def want(self, mover: int, wanted: int, lost: int = 0) -> None:
         self.wanted[mover] = wanted
         self.held.setdefault(mover, 0)
+        self.lost[mover] = lost
+        self.report(mover)
+        self.receive()
+
+    def report(self, mover: int) -> None:
         self.memory.handle(
             MoverId(mover),
             ChunkMemoryWanted(
-                wanted_bytes=wanted * CHUNK_BYTES,
+                wanted_bytes=self.wanted[mover] * CHUNK_BYTES,
                 held_bytes=self.held[mover] * CHUNK_BYTES,
-                lost_bytes=lost * CHUNK_BYTES,
+                lost_bytes=self.lost.get(mover, 0) * CHUNK_BYTES,
+                number=self.numbers.get(mover, 0),
             ),
         )
-        self.receive()
+        self.memory.check_integrity()
 
     def hold(self, mover: int, held: int) -> None:
         self.held[mover] = held
@@ -61,11 +69,24 @@ class ManyMovers:
         self.receive()
 
     def receive(self) -> None:
+        """Have the movers receive their grants, and acknowledge those that are smaller than before."""
+        while smaller := [mover for mover in self.take_grants() if mover in self.wanted]:
+            for mover in smaller:
+                self.report(mover)
+
+    def take_grants(self) -> list[int]:
+        """Return the movers whose grants are smaller now."""
+        smaller = []
         for effect in self.context.pop_effects():
             assert isinstance(effect, SendToMover)
             assert isinstance(effect.message, ChunkMemoryGranted)
             assert effect.message.size_bytes % CHUNK_BYTES == 0
-            self.granted[effect.mover] = effect.message.size_bytes // CHUNK_BYTES
+            granted = effect.message.size_bytes // CHUNK_BYTES
+            if granted < self.granted.get(effect.mover, 0):
+                smaller.append(effect.mover)
+            self.granted[effect.mover] = granted
+            self.numbers[effect.mover] = effect.message.number
+        return smaller
 
 
 @pytest.mark.parametrize(
@@ -109,6 +130,30 @@ def test_a_late_mover_gets_its_share_once_the_others_have_given_it_back() -> Non
     assert movers.granted == {1: 2, 2: 1}
     movers.hold(1, 2)
     assert movers.granted == {1: 2, 2: 2}
+
+
+def test_a_smaller_grant_frees_nothing_before_its_mover_has_it() -> None:
+    """The mover may have made chunks by the grant before it, and its report of them is under way."""
+    movers = ManyMovers(4)
+    movers.want(1, 4)
+    movers.wanted[2], movers.held[2] = 4, 0
+    movers.report(2)
+    movers.held[1] = 4  # before it has the smaller grant
+    assert movers.memory.num_bytes == 4 * CHUNK_BYTES
+    smaller = movers.take_grants()
+    assert (smaller, movers.granted) == ([1], {1: 2, 2: 0})
+    movers.held[1] = 2
+    movers.report(1)
+    movers.receive()
+    assert movers.granted == {1: 2, 2: 2}
+
+
+def test_grants_that_a_mover_cannot_have_seen_free_nothing_more() -> None:
+    movers = ManyMovers(4)
+    movers.want(1, 4)
+    movers.numbers[1] = 1 << 40
+    movers.want(2, 4)
+    assert sum(movers.granted.values()) == 4
 
 
 def test_what_a_dead_mover_held_is_free() -> None:
@@ -167,6 +212,7 @@ def test_a_resident_movers_memory_is_not_counted(world, source, sink):
     mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=2 * CHUNK_BYTES))
     assert node.chunk_memory.num_bytes == 2 * CHUNK_BYTES
     mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=0))
+    mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=0, number=1 << 30))
     for mover in node.movers._movers.values():
         mover.resident = True
     mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=2 * CHUNK_BYTES))

@@ -22,7 +22,7 @@ from kvxferd.plan import encode_plan, make_plan
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm
 from kvxferd.wire.common import RegionAddress
-from kvxferd.wire.mover import ChunkMemoryWanted, FenceLocation, SourceRank, StartPull
+from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted, FenceLocation, SourceRank, StartPull
 from tests.support.memory_transport import Fabric, MemoryTransport
 from tests.support.mover_harness import packed
 from tests.support.pull_engine_harness import WORD, Bench, Memory, layout, scattered, spec
@@ -81,7 +81,7 @@ def test_a_chunk_that_the_library_does_not_let_go_is_lost() -> None:
     num = bench.chunks.count(ChunkState.FREE)
     assert num > 1
     for _ in range(3):
-        bench.engine.set_chunk_memory(0)
+        bench.engine.set_chunk_memory(ChunkMemoryGranted(0))
         bench.now += IDLE_S
         bench.engine.release_idle_chunks()
     assert refusing.num_calls == num
@@ -90,7 +90,7 @@ def test_a_chunk_that_the_library_does_not_let_go_is_lost() -> None:
     assert len(reports) <= num + 1
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(num * CHUNK)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(num * CHUNK))
     bench.run()
     assert bench.outcomes()[number].delivered
 
@@ -133,7 +133,7 @@ def test_a_read_that_ends_late_after_all_is_no_longer_reported_as_lost() -> None
     bench.fabric.stalled.add(bench.agents[0])
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
     bench.run()
     bench.engine.abort(number)
     bench.now += STUCK_S

@@ -13,7 +13,7 @@ from kvxferd.mover.process.chunks import IDLE_S, SLOW_S, STUCK_S, ChunkState
 from kvxferd.mover.process.scatterer import InlineScatterer, ScatterJob, ThreadScatterer
 from kvxferd.mover.process.slices import SHORT_BYTES
 from kvxferd.mover.transport.base import TransportError
-from kvxferd.wire.mover import ChunkMemoryWanted, PullDone
+from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted, PullDone
 from tests.support.pull_engine_harness import (
     HEAD,
     Bench,
@@ -511,7 +511,7 @@ def test_no_chunk_is_made_before_the_daemon_has_granted_its_memory() -> None:
     bench.run()
     assert bench.fabric.posts == []
     assert [(one.wanted_bytes, one.held_bytes) for one in bench.reports] == [(4 * CHUNK, 0)]
-    bench.engine.set_chunk_memory(2 * CHUNK)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(2 * CHUNK))
     bench.run()
     assert bench.outcomes()[number].delivered
     check_arrived(bench, scattered(8))
@@ -524,7 +524,7 @@ def test_a_pull_whose_daemon_grants_nothing_reads_directly_at_once() -> None:
     bench = Granting()
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(0)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(0))
     bench.run()
     assert bench.outcomes()[number].delivered
     check_arrived(bench, scattered(8))
@@ -550,12 +550,12 @@ def test_chunks_over_a_lower_grant_are_given_back_when_they_are_free() -> None:
     bench.fabric.stalled |= set(bench.agents)
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
     bench.run()
     assert bench.chunks is not None
     held = bench.chunks.num_bytes
     assert held >= 2 * CHUNK
-    bench.engine.set_chunk_memory(CHUNK)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(CHUNK))
     assert bench.chunks.num_bytes == held, "they are being read"
     bench.fabric.stalled.clear()
     bench.run()
@@ -568,7 +568,7 @@ def test_a_lost_chunk_is_reported() -> None:
     bench.fabric.polls_per_read = 2
     bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
     bench.fabric.errors[bench.agents[1]] = TransportError("odd", settled=False)
     bench.run()
     assert bench.reports[-1].lost_bytes == CHUNK
@@ -578,18 +578,18 @@ def test_an_idle_mover_wants_nothing_and_asks_again_when_it_reads() -> None:
     bench = Granting()
     bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
     bench.run()
     bench.now += IDLE_S
     bench.engine.release_idle_chunks()
     last = bench.reports[-1]
     assert (last.wanted_bytes, last.held_bytes) == (0, 0)
     assert not bench.engine.holds_chunks
-    bench.engine.set_chunk_memory(0)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(0))
     number = bench.start(scattered(8))
     bench.run()
     assert bench.reports[-1].wanted_bytes == 4 * CHUNK
-    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
     bench.run()
     assert bench.outcomes()[number].delivered
 
@@ -599,7 +599,7 @@ def test_a_read_of_an_ended_pull_that_never_ends_is_reported_as_lost() -> None:
     bench.fabric.stalled.add(bench.agents[0])
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(4 * CHUNK)
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
     bench.run()
     bench.engine.abort(number)
     bench.run()
