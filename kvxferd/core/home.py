@@ -288,8 +288,6 @@ class Home:
         if present.agent != record.agent:
             self._may_still_poll.discard(present.agent)
         self._uncount(present)
-        if present.incarnation != record.incarnation:
-            self._published.rank_lost(record.spec.key, Code.RANK_LOST)
         if present.route != record.route:
             self._peer_requests.reroute(present.route, record.route)
 

@@ -161,8 +161,6 @@ class Member:
 
         `ready_tokens`: so many tokens of it; -1: all.
         """
-        if rank.is_asleep:
-            return  # the bytes are gone, and the home releases their transfers as the rank leaves
         if ready_tokens >= 0 and self._peers.version_of(rank.spec.home) < FIRST_WITH_PROGRESS:
             return  # it would take a part for the whole; the last report is sent
         spec = rank.spec

@@ -465,9 +465,20 @@ class PublishedTransfers:
                     <= grant.granted_at + self._context.settings.max_hold_s + self._context.settings.lease_s
                 )
                 assert grant.expires_at > self._context.now, f"grant {grant_id} of {key} has expired"
+        self._check_early_ready()
         self.gather_grants.check_integrity()
         for grant_id, transfer in self.table.by_grant.items():
             assert grant_id in transfer.grants, f"grant {grant_id} is on no lease"
+
+    def _check_early_ready(self) -> None:
+        """Raise AssertionError where a rank that is here said ready early of memory that is gone."""
+        for (engine_key, transfer_id), ranks in self.table.early_ready.items():
+            engine = self._registry.get(engine_key)
+            for rank, early in ranks.items():
+                record = engine.ranks.get(rank) if engine is not None else None
+                assert record is None or early.incarnation in ("", record.incarnation), (
+                    f"{transfer_id} of {engine_key}: rank {rank} was ready in another mapping"
+                )
 
     def _check_memory(self, key: TransferKey, transfer: Transfer) -> None:
         """Raise AssertionError where the bytes of a live transfer are gone."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 SHORT_SHARE = 0.12  # of the pulls: their deadline is about when they end
+EARLY_SHARE = 0.2  # of the transfers: ranks say ready before the publish, or of what is never published
 NUM_LAYERS = 2
 REUSED = 0xEE  # what an engine writes into blocks that it was given back
 
@@ -222,6 +223,10 @@ class Engine:
             elif not self.shape.says_ready:
                 self._write(process, process.memory, transfer, growth.begins_with)
         self.transfers[transfer.transfer_id] = transfer
+        others = [process for process in self.ranks if process is not publisher and self.shape.says_ready]
+        is_early = not growth.steps and self.rng.random() < EARLY_SHARE
+        for process in others if is_early else ():
+            self._write_and_say(process, transfer)
         try:
             transfer.ref = publisher.session.publish(
                 transfer.transfer_id,
@@ -241,11 +246,13 @@ class Engine:
         publisher.act(f"publishes {transfer.transfer_id}, {text}{growth}")
         if growth.steps:
             growth.start(self)
-        elif self.shape.says_ready:
-            for process in self.ranks:
-                if process is not publisher:
-                    delay = self.rng.choice((0.0, 0.001, 0.02))
-                    process.after(delay, self._write_and_say, process, transfer)
+        else:
+            for process in others if not is_early else ():
+                delay = self.rng.choice((0.0, 0.001, 0.02))
+                process.after(delay, self._write_and_say, process, transfer)
+        if self.rng.random() < EARLY_SHARE:  # of a request that is aborted before anybody publishes it
+            for process in others:
+                process.session.ready(f"aborted{number}", process.clock.now())
         return transfer
 
     def _draw_growth(self, transfer: Transfer) -> Growth:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvxferd.client.registration import MemoryState
+from kvxferd.core.local_ranks import REBIND_AFTER_S
 from tests.property.simulation.agenda import Actor
 from tests.property.simulation.engine import Engine
 from tests.property.simulation.mover import Mover
@@ -514,10 +515,12 @@ class Faults:
         forkserver = daemon.pool.forkserver
         if forkserver is not None and forkserver.is_alive and not forkserver.is_stopped:
             forkserver.stop()
-            self._world.agenda.after(rng.choice((0.02, 0.1, 0.3)), forkserver.resume)
+            self._world.agenda.after(rng.choice((0.02, 0.3, REBIND_AFTER_S + 0.3)), forkserver.resume)
         for handle in list(daemon.pool.handles.values()):  # the spare ones too
             handle.process.kill()
-        process.after(rng.choice((0.0005, 0.005, 0.05)), self._suspend, engine, process, 0.5)
+        # Another mover is requested `REBIND_AFTER_S` after the death of the last.
+        delay_s = rng.choice((0.0005, 0.05, REBIND_AFTER_S + 0.01, REBIND_AFTER_S + 0.1))
+        process.after(delay_s, self._suspend, engine, process, 0.5)
 
     def _late_acknowledgement(self, rng: random.Random) -> None:
         """A mover dies when it was offered; its worker hears late of the next, and acknowledges the first."""
@@ -530,8 +533,8 @@ class Faults:
         def die() -> None:
             connection, mover = process.connection, process.last_offered
             if connection is not None and mover is not None:
-                connection.up.delay(rng.choice((0.003, 0.02)))
-                connection.down.delay(0.3)
+                connection.up.delay(REBIND_AFTER_S + rng.choice((0.003, 0.02)))
+                connection.down.delay(REBIND_AFTER_S + 0.3)
                 mover.die("a fault")
 
         process.on_offered = die
