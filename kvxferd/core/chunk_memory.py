@@ -97,8 +97,7 @@ class ChunkMemory:
         targets = fair_shares({mover: one.wanted for mover, one in self._holdings.items()}, self._limit)
         granted = {mover: one.granted for mover, one in self._holdings.items()}
         for mover, target in targets.items():
-            if target < granted[mover]:
-                granted[mover] = target
+            granted[mover] = min(granted[mover], target)
         left = self._limit - sum(one.counted for one in self._holdings.values())
         for mover, target in targets.items():
             holding = self._holdings[mover]

@@ -349,6 +349,7 @@ class Node:
             assert transfer.session in self.sessions, f"{transfer.transfer_id}: its publisher is gone"
         self.pulls.check_integrity()
         self.home.check_integrity()
+        self.peers.check_integrity()
         self.poll_requests.check_integrity()
         self.probes.check_integrity()
         self.chunk_memory.check_integrity()

@@ -442,6 +442,11 @@ class Peers:
                 self._mark_silent(peer)
                 self._peer_requests.fail_all(peer.endpoint, error)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError where something is known of a daemon that nobody has greeted."""
+        for peer in self._peers.values():
+            assert peer.boot is not None or not peer.engines, f"engines of {peer.endpoint}, which is silent"
+
     # --- snapshot
 
     def snapshot(self, num_grants: dict[Endpoint, int]) -> tuple[PeerSnapshot, ...]:

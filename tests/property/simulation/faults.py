@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvxferd.client.registration import MemoryState
 from kvxferd.core.local_ranks import REBIND_AFTER_S
+from kvxferd.wire.common import BlockIds
+from kvxferd.wire.peer import Granted
 from tests.property.simulation.agenda import Actor
 from tests.property.simulation.engine import Engine
 from tests.property.simulation.mover import Mover
@@ -67,6 +69,16 @@ class Faults:
 
     def _lose_message(self, rng: random.Random) -> None:
         self._plan(rng, LOST, 0.0)
+
+    def _lose_grant(self, rng: random.Random) -> None:
+        """The next grant that is sent is lost, or a part of the block ids that come before it."""
+        kind = rng.choice((Granted, BlockIds))
+
+        def strike() -> None:
+            if not self.is_over:
+                self._struck("lose-grant")
+
+        self._world.network.to_lose[kind].append(strike)
 
     def _double_message(self, rng: random.Random) -> None:
         self._plan(rng, DOUBLED, rng.choice((0.0, 0.01, 1.0, 10.0)))
@@ -601,7 +613,7 @@ class Faults:
         return rng.choice(among) if among else None
 
 
-MESSAGE_KINDS = {LOST: 4, DOUBLED: 3, DELAYED: 4, "delay-worker": 1, "delay-mover": 1}
+MESSAGE_KINDS = {LOST: 4, "lose-grant": 1, DOUBLED: 3, DELAYED: 4, "delay-worker": 1, "delay-mover": 1}
 PROBE_KINDS = {"kill-probe-mover": 2, "stop-probe-mover": 1}
 PACKING_KINDS = {"kill-packing": 1, "stop-packing": 1, "unpublish-packing": 1}
 OTHER_KINDS = {

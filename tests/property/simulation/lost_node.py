@@ -18,6 +18,7 @@ GONE_S = (
 )
 BACK_S = 45.0  # by then its engines are registered and joined again, and homes have forgotten former members
 PULL_S = 14.0
+LEASE_S = 50.0  # also where leases are short
 
 
 class LostNode:
@@ -87,7 +88,7 @@ class LostNode:
         """Have an engine pull a new transfer: it must arrive at the first attempt."""
         wanted = self._world.oracle.wanted
         before = len(wanted)
-        transfer = source.publish(1)
+        transfer = source.publish(1, lease_s=LEASE_S)
         if transfer is None:
             raise Violation("violations", f"{source.engine_id} cannot publish after {self._name} is back")
         sink.pull(transfer, PULL_S)

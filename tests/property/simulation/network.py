@@ -10,7 +10,7 @@ import msgspec
 
 from kvxferd.core import events as ev
 from kvxferd.ids import Endpoint, EngineKey
-from kvxferd.wire.common import Message
+from kvxferd.wire.common import BlockIds, Message
 from kvxferd.wire.peer import LeaveRank, PeerHello, SetRankPolling
 from tests.property.simulation.daemon import Daemon, message_name, one_older
 from tests.property.simulation.told import check_left, joined_agent
@@ -37,6 +37,8 @@ class Network:
         self.partitions: defaultdict[Link, int] = defaultdict(int)
         self.planned: defaultdict[Link | None, deque[tuple[str, float, Callable[[], None]]]]
         self.planned = defaultdict(deque)  # None: for the next message, whoever sends it
+        self.to_lose: defaultdict[type[Message], deque[Callable[[], None]]] = defaultdict(deque)
+        self.spares_parts = False  # a grant without one of its parts is refused, and the engine tries again
 
     def request(self, sender: Daemon, endpoint: Endpoint, message: Message) -> None:
         """Send over the connection that the sender has opened."""
@@ -59,6 +61,11 @@ class Network:
         """The sender has closed its connection; the next message opens another."""
         target = endpoint.removeprefix("tcp://").removesuffix(":9441")
         self._connections[sender.name, target] += 1
+
+    def forget_plans(self) -> None:
+        """Have nothing happen to messages any more that was planned."""
+        self.planned.clear()
+        self.to_lose.clear()
 
     def cut(self, daemon: Daemon, target: str) -> None:
         """Break a daemon's connection to a node: it opens another by itself."""
@@ -93,8 +100,13 @@ class Network:
         self._world.watcher.posted(source, target, message)
         if self.partitions[link]:
             return
+        if losses := self.to_lose.get(type(message)):
+            losses.popleft()()
+            self._agenda.note(f"{source}->{target}", f"{LOST} {message_name(message)}")
+            return
         arrival = self._agenda.now + self._rng.choice((0.0002, 0.0005, 0.002))
-        planned = self.planned[link] or self.planned[None]
+        is_spared = self.spares_parts and isinstance(message, BlockIds)
+        planned = () if is_spared else self.planned[link] or self.planned[None]
         if planned:
             kind, seconds, strike = planned.popleft()
             strike()

@@ -10,11 +10,15 @@ import random
 from collections.abc import Collection
 from enum import StrEnum
 
+from kvxferd.core.local_ranks import REBIND_AFTER_S
+from kvxferd.ids import EngineKey
+from kvxferd.wire.peer import Granted
 from tests.property.simulation.engine import MAX_ATTEMPTS, Engine, Transfer
 from tests.property.simulation.mover import Mover
 from tests.property.simulation.network import DELAYED, LOST
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.process import Process
+from tests.property.simulation.told import joined_agent
 from tests.property.simulation.world import World
 
 START_S = 30.0  # by then every engine is registered
@@ -26,6 +30,7 @@ PULL_S = 14.0  # enough for each hardship
 REPEATED_S = 5.0  # as RELEASE_S, where messages were lost
 RELEASE_S = 1.0  # after the last reader has a transfer, by when all ranks are told
 SETTLE_S = 12.0  # after the last transfer: longer than acknowledgements and polling linger
+LEFT_S = REBIND_AFTER_S - 0.1  # after its mover's death, by when a rank has left its home
 MAX_HARDSHIPS = 3  # of an episode's sources: the others' transfers have none
 NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
 
@@ -66,6 +71,7 @@ class NextTransfers:
             if index in tried:
                 self._check_cancelled(source, sinks[0])
                 self._check_withdrawal(source)
+        self._check_lost_member()
         self._agenda.run(self._agenda.now + SETTLE_S)
         if found := world.leftovers():
             raise Violation("leaked", "; ".join(found), len(found))
@@ -125,8 +131,7 @@ class NextTransfers:
         for mover in self._movers(sink.ranks):
             mover.transport.stall(_STALL_S.get(hardship, 0.0))
         if hardship is Hardship.LOST_MESSAGES:
-            for _ in range(self._rng.choice((1, 2, 3))):
-                self._world.network.planned[None].append((LOST, 0.0, lambda: None))
+            self._plan_losses()
         sink.pull(transfer, PULL_S)
         these, wanted[before:] = wanted[before:], []
         if hardship is Hardship.SINK_AWAY:
@@ -141,11 +146,21 @@ class NextTransfers:
                 mover.die("a hardship")
             self._is_joined = False
         agenda.run(agenda.now + PULL_S + 2.0, lambda: all(one.is_delivered for one in these))
-        self._world.network.planned.clear()
+        self._world.network.forget_plans()
         if len(these) < len(sink.ranks) or not all(one.is_delivered for one in these):
             raise Violation("violations", f"the next transfer, {what}, did not arrive ({hardship})")
         if any(one.attempts > 1 for one in these):
             raise Violation("violations", f"the next transfer, {what}, was pulled again ({hardship})")
+
+    def _plan_losses(self) -> None:
+        """Have the next few messages be lost, or the grant alone."""
+        network = self._world.network
+        network.spares_parts = True
+        if self._rng.random() < 0.5:
+            network.to_lose[Granted].append(lambda: None)
+            return
+        for _ in range(self._rng.choice((1, 2, 3))):
+            network.planned[None].append((LOST, 0.0, lambda: None))
 
     def _check_release(
         self, transfer: Transfer, source: Engine, *, may_not_know: bool, within_s: float
@@ -177,7 +192,7 @@ class NextTransfers:
             pull.wanted.attempts = MAX_ATTEMPTS
             sink.cancel(pull)
         agenda.run(agenda.now + RELEASE_S)
-        self._world.network.planned.clear()
+        self._world.network.forget_plans()
         del wanted[before:]
         tables = [daemon.node.published.table for daemon in self._world.daemons.values()]
         if left := [key for table in tables for key in table.by_grant]:
@@ -201,6 +216,26 @@ class NextTransfers:
         if not transfer.is_over:
             text = f"{transfer.transfer_id} of {source.engine_id} was withdrawn, and is not released"
             raise Violation("violations", text)
+
+    def _check_lost_member(self) -> None:
+        """Have the mover of a rank die whose home is elsewhere: the home knows before another is there."""
+        ranks = [(e, p) for e in self._world.engines for p in e.ranks if p.node_name != e.shape.node_names[0]]
+        if not ranks:
+            return
+        self._wait_ready()
+        engine, process = self._rng.choice(ranks)
+        home, key = (
+            self._world.daemons[engine.shape.node_names[0]],
+            EngineKey(engine.engine_id, engine.generation),
+        )
+        assert process.spec is not None
+        agent = joined_agent(home, key, process.spec.rank)
+        for mover in self._movers([process]):
+            mover.die("and its home must know")
+        self._is_joined = False
+        self._agenda.run(self._agenda.now + LEFT_S)
+        if agent is not None and joined_agent(home, key, process.spec.rank) == agent:
+            raise Violation("violations", f"{home.name} does not know that {agent} of {process.name} is dead")
 
     # --- hardships
 

@@ -149,7 +149,7 @@ class World:
 
     def forget_plans(self) -> None:
         """Have no fault happen any more that waits for something."""
-        self.network.planned.clear()
+        self.network.forget_plans()
         self.planned_at_packing.clear()
         self.planned_at_read.clear()
         for mover in [mover for daemon in self.daemons.values() for mover in daemon.movers.values()]:
