@@ -180,7 +180,8 @@ class HandshakeClient:
         started: float,
         waiting: list[EngineWaiter],
     ) -> None:
-        if isinstance(outcome, RemoteEngine):
+        # A manifest that comes after the peer's silence may be a former daemon's: it serves those who waited.
+        if isinstance(outcome, RemoteEngine) and peer.boot is not None:
             for old in [k for k in peer.engines if k.engine_id == key.engine_id]:
                 del peer.engines[old]  # one generation at a time; a reader of the other fetches it again
             peer.engines[key] = outcome
