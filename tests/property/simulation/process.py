@@ -14,7 +14,7 @@ from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.registration import MemoryState, PublisherRole, RankRole, SessionRole
 from kvxferd.client.session import PERMANENT_REFUSALS, ClientSession
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.ids import Incarnation, MoverId
 from kvxferd.layout import EngineSpec
 from kvxferd.wire import worker as wk
@@ -208,6 +208,9 @@ class Process(Actor):
         try:
             self._receive_deliveries()
             self.session.handle(message, self.clock.now())
+        except ProtocolError as error:
+            text = f"{connection.daemon.name} says to {self.name} what it must not: {error.message}"
+            raise Violation("violations", text) from error
         except KvxferdError as error:
             self._disconnect(error.code, error.message)
         self._after_session()
