@@ -392,6 +392,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             stream=stream if parts else 0,
             gathers=gathers,
             ready_tokens=ready_tokens,
+            part_bytes=sum(len(part.ids) for part in parts),
         )
         self._context.emit(ReplyToPeer(pending.route, granted))
 

@@ -20,7 +20,7 @@ from kvxferd.core.snapshot import PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.core.tables import decrease
 from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineKey
-from kvxferd.wire.block_id_parts import BlockIdAssembly
+from kvxferd.wire.block_id_parts import BlockIdAssembly, num_id_bytes
 from kvxferd.wire.common import BlockIds, Refusal
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES, MAX_SENTENCE_CHARS
@@ -490,9 +490,15 @@ class Peers:
 
 
 def _reassembled(peer: Peer, granted: Granted) -> ReplyMessage:
-    """Return the grant with all its block ids, or a refusal if there was no room: then its lease ends it."""
+    """Return the grant with all its block ids, or a refusal if some were dropped: then its lease ends it."""
     try:
         blocks = peer.assembly.complete(granted.blocks, granted.stream)
+        if granted.part_bytes and num_id_bytes(blocks) != granted.part_bytes + num_id_bytes(granted.blocks):
+            raise BusyError(
+                "cannot use a grant of which some block ids were dropped on their way; try again in "
+                f"{RETRY_LATER_S:g} s",
+                RETRY_LATER_S,
+            )
     except BusyError as error:
         return refusal_of(granted.request, error)
     return msgspec.structs.replace(granted, blocks=blocks)

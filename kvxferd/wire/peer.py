@@ -135,6 +135,7 @@ class Granted(Message, frozen=True, tag="granted"):
     gathers: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
     # Of `num_tokens`, to a request with `after_tokens`: the tokens that are ready. -1: all are.
     ready_tokens: int = -1
+    part_bytes: int = 0  # of block ids that `stream` carried before this message
 
 
 class RenewGrants(Message, frozen=True, tag="renew-grants"):

@@ -8,7 +8,7 @@ import msgspec
 
 from kvxferd.errors import Code
 from kvxferd.wire.common import Message, TransferRef
-from kvxferd.wire.peer import FIRST_WITH_PROGRESS, Acknowledge, AskGrant, RankReady
+from kvxferd.wire.peer import FIRST_WITH_PROGRESS, Acknowledge, AskGrant, Granted, RankReady
 
 M = TypeVar("M", bound=Message)
 
@@ -25,7 +25,10 @@ FIELDS_SINCE_VERSION_3: dict[type[Message], dict[str, object]] = {Acknowledge: {
 
 # Likewise, with version 5. A side of an earlier version waits for the whole transfer. (A member does not send
 # an earlier home that a part is written: it would take it for the whole.)
-FIELDS_SINCE_VERSION_5: dict[type[Message], dict[str, object]] = {AskGrant: {"after_tokens": -1}}
+FIELDS_SINCE_VERSION_5: dict[type[Message], dict[str, object]] = {
+    AskGrant: {"after_tokens": -1},
+    Granted: {"part_bytes": 0},
+}
 
 
 def for_peer_version(message: M, version: int) -> M:

@@ -21,7 +21,7 @@ from tests.property.simulation.memory import BLOCK_TOKENS, NUM_BLOCKS, NUM_HEADS
 from tests.property.simulation.oracle import GpuWork, Pull, Violation, Wanted
 from tests.property.simulation.process import Process
 from tests.property.simulation.readers import Readers
-from tests.property.simulation.told import check_is_free
+from tests.property.simulation.told import check_is_free, check_reason
 
 if TYPE_CHECKING:
     from tests.property.simulation.daemon import Connection, Daemon
@@ -493,6 +493,7 @@ class Engine:
             case ce.Delivered():
                 self._pull_ended(process, event.ticket.number, "delivered")
             case ce.Failed():
+                check_reason(process, event)
                 how = "failed" if event.safe_to_reuse else "in-doubt"
                 self._pull_ended(process, event.ticket.number, how)
             case ce.Quiesced():

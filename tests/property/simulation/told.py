@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvxferd.client import events as ce
 from kvxferd.core.registry import MemberRank
+from kvxferd.errors import Code
 from kvxferd.ids import AgentName, EngineKey, GrantId, Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
@@ -92,6 +94,21 @@ def joined_agent(daemon: Daemon, key: EngineKey, rank: Rank) -> AgentName | None
     engine = daemon.node.registry.get(key)
     record = engine.ranks.get(rank) if engine is not None else None
     return record.agent if isinstance(record, MemberRank) else None
+
+
+# Why no pull fails among honest nodes.
+_OF_LIARS = frozenset({
+    Code.OUT_OF_PLACE, Code.INTERNAL, Code.BLOCKS_INVALID, Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE,
+    Code.TOKENS_NOT_PUBLISHED, Code.BAD_VERSION, Code.FRAME_TOO_LARGE, Code.BAD_FRAME,
+})  # fmt: skip
+
+
+def check_reason(process: Process, event: ce.Failed) -> None:
+    """Raise Violation where a pull failed because of what an honest node would not say."""
+    is_cut_off = "inside a frame" in event.message or "descriptors were cut off" in event.message
+    if event.code in _OF_LIARS and not is_cut_off:
+        text = f"pull {event.ticket.number} of {process.name} failed: {event.message}"
+        raise Violation("violations", text)
 
 
 def check_is_free(process: Process, ids: list[int]) -> None:

@@ -165,6 +165,20 @@ def test_a_grant_that_is_not_renewed_ends(world):
     assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
+def test_a_grant_of_a_reader_that_is_gone_ends_while_another_reads(world):
+    """Until then the source's movers poll for it, and its share of the peer's grants is taken."""
+    source, sink, ref = published(world, num_readers=2)
+    other = world.engine(world.host("e"), "decode-2")[0]
+    sink.say(wk.Prepare(ref=ref))
+    other.say(wk.Prepare(ref=ref))
+    (transfer,) = source.host.node.published.table.live.values()
+    assert len(transfer.grants) == 2
+    world.cut |= {("e", "p"), ("p", "e")}
+    world.advance(Settings().lease_s + 0.1)
+    assert [grant.consumer.engine_id for grant in transfer.grants.values()] == ["decode"]
+    assert not source.heard(wk.Released)
+
+
 def test_a_prepared_pull_asks_nobody_anything_before_it_reads(world):
     _, sink, ref = published(world)
     sink.say(wk.Prepare(ref=ref))
