@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import click
 
 from kvxferd.cli.options import json_option, watchable, with_control_client
-from kvxferd.cli.transfers import format_ways
+from kvxferd.cli.transfers import format_handover, format_ways
 from kvxferd.core.snapshot import HandshakeRecord, PullRecord, Record, ReleaseRecord
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.telemetry.history import DEFAULT_PAGE, MAX_PAGE, record_from_json
@@ -101,7 +101,7 @@ def _search(daemon: ControlClient, query: dict[str, str]) -> Any:
 
 
 def _print_page(page: Any, limit: int) -> None:
-    """Print a line for each record, in columns, and below it why it failed."""
+    """Print a line for each record, in columns, and below it its details."""
     records = [record_from_json(one) for one in page["records"]]
     if not records:
         click.echo("History: none")
@@ -111,7 +111,7 @@ def _print_page(page: Any, limit: int) -> None:
     for row, record in zip(rows, (None, *records), strict=True):
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         click.echo("  ".join(cells).rstrip())
-        for line in _why(record) if record is not None else ():
+        for line in _details(record) if record is not None else ():
             click.echo(plain_text(line).plain)
     if len(records) == limit < MAX_PAGE:
         click.echo(f"These are the last {limit}; --limit {MAX_PAGE} shows more.", err=True)
@@ -159,18 +159,20 @@ def _print_lines(page: Any, as_json: bool) -> None:
 
 
 def _lines(record: Record) -> Iterable[str]:
-    """Yield the record's line, and why it failed."""
+    """Yield the record's line, and below it its details."""
     when, what, transfer, source, sink, peer, size, way, total, slowest, end = map(str, _row(record))
     phase = "" if slowest == "-" else f" ({slowest})"
     yield f"{when}  {what}  {transfer}  {source} > {sink}  {peer}  {size} {way}  {total}{phase}  {end}"
-    yield from _why(record)
+    yield from _details(record)
 
 
-def _why(record: Record) -> Iterable[str]:
-    """Yield why the record's pull or handshake failed."""
+def _details(record: Record) -> Iterable[str]:
+    """Yield why the record's pull or handshake failed, and what a progressive pull hid."""
     for failed_in, silent, text in _failure(record):
         who = f"no reply from {silent}: " if silent and silent not in text else ""
         yield f"    in {failed_in}: {who}{text}"
+    if isinstance(record, PullRecord) and record.handover_s is not None:
+        yield f"    handover {format_handover(record)}"
 
 
 def _row(record: Record) -> tuple[object, ...]:

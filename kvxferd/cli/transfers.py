@@ -32,16 +32,16 @@ def transfers(daemon: ControlClient, as_json: bool) -> None:
         "Published transfers",
         ("transfer", "engine", "state", "tokens", "grants", "acks", "lease left", "age"),
         (
-            (t.transfer_id, f"{t.engine_id}@{t.generation}", t.state, t.num_tokens, t.num_grants, t.num_acks,
-             format_duration(t.lease_left_s), format_duration(t.age_s))
+            (t.transfer_id, f"{t.engine_id}@{t.generation}", t.state, format_ready(t), t.num_grants,
+             t.num_acks, format_duration(t.lease_left_s), format_duration(t.age_s))
             for t in msgspec.convert(answer["transfers"], list[TransferSnapshot])
         ),
     )  # fmt: skip
     print_table(
         "Running pulls",
-        ("pull", "transfer", "from", "to", "rank", "phase", "age", "deadline in"),
+        ("pull", "transfer", "from", "to", "rank", "phase", "read", "age", "deadline in"),
         (
-            (p.pull, p.transfer_id, p.source, p.sink, p.rank, p.phase,
+            (p.pull, p.transfer_id, p.source, p.sink, p.rank, p.phase, format_read(p),
              format_duration(p.age_s), format_duration(p.deadline_left_s))
             for p in msgspec.convert(answer["pulls"], list[PullSnapshot])
         ),
@@ -49,11 +49,12 @@ def transfers(daemon: ControlClient, as_json: bool) -> None:
     records = [record for one in ended if isinstance(record := record_from_json(one), PullRecord)]
     print_table(
         "Last pulls",
-        ("pull", "transfer", "from", "to", "rank", "outcome", "bytes", "read", "took", "reads predicted"),
+        ("pull", "transfer", "from", "to", "rank", "outcome", "bytes", "read", "took", "reads predicted",
+         "handover"),
         (
             (r.pull, r.transfer_id, r.source, r.sink, r.rank, r.code or r.outcome, format_bytes(r.bytes),
              format_ways(r.ways), format_duration(r.total_s),
-             format_duration(r.predicted_s) if r.predicted_s else "-")
+             format_duration(r.predicted_s) if r.predicted_s else "-", format_handover(r))
             for r in records
         ),
     )  # fmt: skip
@@ -61,6 +62,28 @@ def transfers(daemon: ControlClient, as_json: bool) -> None:
         print_table(
             "Why pulls failed", ("pull", "message"), [(str(pull), why) for pull, why in failures.items()]
         )
+
+
+def format_ready(transfer: TransferSnapshot) -> str:
+    """Return how many tokens it has: ``512/8192`` ready while its prefill runs, ``8192`` when it is whole."""
+    if 0 <= transfer.ready_tokens < transfer.num_tokens:
+        return f"{transfer.ready_tokens}/{transfer.num_tokens}"
+    return str(transfer.num_tokens)
+
+
+def format_read(pull: PullSnapshot) -> str:
+    """Return how far a progressive pull has read: ``512/8192 tokens, 64 MiB``; ``-`` for an ordinary one."""
+    if not pull.progressive:
+        return "-"
+    return f"{pull.tokens_read}/{pull.num_tokens} tokens, {format_bytes(pull.bytes_read)}"
+
+
+def format_handover(record: PullRecord) -> str:
+    """Return what was waited for at the end, and what was read before: ``12 ms, 448 MiB (88%) hidden``."""
+    if record.handover_s is None:
+        return "-"
+    hidden = f"{format_bytes(record.hidden_bytes)} ({record.hidden_bytes / max(record.bytes, 1):.0%}) hidden"
+    return f"{format_duration(record.handover_s)}, {hidden}"
 
 
 def format_ways(ways: Mapping[str, int]) -> str:

@@ -43,7 +43,8 @@ class Delivered:
         ticket: the pull, as `pull` returned it.
         bytes: the bytes that were read into this rank's blocks.
         runs: the contiguous reads that they took.
-        wire_s: seconds from the first read posted to the last one complete.
+        wire_s: seconds from the first read posted to the last one complete; of a progressive pull, those of
+            its pieces together.
     """
 
     ticket: PullTicket

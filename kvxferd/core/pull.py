@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvxferd.core.grant_client import GrantState, HeldGrant
+from kvxferd.core.pull_totals import NOTHING_READ
 from kvxferd.core.registry import LocalRank
 from kvxferd.errors import Code
 from kvxferd.ids import GroupName, MoverId, PullId, Ticket
@@ -103,7 +104,9 @@ class Pull:
     wants_progress: bool = False  # its worker wants `Progress`
     piece: Piece | None = None  # that the mover reads
     tokens_read: int = 0  # of the pieces that are there
-    bytes_read: int = 0
+    read: PullOutcome = NOTHING_READ  # the sum of these pieces
+    whole_at: float | None = None  # when all that it reads was known here to be ready; None: it is not yet
+    hidden_bytes: int = 0  # that had been read by then
     more_refused: Refusal | None = None  # why the source will have no more, learnt while a piece is read
     fence_word: bytes = b""  # of the transfer that they are of
     asked_mover: bool = False  # the mover was requested to report what the pull waits for

@@ -18,7 +18,7 @@ def next_piece(pull: Pull) -> Piece | None:
     if reads_nothing or (not pull.tokens_read and ready < 0):
         return Piece(pull.blocks, pull.num_tokens, is_last=True)
     rules = PieceRules(hold.plan)
-    if ready < 0 or (ready >= pull.num_tokens and rules.reads_all):
+    if _is_whole(pull, ready, rules):
         return Piece(rules.slice(pull.blocks, pull.tokens_read, None), pull.num_tokens, is_last=True)
     if not rules.step_tokens:
         return None
@@ -26,6 +26,23 @@ def next_piece(pull: Pull) -> Piece | None:
     if end <= pull.tokens_read:
         return None
     return Piece(rules.slice(pull.blocks, pull.tokens_read, end), end, is_last=False)
+
+
+def _is_whole(pull: Pull, ready: int, rules: PieceRules) -> bool:
+    return ready < 0 or (ready >= pull.num_tokens and rules.reads_all)
+
+
+def record_whole(pull: Pull, now: float) -> None:
+    """Record when a progressive pull's grant first allows to read all of it, and what was read before.
+
+    A piece whose read is under way counts as not read.
+    """
+    hold = pull.held_grant
+    if not pull.progressive or pull.whole_at is not None:
+        return
+    assert hold.plan is not None and hold.granted is not None
+    if _is_whole(pull, hold.granted.ready_tokens, PieceRules(hold.plan)):
+        pull.whole_at, pull.hidden_bytes = now, pull.read.bytes
 
 
 def tokens_to_wait_for(pull: Pull, tokens: int) -> int:

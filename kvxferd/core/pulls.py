@@ -62,8 +62,9 @@ from kvxferd.core.grant_client import GrantClient, GrantState, HeldGrant
 from kvxferd.core.limits import PullAdmission
 from kvxferd.core.movers import Movers
 from kvxferd.core.pull import Piece, Pull, PullPhase, PullTrigger
-from kvxferd.core.pull_pieces import next_piece, tokens_to_wait_for
+from kvxferd.core.pull_pieces import next_piece, record_whole, tokens_to_wait_for
 from kvxferd.core.pull_records import emit_record, phases_of
+from kvxferd.core.pull_totals import NOTHING_READ, add_piece, pieces_read
 from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import PHASES
 from kvxferd.core.source_breaker import SourceBreaker
@@ -174,7 +175,9 @@ class Pulls:
         pull.more_refused = None
         assert hold.granted is not None
         if hold.granted.fence_word != pull.fence_word:
-            pull.fence_word, pull.tokens_read, pull.bytes_read = hold.granted.fence_word, 0, 0
+            pull.fence_word, pull.tokens_read, pull.read = hold.granted.fence_word, 0, NOTHING_READ
+            pull.whole_at = None
+        record_whole(pull, self._context.now)
         self.post(pull)
 
     def post(self, pull: Pull) -> None:
@@ -259,6 +262,7 @@ class Pulls:
             stream=stream,
             ticket=pull.ticket if piece.is_last else None,  # the worker is told of the last one's end
             gathers=() if pull.rank.resident else hold.granted.gathers,  # one may not know the field
+            before=pieces_read(pull.read) if piece.is_last else None,
         )
         self._context.emit(SendToMover(mover, start))
 
@@ -290,6 +294,8 @@ class Pulls:
         """Go on with what the source has, or with why it has no more; while a piece is read, behind it."""
         if pull.held_grant is not hold:
             return
+        if refusal is None:
+            record_whole(pull, self._context.now)
         if pull.phase is not PullPhase.WAITING:
             pull.more_refused = refusal
             return
@@ -312,7 +318,7 @@ class Pulls:
             return
         pull.transition(PullTrigger.CONTINUE)
         pull.mover, pull.piece, pull.outcome = None, None, None
-        pull.tokens_read, pull.bytes_read = piece.end, pull.bytes_read + max(outcome.bytes, 0)
+        pull.tokens_read, pull.read = piece.end, add_piece(pull.read, outcome)
         if pull.wants_progress:
             self._send_to_worker(pull, Progress(ticket=pull.ticket, tokens=piece.end))
         self._movers.reconsider(mover)
@@ -326,7 +332,7 @@ class Pulls:
         if pull is None or pull.mover != mover:
             return
         pull.outcome = outcome
-        pull.phases_s |= phases_of(outcome)
+        pull.phases_s |= phases_of(add_piece(pull.read, outcome))
         if outcome.delivered and pull.piece is not None and not pull.piece.is_last:
             self._piece_read(pull, mover, pull.piece, outcome)
         elif outcome.delivered:
@@ -465,10 +471,10 @@ class Pulls:
             self._finish_quiesced(pull)
             return
         assert pull.phase is PullPhase.DELIVERED
+        total = add_piece(pull.read, outcome)
         if not outcome.told:
             self._send_to_worker(
-                pull,
-                Delivered(ticket=pull.ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s),
+                pull, Delivered(ticket=pull.ticket, bytes=total.bytes, runs=total.runs, wire_s=total.wire_s)
             )
         ended = self._context.now
         self._remove(pull)
@@ -477,8 +483,7 @@ class Pulls:
             pull.phases_s["ack"] = self._context.now - ended
             emit_record(self._context, pull, "delivered", None, "", ended)
 
-        num_bytes = pull.bytes_read + max(outcome.bytes, 0)
-        self._grant_client.acknowledge(pull.held_grant, num_bytes, acknowledged)
+        self._grant_client.acknowledge(pull.held_grant, total.bytes, acknowledged)
 
     def _refuse(self, pull: Pull, code: Code, message: str) -> None:
         self._fail(pull, PullTrigger.REFUSE, code, message)

@@ -74,6 +74,9 @@ class PullRecord(_Timed, frozen=True, kw_only=True):
     silent: str = ""  # who did not reply before the deadline: an endpoint, a rank, a local mover; "": nobody
     traceparent: str = ""  # of the request's trace, where it is sampled and this node exports spans
     span_id: str = ""  # of the pull's own span, 16 hex digits
+    progressive: bool = False  # it might be read in pieces, while its source wrote it
+    hidden_bytes: int = 0  # of `bytes`: read before this node knew that all was ready
+    handover_s: float | None = None  # from then to its delivery; None: not progressive, or not delivered
 
     @property
     def has_failed(self) -> bool:
@@ -274,6 +277,7 @@ class TransferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_acks: int
     lease_left_s: float
     age_s: float
+    ready_tokens: int = -1  # of `num_tokens`: that every rank has written; -1: not reported (version 0.1)
 
 
 class PullSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,6 +292,10 @@ class PullSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     grant: GrantId | None
     age_s: float
     deadline_left_s: float
+    progressive: bool = False  # it may be read in pieces, while its source writes it
+    num_tokens: int = 0  # up to which it reads
+    tokens_read: int = 0  # of these, by pieces that are there; an ordinary pull has one, the whole
+    bytes_read: int = 0  # by these pieces
 
 
 class RetiredMoverSnapshot(msgspec.Struct, frozen=True, kw_only=True):

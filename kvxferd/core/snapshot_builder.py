@@ -64,7 +64,8 @@ def list_transfers(
     for start in range(0, len(live), BATCH):
         for transfer in live[start : start + BATCH]:
             engine = registry.get(transfer.engine)
-            state = transfer.state(engine is not None and published.is_ready(transfer, engine))
+            is_ready = engine is not None and published.is_ready(transfer, engine)
+            state = transfer.state(is_ready)
             listing.states[state] += 1
             listing.num_grants += len(transfer.grants)
             if engine is not None:
@@ -72,7 +73,10 @@ def list_transfers(
                     sizes = bytes_of_block[transfer.engine] = _block_bytes_of(engine)
                 listing.num_bytes += sum(len(ids) * sizes[group] for group, ids in transfer.blocks.items())
             if len(listing.shown) < MAX_SHOWN:
-                listing.shown.append(transfer.snapshot(context.now, state))
+                num_ready = transfer.num_tokens if is_ready else 0
+                if engine is not None and not is_ready:
+                    num_ready = published.tokens_ready(transfer, engine)
+                listing.shown.append(transfer.snapshot(context.now, state, num_ready))
         yield None
     return listing
 

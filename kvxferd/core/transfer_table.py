@@ -194,8 +194,8 @@ class Transfer:
             for key, reader in done
         )
 
-    def snapshot(self, now: float, state: str) -> TransferSnapshot:
-        """Return the transfer as /v1/transfers shows it."""
+    def snapshot(self, now: float, state: str, ready_tokens: int) -> TransferSnapshot:
+        """Return the transfer as /v1/transfers shows it. `ready_tokens`: that every rank has written."""
         return TransferSnapshot(
             transfer_id=self.transfer_id,
             engine_id=self.engine.engine_id,
@@ -206,6 +206,7 @@ class Transfer:
             num_acks=sum(len(reader.acknowledged) for reader in self.readers.values()),
             lease_left_s=round(self.expires_at - now, 3),
             age_s=round(now - self.published_at, 3),
+            ready_tokens=ready_tokens,
         )
 
 

@@ -272,6 +272,11 @@ def _pull_fields(record: PullRecord) -> dict[str, object]:
         **({"covering_bytes": covering} if (covering := record.ways.get("covering", 0)) else {}),
         **({"gathered_bytes": gathered} if (gathered := record.ways.get("gathered", 0)) else {}),
         "total_s": round(record.total_s, 6),
+        **(
+            {"hidden_bytes": record.hidden_bytes, "handover_s": round(record.handover_s, 6)}
+            if record.handover_s is not None
+            else {}
+        ),
         **{f"{phase}_s": round(elapsed_s, 6) for phase, elapsed_s in record.phases_s.items()},
     }
 

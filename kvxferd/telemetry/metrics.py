@@ -138,6 +138,20 @@ class Metrics:
             "kvxferd_read_bytes", "Bytes of delivered pulls, by the way in which they were read.", ["way"],
             registry=registry,
         )  # fmt: skip
+        self._progressive_pulls = Counter(
+            "kvxferd_progressive_pulls", "Delivered pulls that might begin before their transfer was whole.",
+            registry=registry,
+        )  # fmt: skip
+        self._hidden_bytes = Counter(
+            "kvxferd_hidden_bytes",
+            "Bytes of delivered progressive pulls that were read before all was known to be ready.",
+            registry=registry,
+        )
+        self._handover_seconds = Histogram(
+            "kvxferd_handover_seconds",
+            "Of delivered progressive pulls: from all being known to be ready to the terminal event.",
+            buckets=PULL_BUCKETS_S, registry=registry,
+        )  # fmt: skip
         self._served_bytes = Counter(
             "kvxferd_served_bytes", "Bytes that readers acknowledged to have read from this node.",
             registry=registry,
@@ -274,6 +288,14 @@ class Metrics:
             self._pulled_runs.inc(record.runs)
             for way, num_bytes in record.ways.items():
                 self._read_bytes.labels(way).inc(num_bytes)
+            if record.progressive:
+                self._record_handover(record)
+
+    def _record_handover(self, record: PullRecord) -> None:
+        self._progressive_pulls.inc()
+        self._hidden_bytes.inc(record.hidden_bytes)
+        if record.handover_s is not None:
+            self._handover_seconds.observe(record.handover_s)
 
     def _start_at_zero(self) -> None:
         # Prometheus' rate() does not count a series that first appears at 1.

@@ -98,6 +98,14 @@ class FenceLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     word: bytes
 
 
+class PiecesRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What earlier pieces of a progressive pull read: the mover's `Delivered` counts it in."""
+
+    bytes: int
+    runs: int
+    wire_s: float
+
+
 class StartPull(Message, frozen=True, tag="start-pull"):
     """Expand the plan over these blocks, read, then read the fence word. The reply is `PullDone`.
 
@@ -115,6 +123,7 @@ class StartPull(Message, frozen=True, tag="start-pull"):
     ticket: Ticket | None = None  # the worker's number of the pull; None: the mover sends it no Delivered
     # Of the sources: whose movers pack the blocks. Sent to child movers alone.
     gathers: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
+    before: PiecesRead | None = None  # of the last piece of a progressive pull; workers of version 5 know it
 
 
 class AbortPull(Message, frozen=True, tag="abort-pull"):

@@ -5,6 +5,7 @@ The source's memory holds poison wherever it has not been written: no byte of it
 
 from __future__ import annotations
 
+import re
 import select
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ ORDER = ("block", "token", "layer", "kv", "head", "head_dim")
 NUM_TOKENS = 330
 SOURCE_IDS = list(range(23, 2, -1))  # 21 blocks
 SINK_IDS = [5, 0, 7, 2, 9, 11, 1, 3, 10, 4, 8]
+READ_BYTES = len(SOURCE_IDS) * 16 * TOKEN_BYTES  # whole blocks of the source
 
 
 class Rank:
@@ -51,6 +53,7 @@ class Rank:
         layout = from_tensors(spec, {"cache": NamedTensor(tensor=cache, dims=dims)})
         connection = client.connect(daemon.worker_socket)
         stack.callback(connection.close)
+        self.daemon = daemon
         self.endpoint = str(daemon.status()["endpoint"])
         self.handle = connection.register(spec, layout, {"cache": share(cache)})
 
@@ -104,6 +107,30 @@ def extend(source: Rank, content: torch.Tensor, before: int, ready: int) -> None
     source.handle.extend("t1", None if ready == NUM_TOKENS else ready, blocks(SOURCE_IDS, first, last))
 
 
+def check_shown(source: Rank, sink: Rank, ready: int, read: int) -> None:
+    """Check what both daemons show between two pieces."""
+    (transfer,) = source.daemon.control.get("/v1/transfers")["transfers"]
+    assert (transfer["ready_tokens"], transfer["num_tokens"]) == (ready, NUM_TOKENS)
+    (pull,) = sink.daemon.control.get("/v1/transfers")["pulls"]
+    assert (pull["tokens_read"], pull["num_tokens"]) == (read, NUM_TOKENS)
+    assert pull["bytes_read"] == read * TOKEN_BYTES
+
+
+def check_recorded(sink: Rank, hidden_bytes: int) -> None:
+    """Check the record and the metrics of the one pull, which come behind its delivery."""
+
+    def pulls() -> list[dict[str, object]]:
+        return list(sink.daemon.control.get("/v1/history?kind=pull")["records"])
+
+    wait_until(lambda: bool(pulls()), "recorded", WAIT_S)
+    (record,) = pulls()
+    assert (record["bytes"], record["hidden_bytes"]) == (READ_BYTES, hidden_bytes)
+    metrics = sink.daemon.metrics()
+    (hidden,) = re.findall(r"^kvxferd_hidden_bytes_total (.*)$", metrics, re.MULTILINE)
+    assert float(hidden) == hidden_bytes
+    assert "kvxferd_handover_seconds_count 1.0" in metrics
+
+
 def test_each_chunk_is_read_when_it_is_ready(ranks, content):
     source, sink = ranks
     ref = source.handle.publish("t1", {"full": BlockList(ids=[])}, NUM_TOKENS, ready_tokens=0)
@@ -120,9 +147,12 @@ def test_each_chunk_is_read_when_it_is_ready(ranks, content):
         assert torch.equal(sink.read(SINK_IDS, event.tokens), content[: event.tokens])
         rest = sink.read(SINK_IDS, NUM_TOKENS)[event.tokens :]
         assert torch.equal(rest, torch.full_like(rest, POISON)), "more was read than was ready"
+    check_shown(source, sink, ready=250, read=224)
     extend(source, content, before, NUM_TOKENS)
     delivered = sink.next_event()
     assert isinstance(delivered, Delivered)
+    assert delivered.bytes == READ_BYTES
+    check_recorded(sink, hidden_bytes=224 * TOKEN_BYTES)
     assert torch.equal(sink.read(SINK_IDS, NUM_TOKENS), content)
     released = source.next_event()
     assert (released.transfer_id, released.why) == ("t1", Code.COMPLETED)

@@ -49,6 +49,7 @@ from kvxferd.wire.mover import (
     LoadPlan,
     LoadRemote,
     MapFence,
+    PiecesRead,
     Polling,
     PullDone,
     PullOutcome,
@@ -310,6 +311,7 @@ class Sink:
         ours: list[int] | range,
         theirs: list[int] | range,
         tokens: int = 0,
+        before: PiecesRead | None = None,
     ) -> PullId:
         number = PullId(next(_NUMBERS))
         local_parts, local = split_block_ids(packed(ours), 2 * number)
@@ -330,6 +332,7 @@ class Sink:
                 stream=2 * number,
                 ticket=Ticket(number + 1000),
                 gathers=tuple(s.worker.spec.rank for s in sources if s.bound.gathers),
+                before=before,
             )
         )
         return number

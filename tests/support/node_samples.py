@@ -165,6 +165,10 @@ def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
                 grant=GrantId("grant-1"),
                 age_s=0.25,
                 deadline_left_s=29.75,
+                progressive=True,
+                num_tokens=1000,
+                tokens_read=256,
+                bytes_read=8 << 20,
             ),
         ),
     )
@@ -181,6 +185,7 @@ def _transfer(name: str, state: str, num_grants: int) -> TransferSnapshot:
         num_acks=1,
         lease_left_s=12.5,
         age_s=17.5,
+        ready_tokens=512 if state == "writing" else 1000,
     )
 
 

@@ -392,7 +392,13 @@ class Mover:
             if (
                 self.worker.ended(start.ticket) is None
             ):  # else it is a client's Quiesced, which the daemon says too
-                told = wk.Delivered(ticket=start.ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=0.0)
+                before = start.before or mv.PiecesRead(bytes=0, runs=0, wire_s=0.0)
+                told = wk.Delivered(
+                    ticket=start.ticket,
+                    bytes=before.bytes + outcome.bytes,
+                    runs=before.runs + outcome.runs,
+                    wire_s=0.0,
+                )
                 self.worker.inbox.append(told)
             outcome = msgspec.structs.replace(outcome, told=True)
         self.say(mv.PullDone(pull=start.pull, outcome=outcome))

@@ -8,7 +8,15 @@ from urllib.parse import urlencode
 
 from kvxferd.control.status_page.html import Html, html, join, table, tag
 from kvxferd.control.status_page.main_page import document, phases_bar
-from kvxferd.core.snapshot import PHASES, NodeSnapshot, PullRecord, Record, ReleaseRecord
+from kvxferd.core.snapshot import (
+    PHASES,
+    NodeSnapshot,
+    PullRecord,
+    PullSnapshot,
+    Record,
+    ReleaseRecord,
+    TransferSnapshot,
+)
 from kvxferd.telemetry.units import UNKNOWN, format_date, format_size, format_time
 from kvxferd.wire.endpoint import address_of
 
@@ -61,13 +69,13 @@ def _as_data(transfer_id: str) -> Html:
 
 def _going_on(transfer_id: str, node: NodeSnapshot) -> Html:
     published = [
-        ("published by " + t.engine_id, t.state, f"{t.num_tokens} tokens, {t.num_grants} grants",
+        ("published by " + t.engine_id, t.state, f"{_ready(t)} tokens, {t.num_grants} grants",
          format_time(t.age_s), f"lease ends in {format_time(max(t.lease_left_s, 0.0))}")
         for t in node.transfers
         if t.transfer_id == transfer_id
     ]  # fmt: skip
     pulled = [
-        (f"pulled: {p.source} → {p.sink} {p.rank}", p.phase, f"pull {p.pull}", format_time(p.age_s),
+        (f"pulled: {p.source} → {p.sink} {p.rank}", p.phase, f"pull {p.pull}{_read(p)}", format_time(p.age_s),
          f"deadline in {format_time(max(p.deadline_left_s, 0.0))}")
         for p in node.pulls
         if p.transfer_id == transfer_id
@@ -77,12 +85,27 @@ def _going_on(transfer_id: str, node: NodeSnapshot) -> Html:
     return table("Now", ("what", "state", "", ">age", ""), [*published, *pulled])
 
 
+def _ready(transfer: TransferSnapshot) -> str:
+    """Return its tokens, and how many are ready while its prefill runs."""
+    if 0 <= transfer.ready_tokens < transfer.num_tokens:
+        return f"{transfer.ready_tokens} of {transfer.num_tokens}"
+    return str(transfer.num_tokens)
+
+
+def _read(pull: PullSnapshot) -> str:
+    """Return how far a progressive pull has read."""
+    if not pull.progressive:
+        return ""
+    return f", {pull.tokens_read} of {pull.num_tokens} tokens, {format_size(pull.bytes_read)}"
+
+
 def _record(record: PullRecord | ReleaseRecord) -> Html:
     return _pull(record) if isinstance(record, PullRecord) else _release(record)
 
 
 def _pull(record: PullRecord) -> Html:
     is_bad = record.has_failed
+    has_handover = record.handover_s is not None
     outcome = f"{record.outcome}: {record.code.value}" if record.code else record.outcome
     rows: list[tuple[str, object]] = [
         ("outcome", tag("b", outcome, "bad" if is_bad else "")),
@@ -97,6 +120,8 @@ def _pull(record: PullRecord) -> Html:
         ("reads were predicted to take", format_time(record.predicted_s) if record.predicted_s else ""),
         ("bytes", f"{format_size(record.bytes)} in {record.runs} runs" if record.runs else ""),
         ("read", ", ".join(f"{way} {format_size(count)}" for way, count in record.ways.items() if count)),
+        ("read before all was ready", format_size(record.hidden_bytes) if has_handover else ""),
+        ("handover", format_time(record.handover_s) if record.handover_s is not None else ""),
         ("tried again", "yes" if record.retried else ""),
         ("phases", join([phases_bar(record), _phases(record)]) if record.phases_s else ""),
     ]

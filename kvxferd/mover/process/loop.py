@@ -41,6 +41,7 @@ from kvxferd.wire.worker import Delivered, RegionExport
 
 _LOG = logging.getLogger(__name__)
 
+NO_PIECES = wire.PiecesRead(bytes=0, runs=0, wire_s=0.0)
 IDLE_CHECK_S = 1.0  # between two looks at whether chunks are idle, while there are any
 
 
@@ -96,7 +97,8 @@ class MoverLoop:
         self._is_polling = False
         self._next_idle_check = 0.0
         self._delivery_socket: DeliverySocket | None = None  # None: the daemon reports deliveries
-        self._tickets: dict[PullId, Ticket] = {}  # of the pulls whose delivery goes to the worker directly
+        # Of the pulls whose delivery goes to the worker directly, with what earlier pieces of each have read.
+        self._tickets: dict[PullId, tuple[Ticket, wire.PiecesRead]] = {}
         self._bind_reply: wire.Bound | wire.BindRefused | None = None  # until the descriptors are closed
         self._readable_ms = select.poll()  # costs a third of `PreciseWait`, but counts in milliseconds
         self._readable_ms.register(stream.fileno(), select.POLLIN)
@@ -131,15 +133,20 @@ class MoverLoop:
     def _report(self, message: wire.FromMover) -> None:
         """Report to the daemon. A delivery goes to the worker first, because the engine is waiting for it."""
         if isinstance(message, wire.PullDone):
-            ticket = self._tickets.pop(message.pull, None)
+            waiting = self._tickets.pop(message.pull, None)
             outcome = message.outcome
-            if ticket is not None and outcome.delivered and self._notify_worker(ticket, outcome):
+            if waiting is not None and outcome.delivered and self._notify_worker(*waiting, outcome):
                 outcome = msgspec.structs.replace(outcome, told=True)
                 message = msgspec.structs.replace(message, outcome=outcome)
         self._send(message)
 
-    def _notify_worker(self, ticket: Ticket, outcome: wire.PullOutcome) -> bool:
-        delivered = Delivered(ticket=ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s)
+    def _notify_worker(self, ticket: Ticket, before: wire.PiecesRead, outcome: wire.PullOutcome) -> bool:
+        delivered = Delivered(
+            ticket=ticket,
+            bytes=before.bytes + outcome.bytes,
+            runs=before.runs + outcome.runs,
+            wire_s=before.wire_s + outcome.wire_s,
+        )
         return self._delivery_socket is not None and self._delivery_socket.send(delivered)
 
     def _receive(self) -> bool:
@@ -235,7 +242,7 @@ class MoverLoop:
                 self._early_block_ids.add(message)
             case wire.StartPull():
                 if self._delivery_socket is not None and message.ticket is not None:
-                    self._tickets[message.pull] = message.ticket
+                    self._tickets[message.pull] = (message.ticket, message.before or NO_PIECES)
                 self._engine.start(self._with_early_block_ids(message))
             case wire.AbortPull():
                 self._engine.abort(message.pull)

@@ -6,6 +6,7 @@ One request's tree, where it gave a traceparent; else `kvxferd.publish` is the r
       kvxferd.publish          source: from the publish to the release
       kvxferd.pull             sink: from the request to its terminal event
         kvxferd.handshake, .grant, .queue, .plan, .wire (with .post inside), .fence, .acknowledge
+        kvxferd.handover       of a progressive pull: from when all was known to be ready, beside the others
         kvxferd.serve          source: from the reader's request to the end of its grant
           kvxferd.serve.grant, .serve.acknowledge
 
@@ -29,7 +30,8 @@ TracedRecord = PullRecord | ReleaseRecord | GrantRecord
 _GOOD_RELEASES = frozenset({Code.COMPLETED, Code.ABANDONED, Code.UNPUBLISHED})
 # The names of phases in spans, where they differ from `PHASES`.
 _NAMES = {"ack": "acknowledge"}
-# The phases that the mover measures. It does so for the last try alone, and they end with the pull.
+# The phases that the mover measures. It does so for the last try alone, and they end with the pull. Of a
+# progressive pull they are those of all its pieces together, shown as if these had followed each other.
 _MOVER_PHASES = ("queue", "plan", "wire", "fence")
 
 
@@ -88,6 +90,8 @@ def _spans_of_pull(record: PullRecord) -> Iterator[Span]:
             **({"error.type": str(record.code)} if record.code is not None else {}),
             **({"kvxferd.failed_phase": record.failed_phase} if record.failed_phase else {}),
             **({"kvxferd.silent": record.silent} if record.silent else {}),
+            **({"kvxferd.progressive": True} if record.progressive else {}),
+            **({"kvxferd.hidden_bytes": record.hidden_bytes} if record.handover_s is not None else {}),
         },
         error,
     )
@@ -105,6 +109,10 @@ def _spans_of_pull(record: PullRecord) -> Iterator[Span]:
         if phase == "wire" and (post_s := record.phases_s.get("post", 0.0)) > 0:
             # Posts are spread over the reads; the span shows how long they took together.
             yield child_of(span, "post", started_at, min(started_at + post_s, ended_at))
+    if record.handover_s is not None:
+        yield child_of(
+            whole, "handover", max(record.started_at, record.ended_at - record.handover_s), record.ended_at
+        )
 
 
 def _phases_of(record: PullRecord) -> Iterator[tuple[str, float, float]]:

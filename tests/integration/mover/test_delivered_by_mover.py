@@ -13,7 +13,7 @@ from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import MOVER_DELIVERIES
 from kvxferd.wire.limits import MAX_NOTICE_BYTES
-from kvxferd.wire.mover import Bind, BindRefused
+from kvxferd.wire.mover import Bind, BindRefused, PiecesRead
 from tests.support.mover_harness import Node, Worker, serve, sink
 
 WORD = bytes(range(16))
@@ -40,6 +40,23 @@ async def test_the_worker_hears_of_what_is_delivered(
     assert MOVER_DELIVERIES.decode(notices[0].recv(MAX_NOTICE_BYTES)) == wk.Delivered(
         ticket=number + 1000, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s
     )
+    source.close()
+
+
+async def test_the_last_piece_is_reported_with_those_before(
+    pair: tuple[Node, Node], make_worker: Make, notices: tuple[socket.socket, socket.socket]
+) -> None:
+    source = await serve(pair[0], make_worker("P"))
+    reader = await sink(pair[1], make_worker("D"), [source], notices[1].fileno())
+    source.page.write(7, WORD)
+    before = PiecesRead(bytes=1 << 40, runs=7, wire_s=2.0)
+    number = reader.start([source], source.place(7, WORD), [1, 2], [3, 4], before=before)
+    outcome = await reader.outcome(number)
+    told = MOVER_DELIVERIES.decode(notices[0].recv(MAX_NOTICE_BYTES))
+    assert isinstance(told, wk.Delivered)
+    assert (told.bytes, told.runs) == ((1 << 40) + outcome.bytes, 7 + outcome.runs)
+    assert told.wire_s == 2.0 + outcome.wire_s
+    assert outcome.bytes < 1 << 40  # the daemon gets those of the piece, and adds them up itself
     source.close()
 
 

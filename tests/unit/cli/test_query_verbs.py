@@ -5,13 +5,14 @@ import json
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvxferd.cli.transfers import format_ways
+from kvxferd.cli.transfers import format_handover, format_ways
 from kvxferd.control import topology_response
 from kvxferd.core.topology_builder import TopologyListing
 from kvxferd.ids import EngineId
-from tests.support.node_samples import StillNode
+from tests.support.node_samples import StillNode, pull_record
 from tests.support.topology_samples import listing_of
 from tests.support.verb_harness import daemon, run
 
@@ -45,8 +46,10 @@ TABLES = ["status", "engines", "peers", "transfers", "history"]
             [
                 "req-1",
                 "granted",
+                "512/1000",
                 "req-3",
                 "wire",
+                "256/1000 tokens, 8.0 MiB",
                 "12.5 s",
                 "req-0",
                 "50% covering, 25% gathered, 25% direct",
@@ -210,6 +213,15 @@ async def test_transfers_has_the_last_pulls_with_their_ways(tmp_path: Path) -> N
     ended = json.loads(result.stdout)["ended_pulls"]
     assert ended
     assert {"direct": 1 << 18, "covering": 2 << 18, "gathered": 1 << 18} in [one["ways"] for one in ended]
+
+
+def test_a_handover_in_words() -> None:
+    assert format_handover(pull_record()) == "-"
+    more = {"hidden_bytes": 3 << 18, "handover_s": 0.004}
+    record = msgspec.structs.replace(pull_record(), **more)
+    assert format_handover(record) == "4 ms, 768.0 KiB (75%) hidden"
+    nothing = msgspec.structs.replace(record, bytes=0, hidden_bytes=0)
+    assert format_handover(nothing).endswith("(0%) hidden")
 
 
 @pytest.mark.parametrize(

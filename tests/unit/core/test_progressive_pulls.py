@@ -7,6 +7,7 @@ import random
 import msgspec
 import pytest
 
+from kvxferd.core.snapshot import PullRecord, ReleaseRecord
 from kvxferd.errors import Code
 from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.wire import mover as mv
@@ -552,3 +553,106 @@ def test_what_is_not_ready_would_be_noticed(world, source, sink, monkeypatch):
     pull(sink, ref)
     assert progress_of(sink) == [16]
     assert sink.num_wrong(SINK_IDS, 16, SEED) > 0
+
+
+def record_of(sink: Worker) -> PullRecord:
+    """The last pull's."""
+    return [record for record in sink.host.records if isinstance(record, PullRecord)][-1]
+
+
+def read_slowly(world: World, sink: Worker, seconds: float) -> None:
+    """Have the sink's mover read the piece that it holds."""
+    world.advance(seconds)
+    mover_of(sink).copy()
+    mover_of(sink).finish()
+
+
+def test_a_delivery_counts_every_piece(world, source, sink):
+    """The simulated mover reports a byte and a run for each piece."""
+    ticket = pull(sink, publish(source, ready=8))
+    extend(source, 8, 16)
+    mover_of(sink).hold = True
+    extend(source, 16, TOKENS)
+    assert pieces_of(mover_of(sink))[-1].before == mv.PiecesRead(bytes=2, runs=2, wire_s=0.0)
+    read_slowly(world, sink, 0.5)
+    delivered = sink.ended(ticket)
+    assert (delivered.bytes, delivered.runs) == (3, 3)
+    record = record_of(sink)
+    assert (record.bytes, record.runs, record.ways["direct"]) == (3, 3, 3)
+    assert (record.progressive, record.hidden_bytes) == (True, 2)
+    assert record.handover_s == pytest.approx(0.5)
+    (reader,) = [one for one in source.host.records if isinstance(one, ReleaseRecord)][-1].readers
+    assert reader.bytes == 3
+
+
+def test_a_piece_that_is_read_when_all_becomes_ready_is_not_hidden(world, source, sink):
+    mover_of(sink).hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    extend(source, 8, TOKENS)
+    read_slowly(world, sink, 0.25)
+    read_slowly(world, sink, 0.5)
+    check_delivered(sink, ticket)
+    record = record_of(sink)
+    assert (record.bytes, record.hidden_bytes) == (2, 0)
+    assert record.handover_s == pytest.approx(0.75)
+
+
+def test_a_prefix_is_handed_over_when_it_is_ready(world, source, sink):
+    """The reader's last token is ready before the transfer is whole."""
+    mover_of(sink).hold = True
+    blocks = {"full": PackedBlocks(pack_ids(SINK_IDS[:4]))}
+    ticket = pull(sink, publish(source, ready=8), num_tokens=16, blocks=blocks)
+    read_slowly(world, sink, 0.25)
+    extend(source, 8, 17)
+    read_slowly(world, sink, 0.5)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    record = record_of(sink)
+    assert (record.bytes, record.hidden_bytes) == (2, 1)
+    assert record.handover_s == pytest.approx(0.5)
+
+
+def test_what_an_earlier_publish_had_is_not_counted(world, source, sink):
+    ref = publish(source, ready=8)
+    ticket = pull(sink, ref)
+    del world.hosts["p"]
+    again = world.engine(world.host("p"), "prefill")[0]
+    again.fill(SOURCE_IDS, TOKENS, SEED)
+    again.publish("t1", SOURCE_IDS, TOKENS, nonce=ref.nonce)
+    world.advance(3)
+    again.say(wk.Ready(transfer_id="t1"))
+    world.advance(1)
+    check_delivered(sink, ticket)
+    assert sink.ended(ticket).bytes == 1
+    record = record_of(sink)
+    assert (record.bytes, record.hidden_bytes) == (1, 0)
+
+
+@pytest.mark.parametrize("progressive", [True, False])
+def test_only_a_progressive_delivery_has_a_handover(world, source, sink, progressive):
+    ref = publish(source, ready=TOKENS)
+    source.say(wk.Ready(transfer_id="t1"))
+    pull(sink, ref, progressive=progressive)
+    record = record_of(sink)
+    assert record.outcome == "delivered"
+    assert record.progressive == progressive
+    assert (record.handover_s is not None) == progressive
+
+
+def test_a_failed_pull_has_hidden_nothing(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    sink.say(wk.Cancel(ticket=ticket))
+    record = record_of(sink)
+    assert (record.outcome, record.bytes, record.hidden_bytes, record.handover_s) == ("cancelled", 1, 0, None)
+
+
+def test_both_daemons_show_how_far_a_transfer_is(world, source, sink):
+    pull(sink, publish(source, ready=9))
+    (transfer,) = source.host.node.snapshot().transfers
+    assert (transfer.state, transfer.ready_tokens, transfer.num_tokens) == ("granted", 9, TOKENS)
+    (running,) = sink.host.node.snapshot().pulls
+    shown = (running.progressive, running.tokens_read, running.num_tokens, running.bytes_read)
+    assert shown == (True, 8, TOKENS, 1)
+    mover_of(sink).hold = True
+    extend(source, 9, TOKENS)
+    (transfer,) = source.host.node.snapshot().transfers
+    assert transfer.ready_tokens == TOKENS

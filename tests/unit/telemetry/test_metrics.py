@@ -134,6 +134,19 @@ def test_a_refusal_counts_for_its_limit() -> None:
     assert refusals("other") == other_before + 1
 
 
+def test_progressive_deliveries_count_what_they_hid() -> None:
+    metrics = Metrics(node_snapshot)
+    more = {"progressive": True, "hidden_bytes": 3 << 18, "handover_s": 0.004}
+    metrics.record(msgspec.structs.replace(pull_record(), **more))
+    metrics.record(pull_record())
+    metrics.record(msgspec.structs.replace(pull_record("failed", Code.TRANSPORT), progressive=True))
+    got = samples_of(metrics)
+    assert got["kvxferd_progressive_pulls_total"] == 1
+    assert got["kvxferd_hidden_bytes_total"] == 3 << 18
+    assert got["kvxferd_handover_seconds_count"] == 1
+    assert got["kvxferd_handover_seconds_sum"] == pytest.approx(0.004)
+
+
 def test_what_readers_acknowledge_is_served() -> None:
     metrics = Metrics(node_snapshot)
     metrics.record_served(ServedRecord(source=SOURCE, sink=SINK, peer=PEER, bytes=100))

@@ -42,6 +42,7 @@ def records(draw: st.DrawFn) -> TracedRecord:
                 phases_s=draw(phase_times),
                 failed_phase=draw(st.sampled_from(PHASES)) if failed else "",
                 silent=draw(texts),
+                handover_s=None if failed else draw(st.none() | st.floats(0, 1e6)),
                 **stamped,
             )
         case kind if kind is ReleaseRecord:
@@ -97,6 +98,17 @@ def test_the_phases_of_a_delivered_pull_follow_each_other() -> None:
     assert begins == [0.0, 0.0, 0.2, 0.9, 1.0, 1.1, 1.1, 1.9, 2.0]  # it waited for its mover from 0.5 on
     assert round(spans[-1].ended_at - STARTED, 3) == 2.5
     assert not any(span.error for span in spans)
+
+
+def test_a_handover_is_a_span_at_the_pulls_end() -> None:
+    record = pull_record(
+        phases_s={"grant": 0.5, "wire": 1.0}, progressive=True, hidden_bytes=4000, handover_s=0.25
+    )
+    whole, *others = spans_of(record)
+    assert whole.attributes["kvxferd.hidden_bytes"] == 4000
+    assert whole.attributes["kvxferd.progressive"] is True
+    assert names(others) == ["grant", "wire", "handover"]
+    assert (others[-1].started_at, others[-1].ended_at) == (STARTED + 1.75, STARTED + 2.0)
 
 
 def test_the_phase_in_which_a_pull_failed_has_the_error() -> None:
