@@ -11,6 +11,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from kvxferd.cli.transfers import format_read
 from kvxferd.core.snapshot import NodeSnapshot, PullRecord, ReleaseRecord
 from kvxferd.telemetry.overview import Level, failure_reasons, longest_phases, peer_lines, verdict_of
 from kvxferd.telemetry.sample_report import LastMinute, SampleReport
@@ -150,9 +151,9 @@ def _print_pulls(node: NodeSnapshot, failed: list[PullRecord]) -> None:
     if node.pulls:
         print_table(
             "Running pulls, the oldest first",
-            ("transfer", "from", "to", "rank", "phase", "age", "deadline in"),
+            ("transfer", "from", "to", "rank", "phase", "read", "age", "deadline in"),
             [
-                (p.transfer_id, p.source, p.sink, p.rank, p.phase, format_time(p.age_s),
+                (p.transfer_id, p.source, p.sink, p.rank, p.phase, format_read(p), format_time(p.age_s),
                  format_time(max(p.deadline_left_s, 0.0)))
                 for p in sorted(node.pulls, key=lambda pull: -pull.age_s)[:MAX_ROWS]
             ],

@@ -97,6 +97,19 @@ async def test_follow_prints_each_record_once_and_counts_what_it_missed(tmp_path
             await following.wait()
 
 
+async def test_a_progressive_pull_has_a_line_of_its_handover(tmp_path: Path) -> None:
+    node = BusyNode()
+    node.kept.add(named("plain"))
+    more = {"progressive": True, "hidden_bytes": 3 << 18, "handover_s": 0.004}
+    node.kept.add(msgspec.structs.replace(named("chunks"), **more))
+    async with daemon(tmp_path, node) as config:
+        shown = (await run("history", "--socket", config.control.socket)).stdout
+    _, plain, chunks, handover = shown.splitlines()
+    assert "plain" in plain
+    assert "chunks" in chunks
+    assert handover == "    handover 4 ms, 768.0 KiB (75%) hidden"
+
+
 def named(name: str, code: Code | None = None) -> Record:
     """A pull of that transfer."""
     record = pull_record("failed" if code else "delivered", code)

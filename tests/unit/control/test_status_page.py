@@ -169,6 +169,17 @@ def test_a_transfer_without_a_record_is_404(tmp_path: Path) -> None:
     assert "No record of it is left" in text
 
 
+def test_a_progressive_pull_shows_how_far_it_is_and_what_it_hid() -> None:
+    node = node_snapshot()
+    assert "256 of 1000 tokens, 8.39 MB" in render_transfer_page("req-3", node, [])
+    assert "512 of 1000 tokens" in render_transfer_page("req-2", node, [])
+    record = pull(progressive=True, hidden_bytes=3 << 18, handover_s=0.004)
+    page = render_transfer_page("req-0", node, [record])
+    assert "read before all was ready" in page
+    assert "handover" in page
+    assert "handover" not in render_transfer_page("req-0", node, [pull()])
+
+
 async def test_pages_over_http(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     async with serving(config, StillNode()) as server, over_tcp(server) as tcp, over_unix(config) as unix:

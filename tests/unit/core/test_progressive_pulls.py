@@ -656,3 +656,64 @@ def test_both_daemons_show_how_far_a_transfer_is(world, source, sink):
     extend(source, 9, TOKENS)
     (transfer,) = source.host.node.snapshot().transfers
     assert transfer.ready_tokens == TOKENS
+
+
+def end_read(sink: Worker, **outcome: object) -> None:
+    """Have the mover report the end of the piece that it holds."""
+    mover = mover_of(sink)
+    start = mover.started.popleft()
+    mover.say(mv.PullDone(pull=start.pull, outcome=mv.PullOutcome(**{"delivered": False} | outcome)))
+
+
+def test_the_times_of_all_pieces_are_added(world, source, sink):
+    mover_of(sink).hold = True
+    pull(sink, publish(source, ready=8))
+    end_read(sink, delivered=True, bytes=100, runs=2, wire_s=0.5, fence_s=0.125, predicted_s=0.25)
+    extend(source, 8, TOKENS)
+    end_read(sink, delivered=True, bytes=10, runs=1, wire_s=0.25, fence_s=0.125, predicted_s=0.125)
+    record = record_of(sink)
+    assert (record.bytes, record.runs, record.hidden_bytes, record.predicted_s) == (110, 3, 100, 0.375)
+    assert (record.phases_s["wire"], record.phases_s["fence"]) == (0.75, 0.25)
+
+
+def test_a_second_try_takes_no_time_off_the_handover(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    mover_of(sink).hold = True
+    extend(source, 8, TOKENS)
+    world.advance(0.5)
+    end_read(sink, code=Code.TRANSPORT)
+    read_slowly(world, sink, 0.25)
+    check_delivered(sink, ticket)
+    record = record_of(sink)
+    assert (record.retried, record.bytes, record.hidden_bytes) == (True, 2, 1)
+    assert record.handover_s == pytest.approx(0.75)
+
+
+def test_the_handover_of_another_publish_is_its_own(world, source, sink):
+    """All was ready once, and its source is gone before the last piece is read."""
+    ref = publish(source, ready=8)
+    ticket = pull(sink, ref)
+    mover_of(sink).hold = True
+    extend(source, 8, TOKENS)
+    del world.hosts["p"]
+    again = world.engine(world.host("p"), "prefill")[0]
+    again.fill(SOURCE_IDS, TOKENS, SEED)
+    again.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=8, nonce=ref.nonce)
+    end_read(sink, code=Code.TRANSPORT)
+    world.advance(1.5)
+    read_slowly(world, sink, 0.125)
+    again.say(wk.Ready(transfer_id="t1"))
+    read_slowly(world, sink, 0.25)
+    check_delivered(sink, ticket)
+    record = record_of(sink)
+    assert (record.bytes, record.hidden_bytes) == (2, 1)
+    assert record.handover_s == pytest.approx(0.25)
+
+
+def test_a_pull_that_fails_behind_its_last_chunk_has_hidden_nothing(world, source, sink):
+    pull(sink, publish(source, ready=8))
+    mover_of(sink).hold = True
+    extend(source, 8, TOKENS)
+    end_read(sink, code=Code.RELEASED)
+    record = record_of(sink)
+    assert (record.code, record.hidden_bytes, record.handover_s) == (Code.RELEASED, 0, None)
