@@ -38,10 +38,10 @@ class ContentCheck(NamedTuple):
     first_wrong: str  # its coordinate; "" if there is none
 
 
-def write(memory: Bytes, layout: RankLayout, held: RequestBlocks) -> None:
-    """Fill the request's blocks with their content."""
+def write(memory: Bytes, layout: RankLayout, held: RequestBlocks, first_token: int = 0) -> None:
+    """Fill the request's blocks with their content, from a token on."""
     for tensor, where, want in _items(layout, held):
-        memory[_addresses(tensor, where)] = want
+        memory[_addresses(tensor, where[:, first_token:])] = want[:, first_token:]
 
 
 def check(memory: Bytes, layout: RankLayout, held: RequestBlocks) -> ContentCheck:

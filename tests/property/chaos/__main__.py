@@ -53,7 +53,7 @@ def main() -> int:
     arguments.add_argument("--faults", type=int, default=100)
     arguments.add_argument("--seed", type=int, default=None, help="chosen and printed where none is given")
     arguments.add_argument(
-        "--sabotage", choices=("", "corrupt", "late-write", "hang", "leak", "unbound"), default="",
+        "--sabotage", choices=("", "corrupt", "late-write", "hang", "leak", "unbound", "early"), default="",
         help="break a promise, to show that it is noticed",
     )  # fmt: skip
     arguments.add_argument(

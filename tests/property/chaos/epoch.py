@@ -99,8 +99,9 @@ class Epoch:
         decode = EngineSpec("decode", "g", num_layers=4, num_kv_heads=8, **shape.decode)
         stages = nodes if shape.spans else [nodes[0]]
         facts = FACTS | {"layout": "HND"}
-        self.fleet.engines.append(Engine(prefill, stages, facts, has_scheduler=shape.scheduler))
-        sabotage = self._sabotage if self._sabotage not in ("leak", "unbound") else ""
+        early = "early" if self._sabotage == "early" else ""
+        self.fleet.engines.append(Engine(prefill, stages, facts, early, shape.scheduler))
+        sabotage = self._sabotage if self._sabotage not in ("leak", "unbound", "early") else ""
         facts = FACTS | {"layout": "NHD", "block_tokens": 32, "num_blocks": 96}
         self.fleet.engines.append(Engine(decode, [nodes[1]], facts, sabotage))
         assert self.fleet.pump_until(lambda: all(e.is_registered for e in self.fleet.engines), START_S), (

@@ -18,6 +18,7 @@ def test_a_few_faults_break_no_promise(tmp_path, read):
     assert tally.is_good, tally.line(seed)
     assert tally.faults.total() == 15
     assert tally.delivered > 15
+    assert tally.progressive["pulls"] > 0
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,12 @@ def test_a_broken_promise_is_noticed(tmp_path, sabotage, broken):
     counts = {name: getattr(tally, name) for name in ("wrong_items", "hung", "leaked")}
     assert counts[broken] > 0, tally.line(7)
     assert not tally.is_good
+
+
+def test_a_chunk_that_is_reported_before_it_is_written_is_noticed(tmp_path):
+    tally = chaos(6, 3, tmp_path, "early", only="slow link")
+    assert tally.progressive["transfers"] > 0, tally.line(6)
+    assert tally.wrong_items > 0, tally.line(6)
 
 
 def test_a_publish_of_memory_that_slept_is_noticed(tmp_path):

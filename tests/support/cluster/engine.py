@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
+from kvxferd.client import make_ref
 from kvxferd.layout import EngineSpec
 from tests.support.cluster.node import Node
-from tests.support.cluster.rank_agent import Birth
+from tests.support.cluster.rank_agent import Birth, Chunk
 from tests.support.cluster.scheduler import run
 
 _GENERATIONS = itertools.count(1)
@@ -36,6 +37,9 @@ class Transfer:
     ref: dict[str, Any] | None = None
     is_asked: bool = False  # its publisher has been asked to publish, and has not said that it did
     unwritten: set[int] = field(default_factory=set)  # pids of ranks that are to write it first
+    grown: int | None = None  # tokens that its ranks were told to write so far, -1 before the publish
+    nonce: str | None = None
+    is_taken_back: bool = False
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Pull:
     began: float
     deadline_s: float
     stopped_s: float  # of its worker, when it began
+    is_progressive: bool = False
 
 
 @dataclass
@@ -203,6 +208,37 @@ class Engine:
                 transfer.unwritten.add(worker.pid)
         return transfer
 
+    def open(self, name: str, request: int, num_tokens: int, lease_s: float) -> Transfer | None:
+        """Prepare a transfer that grows; None where the blocks do not suffice.
+
+        An engine whose scheduler publishes cannot say how far its ranks are: it publishes whole transfers.
+        """
+        count = -(-num_tokens // self.facts["block_tokens"])
+        if len(self.free) < count or self.has_scheduler:
+            return None
+        ids, self.free = self.free[:count], self.free[count:]
+        transfer = Transfer(name, request, ids, num_tokens, time.monotonic(), lease_s, grown=-1)
+        self.transfers[name] = transfer
+        return transfer
+
+    def name_ahead(self, transfer: Transfer) -> None:
+        """Give it its reference before it is published, as a router does."""
+        ref = make_ref(self.nodes[0].endpoint, self.name, self.generation, transfer.name)
+        transfer.ref, transfer.nonce = ref.to_dict(), ref.nonce
+
+    def grow(self, transfer: Transfer, end: int) -> None:
+        """Have every rank write up to that token and report it. Nothing once it is over or taken back."""
+        if self.transfers.get(transfer.name) is not transfer or transfer.is_taken_back:
+            return
+        assert transfer.grown is not None
+        for worker in self.workers:
+            chunk = Chunk(
+                transfer.name, transfer.request, transfer.ids, transfer.num_tokens, transfer.grown, end,
+                worker is self.publisher, transfer.lease_s, transfer.nonce,
+            )  # fmt: skip
+            worker.tell("grow", chunk)
+        transfer.grown = end
+
     def written(self, worker: Worker, name: str, done: bool) -> None:
         """A rank has written, or slept instead. The last one's word has the scheduler publish."""
         transfer = self.transfers.get(name)
@@ -217,7 +253,12 @@ class Engine:
             self.scheduler.tell("publish", name, transfer.ids, transfer.num_tokens, transfer.lease_s)
 
     def unpublish(self, transfer: Transfer) -> None:
-        if transfer.ref is not None and transfer.name in self.transfers:
+        if transfer.ref is None or self.transfers.get(transfer.name) is not transfer:
+            return
+        transfer.is_taken_back = True
+        if transfer.grown == -1:
+            self.released(self.publisher, transfer.name)  # no rank has heard of it
+        else:
             self.publisher.tell("unpublish", transfer.ref)
 
     def released(self, worker: Worker, name: str) -> None:

@@ -125,6 +125,10 @@ class Fleet:
                 self._ended(pull, "full")
             case "ended":
                 self._pull_ended(*args)
+            case "progress":
+                self.tally.progressive["pieces"] += 1
+            case "extend refused":
+                self.tally.mischief[f"extend refused: {args[0]}"] += 1
             case "quiesced":
                 self.doubtful.pop(args[0], None)
             case "overwritten":
@@ -137,16 +141,26 @@ class Fleet:
 
     # --- pulls
 
-    def read(self, source: Engine, sink: Engine, transfer: Transfer, deadline_s: float) -> Read:
+    def read(
+        self,
+        source: Engine,
+        sink: Engine,
+        transfer: Transfer,
+        deadline_s: float,
+        is_progressive: bool = False,
+    ) -> Read:
         """Have every rank of an engine pull a transfer."""
         read = Read(source, transfer)
         for worker in sink.workers:
             number = next(self._numbers)
             now = time.monotonic()
-            self.pulls[number] = Pull(number, read, worker, now, deadline_s, worker.paused_s(now))
+            paused_s = worker.paused_s(now)
+            self.pulls[number] = Pull(number, read, worker, now, deadline_s, paused_s, is_progressive)
             read.pending.add(number)
-            worker.tell("pull", number, transfer.ref, transfer.request, transfer.num_tokens, deadline_s)
+            tokens = transfer.num_tokens
+            worker.tell("pull", number, transfer.ref, transfer.request, tokens, deadline_s, is_progressive)
             self.tally.pulls += 1
+            self.tally.progressive["pulls"] += is_progressive
         return read
 
     def _pull_ended(self, number: int, outcome: str, wrong: int, safe: bool, took_s: float) -> None:
@@ -156,6 +170,7 @@ class Fleet:
         self.tally.outcomes[outcome] += 1
         if outcome == "delivered":
             self.tally.delivered += 1
+            self.tally.progressive["delivered"] += pull.is_progressive
         else:
             self.tally.failed += 1
         if wrong:
@@ -173,6 +188,7 @@ class Fleet:
     def _ended(self, pull: Pull, outcome: str) -> None:
         if outcome == "full":
             self.tally.pulls -= 1
+            self.tally.progressive["pulls"] -= pull.is_progressive
         pull.read.pending.discard(pull.number)
         pull.read.outcomes.append(outcome)
         if not pull.read.pending and pull.read.on_end is not None:

@@ -24,6 +24,7 @@ from tests.support.cluster.pattern_blocks import Blocks, Yard
 
 GROUP = "full"
 LOOK_S = 0.25
+EARLY_S = 0.3  # the sabotage: a chunk is reported that long before it is written
 JUNK = 254
 
 
@@ -36,6 +37,21 @@ class Birth:
     facts: dict[str, Any]
     sabotage: str = ""
     is_scheduler: bool = False
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [begin, end) of a transfer that grows. The first chunk opens it: its `begin` is -1."""
+
+    name: str
+    request: int
+    ids: list[int]  # of all its blocks
+    num_tokens: int
+    begin: int
+    end: int
+    publishes: bool
+    lease_s: float
+    nonce: str | None
 
 
 @dataclass
@@ -135,6 +151,43 @@ class Agent:
             self._drop(name)
             self._say("released", name, str(error.code))
 
+    def grow(self, chunk: Chunk) -> None:
+        """Write a chunk of a transfer that grows, then report it. What is not written is poison."""
+        if chunk.begin < 0:
+            for block in chunk.ids:
+                self._blocks.fill(block, JUNK)
+            self._published[chunk.name] = chunk.ids
+        elif chunk.name not in self._published:
+            return  # released, or the rank has slept
+        if self._sabotage == "early":
+            self._report(chunk)
+            time.sleep(EARLY_S)
+        held = content.RequestBlocks(chunk.request, np.array(chunk.ids, np.int32), chunk.end)
+        content.write(self._bytes, self._layout, held, max(chunk.begin, 0))
+        if self._sabotage != "early":
+            self._report(chunk)
+
+    def _report(self, chunk: Chunk) -> None:
+        ready = None if chunk.end == chunk.num_tokens else chunk.end
+        had, have = (-(-max(tokens, 0) // self._block_tokens) for tokens in (chunk.begin, chunk.end))
+        blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(chunk.ids[had:have], np.int32))}
+        try:
+            if not chunk.publishes:
+                self._rank.extend(chunk.name, ready)
+            elif chunk.begin >= 0:
+                self._rank.extend(chunk.name, ready, blocks if have > had else None)
+            else:
+                ref = self._rank.publish(
+                    chunk.name, blocks, chunk.num_tokens, lease_s=chunk.lease_s,
+                    ready_tokens=chunk.end, nonce=chunk.nonce,
+                )  # fmt: skip
+                self._say("published", chunk.name, ref.to_dict())
+        except KvxferdError as error:
+            self._say("extend refused", str(error.code))
+            if chunk.begin < 0:  # nothing of it was ever reported
+                self._drop(chunk.name)
+                self._say("released", chunk.name, str(error.code))
+
     def unpublish(self, ref: dict[str, Any]) -> None:
         self._rank.unpublish(ref)
 
@@ -148,14 +201,24 @@ class Agent:
     def abandon(self, ref: dict[str, Any]) -> None:
         self._rank.abandon(ref)
 
-    def pull(self, number: int, ref: dict[str, Any], request: int, tokens: int, deadline_s: float) -> None:
+    def pull(
+        self,
+        number: int,
+        ref: dict[str, Any],
+        request: int,
+        tokens: int,
+        deadline_s: float,
+        is_progressive: bool,
+    ) -> None:
         ids = self._yard.take(-(-tokens // self._block_tokens))
         if ids is None:
             self._say("full", number)
             return
         blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(ids, np.int32))}
         try:
-            ticket = self._rank.pull(ref, blocks, tokens, deadline_s)
+            ticket = self._rank.pull(
+                ref, blocks, tokens, deadline_s, progressive=is_progressive, progress=is_progressive
+            )
         except KvxferdError as error:
             self._yard.park(ids)
             self._say("ended", number, str(error.code), 0, True, 0.0)
@@ -190,6 +253,8 @@ class Agent:
                 why = event.why if isinstance(event, client.Released) else event.code
                 self._drop(event.transfer_id)
                 self._say("released", event.transfer_id, str(why))
+            case client.Progress():
+                self._say("progress")
             case client.Delivered():
                 self._delivered(self._numbers[event.ticket.number])
             case client.Failed():

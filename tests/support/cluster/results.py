@@ -15,6 +15,7 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     mischief: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
+    progressive: Counter[str] = field(default_factory=Counter)  # transfers that grow, and pulls of them
     pulls: int = 0
     delivered: int = 0
     failed: int = 0
@@ -50,6 +51,7 @@ class Tally:
                 "wrong_items": self.wrong_items,
                 "hung": self.hung,
                 "leaked": self.leaked,
+                "progressive": dict(sorted(self.progressive.items())),
                 "recovery_ms_p99": quantile(every, 0.99),
                 "orphaned": self.orphaned,
                 "unsafe": self.unsafe,

@@ -14,6 +14,12 @@ from tests.support.cluster.fleet import Fleet
 MAX_LIVE = 5  # transfers of one engine that are not released
 LEASE_S = 5.0
 DEADLINES_S = (0.6, 1.5, 3.0, 6.0)
+GROWING = 0.6  # the share of transfers that grow, of an engine without a scheduler: of all, a third
+GROWING_TOKENS = (300, 800)  # several pieces of 1 MiB at most
+RENDEZVOUS = 0.3  # of those that grow: the reference is there before the publish
+PROGRESSIVE = 0.3  # of the pulls of a whole transfer
+PROGRESSIVE_GROWING = 0.8
+CHUNKS_S = (0.0, 0.005, 0.02, 0.1, 0.3)  # between two chunks
 
 
 class Traffic:
@@ -58,7 +64,46 @@ class Traffic:
             # Mostly prefill to decode; the other way for later turns.
             if engine is self._fleet.engines[0] or self._rng.random() < 0.05:
                 sink = self._rng.choice(others)
-                self.publish(engine, lambda source, t, sink=sink: self._live(source, sink, t))
+                if not engine.has_scheduler and self._rng.random() < GROWING:
+                    self._grow(engine, sink)
+                else:
+                    self.publish(engine, lambda source, t, sink=sink: self._live(source, sink, t))
+
+    def _grow(self, source: Engine, sink: Engine) -> None:
+        """Publish something before it is whole; some of it is asked for before that, or taken back midway."""
+        rng, counts = self._rng, self._fleet.tally.progressive
+        request, tokens = next(self._requests), rng.randint(*GROWING_TOKENS)
+        transfer = source.open(f"t{request}", request, tokens, LEASE_S)
+        if transfer is None:
+            return
+        counts["transfers"] += 1
+        ends = [*sorted(rng.randrange(tokens) for _ in range(rng.randint(1, 5))), tokens]
+        at, taken_back_s = 0.0, 0.0
+        is_rendezvous = rng.random() < RENDEZVOUS
+        if is_rendezvous:
+            at = rng.choice(CHUNKS_S)
+        takes_back = rng.randrange(len(ends)) if rng.random() < 0.12 else -1
+        for i, end in enumerate(ends):
+            self._fleet.later(at, lambda end=end: source.grow(transfer, end))
+            at += rng.choice(CHUNKS_S)
+            if i == takes_back:
+                taken_back_s = at
+        if takes_back >= 0:
+            counts["taken back"] += 1
+            self._fleet.later(taken_back_s, lambda: source.unpublish(transfer))
+        if is_rendezvous:
+            counts["rendezvous"] += 1
+            source.name_ahead(transfer)
+            self._live(source, sink, transfer)
+        else:
+            self._then[transfer.name] = lambda source, t: self._live(source, sink, t)
+
+    def _read(self, source: Engine, sink: Engine, transfer: Transfer) -> Read:
+        share = PROGRESSIVE if transfer.grown is None else PROGRESSIVE_GROWING
+        # Only a progressive pull may come before the publish.
+        is_progressive = transfer.grown == -1 or self._rng.random() < share
+        deadline_s = self._rng.choice(DEADLINES_S)
+        return self._fleet.read(source, sink, transfer, deadline_s, is_progressive)
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._order), act))
@@ -74,7 +119,7 @@ class Traffic:
         if not sink.is_registered:
             source.unpublish(transfer)
             return
-        read = self._fleet.read(source, sink, transfer, rng.choice(DEADLINES_S))
+        read = self._read(source, sink, transfer)
         numbers = list(read.pending)
         read.on_end = lambda read: self._ended(source, sink, read)
         fate, delay = rng.random(), rng.choice([0.0, 0.001, 0.005, 0.02, 0.1])
@@ -98,6 +143,6 @@ class Traffic:
         fate = self._rng.random()
         if fate < 0.2 and read.transfer.name in source.transfers and sink.is_registered:
             self._fleet.tally.mischief["pulled again"] += 1
-            self._fleet.read(source, sink, read.transfer, self._rng.choice(DEADLINES_S))
+            self._read(source, sink, read.transfer)
         elif fate < 0.9:
             source.unpublish(read.transfer)
