@@ -209,12 +209,12 @@ class Engine:
         return transfer
 
     def open(self, name: str, request: int, num_tokens: int, lease_s: float) -> Transfer | None:
-        """Prepare a transfer that grows; None where the blocks do not suffice.
+        """Prepare a transfer that grows; None where the blocks do not suffice, or a rank sleeps.
 
         An engine whose scheduler publishes cannot say how far its ranks are: it publishes whole transfers.
         """
         count = -(-num_tokens // self.facts["block_tokens"])
-        if len(self.free) < count or self.has_scheduler:
+        if len(self.free) < count or self.has_scheduler or not self.is_registered:
             return None
         ids, self.free = self.free[:count], self.free[count:]
         transfer = Transfer(name, request, ids, num_tokens, time.monotonic(), lease_s, grown=-1)
