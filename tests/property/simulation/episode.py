@@ -6,9 +6,10 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from kvxferd.client import gpu_events
 from kvxferd.core import pull_pieces, source_breaker
 from kvxferd.errors import KvxferdError
 from kvxferd.mover.read_ways import ReadWay
@@ -35,6 +36,7 @@ FULL_REST_SHARE = 0.2  # of the episodes: they wait whether anything comes back
 LOST_NODE_SHARE = 0.25  # of the episodes: they end with a node that is gone
 MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
 REFUSED_S = 10.0  # so long a source whose reads hang is refused
+POLL_S = 0.004  # so often it is asked whether a GPU's work is done: less often than in use, for speed
 READ_WAYS = (ReadWay.DIRECT, ReadWay.DIRECT, ReadWay.COVERING, ReadWay.GATHERED)
 TRANSPORTS = ("cma", "cma", "tcp", "rdma")
 
@@ -69,14 +71,17 @@ class Result:
 @contextmanager
 def _limits(traits: Traits) -> Iterator[None]:
     """Have limits that a few tiny blocks reach, and sources that are refused for a short time."""
-    before = pull_pieces.MIN_PIECE_BYTES, block_id_parts.IDS_PART_BYTES, source_breaker.REFUSED_S
-    pull_pieces.MIN_PIECE_BYTES = 1
-    source_breaker.REFUSED_S = REFUSED_S
-    block_id_parts.IDS_PART_BYTES = traits.part_bytes
-    try:
+    limits = (
+        (pull_pieces, "MIN_PIECE_BYTES", 1),
+        (source_breaker, "REFUSED_S", REFUSED_S),
+        (block_id_parts, "IDS_PART_BYTES", traits.part_bytes),
+        (gpu_events, "POLL_S", POLL_S),
+    )
+    with ExitStack() as stack:
+        for module, name, value in limits:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
         yield
-    finally:
-        pull_pieces.MIN_PIECE_BYTES, block_id_parts.IDS_PART_BYTES, source_breaker.REFUSED_S = before
 
 
 class Episode:
