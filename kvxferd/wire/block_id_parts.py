@@ -107,8 +107,8 @@ class BlockIdAssembly:
                 Code.FRAME_TOO_LARGE,
             )
         front = groups.setdefault(part.group, bytearray())
-        if part.offset > len(front) and self._may_lose_parts:
-            self._drop(part.stream)
+        if part.offset != len(front) and self._may_lose_parts:
+            self._drop(part.stream)  # of parts that were sent again, the first may be the lost one
             return
         if part.offset != len(front):
             raise ProtocolError(
@@ -126,8 +126,9 @@ class BlockIdAssembly:
 
         Raises BusyError where there was no room for them, ProtocolError where they do not belong.
         """
-        if stream in self._dropped:
-            del self._dropped[stream]
+        are_lost = bool(stream) and stream not in self._streams and self._may_lose_parts
+        if stream in self._dropped or are_lost:
+            self._dropped.pop(stream, None)
             raise BusyError(
                 "cannot take so many block ids: what is arriving for this user has all the room that it "
                 f"may, or a part of them was dropped; try again in {BUSY_RETRY_S:g} s",

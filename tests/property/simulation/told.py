@@ -99,7 +99,7 @@ def joined_agent(daemon: Daemon, key: EngineKey, rank: Rank) -> AgentName | None
 # Why no pull fails among honest nodes.
 _OF_LIARS = frozenset({
     Code.OUT_OF_PLACE, Code.INTERNAL, Code.BLOCKS_INVALID, Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE,
-    Code.TOKENS_NOT_PUBLISHED, Code.BAD_VERSION, Code.FRAME_TOO_LARGE, Code.BAD_FRAME,
+    Code.BAD_VERSION, Code.FRAME_TOO_LARGE, Code.BAD_FRAME,
 })  # fmt: skip
 
 

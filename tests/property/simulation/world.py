@@ -148,12 +148,14 @@ class World:
         return next((mover for mover in movers if mover.agent == agent), None)
 
     def forget_plans(self) -> None:
-        """Have no fault happen any more that waits for something."""
+        """Have no fault happen any more that waits for something, and end those that take long."""
         self.network.forget_plans()
         self.planned_at_packing.clear()
         self.planned_at_read.clear()
         for mover in [mover for daemon in self.daemons.values() for mover in daemon.movers.values()]:
             mover.dies_at_delivery, mover.at_delivery = False, None
+            if mover.is_stopped:
+                mover.resume()
 
     def reads(self, mover: Mover) -> None:
         """A mover has posted a read."""
