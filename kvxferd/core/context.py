@@ -61,6 +61,12 @@ class NodeContext:
                 return
         self._run_before_next_event()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether more timers are due than one turn runs."""
+        deadline = self.timers.next_deadline()
+        return deadline is not None and deadline <= self.now
+
     def _run_before_next_event(self) -> None:
         while self._before_next_event:
             name = next(iter(self._before_next_event))

@@ -96,3 +96,17 @@ def test_who_waits_when_the_peer_is_dropped_asks_it_nothing_more(
     for wanted in waiting:
         node.peers._send_after_welcome(peer, *wanted)
     assert [answer.code for answer in answers] == [Code.PEER_UNREACHABLE]
+
+
+def test_a_node_is_behind_while_more_is_due_than_one_turn_runs(world):
+    context = world.host("p").node.context
+    context.pop_effects()
+    while context.is_behind:
+        context.run_due()
+    ran: list[int] = []
+    for number in range(CALLS_PER_TURN + 1):
+        context.after(("one of many", number), 0.0, lambda number=number: ran.append(number))
+    context.run_due()
+    assert (len(ran), context.is_behind) == (CALLS_PER_TURN, True)
+    context.run_due()
+    assert (len(ran), context.is_behind) == (CALLS_PER_TURN + 1, False)
