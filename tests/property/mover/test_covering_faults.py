@@ -18,7 +18,7 @@ from kvxferd.mover.process.chunks import ChunkState
 from kvxferd.mover.process.covering_reads import CoveringReads
 from kvxferd.mover.process.pull_state import PullState
 from kvxferd.mover.transport.base import TransportError
-from kvxferd.wire.mover import DisconnectSeen, PullDone, PullOutcome, PullQuiesced
+from kvxferd.wire.mover import ChunkMemoryGranted, DisconnectSeen, PullDone, PullOutcome, PullQuiesced
 from tests.support.pull_engine_harness import BLOCKS, HEAD, Bench, ManualScatterer
 
 STEPS = 400
@@ -97,7 +97,8 @@ class Faults:
             self.bench.disconnects.handle_reply(self.asked.pop(0), over)
 
     def grant(self) -> None:
-        self.bench.engine.set_chunk_memory(self.rng.randint(0, 4) * self.chunk_bytes)
+        size = self.rng.randint(0, 4) * self.chunk_bytes
+        self.bench.engine.set_chunk_memory(ChunkMemoryGranted(size))
 
     def copy(self) -> None:
         for _ in range(self.rng.randint(1, 6)):
