@@ -278,9 +278,10 @@ class Agent:
         self._num_sleeps += 1
         if self._num_sleeps % 2:
             size = self._layout.regions[0].size_bytes
-            self._memory = SealedMemory.create(size, "kvxferd-chaos")
+            former, self._memory = self._memory, SealedMemory.create(size, "kvxferd-chaos")
             self._lay_out()
             self._bytes[:] = JUNK
+            former.close()
         self._yard = Yard(self._blocks, self._pulled)
         self._say("suspended", os.fstat(self._memory.fd).st_ino)
 
