@@ -16,7 +16,8 @@ from typing import Any
 
 from kvxferd.errors import KvxferdError
 from tests.support.daemon_fleet import DaemonUnderTest, Fleet
-from tests.support.prometheus_server import PrometheusServer, free_port
+from tests.support.ports import free_port
+from tests.support.prometheus_server import PrometheusServer
 from tests.support.rank_process import RankError
 from tests.support.rank_requests import TOKENS, ids_for, publish, spec_of
 

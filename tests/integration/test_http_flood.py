@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvxferd.control.fd_budget import RESERVED_FDS
 from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.ports import free_port
 from tests.support.rank_requests import publish, pull_and_check, spec_of
 
 DESCRIPTORS = 300
@@ -20,12 +21,6 @@ class Scarce(DaemonUnderTest):
     def start(self) -> None:
         self._command = ["sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh", *self._command]
         super().start()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def test_unfinished_requests_leave_workers_their_descriptors(fleet: Fleet, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support.browser import Page, browser_page, find_browser
 from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.ports import free_port
 from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 BROWSER = find_browser()
@@ -25,12 +25,6 @@ pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="no chromium is installed"),
     pytest.mark.timeout(180),
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 async def until(page: Page, holds: Callable[[str], bool], what: str, limit_s: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,6 +19,7 @@ import yaml
 
 from tests.support.daemon_fleet import wait_until
 from tests.support.manifests import ROOT
+from tests.support.ports import free_port
 
 ALERTS = ROOT / "deploy" / "monitoring" / "rules" / "kvxferd-alerts.yml"
 # 5 minutes are 5 s then, with ten scrapes in them.
@@ -31,13 +31,6 @@ LIMIT_S = 60.0
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\d+)([smh])")
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def scaled(duration: str, at_most_s: float = float("inf")) -> str:

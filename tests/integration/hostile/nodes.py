@@ -20,8 +20,8 @@ from kvxferd.tooling.control_client import ControlClient
 from tests.integration.hostile.registry import Setup
 from tests.integration.hostile.users import User
 from tests.integration.hostile.watched_daemon import Meter
-from tests.support.cluster.node import free_port
 from tests.support.cluster.processes import children, lives, num_fds
+from tests.support.ports import free_port
 
 ANSWER_S = 5.0
 FLAGS = {

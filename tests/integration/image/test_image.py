@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import tarfile
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,14 +15,9 @@ import pytest
 from deploy.image import build
 from kvxferd import client
 from tests.support.containers import SHM_SIZE, DaemonContainer, RankOf, inspect, output, podman
+from tests.support.ports import free_port
 
 Start = Callable[..., DaemonContainer]
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 # --- what is in it

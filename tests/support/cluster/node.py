@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from kvxferd.errors import KvxferdError
 from kvxferd.tooling.control_client import ControlClient
 from tests.support.cluster.processes import children, lives, num_fds, state_of
 from tests.support.cluster.tcp_proxy import Proxy
+from tests.support.ports import free_port
 
 # Short, so that what ends by itself ends within an audit.
 FLAGS = {
@@ -30,11 +30,6 @@ FLAGS = {
     "--log-format": "json",
 }
 POOL_SIZE = 1
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
 
 
 class Node:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -19,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import free_port
 from tests.support.vllm_servers.completions import complete
 from tests.support.vllm_servers.processors import engine_processors
 
@@ -56,18 +55,6 @@ def wait_until(holds: Callable[[], Any], what: Callable[[], str] | str, limit_s:
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {limit_s} s: {what if isinstance(what, str) else what()}")
         time.sleep(POLL_S)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago, and that no outgoing connection will take.
-
-    A server binds it half a minute later; a port from the kernel's own range could be gone by then.
-    """
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((HOST, port))
-            return port
 
 
 @dataclass(frozen=True)
