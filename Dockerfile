@@ -1,5 +1,5 @@
 # The daemon, with NIXL for its movers and without torch, which nothing of either runs
-# (docs/adr/0075-the-image-has-no-torch.md). `make image` builds it; so does an engine with a registry at hand:
+# (docs/adr/0075-the-image-has-no-torch.md). deploy/image/build.py builds it; so does an engine with a registry at hand:
 #
 #   docker build --target cpu -t kvxferd:VERSION .
 #   docker build --target gpu -t kvxferd:VERSION-gpu .                        # CUDA 13

@@ -24,6 +24,7 @@ _PROCESSOR_S: Counter[str] = Counter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--random-pairs", type=int, default=40, help="deployments, for each way to read")
     parser.addoption(
         "--max-quick-s",
         type=float,

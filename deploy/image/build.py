@@ -1,4 +1,4 @@
-"""Build the image with podman, where there may be no registry: `make image`.
+"""Build the image with podman, where there may be no registry.
 
 python3 deploy/image/build.py [--variant cpu|cuda12|cuda13] [--base IMAGE] [--tag NAME]
 

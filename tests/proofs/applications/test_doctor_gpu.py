@@ -14,7 +14,7 @@ from kvxferd.doctor.placement_trial import unique_pages
 from tests.support.doctor_harness import LIMIT_S, examine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FAKE = ("--gpu", "--driver", "fake", "--check", "gpus")
 ALL = ["device copy", "direct", "resident", "staged"]
 

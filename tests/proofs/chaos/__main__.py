@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.property.chaos.epoch import READS, SHAPES, TRANSPORTS, Epoch
+from tests.proofs.chaos.epoch import READS, SHAPES, TRANSPORTS, Epoch
 from tests.support.cluster.results import Tally
 
 EPOCH_FAULTS = 30  # then everything is taken down, and another fleet started
@@ -53,7 +53,8 @@ def main() -> int:
     arguments.add_argument("--faults", type=int, default=100)
     arguments.add_argument("--seed", type=int, default=None, help="chosen and printed where none is given")
     arguments.add_argument(
-        "--sabotage", choices=("", "corrupt", "late-write", "hang", "leak", "unbound", "early"), default="",
+        "--sabotage", default="",
+        choices=("", "corrupt", "late-write", "hang", "leak", "unbound", "unwritten"),
         help="break a promise, to show that it is noticed",
     )  # fmt: skip
     arguments.add_argument(

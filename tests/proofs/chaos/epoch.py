@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvxferd.layout import EngineSpec
-from tests.property.chaos.audit import PEACE_S, Auditor
-from tests.property.chaos.faults import KINDS, Heal, Surgeon
+from tests.proofs.chaos.audit import PEACE_S, Auditor
+from tests.proofs.chaos.faults import KINDS, Heal, Surgeon
 from tests.support.cluster.engine import Engine, Read, Transfer
 from tests.support.cluster.fleet import Fleet
 from tests.support.cluster.node import Node
@@ -82,7 +82,7 @@ class Epoch:
         self.traffic = Traffic(self.fleet, rng, MAX_TOKENS)
         # A leak on purpose needs no patience; an event that was swallowed is missed at its deadline.
         self._auditor = Auditor(self.fleet, self.traffic, 6.0 if sabotage == "leak" else PEACE_S)
-        module = "tests.property.chaos.unbound_publishes" if sabotage == "unbound" else "kvxferd.cli"
+        module = "tests.proofs.chaos.unbound_publishes" if sabotage == "unbound" else "kvxferd.cli"
         environment = TRANSPORTS[transport] | {"KVXFERD_MOVER_READ": read}
         nodes = [Node(name, directory / name, environment, module=module) for name in ("p", "d")]
         self.fleet.nodes += nodes
@@ -99,9 +99,9 @@ class Epoch:
         decode = EngineSpec("decode", "g", num_layers=4, num_kv_heads=8, **shape.decode)
         stages = nodes if shape.spans else [nodes[0]]
         facts = FACTS | {"layout": "HND"}
-        early = "early" if self._sabotage == "early" else ""
-        self.fleet.engines.append(Engine(prefill, stages, facts, early, shape.scheduler))
-        sabotage = self._sabotage if self._sabotage not in ("leak", "unbound", "early") else ""
+        of_source = "unwritten" if self._sabotage == "unwritten" else ""
+        self.fleet.engines.append(Engine(prefill, stages, facts, of_source, shape.scheduler))
+        sabotage = self._sabotage if self._sabotage not in ("leak", "unbound", "unwritten") else ""
         facts = FACTS | {"layout": "NHD", "block_tokens": 32, "num_blocks": 96}
         self.fleet.engines.append(Engine(decode, [nodes[1]], facts, sabotage))
         assert self.fleet.pump_until(lambda: all(e.is_registered for e in self.fleet.engines), START_S), (

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from tests.property.chaos.sleep_faults import sleep, sleep_without_daemon, sleep_without_home
+from tests.proofs.chaos.sleep_faults import sleep, sleep_without_daemon, sleep_without_home
 from tests.support.cluster.engine import Engine, Worker
 from tests.support.cluster.fleet import Fleet
 from tests.support.cluster.node import Node

@@ -1,4 +1,4 @@
-"""`make chaos-long SEEDS=41,42 FAULTS=N`: seeds one after another, also after one that fails; then a sum."""
+"""`make proofs ONLY=chaos-long`: seeds one after another, also after one that fails; then a sum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMMED = ("faults", "pulls", "delivered", "failed", "wrong_items", "hung", "leak
 
 def run(seed: int, num_faults: int) -> dict[str, Any] | None:
     """Run a seed; return its JSON, or None where it ended without."""
-    command = [sys.executable, "-m", "tests.property.chaos", "--faults", str(num_faults), "--seed", str(seed)]
+    command = [sys.executable, "-m", "tests.proofs.chaos", "--faults", str(num_faults), "--seed", str(seed)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"seed"')]
     if not lines:

@@ -1,4 +1,4 @@
-"""`python -m tests.property.chaos.report OUTPUT...`: the last lines of several runs, as Markdown tables."""
+"""`python -m tests.proofs.chaos.report OUTPUT...`: the last lines of several runs, as Markdown tables."""
 
 from __future__ import annotations
 

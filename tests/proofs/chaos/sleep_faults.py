@@ -16,7 +16,7 @@ from tests.support.cluster.node import Node
 from tests.support.cluster.processes import mappers_of
 
 if TYPE_CHECKING:
-    from tests.property.chaos.faults import Surgeon
+    from tests.proofs.chaos.faults import Surgeon
 
 SUSPEND_S = 12.0  # a read that does not end is given quiesce_s (5 s)
 AGREE_S = 3.0  # what is published must have been before a rank sleeps

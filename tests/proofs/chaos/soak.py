@@ -1,4 +1,4 @@
-"""``python -m tests.property.chaos.soak --minutes M --transfers N``: engines come and go; nothing may grow.
+"""``python -m tests.proofs.chaos.soak --minutes M --transfers N``: engines come and go; nothing may grow.
 
 Small transfers at an even pace between two daemons, each engine under a new name every time it
 starts. Samples are taken while that goes on, the last line is JSON. Exits 1 where a transfer was
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxferd.layout import EngineSpec
-from tests.property.chaos.audit import Auditor
+from tests.proofs.chaos.audit import Auditor
 from tests.support.cluster.engine import Engine, Read, Transfer
 from tests.support.cluster.fleet import Fleet
 from tests.support.cluster.node import Node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.property.chaos.long import summary
+from tests.proofs.chaos.long import summary
 from tests.support.cluster.results import Tally
 
 

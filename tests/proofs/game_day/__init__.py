@@ -1,1 +1,1 @@
-"""Faults on two real daemons with traffic, and what an operator sees of each: `make game-day`."""
+"""Faults on two real daemons with traffic, and what an operator sees of each: `make proofs ONLY=game-day`."""

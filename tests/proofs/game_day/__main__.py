@@ -1,6 +1,6 @@
 """Strike one fault after another, and write what each output showed.
 
-    python -m tests.game_day [--out DIRECTORY] [--alerts] [FAULT...]
+    python -m tests.proofs.game_day [--out DIRECTORY] [--alerts] [FAULT...]
 
 Writes a file for each fault with the outputs of both nodes, and `table.md`. With --alerts a Prometheus
 scrapes both nodes, and `table.md` has the alerts that fired, whose durations are divided by 60. Exits
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.game_day.faults import FAULTS, Fault
-from tests.game_day.stage import Stage
+from tests.proofs.game_day.faults import FAULTS, Fault
+from tests.proofs.game_day.stage import Stage
 
 LIMIT_S = 45.0
 ALERTS_S = 15.0  # more, for the longest window of an alert, 10 s, and its `for`
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(result)
         write(result, chosen.out)
         print(table([result]).splitlines()[-1], flush=True)
-    command = shlex.join(["python", "-m", "tests.game_day", *chosen.faults])
+    command = shlex.join(["python", "-m", "tests.proofs.game_day", *chosen.faults])
     text = f"`{command}`, {datetime.now(UTC):%Y-%m-%d}\n\n{table(results)}"
     (chosen.out / "table.md").write_text(text)
     missing = {result.fault.name: result.missing for result in results if result.missing}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxferd.control.curve_keys import make_key
-from tests.game_day.stage import Stage
+from tests.proofs.game_day.stage import Stage
 from tests.support.rank_process import RankError
 
 Strike = Callable[[Stage], None]

@@ -1,4 +1,4 @@
-"""The short form of `make game-day`: one fault, and every output of the node names its cause."""
+"""The short form of `make proofs ONLY=game-day`: one fault, and every output of the node names its cause."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.game_day.__main__ import run, table
-from tests.game_day.faults import FAULTS
+from tests.proofs.game_day.__main__ import run, table
+from tests.proofs.game_day.faults import FAULTS
 
 pytestmark = pytest.mark.timeout(180)
 

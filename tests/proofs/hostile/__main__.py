@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.integration.hostile.registry import OUTSIDERS, Outcome, attacks
-from tests.integration.hostile.runner import Runner
+from tests.proofs.hostile.registry import OUTSIDERS, Outcome, attacks
+from tests.proofs.hostile.runner import Runner
 
 
 def summary(outcomes: list[Outcome], seed: int, elapsed_s: float) -> dict[str, object]:
@@ -37,7 +37,7 @@ def summary(outcomes: list[Outcome], seed: int, elapsed_s: float) -> dict[str, o
 def main() -> int:
     arguments = argparse.ArgumentParser(prog="hostile", description=__doc__)
     arguments.add_argument("--only", default="", help="attacks whose names contain one of these, by commas")
-    arguments.add_argument("--quick", action="store_true", help="those of `make test`")
+    arguments.add_argument("--quick", action="store_true", help="a short selection")
     arguments.add_argument("--list", action="store_true", help="name them, and what they are about")
     arguments.add_argument("--seed", type=int, default=None, help="chosen and printed where none is given")
     arguments.add_argument("--keep", type=Path, help="where logs are kept; else they are removed")

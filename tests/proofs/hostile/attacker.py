@@ -15,10 +15,10 @@ from typing import Any
 
 from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.errors import KvxferdError
-from tests.integration.hostile.raw_protocol import PeerByHand, WorkerByHand
-from tests.integration.hostile.registry import Attack
-from tests.integration.hostile.testbed import Stage
-from tests.integration.hostile.users import HOSTILE, STRANGER, die_with_parent
+from tests.proofs.hostile.raw_protocol import PeerByHand, WorkerByHand
+from tests.proofs.hostile.registry import Attack
+from tests.proofs.hostile.testbed import Stage
+from tests.proofs.hostile.users import HOSTILE, STRANGER, die_with_parent
 
 USERS = {"stranger": STRANGER, "peer": STRANGER, "router": STRANGER, "operator": STRANGER}
 

@@ -25,7 +25,7 @@ from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire.common import TransferRef
-from tests.integration.hostile.users import ENGINES
+from tests.proofs.hostile.users import ENGINES
 
 GROUP = "full"
 FACTS: dict[str, Any] = {"num_kv_heads": 4, "head_dim": 32, "block_tokens": 16, "num_blocks": 64}

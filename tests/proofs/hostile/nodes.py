@@ -17,9 +17,9 @@ from typing import Any
 
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.control_client import ControlClient
-from tests.integration.hostile.registry import Setup
-from tests.integration.hostile.users import User
-from tests.integration.hostile.watched_daemon import Meter
+from tests.proofs.hostile.registry import Setup
+from tests.proofs.hostile.users import User
+from tests.proofs.hostile.watched_daemon import Meter
 from tests.support.cluster.processes import children, lives, num_fds
 from tests.support.ports import free_port
 
@@ -51,7 +51,7 @@ class Node:
         self._environ = environ | {"HOME": str(directory), "TMPDIR": str(directory)}
         meter = directory / "meter"
         self.meter = Meter.make(meter, user.uid)
-        self._command = [sys.executable, "-m", "tests.integration.hostile.watched_daemon"]
+        self._command = [sys.executable, "-m", "tests.proofs.hostile.watched_daemon"]
         self._command += [
             str(meter),
             "serve",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.integration.hostile.attacker import Scene
+    from tests.proofs.hostile.attacker import Scene
 
 # Who attacks. A stranger has no permission on the worker socket and no key; a user may connect; a worker
 # has a registered rank of its own; a router hands out references; a peer has a key that the daemons admit.
@@ -43,7 +43,7 @@ class Attack:
     limit_s: float = 30.0
     allows_failed_pulls: str = ""  # why, where the honest pair may lose some
     fds_slack: int = 16
-    quick: bool = False  # part of `make test`
+    quick: bool = False  # in the short selection, which the suite's own tests run
     imports: tuple[str, ...] = ()  # before the attacker's process becomes somebody else
     fresh: bool = False  # wants a stage that nothing has happened on, as memory is compared
 
@@ -70,9 +70,9 @@ def attack(who: str, **more: object) -> Callable[[Callable[[Scene], str | None]]
 
 def attacks() -> dict[str, Attack]:
     """All of them, by name."""
-    package = importlib.import_module("tests.integration.hostile.attacks")
+    package = importlib.import_module("tests.proofs.hostile.attacks")
     for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"tests.integration.hostile.attacks.{module.name}")
+        importlib.import_module(f"tests.proofs.hostile.attacks.{module.name}")
     return dict(_ATTACKS)
 
 

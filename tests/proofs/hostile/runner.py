@@ -13,9 +13,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.integration.hostile.attacker import play
-from tests.integration.hostile.registry import MAX_EXTRA_MB, MAX_TURN_MS, OUTSIDERS, Attack, Outcome
-from tests.integration.hostile.testbed import Stage, Traffic
+from tests.proofs.hostile.attacker import play
+from tests.proofs.hostile.registry import MAX_EXTRA_MB, MAX_TURN_MS, OUTSIDERS, Attack, Outcome
+from tests.proofs.hostile.testbed import Stage, Traffic
 
 GRACE_S = 5.0  # past an attack's own limit
 AFTER_PULLS = 6  # that the pair delivers once the attack is over

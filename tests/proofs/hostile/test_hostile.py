@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.registry import Attack, attacks
-from tests.integration.hostile.runner import Runner, row_of
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.registry import Attack, attacks
+from tests.proofs.hostile.runner import Runner, row_of
 from tests.support.other_user import needs_root
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_root]

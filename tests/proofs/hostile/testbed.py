@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from kvxferd.control.curve_keys import CurveKeyPair, make_key
-from tests.integration.hostile.nodes import Node
-from tests.integration.hostile.registry import Setup
-from tests.integration.hostile.users import DAEMON, GROUP, ROOT, can_start
+from tests.proofs.hostile.nodes import Node
+from tests.proofs.hostile.registry import Setup
+from tests.proofs.hostile.users import DAEMON, GROUP, ROOT, can_start
 from tests.support.cluster.processes import maps
 
 START_S = 90.0
@@ -41,7 +41,7 @@ class Honest:
     """The process of the pair."""
 
     def __init__(self, sockets: list[str], environ: dict[str, str], log: Path) -> None:
-        command = [sys.executable, "-m", "tests.integration.hostile.honest_pair", *sockets]
+        command = [sys.executable, "-m", "tests.proofs.hostile.honest_pair", *sockets]
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environ

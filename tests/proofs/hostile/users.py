@@ -45,7 +45,7 @@ def can_start(environ: tuple[tuple[str, str], ...]) -> bool:
     probe = [
         sys.executable,
         "-c",
-        "import tests.integration.hostile.watched_daemon, kvxferd.daemon, kvxferd.mover.process.forkserver",
+        "import tests.proofs.hostile.watched_daemon, kvxferd.daemon, kvxferd.mover.process.forkserver",
     ]
     user: dict[str, Any] = {"user": DAEMON.uid, "group": DAEMON.gid, "extra_groups": []}
     try:

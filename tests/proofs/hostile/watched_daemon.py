@@ -20,7 +20,7 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.integration.hostile.users import die_with_parent
+from tests.proofs.hostile.users import die_with_parent
 
 PERIOD_S = 0.004
 LONG_S = 0.05  # a turn that is worth knowing the place of

@@ -1,9 +1,8 @@
 """A real Prometheus scrapes real daemons: alerts fire for their faults and clear, dashboards have data.
 
-The short form runs everywhere. `make test-monitoring` runs the rest: a fault for each alert that can be
-made to fire on one machine. Left to promtool's tests are KvxferdTimersLate, which needs a node that
-starves its daemon, KvxferdRetiredMoversStay, KvxferdReadsSlow, KvxferdHandshakesFail and
-KvxferdBlocksHeldLong, which need minutes.
+A fault for each alert that can be made to fire on one machine. Left to promtool's tests are
+KvxferdTimersLate, which needs a node that starves its daemon, KvxferdRetiredMoversStay, KvxferdReadsSlow,
+KvxferdHandshakesFail and KvxferdBlocksHeldLong, which need minutes.
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ from tests.support.rank_process import RankProcess, ranks_of
 from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 DASHBOARDS = sorted((ROOT / "deploy" / "monitoring" / "grafana").glob("*.json"))
-EVERY_FAULT = pytest.mark.skipif(
-    not os.environ.get("KVXFERD_TEST_MONITORING"), reason="`make test-monitoring` runs these: minutes"
-)
 _NUMBERS = itertools.count()
 
 pytestmark = [pytest.mark.monitoring, pytest.mark.timeout(300)]
@@ -97,9 +93,6 @@ def gone_reference(source: RankProcess, sink: RankProcess) -> dict[str, Any]:
     pull_and_check([sink], ref, 0)
     source.await_event("Released")
     return ref
-
-
-# The short form.
 
 
 def test_alerts_fire_and_clear_and_dashboards_have_data(
@@ -162,7 +155,6 @@ def empty_panels(prometheus: PrometheusServer, instance: str) -> set[str]:
 # A fault for each alert.
 
 
-@EVERY_FAULT
 def test_most_pulls_fail(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon()
     (source,) = fleet.engine(daemon, spec_of("prefill"))
@@ -176,7 +168,6 @@ def test_most_pulls_fail(watched: Watched, fleet: Fleet, prometheus: PrometheusS
     prometheus.await_clear("KvxferdManyPullsFail", instance=node)
 
 
-@EVERY_FAULT
 def test_a_daemon_restarts_again_and_again(watched: Watched, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon()
     for _ in range(3):
@@ -187,14 +178,12 @@ def test_a_daemon_restarts_again_and_again(watched: Watched, prometheus: Prometh
     prometheus.await_clear("KvxferdRestarts", instance=node)
 
 
-@EVERY_FAULT
 def test_nothing_is_scraped(watched: Watched, prometheus: PrometheusServer) -> None:
     prometheus.await_alert("KvxferdNoTargets")
     watched.daemon()
     prometheus.await_clear("KvxferdNoTargets")
 
 
-@EVERY_FAULT
 def test_a_daemon_without_its_library(watched: Watched, prometheus: PrometheusServer, tmp_path: Path) -> None:
     for library in ("nixl", "rixl"):
         (tmp_path / "broken" / library).mkdir(parents=True)
@@ -210,7 +199,6 @@ def test_a_daemon_without_its_library(watched: Watched, prometheus: PrometheusSe
     prometheus.await_clear("KvxferdNotReady", instance=name)
 
 
-@EVERY_FAULT
 def test_a_drain_that_waits(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon(KVXFERD_DRAIN_LIMIT_S="600")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
@@ -221,7 +209,6 @@ def test_a_drain_that_waits(watched: Watched, fleet: Fleet, prometheus: Promethe
     prometheus.await_clear("KvxferdDrainingTooLong", instance=node)
 
 
-@EVERY_FAULT
 def test_two_versions(watched: Watched, prometheus: PrometheusServer, tmp_path: Path) -> None:
     watched.daemon()
     name, port = watched.address()
@@ -247,7 +234,6 @@ class OtherVersion(DaemonUnderTest):
         super().start()
 
 
-@EVERY_FAULT
 def test_few_descriptors_are_left(watched: Watched, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon()
     pid = daemon.process.pid
@@ -258,7 +244,6 @@ def test_few_descriptors_are_left(watched: Watched, prometheus: PrometheusServer
     prometheus.await_clear("KvxferdDescriptorsNearLimit", instance=node)
 
 
-@EVERY_FAULT
 def test_grants_that_wait_for_a_rank(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon()
     sources = fleet.engine(daemon, spec_of("prefill", tp_size=2))
@@ -277,7 +262,6 @@ def test_grants_that_wait_for_a_rank(watched: Watched, fleet: Fleet, prometheus:
     prometheus.await_clear("KvxferdPhaseSlow", instance=node, phase="grant")
 
 
-@EVERY_FAULT
 def test_a_daemon_stops_answering(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     (prefill_node, prefill), (decode_node, decode) = watched.daemon(), watched.daemon()
     (source,) = fleet.engine(prefill, spec_of("prefill"))
@@ -297,7 +281,6 @@ def test_a_daemon_stops_answering(watched: Watched, fleet: Fleet, prometheus: Pr
     prometheus.await_clear("KvxferdDown", instance=prefill_node)
 
 
-@EVERY_FAULT
 def test_transfers_that_nobody_reads(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon()
     (source,) = fleet.engine(daemon, spec_of("prefill"))
@@ -310,7 +293,6 @@ def test_transfers_that_nobody_reads(watched: Watched, fleet: Fleet, prometheus:
     prometheus.await_clear("KvxferdLeasesExpire", instance=node)
 
 
-@EVERY_FAULT
 def test_an_engine_without_its_second_rank(
     watched: Watched, fleet: Fleet, prometheus: PrometheusServer
 ) -> None:
@@ -322,7 +304,6 @@ def test_an_engine_without_its_second_rank(
     prometheus.await_clear("KvxferdEngineUnreadable", instance=node)
 
 
-@EVERY_FAULT
 def test_a_mover_in_doubt(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     """Without UCX's log nobody knows that it is TCP, so a read that does not end leaves doubt."""
     node, daemon = watched.daemon(KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=^cma,UCX_LOG_LEVEL=warn")
@@ -342,7 +323,6 @@ def test_a_mover_in_doubt(watched: Watched, fleet: Fleet, prometheus: Prometheus
     prometheus.await_clear("KvxferdQuarantineStays", instance=node)
 
 
-@EVERY_FAULT
 def test_reads_that_need_a_second_try(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon(KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=tcp")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
@@ -370,7 +350,6 @@ def test_reads_that_need_a_second_try(watched: Watched, fleet: Fleet, prometheus
     prometheus.await_clear("KvxferdPullsReadTwice", instance=node)
 
 
-@EVERY_FAULT
 def test_a_log_that_is_not_read(
     watched: Watched, fleet: Fleet, prometheus: PrometheusServer, tmp_path: Path
 ) -> None:
@@ -406,7 +385,6 @@ class UnreadLog(DaemonUnderTest):
         self.control = ControlClient(str(self.directory / "control.sock"))
 
 
-@EVERY_FAULT
 def test_a_slow_path_within_the_node(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon(KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=^cma")
     (source,) = fleet.engine(daemon, spec_of("prefill"))

@@ -10,24 +10,20 @@ from typing import Any
 
 import pytest
 
+from tests.proofs.vllm.environment import PYTHON_VARIABLE
 from tests.support.vllm_servers.completions import prompt_of
 from tests.support.vllm_servers.processors import share_processors
 from tests.support.vllm_servers.router_process import RouterProcess
 from tests.support.vllm_servers.site import Llama, Nodes, Site
 
-PYTHON_VARIABLE = "KVXFERD_VLLM_PYTHON"
 HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    python = os.environ.get(PYTHON_VARIABLE)
-    why = f"needs vLLM in an environment of its own: make test-vllm, or its python in {PYTHON_VARIABLE}"
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.timeout(600))  # the first test of a fixture waits for its engines
-            if not python:
-                item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.hookimpl(wrapper=True)

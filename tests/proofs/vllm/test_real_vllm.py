@@ -29,11 +29,7 @@ from tests.support.documented_commands import ROOT, commands_of
 from tests.support.vllm_caches import CPU, Deployment, Stretch, layer_views
 
 PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not PYTHON, reason="needs vLLM in an environment of its own: KVXFERD_VLLM_PYTHON"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, HEAD_SIZE = 3, 4, 2, 32
 

@@ -1,1 +1,1 @@
-"""`make wheel-test`: what the built wheel gives a user, in fresh environments, with the locked versions."""
+"""What the built wheel gives a user, in fresh environments of the locked versions."""

@@ -1,6 +1,6 @@
 """Builds wheel and sdist, installs the wheel into fresh environments, and uses it there.
 
-    python -m tests.packaging
+    python -m tests.proofs.wheel
 
 All of it is below a temporary directory; the working tree is not written. The last line says what ran, or
 what failed. Versions are those of constraints.txt; torch and NIXL are not installed.

@@ -1,1 +1,1 @@
-"""Whatever bytes arrive: targets that hypothesis tries in `make test` and atheris in `make fuzz`."""
+"""Whatever bytes arrive: targets that hypothesis tries in `make test` and atheris in `make proofs`."""

@@ -1,4 +1,4 @@
-"""`make fuzz SECONDS=n`: coverage-guided fuzzing of every target, one line of JSON each.
+"""`make proofs ONLY=fuzz`: coverage-guided fuzzing of every target, one line of JSON each.
 
 Each target has a process of its own. What is found is left under `.fuzz/`, as an input that
 `python -m tests.property.fuzz TARGET FILE` tries again. Without atheris nothing is tried, and that is said.

@@ -1,4 +1,4 @@
-"""The targets of `make fuzz`, tried for a moment: bytes of hypothesis's choosing, and what was found once."""
+"""The fuzzing targets, tried for a moment: bytes of hypothesis's choosing, and what was found once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make model DEPTH=n`: explore every size up to a depth, one line of JSON each and one for all."""
+"""`make proofs ONLY=model`: explore every size up to a depth, one line of JSON each and one for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is explored, by depth. Depth 1 takes seconds and is part of `make test`."""
+"""What is explored, by depth. Depth 1 takes a minute or two, 3 hours."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """Random models between random deployments, through real movers and NIXL: every byte.
 
-`make test-random N=2000` runs more pairs. The model of what must arrive is `plan.brute_force`,
-which shares no code with the planner.
+`make test-random N=2000` runs more pairs, and others each time. The model of what must arrive is
+`plan.brute_force`, which shares no code with the planner.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import Any
 
@@ -20,15 +19,14 @@ from tests.support.checked_pull import check, transfer
 from tests.support.layout_strategies import Engine, Model, engines, lists, models
 from tests.support.mover_pair import Movers, in_pool
 
-NUM_PAIRS = int(os.environ.get("RANDOM_PAIRS", "300"))
-
 
 @pytest.mark.timeout(3600)
-def test_every_byte_of_random_pairs_through_real_movers(movers: Movers) -> None:
+def test_every_byte_of_random_pairs_through_real_movers(movers: Movers, pytestconfig: pytest.Config) -> None:
+    num_pairs = pytestconfig.getoption("--random-pairs")
     counts: Counter[str] = Counter()
 
     @settings(
-        max_examples=NUM_PAIRS,
+        max_examples=num_pairs,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
@@ -51,8 +49,8 @@ def test_every_byte_of_random_pairs_through_real_movers(movers: Movers) -> None:
 
     one_pair()
     print(f"{counts['pairs']} pairs through real movers: {dict(counts)}")
-    assert counts["pairs"] >= NUM_PAIRS
-    assert counts["moved"] > NUM_PAIRS // 3, counts
+    assert counts["pairs"] >= num_pairs
+    assert counts["moved"] > num_pairs // 3, counts
 
 
 def pull(movers: Movers, sink: Engine, rank: Rank, source: Engine, **request: Any) -> int:

@@ -1,6 +1,6 @@
 """`make simulate FAULTS=N SEED=S`: ends with one line of JSON; exits 1 where a promise was broken.
 
-`make simulate-liveness` measures how long things take after a fault, and prints a table before that line.
+`make proofs ONLY=liveness` measures how long things take after a fault, and prints a table before that line.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import subprocess
@@ -20,14 +19,14 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 LARGE = Size(nodes=4, engines=12, faults=60)
-SEED_OF_THE_DAY = datetime.datetime.now(datetime.UTC).date().toordinal()
+SEED = 20261124  # `make simulate` draws another each time
 
 
 @pytest.mark.parametrize("size", [Size(), LARGE], ids=["small", "large"])
-def test_the_faults_of_the_day_break_no_promise(size):
-    tally = simulate(SEED_OF_THE_DAY, 1500, size)
+def test_some_faults_break_no_promise(size):
+    tally = simulate(SEED, 300, size)
     assert not tally.failed_seeds, tally.line(0.0)
-    assert tally.faults.total() >= 1500
+    assert tally.faults.total() >= 300
     # In so few episodes, some of which have limits or leases that are used up; a long run has 0.3 and more.
     assert tally.totals["delivered"] >= 0.15 * tally.totals["transfers"]
     assert tally.totals["in_flight"] >= 0.5 * tally.faults.total()
@@ -54,7 +53,7 @@ def test_a_kept_seed_breaks_no_promise(seed, size):
 
 
 def test_the_same_seed_gives_the_same_run():
-    digests = {Episode(SEED_OF_THE_DAY, Size()).run().digest for _ in range(2)}
+    digests = {Episode(SEED, Size()).run().digest for _ in range(2)}
     assert len(digests) == 1
 
 
@@ -67,7 +66,7 @@ def test_the_order_of_sets_changes_nothing():
 def run_line(hash_seed: str) -> dict:
     """The line of JSON of a run in a process of its own."""
     command = [sys.executable, "-m", "tests.property.simulation", "--faults", "90"]
-    command += ["--seed", str(SEED_OF_THE_DAY)]
+    command += ["--seed", str(SEED)]
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)

@@ -24,7 +24,6 @@ from tests.support.cluster.pattern_blocks import Blocks, Yard
 
 GROUP = "full"
 LOOK_S = 0.25
-EARLY_S = 0.3  # the sabotage: a chunk is reported that long before it is written
 JUNK = 254
 
 
@@ -159,13 +158,10 @@ class Agent:
             self._published[chunk.name] = chunk.ids
         elif chunk.name not in self._published:
             return  # released, or the rank has slept
-        if self._sabotage == "early":
-            self._report(chunk)
-            time.sleep(EARLY_S)
         held = content.RequestBlocks(chunk.request, np.array(chunk.ids, np.int32), chunk.end)
-        content.write(self._bytes, self._layout, held, max(chunk.begin, 0))
-        if self._sabotage != "early":
-            self._report(chunk)
+        if self._sabotage != "unwritten":
+            content.write(self._bytes, self._layout, held, max(chunk.begin, 0))
+        self._report(chunk)
 
     def _report(self, chunk: Chunk) -> None:
         ready = None if chunk.end == chunk.num_tokens else chunk.end

@@ -12,10 +12,10 @@ from kvxferd.layout import PackedBlocks
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.attacks.floods import newcomer
-from tests.integration.hostile.raw_protocol import WorkerByHand
-from tests.integration.hostile.registry import attack
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attacks.floods import newcomer
+from tests.proofs.hostile.raw_protocol import WorkerByHand
+from tests.proofs.hostile.registry import attack
 
 SEAL_WRITE, SEAL_FUTURE_WRITE = 0x8, 0x10
 MFD_HUGETLB = 0x4

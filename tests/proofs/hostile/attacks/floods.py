@@ -15,9 +15,9 @@ from kvxferd.wire import worker
 from kvxferd.wire.common import BlockIds, FdBatch, TransferRef
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FRAME_BYTES
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.raw_protocol import FACTS, WorkerByHand, connected, frame
-from tests.integration.hostile.registry import Setup, attack
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.raw_protocol import FACTS, WorkerByHand, connected, frame
+from tests.proofs.hostile.registry import Setup, attack
 
 PART_BYTES = 4_000_000
 

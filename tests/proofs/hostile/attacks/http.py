@@ -6,10 +6,10 @@ import contextlib
 import socket
 import time
 
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.attacks.floods import newcomer
-from tests.integration.hostile.raw_protocol import connected
-from tests.integration.hostile.registry import Setup, attack
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attacks.floods import newcomer
+from tests.proofs.hostile.raw_protocol import connected
+from tests.proofs.hostile.registry import Setup, attack
 
 SMALL = Setup(num_fds=300)
 HEAD = b"GET /v1/status HTTP/1.1\r\nHost: x\r\n"

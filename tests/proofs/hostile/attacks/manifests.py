@@ -16,9 +16,9 @@ from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.wire import peer
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import BlockIds, Message, RankManifest
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.honest_pair import NUM_BLOCKS, TOKENS
-from tests.integration.hostile.registry import attack
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.honest_pair import NUM_BLOCKS, TOKENS
+from tests.proofs.hostile.registry import attack
 
 Answer = Callable[[Any], list[Message]]
 
@@ -227,7 +227,7 @@ def answers_in_a_flood(scene: Scene) -> str:
 @attack("peer", limit_s=60.0)
 def engines_learnt_without_end(scene: Scene) -> str:
     """A daemon tells of a hundred engines of thousands of tensors each."""
-    from tests.integration.hostile.attacks.peers import large_manifest
+    from tests.proofs.hostile.attacks.peers import large_manifest
 
     def answer(question: Any) -> list[Message]:
         if isinstance(question, peer.FetchEngine):

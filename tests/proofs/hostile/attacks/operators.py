@@ -10,11 +10,11 @@ import numpy as np
 
 from kvxferd import client
 from kvxferd.demo import content
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.attacks.ownership import RESTART, back
-from tests.integration.hostile.honest_pair import TOKENS, Engine, _blocks, spec_of
-from tests.integration.hostile.raw_protocol import connected
-from tests.integration.hostile.registry import Setup, attack
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attacks.ownership import RESTART, back
+from tests.proofs.hostile.honest_pair import TOKENS, Engine, _blocks, spec_of
+from tests.proofs.hostile.raw_protocol import connected
+from tests.proofs.hostile.registry import Setup, attack
 
 UNREAD = Setup(stderr_unread=True)
 

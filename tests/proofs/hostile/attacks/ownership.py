@@ -11,10 +11,10 @@ from pathlib import Path
 
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.attacks.floods import newcomer
-from tests.integration.hostile.raw_protocol import WorkerByHand
-from tests.integration.hostile.registry import attack
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attacks.floods import newcomer
+from tests.proofs.hostile.raw_protocol import WorkerByHand
+from tests.proofs.hostile.registry import attack
 
 RESTART = "the daemon was restarted: pulls that ran then end"
 

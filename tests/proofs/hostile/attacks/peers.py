@@ -17,10 +17,10 @@ from kvxferd.wire import peer
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, BlockIds, RankManifest, RegionAddress, TransferRef
 from kvxferd.wire.endpoint import address_of
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.attacks.floods import newcomer
-from tests.integration.hostile.raw_protocol import PeerByHand, stranger_key
-from tests.integration.hostile.registry import Setup, attack
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attacks.floods import newcomer
+from tests.proofs.hostile.raw_protocol import PeerByHand, stranger_key
+from tests.proofs.hostile.registry import Setup, attack
 
 CLEAR = Setup(keys=False)
 ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00"

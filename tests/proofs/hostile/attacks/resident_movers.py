@@ -14,9 +14,9 @@ from kvxferd.wire import mover, worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message, RegionAddress
 from kvxferd.wire.framing import HEADER
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.raw_protocol import FACTS, WorkerByHand
-from tests.integration.hostile.registry import attack
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.raw_protocol import FACTS, WorkerByHand
+from tests.proofs.hostile.registry import attack
 
 
 class MoverByHand:

@@ -14,11 +14,11 @@ from kvxferd.ids import Rank
 from kvxferd.wire import peer
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message, RankManifest, Versions
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.attacks.manifests import DaemonByHand, ref_to
-from tests.integration.hostile.attacks.peers import CLEAR, large_manifest
-from tests.integration.hostile.raw_protocol import FIRST, SECOND, PeerByHand
-from tests.integration.hostile.registry import attack
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attacks.manifests import DaemonByHand, ref_to
+from tests.proofs.hostile.attacks.peers import CLEAR, large_manifest
+from tests.proofs.hostile.raw_protocol import FIRST, SECOND, PeerByHand
+from tests.proofs.hostile.registry import attack
 
 NUMBERS = itertools.count(1000)
 SECRETS = ("", "guessed", "0" * 32, "x" * 100_000)

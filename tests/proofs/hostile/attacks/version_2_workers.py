@@ -20,12 +20,12 @@ from kvxferd.wire import worker
 from kvxferd.wire.common import FdBatch, Message, TransferRef, Versions
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES, MAX_HELLO_BYTES
-from tests.integration.hostile.attacker import Scene
-from tests.integration.hostile.attacks.fence_pages import page
-from tests.integration.hostile.attacks.floods import newcomer
-from tests.integration.hostile.honest_pair import FACTS, NUM_BLOCKS, TOKENS, spec_of
-from tests.integration.hostile.raw_protocol import SECOND, WorkerByHand, connected, frame
-from tests.integration.hostile.registry import Setup, attack
+from tests.proofs.hostile.attacker import Scene
+from tests.proofs.hostile.attacks.fence_pages import page
+from tests.proofs.hostile.attacks.floods import newcomer
+from tests.proofs.hostile.honest_pair import FACTS, NUM_BLOCKS, TOKENS, spec_of
+from tests.proofs.hostile.raw_protocol import SECOND, WorkerByHand, connected, frame
+from tests.proofs.hostile.registry import Setup, attack
 
 ANSWERS = (worker.Registered, worker.Refused, worker.Farewell)
 ONE_BLOCK = {"full": PackedBlocks(ids=bytes(4))}

@@ -16,8 +16,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from tests.property.mutants.mutant import ROOT, Mutant, all_mutants, proofs
-from tests.property.mutants.prove import run_tests
+from tests.proofs.mutants.mutant import ROOT, Mutant, all_mutants, proofs
+from tests.proofs.mutants.prove import run_tests
 
 NEEDED_PERCENT = 95
 CONTROL_FAULTS = 300
@@ -105,7 +105,7 @@ def _simulate(mutant: Mutant, seed: int, max_faults: int) -> Outcome:
 
 def _simulate_once(mutant: Mutant, seed: int, max_faults: int) -> tuple[Outcome, int | None]:
     """Return what became of the mutant, and the episode in which something was broken."""
-    apply = [sys.executable, "-m", "tests.property.mutants.apply", mutant.name]
+    apply = [sys.executable, "-m", "tests.proofs.mutants.apply", mutant.name]
     try:
         done = _run([*apply, *_simulation(seed, max_faults)])
     except subprocess.TimeoutExpired:

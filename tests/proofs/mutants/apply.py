@@ -1,11 +1,11 @@
-"""python -m tests.property.mutants.apply MUTANT MODULE [ARG...]: run a module with a planted bug."""
+"""python -m tests.proofs.mutants.apply MUTANT MODULE [ARG...]: run a module with a planted bug."""
 
 from __future__ import annotations
 
 import runpy
 import sys
 
-from tests.property.mutants.mutant import all_mutants, plant
+from tests.proofs.mutants.mutant import all_mutants, plant
 
 
 def main() -> None:

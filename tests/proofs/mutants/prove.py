@@ -1,4 +1,4 @@
-"""python -m tests.property.mutants.prove [--only NAME] [--jobs N]: find a test that fails with each mutant.
+"""python -m tests.proofs.mutants.prove [--only NAME] [--jobs N]: find a test that fails with each mutant.
 
 Each proof is written to proofs/tests.toml. Where no test fails, a test is missing, or nothing needs the code.
 """
@@ -12,7 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tests.property.mutants.mutant import HERE, ROOT, Mutant, all_mutants, proofs
+from tests.proofs.mutants.mutant import HERE, ROOT, Mutant, all_mutants, proofs
 
 TIMEOUT_S = 300
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -49,7 +49,7 @@ def write(proved: Mutant, test: str) -> None:
     proofs.cache_clear()
     found = {**proofs(), proved.name: test}
     lines = [f'{name} = "{found[name]}"' for name in all_mutants() if name in found]
-    text = "# The test that fails with each mutant: written by tests/property/mutants/prove.py.\n"
+    text = "# The test that fails with each mutant: written by tests/proofs/mutants/prove.py.\n"
     (HERE / "proofs" / "tests.toml").write_text(text + "\n".join(lines) + "\n")
 
 
@@ -73,7 +73,7 @@ def _where_to_look(mutant: Mutant, with_model: bool) -> list[list[str]]:
 
 def run_tests(mutant: Mutant, places: list[str]) -> str:
     """Return the first of these tests that fails with the mutant, or does not end."""
-    command = [sys.executable, "-m", "tests.property.mutants.apply", mutant.name, "pytest", "-x", "-q"]
+    command = [sys.executable, "-m", "tests.proofs.mutants.apply", mutant.name, "pytest", "-x", "-q"]
     command += ["-p", "no:cacheprovider", "-o", "timeout=60", "-rfE", "--tb=no", *places]
     try:
         done = subprocess.run(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.property.mutants.mutant import ROOT, Mutant, MutantError, all_mutants, plant, proofs
+from tests.proofs.mutants.mutant import ROOT, Mutant, MutantError, all_mutants, plant, proofs
 
 
 def test_each_mutant_changes_code_that_compiles() -> None:
@@ -32,14 +32,14 @@ def test_text_that_is_not_there_is_an_error() -> None:
 
 
 def test_a_module_that_is_loaded_is_an_error() -> None:
-    mutant = Mutant(name="late", file="tests/property/mutants/mutant.py", promise="", old="a", new="b")
+    mutant = Mutant(name="late", file="tests/proofs/mutants/mutant.py", promise="", old="a", new="b")
     with pytest.raises(MutantError, match="is loaded already"):
         plant(mutant)
 
 
 def test_a_planted_bug_is_noticed() -> None:
     name = "client-delivers-after-a-failure"
-    apply = [sys.executable, "-m", "tests.property.mutants.apply", name]
+    apply = [sys.executable, "-m", "tests.proofs.mutants.apply", name]
     command = [*apply, "pytest", "-q", "-p", "no:cacheprovider", proofs()[name]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1, done.stdout + done.stderr

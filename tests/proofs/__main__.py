@@ -1,0 +1,299 @@
+"""What is long or wants the machine alone, one proof after another: `make proofs`.
+
+    python -m tests.proofs [NAME...] [--args ARGUMENTS] [--changed REV | --stale] [--minutes N] [--record]
+
+Each proof shows its own output and then one line of JSON. The last table names what ran, with its result and
+its seconds, and what did not run and why. The last line counts. Exits with 1 where a proof failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.proofs.vllm import environment
+
+ROOT = Path(__file__).parents[2]
+EVIDENCE = ROOT / "docs" / "evidence" / "proofs.toml"
+
+
+class Need(NamedTuple):
+    """What a proof cannot run without, and how to have it."""
+
+    name: str
+    is_met: Callable[[], bool]
+    how: str
+
+
+def _program(name: str, package: str) -> Need:
+    return Need(name, lambda: shutil.which(name) is not None, f"install Debian's {package}")
+
+
+def _vllm(version: str = "") -> Need:
+    how = f"python -m tests.proofs.vllm.environment {version}".strip()
+    return Need(f"vLLM {version}".strip(), lambda: environment.is_made(version), how)
+
+
+def _has_image() -> bool:
+    if shutil.which("podman") is None:
+        return False
+    return not subprocess.run(["podman", "image", "exists", _IMAGE], check=False).returncode
+
+
+_IMAGE = os.environ.get("KVXFERD_IMAGE", "localhost/kvxferd:cpu")
+IS_ROOT = Need("root", lambda: os.geteuid() == 0, "run it as root")
+NFT = _program("nft", "nftables")
+PROMTOOL = _program("promtool", "prometheus")
+PODMAN = _program("podman", "podman")
+IMAGE = Need("image", _has_image, "python deploy/image/build.py --variant cpu --tag localhost/kvxferd:cpu")
+ATHERIS = Need(
+    "atheris",
+    lambda: importlib.util.find_spec("atheris") is not None,
+    "pip install -c constraints.txt atheris",
+)
+GPU = Need("GPU", lambda: Path("/dev/nvidiactl").exists(), "a machine with an NVIDIA GPU")
+
+
+class Proof(NamedTuple):
+    """A module with a command line, or tests, or both.
+
+    size: the module's arguments where none are given. minutes: on two idle cores. paths: a change below one
+    of them is a reason to run it.
+    """
+
+    name: str
+    minutes: float
+    module: str = ""
+    size: str = ""
+    tests: str = ""
+    needs: tuple[Need, ...] = ()
+    paths: tuple[str, ...] = ()
+    on_demand: bool = False  # runs only where it is named
+
+    def commands(self, arguments: str) -> list[list[str]]:
+        """Return what it runs. With arguments of one's own: the module alone, or the tests."""
+        found = []
+        if self.module:
+            found.append([sys.executable, "-m", self.module, *shlex.split(arguments or self.size)])
+        if self.tests and not (self.module and arguments):
+            words = shlex.split(f"{self.tests} {arguments}")
+            found.append([sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=proofs", *words])
+        return found
+
+    def missing(self) -> str:
+        """Return what it needs and is not here; "" where nothing is."""
+        return "; ".join(f"needs {need.name}: {need.how}" for need in self.needs if not need.is_met())
+
+
+DECISIONS = ("kvxferd/core", "kvxferd/wire", "kvxferd/client")
+MOVERS = ("kvxferd/mover", "kvxferd/memory", "kvxferd/frame_socket.py")
+LAYOUTS = ("kvxferd/plan", "kvxferd/layout")
+DAEMON = (*DECISIONS, *MOVERS, "kvxferd/control", "kvxferd/daemon.py")
+SIMULATION = ("tests/property/simulation", "tests/support/simulation.py")
+CLUSTER = ("tests/support/cluster", "tests/proofs/chaos")
+APPLICATIONS = ("kvxferd/bench", "kvxferd/demo", "kvxferd/doctor", "kvxferd/tooling")
+VLLM = ("kvxferd/integrations", "tests/proofs/vllm", "tests/support/vllm_servers", "constraints-vllm.txt")
+
+PROOFS = (
+    Proof(
+        "wheel", 1, "tests.proofs.wheel",
+        paths=("pyproject.toml", "constraints.txt", "kvxferd/cli", "tests/proofs/wheel"),
+    ),
+    Proof(
+        "hosts", 1, tests="tests/proofs/hosts tests/unit/deploy/test_firewall.py",
+        needs=(IS_ROOT, NFT), paths=(*DAEMON, "tests/proofs/hosts", "deploy/firewall"),
+    ),
+    Proof(
+        "liveness", 0.5, "tests.property.simulation", "--liveness --faults 1000 --episode-faults 8",
+        paths=(*DECISIONS, *SIMULATION),
+    ),
+    Proof(
+        "simulation", 1.5, "tests.property.simulation", "--faults 10000",
+        paths=(*DECISIONS, *MOVERS, *LAYOUTS, *SIMULATION),
+    ),
+    Proof("model", 1.5, "tests.property.model", "--depth 1", paths=(*DECISIONS, "tests/property/model")),
+    Proof(
+        "storms", 2, "tests.property.simulation.scenarios", "restarted,killed,partitioned 50,200",
+        paths=(*DECISIONS, *SIMULATION),
+    ),
+    Proof(
+        "checkers", 2, tests="tests/proofs/checkers tests/proofs/mutants",
+        paths=(*SIMULATION, "tests/property/model", "tests/proofs/checkers", "tests/proofs/mutants"),
+    ),
+    Proof(
+        "random-pairs", 2,
+        tests="tests/property/random_pairs tests/property/plan --random-pairs 2000",
+        paths=(*LAYOUTS, *MOVERS, "tests/property/random_pairs", "tests/property/plan"),
+    ),
+    Proof(
+        "applications", 4, tests="tests/proofs/applications",
+        paths=(*DAEMON, *APPLICATIONS, "tests/proofs/applications"),
+    ),
+    Proof(
+        "monitoring", 5, tests="tests/unit/deploy/test_monitoring.py tests/proofs/monitoring",
+        needs=(PROMTOOL,), paths=("kvxferd/telemetry", "deploy/monitoring", "tests/proofs/monitoring"),
+    ),
+    Proof(
+        "chaos", 6, "tests.proofs.chaos", "--faults 60", "tests/proofs/chaos",
+        paths=(*DAEMON, *CLUSTER),
+    ),
+    Proof(
+        "game-day", 7, "tests.proofs.game_day", tests="tests/proofs/game_day",
+        paths=("kvxferd/telemetry", "kvxferd/doctor", "tests/proofs/game_day"),
+    ),
+    Proof(
+        "mutants", 8, "tests.proofs.mutants", "--faults 6000",
+        paths=(*DECISIONS, *MOVERS, *SIMULATION, "tests/proofs/mutants"),
+    ),
+    Proof(
+        "hostile", 10, "tests.proofs.hostile", tests="tests/proofs/hostile",
+        needs=(IS_ROOT,), paths=(*DAEMON, "kvxferd/run_directory.py", "tests/proofs/hostile"),
+    ),
+    Proof(
+        "fuzz", 10, "tests.property.fuzz", "--seconds 600",
+        needs=(ATHERIS,), paths=(*DECISIONS, *LAYOUTS, "tests/property/fuzz"),
+    ),
+    Proof(
+        "image", 2, tests="tests/proofs/image",
+        needs=(PODMAN, IS_ROOT, IMAGE), paths=("Dockerfile", "deploy/image", "tests/proofs/image"),
+    ),
+    Proof("vllm-0.33", 2, "tests.proofs.vllm", "--version 0.33.0", needs=(_vllm("0.33.0"),), paths=VLLM),
+    Proof("vllm", 15, "tests.proofs.vllm", needs=(_vllm(),), paths=(*DAEMON, *VLLM)),
+    Proof(
+        "gpu", 5, tests="tests/unit tests/integration -m gpu",
+        needs=(GPU,), paths=(*MOVERS, "kvxferd/resident", "tests/integration/gpu"),
+    ),
+    Proof("chaos-long", 60, "tests.proofs.chaos.long", "--faults 500", on_demand=True),
+    Proof("soak", 30, "tests.proofs.chaos.soak", on_demand=True),
+)  # fmt: skip
+
+
+class Run(NamedTuple):
+    """What became of a proof: `result` is passed, failed or skipped; `why` it was skipped."""
+
+    proof: Proof
+    result: str
+    seconds: float = 0.0
+    why: str = ""
+
+
+def run(proof: Proof, arguments: str) -> Run:
+    """Run a proof whose needs are met, and print its line of JSON."""
+    began = time.monotonic()
+    done = [subprocess.run(c, cwd=ROOT, check=False).returncode for c in proof.commands(arguments)]
+    finished = Run(proof, "failed" if any(done) else "passed", round(time.monotonic() - began, 1))
+    print(
+        json.dumps({"proof": proof.name, "arguments": arguments or proof.size} | line_of(finished)),
+        flush=True,
+    )
+    return finished
+
+
+def line_of(finished: Run) -> dict[str, object]:
+    """Return what is kept of a run."""
+    return {
+        "result": finished.result,
+        "seconds": finished.seconds,
+        "commit": _git("describe", "--always", "--dirty", "--abbrev=10", "--exclude=*") or "unknown",
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+
+
+def _git(*words: str) -> str | None:
+    """Return what git prints; None where it fails, as it does for a commit that a shallow clone lacks."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return None if done.returncode else done.stdout.strip()
+
+
+# --- which
+
+
+def unchanged_since(proof: Proof, revision: str) -> bool:
+    """Whether nothing below the proof's paths has changed since. A revision that is not here: False."""
+    changed = _git("diff", "--name-only", revision, "--", *proof.paths) if revision else None
+    return changed == ""
+
+
+def read_evidence() -> dict[str, dict[str, object]]:
+    """Return each proof's last recorded run."""
+    return tomllib.loads(EVIDENCE.read_text()) if EVIDENCE.exists() else {}
+
+
+def record(finished: Sequence[Run]) -> None:
+    """Write into docs/evidence/proofs.toml how the proofs that ran have ended."""
+    found = read_evidence() | {one.proof.name: line_of(one) for one in finished if one.result != "skipped"}
+    parts = ["# Each proof's last recorded run, on two cores: `make proofs ARGS=--record` writes it.\n"]
+    for proof in PROOFS:
+        if proof.name in found:
+            lines = [f"{key} = {json.dumps(value)}\n" for key, value in found[proof.name].items()]
+            parts.append(f"\n[{json.dumps(proof.name)}]\n{''.join(lines)}")
+    EVIDENCE.write_text("".join(parts))
+
+
+def why_not(proof: Proof, asked: argparse.Namespace, last: dict[str, object], left_s: float) -> str:
+    """Return why a proof does not run now; "" where it does."""
+    if proof.on_demand and not asked.names:
+        return f"on demand: make proofs ONLY={proof.name}"
+    since = str(last.get("commit", "")) if last.get("result") == "passed" else ""
+    since = since if asked.stale else asked.changed
+    if (asked.stale or asked.changed) and unchanged_since(proof, since):
+        return f"unchanged since {since}"
+    if missing := proof.missing():
+        return missing
+    return f"no time left: {proof.minutes:g} min" if proof.minutes * 60 > left_s else ""
+
+
+def main() -> int:
+    """Run what was asked for, cheapest first."""
+    parser = argparse.ArgumentParser(prog="proofs", description=__doc__.partition("\n")[0])
+    names = [proof.name for proof in PROOFS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all by default")
+    parser.add_argument("--args", default="", help="in place of the arguments that the table has")
+    parser.add_argument("--changed", default="", metavar="REV", help="those whose paths changed since REV")
+    parser.add_argument(
+        "--stale", action="store_true", help="those whose paths changed since they last passed"
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none that takes longer")
+    parser.add_argument("--record", action="store_true", help="write the results into docs/evidence")
+    asked = parser.parse_args()
+    if unknown := set(asked.names) - set(names):
+        parser.error(f"there is no proof {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    evidence = read_evidence()
+    end = time.monotonic() + 60 * asked.minutes
+    finished = []
+    for proof in sorted(PROOFS, key=lambda one: one.minutes):
+        if asked.names and proof.name not in asked.names:
+            continue
+        why = why_not(proof, asked, evidence.get(proof.name, {}), end - time.monotonic())
+        finished.append(Run(proof, "skipped", why=why) if why else run(proof, asked.args.strip()))
+    if asked.record:
+        record(finished)
+    show(finished)
+    return int(any(one.result == "failed" for one in finished))
+
+
+def show(finished: Sequence[Run]) -> None:
+    """Print the table of what ran, what did not run and why, and the line that counts."""
+    print("\nproof          result    seconds")
+    for one in sorted(finished, key=lambda one: one.result == "skipped"):
+        print(f"{one.proof.name:14} {one.result:9} {one.why or f'{one.seconds:7.1f}'}")
+    counts = [
+        f"{sum(one.result == kind for one in finished)} {kind}" for kind in ("passed", "failed", "skipped")
+    ]
+    print(", ".join(counts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
