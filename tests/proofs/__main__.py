@@ -22,11 +22,14 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 from tests.proofs.vllm import environment
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "docs" / "evidence" / "proofs.toml"
+REPORT = ROOT / "build" / "proofs.xml"  # of the last tests
+PYTEST_FLAGS = ("--hypothesis-profile=proofs", f"--junitxml={REPORT}")
 
 
 class Need(NamedTuple):
@@ -54,6 +57,7 @@ def _has_image() -> bool:
 
 _IMAGE = os.environ.get("KVXFERD_IMAGE", "localhost/kvxferd:cpu")
 IS_ROOT = Need("root", lambda: os.geteuid() == 0, "run it as root")
+IP = _program("ip", "iproute2")
 NFT = _program("nft", "nftables")
 PROMTOOL = _program("promtool", "prometheus")
 PODMAN = _program("podman", "podman")
@@ -89,7 +93,7 @@ class Proof(NamedTuple):
             found.append([sys.executable, "-m", self.module, *shlex.split(arguments or self.size)])
         if self.tests and not (self.module and arguments):
             words = shlex.split(f"{self.tests} {arguments}")
-            found.append([sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=proofs", *words])
+            found.append([sys.executable, "-m", "pytest", "-q", *PYTEST_FLAGS, *words])
         return found
 
     def missing(self) -> str:
@@ -109,11 +113,15 @@ VLLM = ("kvxferd/integrations", "tests/proofs/vllm", "tests/support/vllm_servers
 PROOFS = (
     Proof(
         "wheel", 1, "tests.proofs.wheel",
-        paths=("pyproject.toml", "constraints.txt", "kvxferd/cli", "tests/proofs/wheel"),
+        paths=("kvxferd", "pyproject.toml", "constraints.txt", "README.md", "tests/proofs/wheel"),
     ),
     Proof(
-        "hosts", 1, tests="tests/proofs/hosts tests/unit/deploy/test_firewall.py",
-        needs=(IS_ROOT, NFT), paths=(*DAEMON, "tests/proofs/hosts", "deploy/firewall"),
+        "firewall", 0.2, tests="tests/unit/deploy/test_firewall.py",
+        needs=(IS_ROOT, NFT), paths=("deploy/firewall", "tests/unit/deploy/test_firewall.py"),
+    ),
+    Proof(
+        "hosts", 1, tests="tests/proofs/hosts",
+        needs=(IS_ROOT, IP), paths=(*DAEMON, "tests/proofs/hosts", "tests/support/namespace_pair.py"),
     ),
     Proof(
         "liveness", 0.5, "tests.property.simulation", "--liveness --faults 1000 --episode-faults 8",
@@ -181,24 +189,36 @@ PROOFS = (
 
 
 class Run(NamedTuple):
-    """What became of a proof: `result` is passed, failed or skipped; `why` it was skipped."""
+    """What became of a proof: `result` is passed, failed or skipped."""
 
     proof: Proof
     result: str
     seconds: float = 0.0
-    why: str = ""
+    why: str = ""  # or which of its tests were skipped, and why
 
 
 def run(proof: Proof, arguments: str) -> Run:
     """Run a proof whose needs are met, and print its line of JSON."""
     began = time.monotonic()
-    done = [subprocess.run(c, cwd=ROOT, check=False).returncode for c in proof.commands(arguments)]
-    finished = Run(proof, "failed" if any(done) else "passed", round(time.monotonic() - began, 1))
-    print(
-        json.dumps({"proof": proof.name, "arguments": arguments or proof.size} | line_of(finished)),
-        flush=True,
-    )
+    REPORT.unlink(missing_ok=True)
+    done = [
+        subprocess.run(command, cwd=ROOT, check=False).returncode for command in proof.commands(arguments)
+    ]
+    num_tests, skips = skipped_tests()
+    result = "failed" if any(done) else "skipped" if skips and len(skips) == num_tests else "passed"
+    why = f"{len(skips)} of {num_tests} tests skipped: {'; '.join(sorted(set(skips)))}" if skips else ""
+    finished = Run(proof, result, round(time.monotonic() - began, 1), why)
+    line = {"proof": proof.name, "arguments": arguments or proof.size} | line_of(finished)
+    print(json.dumps(line), flush=True)
     return finished
+
+
+def skipped_tests() -> tuple[int, list[str]]:
+    """Return how many tests pytest last ran, and why each skipped one was skipped."""
+    if not REPORT.exists():
+        return 0, []
+    tests = list(ElementTree.parse(REPORT).iter("testcase"))
+    return len(tests), [skip.get("message", "") for test in tests for skip in test.iter("skipped")]
 
 
 def line_of(finished: Run) -> dict[str, object]:
@@ -246,12 +266,12 @@ def why_not(proof: Proof, asked: argparse.Namespace, last: dict[str, object], le
     """Return why a proof does not run now; "" where it does."""
     if proof.on_demand and not asked.names:
         return f"on demand: make proofs ONLY={proof.name}"
+    if missing := proof.missing():
+        return missing
     since = str(last.get("commit", "")) if last.get("result") == "passed" else ""
     since = since if asked.stale else asked.changed
     if (asked.stale or asked.changed) and unchanged_since(proof, since):
         return f"unchanged since {since}"
-    if missing := proof.missing():
-        return missing
     return f"no time left: {proof.minutes:g} min" if proof.minutes * 60 > left_s else ""
 
 
@@ -288,7 +308,8 @@ def show(finished: Sequence[Run]) -> None:
     """Print the table of what ran, what did not run and why, and the line that counts."""
     print("\nproof          result    seconds")
     for one in sorted(finished, key=lambda one: one.result == "skipped"):
-        print(f"{one.proof.name:14} {one.result:9} {one.why or f'{one.seconds:7.1f}'}")
+        seconds = f"{one.seconds:7.1f}" if one.seconds else ""
+        print(f"{one.proof.name:14} {one.result:9} {seconds:7} {one.why}".rstrip())
     counts = [
         f"{sum(one.result == kind for one in finished)} {kind}" for kind in ("passed", "failed", "skipped")
     ]

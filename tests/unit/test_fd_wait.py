@@ -48,6 +48,7 @@ def test_the_other_ends_end_is_something_to_read() -> None:
     os.close(ours)
 
 
+@pytest.mark.process
 def test_descriptors_above_1023() -> None:
     code = f"""
 import os, resource

@@ -22,6 +22,7 @@ def test_what_is_there_stays() -> None:
     assert again is sys
 
 
+@pytest.mark.process
 def test_a_daemon_loads_no_rich_and_no_torch() -> None:
     imports = "import sys, kvxferd.cli.root, kvxferd.cli.serve as s; s.import_logs(); import kvxferd.daemon"
     code = f"{imports}; print(sorted({{'rich', 'torch', 'nixl'}} & set(sys.modules)))"

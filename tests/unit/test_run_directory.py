@@ -64,6 +64,7 @@ def start(directory: Path, wait_s: float = 0.2) -> RunDirectory:
     return made
 
 
+@pytest.mark.process
 @needs_root
 @pytest.mark.parametrize("name", ["daemon.lock", "movers.lock"])
 def test_a_stranger_who_holds_an_old_lock_blocks_no_start_and_none_after_it(directory: Path, name: str):
@@ -77,6 +78,7 @@ def test_a_stranger_who_holds_an_old_lock_blocks_no_start_and_none_after_it(dire
         os.close(again)
 
 
+@pytest.mark.process
 @needs_root
 @pytest.mark.parametrize("name", ["daemon.lock", "movers.lock"])
 def test_a_stranger_who_runs_a_set_uid_program_is_a_stranger(directory: Path, name: str):
@@ -101,6 +103,7 @@ def test_who_opened_an_old_lock_before_the_first_start_blocks_none_after_it(dire
     assert not list(directory.glob("*.new"))
 
 
+@pytest.mark.process
 @needs_root
 def test_the_new_locks_are_in_a_room_of_their_own(directory: Path):
     made = start(directory)
@@ -119,6 +122,7 @@ def test_the_new_locks_are_in_a_room_of_their_own(directory: Path):
         made.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["daemon.lock", "movers.lock"])
 def test_a_process_of_this_user_that_holds_an_old_lock_is_an_earlier_daemons(directory: Path, name: str):
     left_by_0_1(directory)
@@ -180,6 +184,7 @@ def test_a_directory_that_others_may_write_in_is_closed(directory: Path, mode: i
     assert directory.stat().st_mode & 0o777 == 0o755
 
 
+@pytest.mark.process
 @needs_root
 @pytest.mark.parametrize("mode", [0o777, 0o775])
 def test_a_directory_that_it_cannot_close_is_refused(directory: Path, mode: int):
@@ -269,6 +274,7 @@ def test_a_full_directory_is_refused_with_what_to_do(directory: Path, monkeypatc
     start(directory).close()  # nothing is held
 
 
+@pytest.mark.process
 @needs_root
 def test_a_user_who_may_not_write_there_is_told_how_to_make_it(directory: Path):
     directory.parent.chmod(0o711)
@@ -287,6 +293,7 @@ from kvxferd.run_directory import RunDirectory
     assert f"install -d -o {NOBODY} {directory}`" in said
 
 
+@pytest.mark.process
 def test_movers_inherit_both_locks(directory: Path):
     made = start(directory)
     child = subprocess.Popen(

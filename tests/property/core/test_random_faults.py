@@ -215,6 +215,7 @@ def test_mischief(seed):
     assert run.leftovers() == []
 
 
+@pytest.mark.slow
 def test_mischief_really_happens():
     """The runs above lose, double, kill, deliver and fail; else they would prove nothing."""
     total: Counter[str] = Counter()
@@ -238,6 +239,7 @@ def test_mischief_really_happens():
     assert all(total[name] > 0 for name in wanted), total
 
 
+@pytest.mark.slow
 def test_the_check_can_fail():
     """Without the fence, the same mischief delivers wrong bytes: so the check is no ornament."""
     wrong = 0

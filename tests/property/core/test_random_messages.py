@@ -12,6 +12,7 @@ from enum import EnumMeta
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,8 @@ from kvxferd.wire.codec import CLIENT_MESSAGES, FROM_MOVER, PEER_MESSAGES, Decod
 from kvxferd.wire.common import Binding, Message, RankManifest, Refusal, RegionAddress, TransferRef
 from kvxferd.wire.limits import MAX_FRAME_BYTES
 from tests.support.simulation import spec_of
+
+pytestmark = pytest.mark.slow
 
 HERE, THERE, ELSEWHERE = "tcp://here:1", "tcp://there:1", "tcp://elsewhere:1"
 BLOCKS = {"full": PackedBlocks(pack_ids([3, 1, 2]))}

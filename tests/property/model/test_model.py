@@ -7,6 +7,8 @@ import pytest
 from tests.property.model.scenario import Scenario
 from tests.property.model.search import Search
 
+pytestmark = pytest.mark.slow
+
 SIZES = [
     Scenario(clocks=(1, 1)),
     Scenario(notices=True, deaths=1, drops=1),

@@ -180,6 +180,7 @@ def test_faults_write_no_wrong_byte(seed: int) -> None:
     assert all(one.state in {ChunkState.FREE, ChunkState.LOST} for one in run.bench.chunks._chunks)
 
 
+@pytest.mark.slow
 def test_faults_really_happen() -> None:
     """The runs above deliver, cancel, fail, let go and doubt, by chunks and directly."""
     total: Counter[str] = Counter()
@@ -194,6 +195,8 @@ def test_faults_really_happen() -> None:
     assert all(total[name] > 0 for name in wanted), total
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["early-fence", "early-end"])
 def test_the_checks_can_fail(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A word that is read before the last chunk is, and an end that waits for no scatter, are noticed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,8 @@ from tests.support.layout_strategies import (
     models,
     required_from,
 )
+
+pytestmark = pytest.mark.slow
 
 BUDGET = settings(
     # A nightly run sets RANDOM_PAIRS to thousands.

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ from kvxferd.plan.covering import CoveredRank, CoverExpander, TableCache
 from kvxferd.plan.stretches import StretchForm
 from tests.support import brute_force
 from tests.support.layout_strategies import Model, engines, lists, models
+
+pytestmark = pytest.mark.slow
 
 BUDGET = settings(
     max_examples=int(os.environ.get("RANDOM_PAIRS", "300")),

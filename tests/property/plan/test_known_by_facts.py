@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,6 +68,7 @@ def _divides(num_units: int, tp: int) -> bool:
     return num_units == 0 or num_units % tp == 0 or tp % num_units == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(pair=pairs(), data=st.data())
 def test_facts_alone_agree_with_the_plan(pair: tuple[Ranks, Ranks], data: st.DataObject) -> None:

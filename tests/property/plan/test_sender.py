@@ -103,6 +103,7 @@ def whole_lists(engine: Engine, num_tokens: int) -> dict[GroupName, PackedBlocks
     return found
 
 
+@pytest.mark.slow
 @budget(NUM_PAIRS // 3)
 @given(st.data())
 def test_the_producers_together_send_what_the_consumers_read(data: st.DataObject) -> None:

@@ -21,6 +21,8 @@ from tests.support.checked_pull import transfer
 from tests.support.layout_table import DENSE, MLA, NUM_TOKENS, TABLE, engine, lists
 from tests.support.mover_pair import Movers
 
+pytestmark = pytest.mark.process
+
 
 def read_all(movers: Movers, sink: Ranks, source: Ranks, first_token: int = 0) -> int:
     """Every rank of the sink reads the source; returns all bytes moved."""

@@ -19,6 +19,8 @@ from tests.support.checked_pull import check, transfer
 from tests.support.layout_strategies import Engine, Model, engines, lists, models
 from tests.support.mover_pair import Movers, in_pool
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.timeout(3600)
 def test_every_byte_of_random_pairs_through_real_movers(movers: Movers, pytestconfig: pytest.Config) -> None:

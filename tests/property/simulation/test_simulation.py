@@ -15,13 +15,12 @@ from tests.property.simulation.__main__ import simulate
 from tests.property.simulation.episode import Episode, Size
 from tests.property.simulation.shrink import Shrinker
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[3]
 LARGE = Size(nodes=4, engines=12, faults=60)
 SEED = 20261124  # `make simulate` draws another each time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [Size(), LARGE], ids=["small", "large"])
 def test_some_faults_break_no_promise(size):
     tally = simulate(SEED, 300, size)
@@ -52,11 +51,13 @@ def test_a_kept_seed_breaks_no_promise(seed, size):
     assert not result.problem, f"{KEPT[seed, size]}: {result.problem}"
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run():
     digests = {Episode(SEED, Size()).run().digest for _ in range(2)}
     assert len(digests) == 1
 
 
+@pytest.mark.process
 def test_the_order_of_sets_changes_nothing():
     lines = [run_line(hash_seed) for hash_seed in ("1", "2")]
     assert lines[0]["trace_sha256"] == lines[1]["trace_sha256"]
@@ -72,6 +73,7 @@ def run_line(hash_seed: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.process
 def test_an_interrupted_run_tells_what_it_has_found():
     command = [sys.executable, "-m", "tests.property.simulation", "--faults", "1000000", "--seed", "1"]
     with subprocess.Popen(
@@ -85,6 +87,7 @@ def test_an_interrupted_run_tells_what_it_has_found():
     assert told["faults"] < 1_000_000
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_noticed_and_their_cause_is_cut_down(monkeypatch):
     """Movers that believe every fence word deliver what the source has overwritten."""
     monkeypatch.setattr(PullEngine, "_check_fence_word", lambda self, pull, now: None)

@@ -165,6 +165,7 @@ def test_lines_of_the_picture_keep_transports_apart() -> None:
     assert rates_by_size(points, KVXFERD, "tcp") == {4 << 20: [pytest.approx(moved / 0.004 / 1e9)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "starts"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_a_picture_is_drawn(tmp_path: Path, suffix: str, starts: bytes) -> None:
     pytest.importorskip("matplotlib")

@@ -6,6 +6,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 
 from kvxferd.bench import proc_stats
 from kvxferd.memory import SealedMemory
@@ -36,6 +37,7 @@ def test_processor_time_is_counted() -> None:
     assert proc_stats.cpu_seconds(os.getpid()) - before >= 0.05
 
 
+@pytest.mark.process
 def test_a_tree_is_the_process_and_its_children() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         try:

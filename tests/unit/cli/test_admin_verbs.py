@@ -129,6 +129,7 @@ def test_a_fifo_is_no_key_file_and_is_not_waited_for(tmp_path: Path) -> None:
         read_key(tmp_path / "peer.key")
 
 
+@pytest.mark.process
 @needs_root
 def test_a_key_of_another_user_is_refused_with_how_to_hand_it_over() -> None:
     body = """

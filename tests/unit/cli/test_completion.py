@@ -93,6 +93,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.process
 def test_a_completion_loads_no_large_library() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
     large = {"numpy", "rich", "asyncio", "aiohttp", "http.client", "prometheus_client", "structlog", "zmq"}
@@ -100,6 +101,7 @@ def test_a_completion_loads_no_large_library() -> None:
     assert loaded == set()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_its_script(shell: str) -> None:
     done = subprocess.run(

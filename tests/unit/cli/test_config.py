@@ -95,6 +95,7 @@ async def test_no_secret_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "c0ffee" not in result.output
 
 
+@pytest.mark.process
 async def test_the_daemon_names_every_bad_key_as_the_check_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ async def test_a_query_that_the_server_does_not_know_is_refused(tmp_path: Path) 
         assert "History: none" in result.stdout
 
 
+@pytest.mark.process
 async def test_follow_prints_each_record_once_and_counts_what_it_missed(tmp_path: Path) -> None:
     node = BusyNode()
     node.kept.add(named("first"))

@@ -25,16 +25,19 @@ def kvxferd_process(*arguments: str, **environ: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.process
 def test_version() -> None:
     assert kvxferd_process("--version").stdout == f"kvxferd, version {kvxferd.__version__}\n"
 
 
+@pytest.mark.process
 def test_serve_has_a_flag_for_every_setting() -> None:
     text = kvxferd_process("serve", "--help").stdout
     for key in SETTINGS:
         assert f"{flag_name(key)} " in text
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "environ", "names"),
     [
@@ -57,6 +60,7 @@ def test_what_cannot_be_done_is_one_line(
         assert name in done.stderr
 
 
+@pytest.mark.process
 def test_the_daemon_loads_neither_torch_nor_nixl_nor_the_demo() -> None:
     loads = "import kvxferd.cli.root, kvxferd.daemon, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 LOOK = """
 import gc
 from kvxferd.cli.serve import freeze_imports
 import kvxferd.daemon
+
 before = len(gc.get_objects())
 freeze_imports()
 print(before, len(gc.get_objects()))

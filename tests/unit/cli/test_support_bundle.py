@@ -54,6 +54,7 @@ async def bundle(path: Path, *arguments: str, environ: dict[str, str] | None = N
     return found
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("log_lines")
 async def test_no_secret_is_in_it_wherever_it_was_planted(tmp_path: Path) -> None:
     key = make_key(tmp_path / "peer.key")
@@ -87,6 +88,7 @@ async def test_no_secret_is_in_it_wherever_it_was_planted(tmp_path: Path) -> Non
     assert len(json.loads(found["log.json"])["errors"]) == 2 + 4
 
 
+@pytest.mark.process
 async def test_what_it_holds_and_its_manifest(tmp_path: Path) -> None:
     async with daemon(tmp_path) as served:
         manifest = await bundle(tmp_path / "b.tar.gz", "--socket", served.control.socket)
@@ -107,6 +109,7 @@ async def test_what_it_holds_and_its_manifest(tmp_path: Path) -> None:
     assert json.loads(found["status.json"])["node"]["engines"]
 
 
+@pytest.mark.process
 async def test_a_daemon_that_is_dead_or_hangs_costs_only_its_own_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +135,7 @@ async def test_a_daemon_that_is_dead_or_hangs_costs_only_its_own_files(
     assert "peer.nothing" in why["configuration.json"]
 
 
+@pytest.mark.process
 async def test_it_names_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     arguments = ("--output", str(tmp_path / "none" / "b.tar.gz"), "--socket", str(tmp_path / "no.sock"))
     done = await run("support-bundle", "--no-doctor", *arguments)
@@ -139,6 +143,7 @@ async def test_it_names_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     assert "--output" in done.stderr
 
 
+@pytest.mark.process
 def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
     planted = tmp_path / "kvxferd"
     planted.mkdir()

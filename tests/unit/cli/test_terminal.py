@@ -118,6 +118,7 @@ async def test_nothing_is_cut_and_nothing_steers_the_terminal(
         assert name in plain, name  # whole, and in one line
 
 
+@pytest.mark.process
 async def test_without_color_there_is_no_escape_sequence(tmp_path: Path) -> None:
     async with daemon(tmp_path) as config:
         arguments = ["transfers", "--socket", config.control.socket]

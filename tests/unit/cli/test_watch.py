@@ -42,6 +42,7 @@ async def _state_is_shown(process: subprocess.Popen[str], text: str) -> None:
     await asyncio.wait_for(asyncio.to_thread(read), DEADLINE_S)
 
 
+@pytest.mark.process
 async def test_a_pipe_gets_block_after_block_through_a_restart_of_the_daemon(tmp_path: Path) -> None:
     watching = None
     try:
@@ -63,6 +64,7 @@ async def test_a_pipe_gets_block_after_block_through_a_restart_of_the_daemon(tmp
     assert errors.count("\n") <= 2  # one line an outage, not one a round
 
 
+@pytest.mark.process
 async def test_json_is_one_line_a_round_and_a_closed_pipe_ends_it(tmp_path: Path) -> None:
     async with daemon(tmp_path):
         watching = _start("peers", "--json", "--watch", "0.1", "--socket", str(tmp_path))
@@ -82,6 +84,7 @@ async def test_json_is_one_line_a_round_and_a_closed_pipe_ends_it(tmp_path: Path
                 watching.stderr.close()
 
 
+@pytest.mark.process
 async def test_a_terminal_is_redrawn(tmp_path: Path) -> None:
     node = StillNode()
 

@@ -115,6 +115,7 @@ def test_a_publisher_comes_back_too(stage: Stage) -> None:
     assert (replayed.transfer_id, replayed.incarnations) == ("req-1", ((Rank(0, 0), "first"),))
 
 
+@pytest.mark.process
 def test_a_process_that_forgets_to_close_ends_all_the_same(stage: Stage) -> None:
     program = """
         import os, sys
@@ -136,6 +137,7 @@ def test_a_process_that_forgets_to_close_ends_all_the_same(stage: Stage) -> None
             side.receive()
 
 
+@pytest.mark.process
 def test_the_client_imports_neither_numpy_nor_torch() -> None:
     program = (
         "import sys, kvxferd.client; print(*{'numpy', 'torch', 'nixl', 'zmq', 'asyncio'} & set(sys.modules))"

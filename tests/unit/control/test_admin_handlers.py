@@ -101,6 +101,7 @@ async def test_no_lever_is_there_over_tcp(tmp_path: Path, route) -> None:
         assert (await tcp.request(route.method, route.path)).status == 403
 
 
+@pytest.mark.process
 @needs_root
 @pytest.mark.parametrize(
     ("uid", "gid", "statuses"),
@@ -120,6 +121,7 @@ async def test_levers_are_for_root_and_the_daemons_user(uid, gid, statuses) -> N
     assert node.draining is (uid == 0)
 
 
+@pytest.mark.process
 @needs_root
 async def test_others_cannot_even_connect() -> None:
     with open_directory() as directory:
@@ -173,6 +175,7 @@ async def test_each_request_for_a_change_is_logged_with_its_caller(
     assert "hunter2" not in json.dumps(lines)
 
 
+@pytest.mark.process
 def test_the_command_line_of_a_caller_is_one_printable_line(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.stdin.read()", "--password", "hunter2", "\x1b]0;x\n"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:

@@ -28,6 +28,7 @@ WAIT_S = 20.0
 COMMENTS = st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_size=20)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.binary(min_size=32, max_size=32), COMMENTS), min_size=1, max_size=20))
 def test_each_line_is_a_key_with_a_comment(tmp_path_factory: pytest.TempPathFactory, listed) -> None:
     path = tmp_path_factory.mktemp("keys") / "allowed"

@@ -7,10 +7,15 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
+import pytest
+
 from kvxferd.control.connection_shutdown import shut_accepted_connections
+
+pytestmark = pytest.mark.process
 
 _CONNECT = """
 import socket, sys
+
 made = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 print("connected", flush=True)
 print(made.recv(1))

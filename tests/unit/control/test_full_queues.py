@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 # In a process of its own: what this is about ends the process.
 SCRIPT = """
 import asyncio
@@ -15,6 +19,7 @@ from kvxferd.control.peer_socket import RECEIVE_HIGH_WATER, PeerSocket
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Versions
 from kvxferd.wire.peer import PeerHello
+
 
 GREETING = b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00" + b"NULL".ljust(20, b"\\0") + bytes(32)
 PROPERTIES = b"\\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER" + b"\\x08Identity" + bytes(4)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 # In a process of its own: what it is about would hold this one's interpreter for ever.
 PROGRAM = """
 import asyncio, socket, threading
 from kvxferd.control.connection_guard import ConnectionGuard
 from kvxferd.control.peer_socket import PeerSocket
+
 
 going_on = threading.Event()
 take = ConnectionGuard._handle_monitor_event

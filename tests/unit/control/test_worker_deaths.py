@@ -48,6 +48,7 @@ async def next_of(heard: asyncio.Queue[ev.Event]) -> ev.Event:
     return await asyncio.wait_for(heard.get(), WAIT_S)
 
 
+@pytest.mark.process
 async def test_a_forked_child_that_holds_the_socket_does_not_keep_the_session(tmp_path: Path):
     async with listening(tmp_path / "w.sock") as heard:
         held, holds = os.pipe()

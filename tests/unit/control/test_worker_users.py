@@ -64,6 +64,7 @@ async def knock(path: str, uid: int, gid: int, patience_s: float = 0.3) -> str:
     return out.decode().strip()
 
 
+@pytest.mark.process
 @needs_root
 @pytest.mark.parametrize(
     ("config", "uid", "gid", "answer"),

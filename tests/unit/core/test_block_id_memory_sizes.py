@@ -62,6 +62,7 @@ def test_a_published_transfer_takes_what_it_is_counted_for(source: Worker) -> No
     assert each == pytest.approx(ENTRY_BYTES + GROUP_BYTES, rel=0.25)
 
 
+@pytest.mark.slow
 def test_a_pull_takes_what_it_is_counted_for(source: Worker, sink: Worker) -> None:
     """3.4 KB with its hold, and 1.0 KB of the grant at its source, which counts grants by number instead."""
     refs = [source.publish(f"cmpl-{number:032}", IDS, TOKENS) for number in range(50 + NUM)]

@@ -239,6 +239,7 @@ def check_splits(layout: RankLayout, topology: TopologySnapshot, num_shards: int
         assert (regions[key].offset, regions[key].block_len) == (tensor.offset, tensor.block_stride)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_splits_fill_each_block_of_any_layout(data: st.DataObject) -> None:
     """Any pair of deployments: shared pages, chunks, axis orders, stages, replicas, context parallelism."""

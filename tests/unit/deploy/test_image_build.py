@@ -39,6 +39,7 @@ def test_a_variable_goes_before_a_file_in_any_order(first: int) -> None:
     assert package_sources(listed[first:] + listed[:first]) == {"index-url": "https://c"}
 
 
+@pytest.mark.process
 def test_what_pip_prints_is_what_is_read(tmp_path: Path) -> None:
     conf = tmp_path / "pip.conf"
     conf.write_text(

@@ -133,6 +133,7 @@ def with_components(resource: str, *components: str) -> str:
 # Kubernetes' own rules.
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_an_overlay_is_valid(overlay: str, version: str) -> None:
@@ -389,6 +390,7 @@ def gpu_forms(tmp_path: Path) -> Iterator[tuple[str, list[Manifest]]]:
     yield "sidecar", compose(tmp_path / "sidecar", with_components("sidecar", "gpu"))
 
 
+@pytest.mark.process
 def test_gpus_are_visible_and_none_is_requested(tmp_path: Path) -> None:
     for name, form in gpu_forms(tmp_path):
         (workload,) = of_kind(form, "DaemonSet", "Deployment")
@@ -403,6 +405,7 @@ def test_gpus_are_visible_and_none_is_requested(tmp_path: Path) -> None:
         read_config(form, daemon, tmp_path)
 
 
+@pytest.mark.process
 def test_cuda_s_host_memory_is_on_top_of_the_limit(tmp_path: Path) -> None:
     plain = {"DaemonSet": FORMS["daemonset.yaml"](), "Deployment": FORMS["deployment.yaml"]()}
     for _, form in gpu_forms(tmp_path):
@@ -415,6 +418,7 @@ def test_cuda_s_host_memory_is_on_top_of_the_limit(tmp_path: Path) -> None:
         assert limits[1] - limits[0] == 16 * 512 * MIB
 
 
+@pytest.mark.process
 def test_gpus_by_mounts_for_a_toolkit_that_takes_no_variable(tmp_path: Path) -> None:
     form = compose(tmp_path, with_components("keys", "gpu-volume-mounts", "rdma"))
     (workload,) = of_kind(form, "DaemonSet")
@@ -431,6 +435,7 @@ def test_gpus_by_mounts_for_a_toolkit_that_takes_no_variable(tmp_path: Path) -> 
         kubernetes_validate.validate(manifest, VERSIONS[0], strict=True)
 
 
+@pytest.mark.process
 def test_movers_may_take_each_other_s_handles_without_a_capability_over_the_node(tmp_path: Path) -> None:
     form = compose(tmp_path, with_components("keys", "gpu-same-node"))
     (workload,) = of_kind(form, "DaemonSet")
@@ -464,6 +469,7 @@ def test_images_have_one_name_and_this_version() -> None:
         assert images == {f"kvxferd:{version}{'-gpu' if overlay in ('gpu', 'keys') else ''}"}
 
 
+@pytest.mark.process
 def test_the_image_s_name_can_be_changed_in_one_place(tmp_path: Path) -> None:
     own = (
         with_components("daemonset", "keys") + "images: [{name: kvxferd, newName: r.example/k, newTag: x}]\n"
@@ -519,6 +525,7 @@ def test_the_daemon_watches_a_file_of_keys_that_is_mounted_beside_its_configurat
     assert read_allowed_keys(listed) == {PUBLIC_KEY}
 
 
+@pytest.mark.process
 def test_the_key_container_makes_a_key_once_and_prints_its_public_half(
     keys_form: list[Manifest], tmp_path: Path
 ) -> None:
@@ -552,6 +559,7 @@ def test_the_key_container_makes_a_key_once_and_prints_its_public_half(
 # Metrics.
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("overlay", ["keys", "sidecar"])
 def test_a_pod_monitor_finds_the_pods_and_their_port(overlay: str, tmp_path: Path) -> None:
     form = compose(tmp_path, with_components(overlay, "pod-monitor"))
@@ -569,6 +577,7 @@ def test_a_pod_monitor_finds_the_pods_and_their_port(overlay: str, tmp_path: Pat
     assert labels[monitor["spec"]["jobLabel"]] == "kvxferd"
 
 
+@pytest.mark.process
 def test_alerts_are_a_resource_of_prometheus_operator(tmp_path: Path) -> None:
     form = compose(tmp_path, with_components("daemonset", "pod-monitor", "prometheus-rules"))
     (rule,) = of_kind(form, "PrometheusRule")
@@ -593,6 +602,7 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.process
 def test_the_page_s_own_folder_is_rendered_and_its_settings_are_loaded(
     checkout: Path, tmp_path: Path
 ) -> None:
@@ -650,12 +660,14 @@ def test_every_command_of_the_page_is_one_that_a_test_runs() -> None:
     assert len(KUBECTL_COMMANDS) >= 9
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("words", KUBECTL_COMMANDS, ids=" ".join)
 def test_a_command_of_the_page_runs_until_it_needs_a_cluster(words: list[str], checkout: Path) -> None:
     require_kubectl()
     run_kubectl(words, checkout)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("wrong", ["kubectl -n kvxferd logs --tial=1 x", "kubectl rollout restrat x"])
 def test_a_command_that_kubectl_does_not_have_is_found(wrong: str, checkout: Path) -> None:
     require_kubectl()

@@ -112,6 +112,7 @@ def unknown_of(expression: str) -> Iterator[str]:
             yield from (f"{metric} has no {label} {v}" for v in values if known and v not in known)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=name_of)
 def test_rules_name_what_the_daemon_has(rule: dict[str, Any]) -> None:
     assert list(unknown_of(rule["expr"])) == []
@@ -250,6 +251,7 @@ def test_a_dashboard_can_be_imported(dashboard: dict[str, Any]) -> None:
 # Files that are made from these.
 
 
+@pytest.mark.process
 def test_made_files_are_not_stale() -> None:
     done = subprocess.run(
         [sys.executable, str(MONITORING / "build.py"), "--check"],

@@ -59,6 +59,7 @@ def run(*command: str) -> str:
 # The unit.
 
 
+@pytest.mark.process
 def test_systemd_has_nothing_to_say_about_the_unit(tmp_path: Path) -> None:
     require("systemd-analyze")
     # The unit's own program is not installed where this runs.
@@ -109,6 +110,7 @@ def test_the_directories_are_those_that_the_daemon_accepts() -> None:
     assert made["/etc/kvxferd/keys"][2:4] == ["0700", user]
 
 
+@pytest.mark.process
 def test_systemd_sysusers_accepts_the_user(tmp_path: Path) -> None:
     require("systemd-sysusers")
     (tmp_path / "etc").mkdir()
@@ -174,6 +176,7 @@ def run_verb(uid: int, words: list[str]) -> None:
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.process
 def test_the_page_s_commands_make_what_the_unit_and_the_daemon_need(root: Path) -> None:
     for command in COMMANDS:
         if not command.startswith(NOT_RUN) and not command.endswith("kvxferd status"):

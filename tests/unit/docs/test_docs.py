@@ -98,6 +98,7 @@ def test_lines_wrap(path: Path) -> None:
     assert not wide, f"{name_of(path)}: more than {WIDTH} columns in lines {wide}"
 
 
+@pytest.mark.process
 def test_pages_made_from_the_code_are_not_stale() -> None:
     """The script's own output names the pages, both sides and the command to run."""
     script = ROOT / "docs" / "tools" / "reference_pages.py"
@@ -112,6 +113,7 @@ def test_pages_made_from_the_code_are_not_stale() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("page", "found"),
     [

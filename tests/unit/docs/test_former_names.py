@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
+
 ROOT = Path(__file__).parents[3]
 CHECK = ROOT / "docs" / "tools" / "check_names.py"
 LIST = """

@@ -32,6 +32,7 @@ def titles(picture: ElementTree.Element) -> list[str]:
     return [element.text or "" for element in picture.iter(f"{SVG}title")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [

@@ -67,6 +67,7 @@ class TestAdopted:
         view.release()
         other.unmap()
 
+    @pytest.mark.process
     def test_another_process_writes_it(self, numbers: torch.Tensor, adopted: Adopted) -> None:
         lead = numbers.data_ptr() - pages_around(numbers)[0] + adopted.offset
         code = f"import os; os.pwrite({adopted.memory.fd}, b'\\x2a' + bytes(7), {lead + 8 * 99})"
@@ -149,6 +150,7 @@ class TestRefused:
         assert num_open_fds() == before
         assert mappings_named("kvxferd-adopted") == []
 
+    @pytest.mark.process
     def test_an_allocator_that_is_not_glibcs(self, tmp_path: object) -> None:
         """A library in front of malloc, as tcmalloc is: its blocks share their mappings."""
         library = f"{tmp_path}/libother.so"

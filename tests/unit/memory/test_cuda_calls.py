@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
+
 HERE = Path(__file__).parent
 STUB = HERE.parents[1] / "support" / "stub_cuda.c"
 

@@ -53,6 +53,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
+@pytest.mark.process
 async def test_nonsense_of_a_mover_leaves_nothing_open(process: subprocess.Popen[bytes]) -> None:
     ended = asyncio.Event()
     before = num_open_fds()

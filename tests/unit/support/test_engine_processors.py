@@ -29,6 +29,7 @@ def test_one_core_alone_is_reported() -> None:
     assert str(share_processors({0, 1, 2})).startswith("engines run on cores 0,1; core 2 is kept")
 
 
+@pytest.mark.process
 def test_what_is_started_inside_runs_there_and_what_comes_after_everywhere() -> None:
     cores = os.sched_getaffinity(0)
     with engine_processors() as share:
@@ -38,6 +39,7 @@ def test_what_is_started_inside_runs_there_and_what_comes_after_everywhere() -> 
     assert set(map(int, after.stdout.split())) == cores == os.sched_getaffinity(0)
 
 
+@pytest.mark.process
 def test_the_cores_come_back_after_an_error() -> None:
     cores = os.sched_getaffinity(0)
     with pytest.raises(FileNotFoundError), engine_processors():

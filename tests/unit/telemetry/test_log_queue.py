@@ -176,6 +176,7 @@ def test_what_prints_to_standard_error_is_passed_on_by_the_line(pipe: Pipe) -> N
     assert pipe.read_all() == ["one two", "no end", "last"]
 
 
+@pytest.mark.process
 def test_a_process_with_a_full_pipe_ends(pipe: Pipe) -> None:
     """With a traceback that nobody caught, more lines than the pipe holds, and nobody who reads."""
     code = (
@@ -200,6 +201,7 @@ def test_a_process_with_a_full_pipe_ends(pipe: Pipe) -> None:
             process.stdout.close()
 
 
+@pytest.mark.process
 def test_a_traceback_that_nobody_caught_comes_out(pipe: Pipe) -> None:
     code = (
         "import structlog\n"

@@ -10,6 +10,9 @@ import pytest
 
 from kvxferd.tooling.isolated_process import IsolatedProcess, run_isolated
 
+pytestmark = pytest.mark.process
+
+
 PROBES = {
     "well": "print('noise'); print('{\"speed\": 3}')",
     "refuses": "import sys; sys.exit('cannot do it: the driver says no')",

@@ -19,6 +19,8 @@ from kvxferd.tooling import subprocesses
 from kvxferd.tooling.line_protocol import CommandFailed, Line, LineProtocol
 from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
 
+pytestmark = pytest.mark.process
+
 
 class Echo(Line, frozen=True, tag="echo"):
     text: str

@@ -136,7 +136,8 @@ def ready_without_end(scene: Scene) -> str:
 @attack("peer", limit_s=90.0)
 def greetings_that_lie(scene: Scene) -> str:
     """Peers agree on one version and speak the other, change it, and offer versions that there are not."""
-    for versions in ((3, 99), (0, 0), (2, 1), (-9, -1)):
+    unknown = (peer.PEER_VERSIONS.newest + 1, 99)
+    for versions in (unknown, (0, 0), (2, 1), (-9, -1)):
         one = scene.peer(greet=False)
         answer = one.ask(one.greeting(versions=Versions(*versions)))
         if not isinstance(answer, peer.PeerRefused) or answer.code is not Code.BAD_VERSION:
@@ -169,7 +170,7 @@ def greetings_that_lie(scene: Scene) -> str:
 
 
 def _answered_by_liars(scene: Scene) -> str:
-    for version in (0, -1, 3, 1 << 62, (1 << 64) - 1, "2", None):
+    for version in (0, -1, peer.PEER_VERSIONS.newest + 1, 1 << 62, (1 << 64) - 1, "2", None):
         liar = DaemonByHand(scene, lambda question: [], version)
         came = scene.honest("pull", sink=1, ref=ref_to(liar, "liar"), deadline_s=1.5)
         liar.close()

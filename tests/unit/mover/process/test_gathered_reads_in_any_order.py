@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ from kvxferd.wire.mover import GrantBlocks
 from kvxferd.wire.staging import decode_staging_message
 from tests.support.mover_harness import packed
 from tests.support.pull_engine_harness import BLOCKS, Bench, layout, spec
+
+pytestmark = pytest.mark.slow
 
 HEAD = 16
 WORD_BYTES = 16

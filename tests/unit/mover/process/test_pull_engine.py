@@ -185,6 +185,7 @@ def test_a_changed_word_is_told_as_released(bench: Bench) -> None:
     assert bench.outcomes()[zeros].delivered
 
 
+@pytest.mark.slow
 def test_more_fence_reads_than_slots(bench: Bench) -> None:
     numbers = [bench.start(range(1)) for _ in range(1100)]
     bench.run()

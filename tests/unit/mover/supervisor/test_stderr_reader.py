@@ -6,10 +6,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from kvxferd.mover.supervisor.forkserver_client import _stderr_pipe
+
+pytestmark = pytest.mark.process
 
 CODE = """
 import logging, os, sys
+
 logging.basicConfig(stream=sys.stderr)
 for number in range(40_000):
     logging.warning("line %d %s", number, "x" * 100)
