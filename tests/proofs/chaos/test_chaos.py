@@ -27,9 +27,13 @@ def test_a_broken_promise_is_noticed(tmp_path, sabotage, broken):
 
 
 def test_a_chunk_that_is_reported_and_not_written_is_noticed(tmp_path):
-    tally = chaos(6, 3, tmp_path, "unwritten", only="slow link")
-    assert tally.progressive["transfers"] > 0, tally.line(6)
-    assert tally.wrong_items > 0, tally.line(6)
+    for seed in range(
+        6, 16
+    ):  # until a transfer that grows is delivered: on a busy machine deadlines end some
+        tally = chaos(seed, 3, tmp_path / str(seed), "unwritten", only="slow link")
+        if tally.wrong_items:
+            return
+    pytest.fail(f"not noticed: {tally.line(seed)}")
 
 
 def test_a_publish_of_memory_that_slept_is_noticed(tmp_path):

@@ -37,15 +37,12 @@ def summary(outcomes: list[Outcome], seed: int, elapsed_s: float) -> dict[str, o
 def main() -> int:
     arguments = argparse.ArgumentParser(prog="hostile", description=__doc__)
     arguments.add_argument("--only", default="", help="attacks whose names contain one of these, by commas")
-    arguments.add_argument("--quick", action="store_true", help="a short selection")
     arguments.add_argument("--list", action="store_true", help="name them, and what they are about")
     arguments.add_argument("--seed", type=int, default=None, help="chosen and printed where none is given")
     arguments.add_argument("--keep", type=Path, help="where logs are kept; else they are removed")
     given = arguments.parse_args()
     words = given.only.split(",")
-    chosen = [
-        a for a in attacks().values() if any(w in a.name for w in words) and (a.quick or not given.quick)
-    ]
+    chosen = [a for a in attacks().values() if any(w in a.name for w in words)]
     if given.list:
         for each in chosen:
             print(f"{each.name:34} {each.who:9} {each.about}")

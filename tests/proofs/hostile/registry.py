@@ -43,7 +43,6 @@ class Attack:
     limit_s: float = 30.0
     allows_failed_pulls: str = ""  # why, where the honest pair may lose some
     fds_slack: int = 16
-    quick: bool = False  # in the short selection, which the suite's own tests run
     imports: tuple[str, ...] = ()  # before the attacker's process becomes somebody else
     fresh: bool = False  # wants a stage that nothing has happened on, as memory is compared
 

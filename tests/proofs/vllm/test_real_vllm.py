@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
 from kvxferd.plan import TransferTopology
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest
-from tests.support.daemon_fleet import DaemonUnderTest
+from tests.support.daemon_fleet import DaemonUnderTest, Fleet
 from tests.support.documented_commands import ROOT, commands_of
 from tests.support.vllm_caches import CPU, Deployment, Stretch, layer_views
 
@@ -32,6 +33,24 @@ PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, HEAD_SIZE = 3, 4, 2, 32
+
+
+@pytest.fixture
+def daemon(fleet: Fleet) -> DaemonUnderTest:
+    return fleet.daemon("node")
+
+
+@pytest.fixture
+def engine(daemon: DaemonUnderTest) -> Iterator[Callable[..., EngineUnderTest]]:
+    """Make engines on the daemon."""
+    with ExitStack() as stack:
+
+        def make(engine_id: str, **facts: Any) -> EngineUnderTest:
+            made = EngineUnderTest(daemon, engine_id, **facts)
+            stack.callback(made.close)
+            return made
+
+        yield make
 
 
 def ask(*arguments: str) -> Any:

@@ -28,7 +28,7 @@ def page(size: int = FENCE_PAGE_BYTES, seals: int = fcntl.F_SEAL_SHRINK, flags: 
     return fd
 
 
-@attack("user", quick=True)
+@attack("user")
 def a_page_that_nobody_may_write(scene: Scene) -> str:
     """Attached first to an engine's id with a page sealed against writing, before its ranks register."""
     own = page()
@@ -48,7 +48,7 @@ def an_id_attached_first(scene: Scene) -> str:
     return newcomer(scene, "late-attached")
 
 
-@attack("user", quick=True)
+@attack("user")
 def strange_pages(scene: Scene) -> str:
     """Fence pages that are short, unsealed, sealed, on huge pages, directories, sockets, pipes, devices."""
     read, write = os.pipe()
@@ -111,7 +111,7 @@ def strange_regions(scene: Scene) -> str:
     return ""
 
 
-@attack("worker", quick=True)
+@attack("worker")
 def memory_with_holes(scene: Scene) -> str:
     """A rank punches holes into its own registered memory, and shrinks nothing, while others pull."""
     memory = SealedMemory.create(1 << 22, "holes")

@@ -91,7 +91,7 @@ def _assemblies(session: WorkerByHand, num_streams: int, num_parts: int) -> None
             session.say(BlockIds(stream=stream, group="full", offset=part * PART_BYTES, ids=ids))
 
 
-@attack("user", fresh=True, quick=True)
+@attack("user", fresh=True)
 def block_ids_after_hello_alone(scene: Scene) -> str:
     """A session that is no rank sends block ids for many requests, without a request."""
     _assemblies(scene.worker(), 8, 5)
@@ -173,7 +173,7 @@ def refusals_that_are_not_read(scene: Scene) -> str:
     return ""
 
 
-@attack("user", quick=True)
+@attack("user")
 def attach_and_leave(scene: Scene) -> str:
     """Attaches with names of a megabyte, which stay for as long as the session does."""
     for number in range(20):
@@ -186,7 +186,7 @@ def attach_and_leave(scene: Scene) -> str:
     return ""
 
 
-@attack("user", quick=True)
+@attack("user")
 def a_client_name_of_megabytes(scene: Scene) -> str:
     """A hello whose client name has three megabytes: it goes into the log."""
     for _ in range(12):

@@ -127,13 +127,13 @@ def a_flood_of_requests(scene: Scene) -> str:
     return ""
 
 
-@attack("stranger", quick=True)
+@attack("stranger")
 def levers_over_tcp(scene: Scene) -> str:
     """What changes something is asked for over TCP, with every disguise of a request."""
     return _pull_levers(lambda: tcp(scene))
 
 
-@attack("user", quick=True)
+@attack("user")
 def levers_on_control(scene: Scene) -> str:
     """What changes something is asked for on control.sock by a user who may only look."""
     return _pull_levers(lambda: connected(scene.a.control_socket))

@@ -135,13 +135,13 @@ def _bindings(mine: RankManifest, others: RankManifest) -> list[dict[str, Any]]:
     ]
 
 
-@attack("peer", limit_s=170.0, quick=False)
+@attack("peer", limit_s=170.0)
 def false_remote_metadata(scene: Scene) -> str:
     """Manifests whose metadata is nonsense, empty, or a copy of an honest source's, whole and cut."""
     return _mislead(scene, lambda binding, agent: binding["agent"] != agent)
 
 
-@attack("peer", limit_s=120.0, quick=True)
+@attack("peer", limit_s=120.0)
 def false_agents_of_others(scene: Scene) -> str:
     """Manifests that give an honest source's agent, with metadata or addresses that are not its own."""
     return _mislead(scene, lambda binding, agent: binding["agent"] == agent)

@@ -32,7 +32,7 @@ def a_log_that_nobody_reads(scene: Scene) -> str:
     return ""
 
 
-@attack("worker", limit_s=80.0, allows_failed_pulls=RESTART, quick=True)
+@attack("worker", limit_s=80.0, allows_failed_pulls=RESTART)
 def a_rank_that_sleeps_while_its_daemon_is_away(scene: Scene) -> str:
     """A scheduler published; the daemon dies; the rank is suspended, its memory used for other things, and it
     resumes: what was published before must not be delivered."""

@@ -101,7 +101,7 @@ def locks_held_by_a_user(scene: Scene) -> str:
     return locks_held_by_a_stranger.run(scene) or ""
 
 
-@attack("stranger", quick=True)
+@attack("stranger")
 def what_a_stranger_may_write(scene: Scene) -> str:
     """Nothing in the run directory is a stranger's to open for writing, to make, to rename or to remove."""
     return _may_write(scene)
@@ -135,7 +135,7 @@ def _may_write(scene: Scene) -> str:
     return ""
 
 
-@attack("worker", limit_s=40.0, quick=True)
+@attack("worker", limit_s=40.0)
 def a_child_that_holds_a_dead_workers_socket(scene: Scene) -> str:
     """A worker forks and dies; its child keeps the socket. The session, its movers and its memory must go."""
     memory = SealedMemory.create(1 << 20, "orphaned")
@@ -166,7 +166,7 @@ def a_child_that_holds_a_dead_workers_socket(scene: Scene) -> str:
     return f"the dead worker's memory is mapped by {others}" if others else ""
 
 
-@attack("stranger", quick=True)
+@attack("stranger")
 def shared_memory_squatted(scene: Scene) -> str:
     """A stranger makes the directories in /dev/shm whose names the next movers' parents will want."""
     made = []
@@ -184,7 +184,7 @@ def shared_memory_squatted(scene: Scene) -> str:
                 path.rmdir()
 
 
-@attack("operator", quick=True)
+@attack("operator")
 def hang_up(scene: Scene) -> str:
     """SIGHUP reloads, or does nothing; it does not end the daemon."""
     for node in ("a", "b"):
@@ -193,7 +193,7 @@ def hang_up(scene: Scene) -> str:
     return ""
 
 
-@attack("stranger", quick=True)
+@attack("stranger")
 def what_strangers_may_know(scene: Scene) -> str:
     """The processes of a daemon of another user: their memory, descriptors and environment are nobody's."""
     for pid in scene.ask("pids", node="a"):

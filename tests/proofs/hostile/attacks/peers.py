@@ -50,7 +50,7 @@ def half_open_peers(scene: Scene) -> str:
     return newcomer(scene, "late-half-open")
 
 
-@attack("stranger", quick=True)
+@attack("stranger")
 def nonsense_at_the_peer_port(scene: Scene) -> str:
     """Random bytes, web requests, lengths past any memory, and mechanisms that are not there."""
     for content in (
@@ -74,7 +74,7 @@ def nonsense_at_the_peer_port(scene: Scene) -> str:
     return ""
 
 
-@attack("stranger", quick=True)
+@attack("stranger")
 def an_older_zmtp_without_keys(scene: Scene) -> str:
     """Greetings of ZMTP 1.0 and 2.0, which know no keys, and then a question."""
     question = encode(PeerByHand.greeting())
@@ -274,7 +274,7 @@ def _ready(engine: str, transfer: str, request: int, **more: Any) -> Any:
     )
 
 
-@attack("peer", limit_s=60.0, quick=True)
+@attack("peer", limit_s=60.0)
 def leaving_said_for_another(scene: Scene) -> str:
     """An admitted peer says that another daemon's rank has left, in that daemon's name."""
     if problem := _spread(scene, "spread-l"):
@@ -295,7 +295,7 @@ def leaving_said_for_another(scene: Scene) -> str:
         scene.honest("spread_end", name="spread-l")
 
 
-@attack("peer", limit_s=60.0, quick=True)
+@attack("peer", limit_s=60.0)
 def joining_replayed(scene: Scene) -> str:
     """An admitted peer repeats another daemon's join, so that the home's questions go to it."""
     if problem := _spread(scene, "spread-j"):

@@ -153,7 +153,7 @@ def notices_of_everything(scene: Scene) -> str:
     return ""
 
 
-@attack("worker", quick=True)
+@attack("worker")
 def odd_numbers_from_a_worker(scene: Scene) -> str:
     """Seconds that are no numbers, tickets that repeat, slots that are not there, blocks past the end."""
     nan, inf = float("nan"), float("inf")

@@ -63,7 +63,7 @@ def _frames(message: Message, count: int) -> bytes:
     return (HEADER.pack(len(payload), 0, 0) + payload) * count
 
 
-@attack("worker", limit_s=60.0, quick=True)
+@attack("worker", limit_s=60.0)
 def a_mover_that_speaks_for_others(scene: Scene) -> str:
     """A resident mover takes an honest agent's name, answers pulls, fences and questions of others."""
     status = scene.ask("status", node="a")

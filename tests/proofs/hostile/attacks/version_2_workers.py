@@ -71,7 +71,7 @@ def movers_never_acknowledged(scene: Scene) -> str:
     return newcomer(scene, "late-unwatched")
 
 
-@attack("worker", limit_s=60.0, quick=True)
+@attack("worker", limit_s=60.0)
 def acknowledgements_of_everything(scene: Scene) -> str:
     """Movers acknowledged before any was offered, twice, late, by numbers that were never given."""
     early = scene.worker(versions=SECOND)
@@ -170,7 +170,7 @@ def _pull_with(scene: Scene, name: str, notices: int) -> str:
     return ""
 
 
-@attack("worker", limit_s=60.0, quick=True)
+@attack("worker", limit_s=60.0)
 def descriptors_that_were_promised(scene: Scene) -> str:
     """Registrations announce descriptors and send fewer, more, others, or register again meanwhile."""
     with SealedMemory.create(1 << 20, "promised") as memory:
@@ -236,7 +236,7 @@ def _publish(number: int, **more: Any) -> worker.Publish:
     return worker.Publish(**(facts | more))
 
 
-@attack("worker", limit_s=80.0, quick=True)
+@attack("worker", limit_s=80.0)
 def publishes_of_wrong_incarnations(scene: Scene) -> str:
     """Publishes name mappings that are none: of the future, of ranks below 0, twice, 200,000 of them."""
     own = (Rank(0, 0), "own")
@@ -299,7 +299,7 @@ def ready_of_another_incarnation(scene: Scene) -> str:
     return "" if scene.ask("traffic")["done"] > before else "the honest pair stands still"
 
 
-@attack("user", quick=True)
+@attack("user")
 def versions_that_lie(scene: Scene) -> str:
     """Sessions that agree on one version and speak the other, and versions that there are not."""
     newest = worker.WORKER_VERSIONS.newest
@@ -337,7 +337,7 @@ def _hello(scene: Scene, versions: Versions) -> Message | None:
     return made.hello(versions)
 
 
-@attack("user", quick=True)
+@attack("user")
 def hellos_with_more_fields(scene: Scene) -> str:
     """Greetings with fields that nobody knows, as long as may be and longer, and nested without end."""
     fields: list[tuple[Any, bool]] = [
@@ -400,7 +400,7 @@ def transfer_ids_again(scene: Scene) -> str:
     return ""
 
 
-@attack("worker", limit_s=80.0, quick=True)
+@attack("worker", limit_s=80.0)
 def sleeping_and_waking_without_end(scene: Scene) -> str:
     """Ranks resume as mappings that were, or that nobody can name, and sleep again before a mover comes."""
     spec = EngineSpec(engine_id="restless", generation="g1", num_layers=2, num_kv_heads=2)

@@ -90,6 +90,7 @@ def test_every_order_of_axes_reads_every_other(sink_layout: str, source_layout: 
     ],
     ids=repr,
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [192, 75])
 def test_sizes_and_packings_may_differ(sink: Deployment, source: Deployment, num_tokens: int) -> None:
     assert pull(TorchEngine(Model(), sink), TorchEngine(Model(), source), num_tokens) == []
