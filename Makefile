@@ -51,7 +51,6 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/python docs/tools/check_names.py
 
 # Faults on two real daemons with traffic, and what each output shows of them: build/game-day. 7 minutes.
 .PHONY: game-day
