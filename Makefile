@@ -38,7 +38,7 @@ fuzz: $(STAMP)
 DOCS_STAMP := $(VENV)/.installed-docs
 .PHONY: docs
 docs: $(DOCS_STAMP)
-	$(VENV)/bin/python docs/tools/reference_pages.py
+	$(VENV)/bin/python -m docs.tools.reference_pages
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	$(VENV)/bin/python docs/tools/check_site.py build/site
 
@@ -51,6 +51,8 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python -m docs.tools.check_pages
+	$(VENV)/bin/python -m docs.tools.reference_pages --check
 
 # Faults on two real daemons with traffic, and what each output shows of them: build/game-day. 7 minutes.
 .PHONY: game-day
