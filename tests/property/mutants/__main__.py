@@ -76,8 +76,7 @@ def _choose(only: str, room: str | None) -> tuple[list[Mutant], dict[str, list[s
     Raises SystemExit where there is none to run.
     """
     gone, no_test = stale(), unproved()
-    for name, why in gone.items():
-        print(f"{name}: {why}", file=sys.stderr)
+    print(*gone.values(), sep="\n", end="\n" if gone else "", file=sys.stderr)
     print(f"{len(gone)} of {len(all_mutants())} mutants are stale, {len(no_test)} unproved", file=sys.stderr)
     named = [one for one in all_mutants().values() if one.name not in gone and only in one.name]
     chosen = [one for one in named if room is None or f"{one.room}/".startswith(f"{room}/")]

@@ -25,7 +25,21 @@ WITH_SPANS = (
     "tests/unit/telemetry/",
 )
 # What `-m` names beside modules of this repository: others' modules, and marks of pytest.
-FOREIGN = {"build", "http", "mypy", "venv", "pip", "pytest", "vllm", "gpu", "netns", "slow", "sh", "module"}
+FOREIGN = {
+    "build",
+    "http",
+    "mypy",
+    "venv",
+    "pip",
+    "pytest",
+    "vllm",
+    "gpu",
+    "netns",
+    "slow",
+    "sh",
+    "module",
+    "not",
+}
 
 _DOTTED = re.compile(r"(?<![\w./@-])(kvxferd(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*)?)")
 _IMPORT = re.compile(r"^[ \t]*from (kvxferd[\w.]*) import (?:\(([^)]*)\)|([^(\n]+))$", re.MULTILINE)
