@@ -47,7 +47,7 @@ test-vllm: $(STAMP)
 DOCS_STAMP := $(VENV)/.installed-docs
 .PHONY: docs
 docs: $(DOCS_STAMP)
-	$(VENV)/bin/python docs/tools/reference_pages.py
+	$(VENV)/bin/python -m docs.tools.reference_pages
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	$(VENV)/bin/python docs/tools/check_site.py build/site
 
@@ -60,7 +60,8 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/python docs/tools/check_names.py
+	$(VENV)/bin/python -m docs.tools.check_pages
+	$(VENV)/bin/python -m docs.tools.reference_pages --check
 
 clean:
 	rm -rf $(VENV) .venv-vllm* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz

@@ -1,11 +1,11 @@
 """Write the parts of docs/reference/ whose text the code already holds; --check compares them.
 
-    python docs/tools/reference_pages.py [--check]
+    python -m docs.tools.reference_pages [--check]
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end of generated -->`. What stands
 outside is written by hand and stays. The sources: config/kvxferd.toml and `kvxferd.config` for settings,
 `kvxferd.errors` for codes, click for verbs, the route table for HTTP, the vLLM connector's tables for what
-it supports, and for metrics and log lines what tests/frozen records, which a test compares with the code.
+it supports, and `surfaces` for metrics and log lines.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import click
-import vllm_tables
-from json_shapes import json_shapes
-from markdown_parts import WIDTH, cell, filled, table
-from recorded_surfaces import ROOT, recorded
 
+from docs.tools import surfaces, vllm_tables
+from docs.tools.markdown_parts import WIDTH, cell, filled, table
 from kvxferd import errors
 from kvxferd.cli.root import VERBS, root
 from kvxferd.config import RELOADABLE, SETTINGS, Setting, flag_name
 from kvxferd.config.sample import sample_comments
 from kvxferd.control.http_routes import ROUTES
+from tests.support.repository import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
-COMMAND = "python docs/tools/reference_pages.py"
+COMMAND = ".venv/bin/python -m docs.tools.reference_pages"
 
 _PART = re.compile(r"<!-- generated: (.+?) -->\n(.*?)<!-- end of generated -->", re.DOTALL)
 
@@ -42,25 +40,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
     check = parser.parse_args().check
-    stale = 0
+    num_stale = 0
+    unused = set(PARTS)
     for path in sorted(REFERENCE.glob("*.md")):
         old = path.read_text()
+        unused -= {match[1] for match in _PART.finditer(old)}
         new = rewritten(old)
         if new == old:
             continue
         name = path.relative_to(ROOT).as_posix()
-        stale += 1
+        num_stale += 1
         if check:
-            lines = difflib.unified_diff(
-                old.splitlines(), new.splitlines(), name, "what the code says now", lineterm="", n=1
-            )
-            print("\n".join(lines))
+            sides = old.splitlines(), new.splitlines()
+            print(*difflib.unified_diff(*sides, name, "what the code says now", lineterm="", n=1), sep="\n")
         else:
             path.write_text(new)
             print(f"wrote {name}")
-    if check and stale:
-        print(f"{stale} page(s) of docs/reference are stale; run: {COMMAND}")
-    return 1 if check and stale else 0
+    if unused:
+        print(f"no page of docs/reference has the part: {', '.join(sorted(unused))}")
+    if check and num_stale:
+        print(f"{num_stale} page(s) of docs/reference are stale; run: {COMMAND}")
+    return 1 if unused or (check and num_stale) else 0
 
 
 def rewritten(page: str) -> str:
@@ -171,19 +171,18 @@ def exceptions() -> Iterator[str]:
 def metrics() -> Iterator[str]:
     """Yield a table of the daemon's own metrics."""
     rows = []
-    for name, family in recorded("metrics")["daemon"].items():
-        if name.startswith("process_"):
-            continue
-        shown = f"{name}_total" if family["type"] == "counter" else name
-        rows.append((f"`{shown}`", family["type"], labels_of(family), cell(family["help"])))
+    for name, family in surfaces.daemon_metrics().items():
+        if not name.startswith("process_"):
+            shown = f"{name}_total" if family.kind == "counter" else name
+            rows.append((f"`{shown}`", family.kind, labels_of(family), cell(family.help)))
     yield from table(("metric", "type", "labels and their values", "help"), rows)
 
 
-def labels_of(family: dict[str, Any]) -> str:
+def labels_of(family: surfaces.MetricFamily) -> str:
     """Return the labels of a metric, with their values, all of which are there from the start."""
     codes = {code.value for code in errors.Code}
     shown = []
-    for label, values in family["labels"].items():
+    for label, values in family.labels.items():
         if label != "le":
             names = [value for value in values if not codes.issubset(values) or value not in codes]
             names += ["each code"] * codes.issubset(values)
@@ -194,16 +193,16 @@ def labels_of(family: dict[str, Any]) -> str:
 def buckets() -> Iterator[str]:
     """Yield a table of the upper bounds of the histograms' buckets."""
     rows = []
-    for name, family in recorded("metrics")["daemon"].items():
-        if "le" in family["labels"]:
-            bounds = sorted(float(bound) for bound in family["labels"]["le"] if bound != "+Inf")
+    for name, family in surfaces.daemon_metrics().items():
+        if "le" in family.labels:
+            bounds = sorted(float(bound) for bound in family.labels["le"] if bound != "+Inf")
             rows.append((f"`{name}`", ", ".join(f"{bound:g}" for bound in bounds)))
     yield from table(("histogram", "upper bounds of its buckets"), rows)
 
 
 def connector_metrics() -> Iterator[str]:
     """Yield a table of the metrics that vLLM shows for the connector."""
-    rows = [(f"`{name}`", cell(text)) for name, text in recorded("metrics")["connector"].items()]
+    rows = [(f"`{name}`", cell(text)) for name, text in surfaces.connector_metrics().items()]
     yield from table(("metric", "help"), rows)
 
 
@@ -212,61 +211,44 @@ def connector_metrics() -> Iterator[str]:
 
 def records() -> Iterator[str]:
     """Yield a table of the lines of records, one for each thing that ended."""
-    lines: dict[str, dict[str, dict[str, str]]] = {}
-    for name, fields in recorded("log_lines")["records"].items():
-        event, level = name.split(", ")
-        lines.setdefault(event, {})[level] = fields
-    rows = []
-    for event, levels in lines.items():
-        for level, fields in levels.items():
-            # The sample of a record has a phase of this name; a pull's line has one for each phase.
-            names = [f"`{field}`" for field in fields if field != "key-1_s"]
-            rows.append((f"`{event}`", level, ", ".join(names)))
-    yield from table(("event", "level", "fields"), rows)
+    yield from table(("event", "level", "fields"), map(row_of, surfaces.record_lines()))
 
 
 def events() -> Iterator[str]:
     """Yield a table of every other line of the daemon's."""
-    rows = []
-    for event, lines in recorded("log_lines")["events"].items():
-        if event == "(computed)":
-            continue
-        for line in lines:
-            fields = [f"`{field}`" for field in line["fields"] if field != "**"]
-            if "**" in line["fields"]:
-                fields.append("others")
-            rows.append((f"`{cell(event)}`", level_of(line["level"]), ", ".join(fields)))
-    yield from table(("event", "level", "fields"), rows)
+    yield from table(("event", "level", "fields"), map(row_of, surfaces.event_lines()))
 
 
 def sentences() -> Iterator[str]:
     """Yield a table of the lines that movers and workers log as sentences."""
-    rows = []
-    for line in recorded("log_lines")["lines of movers and workers"]:
-        level, _, text = line.partition(": ")
-        if re.search(r"[a-z]{2}", text):  # a line may be nothing but placeholders
-            rows.append((f"`{cell(text)}`", level_of(level)))
-    yield from table(("line", "level"), rows)
+    # A line may be nothing but placeholders.
+    lines = [line for line in surfaces.sentence_lines() if re.search(r"[a-z]{2}", line.event)]
+    yield from table(("line", "level"), (row_of(line)[:2] for line in lines))
 
 
-def level_of(method: str) -> str:
-    """Return the level of a line that a method of a logger writes."""
-    return "error, with a traceback" if method == "exception" else method
+def row_of(line: surfaces.Line) -> tuple[str, str, str]:
+    """Return a line's row of a table."""
+    level = "error, with a traceback" if line.level == "exception" else line.level
+    fields = [field if field == surfaces.OTHER_FIELDS else f"`{field}`" for field in line.fields]
+    return f"`{cell(line.event)}`", level, ", ".join(fields)
 
 
 # --- HTTP
 
 
 def routes() -> Iterator[str]:
-    """Yield a table of the routes: as recorded, with the first paragraph of the handler's docstring."""
+    """Yield a table of the routes, with the first paragraph of the handler's docstring."""
     who = {"anyone": "anyone", "admin": "operators"}
-    handlers = {f"{route.method} {route.path}": route.handler for route in ROUTES}
-    rows = []
-    for route in recorded("http")["routes"]:
-        method, path = route["name"].split()
-        shared = "yes" if route["shared"] else ""
-        what = cell(first_sentence(handlers[route["name"]]))
-        rows.append((method, f"`{path}`", who[route["access"]], shared, what))
+    rows = [
+        (
+            route.method,
+            f"`{route.path}`",
+            who[route.access.value],
+            "yes" if route.is_cached else "",
+            cell(first_sentence(route.handler)),
+        )
+        for route in ROUTES
+    ]
     yield from table(("method", "path", "for", "shared", "what"), rows)
 
 
@@ -312,7 +294,6 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "sentences": sentences,
     "routes": routes,
     "verbs": verbs,
-    "json": json_shapes,
     "vllm versions": vllm_tables.vllm_versions,
     "vllm caches": vllm_tables.vllm_caches,
     "vllm backends": vllm_tables.vllm_backends,

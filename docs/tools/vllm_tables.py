@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from markdown_parts import filled, table
-
+from docs.tools.markdown_parts import filled, table
 from kvxferd.integrations.vllm import support
 
 

@@ -1,7 +1,11 @@
 """`make mutants`: run the simulation with each planted bug until it breaks a promise; the last line is JSON.
 
 A mutant counts as caught where the episode that fails with it passes without it. One that needs a lying peer,
-worker or mover is proved by its adversary test instead. Exits with 1 where fewer than 95 of 100 are caught.
+worker or mover is proved by its adversary test instead. Exits with 1 where fewer than 95 of 100 are caught,
+and with --complete where a mutant is stale, or one that the simulation cannot notice has no test.
+
+--matrix ROOM shows the unit tests that fail with each mutant of a folder of the package, such as core or
+mover/process, beside what the simulation makes of it: a line of JSON each, and a table on standard error.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from tests.proofs.mutants.mutant import ROOT, Mutant, all_mutants, proofs
-from tests.proofs.mutants.prove import run_tests
+from tests.proofs.mutants.matrix import print_matrix
+from tests.proofs.mutants.mutant import ROOT, Mutant, all_mutants, proofs, stale, unproved
+from tests.proofs.mutants.prove import first_failing_test
 
 NEEDED_PERCENT = 95
 CONTROL_FAULTS = 300
@@ -41,11 +46,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, help="chosen and printed where none is given")
     parser.add_argument("--faults", type=int, default=10_000, help="after which a mutant counts as missed")
+    parser.add_argument("--complete", action="store_true", help="fail where a mutant is stale or unproved")
+    parser.add_argument("--matrix", metavar="ROOM", help="which unit tests notice the mutants of this folder")
     asked = parser.parse_args()
     seed = asked.seed if asked.seed is not None else random.SystemRandom().randrange(1 << 32)
     began = time.monotonic()
+    chosen, lacking = _choose(asked.only, asked.matrix)
     _check_control(seed)
-    chosen = [mutant for mutant in all_mutants().values() if asked.only in mutant.name]
+    if asked.matrix:
+        print_matrix(chosen, asked.jobs, lambda one: _simulate(one, seed, asked.faults).how)
+        return 0
     simulated = [mutant for mutant in chosen if mutant.is_for_simulation]
     with ThreadPoolExecutor(asked.jobs) as pool:
         running = [pool.submit(_simulate, one, seed, asked.faults) for one in simulated]
@@ -54,9 +64,25 @@ def main() -> int:
         for future in running:
             outcomes.append(outcome := future.result())
             print(f"{outcome.mutant.name}: {outcome.how}", file=sys.stderr, flush=True)
-    print(json.dumps(_report(seed, outcomes, chosen, time.monotonic() - began)))
+    print(json.dumps(_report(seed, outcomes, chosen, time.monotonic() - began) | lacking))
     num_caught = sum(one.faults is not None for one in outcomes)
-    return 0 if 100 * num_caught >= NEEDED_PERCENT * len(outcomes) else 1
+    is_incomplete = asked.complete and any(lacking.values())
+    return 1 if is_incomplete or 100 * num_caught < NEEDED_PERCENT * len(outcomes) else 0
+
+
+def _choose(only: str, room: str | None) -> tuple[list[Mutant], dict[str, list[str]]]:
+    """Return the mutants to run, and the names of those that are stale or unproved, which are printed too.
+
+    Raises SystemExit where there is none to run.
+    """
+    gone, no_test = stale(), unproved()
+    print(*gone.values(), sep="\n", end="\n" if gone else "", file=sys.stderr)
+    print(f"{len(gone)} of {len(all_mutants())} mutants are stale, {len(no_test)} unproved", file=sys.stderr)
+    named = [one for one in all_mutants().values() if one.name not in gone and only in one.name]
+    chosen = [one for one in named if room is None or f"{one.room}/".startswith(f"{room}/")]
+    if not chosen:
+        raise SystemExit(f"no mutant of {room or 'any room'} that is not stale has {only!r} in its name")
+    return chosen, {"stale": list(gone), "unproved": no_test}
 
 
 def _report(seed: int, outcomes: list[Outcome], chosen: list[Mutant], elapsed_s: float) -> dict[str, object]:
@@ -135,8 +161,10 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def _run_proof(mutant: Mutant) -> Outcome:
     """Run the adversary test that proves the check."""
+    if mutant.name in unproved():
+        return Outcome(mutant, None, "missed: it has no adversary test")
     test = proofs()[mutant.name]
-    caught = bool(run_tests(mutant, [test]))
+    caught = bool(first_failing_test(mutant, [test]))
     return Outcome(mutant, 0 if caught else None, f"{'caught' if caught else 'missed'} by {test}")
 
 

@@ -1,8 +1,9 @@
 """A mutant: a named replacement of source text that breaks one promise.
 
-The lists are the TOML files beside this one. `old` stands exactly once in `file`, and is replaced by `new` as
-the module is imported: no file of the tree is changed. Nothing here imports kvxferd, whose modules must not
-be loaded before a mutant is planted.
+The lists are the TOML files beside this one. `old` stands exactly once in the package, in whichever file, and
+is replaced by `new` as its module is imported: no file of the tree is changed. A mutant whose text is gone,
+or stands twice, is stale: it is written anew for the code that keeps the promise now, or removed with the
+promise. Nothing here imports kvxferd, whose modules must not be loaded before a mutant is planted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import CodeType, ModuleType
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+PACKAGE = ROOT / "kvxferd"
 
 
 class MutantError(Exception):
@@ -32,7 +34,6 @@ class Mutant:
     """
 
     name: str
-    file: str
     promise: str
     old: str
     new: str
@@ -40,9 +41,24 @@ class Mutant:
     unseen: str = ""
 
     @property
+    def path(self) -> Path:
+        """The file that is changed. Raises MutantError where the mutant is stale."""
+        found = _places_of(self.old)
+        if len(found) != 1:
+            names = ", ".join(str(path.relative_to(PACKAGE)) for path in found[:3])
+            where = f"kvxferd: {names}" if names else "kvxferd"
+            raise MutantError(f"mutant {self.name} is stale: its text stands {len(found)} times in {where}")
+        return found[0]
+
+    @property
     def module(self) -> str:
         """The dotted name of the module that is changed."""
-        return self.file.removesuffix(".py").replace("/", ".")
+        return ".".join(self.path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+    @property
+    def room(self) -> str:
+        """The folder of the package that it is in, such as `mover/process`."""
+        return self.path.parent.relative_to(PACKAGE).as_posix()
 
     @property
     def is_for_simulation(self) -> bool:
@@ -50,15 +66,19 @@ class Mutant:
         return not (self.hostile or self.unseen)
 
     def mutated_source(self) -> str:
-        """Return the module's text with the bug. Raises MutantError where the old text is not unique."""
-        source = (ROOT / self.file).read_text()
-        found = source.count(self.old)
-        if found != 1:
-            raise MutantError(
-                f"mutant {self.name} does not apply: its old text stands {found} times in {self.file}; "
-                "change the mutant together with the code"
-            )
-        return source.replace(self.old, self.new)
+        """Return the module's text with the bug. Raises MutantError where the mutant is stale."""
+        return self.path.read_text().replace(self.old, self.new)
+
+
+@cache
+def _places_of(old: str) -> list[Path]:
+    """Return the file of each place of a text in the package."""
+    return [path for path, text in _sources().items() for _ in range(text.count(old))]
+
+
+@cache
+def _sources() -> dict[Path, str]:
+    return {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 @cache
@@ -74,11 +94,33 @@ def all_mutants() -> dict[str, Mutant]:
     return mutants
 
 
+def stale() -> dict[str, str]:
+    """Return why each mutant that cannot be planted cannot, by its name."""
+    found = {}
+    for mutant in all_mutants().values():
+        try:
+            compile(mutant.mutated_source(), mutant.path, "exec")
+        except (MutantError, SyntaxError) as error:
+            found[mutant.name] = str(error)
+    return found
+
+
 @cache
 def proofs() -> dict[str, str]:
     """Return the test that fails with each mutant, by its name."""
     found: dict[str, str] = tomllib.loads((HERE / "proofs" / "tests.toml").read_text())
     return found
+
+
+def unproved() -> list[str]:
+    """Return the mutants that the simulation cannot notice, and whose test is gone or was never named."""
+    return [name for name, one in all_mutants().items() if not one.is_for_simulation and not _is_proved(name)]
+
+
+def _is_proved(name: str) -> bool:
+    path, *_, function = proofs().get(name, "").partition("[")[0].split("::")
+    test = ROOT / path
+    return test.is_file() and f"def {function}(" in test.read_text()
 
 
 class _MutatingLoader(SourceFileLoader):

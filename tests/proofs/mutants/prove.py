@@ -10,12 +10,11 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 
-from tests.proofs.mutants.mutant import HERE, ROOT, Mutant, all_mutants, proofs
+from tests.proofs.mutants.mutant import HERE, ROOT, Mutant, all_mutants, proofs, stale
 
 TIMEOUT_S = 300
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
 def main() -> None:
@@ -27,11 +26,12 @@ def main() -> None:
     parser.add_argument("--hostile", action="store_true", help="those alone that need a liar")
     parser.add_argument("--model", action="store_true", help="try the model too, which takes minutes")
     asked = parser.parse_args()
-    found = dict(proofs())
+    found, stale_ones = proofs(), stale()
     chosen = [
         mutant
         for mutant in all_mutants().values()
-        if asked.only in mutant.name
+        if mutant.name not in stale_ones
+        and asked.only in mutant.name
         and (asked.again or mutant.name not in found)
         and (mutant.hostile or not asked.hostile)
     ]
@@ -56,37 +56,45 @@ def write(proved: Mutant, test: str) -> None:
 def find_proof(mutant: Mutant, with_model: bool) -> str:
     """Return a test that fails with the mutant; "" where none of its room does."""
     for places in _where_to_look(mutant, with_model):
-        if test := run_tests(mutant, places):
+        if test := first_failing_test(mutant, places):
             return test
     return ""
 
 
 def _where_to_look(mutant: Mutant, with_model: bool) -> list[list[str]]:
     """Return folders and files of tests, the likely ones first."""
-    path = Path(mutant.file)
-    room = Path("tests/unit", *path.parts[1:-1])
-    word = path.stem.split("_")[0].rstrip("s")
-    likely = sorted(str(p.relative_to(ROOT)) for p in (ROOT / room).glob(f"test_*{word}*.py"))
+    unit = ROOT / "tests" / "unit"
+    room = next(path for path in (unit / mutant.room, *(unit / mutant.room).parents) if path.is_dir())
+    word = mutant.path.stem.split("_")[0].rstrip("s")
+    likely = sorted(str(p.relative_to(ROOT)) for p in room.glob(f"test_*{word}*.py"))
     wide = ["tests/property/model/test_model.py"] if with_model else []
-    return [places for places in (likely, [str(room)], wide) if places]
+    return [places for places in (likely, [str(room.relative_to(ROOT))], wide) if places]
 
 
-def run_tests(mutant: Mutant, places: list[str]) -> str:
-    """Return the first of these tests that fails with the mutant, or does not end."""
-    command = [sys.executable, "-m", "tests.proofs.mutants.apply", mutant.name, "pytest", "-x", "-q"]
-    command += ["-p", "no:cacheprovider", "-o", "timeout=60", "-rfE", "--tb=no", *places]
+def first_failing_test(mutant: Mutant, places: list[str]) -> str:
+    """Return the first of these tests that fails with the mutant; "" where none does, or they do not end."""
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        return next(iter(failing_tests(mutant, "-x", *places, timeout_s=TIMEOUT_S)), "")
     except subprocess.TimeoutExpired:
         return ""
-    if done.returncode == 0:
-        return ""
-    failed = _FAILED.search(done.stdout)
-    if failed is None:
-        raise SystemExit(f"{mutant.name}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}")
-    return failed[1]
+
+
+def failing_tests(mutant: Mutant | None, *arguments: str, timeout_s: float) -> list[str]:
+    """Return the tests that fail with the mutant, or without any.
+
+    arguments: pytest's own, and the places of the tests.
+
+    Raises TimeoutExpired where they do not end, SystemExit where pytest cannot run them.
+    """
+    planted = [] if mutant is None else ["tests.proofs.mutants.apply", mutant.name]
+    command = [sys.executable, "-m", *planted, "pytest", "-q", "-p", "no:cacheprovider", "-o", "timeout=60"]
+    command += ["-rfE", "--tb=no", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    failed = _FAILED.findall(done.stdout)
+    if (done.returncode != 0) != bool(failed):
+        name = "no mutant" if mutant is None else mutant.name
+        raise SystemExit(f"{name}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}")
+    return failed
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import kvxferd
-from tests.frozen.tree import ROOT, files_in
+from tests.support.repository import ROOT, files_in
 
 CONSTRAINTS = ROOT / "constraints.txt"
 SOURCES = ("kvxferd", "pyproject.toml", "README.md", "LICENSE")

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from docs.tools.surfaces import connector_metrics, daemon_metrics
 from kvxferd.errors import Code
-from tests.frozen.metrics import surface
 from tests.support.manifests import ROOT
 
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -77,14 +77,12 @@ def selectors_of(expression: str) -> Iterator[Selector]:
 
 
 @cache
-def families() -> dict[str, dict[str, Any]]:
+def families() -> dict[str, dict[str, list[str]]]:
     """Return the labels with their values of each series name of the daemon and the connector."""
-    found: dict[str, dict[str, Any]] = {}
-    recorded = surface()
-    for family in recorded["daemon"].values():
-        for series in family["series"]:
-            found[series] = family["labels"]
-    for name in recorded["connector"]:
+    found: dict[str, dict[str, list[str]]] = {}
+    for family in daemon_metrics().values():
+        found |= dict.fromkeys(family.series, family.labels)
+    for name in connector_metrics():
         for suffix in ("_total", "_bucket", "_sum", "_count"):
             found[name + suffix] = {}
     return found

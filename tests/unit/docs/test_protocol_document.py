@@ -50,30 +50,32 @@ WITH_DESCRIPTORS = {
 }
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.__struct_config__.tag)
-def test_every_message_is_described_field_by_field(message: type[msgspec.Struct]) -> None:
-    section = SECTIONS[str(message.__struct_config__.tag)]
-    assert documented_fields(section) == actual_fields(message)
-    assert ("**Carries" in section or "**carries" in section) == (message in WITH_DESCRIPTORS)
-
-
-@pytest.mark.parametrize("struct", STRUCTS, ids=lambda s: s.__name__)
-def test_every_struct_is_described_field_by_field(struct: type[msgspec.Struct]) -> None:
-    section = SECTIONS[struct.__name__]
-    assert documented_fields(section) == actual_fields(struct)
-    assert ("An array." in section) == struct.__struct_config__.array_like
-
-
 @pytest.mark.parametrize("heading", UNIONS)
-def test_messages_stand_where_they_belong(heading: str) -> None:
+def test_messages_are_described_field_by_field_where_they_belong(heading: str) -> None:
     order = list(SECTIONS)
     after = order[order.index(heading) + 1 :]
-    messages = [str(m.__struct_config__.tag) for m in UNIONS[heading] if m not in (BlockIds, FdBatch)]
-    assert after[: len(messages)] == messages
+    own = [message for message in UNIONS[heading] if message not in (BlockIds, FdBatch)]
+    assert after[: len(own)] == [tag_of(message) for message in own]
+    for message in UNIONS[heading]:
+        section = SECTIONS[tag_of(message)]
+        assert documented_fields(section) == actual_fields(message), message
+        carries = "**Carries" in section or "**carries" in section
+        assert carries == (message in WITH_DESCRIPTORS), message
+
+
+def tag_of(message: type[msgspec.Struct]) -> str:
+    return str(message.__struct_config__.tag)
+
+
+def test_every_struct_is_described_field_by_field() -> None:
+    for struct in STRUCTS:
+        section = SECTIONS[struct.__name__]
+        assert documented_fields(section) == actual_fields(struct), struct
+        assert ("An array." in section) == struct.__struct_config__.array_like, struct
 
 
 def test_every_field_has_a_meaning() -> None:
-    for heading in (*(str(m.__struct_config__.tag) for m in MESSAGES), *(s.__name__ for s in STRUCTS)):
+    for heading in (*map(tag_of, MESSAGES), *(s.__name__ for s in STRUCTS)):
         assert all(row[3] for row in rows(SECTIONS[heading])), heading
 
 

@@ -1,4 +1,4 @@
-"""The files of this repository, as a test reads them."""
+"""The files of this repository, as tests and the tools of the documents read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "kvxferd"
 _BINARY = {".pyc", ".png", ".svg", ".so"}
 
 
