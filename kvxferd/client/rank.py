@@ -139,10 +139,11 @@ class Publisher:
     def add_blocks(self, transfer_id: str, blocks: Mapping[str, BlockList]) -> None:
         """Add blocks to a transfer that was published with `ready_tokens`: those behind the earlier ones.
 
-        Nobody reads them before every rank has called `RankHandle.extend` for their tokens. In the end each
-        group of the engine must have its blocks, for all of `num_tokens`. Blocks that do not fit end the
-        transfer (`Released` with the code `blocks-invalid`). Raises EngineError (`transfer-unknown`,
-        `blocks-invalid`).
+        A list's `first_token` is 0, or the token at which the group's earlier blocks end. Nobody reads the
+        blocks before every rank has called `RankHandle.extend` for their tokens. In the end each group of
+        the engine must have its blocks, for all of `num_tokens`. Blocks that the daemon finds not to fit, an
+        id that is wrong or listed twice among them, end the whole transfer (`Released` with the code
+        `blocks-invalid`). Raises EngineError (`transfer-unknown`, `blocks-invalid`).
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
         packed = self._pack_more(name, blocks)

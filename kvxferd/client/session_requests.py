@@ -16,6 +16,7 @@ from kvxferd.client.refs import TransferRef
 from kvxferd.client.registration import MemoryState, RankRole, Registration
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, GroupName, Incarnation, Ticket, TransferId
+from kvxferd.layout import check_continues
 from kvxferd.wire import common, worker
 from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.common import Refusal
@@ -118,6 +119,12 @@ class SessionRequests:
                 "or it is over",
                 Code.TRANSFER_UNKNOWN,
             )
+        if isinstance(self.registration.role, RankRole):  # another session does not know the groups
+            for group in self.registration.role.layout.groups:
+                before, added = publish.blocks.get(group.name), blocks.get(group.name)
+                if before is not None and before.ids and added is not None and added.state_at < 0:
+                    id_tokens = group.block_tokens * group.token_shard.count
+                    check_continues(group.name, before.first_token + len(before) * id_tokens, added)
         self._publishes.add_blocks(publish, blocks, now)
         return publish.sent_epoch == self.epoch and self.state is SessionState.READY
 

@@ -112,6 +112,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         """Reply at once, or when the transfer is published and ready, and its movers poll."""
         grant = _scoped_grant_id(message.grant, key)
         pending = self._pending.get(grant)
+        is_repeated = pending is not None and pending.message.request == message.request
         peer_id = pending.peer_id if pending else key or route.hex()
         try:
             is_large = _is_large(message)
@@ -136,6 +137,8 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         self._pending_by_transfer.setdefault(pending.transfer, {})[grant] = None
         self._pending_by_engine.setdefault(message.ref.engine_id, {})[grant] = None
         self._consider(pending)
+        if is_repeated:
+            self._reply_still_waiting(grant, route, message.request)
 
     def _check_large(self, peer_id: str) -> None:
         what = "wait for a grant that names so many agents: too many such questions wait"

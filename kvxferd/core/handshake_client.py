@@ -101,9 +101,8 @@ class HandshakeClient:
                 waiting = self._fetch_for_longer_waits(peer, key, learner.deadline, waiting)
             self._finish_learning(peer, key, outcome, started, waiting)
 
-        self._peers.request(
-            peer.endpoint, make, wait_s + self._context.settings.silent_after_s, answered, uid
-        )
+        timeout_s = wait_s + self._context.settings.silent_after_s
+        self._peers.request(peer.endpoint, make, timeout_s, answered, uid, waits=True)
 
     def _fetch_for_longer_waits(
         self, peer: Peer, key: EngineKey, deadline: float, waiting: list[EngineWaiter]

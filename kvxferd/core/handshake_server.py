@@ -39,7 +39,8 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
     def fetch(self, route: bytes, message: FetchEngine, key: str = "") -> None:
         """Reply now or later. A repeated request changes nothing."""
         name, peer_id = (route, message.request), key or route.hex()
-        if name not in self._pending:
+        is_repeated = name in self._pending
+        if not is_repeated:
             try:
                 _check_names(message)
                 self._check_waiting(peer_id)
@@ -49,6 +50,8 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
             self._park(name, _PendingFetch(peer_id, route, message, self._context.now), peer_id)
             self._pending_by_engine.setdefault(EngineId(message.engine_id), {})[name] = None
         self._consider(self._pending[name])
+        if is_repeated:
+            self._reply_still_waiting(name, route, message.request)
 
     def _remove(self, name: FetchKey) -> None:
         fetch = self._pending[name]

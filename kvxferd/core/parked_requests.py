@@ -8,9 +8,11 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.limits import check_waiting
 from kvxferd.core.tables import decrease
 from kvxferd.ids import EngineId
+from kvxferd.wire.peer import StillWaiting
 
 N = TypeVar("N")  # the name of a request
 R = TypeVar("R")
@@ -57,6 +59,11 @@ class ParkedRequests(ABC, Generic[N, R]):
     def _park(self, name: N, pending: R, peer_id: str) -> None:
         self._pending[name] = pending
         self._num_pending_of_peer[peer_id] += 1
+
+    def _reply_still_waiting(self, name: N, route: bytes, request: int) -> None:
+        """Reply to a request that was sent again, if it waits here: only a dead peer is silent."""
+        if name in self._pending:
+            self._context.emit(ReplyToPeer(route, StillWaiting(request=request)))
 
     def _unpark(self, name: N, peer_id: str) -> None:
         del self._pending[name]

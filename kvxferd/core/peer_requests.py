@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import NO_USER, ReplyToPeer, SendToPeer
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint
-from kvxferd.wire.peer import Done, PeerMessage, PeerRefused, ReplyMessage, RequestMessage
+from kvxferd.wire.peer import Done, PeerMessage, PeerRefused, ReplyMessage, RequestMessage, StillWaiting
 
 Address = Endpoint | bytes  # a peer's endpoint, or the route of a connection that a peer opened
 OnReply = Callable[[ReplyMessage], None]
@@ -32,6 +33,9 @@ class _OpenRequest:
     on_reply: OnReply
     uid: int  # for whom a host name is looked up
     opened_at: float
+    ends_at: float
+    silent_s: float  # the longest silence of the peer
+    heard_at: float  # when the peer last said that the request waits there; at first, when it was sent
 
 
 class PeerRequests:
@@ -55,13 +59,25 @@ class PeerRequests:
         on_reply: OnReply,
         key: str = "",
         uid: int = NO_USER,
+        silent_s: float = math.inf,
     ) -> None:
-        """Send the message, repeatedly until a reply arrives. After `timeout_s`: `peer-unreachable`."""
-        number = message.request
-        self._open[number] = _OpenRequest(address, key, message, on_reply, uid, self._context.now)
+        """Send the message, repeatedly until a reply arrives. After `timeout_s`: `peer-unreachable`.
+
+        `silent_s`: of a request that may wait at the peer; as soon as the peer has sent neither a reply nor
+        `StillWaiting` to it for so long, it is unreachable as well.
+        """
+        number, now = message.request, self._context.now
+        self._open[number] = _OpenRequest(
+            address, key, message, on_reply, uid, now, now + timeout_s, silent_s, now
+        )
         self._open_by_address.setdefault(address, {})[number] = None
         self._send(number)
-        self._context.after(("give-up", number), timeout_s, lambda: self._time_out(number, timeout_s))
+        self._schedule_give_up(number)
+
+    def _schedule_give_up(self, number: int) -> None:
+        asked = self._open[number]
+        when = min(asked.ends_at, asked.heard_at + asked.silent_s)
+        self._context.timers.set(("give-up", number), when, lambda: self._time_out(number))
 
     def _send(self, number: int) -> None:
         asked = self._open[number]
@@ -71,22 +87,28 @@ class PeerRequests:
             self._context.emit(SendToPeer(asked.address, asked.message, asked.uid))
         self._context.after(("resend", number), self._context.settings.resend_s, lambda: self._send(number))
 
-    def _time_out(self, number: int, after_s: float) -> None:
+    def _time_out(self, number: int) -> None:
         asked = self._open[number]
+        silent_s = self._context.now - asked.heard_at
         self._complete(
             number,
             PeerRefused(
                 request=number,
                 code=Code.PEER_UNREACHABLE,
                 message=f"cannot reach {asked.address!r}: no answer to {type(asked.message).__name__} for "
-                f"{after_s:g} s; {CHECK_PEER}",
+                f"{silent_s:.4g} s; {CHECK_PEER}",
             ),
         )
 
     def handle_reply(self, source: Address, reply: ReplyMessage, key: str = "") -> None:
         """Give a reply to its request. A reply from another peer than the request went to changes nothing."""
         asked = self._open.get(reply.request)
-        if asked is not None and asked.address == source and asked.key == key:
+        if asked is None or asked.address != source or asked.key != key:
+            return
+        if isinstance(reply, StillWaiting):
+            asked.heard_at = self._context.now
+            self._schedule_give_up(reply.request)
+        else:
             self._complete(reply.request, reply)
 
     def handle_inbound_reply(self, route: bytes, message: PeerMessage, key: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from kvxferd.wire.peer import (
     ProbeStarted,
     ReplyMessage,
     RequestMessage,
+    StillWaiting,
     refusal_of,
 )
 
@@ -79,7 +81,7 @@ class Peer:
     round_trip_s: float | None = None  # of the last message that a peer answers at once
     checked_at: float | None = None  # when `check` sent its last greeting
     version: int = 1  # of the peer protocol, once welcomed
-    waiting_for_welcome: list[tuple[MakeMessage, float, OnReply]] = field(default_factory=list)
+    waiting_for_welcome: list[tuple[MakeMessage, float, OnReply, bool]] = field(default_factory=list)
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
     learning: dict[EngineKey, list[EngineWaiter]] = field(default_factory=dict)
     assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
@@ -106,11 +108,19 @@ class Peers:
     # --- requests
 
     def request(
-        self, endpoint: Endpoint, make_message: MakeMessage, timeout_s: float, on_reply: OnReply, uid: int
+        self,
+        endpoint: Endpoint,
+        make_message: MakeMessage,
+        timeout_s: float,
+        on_reply: OnReply,
+        uid: int,
+        waits: bool = False,
     ) -> None:
         """Send a request for that user, after the greeting. `make_message` gets the request number.
 
         It may raise KvxferdError where the peer's version has no such request: that is the reply then.
+        `waits`: the request may wait at the peer for as long as `timeout_s`; a peer that is silent meanwhile
+        is unreachable all the same.
         """
         try:
             self._check_open_requests(endpoint, uid)
@@ -128,9 +138,9 @@ class Peers:
             self._forget_if_unused(peer)
 
         if peer.boot is not None:
-            self._send_request(peer, make_message, timeout_s, answered)
+            self._send_request(peer, make_message, timeout_s, answered, waits)
             return
-        peer.waiting_for_welcome.append((make_message, timeout_s, answered))
+        peer.waiting_for_welcome.append((make_message, timeout_s, answered, waits))
         if len(peer.waiting_for_welcome) == 1:
             self._send_hello(peer)
 
@@ -248,9 +258,11 @@ class Peers:
         return bool(peer.waiting_for_welcome) or self._peer_requests.has_open(peer.endpoint)
 
     def _send_request(
-        self, peer: Peer, make_message: MakeMessage, timeout_s: float, on_reply: OnReply
+        self, peer: Peer, make_message: MakeMessage, timeout_s: float, on_reply: OnReply, waits: bool
     ) -> None:
-        sent_at = self._context.now
+        sent_at, settings = self._context.now, self._context.settings
+        # Until the request is sent again the peer has nothing to send, and one message may be lost.
+        silent_s = settings.silent_after_s + 2 * settings.resend_s if waits else math.inf
 
         def answered(reply: ReplyMessage) -> None:
             if isinstance(reply, PeerRefused) and reply.code is Code.PEER_UNREACHABLE:
@@ -265,7 +277,9 @@ class Peers:
         except KvxferdError as error:
             answered(refusal_of(number, error))
             return
-        self._peer_requests.request(peer.endpoint, message, timeout_s, answered, uid=peer.uid)
+        self._peer_requests.request(
+            peer.endpoint, message, timeout_s, answered, uid=peer.uid, silent_s=silent_s
+        )
 
     def _send_hello(self, peer: Peer) -> None:
         message = self._make_hello()
@@ -283,7 +297,7 @@ class Peers:
                 return
             self._mark_silent(peer)
             refused = as_refusal(reply)
-            self._context.run_in_batches(partial(on_answer, refused) for _, _, on_answer in waiting)
+            self._context.run_in_batches(partial(on_answer, refused) for _, _, on_answer, _ in waiting)
 
         timeout_s = self._context.settings.silent_after_s
         self._peer_requests.request(peer.endpoint, message, timeout_s, answered, uid=peer.uid)
@@ -321,11 +335,11 @@ class Peers:
         )
 
     def _send_after_welcome(
-        self, peer: Peer, make_message: MakeMessage, timeout_s: float, on_reply: OnReply
+        self, peer: Peer, make_message: MakeMessage, timeout_s: float, on_reply: OnReply, waits: bool
     ) -> None:
         """Send a request that waited for the greeting, unless the peer is silent or forgotten since."""
         if self._peers.get(peer.endpoint) is peer and peer.boot is not None:
-            self._send_request(peer, make_message, timeout_s, on_reply)
+            self._send_request(peer, make_message, timeout_s, on_reply, waits)
             return
         text = f"cannot reach {peer.endpoint}: it answered the greeting, and nothing since; {CHECK_PEER}"
         on_reply(PeerRefused(request=0, code=Code.PEER_UNREACHABLE, message=text))
@@ -375,7 +389,15 @@ class Peers:
             case PeerRefused():
                 clipped = message.message[:MAX_SENTENCE_CHARS]
                 self._peer_requests.handle_reply(endpoint, msgspec.structs.replace(message, message=clipped))
-            case PeerWelcome() | EngineManifest() | GrantsRenewed() | Done() | ProbeStarted() | ProbeReport():
+            case (
+                PeerWelcome()
+                | EngineManifest()
+                | GrantsRenewed()
+                | Done()
+                | StillWaiting()
+                | ProbeStarted()
+                | ProbeReport()
+            ):
                 self._peer_requests.handle_reply(endpoint, message)
             case _:
                 raise ProtocolError(f"cannot take a {type(message).__name__} as an answer", Code.OUT_OF_PLACE)

@@ -244,8 +244,9 @@ class Pulls:
         piece = pull.piece
         assert piece is not None
         local_parts, local = split_block_ids(piece.blocks, stream)
-        read = {lane.remote.group for lane in hold.plan.group_reads}
-        granted = {name: packed for name, packed in hold.granted.blocks.items() if name in read}
+        # A transfer that grows may have no list of a group yet, of which this piece reads nothing.
+        read = dict.fromkeys(lane.remote.group for lane in hold.plan.group_reads)
+        granted = {name: hold.granted.blocks.get(name, PackedBlocks(b"")) for name in read}
         remote_parts, remote = split_block_ids(granted, stream + 1)
         for part in (*local_parts, *remote_parts):
             self._context.emit(SendToMover(mover, part))

@@ -5,7 +5,7 @@ strides and offsets are bytes. `from_tensors` makes a layout from an engine's ow
 model's facts, and `validate` checks it when a rank registers.
 """
 
-from kvxferd.layout.blocks import PackedBlocks, lend_ids, pack_ids, unpack_ids
+from kvxferd.layout.blocks import PackedBlocks, check_continues, lend_ids, pack_ids, unpack_ids
 from kvxferd.layout.digest import digest_of
 from kvxferd.layout.engine import EngineSpec
 from kvxferd.layout.from_tensors import NamedTensor, from_tensors
@@ -32,6 +32,7 @@ __all__ = [
     "TensorRegion",
     "TokenShard",
     "UnitRange",
+    "check_continues",
     "digest_of",
     "from_tensors",
     "lend_ids",

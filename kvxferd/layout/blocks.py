@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import GroupName
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -27,6 +30,19 @@ class PackedBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
 
     def __len__(self) -> int:
         return len(self.ids) // 4
+
+
+def check_continues(name: GroupName, end: int, added: PackedBlocks) -> None:
+    """Raise EngineError (blocks-invalid) unless blocks that are added begin at token `end` of the request.
+
+    There the group's earlier blocks end. A `first_token` of 0 is not a claim, and is right.
+    """
+    if added.first_token not in (0, end):
+        raise EngineError(
+            f"cannot add blocks of group {name!r} from token {added.first_token} on: those before end at "
+            f"token {end}; add blocks in order, each once, with that first_token or 0",
+            Code.BLOCKS_INVALID,
+        )
 
 
 def pack_ids(ids: Sequence[int] | memoryview | array.array[int]) -> bytes:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import GroupName
-from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, unpack_ids
+from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, check_continues, unpack_ids
 from kvxferd.plan.plan import BlockGeometry, GroupRead, Plan, block_geometry
 from kvxferd.plan.token_segments import check_first_token, ids_as_int32
 
@@ -119,6 +119,8 @@ def check_open_blocks(
         part = listed if added is None else added.get(group.name)
         if part is None:
             continue
+        if len(part) < len(listed):
+            check_continues(group.name, end - len(part) * side.id_tokens, part)
         if end < num_tokens and len(part) < len(listed):
             _check_end(side, listed)
             _check_ids(group.name, group.num_blocks, part)

@@ -93,6 +93,7 @@ PeerOutline = (
     | peer.Granted
     | peer.GrantsRenewed
     | peer.Done
+    | peer.StillWaiting
     | peer.PeerRefused
     | peer.ProbeStarted
     | peer.ProbeReport

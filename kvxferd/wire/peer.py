@@ -183,6 +183,12 @@ class Done(Message, frozen=True, tag="done"):
     request: int
 
 
+class StillWaiting(Message, frozen=True, tag="still-waiting"):
+    """To a `FetchEngine` or `AskGrant` that was sent again: it is kept, and its reply comes later."""
+
+    request: int
+
+
 class PeerRefused(Message, frozen=True, tag="peer-refused"):
     """The request is refused; `code` tells whether another attempt can help."""
 
@@ -306,7 +312,15 @@ RequestMessage = (
     | EndProbe
 )
 ReplyMessage = (
-    PeerWelcome | EngineManifest | Granted | GrantsRenewed | Done | PeerRefused | ProbeStarted | ProbeReport
+    PeerWelcome
+    | EngineManifest
+    | Granted
+    | GrantsRenewed
+    | Done
+    | StillWaiting
+    | PeerRefused
+    | ProbeStarted
+    | ProbeReport
 )
 PeerMessage = RequestMessage | ReplyMessage | BlockIds
 

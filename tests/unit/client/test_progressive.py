@@ -59,6 +59,18 @@ def test_many_blocks_are_sent_at_once_and_whole(stage: Stage, is_report: bool) -
     assert extended.ready_tokens == (16 if is_report else -1)
 
 
+@pytest.mark.parametrize("first", [16, 48, -16])
+def test_blocks_that_do_not_continue_the_list_are_refused(stage: Stage, first: int) -> None:
+    rank = stage.rank(version=NEWEST)
+    rank.publish("t1", lists(3, 4), 80, ready_tokens=32)
+    stage.side.expect(worker.Publish)
+    with pytest.raises(EngineError, match=f"from token {first} on: those before end at token 32") as refused:
+        rank.extend("t1", 48, {"full": BlockList(ids=[5], first_token=first)})
+    assert refused.value.code is Code.BLOCKS_INVALID
+    rank.extend("t1", 48, {"full": BlockList(ids=[1], first_token=32)})
+    assert ids_of(stage.side.expect(worker.Extend)) == [1]
+
+
 def test_a_report_of_too_much_adds_no_blocks(stage: Stage) -> None:
     rank = stage.rank(version=NEWEST)
     rank.publish("t1", lists(3), 40, ready_tokens=16)

@@ -11,7 +11,7 @@ from kvxferd.core import events as ev
 from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
-from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused
+from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused, StillWaiting
 from tests.support.simulation import World, mover_of, spec_of
 
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
@@ -162,7 +162,7 @@ def test_questions_that_wait_are_bounded_by_peer_and_in_all(limits):
     (refused,) = ask(b"loud", 3)
     assert isinstance(refused, PeerRefused)
     assert (refused.request, refused.code, refused.retry_after_s) == (3, Code.BUSY, RETRY_AFTER_S)
-    assert ask(b"loud", 0) == []  # asked again: the same question
+    assert ask(b"loud", 0) == [StillWaiting(request=0)]  # asked again: the same question
     assert bool(ask(b"other", 0)) is ("max_waiting" in limits)
     world.advance(2)
     world.engine(host, "nobody", generation="g")

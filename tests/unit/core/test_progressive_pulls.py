@@ -9,13 +9,14 @@ import pytest
 
 from kvxferd.core.snapshot import PullRecord, ReleaseRecord
 from kvxferd.errors import Code
-from kvxferd.layout import PackedBlocks, pack_ids
+from kvxferd.layout import Group, PackedBlocks, pack_ids
+from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import TransferRef, Versions
 from kvxferd.wire.peer import PeerHello
-from tests.support.simulation import Mover, Worker, World, mover_of
+from tests.support.simulation import Mover, Worker, World, mover_of, spec_of
 
 BLOCK_TOKENS = 4
 SOURCE_IDS, SINK_IDS, TOKENS = [3, 1, 2, 8, 5], [7, 9, 4, 11, 12], 19
@@ -144,8 +145,7 @@ def test_an_ordinary_pull_waits_for_the_whole(world, source, sink):
 
 
 def test_a_transfer_that_never_comes_ends_at_the_deadline(world, source, sink):
-    ref = TransferRef(source.host.endpoint, "prefill", source.spec.generation, "t1", "n" * 32)
-    ticket = pull(sink, ref, deadline_s=5.0)
+    ticket = pull(sink, unpublished(source), deadline_s=5.0)
     world.advance(5.1)
     failed = sink.ended(ticket)
     assert failed.code in (Code.DEADLINE, Code.TRANSFER_UNKNOWN)
@@ -251,6 +251,53 @@ def test_a_wrong_extension_ends_the_transfer_alone(world, source, sink, ids):
     second = pull(sink, other)
     extend(source, 8, TOKENS, "t2")
     check_delivered(sink, second)
+
+
+def test_a_window_may_be_left_out_until_the_end(world):
+    """Until then the source has no list of that group: its pieces read nothing of it."""
+    source, sink = (with_window(world, host, name) for host, name in (("p", "prefill"), ("d", "decode")))
+    ticket = pull(sink, publish(source, ready=8), blocks=both(SINK_IDS))
+    assert progress_of(sink) == [8]
+    write(source, TOKENS)
+    rest = both(SOURCE_IDS) | {"full": PackedBlocks(pack_ids(SOURCE_IDS[2:]))}
+    source.say(wk.Extend(transfer_id="t1", blocks=rest, incarnation=source.incarnation))
+    check_delivered(sink, ticket)
+
+
+def with_window(world: World, host: str, name: str) -> Worker:
+    """An engine whose last layer has a group of its own, with a sliding window."""
+    worker = world.connect(world.host(host))
+    worker.spec = spec_of(name)
+    facts = {"num_kv_heads": 2, "head_dim": 2, "block_tokens": BLOCK_TOKENS, "num_blocks": 32}
+    plain = attention_layout(spec=worker.spec, layout="HND", **facts)
+    groups = (*plain.groups, Group("window", 32, BLOCK_TOKENS, sliding_window=TOKENS))
+    tensors = tuple(msgspec.structs.replace(t, group=groups[t.layer].name) for t in plain.tensors)
+    worker.layout = msgspec.structs.replace(plain, groups=groups, tensors=tensors)
+    worker.memory = bytearray(plain.regions[0].size_bytes)
+    world.register_again(worker)
+    return worker
+
+
+def both(ids: list[int]) -> dict[str, PackedBlocks]:
+    return dict.fromkeys(("full", "window"), PackedBlocks(pack_ids(ids)))
+
+
+@pytest.mark.parametrize("first", [4, 12, 16, -4], ids=["again", "a gap", "more of a gap", "negative"])
+def test_blocks_that_do_not_continue_the_list_end_the_transfer(world, source, sink, first):
+    """Appended as they come they would be delivered as the tokens of others."""
+    ticket = pull(sink, publish(source, ready=8))
+    more = PackedBlocks(pack_ids(SOURCE_IDS[2:]), first)
+    source.say(wk.Extend(transfer_id="t1", blocks={"full": more}, incarnation=source.incarnation))
+    assert [(m.transfer_id, m.why) for m in source.heard(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
+    assert sink.ended(ticket).code is Code.RELEASED
+
+
+def test_blocks_may_say_at_which_token_they_continue_the_list(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    write(source, TOKENS)
+    more = PackedBlocks(pack_ids(SOURCE_IDS[2:]), 8)
+    source.say(wk.Extend(transfer_id="t1", blocks={"full": more}, incarnation=source.incarnation))
+    check_delivered(sink, ticket)
 
 
 def test_a_block_that_is_in_two_parts_is_found_at_the_end(world, source, sink):
@@ -496,6 +543,26 @@ def test_messages_that_are_lost_are_repeated(world, source, sink):
     assert sink.ended(ticket) is None
     world.advance(world.settings.resend_s + 0.1)
     check_delivered(sink, ticket)
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["between pieces", "before the publish"])
+def test_a_source_that_dies_ends_the_pull_long_before_its_deadline(world, source, sink, is_read):
+    ref = publish(source, ready=8) if is_read else unpublished(source)
+    ticket = pull(sink, ref, deadline_s=300.0)
+    world.advance(40)  # far longer than a peer may be silent
+    assert sink.ended(ticket) is None
+    del world.hosts["p"]
+    world.advance(world.settings.silent_after_s + 2 * world.settings.resend_s)
+    failed = sink.ended(ticket)
+    assert (failed.code, failed.safe_to_reuse) == (Code.PEER_UNREACHABLE, True)
+    assert "tcp://p:9441" in failed.message
+    world.advance(30)
+    assert sink.host.node.is_idle
+
+
+def unpublished(source: Worker, transfer_id: str = "t1") -> TransferRef:
+    """Return a reference that its router made before the publish."""
+    return TransferRef(source.host.endpoint, "prefill", source.spec.generation, transfer_id, "n" * 32)
 
 
 def test_a_source_that_restarts_ends_the_pull_safely(world, source, sink):

@@ -91,7 +91,7 @@ def test_who_waits_when_the_peer_is_dropped_asks_it_nothing_more(
     answers: list[object] = []
     peer = node.peers.admit(endpoint, 0)
     peer.boot = "boot"
-    waiting = [(lambda request: pytest.fail("it was asked"), 1.0, answers.append)]
+    waiting = [(lambda request: pytest.fail("it was asked"), 1.0, answers.append, False)]
     node.peers.drop(endpoint)
     for wanted in waiting:
         node.peers._send_after_welcome(peer, *wanted)

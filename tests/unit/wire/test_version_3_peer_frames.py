@@ -15,7 +15,7 @@ from kvxferd.wire.versions import for_peer_version
 
 FRAMES: dict[str, list[str]] = json.loads(Path(__file__).with_name("peer_frames_3.json").read_text())
 # Messages that came with version 4: a daemon of version 3 is never sent one.
-NEW = {"start-probe", "probe-started", "read-probe-back", "probe-report", "end-probe"}
+NEW = {"start-probe", "probe-started", "read-probe-back", "probe-report", "end-probe", "still-waiting"}
 
 
 @pytest.mark.parametrize("tag", FRAMES)
