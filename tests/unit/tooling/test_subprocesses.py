@@ -135,23 +135,6 @@ async def test_a_daemon_that_ignores_sigterm_is_killed(
     await daemon.stop()
 
 
-PARENT = """
-import os, subprocess, sys
-parent = os.getpid() if sys.argv[1] == "itself" else 1
-command = [sys.executable, "-m", "kvxferd.tooling.die_with_parent", str(parent), "--version"]
-sys.exit(subprocess.run(command).returncode)
-"""
-
-
-@pytest.mark.parametrize(("parent", "runs"), [("itself", True), ("another", False)])
-def test_a_command_whose_parent_has_died_already_does_not_run(parent: str, runs: bool) -> None:
-    """A daemon's interpreter starts in some 50 ms; a parent that is killed in them would leave the daemon."""
-    ended = subprocess.run(
-        [sys.executable, "-c", PARENT, parent], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert ended.stdout.startswith("kvxferd") is runs
-
-
 KILLED = """
 import asyncio, os, signal, sys
 from contextlib import suppress
