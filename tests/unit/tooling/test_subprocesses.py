@@ -139,17 +139,17 @@ KILLED = """
 import asyncio, os, signal, sys
 from contextlib import suppress
 from pathlib import Path
-from kvxferd.demo.protocol import PROTOCOL, AwaitRelease, BlocksFreed
+from kvxferd.bench.protocol import PROTOCOL, AwaitRelease, Done
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.subprocesses import CommandProcess
 
 async def main():
-    module, directory = "kvxferd.demo.worker", Path(sys.argv[1])
+    module, directory = "kvxferd.bench.rank_process", Path(sys.argv[1])
     process = await CommandProcess.start("the test", module, "rank", directory, PROTOCOL)
     print(process.pid, flush=True)
     if sys.argv[2] == "paused":
         with suppress(KvxferdError):  # it is no rank, but it runs
-            await process.request(AwaitRelease(request=0, unpublish=False), BlocksFreed)
+            await process.request(AwaitRelease(names=[]), Done)
         await process.pause()
     os.kill(os.getpid(), signal.SIGKILL)
 
