@@ -100,7 +100,11 @@ def demo(
 
 
 def pairs_to_run(ctx: click.Context, options: dict[str, Any]) -> list[EnginePair]:
-    """Return the engines that were asked for, and two equal ones unless an engine was described by flags."""
+    """Return the engines that were asked for, and two equal ones unless an engine was described by flags.
+
+    Raises EngineError if a rank would hold no layer.
+    """
+    from kvxferd.errors import Code, EngineError
     from kvxferd.layout.presets import LayerKind, ModelFacts, key_and_value
     from kvxferd.tooling.engine_pair import EnginePair, EngineShape
 
@@ -112,6 +116,12 @@ def pairs_to_run(ctx: click.Context, options: dict[str, Any]) -> list[EnginePair
             layout=options[f"{role}_layout"],
         )
 
+    for role in ("prefill", "decode"):
+        if (stages := options[f"{role}_pp"]) > options["layers"]:
+            raise EngineError(
+                f"cannot run the demo: --{role}-pp {stages} is more than --layers {options['layers']}",
+                Code.LAYOUT_INVALID,
+            )
     heads, layers = options["heads"], (LayerKind.FULL,) * options["layers"]
     model = ModelFacts("demo", heads, layers, key_and_value(heads, options["head_dim"]))
     pair = EnginePair(model, engine("prefill"), engine("decode"), options["tokens"], "demo")

@@ -40,7 +40,7 @@ class Demo:
     """
 
     def __init__(self, pairs: Sequence[EnginePair], say: Callable[[str], None]) -> None:
-        """`say` shows a line. Raises EngineError for engines that cannot be."""
+        """`say` shows a line."""
         self._places = {(role, rank) for pair in pairs for role in ROLES for rank in pair.engine(role)}
         self._say = say
         self._directory = make_work_directory("kvxferd-demo-")
