@@ -17,9 +17,10 @@ import msgspec
 from kvxferd.bench import protocol, remote_protocol
 from kvxferd.bench.hosts import TOOL, LocalHost
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.tooling.async_tasks import make_work_directory, run_until_signal
+from kvxferd.tooling.async_tasks import run_until_signal
 from kvxferd.tooling.line_protocol import encode_line
 from kvxferd.tooling.subprocesses import MAX_LINE_BYTES, CommandProcess, DaemonProcess
+from kvxferd.tooling.work_directory import make_work_directory
 
 # A bench may set the transport library's own settings, and nothing that decides what is run.
 ENVIRONMENT_PREFIX = "UCX_"

@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 
 from kvxferd import client, resident
-from kvxferd.demo import content
 from kvxferd.fd_wait import wait_readable
 from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec
@@ -27,6 +26,7 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver_registry import open_driver
+from kvxferd.tooling import content
 from tests.support.devices import Segment
 from tests.support.tensor_allocators import TensorStore
 
@@ -161,7 +161,9 @@ class Agent:
 
     def write(self, request: int, ids: list[int], num_tokens: int) -> None:
         content.write(
-            self.bytes, self.layout, content.RequestBlocks(request, np.array(ids, np.int32), num_tokens)
+            self.bytes,
+            self.layout,
+            content.RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, num_tokens),
         )
         self.store.save()
 
@@ -208,7 +210,9 @@ class Agent:
     def num_wrong(self, request: int, ids: list[int], num_tokens: int) -> int:
         self.store.load()
         found = content.check(
-            self.bytes, self.layout, content.RequestBlocks(request, np.array(ids, np.int32), num_tokens)
+            self.bytes,
+            self.layout,
+            content.RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, num_tokens),
         )
         assert found.checked_items > 0
         return found.wrong_items
@@ -216,8 +220,10 @@ class Agent:
     def num_spilled(self, ids: list[int]) -> int:
         """Bytes outside these blocks that changed since the last `pull`."""
         self.store.load()
-        mask = content.block_mask(self.layout, np.array(ids, np.int32))
-        return int(np.count_nonzero((self.bytes != self.before) & ~mask))
+        before = self.before.copy()
+        return content.count_changed_outside(
+            before, self.bytes, self.layout, {GROUP: np.array(ids, np.int32)}
+        )
 
     def suspend(self) -> None:
         self.rank.suspend()
