@@ -35,7 +35,7 @@ def print_matrix(mutants: list[Mutant], jobs: int, simulate: Callable[[Mutant], 
 
     simulate: returns what the simulation makes of a mutant.
     """
-    arguments = ["-m", "not slow", "--continue-on-collection-errors", *unit_tests()]
+    arguments = ["-m", "not slow and not process", "--continue-on-collection-errors", *unit_tests()]
     without = set(failing_tests(None, *arguments, timeout_s=TIMEOUT_S))
 
     def row_of(mutant: Mutant) -> Row:
