@@ -28,7 +28,7 @@ COMMENTS = st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_si
 
 @given(st.lists(st.tuples(st.binary(min_size=32, max_size=32), COMMENTS), min_size=1, max_size=20))
 def test_each_line_is_a_key_with_a_comment(tmp_path_factory: pytest.TempPathFactory, listed) -> None:
-    path = tmp_path_factory.mktemp("keys") / "allowed"
+    path = tmp_path_factory.getbasetemp() / "allowed"
     lines = [f"  {key.hex().upper()} # {comment}" for key, comment in listed]
     path.write_bytes(("# all nodes\n\n" + "\n".join(lines)).encode())
     assert read_allowed_keys(path) == {key.hex() for key, _ in listed}
@@ -36,7 +36,7 @@ def test_each_line_is_a_key_with_a_comment(tmp_path_factory: pytest.TempPathFact
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_keys_or_one_error(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
-    path = tmp_path_factory.mktemp("keys") / "allowed"
+    path = tmp_path_factory.getbasetemp() / "allowed"
     path.write_bytes(text)
     try:
         keys = read_allowed_keys(path)
