@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -25,9 +24,6 @@ from tests.support.layout_strategies import (
 )
 
 BUDGET = settings(
-    # A nightly run sets RANDOM_PAIRS to thousands.
-    max_examples=int(os.environ.get("RANDOM_PAIRS", "400")),
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 
