@@ -13,9 +13,9 @@ import pytest
 from hypothesis import settings
 
 # The machines are shared: how long one example takes says nothing about the code. A test run draws the
-# same examples each time; `make proofs` draws new ones (--hypothesis-profile=proofs).
+# same examples each time; `make proofs` draws new ones, and more (--hypothesis-profile=proofs).
 settings.register_profile("test", deadline=None, derandomize=True)
-settings.register_profile("proofs", deadline=None, derandomize=False)
+settings.register_profile("proofs", deadline=None, derandomize=False, max_examples=2000)
 settings.load_profile("test")
 
 # What a slow or busy machine adds to a test's processor time is less than this factor.

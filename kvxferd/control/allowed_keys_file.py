@@ -109,12 +109,14 @@ class AllowedKeysFile:
     Raises ConfigError if the first read fails: a daemon that starts has no older list to keep.
     """
 
-    def __init__(self, path: str, secret_key_file: str = "") -> None:
+    def __init__(self, path: str, secret_key_file: str = "", poll_s: float = POLL_S) -> None:
         self._secret_key_file = secret_key_file
+        self._poll_s = poll_s
         self._lock = threading.Lock()  # guards the three below
         self._path = path
         self._signature: _Signature = ()
         self._found = KeysRead(frozenset())
+        self._last_seen: _Signature = ()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self.use(path)
@@ -147,30 +149,30 @@ class AllowedKeysFile:
         if self._thread is not None:
             self._thread.join(STOP_S)
 
-    def _watch(self, on_read: Callable[[KeysRead], None]) -> None:
-        last_seen: _Signature = ()
-        while not self._stopping.wait(POLL_S):
-            path = self._path
-            seen = _look(path)
-            if seen == last_seen and seen != self._signature and path:
-                self._read_changed(path, seen, on_read)
-            last_seen = seen
-
-    def _read_changed(self, path: str, seen: _Signature, on_read: Callable[[KeysRead], None]) -> None:
+    def look(self) -> KeysRead | None:
+        """Look once; return what is read of a file that has changed since, and not since the last look."""
+        path, last_seen = self._path, self._last_seen
+        seen = self._last_seen = _look(path)
+        if seen != last_seen or seen == self._signature or not path:
+            return None
         before = self._found
         try:
             keys, read = _read(Path(path), self._secret_key_file)
             if read != seen:
-                return  # it changes as it is read: the next look decides
+                return None  # it changes as it is read: the next look decides
             found = KeysRead(keys)
         except ConfigError as error:
             found = KeysRead(before.keys, error.message)
         with self._lock:
             if path != self._path or self._found is not before:
-                return  # a reload read it meanwhile, or another file
+                return None  # a reload read it meanwhile, or another file
             self._signature, self._found = seen, found
-        if found != before:
-            on_read(found)
+        return found if found != before else None
+
+    def _watch(self, on_read: Callable[[KeysRead], None]) -> None:
+        while not self._stopping.wait(self._poll_s):
+            if (found := self.look()) is not None:
+                on_read(found)
 
 
 def _look(path: str) -> _Signature:

@@ -13,17 +13,24 @@ from kvxferd.telemetry.samples import Gauges, Samples
 log = structlog.get_logger()
 
 
+def _boot_time() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Sampler:
     """Takes a sample at each whole second of CLOCK_BOOTTIME, which goes on while a machine is suspended."""
 
-    def __init__(self, samples: Samples, read_gauges: Callable[[], Gauges]) -> None:
+    def __init__(
+        self, samples: Samples, read_gauges: Callable[[], Gauges], clock: Callable[[], float] = _boot_time
+    ) -> None:
         self._samples = samples
         self._read_gauges = read_gauges
+        self._clock = clock  # seconds
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Set the first timer. Only on the loop's thread."""
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        now = self._clock()
         self._samples.start(now)
         self._set(now)
 
@@ -38,7 +45,7 @@ class Sampler:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
 
     def _fire(self) -> None:
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        now = self._clock()
         self._set(now)  # first: an error below ends no sampling
         try:
             self._samples.finish_second(now, time.time(), self._read_gauges())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import FencePage, SealedMemory
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
+from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.mover.supervisor.pool_events import Tick
@@ -62,9 +63,12 @@ from tests.support.open_fds import num_open_fds
 
 DEADLINE_S = 20.0
 MARK = f"rig-of-{os.getpid()}"  # in the environment of every process of a rig
+SHARED_MARK = f"shared-by-tests-of-{os.getpid()}"  # in the environment of every process of `Pools`
+TRANSPORTS: dict[str, dict[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": "tcp"}}  # what selects them
 GROUP = GroupName("full")
 T = TypeVar("T")
 _NUMBERS = itertools.count(1)
+_FORKSERVERS: list[int] = []  # the process id of each that a pool of this process has started
 
 
 async def wait_until(holds: Callable[[], bool], what: str) -> None:
@@ -75,13 +79,13 @@ async def wait_until(holds: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def marked_processes() -> list[str]:
-    """Return what each living process of a rig of this run is: its pid and its command line."""
+def marked_processes(mark: str = MARK) -> list[str]:
+    """Return what each living process with that mark is: its pid and its command line."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():
             try:
-                if MARK.encode() in (process / "environ").read_bytes():
+                if mark.encode() in (process / "environ").read_bytes():
                     command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                     found.append(f"{process.name}: {command.strip()}")
             except OSError:  # it went while we looked
@@ -92,6 +96,10 @@ def marked_processes() -> list[str]:
 class AwaitedPool(MoverPool):
     """A pool for tests that wait for their movers, and that change its size."""
 
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.acquired: list[MoverHandle] = []
+
     async def acquire(self) -> MoverHandle:
         """Return a mover. Raises MoverError."""
         result: asyncio.Future[MoverHandle | MoverError] = asyncio.get_running_loop().create_future()
@@ -99,7 +107,18 @@ class AwaitedPool(MoverPool):
         mover = await asyncio.shield(result)
         if isinstance(mover, MoverError):
             raise mover
+        self.acquired.append(mover)
         return mover
+
+    def num_fds(self) -> int:
+        """Return how many descriptors the forkserver and the movers hold here."""
+        forkserver = 3 if self._forkserver is not None else 0  # its socket, its stderr and its pidfd
+        return forkserver + sum(1 + (handle.pidfd >= 0) for handle in self._handles.values())
+
+    def _start_forkserver(self) -> None:
+        super()._start_forkserver()
+        if self.forkserver_pid is not None:
+            _FORKSERVERS.append(self.forkserver_pid)
 
     def resize(self, size: int) -> None:
         """Keep that many ready from now on, and fork them now."""
@@ -140,6 +159,14 @@ class Node:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.wait_for(self.pool.stop(), DEADLINE_S)
+
+    async def rest(self) -> None:
+        """End the movers that were acquired, and forget what they said: the next test finds none."""
+        for mover in self.pool.acquired:
+            mover.kill()
+            await self.gone(mover)
+        for gone in (self.pool.acquired, self.said, self.exits, self.chunk_reports):
+            gone.clear()
 
     def _message(self, mover: MoverId, message: FromMover) -> None:
         if isinstance(message, ChunkMemoryWanted):
@@ -355,24 +382,63 @@ async def sink(node: Node, rank: Worker, sources: list[Served], notices: int | N
     return reader
 
 
-def orphaned_directories() -> set[str]:
-    """Shared memory directories whose owner is gone."""
-    return {
-        made.name
-        for made in Path("/dev/shm").glob("kvxferd-movers-*")
-        if not Path("/proc", made.name.rpartition("-")[2]).exists()
-    }
+class Pools:
+    """The nodes that the tests of a session share: one for each transport and way to read.
+
+    A pool's start takes two seconds, its next mover some milliseconds.
+    """
+
+    NUM_WARM = 3  # as many as most tests acquire of a node
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[str, str, str], Node] = {}
+
+    async def __aenter__(self) -> Pools:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for node in self._nodes.values():
+            await node.__aexit__()
+        assert marked_processes(SHARED_MARK) == []
+
+    async def node(self, name: str, transport: str = "cma", read_way: str = "direct") -> Node:
+        """Return a node whose movers read over that transport ("cma" or "tcp") and in that way."""
+        key = (name, transport, read_way)
+        if key not in self._nodes:
+            environment = {"KVXFERD_TEST": SHARED_MARK, READ_VARIABLE: read_way, **TRANSPORTS[transport]}
+            made = Node(name, self.NUM_WARM, environment)
+            self._nodes[key] = await made.__aenter__()
+        return self._nodes[key]
+
+    async def rest(self) -> None:
+        """A test is over."""
+        for node in self._nodes.values():
+            await node.rest()
+
+    def num_fds(self) -> int:
+        """Return how many descriptors the pools hold now."""
+        return sum(node.pool.num_fds() for node in self._nodes.values())
+
+
+def orphaned_directories() -> list[str]:
+    """Return the shared memory directories that dead forkservers of this process have left."""
+    directories = [Path(f"/dev/shm/kvxferd-movers-{pid}") for pid in _FORKSERVERS if not is_alive(pid)]
+    return [str(directory) for directory in directories if directory.exists()]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has that id."""
+    return Path(f"/proc/{pid}").exists()
 
 
 @contextmanager
-def leaving_nothing() -> Iterator[None]:
-    """Assert that the body leaves no process, descriptor or shared memory."""
-    before, orphans = num_open_fds(collect=False), orphaned_directories()
+def leaving_nothing(shared_fds: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Assert that the body leaves no process, descriptor or shared memory.
+
+    `shared_fds` returns how many descriptors are held by what lives on.
+    """
+    before = num_open_fds(collect=False) - shared_fds()
     yield
     assert marked_processes() == []
-    assert num_open_fds(collect=False) <= before
-    # Another run's test may have killed a forkserver whose directory goes in a moment.
-    deadline = time.monotonic() + DEADLINE_S
-    while left := orphaned_directories() - orphans:
-        assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
-        time.sleep(0.01)
+    assert num_open_fds(collect=False) - shared_fds() <= before
+    assert orphaned_directories() == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 
@@ -35,10 +36,16 @@ class Model:
 
     def numbers(self, layer: int, heads: range, tokens: range, *, values: bool) -> torch.Tensor:
         """Keys or values, [heads, tokens, head_size]: a number of its own for every element."""
-        shape = (self.num_layers, 2, self.num_heads, 256, self.head_size)
-        everything = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).reshape(shape)
-        chosen = everything[layer, int(values), heads.start : heads.stop, tokens.start : tokens.stop]
-        return (chosen * 40503 % 65521 - 32768).to(DTYPE)
+        everything = _numbers_of(self)
+        return everything[layer, int(values), heads.start : heads.stop, tokens.start : tokens.stop]
+
+
+@cache
+def _numbers_of(model: Model) -> torch.Tensor:
+    """Return a number for every element: [layers, keys and values, heads, tokens, head_size]."""
+    shape = (model.num_layers, 2, model.num_heads, 256, model.head_size)
+    counted = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).reshape(shape)
+    return (counted * 40503 % 65521 - 32768).to(DTYPE)
 
 
 def layer_views(layout: str, shape: Sequence[int], dtype: torch.dtype = DTYPE) -> list[torch.Tensor]:

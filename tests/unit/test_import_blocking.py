@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -20,11 +19,3 @@ def test_what_is_there_stays() -> None:
     with block_import("sys"):
         import sys as again
     assert again is sys
-
-
-@pytest.mark.process
-def test_a_daemon_loads_no_rich_and_no_torch() -> None:
-    imports = "import sys, kvxferd.cli.root, kvxferd.cli.serve as s; s.import_logs(); import kvxferd.daemon"
-    code = f"{imports}; print(sorted({{'rich', 'torch', 'nixl'}} & set(sys.modules)))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"

@@ -1,19 +1,37 @@
-"""Every test must leave the machine as it found it: no process, no descriptor, no shared memory."""
+"""Pools of movers that the tests of a session share, and what every test must leave: nothing.
+
+The pools live on one event loop for the whole session, and so do all asynchronous tests of this folder.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from kvxferd.mover.read_ways import READ_VARIABLE
-from tests.support.mover_harness import Node, Worker, leaving_nothing, worker
+from tests.support.mover_harness import Node, Pools, Worker, leaving_nothing, worker
 
 
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    with leaving_nothing():
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and pytest_asyncio.is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def pools() -> AsyncIterator[Pools]:
+    async with Pools() as made:
+        yield made
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def nothing_left(pools: Pools) -> AsyncIterator[None]:
+    """No process, no descriptor and no shared memory is left but those of the shared pools."""
+    with leaving_nothing(pools.num_fds):
         yield
+        await pools.rest()
 
 
 @pytest.fixture
@@ -30,31 +48,23 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
 
 
 @pytest.fixture(params=["cma", "tcp"])
-def transport_environment(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What selects the transport in a pool's movers."""
-    return {"UCX_TLS": "tcp"} if request.param == "tcp" else {}
-
-
-@pytest.fixture(params=["direct", "covering"])
-def read_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the movers of pools that start after this read."""
-    monkeypatch.setenv(READ_VARIABLE, request.param)
+def transport(request: pytest.FixtureRequest) -> str:
+    """Over which transport the movers read."""
     return str(request.param)
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[Node]:
-    async with Node("here") as made:
-        yield made
+def read_way() -> str:
+    """How the movers of `pair` read. A file or a test may name other ways."""
+    return "direct"
 
 
-@pytest.fixture
-async def pair(
-    transport_environment: dict[str, str],
-) -> AsyncIterator[tuple[Node, Node]]:
+@pytest_asyncio.fixture(loop_scope="session")
+async def node(pools: Pools) -> Node:
+    return await pools.node("here")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def pair(pools: Pools, transport: str, read_way: str) -> tuple[Node, Node]:
     """A node with sources and a node with sinks."""
-    async with (
-        Node("there", environment=transport_environment) as there,
-        Node("here", environment=transport_environment) as here,
-    ):
-        yield there, here
+    return await pools.node("there", transport), await pools.node("here", transport, read_way)

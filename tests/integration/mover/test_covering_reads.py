@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
@@ -13,14 +12,14 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.wire.mover import AbortPull, PullDone
-from tests.support.mover_harness import Node, Served, Sink, Worker, serve, sink
+from tests.support.mover_harness import Node, Pools, Served, Sink, Worker, serve, sink
 
 WORD = bytes(range(16))
 TOKENS_A_BLOCK = 16
 Make = Callable[..., Worker]
 
 
-class Pair:
+class TwoToOne:
     """Two sources of TP 2, heads first, and a reader of TP 1, tokens first."""
 
     def __init__(self, sources: list[Served], reader: Sink) -> None:
@@ -31,7 +30,7 @@ class Pair:
             source.page.write(0, WORD)
 
     @classmethod
-    async def make(cls, there: Node, here: Node, make_worker: Make, **shape: int) -> Pair:
+    async def make(cls, there: Node, here: Node, make_worker: Make, **shape: int) -> TwoToOne:
         sources = [await serve(there, make_worker("P", tp=2, tp_rank=rank, **shape)) for rank in (0, 1)]
         return cls(sources, await sink(here, make_worker("D", layout="NHD", **shape), sources))
 
@@ -56,94 +55,82 @@ class Pair:
 
 
 @pytest.fixture
-def covering(transport_environment: dict[str, str]) -> dict[str, str]:
-    return {**transport_environment, READ_VARIABLE: "covering"}
+def read_way() -> str:
+    return "covering"
 
 
-async def test_every_byte_arrives_through_chunks(covering: dict[str, str], make_worker: Make) -> None:
-    async with (
-        Node("there", size=2, environment=covering) as there,
-        Node("here", environment=covering) as here,
-    ):
-        pair = await Pair.make(there, here, make_worker, blocks=2048)
-        order = np.random.default_rng(3).permutation(2048)
-        ours, theirs = order[:1000].tolist(), order[::-1][:1000].tolist()
-        assert (await pair.reader.outcome(pair.start(ours, theirs))).delivered  # and memory is granted
-        outcome = await pair.reader.outcome(pair.start(ours, theirs))
-        assert outcome.delivered, outcome
-        assert outcome.covered_bytes == outcome.bytes == 1000 * 4 * 2 * TOKENS_A_BLOCK * 128
-        pair.check(ours, theirs)
-        pair.close()
+async def test_every_byte_arrives_through_chunks(pair: tuple[Node, Node], make_worker: Make) -> None:
+    there, here = pair
+    reading = await TwoToOne.make(there, here, make_worker, blocks=2048)
+    order = np.random.default_rng(3).permutation(2048)
+    ours, theirs = order[:1000].tolist(), order[::-1][:1000].tolist()
+    assert (await reading.reader.outcome(reading.start(ours, theirs))).delivered  # and memory is granted
+    outcome = await reading.reader.outcome(reading.start(ours, theirs))
+    assert outcome.delivered, outcome
+    assert outcome.covered_bytes == outcome.bytes == 1000 * 4 * 2 * TOKENS_A_BLOCK * 128
+    reading.check(ours, theirs)
+    reading.close()
 
 
-async def test_without_a_grant_of_memory_every_byte_arrives_directly(make_worker: Make) -> None:
-    covering = {READ_VARIABLE: "covering"}
-    async with Node("there", size=2) as there, Node("here", environment=covering, chunk_memory=0) as here:
-        pair = await Pair.make(there, here, make_worker)
-        outcome = await pair.reader.outcome(pair.start(range(9), range(20, 29)))
+async def test_without_a_grant_of_memory_every_byte_arrives_directly(pools: Pools, make_worker: Make) -> None:
+    there = await pools.node("there")
+    async with Node("here", environment={READ_VARIABLE: "covering"}, chunk_memory=0) as here:
+        reading = await TwoToOne.make(there, here, make_worker)
+        outcome = await reading.reader.outcome(reading.start(range(9), range(20, 29)))
         assert (outcome.delivered, outcome.covered_bytes) == (True, 0)
-        pair.check(range(9), range(20, 29))
-        pair.close()
+        reading.check(range(9), range(20, 29))
+        reading.close()
 
 
-async def test_auto_covers_what_is_scattered_and_not_what_is_long(make_worker: Make) -> None:
-    async with AsyncExitStack() as nodes:
-        there = await nodes.enter_async_context(Node("there", size=3))
-        here = await nodes.enter_async_context(Node("here", size=2, environment={READ_VARIABLE: "auto"}))
-        pair = await Pair.make(there, here, make_worker, blocks=2048)
-        assert (await pair.reader.outcome(pair.start(range(500), range(500)))).delivered
-        outcome = await pair.reader.outcome(pair.start(range(500), range(500)))
-        assert outcome.covered_bytes == outcome.bytes
-        assert outcome.predicted_s > 0
-        whole = await serve(there, make_worker("Q", blocks=2048))
-        whole.page.write(0, WORD)
-        equal = await sink(here, make_worker("E", blocks=2048), [whole])
-        outcome = await equal.outcome(equal.start([whole], whole.place(0, WORD), range(500), range(500)))
-        assert (outcome.delivered, outcome.covered_bytes) == (True, 0)
-        whole.close()
-        pair.close()
+async def test_auto_covers_what_is_scattered_and_not_what_is_long(pools: Pools, make_worker: Make) -> None:
+    there, here = await pools.node("there"), await pools.node("here", "cma", "auto")
+    reading = await TwoToOne.make(there, here, make_worker, blocks=2048)
+    assert (await reading.reader.outcome(reading.start(range(500), range(500)))).delivered
+    outcome = await reading.reader.outcome(reading.start(range(500), range(500)))
+    assert outcome.covered_bytes == outcome.bytes
+    assert outcome.predicted_s > 0
+    whole = await serve(there, make_worker("Q", blocks=2048))
+    whole.page.write(0, WORD)
+    equal = await sink(here, make_worker("E", blocks=2048), [whole])
+    outcome = await equal.outcome(equal.start([whole], whole.place(0, WORD), range(500), range(500)))
+    assert (outcome.delivered, outcome.covered_bytes) == (True, 0)
+    whole.close()
+    reading.close()
 
 
-async def test_an_aborted_pull_is_over_though_its_source_is_stopped(make_worker: Make) -> None:
+async def test_an_aborted_pull_is_over_though_its_source_is_stopped(pools: Pools, make_worker: Make) -> None:
     """Over TCP the source's process sends the bytes, at any later time: into the mover's chunk."""
-    environment = {"UCX_TLS": "tcp", READ_VARIABLE: "covering"}
-    async with (
-        Node("there", size=2, environment=environment) as there,
-        Node("here", environment=environment) as here,
-    ):
-        pair = await Pair.make(there, here, make_worker, blocks=2048)
-        assert (await pair.reader.outcome(pair.start([0], [0]))).delivered
-        stopped = pair.sources[1].mover.pid
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            number = pair.start(range(1000), range(1000))
-            with pytest.raises(TimeoutError):
-                await here.heard(pair.reader.mover, PullDone, 0.3)
-            pair.reader.mover.send(AbortPull(pull=number))
-            outcome = await pair.reader.outcome(number, 2.0)
-            assert (outcome.code, outcome.finished) == (Code.CANCELLED, True)
-            ours = pair.reader.worker.array
-            before = ours.copy()
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-        again = pair.start(range(1000, 2000), range(1000))
-        assert (await pair.reader.outcome(again)).delivered
-        num_blocks = 2048
-        untouched = ours.reshape(-1, num_blocks, 4096)[:, :1000]
-        assert np.array_equal(untouched, before.reshape(-1, num_blocks, 4096)[:, :1000])
-        pair.close()
+    there, here = await pools.node("there", "tcp"), await pools.node("here", "tcp", "covering")
+    reading = await TwoToOne.make(there, here, make_worker, blocks=2048)
+    assert (await reading.reader.outcome(reading.start([0], [0]))).delivered
+    stopped = reading.sources[1].mover.pid
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        number = reading.start(range(1000), range(1000))
+        with pytest.raises(TimeoutError):
+            await here.heard(reading.reader.mover, PullDone, 0.3)
+        reading.reader.mover.send(AbortPull(pull=number))
+        outcome = await reading.reader.outcome(number)
+        assert (outcome.code, outcome.finished) == (Code.CANCELLED, True)
+        ours = reading.reader.worker.array
+        before = ours.copy()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    again = reading.start(range(1000, 2000), range(1000))
+    assert (await reading.reader.outcome(again)).delivered
+    num_blocks = 2048
+    untouched = ours.reshape(-1, num_blocks, 4096)[:, :1000]
+    assert np.array_equal(untouched, before.reshape(-1, num_blocks, 4096)[:, :1000])
+    reading.close()
 
 
 async def test_a_killed_source_fails_its_pulls_and_no_other(
-    covering: dict[str, str], make_worker: Make
+    pair: tuple[Node, Node], make_worker: Make
 ) -> None:
-    async with (
-        Node("there", size=2, environment=covering) as there,
-        Node("here", environment=covering) as here,
-    ):
-        pair = await Pair.make(there, here, make_worker, blocks=2048)
-        assert (await pair.reader.outcome(pair.start([0], [0]))).delivered
-        pair.sources[1].mover.kill()
-        outcome = await pair.reader.outcome(pair.start(range(1000), range(1000)))
-        assert (outcome.code, outcome.finished) == (Code.TRANSPORT, True)
-        pair.close()
+    there, here = pair
+    reading = await TwoToOne.make(there, here, make_worker, blocks=2048)
+    assert (await reading.reader.outcome(reading.start([0], [0]))).delivered
+    reading.sources[1].mover.kill()
+    outcome = await reading.reader.outcome(reading.start(range(1000), range(1000)))
+    assert (outcome.code, outcome.finished) == (Code.TRANSPORT, True)
+    reading.close()

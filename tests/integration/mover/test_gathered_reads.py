@@ -14,7 +14,17 @@ from kvxferd.layout.areas import block_areas
 from kvxferd.mover.process.gathered_reads import REPLY_TIMEOUT_S
 from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.wire.mover import AbortPull, GrantBlocks, PullDone, RevokeBlocks
-from tests.support.mover_harness import Node, Served, Sink, Worker, packed, serve, sink, wait_until
+from tests.support.mover_harness import (
+    TRANSPORTS,
+    Node,
+    Served,
+    Sink,
+    Worker,
+    packed,
+    serve,
+    sink,
+    wait_until,
+)
 
 WORD = bytes(range(16))
 TOKENS, HEAD = 16, 128  # of a block; bytes of a token's head
@@ -72,8 +82,8 @@ class FanOut:
 
 
 @pytest.fixture
-def gathered(transport_environment: dict[str, str]) -> dict[str, str]:
-    return {**transport_environment, READ_VARIABLE: "gathered"}
+def gathered(transport: str) -> dict[str, str]:
+    return {**TRANSPORTS[transport], READ_VARIABLE: "gathered"}
 
 
 async def test_two_readers_get_their_heads_packed(gathered: dict[str, str], make_worker: Make) -> None:

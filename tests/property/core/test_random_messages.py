@@ -381,7 +381,7 @@ class Chaos:
         return {name: len(found) for name, found in counted.items() if len(found)}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_no_nonsense_makes_a_node_raise_or_remember_for_ever(data):
     chaos = Chaos(data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
@@ -28,9 +27,6 @@ from tests.support.layout_strategies import (
 pytestmark = pytest.mark.slow
 
 BUDGET = settings(
-    # A nightly run sets RANDOM_PAIRS to thousands.
-    max_examples=int(os.environ.get("RANDOM_PAIRS", "400")),
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 

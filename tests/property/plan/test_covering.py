@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -24,8 +23,6 @@ from tests.support.layout_strategies import Model, engines, lists, models
 pytestmark = pytest.mark.slow
 
 BUDGET = settings(
-    max_examples=int(os.environ.get("RANDOM_PAIRS", "300")),
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 

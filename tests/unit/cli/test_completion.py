@@ -80,28 +80,6 @@ async def test_without_a_daemon_or_with_a_stuck_one_nothing_is_offered_soon(tmp_
         assert time.monotonic() - started >= TIMEOUT_S
 
 
-LOADED = """
-import sys
-from click.shell_completion import ShellComplete
-from kvxferd.cli.root import VERBS, root
-shell = ShellComplete(root, {}, "kvxferd", "_KVXFERD_COMPLETE")
-shell.get_completions([], "")
-assert not [name for name in sys.modules if name.startswith("kvxferd.cli.") and name.split(".")[2] in VERBS]
-for verb in VERBS:
-    assert shell.get_completions([verb], "--"), verb
-print(*sys.modules)
-"""
-
-
-@pytest.mark.process
-def test_a_completion_loads_no_large_library() -> None:
-    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
-    large = {"numpy", "rich", "asyncio", "aiohttp", "http.client", "prometheus_client", "structlog", "zmq"}
-    loaded = set(done.stdout.split()) & large
-    assert loaded == set()
-
-
-@pytest.mark.process
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_its_script(shell: str) -> None:
     done = subprocess.run(

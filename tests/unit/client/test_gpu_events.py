@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -37,9 +36,7 @@ class Kernel:
 
 def test_a_publish_goes_when_its_blocks_are_written(stage: Stage) -> None:
     rank, kernel = stage.rank(), Kernel()
-    began = time.monotonic()
-    ref = rank.publish("req-1", blocks(), num_tokens=48, after=kernel)
-    assert time.monotonic() - began < 0.5, "the engine's thread does not wait"
+    ref = rank.publish("req-1", blocks(), num_tokens=48, after=kernel)  # a call that waited would not return
     rank.ready("req-2")
     assert stage.side.expect(worker.Ready).transfer_id == "req-2", "the publish was held back"
     kernel.still_runs()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from queue import Empty, Queue
+from queue import Queue
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from kvxferd.config import PeerConfig
 from kvxferd.control.allowed_keys_file import (
     MAX_FILE_BYTES,
-    POLL_S,
     AllowedKeysFile,
     KeysRead,
     read_allowed_keys,
@@ -31,7 +29,7 @@ COMMENTS = st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_si
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.binary(min_size=32, max_size=32), COMMENTS), min_size=1, max_size=20))
 def test_each_line_is_a_key_with_a_comment(tmp_path_factory: pytest.TempPathFactory, listed) -> None:
-    path = tmp_path_factory.mktemp("keys") / "allowed"
+    path = tmp_path_factory.getbasetemp() / "allowed"
     lines = [f"  {key.hex().upper()} # {comment}" for key, comment in listed]
     path.write_bytes(("# all nodes\n\n" + "\n".join(lines)).encode())
     assert read_allowed_keys(path) == {key.hex() for key, _ in listed}
@@ -39,7 +37,7 @@ def test_each_line_is_a_key_with_a_comment(tmp_path_factory: pytest.TempPathFact
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_keys_or_one_error(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
-    path = tmp_path_factory.mktemp("keys") / "allowed"
+    path = tmp_path_factory.getbasetemp() / "allowed"
     path.write_bytes(text)
     try:
         keys = read_allowed_keys(path)
@@ -110,14 +108,12 @@ def test_a_file_of_comments_admits_nobody_else(tmp_path: Path) -> None:
     assert [lists.allows_key(key) for key in (A, B, C)] == [True, True, False]
 
 
-@contextmanager
-def watching(keys_file: AllowedKeysFile) -> Iterator[Queue[KeysRead]]:
-    seen: Queue[KeysRead] = Queue()
-    keys_file.start(seen.put)
-    try:
-        yield seen
-    finally:
-        keys_file.stop()
+def look_until_same(keys_file: AllowedKeysFile) -> KeysRead | None:
+    """Return what a change leads to: one look sees it, the next finds the file the same and reads it."""
+    assert keys_file.look() is None
+    found = keys_file.look()
+    assert keys_file.look() is None, "a change is told once"
+    return found
 
 
 def _replace(path: Path, text: str) -> None:
@@ -149,23 +145,23 @@ def test_a_change_is_read_and_a_bad_file_keeps_the_list(
     path = tmp_path / "allowed"
     write(path, f"{A}\n")
     keys_file = AllowedKeysFile(str(path))
-    with watching(keys_file) as seen:
-        write(path, f"{A}\n{B}  # a new node\n")
-        assert seen.get(timeout=WAIT_S) == KeysRead(frozenset({A, B}))
-        write(path, "")
-        bad = seen.get(timeout=WAIT_S)
-        assert bad.keys == keys_file.keys == {A, B}
-        assert "it is empty" in bad.problem
-        (why, remedy) = keys_file.warnings()[0]
-        assert bad.problem.startswith(why)
-        assert "write a comment" in remedy
-        write(path, f"{C}\n")
-        assert seen.get(timeout=WAIT_S) == KeysRead(frozenset({C}))
-        assert keys_file.warnings() == []
-        path.unlink()
-        assert seen.get(timeout=WAIT_S).keys == {C}
-        with pytest.raises(Empty):
-            seen.get(timeout=3 * POLL_S)  # told once
+    write(path, f"{A}\n{B}  # a new node\n")
+    assert look_until_same(keys_file) == KeysRead(frozenset({A, B}))
+    write(path, "")
+    bad = look_until_same(keys_file)
+    assert bad is not None
+    assert bad.keys == keys_file.keys == {A, B}
+    assert "it is empty" in bad.problem
+    (why, remedy) = keys_file.warnings()[0]
+    assert bad.problem.startswith(why)
+    assert "write a comment" in remedy
+    write(path, f"{C}\n")
+    assert look_until_same(keys_file) == KeysRead(frozenset({C}))
+    assert keys_file.warnings() == []
+    path.unlink()
+    gone = look_until_same(keys_file)
+    assert gone is not None
+    assert gone.keys == {C}
 
 
 def test_a_reload_reads_at_once_and_a_bad_path_changes_nothing(tmp_path: Path) -> None:
@@ -176,13 +172,35 @@ def test_a_reload_reads_at_once_and_a_bad_path_changes_nothing(tmp_path: Path) -
     with pytest.raises(ConfigError):
         keys_file.use(str(tmp_path / "missing"))
     assert keys_file.keys == {A}
-    with watching(keys_file) as seen:
-        keys_file.use(str(other))
-        assert keys_file.keys == {B}
-        other.write_text(C)
-        assert seen.get(timeout=WAIT_S).keys == {C}
-        keys_file.use("")
-        assert keys_file.keys == frozenset()
-        other.write_text(A)
-        with pytest.raises(Empty):
-            seen.get(timeout=3 * POLL_S)
+    keys_file.use(str(other))
+    assert keys_file.keys == {B}
+    assert look_until_same(keys_file) is None
+    _edit(other, f"{C}\n")  # another size: two writes in one tick of the clock have one time
+    assert look_until_same(keys_file) == KeysRead(frozenset({C}))
+    keys_file.use("")
+    assert keys_file.keys == frozenset()
+    _edit(other, A)
+    assert look_until_same(keys_file) is None
+
+
+def test_a_file_that_is_written_between_two_looks_is_read_by_a_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "allowed"
+    path.write_text(A)
+    keys_file = AllowedKeysFile(str(path))
+    _edit(path, "")  # an editor that writes in place
+    assert keys_file.look() is None
+    _edit(path, f"{B}\n")
+    assert look_until_same(keys_file) == KeysRead(frozenset({B}))
+
+
+def test_a_thread_looks_until_it_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "allowed"
+    path.write_text(A)
+    keys_file = AllowedKeysFile(str(path), poll_s=0.01)
+    seen: Queue[KeysRead] = Queue()
+    keys_file.start(seen.put)
+    try:
+        _replace(path, B)
+        assert seen.get(timeout=WAIT_S) == KeysRead(frozenset({B}))
+    finally:
+        keys_file.stop()

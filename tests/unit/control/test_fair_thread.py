@@ -16,7 +16,7 @@ async def test_each_client_in_turn():
             worker.submit("busy", lambda number=number: f"busy {number}", done.put_nowait)
         worker.submit("other", lambda: "other", done.put_nowait)
         begin.set()
-        order = [await asyncio.wait_for(done.get(), 5) for _ in range(5)]
+        order = [await asyncio.wait_for(done.get(), 20) for _ in range(5)]
         assert order.index("other") <= 2
         assert [name for name in order if str(name).startswith("busy")] == ["busy 0", "busy 1", "busy 2"]
     finally:
@@ -28,8 +28,8 @@ async def test_what_is_raised_is_handed_over_and_the_next_is_done():
     try:
         worker.submit("a", lambda: 1 // 0, done.put_nowait)
         worker.submit("a", lambda: 7, done.put_nowait)
-        assert isinstance(await asyncio.wait_for(done.get(), 5), ZeroDivisionError)
-        assert await asyncio.wait_for(done.get(), 5) == 7
+        assert isinstance(await asyncio.wait_for(done.get(), 20), ZeroDivisionError)
+        assert await asyncio.wait_for(done.get(), 20) == 7
     finally:
         worker.close()
     assert not any(thread.name == "test" for thread in threading.enumerate())
@@ -45,8 +45,8 @@ async def test_where_no_thread_can_be_had_the_work_has_failed_and_the_next_asks_
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
             worker.submit("a", lambda: 6, done.put_nowait)
-            assert isinstance(await asyncio.wait_for(done.get(), 5), RuntimeError)
+            assert isinstance(await asyncio.wait_for(done.get(), 20), RuntimeError)
         worker.submit("a", lambda: 7, done.put_nowait)
-        assert await asyncio.wait_for(done.get(), 5) == 7
+        assert await asyncio.wait_for(done.get(), 20) == 7
     finally:
         worker.close()

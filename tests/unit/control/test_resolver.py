@@ -96,11 +96,11 @@ async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_f
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
             peers.send(endpoint, QUESTION)
-            unreachable = await asyncio.wait_for(heard.get(), 5)
+            unreachable = await asyncio.wait_for(heard.get(), 20)
             assert isinstance(unreachable, ev.PeerUnreachable)
             assert "start new thread" in unreachable.reason
         peers.send(endpoint, QUESTION)
-        assert (await asyncio.wait_for(heard.get(), 5)).message == QUESTION
+        assert (await asyncio.wait_for(heard.get(), 20)).message == QUESTION
     finally:
         peers.stop()
 
@@ -183,11 +183,11 @@ async def test_peers_are_reached_while_a_name_waits_for_its_server(servers):
         port = peers.bound_endpoint.rpartition(":")[2]
         peers.send(Endpoint("tcp://silent:9441"), QUESTION)
         peers.send(Endpoint(peers.bound_endpoint), QUESTION)
-        assert (await asyncio.wait_for(heard.get(), 5)).message == QUESTION
+        assert (await asyncio.wait_for(heard.get(), 20)).message == QUESTION
         peers.send(Endpoint(f"tcp://peer:{port}"), QUESTION)
-        assert (await asyncio.wait_for(heard.get(), 5)).message == QUESTION
+        assert (await asyncio.wait_for(heard.get(), 20)).message == QUESTION
         servers.released.set()
-        unreachable = await asyncio.wait_for(heard.get(), 5)
+        unreachable = await asyncio.wait_for(heard.get(), 20)
         assert isinstance(unreachable, ev.PeerUnreachable)
         assert unreachable.endpoint == "tcp://silent:9441"
         assert "check the name" in unreachable.reason

@@ -120,7 +120,7 @@ async def test_frames_that_are_not_whole_have_a_budget(socket_: Listening) -> No
     closed = 0
     for connection in connections:
         try:
-            await asyncio.wait_for(socket_.send(connection, half), 5)
+            await asyncio.wait_for(socket_.send(connection, half), 20)
         except OSError:
             closed += 1
     await asyncio.sleep(0)

@@ -30,7 +30,7 @@ Heard = asyncio.Queue[ev.Event]
 
 
 async def next_of(heard: Heard) -> ev.Event:
-    return await asyncio.wait_for(heard.get(), 5)
+    return await asyncio.wait_for(heard.get(), 20)
 
 
 async def test_an_endpoint_that_libzmq_refuses_is_unreachable_and_no_more():
@@ -118,7 +118,7 @@ async def test_without_descriptors_it_waits_and_does_not_spin(workers):
     with connect(workers):
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            await asyncio.wait_for(workers.tried.wait(), 5)
+            await asyncio.wait_for(workers.tried.wait(), 20)
             for _ in range(50):
                 await asyncio.sleep(0)  # turns of the loop in which it could try again
         finally:

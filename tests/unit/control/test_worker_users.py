@@ -92,20 +92,20 @@ async def test_a_connection_too_many_is_told_so():
     async with listening(max_sessions=2) as (_, path, heard):
         first = [await connect(path) for _ in range(2)]
         for _ in first:
-            assert isinstance(await asyncio.wait_for(heard.get(), 5), ev.WorkerConnected)
+            assert isinstance(await asyncio.wait_for(heard.get(), 20), ev.WorkerConnected)
         third = await connect(path)
         farewell = DAEMON_MESSAGES.decode((await receive(third))[HEADER.size :])
         assert (farewell.code, "limits.max_sessions" in farewell.message) == (Code.BUSY, True)
         first[0].close()
-        assert isinstance(await asyncio.wait_for(heard.get(), 5), ev.WorkerDisconnected)
+        assert isinstance(await asyncio.wait_for(heard.get(), 20), ev.WorkerDisconnected)
         await connect(path)
-        assert isinstance(await asyncio.wait_for(heard.get(), 5), ev.WorkerConnected)
+        assert isinstance(await asyncio.wait_for(heard.get(), 20), ev.WorkerConnected)
 
 
 async def test_who_never_reads_is_disconnected_and_the_others_are_served():
     async with listening() as (workers, path, heard):
         deaf, other = await connect(path), await connect(path)
-        sessions = [(await asyncio.wait_for(heard.get(), 5)).session for _ in range(2)]
+        sessions = [(await asyncio.wait_for(heard.get(), 20)).session for _ in range(2)]
         for session, connection in zip(sessions, (deaf, other), strict=True):  # who is admitted may be slow
             workers.send(session, wk.Registered(request=1, endpoint="tcp://10.0.0.1:1"))
             assert await receive(connection)
@@ -132,16 +132,16 @@ async def connect(path: str) -> socket.socket:
 
 
 async def receive(connection: socket.socket) -> bytes:
-    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1 << 20), 5)
+    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 1 << 20), 20)
 
 
 async def test_the_credentials_are_the_kernels_word():
     async with listening() as (_, path, heard):
         mine = await connect(path)
-        opened = await asyncio.wait_for(heard.get(), 5)
+        opened = await asyncio.wait_for(heard.get(), 20)
         assert (opened.pid, opened.uid) == (os.getpid(), os.geteuid())
         with SealedMemory.create(FENCE_PAGE_BYTES, "fence") as fence:
             hello = encode(wk.Hello(versions=wk.WORKER_VERSIONS, client="x"))
             socket.send_fds(mine, [HEADER.pack(len(hello), 1, 0) + hello], [fence.fd])
-            said = await asyncio.wait_for(heard.get(), 5)
+            said = await asyncio.wait_for(heard.get(), 20)
         assert isinstance(said.message, wk.Hello)

@@ -15,17 +15,17 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, mover_of
 
-NUM = 200
+NUM_BEFORE, NUM = 20, 60
 
 
 def bytes_of_each(keep: Callable[[int], object]) -> float:
     """Return what each of many calls leaves behind."""
-    kept = [keep(number) for number in range(50)]  # what the first ones set up
+    kept = [keep(number) for number in range(NUM_BEFORE)]  # what the first ones set up
     gc.collect()
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        kept += [keep(50 + number) for number in range(NUM)]
+        kept += [keep(NUM_BEFORE + number) for number in range(NUM)]
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:
@@ -50,8 +50,8 @@ def payload(number: int, groups: int, worker: Worker) -> bytes:
 
 def test_a_published_transfer_takes_what_it_is_counted_for(source: Worker) -> None:
     """2.1 KB with ids of 32 characters (2026-11-22): its timers, indexes, names and its one group."""
-    payloads = [payload(number, 1, source) for number in range(50 + NUM)]
-    words = [b"w" * 12 + number.to_bytes(4, "big") for number in range(50 + NUM)]
+    payloads = [payload(number, 1, source) for number in range(NUM_BEFORE + NUM)]
+    words = [b"w" * 12 + number.to_bytes(4, "big") for number in range(NUM_BEFORE + NUM)]
     node, now = source.host.node, source.world.now
 
     def publish(number: int) -> None:
@@ -65,7 +65,7 @@ def test_a_published_transfer_takes_what_it_is_counted_for(source: Worker) -> No
 @pytest.mark.slow
 def test_a_pull_takes_what_it_is_counted_for(source: Worker, sink: Worker) -> None:
     """3.4 KB with its hold, and 1.0 KB of the grant at its source, which counts grants by number instead."""
-    refs = [source.publish(f"cmpl-{number:032}", IDS, TOKENS) for number in range(50 + NUM)]
+    refs = [source.publish(f"cmpl-{number:032}", IDS, TOKENS) for number in range(NUM_BEFORE + NUM)]
     mover_of(sink).hold = True
 
     def pull(number: int) -> None:
@@ -74,12 +74,12 @@ def test_a_pull_takes_what_it_is_counted_for(source: Worker, sink: Worker) -> No
         sink.say(CLIENT_MESSAGES.decode(encode(said)))
 
     each = bytes_of_each(pull)
-    counted = sink.host.node.block_id_memory.num_bytes / (50 + NUM)
+    counted = sink.host.node.block_id_memory.num_bytes / (NUM_BEFORE + NUM)
     assert each == pytest.approx(counted, rel=0.25)
 
 
 def test_a_group_is_counted_for_more_than_it_takes(source: Worker) -> None:
     """103 bytes (2026-11-22); a name that msgspec does not remember takes up to 300 more, of its own user."""
-    few, many = ([payload(n, groups, source) for n in range(50 + NUM)] for groups in (8, 40))
+    few, many = ([payload(n, groups, source) for n in range(NUM_BEFORE + NUM)] for groups in (8, 40))
     each = [bytes_of_each(lambda n, p=payloads: CLIENT_MESSAGES.decode(p[n])) for payloads in (few, many)]
     assert GROUP_BYTES / 4 <= (each[1] - each[0]) / 32 - 4 * len(IDS) <= GROUP_BYTES

@@ -255,8 +255,7 @@ def test_a_mover_with_a_lost_chunk_is_not_replaced_while_it_reads(world, source,
     assert not old.alive
 
 
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.integers(0, 20), st.randoms(use_true_random=False))
 def test_the_limit_holds_whatever_movers_do(limit: int, rng: random.Random) -> None:
     """Movers that hold no more than they were told to, or as much as before while they must give back."""

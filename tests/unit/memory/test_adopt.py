@@ -164,11 +164,13 @@ class TestRefused:
         if built.returncode:
             pytest.skip("no C compiler to build an allocator with")
         code = (
-            "import torch; from kvxferd.memory.adopt import adopt\n"
-            "t = torch.ones(8 << 20, dtype=torch.uint8); a = t.data_ptr() // 4096 * 4096\n"
-            "try: adopt(a, (8 << 20) + 4096, allocated_at=t.data_ptr())\n"
+            "import ctypes; from kvxferd.memory.adopt import adopt\n"
+            "malloc = ctypes.CDLL(None).malloc; malloc.restype = ctypes.c_void_p\n"
+            "address = malloc(64 << 20); a = address // 4096 * 4096\n"
+            "ctypes.memset(address, 7, 64 << 20)\n"
+            "try: adopt(a, (64 << 20) + 4096, allocated_at=address)\n"
             "except Exception as error: print(error.code, error.message)\n"
-            "assert t.all()"
+            "assert ctypes.string_at(address, 64 << 20) == bytes([7]) * (64 << 20)"
         )
         environ = os.environ | {"LD_PRELOAD": library}
         ran = subprocess.run(

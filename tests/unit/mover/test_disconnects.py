@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -23,10 +21,8 @@ from kvxferd.mover.process import pull_engine
 from kvxferd.mover.supervisor.stderr_reader import StderrReader
 from kvxferd.mover.transport.base import TransportError
 from kvxferd.wire.mover import DisconnectSeen
-from tests.support.mover_harness import Node, Worker, serve, sink
 from tests.support.pull_engine_harness import Bench, scattered
 
-WORD = bytes(range(16))
 LINE = "a %s cfg#1 %s"
 
 
@@ -212,51 +208,3 @@ async def test_lines_that_may_be_lost_or_cannot_be_read_are_told() -> None:
     assert len(losses) > 1
     os.close(writing)
     complaints.close()
-
-
-# --- real movers
-
-
-@pytest.mark.parametrize(
-    ("environment", "parameters", "is_over"),
-    [
-        pytest.param({}, {}, True, id="as-logged"),
-        pytest.param({"UCX_LOG_LEVEL": "warn"}, {}, False, id="not-logged"),
-        pytest.param({"UCX_LOG_LEVEL": "warn", "UCX_TLS": "tcp"}, {}, True, id="by-setting"),
-        pytest.param({"UCX_TLS": "tcp"}, {"ucx_error_handling_mode": "peer"}, False, id="parameters"),
-    ],
-)
-async def test_a_killed_source_leaves_doubt_where_the_transports_are_not_known(
-    read_way: str,
-    environment: dict[str, str],
-    parameters: dict[str, str],
-    is_over: bool,
-    make_worker: Callable[..., Worker],
-) -> None:
-    """The doubt is about what the reads write: the blocks, or a chunk, which is lost and reported."""
-    backend = Backend("UCX", parameters)
-    async with (
-        Node("there", environment=environment, backend=backend) as there,
-        Node("here", environment=environment, backend=backend) as here,
-    ):
-        shape = {"blocks": 4096, "head_dim": 256, "layers": 4}
-        source = await serve(there, make_worker("P", **shape))
-        reader = await sink(here, make_worker("D", **shape), [source])
-        source.page.write(0, WORD)
-        assert (await reader.outcome(reader.start([source], source.place(0, WORD), [0], [0]))).delivered
-        number = reader.start([source], source.place(0, WORD), range(4096), range(4096))
-        await asyncio.sleep(0)
-        source.mover.kill()
-        await there.gone(source.mover)
-        outcome = await reader.outcome(number)
-        assert (outcome.delivered, outcome.code) == (False, Code.TRANSPORT)
-        # A pull that waits for a chunk for long reads the rest directly.
-        is_covered = outcome.covered_bytes == outcome.bytes
-        is_finished = is_over or is_covered
-        assert (outcome.finished, outcome.quiet_follows) == (is_finished, is_finished)
-        if read_way == "covering":
-            reports, sink_mover = here.chunk_reports, reader.mover.mover_id
-            if not is_over:
-                await here.until(lambda: reports[sink_mover].lost_bytes or None)
-            assert (reports[sink_mover].lost_bytes > 0) == (not is_over)
-        source.close()
