@@ -130,7 +130,7 @@ def test_device_memory_is_looked_at_by_copies_and_nothing_of_it_is_kept() -> Non
     driver.set_access(uuid, address, SIZE)
     content = os.urandom(SIZE)
     ctypes.memmove(address, content, SIZE)
-    span = Span(address, SIZE, driver.mem_type, driver.use(uuid))
+    span = Span(address, SIZE, driver.mem_type, driver.device(uuid).ordinal)
     transport.register(span)
     used = driver.used_bytes(uuid)
     proof = probe_span(transport, span, driver)
