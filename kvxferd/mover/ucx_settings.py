@@ -24,7 +24,7 @@ GPU_DEFAULTS: Mapping[str, str] = {
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the PCI bus has one. NIXL looks in the same place, and in a container too sees all of the node's."""
+    """Whether the PCI bus has one. NIXL looks there too, where containers see all GPUs of their node."""
     return any(
         _read(device / "vendor") == _NVIDIA and _read(device / "class").startswith(_DISPLAY_CLASS)
         for device in _PCI_DEVICES.glob("*")

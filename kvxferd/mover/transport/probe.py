@@ -101,7 +101,7 @@ class ProbedHostMemory:
 
 
 class ProbedDeviceMemory:
-    """Memory of a device, read and written by copies. The device is not current during the library's calls."""
+    """Memory of a device, read and written by copies."""
 
     def __init__(self, driver: Driver, span: Span) -> None:
         self._driver = driver
