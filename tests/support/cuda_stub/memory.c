@@ -377,12 +377,16 @@ EXPORT int cuMemFree_v2(address_t at) {
     return unmap_plain(at, PLAIN);
 }
 
+#define UNSUPPORTED(name, ...)                                                                               \
+    EXPORT int name(__VA_ARGS__) {                                                                           \
+        REQUIRE_INIT();                                                                                      \
+        return NOT_SUPPORTED;                                                                                \
+    }
+
 /* The forms of CUDA 3.1, whose addresses have 32 bits. UCX hooks them too. */
-EXPORT int cuMemAlloc(unsigned *at UNUSED, unsigned size UNUSED) { return NOT_SUPPORTED; }
-EXPORT int cuMemFree(unsigned at UNUSED) { return NOT_SUPPORTED; }
-EXPORT int cuMemAllocManaged(address_t *at UNUSED, size_t size UNUSED, unsigned flags UNUSED) {
-    return NOT_SUPPORTED;
-}
+UNSUPPORTED(cuMemAlloc, unsigned *at UNUSED, unsigned size UNUSED)
+UNSUPPORTED(cuMemFree, unsigned at UNUSED)
+UNSUPPORTED(cuMemAllocManaged, address_t *at UNUSED, size_t size UNUSED, unsigned flags UNUSED)
 
 /* Return what all processes hold on a device, each allocation once. */
 static size_t used_bytes(int device) {
@@ -578,12 +582,10 @@ EXPORT int cuIpcCloseMemHandle(address_t at) {
 }
 
 /* Symbols without which UCX's CUDA part does not load. */
-#define UNSUPPORTED(name)                                                                                    \
-    EXPORT int name(void) { return NOT_SUPPORTED; }
-UNSUPPORTED(cuMemPoolDestroy)
-UNSUPPORTED(cuMemPoolExportPointer)
-UNSUPPORTED(cuMemPoolExportToShareableHandle)
-UNSUPPORTED(cuMemPoolImportFromShareableHandle)
-UNSUPPORTED(cuMemPoolImportPointer)
-UNSUPPORTED(cuMemPoolSetAccess)
-UNSUPPORTED(cuMemRangeGetAttribute)
+UNSUPPORTED(cuMemPoolDestroy, void)
+UNSUPPORTED(cuMemPoolExportPointer, void)
+UNSUPPORTED(cuMemPoolExportToShareableHandle, void)
+UNSUPPORTED(cuMemPoolImportFromShareableHandle, void)
+UNSUPPORTED(cuMemPoolImportPointer, void)
+UNSUPPORTED(cuMemPoolSetAccess, void)
+UNSUPPORTED(cuMemRangeGetAttribute, void)

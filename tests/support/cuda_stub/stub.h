@@ -22,7 +22,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* UCX patches the first instructions of some functions, and knows those of code that is not optimized. */
+/* UCX patches the first instructions of some functions. It knows those of code that is not optimized, in a
+ * function that calls another. */
 #define EXPORT __attribute__((visibility("default"), noinline, optimize("O0", "no-omit-frame-pointer")))
 #define ALIAS(name, of) extern __typeof__(of) name __attribute__((alias(#of), visibility("default")))
 #define UNUSED __attribute__((unused))
