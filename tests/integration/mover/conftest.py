@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from kvxferd.mover.read_ways import READ_VARIABLE
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.mover_harness import Node, Worker, leaving_nothing, worker
 
 
@@ -32,7 +33,7 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
 @pytest.fixture(params=["cma", "tcp"])
 def transport_environment(request: pytest.FixtureRequest) -> dict[str, str]:
     """What selects the transport in a pool's movers."""
-    return {"UCX_TLS": "tcp"} if request.param == "tcp" else {}
+    return {"UCX_TLS": tls_with_cuda("tcp")} if request.param == "tcp" else {}
 
 
 @pytest.fixture(params=["direct", "covering"])

@@ -12,6 +12,7 @@ import pytest
 
 from kvxferd.errors import Code
 from kvxferd.mover.read_ways import READ_VARIABLE
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.wire.mover import AbortPull, PullDone
 from tests.support.mover_harness import Node, Served, Sink, Worker, serve, sink
 
@@ -106,7 +107,7 @@ async def test_auto_covers_what_is_scattered_and_not_what_is_long(make_worker: M
 
 async def test_an_aborted_pull_is_over_though_its_source_is_stopped(make_worker: Make) -> None:
     """Over TCP the source's process sends the bytes, at any later time: into the mover's chunk."""
-    environment = {"UCX_TLS": "tcp", READ_VARIABLE: "covering"}
+    environment = {"UCX_TLS": tls_with_cuda("tcp"), READ_VARIABLE: "covering"}
     async with (
         Node("there", size=2, environment=environment) as there,
         Node("here", environment=environment) as here,

@@ -17,6 +17,7 @@ import pytest
 from kvxferd.errors import Code, MoverError
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool_decisions import REFILL_DELAY_S
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.wire.mover import AbortPull, Bind, Bound, PullDone
 from tests.support.mover_harness import DEADLINE_S, MARK, Node, Worker, bind, serve, sink, wait_until
 
@@ -112,7 +113,7 @@ async def test_an_aborted_pull_waits_for_a_stopped_source_only_where_it_writes_t
 
     A covering pull reads into chunks alone, also while its source is late.
     """
-    async with Node("there", environment={"UCX_TLS": "tcp"}) as there:
+    async with Node("there", environment={"UCX_TLS": tls_with_cuda("tcp")}) as there:
         shape = {"blocks": 2048, "head_dim": 256, "layers": 4}
         source = await serve(there, make_worker("P", **shape))
         reader = await sink(there, make_worker("D", **shape), [source])

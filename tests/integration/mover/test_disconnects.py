@@ -22,6 +22,7 @@ from kvxferd.mover.disconnects import (
 from kvxferd.mover.process import pull_engine
 from kvxferd.mover.supervisor.stderr_reader import StderrReader
 from kvxferd.mover.transport.base import TransportError
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.wire.mover import DisconnectSeen
 from tests.support.mover_harness import Node, Worker, serve, sink
 from tests.support.pull_engine_harness import Bench, scattered
@@ -63,6 +64,9 @@ def test_every_connection_of_the_mover_must_prove_it(known: list[str], is_over: 
     [
         ("tcp", True),
         ("cma,tcp,self", True),
+        ("tcp,cuda_copy", True),  # which reaches no other process
+        ("cuda_copy", False),
+        ("tcp,cuda_ipc", False),
         (" cma , tcp", True),
         ("", False),
         ("all", False),
@@ -222,8 +226,10 @@ async def test_lines_that_may_be_lost_or_cannot_be_read_are_told() -> None:
     [
         pytest.param({}, {}, True, id="as-logged"),
         pytest.param({"UCX_LOG_LEVEL": "warn"}, {}, False, id="not-logged"),
-        pytest.param({"UCX_LOG_LEVEL": "warn", "UCX_TLS": "tcp"}, {}, True, id="by-setting"),
-        pytest.param({"UCX_TLS": "tcp"}, {"ucx_error_handling_mode": "peer"}, False, id="parameters"),
+        pytest.param({"UCX_LOG_LEVEL": "warn", "UCX_TLS": tls_with_cuda("tcp")}, {}, True, id="by-setting"),
+        pytest.param(
+            {"UCX_TLS": tls_with_cuda("tcp")}, {"ucx_error_handling_mode": "peer"}, False, id="parameters"
+        ),
     ],
 )
 async def test_a_killed_source_leaves_doubt_where_the_transports_are_not_known(
