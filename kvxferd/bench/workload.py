@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxferd.bench.cases import BlockPattern
+from kvxferd.mover.ucx_settings import tls_with_cuda
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -15,8 +16,8 @@ ALL_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 2
 ALL_IN_FLIGHT = (1, 8, 64)
 TRANSPORT_ENVIRONMENTS: dict[str, dict[str, str]] = {
     # For processes of one user on one machine. UCX sets up connections over TCP here too.
-    "cma": {"UCX_TLS": "cma,posix,sysv,self,tcp"},
-    "tcp": {"UCX_TLS": "tcp,self"},
+    "cma": {"UCX_TLS": tls_with_cuda("cma,posix,sysv,self,tcp")},
+    "tcp": {"UCX_TLS": tls_with_cuda("tcp,self")},
     # As the environment sets it: for two machines, and for machines with a network card.
     "any": {},
 }

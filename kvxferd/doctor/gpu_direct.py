@@ -1,4 +1,4 @@
-"""Whether a network card can read GPU memory directly: peermem or dma-buf, and UCX's CUDA support."""
+"""Whether UCX and a network card can read GPU memory: UCX's settings and CUDA part, peermem or dma-buf."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
 from kvxferd.doctor.network_cards import rdma_cards
+from kvxferd.mover.backends import UCX
+from kvxferd.mover.ucx_settings import describe_gpu_settings, has_nvidia_gpu
 
 _PEERMEM = tuple(Path("/sys/module", name) for name in ("nvidia_peermem", "nv_peer_mem"))
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -15,6 +17,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 def check(node: CheckContext) -> Iterator[Finding]:
     """Check kernel and UCX support; yield nothing if there is no GPU."""
+    if node.config.mover.backend == UCX and has_nvidia_gpu():
+        yield ok("ucx settings", ", ".join(describe_gpu_settings(node.environment)))
     if not _DRIVER.exists():
         return
     libraries = _cuda_libraries()

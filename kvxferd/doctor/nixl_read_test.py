@@ -9,6 +9,7 @@ import msgspec
 
 from kvxferd.core.ucx_log import ITSELF, NODE, data_transports, parse_line, parse_transports
 from kvxferd.doctor.finding import CheckContext
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.isolated_process import IsolatedProcess, run_isolated
 
 SIZE_BYTES = 16 << 20
@@ -31,7 +32,7 @@ def read_between(node: CheckContext, transports: str = "") -> ReadResult:
     """Return the result of a read. `transports`: UCX's names of those to use; "": as movers choose."""
     environment = dict(node.environment)
     if transports:
-        environment["UCX_TLS"] = transports
+        environment["UCX_TLS"] = tls_with_cuda(transports)
     return _read_cached(tuple(sorted(environment.items())), node.config.mover.library)
 
 

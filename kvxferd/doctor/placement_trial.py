@@ -24,6 +24,7 @@ from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device import DeviceMemory
+from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
 from kvxferd.memory.driver_registry import open_driver
 from kvxferd.tooling.event_waiter import EventWaiter
@@ -45,8 +46,10 @@ class TrialDevice:
     def __init__(self, driver: Driver, uuid: str) -> None:
         self.driver = driver
         self.uuid = uuid
-        self.ordinal = driver.use(uuid)
-        self.stream = driver.open_stream()
+        self.ordinal = driver.device(uuid).ordinal
+        self._pool = DevicePool(uuid, driver)
+        with driver.on(uuid):
+            self._stream = driver.open_stream()
 
     def allocate(self, size: int, plain: bool) -> int:
         """Return the address of exportable memory, or, if `plain`, of memory as cudaMalloc makes it.
@@ -55,36 +58,32 @@ class TrialDevice:
         """
         if plain:
             return self.driver.allocate_plain(self.uuid, size)
-        granularity = self.driver.granularity(self.uuid)
-        rounded = -(-size // granularity) * granularity
-        handle = self.driver.create(self.uuid, rounded)
-        address = self.driver.reserve(rounded)
-        self.driver.map(address, rounded, handle)
-        self.driver.set_access(self.uuid, address, rounded)
-        self.driver.release(handle)
-        return address
+        return self._pool.allocate(size).address
 
     def copy(self, to: int, source: int, size: int) -> float:
         """Copy, and return the time in seconds."""
-        began = time.perf_counter()
-        self.driver.copy([to], [source], [size], self.stream)
-        self.driver.synchronize(self.stream)
-        return time.perf_counter() - began
+        with self.driver.on(self.uuid):
+            began = time.perf_counter()
+            self.driver.copy([to], [source], [size], self._stream)
+            self.driver.synchronize(self._stream)
+            return time.perf_counter() - began
 
     def write(self, address: int, content: bytes) -> None:
         """Write bytes to device memory."""
-        window = self.driver.allocate_host(len(content))
-        ctypes.memmove(window, content, len(content))
-        self.copy(address, window, len(content))
-        self.driver.free_host(window)
+        with self.driver.on(self.uuid):
+            window = self.driver.allocate_host(len(content))
+            ctypes.memmove(window, content, len(content))
+            self.copy(address, window, len(content))
+            self.driver.free_host(window)
 
     def read(self, address: int, size: int) -> bytes:
         """Return bytes of device memory."""
-        window = self.driver.allocate_host(size)
-        self.copy(window, address, size)
-        content = ctypes.string_at(window, size)
-        self.driver.free_host(window)
-        return content
+        with self.driver.on(self.uuid):
+            window = self.driver.allocate_host(size)
+            self.copy(window, address, size)
+            content = ctypes.string_at(window, size)
+            self.driver.free_host(window)
+            return content
 
 
 class TrialEngine:
@@ -177,7 +176,6 @@ def _mover_environment() -> str:
 def _pull_and_verify(
     device: TrialDevice, placement: str, num_blocks: int, daemon: DaemonProcess
 ) -> dict[str, Any]:
-    device.driver.use(device.uuid)  # this runs on another thread
     source, sink = (TrialEngine(device, name, placement, num_blocks) for name in ("source", "sink"))
     content = unique_pages(source.size_bytes)
     device.write(source.address, content)

@@ -70,6 +70,16 @@ class CudaDriver:
     def devices(self) -> tuple[Device, ...]:
         return self._devices
 
+    def device(self, uuid: str) -> Device:
+        for device in self._devices:
+            if device.uuid == uuid:
+                return device
+        seen = ", ".join(device.uuid for device in self._devices)
+        raise DeviceError(
+            f"cannot use device {uuid}: this process sees {seen} (CUDA_VISIBLE_DEVICES)",
+            Code.DEVICE_UNAVAILABLE,
+        )
+
     def describe(self) -> dict[str, str]:
         described = {"driver": self.name}
         attributes = {
@@ -91,25 +101,11 @@ class CudaDriver:
         number = getattr(self._cuda.CUdevice_attribute, attribute)
         return int(self._call("cuDeviceGetAttribute", number, self._call("cuDeviceGet", ordinal)))
 
-    def _device_of_uuid(self, uuid: str) -> Device:
-        for device in self._devices:
-            if device.uuid == uuid:
-                return device
-        seen = ", ".join(device.uuid for device in self._devices)
-        raise DeviceError(
-            f"cannot use device {uuid}: this process sees {seen} (CUDA_VISIBLE_DEVICES)",
-            Code.DEVICE_UNAVAILABLE,
-        )
-
     def _context(self, uuid: str) -> Any:
         if uuid not in self._contexts:
-            device = self._call("cuDeviceGet", self._device_of_uuid(uuid).ordinal)
+            device = self._call("cuDeviceGet", self.device(uuid).ordinal)
             self._contexts[uuid] = self._call("cuDevicePrimaryCtxRetain", device)
         return self._contexts[uuid]
-
-    def use(self, uuid: str) -> int:
-        self._call("cuCtxSetCurrent", self._context(uuid))
-        return self._device_of_uuid(uuid).ordinal
 
     @contextlib.contextmanager
     def on(self, uuid: str) -> Iterator[None]:
@@ -124,7 +120,7 @@ class CudaDriver:
         return self._devices[int(self._call("cuPointerGetAttribute", attribute, address))].uuid
 
     def write_order(self, uuid: str) -> WriteOrder:
-        ordinal = self._device_of_uuid(uuid).ordinal
+        ordinal = self.device(uuid).ordinal
         ways = ("CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED", "CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED")
         if not any(self._has_attribute(ordinal, way) for way in ways):
             return WriteOrder.NATIVE  # no network card can write there
@@ -145,7 +141,7 @@ class CudaDriver:
     # --- physical memory
 
     def _properties(self, uuid: str) -> Any:
-        cuda, device = self._cuda, self._device_of_uuid(uuid)
+        cuda, device = self._cuda, self.device(uuid)
         properties = cuda.CUmemAllocationProp()
         properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -195,7 +191,7 @@ class CudaDriver:
             where = location.type, int(location.id)
             here = (
                 self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE,
-                self._device_of_uuid(uuid).ordinal,
+                self.device(uuid).ordinal,
             )
             if where != here:
                 raise DeviceError(
@@ -230,7 +226,7 @@ class CudaDriver:
     def set_access(self, uuid: str, address: int, size_bytes: int) -> None:
         access = self._cuda.CUmemAccessDesc()
         access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self._device_of_uuid(uuid).ordinal
+        access.location.id = self.device(uuid).ordinal
         access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._call("cuMemSetAccess", address, size_bytes, [access], 1)
 
@@ -270,7 +266,7 @@ class CudaDriver:
                 raise DeviceError(f"cannot cuMemcpyAsync {size} bytes: {self._status_text(status)}")
 
     def max_pitch_bytes(self, uuid: str) -> int:
-        return self._attribute(self._device_of_uuid(uuid).ordinal, "CU_DEVICE_ATTRIBUTE_MAX_PITCH")
+        return self._attribute(self.device(uuid).ordinal, "CU_DEVICE_ATTRIBUTE_MAX_PITCH")
 
     def copy_strided(self, copies: Sequence[StridedCopy], stream: Any) -> None:
         cuda = self._cuda

@@ -100,19 +100,20 @@ class DeviceMapping:
 
     @classmethod
     def map(cls, driver: Driver, uuid: str, exported: Sequence[tuple[int, int]]) -> DeviceMapping:
-        """Map (descriptor, size) pairs, all or none. The device is current; descriptors stay the caller's.
+        """Map (descriptor, size) pairs, all or none; descriptors stay the caller's.
 
         Raises DeviceError where a descriptor is no such memory, or no addresses are left.
         """
         sizes = [size for _, size in exported]
-        mapping = cls(driver, uuid, driver.reserve(sum(sizes)), sizes)
-        try:
-            for fd, size in exported:
-                mapping._map_next(fd, size)
-            driver.set_access(uuid, mapping._address, sum(sizes))
-        except BaseException:
-            mapping.unmap()
-            raise
+        with driver.on(uuid):
+            mapping = cls(driver, uuid, driver.reserve(sum(sizes)), sizes)
+            try:
+                for fd, size in exported:
+                    mapping._map_next(fd, size)
+                driver.set_access(uuid, mapping._address, sum(sizes))
+            except BaseException:
+                mapping.unmap()
+                raise
         return mapping
 
     def _map_next(self, fd: int, size_bytes: int) -> None:
@@ -132,9 +133,10 @@ class DeviceMapping:
 
     def unmap(self) -> None:
         """Unmap the memory and free its addresses. Idempotent."""
-        while self._mapped:
-            allocation = self._mapped.pop()
-            self._driver.unmap(allocation.address, allocation.size_bytes)
-        if self._reserved_bytes:
-            reserved, self._reserved_bytes = self._reserved_bytes, 0
-            self._driver.unreserve(self._address, reserved)
+        with self._driver.on(self.uuid):
+            while self._mapped:
+                allocation = self._mapped.pop()
+                self._driver.unmap(allocation.address, allocation.size_bytes)
+            if self._reserved_bytes:
+                reserved, self._reserved_bytes = self._reserved_bytes, 0
+                self._driver.unreserve(self._address, reserved)

@@ -221,7 +221,7 @@ class DevicePool:
 
     def _open_torch_callbacks(self) -> _TorchCallbacks:
         if self._torch_callbacks is None:
-            ordinal = next(d.ordinal for d in self._driver.devices() if d.uuid == self._uuid)
+            ordinal = self._driver.device(self._uuid).ordinal
             self._torch_callbacks = _TorchCallbacks(_Allocations(self._uuid, self._driver), ordinal)
             _KEPT_CALLBACKS.append(self._torch_callbacks)
         return self._torch_callbacks

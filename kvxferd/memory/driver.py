@@ -21,7 +21,7 @@ class Device(NamedTuple):
     """One GPU as this process sees it."""
 
     uuid: str  # as nvidia-smi writes it: "GPU-..." or "MIG-..."
-    ordinal: int  # meaningful in this process alone
+    ordinal: int  # NIXL's device id; meaningful in this process alone
     name: str
     total_bytes: int
 
@@ -87,8 +87,9 @@ class StridedCopy(NamedTuple):
 class Driver(Protocol):
     """Every method raises DeviceError, with the call's name and the driver's own text.
 
-    Methods that concern a device need it to be current on the calling thread: `use` makes it so for the
-    thread's whole life, `on` for a block.
+    Methods that concern a device need it to be current on the calling thread: call them inside `on`. None
+    stays current beyond that: the transfer library, called with one, pins host memory for the device too,
+    and fails where the device refuses.
     """
 
     name: str  # for people: "cuda 13.0", "fake"
@@ -102,8 +103,8 @@ class Driver(Protocol):
         """Return versions and capabilities, for people."""
         ...
 
-    def use(self, uuid: str) -> int:
-        """Make the device current on this thread, for good; return its ordinal, NIXL's device id."""
+    def device(self, uuid: str) -> Device:
+        """Return a device that this process can see. Raises DeviceError(device-unavailable)."""
         ...
 
     def on(self, uuid: str) -> AbstractContextManager[None]:

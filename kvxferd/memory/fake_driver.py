@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import secrets
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class FakeDriver:
     def __init__(self) -> None:
         self.num_flushes = 0
         self.polls_per_copy = 1  # polls of an event that report False before its copies land
+        self._thread = threading.local()  # `current`: its device
         self._handles: dict[int, _Physical] = {}
         self._handle_numbers = itertools.count(1)
         self._reserved: dict[int, int] = {}
@@ -87,33 +89,47 @@ class FakeDriver:
     def describe(self) -> dict[str, str]:
         return {"driver": "fake: memfds instead of device memory"}
 
-    def use(self, uuid: str) -> int:
-        return _device(uuid).ordinal
+    def device(self, uuid: str) -> Device:
+        for device in FAKE_DEVICES:
+            if device.uuid == uuid:
+                return device
+        raise DeviceError(f"cannot use device {uuid}: this process does not see it", Code.DEVICE_UNAVAILABLE)
 
     @contextlib.contextmanager
     def on(self, uuid: str) -> Iterator[None]:
-        _device(uuid)
-        yield
+        before, self._thread.current = self._current(), self.device(uuid)
+        try:
+            yield
+        finally:
+            self._thread.current = before
+
+    def _current(self) -> Device | None:
+        return getattr(self._thread, "current", None)
+
+    def _check_current(self) -> None:
+        if self._current() is None:
+            raise DeviceError("cannot use a device: none is current on this thread")
 
     def device_of(self, address: int) -> str:
         base = self.allocation_range(address).base
         return self._mapped[base][1].uuid if base in self._mapped else self._plain[base][1]
 
     def write_order(self, uuid: str) -> WriteOrder:
-        _device(uuid)
+        self.device(uuid)
         return WriteOrder(os.environ.get(WRITE_ORDER_VARIABLE, WriteOrder.NATIVE))
 
     def flush_writes(self) -> None:
+        self._check_current()
         self.num_flushes += 1
 
     # --- physical memory
 
     def granularity(self, uuid: str) -> int:
-        _device(uuid)
+        self.device(uuid)
         return GRANULARITY
 
     def create(self, uuid: str, size_bytes: int) -> int:
-        device = _device(uuid)
+        device = self.device(uuid)
         _check_size("create memory", size_bytes)
         # Only this process's own: to count all others' for each of hundreds of allocations takes a minute.
         if self._held_bytes(uuid) + size_bytes > device.total_bytes:
@@ -147,7 +163,7 @@ class FakeDriver:
         return os.dup(self._physical(handle).fd)
 
     def import_fd(self, uuid: str, fd: int, size_bytes: int) -> int:
-        _device(uuid)
+        self.device(uuid)
         described = _describe_fd(fd)
         if described != (uuid, size_bytes):
             raise DeviceError(
@@ -215,7 +231,7 @@ class FakeDriver:
             raise DeviceError(
                 f"cannot set access to {size_bytes} bytes at {address:#x}: {covered} are mapped"
             )
-        _device(uuid)
+        self.device(uuid)
         if _LIBC.mprotect(address, size_bytes, _READ_WRITE):
             raise DeviceError(f"cannot set access at {address:#x}: {os.strerror(ctypes.get_errno())}")
 
@@ -228,7 +244,7 @@ class FakeDriver:
         _release_physical(physical)
 
     def allocate_plain(self, uuid: str, size_bytes: int) -> int:
-        _device(uuid)
+        self.device(uuid)
         address = _mmap(None, size_bytes, _READ_WRITE, _ANONYMOUS)
         self._plain[address] = (size_bytes, uuid)
         return address
@@ -240,6 +256,7 @@ class FakeDriver:
     # --- copies
 
     def allocate_host(self, size_bytes: int) -> int:
+        self._check_current()
         address = _mmap(None, size_bytes, _READ_WRITE, _ANONYMOUS)
         self._host[address] = size_bytes
         return address
@@ -248,6 +265,7 @@ class FakeDriver:
         _LIBC.munmap(address, self._host.pop(address))
 
     def open_stream(self) -> Any:
+        self._check_current()
         return _Stream()
 
     def close_stream(self, stream: Any) -> None:
@@ -255,11 +273,12 @@ class FakeDriver:
             raise DeviceError("cannot close a stream: copies are under way on it")
 
     def copy(self, to: Sequence[int], source: Sequence[int], length: Sequence[int], stream: Any) -> None:
+        self._check_current()
         stream.pending.append((to, source, length))
         stream.started += 1
 
     def max_pitch_bytes(self, uuid: str) -> int:
-        _device(uuid)
+        self.device(uuid)
         return MAX_PITCH_BYTES
 
     def copy_strided(self, copies: Sequence[StridedCopy], stream: Any) -> None:
@@ -283,6 +302,7 @@ class FakeDriver:
             self.allocation_range(end - 1)
 
     def record(self, stream: Any) -> Any:
+        self._check_current()
         return _Event(stream, stream.started)
 
     def is_done(self, event: Any) -> bool:
@@ -313,13 +333,6 @@ class FakeDriver:
             with contextlib.suppress(OSError):
                 found |= _fake_memory_of(process)
         return sum(int(name.split(":")[2]) for name in found if name.split(":")[1] == uuid)
-
-
-def _device(uuid: str) -> Device:
-    for device in FAKE_DEVICES:
-        if device.uuid == uuid:
-            return device
-    raise DeviceError(f"cannot use device {uuid}: this process does not see it", Code.DEVICE_UNAVAILABLE)
 
 
 def _check_size(what: str, size_bytes: int) -> None:

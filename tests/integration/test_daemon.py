@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.telemetry.late_timers import LATE_S
 from kvxferd.telemetry.timer_watch import INTERVAL_S
 from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
@@ -168,7 +169,7 @@ def delivered(daemon: DaemonUnderTest) -> float:
 
 def test_what_movers_write_becomes_lines_of_the_log(fleet: Fleet):
     """UCX complains of a variable that it does not know; every line of the log is still JSON."""
-    environ = {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp,UCX_NO_SUCH_THING=1"}
+    environ = {"UCX_TLS": tls_with_cuda("tcp"), "KVXFERD_MOVER_ENVIRONMENT": "UCX_NO_SUCH_THING=1"}
     daemon = fleet.daemon("node", **environ)
     fleet.engine(daemon, spec_of("prefill"))
     wait_until(lambda: "UCX_NO_SUCH_THING" in daemon.log.read_text(), "UCX says something")

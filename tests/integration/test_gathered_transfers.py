@@ -6,13 +6,14 @@ import re
 
 import pytest
 
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.daemon_fleet import DaemonUnderTest, Fleet
 from tests.support.rank_requests import publish, pull_and_check, spec_of
 
 WAY = "KVXFERD_MOVER_READ"
 TRANSPORTS = [
     pytest.param({}, id="default"),
-    pytest.param({"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}, id="tcp"),
+    pytest.param({"UCX_TLS": tls_with_cuda("tcp")}, id="tcp"),
 ]
 
 

@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 import pytest
 
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.daemon_fleet import DaemonUnderTest, Fleet, mappers_of
 from tests.support.rank_process import RankProcess
 from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
@@ -58,7 +59,7 @@ def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_re
     assert len(history(here, failed="true", kind="pull")) == 3
 
 
-TCP = {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}
+TCP = {"UCX_TLS": tls_with_cuda("tcp")}
 
 
 def history(daemon: DaemonUnderTest, **query: str) -> list[dict[str, Any]]:

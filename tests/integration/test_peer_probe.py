@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
 
 SIZE_BYTES = 6 << 20  # two slices, the second shorter
@@ -40,7 +41,7 @@ def check(here: DaemonUnderTest, there: DaemonUnderTest, transport: str, times: 
 def test_both_directions_are_read_and_verified_by_cma_and_by_tcp(fleet: Fleet):
     few = ("--mover-pool-size", "1")
     here, there, tcp = (fleet.daemon(name, *few, **env) for name, env in (
-        ("here", {}), ("there", {}), ("tcp", {"UCX_TLS": "tcp"})
+        ("here", {}), ("there", {}), ("tcp", {"UCX_TLS": tls_with_cuda("tcp")})
     ))  # fmt: skip
     check(here, there, "cma", 1)
     status, value = here.control.request("POST", "/v1/peers/probe", {"endpoint": there.endpoint})

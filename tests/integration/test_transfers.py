@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.daemon_fleet import FACTS, Fleet, mappers_of, wait_until
 from tests.support.rank_process import RankError
 from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 TRANSPORTS = [
     pytest.param({}, id="default"),  # CMA where both movers may read each other
-    pytest.param({"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}, id="tcp"),
+    pytest.param({"UCX_TLS": tls_with_cuda("tcp")}, id="tcp"),
 ]
 
 

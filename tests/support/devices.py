@@ -52,15 +52,15 @@ def _copy(driver: Driver, to: int, source: int, size_bytes: int) -> None:
 
 
 def write(driver: Driver, address: int, content: bytes) -> None:
-    """Put bytes into device memory; the device is current."""
-    with HostBuffer(driver, len(content)) as buffer:
+    """Put bytes into device memory."""
+    with driver.on(driver.device_of(address)), HostBuffer(driver, len(content)) as buffer:
         ctypes.memmove(buffer.address, content, len(content))
         _copy(driver, address, buffer.address, len(content))
 
 
 def read(driver: Driver, address: int, size_bytes: int) -> bytes:
-    """Return bytes of device memory; the device is current."""
-    with HostBuffer(driver, size_bytes) as buffer:
+    """Return bytes of device memory."""
+    with driver.on(driver.device_of(address)), HostBuffer(driver, size_bytes) as buffer:
         _copy(driver, buffer.address, address, size_bytes)
         return ctypes.string_at(buffer.address, size_bytes)
 
@@ -69,15 +69,15 @@ class Segment:
     """Several physical allocations side by side, as torch's expandable segments are."""
 
     def __init__(self, driver: Driver, uuid: str, sizes: Sequence[int]) -> None:
-        """`sizes` in bytes, multiples of the granularity. The device becomes current."""
-        driver.use(uuid)
+        """`sizes` in bytes, multiples of the granularity."""
         self.driver, self.uuid, self.sizes = driver, uuid, tuple(sizes)
         self.size_bytes = sum(sizes)
-        self.address = driver.reserve(self.size_bytes)
         self._grown: list[tuple[int, int]] = []
-        for size in sizes:
-            self._grow(size)
-        driver.set_access(uuid, self.address, self.size_bytes)
+        with driver.on(uuid):
+            self.address = driver.reserve(self.size_bytes)
+            for size in sizes:
+                self._grow(size)
+            driver.set_access(uuid, self.address, self.size_bytes)
 
     def _grow(self, size: int) -> None:
         address = self.address + sum(grown for _, grown in self._grown)
@@ -93,11 +93,12 @@ class Segment:
         return read(self.driver, self.address + offset, size_bytes)
 
     def close(self) -> None:
-        for address, size in self._grown:
-            self.driver.unmap(address, size)
-        if self._grown:
-            self._grown = []
-            self.driver.unreserve(self.address, self.size_bytes)
+        with self.driver.on(self.uuid):
+            for address, size in self._grown:
+                self.driver.unmap(address, size)
+            if self._grown:
+                self._grown = []
+                self.driver.unreserve(self.address, self.size_bytes)
 
     def __enter__(self) -> Segment:
         return self

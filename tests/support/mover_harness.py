@@ -36,6 +36,7 @@ from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.mover.supervisor.pool_events import Tick
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Plan, encode_plan, make_plan
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
@@ -64,7 +65,8 @@ from tests.support.open_fds import num_open_fds
 DEADLINE_S = 20.0
 MARK = f"rig-of-{os.getpid()}"  # in the environment of every process of a rig
 SHARED_MARK = f"shared-by-tests-of-{os.getpid()}"  # in the environment of every process of `Pools`
-TRANSPORTS: dict[str, dict[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": "tcp"}}  # what selects them
+# What selects each transport in a mover's environment.
+TRANSPORTS: dict[str, dict[str, str]] = {"cma": {}, "tcp": {"UCX_TLS": tls_with_cuda("tcp")}}
 GROUP = GroupName("full")
 T = TypeVar("T")
 _NUMBERS = itertools.count(1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxferd.layout import EngineSpec
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.cluster.engine import Engine, Read, Transfer
 from tests.support.cluster.fleet import Fleet
 from tests.support.cluster.node import Node
@@ -45,7 +46,7 @@ class Pair:
 
     def node(self, host: Host, name: str) -> Node:
         """Start a daemon on a host."""
-        environ = {"KVXFERD_MOVER_ENVIRONMENT": f"UCX_TLS=tcp,UCX_NET_DEVICES={DEVICE}"}
+        environ = {"UCX_TLS": tls_with_cuda("tcp"), "UCX_NET_DEVICES": DEVICE}
         return Node(name, self._directory / name, environ, f"tcp://{host.address}:{PORT}", host.prefix)
 
     def _await_nodes(self) -> None:

@@ -37,7 +37,7 @@ class TensorStore:
         self.driver = open_driver()
         self.size_bytes = size_bytes
         self.device = self.driver.devices()[device].uuid
-        self.ordinal = self.driver.use(self.device)
+        self.ordinal = self.driver.device(self.device).ordinal
         self.bytes = np.zeros(size_bytes, dtype=np.uint8)
         self._make = _on_gpu(tensor) if driver == "cuda" else _faked(tensor)
         self.allocate()

@@ -34,8 +34,7 @@ class CachePool:
         self._check_export(uuid, driver)
 
     def _check_export(self, uuid: str, driver: Driver) -> None:
-        with driver.on(uuid):
-            block = self._pool.allocate(driver.granularity(uuid))
+        block = self._pool.allocate(1)
         try:
             memory = DeviceMemory(block.address, block.size_bytes, driver)
             os.close(memory.export(memory.allocations[0]))

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
@@ -158,7 +159,7 @@ class Bindings:
         if not exports:
             return BoundRegions((), ())
         uuid, driver = _only_device(exports), self._make_driver()
-        ordinal = driver.use(uuid)
+        ordinal = driver.device(uuid).ordinal
         sizes = _sizes_by_descriptor(exports)
         numbers = sorted(sizes)
         mapping = DeviceMapping.map(driver, uuid, [(fds[number], sizes[number]) for number in numbers])
@@ -205,7 +206,7 @@ class Bindings:
                     proof = ProbeOutcome(False, error.message, False, 0.0)
                 if proof.ok:
                     self._placement = placement_of(kind, proof)
-                    self.flush = driver.flush_writes if order is WriteOrder.FLUSH else None
+                    self.flush = partial(_flush, driver, uuid) if order is WriteOrder.FLUSH else None
                     self._scattering_driver = driver if self._scatters else None
                     undoing.push(registering.pop_all())
                     return tuple(found)
@@ -214,7 +215,7 @@ class Bindings:
                     undoing.push(registering.pop_all())
         _LOG.warning("GPU memory staged: device=%s reason=%s", uuid, why)
         self._placement = Placement("staged", why)
-        return self._transport.stage(driver, found)
+        return self._transport.stage(driver, uuid, found)
 
     def _probe(self, spans: Iterable[Span], driver: Driver | None = None) -> ProbeOutcome:
         """Return the first outcome that fails, or else the last: all were mapped and registered alike."""
@@ -240,7 +241,7 @@ class Bindings:
         regions = [RegionAddress(e.region, e.address, e.size_bytes) for e in on_host]
         if on_device := [export for export in exports if export.device]:
             uuid, driver = _only_device(on_device), self._make_driver()
-            ordinal = driver.use(uuid)
+            ordinal = driver.device(uuid).ordinal
             found = [Span(e.address, e.size_bytes, driver.mem_type, ordinal) for e in on_device]
             spans += self._register_or_stage("resident", driver, uuid, found, undoing)
             staged = self._placement.kind == "staged"
@@ -306,6 +307,11 @@ def _map_region(export: RegionExport, fds: Sequence[int]) -> Mapping:
         return map_memfd(fds[export.fd_index], export.size_bytes, export.fd_offset)
     except EngineError as error:
         raise EngineError(f"cannot bind region {export.region}: {error.message}", error.code) from error
+
+
+def _flush(driver: Driver, uuid: str) -> None:
+    with driver.on(uuid):
+        driver.flush_writes()
 
 
 def _only_device(exports: Iterable[RegionExport]) -> str:

@@ -1,8 +1,8 @@
 """Scatters in a GPU: from a chunk in its memory into the blocks there, by the driver's strided copies.
 
 A stretch's copies are a few patterns of equal rows (`kvxferd.plan.copy_patterns`), and stretches whose blocks
-are at equal distances share a call. The calls are made in the engine's own steps, because the device is
-current on its thread; the GPU makes the copies meanwhile.
+are at equal distances share a call. The calls are made in the engine's own steps; the GPU makes the copies
+meanwhile.
 
 Started copies cannot be taken back. So a scatter is over when an event behind its last copy is done, and by
 nothing else: where the driver cannot report that, the blocks stay in doubt until the mover is dead.
@@ -61,12 +61,14 @@ class DeviceScatterJob(ScatterJob):
         self,
         copies: Iterator[StridedCopy],
         driver: Driver,
+        uuid: str,
         stream: Any,
         flush: Callable[[], None] | None,
     ) -> None:
         super().__init__(iter(()))
         self._copies = copies
         self._driver = driver
+        self._uuid = uuid
         self._stream = stream
         self._flush = flush
         self._began = 0.0
@@ -81,10 +83,11 @@ class DeviceScatterJob(ScatterJob):
     def run_piece(self) -> None:
         """Start some copies, or look whether they are done. Never waits."""
         try:
-            if self._event is not None:
-                self._poll()
-            elif not self._start_some():
-                self._end_starting()
+            with self._driver.on(self._uuid):
+                if self._event is not None:
+                    self._poll()
+                elif not self._start_some():
+                    self._end_starting()
         except Exception as error:
             # Nothing shows any more when the copies are done.
             _LOG.exception("end of copies not known")
@@ -137,7 +140,7 @@ class DeviceScatterJob(ScatterJob):
 
 
 class DeviceScatterer:
-    """Scatters into the regions of one GPU. The device is current on the thread that calls."""
+    """Scatters into the regions of one GPU."""
 
     def __init__(
         self,
@@ -151,13 +154,15 @@ class DeviceScatterer:
         Raises DeviceError.
         """
         self._driver = driver
+        self._uuid = uuid
         self._flush = flush
         self._pool = DevicePool(uuid, driver)
         self._regions = {region.region: region for region in regions}
         self._max_pitch = driver.max_pitch_bytes(uuid)
         self._patterns: WeakKeyDictionary[StretchForm, list[CopyPattern] | None] = WeakKeyDictionary()
         self._jobs: deque[DeviceScatterJob] = deque()
-        self._stream = driver.open_stream()
+        with driver.on(uuid):
+            self._stream = driver.open_stream()
         self.kind = MemoryKind(regions[0].mem_type, regions[0].device)
 
     def can_scatter(self, form: StretchForm) -> bool:
@@ -176,7 +181,8 @@ class DeviceScatterer:
 
     def start_fill(self, fill: ChunkFill, chunk: Chunk) -> DeviceScatterJob:
         """Queue the scatter of a chunk whose read is done."""
-        job = DeviceScatterJob(self._copies(fill, chunk.span), self._driver, self._stream, self._flush)
+        copies = self._copies(fill, chunk.span)
+        job = DeviceScatterJob(copies, self._driver, self._uuid, self._stream, self._flush)
         self._jobs.append(job)
         return job
 
@@ -203,8 +209,9 @@ class DeviceScatterer:
         self._jobs.clear()
         try:
             # Without a limit, as the thread that scatters host memory is joined.
-            self._driver.synchronize(self._stream)
-            self._driver.close_stream(self._stream)
+            with self._driver.on(self._uuid):
+                self._driver.synchronize(self._stream)
+                self._driver.close_stream(self._stream)
             self._pool.close()
         except DeviceError as error:
             _LOG.error("copies not ended: reason=%s", error.message)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-from contextlib import ExitStack
+from typing import Any
 
 from kvxferd.errors import DeviceError
 from kvxferd.memory.driver import Driver
 from kvxferd.mover.transport.base import Span, Transport
+from kvxferd.plan import Runs
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 
 _LOG = logging.getLogger(__name__)
@@ -90,21 +91,41 @@ class WordSlots:
 class PinnedBuffer:
     """A pinned and registered buffer, and the stream of its copies. Its maker calls `close` once."""
 
-    def __init__(self, transport: Transport, driver: Driver, size_bytes: int) -> None:
-        """The device is current. Raises DeviceError or TransportError, and then leaves nothing behind."""
-        self.driver = driver
-        with ExitStack() as undoing:
+    def __init__(self, transport: Transport, driver: Driver, uuid: str, size_bytes: int) -> None:
+        """Raises DeviceError or TransportError, and then leaves nothing behind."""
+        self._driver = driver
+        self._uuid = uuid
+        with driver.on(uuid):
             self.span = Span(driver.allocate_host(size_bytes), size_bytes)
-            undoing.callback(driver.free_host, self.span.address)
+            try:
+                self._stream = driver.open_stream()
+            except BaseException:
+                driver.free_host(self.span.address)
+                raise
+        try:
             transport.register(self.span)
-            undoing.callback(transport.deregister, self.span)
-            self.stream = driver.open_stream()
-            undoing.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def address(self) -> int:
         """The buffer's first address."""
         return self.span.address
+
+    def start_copies(self, runs: Runs) -> Any:
+        """Start copies from `remote` to `local` addresses; return the event that is done after the last."""
+        with self._driver.on(self._uuid):
+            self._driver.copy(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), self._stream)
+            return self._driver.record(self._stream)
+
+    def is_done(self, event: Any) -> bool:
+        """Whether the copies before an event are done; never waits. An event that is done is freed."""
+        with self._driver.on(self._uuid):
+            if not self._driver.is_done(event):
+                return False
+            self._driver.drop_event(event)
+        return True
 
     def discard(self, transport: Transport) -> None:
         """Free a buffer that nothing has used."""
@@ -117,13 +138,14 @@ class PinnedBuffer:
         Raises nothing: memory that a broken driver does not free goes with the process, and the end of the
         mover must not wait for that.
         """
-        driver = self.driver
+        driver = self._driver
         for step, what in (
-            (driver.synchronize, self.stream),
-            (driver.close_stream, self.stream),
+            (driver.synchronize, self._stream),
+            (driver.close_stream, self._stream),
             (driver.free_host, self.span.address),
         ):
             try:
-                step(what)
+                with driver.on(self._uuid):
+                    step(what)
             except DeviceError as error:
                 _LOG.error("staging buffer not freed: reason=%s", error.message)

@@ -33,12 +33,12 @@ SHAPES = (
 
 
 def probe_strided_copies(driver: Driver, uuid: str) -> str:
-    """Return what is wrong with the current device's strided copies, "" if nothing is. Raises nothing.
+    """Return what is wrong with the device's strided copies, "" if nothing is. Raises nothing.
 
     Memory of copies that do not end is left to the process.
     """
     try:
-        with ExitStack() as undoing:
+        with driver.on(uuid), ExitStack() as undoing:
             pool = DevicePool(uuid, driver)
             undoing.callback(pool.close)
             source, target = (pool.allocate(PROBE_BYTES).address for _ in range(2))

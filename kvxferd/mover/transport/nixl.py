@@ -33,6 +33,7 @@ from kvxferd.mover.transport.base import (
     TransportError,
     check_agent_name,
 )
+from kvxferd.mover.ucx_settings import set_gpu_defaults
 from kvxferd.plan import Runs
 from kvxferd.wire.staging import MAX_STAGING_MESSAGE_BYTES
 
@@ -143,6 +144,7 @@ def _prepare_environment() -> None:
     if not os.access(home, os.R_OK | os.X_OK):
         os.environ["HOME"] = "/"  # the library looks for a configuration file there, and fails without one
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    set_gpu_defaults(os.environ)
 
 
 def _import_api(name: str) -> Any:

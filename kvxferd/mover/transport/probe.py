@@ -101,18 +101,20 @@ class ProbedHostMemory:
 
 
 class ProbedDeviceMemory:
-    """Memory of the current device, read and written by copies."""
+    """Memory of a device, read and written by copies."""
 
     def __init__(self, driver: Driver, span: Span) -> None:
         self._driver = driver
         self._span = span
-        self._pool = DevicePool(driver.device_of(span.address), driver)
-        self._host_copy = driver.allocate_host(SAMPLE_BYTES)
-        try:
-            self._stream = driver.open_stream()
-        except BaseException:
-            driver.free_host(self._host_copy)
-            raise
+        self._uuid = driver.device_of(span.address)
+        self._pool = DevicePool(self._uuid, driver)
+        with driver.on(self._uuid):
+            self._host_copy = driver.allocate_host(SAMPLE_BYTES)
+            try:
+                self._stream = driver.open_stream()
+            except BaseException:
+                driver.free_host(self._host_copy)
+                raise
 
     def read(self, address: int, size_bytes: int) -> bytes:
         self._copy(self._host_copy, address, size_bytes)
@@ -123,8 +125,9 @@ class ProbedDeviceMemory:
         self._copy(address, self._host_copy, len(content))
 
     def _copy(self, to: int, source: int, size_bytes: int) -> None:
-        self._driver.copy([to], [source], [size_bytes], self._stream)
-        self._driver.synchronize(self._stream)
+        with self._driver.on(self._uuid):
+            self._driver.copy([to], [source], [size_bytes], self._stream)
+            self._driver.synchronize(self._stream)
 
     def allocate_target(self) -> Span:
         """Allocate exportable memory, as workers' is."""
@@ -135,8 +138,9 @@ class ProbedDeviceMemory:
         self._pool.free(span.address)
 
     def close(self) -> None:
-        self._driver.free_host(self._host_copy)
-        self._driver.close_stream(self._stream)
+        with self._driver.on(self._uuid):
+            self._driver.free_host(self._host_copy)
+            self._driver.close_stream(self._stream)
 
 
 def placement_of(kind: str, proof: ProbeOutcome) -> Placement:
@@ -148,7 +152,7 @@ def placement_of(kind: str, proof: ProbeOutcome) -> Placement:
 def probe_span(transport: Transport, span: Span, driver: Driver | None = None) -> ProbeOutcome:
     """Read samples of a registered span through the transport, and compare. Raises nothing.
 
-    `driver`: the span is memory of its current device; None: of the host. It takes about a millisecond, and
+    `driver`: the span is memory of one of its devices; None: of the host. It takes about a millisecond, and
     at most `LIMIT_S`, or `DEVICE_LIMIT_S`.
     """
     try:

@@ -156,22 +156,22 @@ class StagedTransport:
 
     # --- memory that the library cannot reach
 
-    def stage(self, driver: Driver, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """Serve this memory by copies. Returns the spans that readers load instead; raises KvxferdError.
+    def stage(self, driver: Driver, uuid: str, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """Serve this memory of a device by copies. Returns the spans that readers load instead.
 
-        The memory's device is current on the calling thread, which is the mover's.
+        Raises KvxferdError.
         """
-        source = self._source or self._open_buffers(driver)
+        source = self._source or self._open_buffers(driver, uuid)
         for span in spans:
             source.add(span)
         return (source.pinned.span,)
 
-    def _open_buffers(self, driver: Driver) -> StagingSource:
+    def _open_buffers(self, driver: Driver, uuid: str) -> StagingSource:
         """Make both buffers, or none."""
         slots = self._slot_bytes, self._num_slots
-        source = StagingSource(self._inner, driver, *slots, self.reply_agents)
+        source = StagingSource(self._inner, driver, uuid, *slots, self.reply_agents)
         try:
-            self._pinned = PinnedBuffer(self._inner, driver, self._slot_bytes * self._num_slots)
+            self._pinned = PinnedBuffer(self._inner, driver, uuid, self._slot_bytes * self._num_slots)
         except BaseException:
             source.pinned.discard(self._inner)
             raise
@@ -307,8 +307,7 @@ class StagedTransport:
                 self._verify_stamp(read, chunk)
             case ChunkState.COPYING:
                 assert self._pinned is not None
-                if self._pinned.driver.is_done(chunk.copy_event):
-                    self._pinned.driver.drop_event(chunk.copy_event)
+                if self._pinned.is_done(chunk.copy_event):
                     self._end_chunk(read, chunk)
             case _:
                 pass
@@ -362,11 +361,11 @@ class StagedTransport:
             self._end_chunk(read, chunk)
             return
         assert self._pinned is not None
-        runs, driver, stream = chunk.runs, self._pinned.driver, self._pinned.stream
-        source = packed_addresses(chunk.slot, runs.length)
+        local, length = chunk.runs.local, chunk.runs.length
         chunk.state = ChunkState.COPYING  # set before: a driver that refuses the second copy runs the first
-        driver.copy(runs.local.tolist(), source.tolist(), runs.length.tolist(), stream)
-        chunk.copy_event = driver.record(stream)
+        chunk.copy_event = self._pinned.start_copies(
+            Runs(local, packed_addresses(chunk.slot, length), length)
+        )
 
     def _end_chunk(self, read: StagedRead, chunk: Chunk) -> None:
         read.active.remove(chunk)

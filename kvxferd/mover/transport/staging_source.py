@@ -23,6 +23,7 @@ from kvxferd.mover.transport.base import Span, Transport
 from kvxferd.mover.transport.buffers import PinnedBuffer, SlotPool
 from kvxferd.mover.transport.reply_agents import ReplyAgents
 from kvxferd.mover.transport.runs import Uint64s, packed_addresses
+from kvxferd.plan import Runs
 from kvxferd.wire.codec import encode
 from kvxferd.wire.staging import (
     MAX_CHUNK_RUNS,
@@ -60,15 +61,15 @@ class StagingSource:
         self,
         transport: Transport,
         driver: Driver,
+        uuid: str,
         slot_bytes: int,
         num_slots: int,
         readers: ReplyAgents,
     ) -> None:
         """Raises DeviceError, TransportError."""
-        self._driver = driver
         self._readers = readers
         self._slot_bytes = slot_bytes
-        self.pinned = PinnedBuffer(transport, driver, num_slots * (slot_bytes + STAMP_BYTES))
+        self.pinned = PinnedBuffer(transport, driver, uuid, num_slots * (slot_bytes + STAMP_BYTES))
         self._stamps_address = self.pinned.address + num_slots * slot_bytes
         self.slots = SlotPool(self.pinned.address, slot_bytes, num_slots)
         self._spans: list[Span] = []
@@ -130,9 +131,8 @@ class StagingSource:
         """Advance every lease. Raises DeviceError where copies fail, and then no chunk can be served."""
         for key, lease in list(self._leases.items()):
             if lease.copy_event is not None:
-                if not self._driver.is_done(lease.copy_event):
+                if not self.pinned.is_done(lease.copy_event):
                     continue
-                self._driver.drop_event(lease.copy_event)
                 lease.copy_event = None
                 if lease.expires_at:
                     self._send_ready(lease, now)
@@ -149,9 +149,7 @@ class StagingSource:
         ctypes.memmove(self._stamp_address(slot), lease.stamp, STAMP_BYTES)
         start, length = _requested_ranges(lease.request)
         self._leases[lease.agent, lease.request.number] = lease
-        stream = self.pinned.stream
-        self._driver.copy(packed_addresses(slot, length).tolist(), start.tolist(), length.tolist(), stream)
-        lease.copy_event = self._driver.record(stream)
+        lease.copy_event = self.pinned.start_copies(Runs(packed_addresses(slot, length), start, length))
 
     def _stamp_address(self, slot: int) -> int:
         return self._stamps_address + (slot - self.pinned.address) // self._slot_bytes * STAMP_BYTES

@@ -19,6 +19,7 @@ from kvxferd.mover.backends import Backend
 from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool_decisions import REFILL_DELAY_S
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.wire.mover import AbortPull, Bind, Bound, PullDone
 from tests.support.mover_harness import DEADLINE_S, MARK, Node, Pools, Worker, bind, serve, sink, wait_until
 
@@ -121,8 +122,10 @@ async def test_a_killed_mover_is_told_once_and_its_readers_fail(
     [
         pytest.param({}, {}, True, id="as-logged"),
         pytest.param({"UCX_LOG_LEVEL": "warn"}, {}, False, id="not-logged"),
-        pytest.param({"UCX_LOG_LEVEL": "warn", "UCX_TLS": "tcp"}, {}, True, id="by-setting"),
-        pytest.param({"UCX_TLS": "tcp"}, {"ucx_error_handling_mode": "peer"}, False, id="parameters"),
+        pytest.param({"UCX_LOG_LEVEL": "warn", "UCX_TLS": tls_with_cuda("tcp")}, {}, True, id="by-setting"),
+        pytest.param(
+            {"UCX_TLS": tls_with_cuda("tcp")}, {"ucx_error_handling_mode": "peer"}, False, id="parameters"
+        ),
     ],
 )
 async def test_a_killed_source_leaves_doubt_where_the_transports_are_not_known(

@@ -13,6 +13,7 @@ from kvxferd.errors import Code
 from kvxferd.layout.areas import block_areas
 from kvxferd.mover.process.gathered_reads import REPLY_TIMEOUT_S
 from kvxferd.mover.read_ways import READ_VARIABLE
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.wire.mover import AbortPull, GrantBlocks, PullDone, RevokeBlocks
 from tests.support.mover_harness import (
     TRANSPORTS,
@@ -161,7 +162,7 @@ async def test_a_released_transfer_is_not_delivered(gathered: dict[str, str], ma
 
 async def test_a_stopped_source_delays_a_pull_and_an_abort_ends_it(make_worker: Make) -> None:
     """Over TCP, where a stopped process sends nothing. What it sends later reaches no block."""
-    gathered = {"UCX_TLS": "tcp", READ_VARIABLE: "gathered"}
+    gathered = {"UCX_TLS": tls_with_cuda("tcp"), READ_VARIABLE: "gathered"}
     async with Node("there", environment=gathered) as there, Node("here", environment=gathered) as here:
         pair = await FanOut.make(there, here, make_worker)
         pair.grant(range(BLOCKS))

@@ -16,6 +16,7 @@ from kvxferd.ids import AgentName
 from kvxferd.memory.fake_driver import FakeDriver
 from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, TransportError
 from kvxferd.mover.transport.probe import LIMIT_S, TIMED_BYTES, probe_span
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Runs
 from tests.support.memory_transport import Fabric, MemoryTransport
 from tests.support.mover_harness import MARK
@@ -130,7 +131,7 @@ def test_device_memory_is_looked_at_by_copies_and_nothing_of_it_is_kept() -> Non
     driver.set_access(uuid, address, SIZE)
     content = os.urandom(SIZE)
     ctypes.memmove(address, content, SIZE)
-    span = Span(address, SIZE, driver.mem_type, driver.use(uuid))
+    span = Span(address, SIZE, driver.mem_type, driver.device(uuid).ordinal)
     transport.register(span)
     used = driver.used_bytes(uuid)
     proof = probe_span(transport, span, driver)
@@ -165,7 +166,9 @@ os._exit(0)
 
 @pytest.mark.parametrize("transports", ["", "tcp"])
 def test_nixl_is_proved_and_tcp_is_told_from_what_is_faster(transports: str) -> None:
-    environment = {**os.environ, "KVXFERD_TEST": MARK} | ({"UCX_TLS": transports} if transports else {})
+    environment = {**os.environ, "KVXFERD_TEST": MARK} | (
+        {"UCX_TLS": tls_with_cuda(transports)} if transports else {}
+    )
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT],
         env=environment,

@@ -21,6 +21,7 @@ from kvxferd.ids import AgentName
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadKinds, Span, Transport, TransportError
 from kvxferd.mover.transport.nixl import NixlTransport, import_library
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Runs
 from tests.support import nixl_agent_process
 from tests.support.memory_transport import Fabric, MemoryTransport
@@ -191,7 +192,7 @@ def built(request: pytest.FixtureRequest) -> Iterator[World]:
         yield made
         made.end()
         return
-    environment = {"UCX_TLS": "tcp"} if request.param.startswith("tcp") else {}
+    environment = {"UCX_TLS": tls_with_cuda("tcp")} if request.param.startswith("tcp") else {}
     backend = (
         Backend("UCX", {"ucx_error_handling_mode": "peer"})
         if "parameters" in request.param

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.daemon_fleet import FACTS, Fleet, wait_until
 from tests.support.rank_process import RankError, RankProcess
 from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, rank_shown, spec_of
@@ -45,7 +46,7 @@ def test_a_worker_that_dies_while_it_is_read(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     if transport == "tcp":
-        monkeypatch.setenv("UCX_TLS", "tcp")
+        monkeypatch.setenv("UCX_TLS", tls_with_cuda("tcp"))
     daemon = fleet.daemon("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", **LARGE)
     (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident", **LARGE)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.daemon_fleet import FACTS, Fleet
 from tests.support.rank_process import ranks_of
 from tests.support.rank_requests import publish, pull_and_check, rank_shown, spec_of
 
-TCP = {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}
+TCP = {"UCX_TLS": tls_with_cuda("tcp")}
 PLACES = [
     pytest.param("register", "register_resident", id="child to resident"),
     pytest.param("register_resident", "register", id="resident to child"),
@@ -22,7 +23,9 @@ def test_other_parallelism_block_size_and_layout(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, source_how: str, sink_how: str, transport: str
 ) -> None:
     if transport == "tcp":
-        monkeypatch.setenv("UCX_TLS", "tcp")  # in workers; and in movers, which inherit it from daemons
+        monkeypatch.setenv(
+            "UCX_TLS", tls_with_cuda("tcp")
+        )  # in workers; and in movers, which inherit it from daemons
     prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
     sources = fleet.engine(prefill, spec_of("prefill", tp_size=2, pp_size=2), source_how)
     sinks = fleet.engine(decode, spec_of("decode", tp_size=3), sink_how, block_tokens=32, layout="NHD")

@@ -16,6 +16,7 @@ import pytest
 
 from kvxferd.errors import DeviceError
 from kvxferd.memory.driver_registry import open_driver
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.subprocesses import DaemonProcess
 from tests.support.doctor_harness import examine
 from tests.support.other_user import needs_root, run_as
@@ -56,10 +57,10 @@ def test_a_home_that_cannot_be_read_does_not_keep_nixl_from_starting(tmp_path: P
 
 
 def test_transports_that_the_operator_has_narrowed_are_named_as_the_reason():
-    found = examine("--check", "same_node", environment={"UCX_TLS": "tcp"})
+    found = examine("--check", "same_node", environment={"UCX_TLS": tls_with_cuda("tcp")})
     slow = found.of("same node")
     assert (slow["verdict"], slow["facts"]["over_tcp"]) == ("warn", True)
-    assert "UCX_TLS=tcp is set" in slow["todo"]
+    assert f"UCX_TLS={tls_with_cuda('tcp')} is set" in slow["todo"]
     assert found.status == 0, "slow is not broken"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxferd.layout import EngineSpec
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.proofs.chaos.audit import PEACE_S, Auditor
 from tests.proofs.chaos.faults import KINDS, Heal, Surgeon
 from tests.support.cluster.engine import Engine, Read, Transfer
@@ -53,7 +54,7 @@ SHAPES = (
 )
 TRANSPORTS: dict[str, dict[str, str]] = {
     "default": {},  # CMA between movers of one user
-    "tcp": {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"},
+    "tcp": {"UCX_TLS": tls_with_cuda("tcp")},
 }
 
 READS = ("covering", "gathered", "direct", "auto")  # the setting mover.read

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.daemon_fleet import DaemonUnderTest, Fleet, mappers_of, wait_until
 from tests.support.rank_process import RankProcess
 from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
@@ -17,8 +18,8 @@ from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check
 NUM_SOURCES = 10
 # TCP, so that a stopped source stops its readers. Without its log nobody knows that it is TCP, which is how
 # a network card is dealt with.
-PROVED = "UCX_TLS=tcp"
-UNKNOWN = "UCX_TLS=^cma,UCX_LOG_LEVEL=warn"
+PROVED = {"UCX_TLS": tls_with_cuda("tcp")}
+UNKNOWN = {"UCX_TLS": "^cma", "UCX_LOG_LEVEL": "warn"}
 
 
 class Watch:
@@ -52,8 +53,8 @@ def mover_of(daemon: DaemonUnderTest, rank: RankProcess) -> int:
 
 @pytest.mark.timeout(300)  # 22 movers of a second of a core each; where others work beside it, the double
 @pytest.mark.parametrize(("environment", "is_proved"), [(PROVED, True), (UNKNOWN, False)])
-def test_ten_killed_sources(fleet: Fleet, environment: str, is_proved: bool):
-    daemon = fleet.daemon("node", KVXFERD_MOVER_ENVIRONMENT=environment)
+def test_ten_killed_sources(fleet: Fleet, environment: dict[str, str], is_proved: bool):
+    daemon = fleet.daemon("node", **environment)
     sources = [fleet.engine(daemon, spec_of(f"prefill-{n}"))[0] for n in range(NUM_SOURCES + 1)]
     (sink,) = fleet.engine(daemon, spec_of("decode"), num_blocks=64 * NUM_SOURCES)
     for number, source in enumerate(sources):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxferd.control.curve_keys import make_key
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.proofs.game_day.stage import Stage
 from tests.support.rank_process import RankError
 
@@ -89,7 +90,7 @@ def _with_few_transfers(directory: Path) -> Stage:
 
 
 def _over_tcp(directory: Path) -> Stage:
-    return Stage(directory, KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=tcp")
+    return Stage(directory, UCX_TLS=tls_with_cuda("tcp"))
 
 
 def _prefill_endpoint(stage: Stage) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.control_client import ControlClient
 from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
 from tests.support.manifests import ROOT
@@ -324,7 +325,7 @@ def test_a_mover_in_doubt(watched: Watched, fleet: Fleet, prometheus: Prometheus
 
 
 def test_reads_that_need_a_second_try(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:
-    node, daemon = watched.daemon(KVXFERD_MOVER_ENVIRONMENT="UCX_TLS=tcp")
+    node, daemon = watched.daemon(UCX_TLS=tls_with_cuda("tcp"))
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     (sink,) = fleet.engine(daemon, spec_of("decode"))
     gone_reference(source, sink)

@@ -6,37 +6,32 @@ does, it cannot show: for that there are the same tests on a GPU.
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import cuda_stub
+
 pytestmark = pytest.mark.process
 
-
 HERE = Path(__file__).parent
-STUB = HERE.parents[1] / "support" / "stub_cuda.c"
 
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a libcuda.so.1 in it."""
     pytest.importorskip("cuda.bindings", reason="cuda-python is not installed (kvxferd[cuda])")
-    if (compiler := shutil.which("cc")) is None:
+    if cuda_stub.compiler() is None:
         pytest.skip("there is no C compiler to build the stand-in with")
-    made = tmp_path_factory.mktemp("stub") / "libcuda.so.1"
-    flags = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([compiler, *flags, "-o", made, STUB, "-ldl"], check=True)
-    return made.parent
+    return cuda_stub.build(tmp_path_factory.mktemp("stub"))
 
 
 def test_the_drivers_contract_through_cuda_python(stub: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-k", "cuda", HERE / "test_driver_contract.py"],
-        env={**os.environ, "LD_LIBRARY_PATH": str(stub)},
+        env=cuda_stub.environment(stub),
         cwd=HERE.parent.parent,
         capture_output=True,
         text=True,
@@ -52,7 +47,7 @@ def test_the_drivers_contract_through_cuda_python(stub: Path) -> None:
 def test_pitches_that_a_device_refuses_are_copied_row_by_row(stub: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-k", "cuda and strided", HERE / "test_driver_contract.py"],
-        env={**os.environ, "LD_LIBRARY_PATH": str(stub), "STUB_PITCH_MULTIPLE": "512"},
+        env=cuda_stub.environment(stub, PITCH_MULTIPLE=512),
         cwd=HERE.parent.parent,
         capture_output=True,
         text=True,
@@ -63,10 +58,10 @@ def test_pitches_that_a_device_refuses_are_copied_row_by_row(stub: Path) -> None
     assert "passed" in ran.stdout
 
 
-def said_by(stub: Path, program: str, **environment: str) -> str:
+def said_by(stub: Path, program: str, **settings: object) -> str:
     ran = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "LD_LIBRARY_PATH": str(stub), **environment},
+        env=cuda_stub.environment(stub, **settings),
         capture_output=True,
         text=True,
         timeout=60,
@@ -88,7 +83,6 @@ from kvxferd.errors import DeviceError
 from kvxferd.memory.cuda import CudaDriver
 driver = CudaDriver()
 uuid = driver.devices()[0].uuid
-driver.use(uuid)
 handle = driver.create(uuid, driver.granularity(uuid))
 fd = driver.export(handle)
 driver.release(handle)
@@ -111,7 +105,7 @@ print(driver.used_bytes(uuid))
     ],
 )
 def test_memory_that_is_elsewhere_is_refused_and_let_go(stub: Path, kind: str, number: str, why: str) -> None:
-    said, used = said_by(stub, IMPORT, STUB_LOCATION_TYPE=kind, STUB_LOCATION_ID=number).splitlines()
+    said, used = said_by(stub, IMPORT, LOCATION_TYPE=kind, LOCATION_ID=number).splitlines()
     assert said.startswith("region-invalid cannot import memory of GPU-")
     assert why in said
     assert used == "0"
@@ -122,7 +116,6 @@ from kvxferd.memory.cuda import CudaDriver
 from kvxferd.mover.transport.copy_probe import probe_strided_copies
 driver = CudaDriver()
 uuid = driver.devices()[0].uuid
-driver.use(uuid)
 print(repr(probe_strided_copies(driver, uuid)), driver.max_pitch_bytes(uuid))
 """
 
@@ -130,7 +123,7 @@ print(repr(probe_strided_copies(driver, uuid)), driver.max_pitch_bytes(uuid))
 @pytest.mark.parametrize("multiple", ["1", "512"])
 def test_strided_copies_pass_the_probe(stub: Path, multiple: str) -> None:
     """Also where the device refuses most pitches: it gets the rows one by one."""
-    assert said_by(stub, PROBE, STUB_PITCH_MULTIPLE=multiple) == f"'' {(1 << 31) - 1}"
+    assert said_by(stub, PROBE, PITCH_MULTIPLE=multiple) == f"'' {(1 << 31) - 1}"
 
 
 def test_memory_of_the_device_is_imported(stub: Path) -> None:
@@ -138,18 +131,18 @@ def test_memory_of_the_device_is_imported(stub: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "order"),
+    ("settings", "order"),
     [
-        ({"STUB_WRITES_ORDERING": "200"}, "native"),
-        ({"STUB_WRITES_ORDERING": "100", "STUB_FLUSH_OPTIONS": "0"}, "native"),
-        ({"STUB_FLUSH_OPTIONS": "1"}, "flush"),
-        ({"STUB_FLUSH_OPTIONS": "3"}, "flush"),
-        ({"STUB_FLUSH_OPTIONS": "2"}, "none"),  # by a stream's memory operations alone
-        ({"STUB_FLUSH_OPTIONS": "0"}, "none"),
-        ({"STUB_FLUSH_OPTIONS": "0", "STUB_RDMA": "0"}, "native"),  # no card writes there
+        ({"WRITES_ORDERING": "200"}, "native"),
+        ({"WRITES_ORDERING": "100", "FLUSH_OPTIONS": "0"}, "native"),
+        ({"FLUSH_OPTIONS": "1"}, "flush"),
+        ({"FLUSH_OPTIONS": "3"}, "flush"),
+        ({"FLUSH_OPTIONS": "2"}, "none"),  # by a stream's memory operations alone
+        ({"FLUSH_OPTIONS": "0"}, "none"),
+        ({"FLUSH_OPTIONS": "0", "RDMA": "0"}, "native"),  # no card writes there
     ],
 )
-def test_what_writes_of_a_network_card_need(stub: Path, environment: dict[str, str], order: str) -> None:
+def test_what_writes_of_a_network_card_need(stub: Path, settings: dict[str, object], order: str) -> None:
     asked = "from kvxferd.memory.cuda import CudaDriver; d = CudaDriver(); "
     asked += "print(d.write_order(d.devices()[0].uuid).value)"
-    assert said_by(stub, asked, **environment) == order
+    assert said_by(stub, asked, **settings) == order

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,10 +20,11 @@ from tests.support.open_fds import num_open_fds
 
 
 @pytest.fixture(params=DRIVERS)
-def driver(request: pytest.FixtureRequest) -> Driver:
+def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    """A driver whose first device is current."""
     made = driver_or_skip(request.param)
-    made.use(made.devices()[0].uuid)
-    return made
+    with made.on(made.devices()[0].uuid):
+        yield made
 
 
 @pytest.fixture
@@ -40,11 +44,26 @@ def noise(size: int, seed: int = 0) -> bytes:
 def test_devices_are_named_by_uuid(driver: Driver) -> None:
     devices = driver.devices()
     assert len({device.uuid for device in devices}) == len(devices) > 0
-    assert [driver.use(device.uuid) for device in devices] == [device.ordinal for device in devices]
+    assert tuple(driver.device(device.uuid) for device in devices) == devices
     assert driver.describe()
     with pytest.raises(DeviceError) as raised:
-        driver.use("GPU-nobody")
+        driver.device("GPU-nobody")
     assert raised.value.code is Code.DEVICE_UNAVAILABLE
+
+
+def test_a_device_is_current_inside_on_and_no_longer(driver: Driver, uuid: str) -> None:
+    def open_one(found: list[str]) -> None:
+        with driver.on(uuid):
+            driver.close_stream(driver.open_stream())
+        with pytest.raises(DeviceError) as raised:
+            driver.open_stream()
+        found.append(raised.value.message)
+
+    refusals: list[str] = []
+    thread = threading.Thread(target=open_one, args=(refusals,))  # this one has a device current
+    thread.start()
+    thread.join()
+    assert len(refusals) == 1
 
 
 def test_what_is_written_is_read(driver: Driver, uuid: str, unit: int) -> None:
@@ -159,7 +178,7 @@ def test_copies_are_done_when_their_event_is(driver: Driver, uuid: str, unit: in
             os.sched_yield()
         driver.drop_event(event)
         driver.close_stream(stream)
-        assert read(driver, host.address, unit) == content[half:] + content[:half]
+        assert ctypes.string_at(host.address, unit) == content[half:] + content[:half]
 
 
 STRIDED = [
@@ -215,10 +234,11 @@ def test_the_fake_driver_refuses_strides_that_no_device_copies(shape: StridedCop
     assert driver.max_pitch_bytes(uuid) == (1 << 31) - 1
     pool = DevicePool(uuid, driver)
     block = pool.allocate(1)
-    stream = driver.open_stream()
-    with pytest.raises(DeviceError):
-        driver.copy_strided([shape._replace(to=block.address, source=block.address + 32768)], stream)
-    driver.close_stream(stream)
+    with driver.on(uuid):
+        stream = driver.open_stream()
+        with pytest.raises(DeviceError, match=r"cannot copy|no device memory"):
+            driver.copy_strided([shape._replace(to=block.address, source=block.address + 32768)], stream)
+        driver.close_stream(stream)
     pool.close()
 
 
@@ -247,7 +267,6 @@ def test_the_environment_chooses_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_writes_of_network_cards_can_be_flushed_where_that_is_asked_for(driver: Driver) -> None:
     uuid = driver.devices()[0].uuid
-    driver.use(uuid)
     assert driver.write_order(uuid) in WriteOrder
     if driver.write_order(uuid) is WriteOrder.FLUSH:
         driver.flush_writes()

@@ -198,7 +198,6 @@ class TestDeviceMemory:
     def test_memory_that_cannot(self) -> None:
         driver = open_driver()
         assert isinstance(driver, FakeDriver)
-        driver.use(UUID)
         address = driver.allocate_plain(UUID, GRANULARITY)
         shared = share(DeviceTensor(address, GRANULARITY))
         assert shared.memory == ResidentMemory(address, GRANULARITY, UUID)

@@ -59,6 +59,9 @@ def test_every_connection_of_the_mover_must_prove_it(known: list[str], is_over: 
     [
         ("tcp", True),
         ("cma,tcp,self", True),
+        ("tcp,cuda_copy", True),  # which reaches no other process
+        ("cuda_copy", False),
+        ("tcp,cuda_ipc", False),
         (" cma , tcp", True),
         ("", False),
         ("all", False),

@@ -144,9 +144,7 @@ class TestDevices:
     @pytest.fixture
     def driver(self, monkeypatch: pytest.MonkeyPatch) -> Driver:
         monkeypatch.setenv("KVXFERD_DRIVER", "fake")
-        driver = open_driver()
-        driver.use(driver.devices()[0].uuid)
-        return driver
+        return open_driver()
 
     def storage(self, address: int, size_bytes: int) -> CacheStorage:
         _, derived = derived_of(SMALL)
@@ -167,7 +165,6 @@ class TestDevices:
 
     def test_other_memory_is_reached_by_a_thread_of_this_process(self, driver: Driver) -> None:
         uuid = driver.devices()[1].uuid
-        driver.use(uuid)
         address = driver.allocate_plain(uuid, 1 << 20)
         storage = self.storage(address, 1 << 20)
         try:

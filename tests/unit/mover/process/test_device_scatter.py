@@ -97,7 +97,11 @@ def test_neighbouring_blocks_share_a_copy(bench: Bench, driver: CountingDriver) 
 
 
 def test_writes_of_a_network_card_are_flushed_before_each_copy(driver: CountingDriver) -> None:
-    bench = Bench(chunk_bytes=CHUNK, driver=driver, flush=driver.flush_writes)
+    def flush() -> None:
+        with driver.on(driver.devices()[0].uuid):
+            driver.flush_writes()
+
+    bench = Bench(chunk_bytes=CHUNK, driver=driver, flush=flush)
     number = bench.start(scattered(8))
     bench.run()
     assert bench.outcomes()[number].delivered
@@ -285,7 +289,6 @@ class WrongDriver(FakeDriver):
 
 def probe(driver: FakeDriver) -> str:
     uuid = driver.devices()[0].uuid
-    driver.use(uuid)
     return probe_strided_copies(driver, uuid)
 
 

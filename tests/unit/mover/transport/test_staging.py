@@ -52,7 +52,7 @@ class Side:
         span = Span(self.segment.address, SIZE)
         self.place = STAGED if is_staged else HOST.local
         if is_staged:
-            described = self.transport.stage(world.driver, [span])
+            described = self.transport.stage(world.driver, UUID, [span])
         else:
             self.transport.register(span)
             described = (span,)
@@ -298,7 +298,7 @@ def test_a_copy_that_was_half_started_is_in_doubt(
     assert own is not None
 
     def fail(*arguments: object) -> object:
-        if arguments[-1] is not own.stream:
+        if arguments[-1] is not own._stream:
             return real(*arguments)  # the lender's
         raise DeviceError(f"cannot {method}: an illegal address")
 
@@ -331,7 +331,7 @@ def test_what_cannot_be_staged_leaves_nothing_and_can_be_closed(
     with Segment(driver, UUID, [SIZE]) as segment:
         monkeypatch.setattr(driver, method, runs_out)
         with pytest.raises(DeviceError, match="out of memory"):
-            transport.stage(driver, [Span(segment.address, SIZE)])
+            transport.stage(driver, UUID, [Span(segment.address, SIZE)])
         assert (inner._spans, driver._host) == (set(), {})
         transport.close()
         transport.close()

@@ -1,0 +1,80 @@
+"""What the first contact with a GPU node shows. `__main__` runs it, on nodes that it makes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.proofs.cuda_stub.plain_read import SIZE_BYTES
+from tests.support.daemon_fleet import Fleet
+from tests.support.device_daemon import daemon
+from tests.support.doctor_harness import examine
+from tests.support.rank_requests import publish, pull_and_check, rank_shown, spec_of
+
+pytestmark = pytest.mark.gpu
+STORE = {"driver": "cuda"}
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the stand-in logs of all processes that are started from now on."""
+    path = tmp_path / "cuda.log"
+    path.touch()
+    monkeypatch.setenv("CUDA_STUB_LOG", str(path))
+    return path
+
+
+def test_doctor_reads_over_tcp_and_shows_ucxs_settings() -> None:
+    """NIXL makes no agent beside a GPU where UCX_TLS leaves CUDA out."""
+    given = {"UCX_MEMTYPE_CACHE": "y"}
+    found = examine("--check", "tcp", "--check", "gpu_direct", environment=given)
+    assert found.of("tcp")["verdict"] == "ok"
+    assert found.status == 0
+    shown = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on (default), UCX_MEMTYPE_CACHE=y (set here)"
+    assert found.of("ucx settings")["found"] == shown
+
+
+def test_memory_of_cudamalloc_is_read_by_cuda_ipc_with_nvlinks_and_without(log: Path) -> None:
+    """By TCP it would be thousands of copies of 8 KiB, none of which is inside the GPU."""
+    program = [sys.executable, "-m", "tests.proofs.cuda_stub.plain_read"]
+    with subprocess.Popen(
+        [*program, "source"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as source:
+        assert source.stdin is not None
+        assert source.stdout is not None
+        described = source.stdout.readline()
+        read = subprocess.run(
+            [*program, "reader"], input=described, capture_output=True, text=True, check=False, timeout=100
+        )
+        source.stdin.close()  # it ends then
+    assert read.stdout == "intact\n", read.stderr
+    assert f"device to device: {SIZE_BYTES}" in log.read_text()
+
+
+@pytest.mark.parametrize("placement", ["auto", "staged"])
+def test_no_host_memory_is_registered_with_the_gpu(
+    fleet: Fleet, log: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    """UCX does that where a device is current, and where the driver refuses, refuses the memory."""
+    monkeypatch.setenv("CUDA_STUB_HOST_REGISTRATION", "0")
+    node = daemon(fleet, "node", "cuda", placement)
+    sources = fleet.engine(node, spec_of("prefill"), store=STORE)
+    sinks = fleet.engine(node, spec_of("decode"), store=STORE)
+    pull_and_check(sinks, publish(sources, 1), 1)
+    assert "host memory registered" not in log.read_text()
+
+
+def test_memory_whose_mapping_ucx_has_not_seen_is_read_directly(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL refuses memory that UCX takes for host memory, and then it is staged."""
+    monkeypatch.setenv("CUDA_STUB_HOOKED_ADDRESSES", "0")
+    node = daemon(fleet, "node", "cuda")
+    sources = fleet.engine(node, spec_of("prefill"), store=STORE)
+    sinks = fleet.engine(node, spec_of("decode"), store=STORE)
+    pull_and_check(sinks, publish(sources, 1), 1)
+    placements = [rank_shown(node, name)["placement"] for name in ("prefill", "decode")]
+    assert [one["kind"] for one in placements] == ["direct", "direct"], placements

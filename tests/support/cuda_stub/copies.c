@@ -1,0 +1,277 @@
+/* Streams, events and copies. A copy runs when an event behind it is queried a second time, or on a wait. */
+#include "stub.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_STREAMS 4096
+#define MAX_PITCH 0x7fffffff
+#define DEVICE 2 /* CU_MEMORYTYPE_DEVICE */
+
+struct copy {
+    address_t to, from;
+    size_t width, to_pitch, from_pitch, rows;
+};
+
+struct stream {
+    struct copy *copies;
+    size_t num_started, num_done, capacity;
+};
+
+struct event {
+    struct stream *stream;
+    size_t until; /* of the stream's copies */
+    int num_queries;
+};
+
+static struct stream null_stream;
+static struct stream *streams[MAX_STREAMS] = {&null_stream};
+
+static struct stream *stream_of(void *stream) { return stream ? stream : &null_stream; }
+
+/* --- with the lock */
+
+static int copy_row(address_t to, address_t from, size_t size) {
+    while (size) {
+        size_t num = size;
+        char *destination = touchable(to, num, &num), *source = touchable(from, num, &num);
+        if (!destination || !source) return INVALID_VALUE;
+        memcpy(destination, source, num);
+        to += num;
+        from += num;
+        size -= num;
+    }
+    return OK;
+}
+
+static void run_copies(struct stream *stream, size_t until) {
+    for (; stream->num_done < until; stream->num_done++) {
+        struct copy *copy = &stream->copies[stream->num_done];
+        for (size_t row = 0; row < copy->rows; row++)
+            /* A GPU that touches what is not mapped ends its context; nothing that is tested goes on then. */
+            if (copy_row(copy->to + row * copy->to_pitch, copy->from + row * copy->from_pitch, copy->width))
+                abort();
+    }
+}
+
+void run_all_copies(void) {
+    for (int i = 0; i < MAX_STREAMS; i++)
+        if (streams[i]) run_copies(streams[i], streams[i]->num_started);
+}
+
+static int start(void *where, struct copy copy) {
+    struct stream *stream = stream_of(where);
+    if (stream->num_started == stream->capacity) {
+        stream->capacity = stream->capacity ? 2 * stream->capacity : 256;
+        stream->copies = realloc(stream->copies, stream->capacity * sizeof copy);
+    }
+    stream->copies[stream->num_started++] = copy;
+    return OK;
+}
+
+/* --- streams and events */
+
+EXPORT int cuStreamCreate(void **stream, unsigned flags) {
+    REQUIRE_CONTEXT();
+    if (flags > 1) return INVALID_VALUE;
+    pthread_mutex_lock(&stub_lock);
+    int i = 0;
+    while (i < MAX_STREAMS && streams[i]) i++;
+    if (i < MAX_STREAMS) *stream = streams[i] = calloc(1, sizeof(struct stream));
+    pthread_mutex_unlock(&stub_lock);
+    return i < MAX_STREAMS ? OK : OUT_OF_MEMORY;
+}
+
+EXPORT int cuStreamDestroy_v2(void *where) {
+    REQUIRE_INIT();
+    struct stream *stream = where;
+    int status = INVALID_HANDLE;
+    pthread_mutex_lock(&stub_lock);
+    for (int i = 1; i < MAX_STREAMS; i++)
+        if (stream && streams[i] == stream) {
+            run_copies(stream, stream->num_started);
+            streams[i] = NULL;
+            free(stream->copies);
+            free(stream);
+            status = OK;
+            break;
+        }
+    pthread_mutex_unlock(&stub_lock);
+    return status;
+}
+ALIAS(cuStreamDestroy, cuStreamDestroy_v2);
+
+EXPORT int cuStreamSynchronize(void *where) {
+    REQUIRE_CONTEXT();
+    struct stream *stream = stream_of(where);
+    pthread_mutex_lock(&stub_lock);
+    run_copies(stream, stream->num_started);
+    pthread_mutex_unlock(&stub_lock);
+    return OK;
+}
+
+typedef void callback(void *stream, int status, void *data);
+
+EXPORT int cuStreamAddCallback(void *stream, callback *call, void *data, unsigned flags UNUSED) {
+    int status = cuStreamSynchronize(stream);
+    if (!status) call(stream, OK, data);
+    return status;
+}
+
+EXPORT int cuEventCreate(void **event, unsigned flags UNUSED) {
+    REQUIRE_CONTEXT();
+    *event = calloc(1, sizeof(struct event));
+    return OK;
+}
+
+EXPORT int cuEventRecord(void *event, void *where) {
+    REQUIRE_CONTEXT();
+    struct stream *stream = stream_of(where);
+    pthread_mutex_lock(&stub_lock);
+    *(struct event *)event = (struct event){stream, stream->num_started, 0};
+    pthread_mutex_unlock(&stub_lock);
+    return OK;
+}
+
+EXPORT int cuEventQuery(void *which) {
+    REQUIRE_INIT();
+    struct event *event = which;
+    if (!event->stream) return OK;
+    if (!event->num_queries++) return NOT_READY;
+    pthread_mutex_lock(&stub_lock);
+    run_copies(event->stream, event->until);
+    pthread_mutex_unlock(&stub_lock);
+    return OK;
+}
+
+EXPORT int cuEventDestroy_v2(void *event) {
+    free(event);
+    return OK;
+}
+ALIAS(cuEventDestroy, cuEventDestroy_v2);
+
+/* --- copies */
+
+static int start_locked(void *stream, struct copy copy) {
+    pthread_mutex_lock(&stub_lock);
+    int status = start(stream, copy);
+    pthread_mutex_unlock(&stub_lock);
+    return status;
+}
+
+EXPORT int cuMemcpyAsync(address_t to, address_t from, size_t size, void *stream) {
+    REQUIRE_CONTEXT();
+    return start_locked(stream, (struct copy){to, from, size, 0, 0, 1});
+}
+
+EXPORT int cuMemcpyDtoDAsync_v2(address_t to, address_t from, size_t size, void *stream) {
+    REQUIRE_CONTEXT();
+    pthread_mutex_lock(&stub_lock);
+    int status = INVALID_VALUE;
+    if (is_device_memory(to) && is_device_memory(from))
+        status = start(stream, (struct copy){to, from, size, 0, 0, 1});
+    pthread_mutex_unlock(&stub_lock);
+    log_call("device to device: %zu", size);
+    return status;
+}
+ALIAS(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2);
+
+EXPORT int cuMemcpyHtoD_v2(address_t to, const void *from, size_t size) {
+    REQUIRE_CONTEXT();
+    pthread_mutex_lock(&stub_lock);
+    int status = copy_row(to, (address_t)from, size);
+    pthread_mutex_unlock(&stub_lock);
+    return status;
+}
+ALIAS(cuMemcpyHtoD, cuMemcpyHtoD_v2);
+
+EXPORT int cuMemcpyBatchAsync_v2(
+    const address_t *to,
+    const address_t *from,
+    const size_t *sizes,
+    size_t count,
+    void *attributes UNUSED,
+    const size_t *attribute_indices UNUSED,
+    size_t num_attributes UNUSED,
+    void *stream
+) {
+    REQUIRE_CONTEXT();
+    pthread_mutex_lock(&stub_lock);
+    for (size_t i = 0; i < count; i++) start(stream, (struct copy){to[i], from[i], sizes[i], 0, 0, 1});
+    pthread_mutex_unlock(&stub_lock);
+    return OK;
+}
+ALIAS(cuMemcpyBatchAsync, cuMemcpyBatchAsync_v2);
+
+/* CUDA_MEMCPY2D and CUDA_MEMCPY3D as cuda.h has them. */
+
+struct copy_2d {
+    size_t from_x, from_y;
+    int from_type;
+    const void *from_host;
+    address_t from;
+    void *from_array;
+    size_t from_pitch;
+    size_t to_x, to_y;
+    int to_type;
+    void *to_host;
+    address_t to;
+    void *to_array;
+    size_t to_pitch;
+    size_t width, height;
+};
+
+struct copy_3d {
+    size_t from_x, from_y, from_z, from_lod;
+    int from_type;
+    const void *from_host;
+    address_t from;
+    void *from_array, *reserved_0;
+    size_t from_pitch, from_height;
+    size_t to_x, to_y, to_z, to_lod;
+    int to_type;
+    void *to_host;
+    address_t to;
+    void *to_array, *reserved_1;
+    size_t to_pitch, to_height;
+    size_t width, height, depth;
+};
+
+/* Refuse what CUDA refuses, and, as some devices do, pitches that are not of cuMemAllocPitch. */
+static int start_rows(void *stream, struct copy copy) {
+    size_t multiple = (size_t)setting("PITCH_MULTIPLE", 1);
+    if (!copy.width || !copy.rows) return INVALID_VALUE;
+    if (copy.to_pitch < copy.width || copy.from_pitch < copy.width) return INVALID_VALUE;
+    if (copy.to_pitch > MAX_PITCH || copy.from_pitch > MAX_PITCH) return INVALID_VALUE;
+    if (copy.to_pitch % multiple || copy.from_pitch % multiple) return INVALID_VALUE;
+    pthread_mutex_lock(&stub_lock);
+    int status = INVALID_VALUE;
+    if (is_device_memory(copy.to) && is_device_memory(copy.from)) status = start(stream, copy);
+    pthread_mutex_unlock(&stub_lock);
+    return status;
+}
+
+EXPORT int cuMemcpy2DAsync_v2(const struct copy_2d *c, void *stream) {
+    REQUIRE_CONTEXT();
+    if (c->from_type != DEVICE || c->to_type != DEVICE) return INVALID_VALUE;
+    if (c->from_x || c->from_y || c->to_x || c->to_y) return INVALID_VALUE;
+    return start_rows(stream, (struct copy){c->to, c->from, c->width, c->to_pitch, c->from_pitch, c->height});
+}
+ALIAS(cuMemcpy2DAsync, cuMemcpy2DAsync_v2);
+
+EXPORT int cuMemcpy3DAsync_v2(const struct copy_3d *c, void *stream) {
+    REQUIRE_CONTEXT();
+    if (c->from_type != DEVICE || c->to_type != DEVICE) return INVALID_VALUE;
+    if (c->from_x || c->from_y || c->from_z || c->from_lod) return INVALID_VALUE;
+    if (c->to_x || c->to_y || c->to_z || c->to_lod) return INVALID_VALUE;
+    if (c->from_height < c->height || c->to_height < c->height || !c->depth) return INVALID_VALUE;
+    for (size_t plane = 0; plane < c->depth; plane++) {
+        address_t to = c->to + plane * c->to_height * c->to_pitch;
+        address_t from = c->from + plane * c->from_height * c->from_pitch;
+        struct copy rows = {to, from, c->width, c->to_pitch, c->from_pitch, c->height};
+        int status = start_rows(stream, rows);
+        if (status) return status;
+    }
+    return OK;
+}
+ALIAS(cuMemcpy3DAsync, cuMemcpy3DAsync_v2);
