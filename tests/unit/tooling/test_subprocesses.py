@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling import subprocesses
 from kvxferd.tooling.line_protocol import CommandFailed, Line, LineProtocol
-from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
+from kvxferd.tooling.subprocesses import CommandProcess
 
 pytestmark = pytest.mark.process
 
@@ -114,27 +112,6 @@ async def test_a_paused_process_ends_at_once(start: Start) -> None:
     await process.pause()
     await process.stop()
     assert process._process.returncode == 0
-
-
-STUBBORN = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(flush=True)
-time.sleep(1000)
-"""
-
-
-async def test_a_daemon_that_ignores_sigterm_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subprocesses, "STOP_TIMEOUT_S", 0.5)
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", STUBBORN, stdout=PIPE)
-    assert process.stdout is not None
-    await process.stdout.readline()
-    daemon = DaemonProcess("the test", "stubborn", tmp_path, process)
-    await daemon.stop()
-    assert process.returncode == -signal.SIGKILL
-    await daemon.stop()
 
 
 KILLED = """
