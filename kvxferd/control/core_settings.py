@@ -27,5 +27,4 @@ def settings_of(config: Config, allowlist: PeerAllowlist) -> Settings:
         software=kvxferd.__version__,
         tracing=bool(config.tracing.endpoint),
         trace_sample_ratio=config.tracing.sample_ratio,
-        gathers=config.mover.read == "gathered",
     )

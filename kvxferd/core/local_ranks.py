@@ -350,8 +350,6 @@ class LocalRanks:
             )
             return
         rank.addresses, rank.metadata = message.regions, message.metadata
-        # A resident mover is the worker's own, and may be older than these messages.
-        rank.gathers = message.gathers and not rank.resident
         self._placements.record_placement(rank, message.placement)
         if self._registry.is_home(rank.spec):
             self._make_ready(session, rank)

@@ -31,7 +31,6 @@ class Settings:
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
     allowlist: PeerAllowlist = ALLOW_ALL  # at the start; see `AllowlistChanged`
     limits: LimitsConfig = DEFAULT_LIMITS
-    gathers: bool = False  # its movers have sources pack, and pack for others where these ask
     software: str = ""  # the version of kvxferd, for peers that ask
     tracing: bool = False  # its daemon exports spans: records carry the traces of sampled requests
     trace_sample_ratio: float = 0.0  # of the transfers whose engine gave no trace

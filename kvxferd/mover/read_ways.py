@@ -11,15 +11,12 @@ READ_VARIABLE = "KVXFERD_READ"  # passes the setting mover.read to child movers
 class ReadWay(StrEnum):
     """Direct: one descriptor a run. Covering: longer stretches into a chunk, and a scatter from there.
 
-    Gathered: the source's mover packs the runs into a chunk, where it does that and the blocks are granted.
-    Such a mover packs for others, too. Auto: for each pull and remote rank the way that is predicted to take
-    less.
+    Auto: for each pull and remote rank the way that is predicted to take less.
     """
 
     AUTO = "auto"
     DIRECT = "direct"
     COVERING = "covering"
-    GATHERED = "gathered"
 
 
 def read_way_of_environment() -> ReadWay:

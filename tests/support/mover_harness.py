@@ -331,7 +331,6 @@ class Sink:
                 fence=fence,
                 stream=2 * number,
                 ticket=Ticket(number + 1000),
-                gathers=tuple(s.worker.spec.rank for s in sources if s.bound.gathers),
                 before=before,
             )
         )

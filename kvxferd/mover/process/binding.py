@@ -48,14 +48,12 @@ class Bindings:
         own_regions: Sequence[RegionExport] = (),
         always_stage: bool = False,
         scatters: bool = False,
-        gathers: bool = False,
     ) -> None:
         """`make_driver` is called when there is GPU memory to bind, and not before.
 
         `own_regions` are the regions of this process's own memory, which may be bound where they lie. A child
         has none. `always_stage`: stage GPU memory, whatever the library could read. `scatters`:
-        whether covering reads are wanted, so that a GPU's strided copies are to be probed. `gathers`: this
-        mover packs for readers, as far as all that is bound is host memory.
+        whether covering reads are wanted, so that a GPU's strided copies are to be probed.
         """
         self._own_regions = frozenset(own_regions)
         self._mappings: list[Mapping | DeviceMapping] = []
@@ -65,7 +63,6 @@ class Bindings:
         self._host_spans: tuple[Span, ...] = ()
         self._prefaulting: deque[Iterator[None]] = deque()
         self._always_stage = always_stage
-        self._gathers = gathers
         self._placement = Placement()
         self._scatters = scatters
         self._scattering_driver: Driver | None = None
@@ -94,12 +91,7 @@ class Bindings:
         addresses = {region.region: region for one in bound for region in one.regions}
         self.regions = tuple(addresses[export.region] for export in exports)
         self._make_device_scatterer(exports)
-        return Bound(
-            regions=self.regions,
-            metadata=metadata,
-            placement=self._placement,
-            gathers=self._gathers and len(by_kind["memfd"]) == len(exports),
-        )
+        return Bound(regions=self.regions, metadata=metadata, placement=self._placement)
 
     def _make_device_scatterer(self, exports: Sequence[RegionExport]) -> None:
         """Make what scatters in a GPU where that is wanted, and the probe shows that it is right.

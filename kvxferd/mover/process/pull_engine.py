@@ -33,8 +33,6 @@ from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
 from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.gathered_reads import GatheredReads
-from kvxferd.mover.process.gathering import GatherSlicer
 from kvxferd.mover.process.link_measurement import LinkMeasurement
 from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
 from kvxferd.mover.process.region_map import RegionMap, is_plain
@@ -61,7 +59,6 @@ from kvxferd.wire.mover import (
     PullQuiesced,
     StartPull,
 )
-from kvxferd.wire.staging import GatherReply
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,13 +90,11 @@ class PullEngine:
         chunks: ChunkPool | None = None,
         scatterer: Scatterer | None = None,
         always_covers: bool = False,
-        gathers: bool = False,
     ) -> None:
         """`max_runs`: about how many runs of one pull are expanded at a time.
 
         `chunks`: for covering reads; None: all reads are direct. `always_covers`: cover whatever can be, and
-        not only what is predicted to take less. `gathers`: have sources pack what they can, and read the rest
-        directly.
+        not only what is predicted to take less.
         """
         self._disconnects = DisconnectRequests() if disconnects is None else disconnects
         self.outbox: deque[FromMover] = self._disconnects.outbox
@@ -110,7 +105,7 @@ class PullEngine:
         self._word_slots = WordSlots(transport)
         self._costs = CostModel()
         self._measurement = None
-        if chunks is not None and not (always_covers or gathers):
+        if chunks is not None and not always_covers:
             self._measurement = LinkMeasurement(transport, self.remote_agents, self._costs, clock)
         self._warmup = ConnectionWarmup(
             transport,
@@ -130,9 +125,6 @@ class PullEngine:
         self._always_covers = always_covers
         self._read_directly: set[AgentName] = set()  # although covering reads are asked for: logged once
         self._covering = None if chunks is None else self._make_covering_reads(chunks, scatterer)
-        self._gathered = None
-        if gathers and chunks is not None and self._covering is not None:
-            self._gathered = GatheredReads(transport, self.remote_agents, clock, chunks, self._covering)
         self._num_short_in_a_row = 0  # posts of short pulls ahead of their turn
         self._queued: deque[PullState] = deque()
         self._active: deque[PullState] = deque()
@@ -216,13 +208,6 @@ class PullEngine:
         self._budgets.pop(agent, None)
         self._costs.forget(agent)
         self._read_directly.discard(agent)
-        if self._gathered is not None:
-            self._gathered.forget(agent)
-
-    def handle_gather_reply(self, agent: AgentName, reply: GatherReply) -> None:
-        """Note what a source replied to a request to pack."""
-        if self._gathered is not None:
-            self._gathered.handle(agent, reply)
 
     def start(self, request: StartPull) -> None:
         """Queue a pull. Exactly one `PullDone` follows."""
@@ -281,8 +266,6 @@ class PullEngine:
             moved |= self._poll(pull)
             if pull.covering and self._covering is not None:
                 moved |= self._covering.poll(pull)
-                if self._gathered is not None:
-                    moved |= self._gathered.poll(pull)
         moved |= self._expand_next()
         moved |= self._expand_more()
         moved |= self._post_next()
@@ -377,14 +360,6 @@ class PullEngine:
         max_stretches = min(MAX_STRETCHES, self._max_runs)
         can_scatter = self._covering.can_scatter
         pull.chunk_kind = self._covering.chunk_kind
-        if self._gathered is not None:
-            # GPU memory is neither packed nor read into so: this process itself looks at a stamp.
-            can_gather = pull.chunk_kind == HOST.local and self._gathered.is_available
-            asked = set(pull.request.gathers) if can_gather else set()
-            packing = {s.rank for s in pull.request.sources if s.rank in asked and is_plain(s.regions)}
-            pull.gathering_ranks = packing
-            bases = self._region_addresses, remote_bases
-            return request.parts(*bases, lambda rank, _: rank in packing, max_stretches) if packing else None
         if self._always_covers:
             return request.parts(
                 self._region_addresses,
@@ -439,10 +414,6 @@ class PullEngine:
             assert self._covering is not None
             waiting = (other.waits_for_chunk_since for other in self._active if other is not pull)
             return self._covering.post(pull, one, any(since is not None for since in waiting))
-        if isinstance(one.slicer, GatherSlicer):
-            assert self._gathered is not None
-            waiting = (other.waits_for_chunk_since for other in self._active if other is not pull)
-            return self._gathered.post(pull, one, any(since is not None for since in waiting))
         budget = self._budgets.setdefault(one.agent, SliceBudget())
         runs = one.slicer.next_slice(budget.bytes)
         was_full = not one.slicer.is_empty
@@ -543,8 +514,6 @@ class PullEngine:
         """Report a pull that has ended, and forget it once none of its reads writes any more."""
         now = self._clock()
         if pull.failure is not None and pull.covering and self._covering is not None:
-            if self._gathered is not None:
-                self._gathered.let_go(pull)
             self._covering.let_go(pull)
         if pull.inflight or pull.covering or (pull.num_awaiting_disconnect_reply and not pull.in_doubt):
             failure = pull.failure
@@ -604,22 +573,14 @@ class PullEngine:
         self.outbox.append(PullDone(pull=pull.pull_id, outcome=outcome))
         if outcome.delivered and pull.choice is not None and pull.was_alone and not pull.is_direct:
             self._costs.learn_pull(pull.choice, outcome.wire_s)
-        num_direct = outcome.bytes - outcome.covered_bytes - outcome.gathered_bytes
-        is_forced = self._always_covers or self._gathered is not None
-        if outcome.delivered and is_forced and num_direct > 0:
+        num_direct = outcome.bytes - outcome.covered_bytes
+        if outcome.delivered and self._always_covers and num_direct > 0:
             self._log_direct_bytes(pull.request.sources[0].agent, num_direct, outcome.bytes)
 
     def _log_direct_bytes(self, agent: AgentName, num_direct: int, num_bytes: int) -> None:
         if agent not in self._read_directly:
             self._read_directly.add(agent)
-            if self._gathered is None:
-                _LOG.warning(
-                    "read directly, not covered: agent=%s bytes=%d of=%d", agent, num_direct, num_bytes
-                )
-            else:
-                _LOG.warning(
-                    "read directly, not gathered: agent=%s bytes=%d of=%d", agent, num_direct, num_bytes
-                )
+            _LOG.warning("read directly, not covered: agent=%s bytes=%d of=%d", agent, num_direct, num_bytes)
 
     def _forget(self, pull: PullState) -> None:
         del self._by_id[pull.pull_id]

@@ -56,7 +56,7 @@ TRANSPORTS: dict[str, dict[str, str]] = {
     "tcp": {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"},
 }
 
-READS = ("covering", "gathered", "direct", "auto")  # the setting mover.read
+READS = ("covering", "direct", "auto")  # the setting mover.read
 
 
 class Epoch:

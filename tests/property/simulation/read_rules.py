@@ -100,12 +100,9 @@ class ReadRules:
 
     def posted(self, agent: AgentName, runs: Sequence[Run]) -> None:
         """A read is about to begin."""
-        lent = () if self._chunks is None else [c.span for c in self._chunks._chunks if c.was_lent]
         for local, remote, size in runs:
             if any(local < end and start < local + size for start, end in self._doubtful):
                 self._fail("reads into memory where a failed read may still land")
-            if any(s.address <= local < s.address + s.size_bytes for s in lent):
-                self._fail("reads into a chunk that peers may read")
             if (block := self._block_at(local)) is not None:
                 self._data_posted(block)
             elif size == FENCE_WORD_BYTES:

@@ -15,7 +15,6 @@ from kvxferd.config import RELOADABLE, SETTINGS, Config, load_config, merge_relo
 from kvxferd.control.core_settings import settings_of
 from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.node_checks import NodeChecks
-from kvxferd.core.allowlist import ALLOW_ALL
 from kvxferd.core.node import Node
 from kvxferd.daemon import Daemon
 from kvxferd.errors import ConfigError
@@ -146,9 +145,3 @@ async def test_what_a_reload_could_not_do_the_next_one_does() -> None:
             daemon._on_hangup()
             daemon._admin = admin
             assert set(daemon.reload().changed) == {"worker.allowed_uids", "log.level"}
-
-
-@pytest.mark.parametrize("read", ["auto", "direct", "covering", "gathered"])
-def test_a_node_gathers_where_its_movers_do(read: str) -> None:
-    """With any other setting its greeting is that of the last version, byte for byte."""
-    assert settings_of(config(mover__read=read), ALLOW_ALL).gathers == (read == "gathered")

@@ -16,7 +16,7 @@ TEXT = (Path(__file__).parents[3] / "docs" / "concepts.md").read_text()
 WORDS = (
     *("engine", "rank", "worker", "region", "cache tensor", "group", "block", "layout", "manifest"),
     *("plan", "run", "transfer", "publish", "pull", "lease", "grant", "fence word", "generation"),
-    *("incarnation", "home and member", "mover", "forkserver", "staging", "covering read", "gathered read"),
+    *("incarnation", "home and member", "mover", "forkserver", "staging", "covering read"),
     *("quarantine", "quiesce", "suspend", "drain", "progressive pull"),
     *("ticket", "prepared grant", "tombstone", "delivery socket", "peer", "registry of remote engines"),
 )
