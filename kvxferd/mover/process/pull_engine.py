@@ -33,7 +33,6 @@ from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
 from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.link_measurement import LinkMeasurement
 from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
 from kvxferd.mover.process.region_map import RegionMap, is_plain
 from kvxferd.mover.process.remote_agents import RemoteAgents
@@ -104,16 +103,8 @@ class PullEngine:
         self._max_runs = max_runs
         self._word_slots = WordSlots(transport)
         self._costs = CostModel()
-        self._measurement = None
-        if chunks is not None and not always_covers:
-            self._measurement = LinkMeasurement(transport, self.remote_agents, self._costs, clock)
         self._warmup = ConnectionWarmup(
-            transport,
-            self.remote_agents,
-            self._word_slots,
-            self._disconnects,
-            clock,
-            None if self._measurement is None else self._measurement.queue,
+            transport, self.remote_agents, self._word_slots, self._disconnects, clock
         )
         self._flush: Callable[[], None] | None = None
         self._region_addresses: Mapping[RegionId, int] = {}
@@ -145,7 +136,7 @@ class PullEngine:
     @property
     def is_busy(self) -> bool:
         """Whether a pull, a warm-up read, or the read of a pull that has ended needs `step`."""
-        return bool(self._by_id) or self._is_draining or self._warmup.is_busy or self._is_measuring
+        return bool(self._by_id) or self._is_draining or self._warmup.is_busy
 
     @property
     def num_inflight(self) -> int:
@@ -159,12 +150,7 @@ class PullEngine:
     @property
     def is_polling(self) -> bool:
         """Whether `step` polls a read, which drives the library."""
-        measures = self._measurement is not None and self._measurement.is_reading
-        return self._warmup.is_busy or self.num_inflight > 0 or self._is_draining or measures
-
-    @property
-    def _is_measuring(self) -> bool:
-        return self._measurement is not None and self._measurement.is_busy
+        return self._warmup.is_busy or self.num_inflight > 0 or self._is_draining
 
     def bind(
         self,
@@ -203,8 +189,6 @@ class PullEngine:
         """Forget an agent."""
         self.remote_agents.drop(agent)
         self._warmup.forget(agent)
-        if self._measurement is not None:
-            self._measurement.forget(agent)
         self._budgets.pop(agent, None)
         self._costs.forget(agent)
         self._read_directly.discard(agent)
@@ -258,8 +242,6 @@ class PullEngine:
     def step(self) -> bool:
         """Advance everything, by at most one expansion and one post; return whether anything advanced."""
         moved = self._warmup.poll()
-        if self._measurement is not None:
-            moved |= self._measurement.step(is_idle=not self._by_id)
         if self._covering is not None:
             moved |= self._covering.step()
         for pull in tuple(self._active):

@@ -627,3 +627,22 @@ def test_no_source_gets_every_chunk() -> None:
     assert bench.chunks is not None
     held = [chunk for chunk in bench.chunks._chunks if chunk.agent == bench.agents[0]]
     assert len(held) <= 3
+
+
+@pytest.mark.parametrize(("num_blocks", "is_chosen"), [(8, False), (9, True)])
+def test_short_pulls_between_equal_layouts_are_not_chosen_for_again(num_blocks: int, is_chosen: bool) -> None:
+    bench = Bench(chunk_bytes=64 << 10, always_covers=False, layout_here="HND")
+    for count in (40, num_blocks):
+        number = bench.start(scattered(count))
+        bench.run()
+    outcome = bench.outcomes()[number]
+    assert outcome.delivered
+    assert (outcome.predicted_s > 0) == is_chosen
+
+
+def test_short_pulls_between_layouts_that_differ_are_chosen_for() -> None:
+    bench = Bench(chunk_bytes=64 << 10, always_covers=False)
+    for count in (40, 1):
+        number = bench.start(scattered(count))
+        bench.run()
+    assert bench.outcomes()[number].predicted_s > 0
