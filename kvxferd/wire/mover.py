@@ -6,6 +6,7 @@ needs them.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -17,6 +18,19 @@ from kvxferd.wire.bounds import METADATA, NAME, REASON, REGIONS
 from kvxferd.wire.common import BlockIds, FdBatch, Message, Placement, RegionAddress
 from kvxferd.wire.probe import ProbeRead, ProbeRegion, ProbeSize
 from kvxferd.wire.worker import RegionExport
+
+
+class ReadWay(StrEnum):
+    """How a mover reads what a plan asks for: the setting `mover.read`.
+
+    Direct: one descriptor a run. Covering: longer stretches into a chunk, and a scatter from there. Auto: for
+    each pull and remote rank the way that is predicted to take less.
+    """
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    COVERING = "covering"
+
 
 # --- daemon to mover
 
@@ -30,6 +44,8 @@ class Bind(Message, frozen=True, tag="bind"):
 
     regions: tuple[RegionExport, ...]
     notices: bool = False
+    read_way: ReadWay = ReadWay.DIRECT  # how the rank's pulls read
+    always_stage: bool = False  # stage GPU memory, whatever the library could read: `mover.placement`
 
 
 class MapFence(Message, frozen=True, tag="map-fence"):

@@ -53,6 +53,7 @@ from kvxferd.wire.mover import (
     Polling,
     PullDone,
     PullOutcome,
+    ReadWay,
     SetPolling,
     SourceRank,
     StartPull,
@@ -111,6 +112,8 @@ class AwaitedPool(MoverPool):
 class Node:
     """A pool, with what its movers said."""
 
+    read_way = ReadWay.DIRECT  # of ranks that are bound from now on
+
     def __init__(
         self,
         name: str,
@@ -118,8 +121,11 @@ class Node:
         environment: Mapping[str, str] | None = None,
         chunk_memory: int = 1 << 30,
         backend: Backend = DEFAULT_BACKEND,
+        read_way: ReadWay | None = None,
     ) -> None:
         """`chunk_memory`: the bytes that each mover is granted for covering reads, if it wants so many."""
+        if read_way is not None:
+            self.read_way = read_way
         self._chunk_memory = chunk_memory
         self.said: list[tuple[MoverId, FromMover]] = []
         self.exits: list[MoverId] = []
@@ -257,7 +263,7 @@ async def bind(node: Node, rank: Worker, notices: int | None = None) -> tuple[Mo
     """Take a mover and give it the rank's memory, and the socket for its notices."""
     mover = await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
     more = () if notices is None else (notices,)
-    bind = Bind(regions=rank.export(), notices=notices is not None)
+    bind = Bind(regions=rank.export(), notices=notices is not None, read_way=node.read_way)
     mover.send(bind, (rank.memory.fd, *more, rank.pidfd))
     return mover, await node.heard(mover, Bound)
 

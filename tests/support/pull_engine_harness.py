@@ -30,6 +30,7 @@ from kvxferd.wire.mover import (
     PullDone,
     PullOutcome,
     PullQuiesced,
+    ReadWay,
     SourceRank,
     StartPull,
 )
@@ -124,15 +125,14 @@ class Bench:
         self.local = Memory(transport, size) if driver is None else FakeDeviceMemory(transport, driver, size)
         self.disconnects = DisconnectRequests()
         self.staged = StagedTransport(transport, lambda: self.now)
-        self.chunks = ChunkPool(self.staged, chunk_bytes, max_chunks) if chunk_bytes else None
+        self.chunks = ChunkPool(self.staged, chunk_bytes, max_chunks)
         self.engine = PullEngine(
             self.staged,
-            lambda: self.now,
-            max_runs,
-            self.disconnects,
             self.chunks,
-            scatterer,
-            always_covers,
+            clock=lambda: self.now,
+            max_runs=max_runs,
+            disconnects=self.disconnects,
+            scatterer=scatterer,
         )
         span = self.local.span
         regions = [
@@ -141,7 +141,8 @@ class Bench:
         self.device = None
         if driver is not None:
             self.device = DeviceScatterer(driver, driver.device_of(span.address), regions, flush)
-        self.engine.bind(regions, flush, self.device)
+        read_way = ReadWay.COVERING if always_covers else ReadWay.AUTO
+        self.engine.bind(regions, flush, self.device, read_way if chunk_bytes else ReadWay.DIRECT)
         plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
         self.engine.load_plan(DIGEST, encode_plan(plan))
         self.load()
@@ -231,7 +232,6 @@ def check_arrived(bench: Bench, ids: range) -> None:
 
 def states(bench: Bench) -> dict[ChunkState, int]:
     """Return how many chunks are in each state that any is in."""
-    assert bench.chunks is not None
     return {state: num for state in ChunkState if (num := bench.chunks.count(state))}
 
 

@@ -197,7 +197,7 @@ class Mover:
     hold: bool = False
     last_report: mv.FromMover | None = None  # is under way to the daemon when the mover is killed
     mute: bool = False  # answers nothing: frozen
-    bound_with_notices: bool = False
+    bound_by: mv.Bind | None = None
     is_bound: bool = False
     plans: dict[str, Expander] = field(default_factory=dict)
     remotes: set[AgentName] = field(default_factory=set)
@@ -221,7 +221,7 @@ class Mover:
     def hear(self, message: Message) -> None:
         match message:
             case mv.Bind():
-                self.bound_with_notices = message.notices
+                self.bound_by = message
                 self._bind()
             case mv.MapFence():
                 owner = self.host.workers[message.session]

@@ -16,7 +16,6 @@ from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.fd_wait import PreciseWait
 from kvxferd.frame_socket import FrameSocket, close_fds, close_frame_fds, dup_fds
 from kvxferd.ids import PullId, Ticket
-from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
 from kvxferd.mover.process.chunks import ChunkPool
@@ -24,7 +23,6 @@ from kvxferd.mover.process.delivery_socket import DeliverySocket
 from kvxferd.mover.process.peer_probe import PeerProbe
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import ThreadScatterer
-from kvxferd.mover.read_ways import ReadWay
 from kvxferd.mover.transport.base import Transport
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
@@ -55,33 +53,20 @@ class MoverLoop:
         *,
         own_regions: Sequence[RegionExport] = (),
         max_runs: int = MAX_RUNS,
-        read_way: ReadWay = ReadWay.DIRECT,
     ) -> None:
-        """`own_regions`: as `Bindings` takes it. `max_runs`: about how many runs are expanded at a time.
-
-        `read_way`: direct, unless the daemon is known to understand `ChunkMemoryWanted`.
-        """
+        """`own_regions`: as `Bindings` takes it. `max_runs`: about how many runs are expanded at a time."""
         self._stream = stream
         self._disconnects = DisconnectRequests()
         self._transport = StagedTransport(transport, disconnects=self._disconnects)
         self._watch_worker = watch_worker
-        chunks: ChunkPool | None = None
-        if read_way is not ReadWay.DIRECT:
-            chunks = ChunkPool(self._transport, report=self._disconnects.outbox.append)
         self._engine = PullEngine(
             self._transport,
+            ChunkPool(self._transport, report=self._disconnects.outbox.append),
             max_runs=max_runs,
             disconnects=self._disconnects,
-            chunks=chunks,
             scatterer=ThreadScatterer(),
-            always_covers=read_way is ReadWay.COVERING,
         )
-        self._bindings = Bindings(
-            self._transport,
-            own_regions=own_regions,
-            always_stage=os.environ.get(PLACEMENT_VARIABLE) == "staged",
-            scatters=read_way is not ReadWay.DIRECT,
-        )
+        self._bindings = Bindings(self._transport, own_regions=own_regions)
         self._early_block_ids = BlockIdAssembly()
         self._early_fds = FdBatchAssembly()
         self._backoff = backoff
@@ -274,8 +259,14 @@ class MoverLoop:
                 # try again.
                 delivery_fd, worker = _duplicate_present(fds[-2:] if message.notices else (-1, fds[-1]))
                 undoing.callback(close_fds, (delivery_fd, worker))
-                bound = self._bindings.bind(message.regions, fds[:-num_last])
-                self._engine.bind(bound.regions, self._bindings.flush, self._bindings.device_scatterer)
+                bound = self._bindings.bind(
+                    message.regions,
+                    fds[:-num_last],
+                    always_stage=message.always_stage,
+                    scatters=message.read_way is not wire.ReadWay.DIRECT,
+                )
+                bindings = self._bindings
+                self._engine.bind(bound.regions, bindings.flush, bindings.device_scatterer, message.read_way)
                 undoing.pop_all()
             if message.notices:
                 self._open_delivery_socket(delivery_fd)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from kvxferd.mover.read_ways import READ_VARIABLE
+from kvxferd.wire.mover import ReadWay
 from tests.support.mover_harness import Node, Worker, leaving_nothing, worker
 
 
@@ -37,8 +37,8 @@ def transport_environment(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture(params=["direct", "covering"])
 def read_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the movers of pools that start after this read."""
-    monkeypatch.setenv(READ_VARIABLE, request.param)
+    """How the movers of ranks read that are bound after this."""
+    monkeypatch.setattr(Node, "read_way", ReadWay(request.param))
     return str(request.param)
 
 

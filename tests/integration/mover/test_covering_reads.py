@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from kvxferd.errors import Code
-from kvxferd.mover.read_ways import READ_VARIABLE
-from kvxferd.wire.mover import AbortPull, PullDone
+from kvxferd.wire.mover import AbortPull, PullDone, ReadWay
 from tests.support.mover_harness import Node, Served, Sink, Worker, serve, sink
 
 WORD = bytes(range(16))
@@ -55,15 +54,12 @@ class Pair:
             source.close()
 
 
-@pytest.fixture
-def covering(transport_environment: dict[str, str]) -> dict[str, str]:
-    return {**transport_environment, READ_VARIABLE: "covering"}
-
-
-async def test_every_byte_arrives_through_chunks(covering: dict[str, str], make_worker: Make) -> None:
+async def test_every_byte_arrives_through_chunks(
+    transport_environment: dict[str, str], make_worker: Make
+) -> None:
     async with (
-        Node("there", size=2, environment=covering) as there,
-        Node("here", environment=covering) as here,
+        Node("there", size=2, environment=transport_environment) as there,
+        Node("here", environment=transport_environment, read_way=ReadWay.COVERING) as here,
     ):
         pair = await Pair.make(there, here, make_worker, blocks=2048)
         order = np.random.default_rng(3).permutation(2048)
@@ -77,8 +73,10 @@ async def test_every_byte_arrives_through_chunks(covering: dict[str, str], make_
 
 
 async def test_without_a_grant_of_memory_every_byte_arrives_directly(make_worker: Make) -> None:
-    covering = {READ_VARIABLE: "covering"}
-    async with Node("there", size=2) as there, Node("here", environment=covering, chunk_memory=0) as here:
+    async with (
+        Node("there", size=2) as there,
+        Node("here", chunk_memory=0, read_way=ReadWay.COVERING) as here,
+    ):
         pair = await Pair.make(there, here, make_worker)
         outcome = await pair.reader.outcome(pair.start(range(9), range(20, 29)))
         assert (outcome.delivered, outcome.covered_bytes) == (True, 0)
@@ -89,7 +87,7 @@ async def test_without_a_grant_of_memory_every_byte_arrives_directly(make_worker
 async def test_auto_covers_what_is_scattered_and_not_what_is_long(make_worker: Make) -> None:
     async with AsyncExitStack() as nodes:
         there = await nodes.enter_async_context(Node("there", size=3))
-        here = await nodes.enter_async_context(Node("here", size=2, environment={READ_VARIABLE: "auto"}))
+        here = await nodes.enter_async_context(Node("here", size=2, read_way=ReadWay.AUTO))
         pair = await Pair.make(there, here, make_worker, blocks=2048)
         assert (await pair.reader.outcome(pair.start(range(500), range(500)))).delivered
         outcome = await pair.reader.outcome(pair.start(range(500), range(500)))
@@ -106,10 +104,10 @@ async def test_auto_covers_what_is_scattered_and_not_what_is_long(make_worker: M
 
 async def test_an_aborted_pull_is_over_though_its_source_is_stopped(make_worker: Make) -> None:
     """Over TCP the source's process sends the bytes, at any later time: into the mover's chunk."""
-    environment = {"UCX_TLS": "tcp", READ_VARIABLE: "covering"}
+    environment = {"UCX_TLS": "tcp"}
     async with (
         Node("there", size=2, environment=environment) as there,
-        Node("here", environment=environment) as here,
+        Node("here", environment=environment, read_way=ReadWay.COVERING) as here,
     ):
         pair = await Pair.make(there, here, make_worker, blocks=2048)
         assert (await pair.reader.outcome(pair.start([0], [0]))).delivered
@@ -135,11 +133,11 @@ async def test_an_aborted_pull_is_over_though_its_source_is_stopped(make_worker:
 
 
 async def test_a_killed_source_fails_its_pulls_and_no_other(
-    covering: dict[str, str], make_worker: Make
+    transport_environment: dict[str, str], make_worker: Make
 ) -> None:
     async with (
-        Node("there", size=2, environment=covering) as there,
-        Node("here", environment=covering) as here,
+        Node("there", size=2, environment=transport_environment) as there,
+        Node("here", environment=transport_environment, read_way=ReadWay.COVERING) as here,
     ):
         pair = await Pair.make(there, here, make_worker, blocks=2048)
         assert (await pair.reader.outcome(pair.start([0], [0]))).delivered

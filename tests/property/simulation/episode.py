@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from kvxferd.client import gpu_events
 from kvxferd.core import pull_pieces, source_breaker
 from kvxferd.errors import KvxferdError
-from kvxferd.mover.read_ways import ReadWay
 from kvxferd.wire import block_id_parts
 from kvxferd.wire.limits import IDS_PART_BYTES
+from kvxferd.wire.mover import ReadWay
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
 from tests.property.simulation.faults import (

@@ -12,7 +12,6 @@ from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.mover.process.loop import IDLE_CHECK_S
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import InlineScatterer
-from kvxferd.mover.read_ways import ReadWay
 from kvxferd.mover.transport.base import Span
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
@@ -59,21 +58,16 @@ class Mover(Actor):
         self.transport = SimulatedTransport(fabric, self.agent, self, self)
         self._disconnects = disconnects = DisconnectRequests()
         self._staged = StagedTransport(self.transport, lambda: self.agenda.now, disconnects=disconnects)
-        way = daemon.world.traits.read_ways.get(daemon.node_name, ReadWay.DIRECT)
         self.on_write = fabric.on_write
         copy_s = daemon.rng.choice(COPIES_S)
-        chunks = None
-        if way is not ReadWay.DIRECT:
-            chunks = ChunkPool(self._staged, report=disconnects.outbox.append)
-        self._chunks = chunks
+        self._chunks = chunks = ChunkPool(self._staged, report=disconnects.outbox.append)
         self._engine = PullEngine(
             self._staged,
+            chunks,
             clock=lambda: self.agenda.now,
             disconnects=disconnects,
-            chunks=chunks,
             scatterer=CopyThread(self, copy_s) if copy_s else InlineScatterer(lambda: self.agenda.now),
             max_runs=daemon.rng.choice(MAX_RUNS_A_PART),
-            always_covers=way is ReadWay.COVERING,
         )
         self._rules = rules = ReadRules(self, chunks)
         self.transport.on_post, self.transport.on_doubt = rules.posted, rules.failed
@@ -106,7 +100,7 @@ class Mover(Actor):
     @property
     def num_chunks_in_use(self) -> int:
         """How many chunks are read into, or copied from."""
-        return 0 if self._chunks is None else sum(map(self._chunks.count, IN_USE))
+        return sum(map(self._chunks.count, IN_USE))
 
     def resume(self) -> None:
         super().resume()
@@ -140,7 +134,7 @@ class Mover(Actor):
         self.bound = memory
         address = self.transport.map(memory)
         region = RegionAddress(export.region, address, export.size_bytes)
-        self._engine.bind([region])
+        self._engine.bind([region], read_way=message.read_way)
         metadata = self.transport.metadata([Span(address, export.size_bytes)])
         self._report(mv.Bound(regions=(region,), metadata=metadata))
         self.daemon.world.oracle.mover_bound(self, memory)

@@ -39,7 +39,7 @@ class _Pull:
 class ReadRules:
     """Watches what one mover posts, and what it reports. Everything here raises `Violation`."""
 
-    def __init__(self, mover: Mover, chunks: ChunkPool | None) -> None:
+    def __init__(self, mover: Mover, chunks: ChunkPool) -> None:
         self._mover = mover
         self._chunks = chunks
         self._pulls: dict[PullId, _Pull] = {}
@@ -160,10 +160,10 @@ class ReadRules:
                 continue
             if pull.told.outcome.quiet_follows and not (pull.is_doubtful or pull.may_be_doubtful):
                 self._fail(f"has forgotten pull {number}, and never says that it is quiet")
-        if self._chunks is not None:
-            self._check_chunks(self._chunks)
+        self._check_chunks()
 
-    def _check_chunks(self, chunks: ChunkPool) -> None:
+    def _check_chunks(self) -> None:
+        chunks = self._chunks
         held, self._held_bytes = self._held_bytes, chunks.num_bytes
         if max(held, self._granted_bytes) < chunks.num_bytes:
             self._fail(f"holds {chunks.num_bytes} bytes of chunks: it may hold {self._granted_bytes}")

@@ -12,8 +12,8 @@ import msgspec
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.ids import AgentName
-from kvxferd.mover.read_ways import ReadWay
 from kvxferd.wire.limits import CHUNK_BYTES, IDS_PART_BYTES
+from kvxferd.wire.mover import ReadWay
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.daemon import Daemon
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
@@ -168,7 +168,9 @@ class World:
         if node_name in self.daemons:
             return
         self._eras[node_name] += 1
-        daemon = Daemon(self, node_name, self._eras[node_name], self._settings)
+        read_way = self.traits.read_ways.get(node_name, ReadWay.DIRECT)
+        settings = replace(self._settings, read_way=read_way)
+        daemon = Daemon(self, node_name, self._eras[node_name], settings)
         daemon.note("starts")
         self.daemons[node_name] = daemon
         self.watcher.daemon_started(daemon)

@@ -15,6 +15,7 @@ from kvxferd.config import RELOADABLE, SETTINGS, Config, load_config, merge_relo
 from kvxferd.control.core_settings import settings_of
 from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.node_checks import NodeChecks
+from kvxferd.core.allowlist import ALLOW_ALL
 from kvxferd.core.node import Node
 from kvxferd.daemon import Daemon
 from kvxferd.errors import ConfigError
@@ -145,3 +146,11 @@ async def test_what_a_reload_could_not_do_the_next_one_does() -> None:
             daemon._on_hangup()
             daemon._admin = admin
             assert set(daemon.reload().changed) == {"worker.allowed_uids", "log.level"}
+
+
+@pytest.mark.parametrize("read", ["auto", "direct", "covering"])
+@pytest.mark.parametrize("placement", ["auto", "staged"])
+def test_child_movers_get_their_settings_from_the_core(read: str, placement: str) -> None:
+    settings = settings_of(config(mover__read=read, mover__placement=placement), ALLOW_ALL)
+    assert settings.read_way == read
+    assert settings.always_stage == (placement == "staged")

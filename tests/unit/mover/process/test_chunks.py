@@ -47,7 +47,6 @@ class Refusing:
 
 def reports_of(bench: Bench) -> list[ChunkMemoryWanted]:
     reports: list[ChunkMemoryWanted] = []
-    assert bench.chunks is not None
     bench.chunks._report = reports.append
     return reports
 
@@ -77,7 +76,6 @@ def test_a_chunk_that_the_library_does_not_let_go_is_lost() -> None:
     bench.run()
     reports = reports_of(bench)
     reader_of(bench).deregister = refusing = Refusing()  # type: ignore[method-assign]
-    assert bench.chunks is not None
     num = bench.chunks.count(ChunkState.FREE)
     assert num > 1
     for _ in range(3):
@@ -104,7 +102,6 @@ def test_later_pulls_do_not_wait_because_a_chunk_is_lost(num_lost: int) -> None:
         bench.engine.step()
         bench.fabric.errors[bench.agents[1]] = TransportError("odd", settled=False)
         bench.run()
-    assert bench.chunks is not None
     assert bench.chunks.count(ChunkState.LOST) == num_lost
     bench.now += 2 * SLOW_S
     number = bench.start(scattered(8))

@@ -1,4 +1,4 @@
-"""The mover's loop: what it does although peers read from here all the time."""
+"""The mover's loop: how a rank's pulls are to read, and what it does although peers read all the time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import time
 
 import pytest
 
-from kvxferd.frame_socket import FrameSocket
-from kvxferd.ids import AgentName
+from kvxferd.frame_socket import FrameSocket, dup_fds
+from kvxferd.ids import AgentName, RegionId
+from kvxferd.memory import SealedMemory
 from kvxferd.mover.process import chunks as chunk_pool
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.chunks import ChunkState
 from kvxferd.mover.process.loop import MoverLoop
-from kvxferd.mover.read_ways import ReadWay
+from kvxferd.wire.codec import encode
 from kvxferd.wire.limits import CHUNK_BYTES
+from kvxferd.wire.mover import Bind, ReadWay
+from kvxferd.wire.worker import RegionExport
 from tests.support.memory_transport import Fabric, MemoryTransport
 
 
@@ -27,10 +30,8 @@ def test_idle_chunks_are_given_back_by_a_mover_that_polls_for_its_readers(
     daemon, stream = FrameSocket(ours), FrameSocket(theirs)
     transport = MemoryTransport(Fabric(), AgentName("a"))
     backoff = PollBackoff(lambda: False)
-    loop = MoverLoop(stream, transport, backoff, os.close, read_way=ReadWay.COVERING)
-    covering = loop._engine._covering
-    assert covering is not None
-    pool = covering._chunks
+    loop = MoverLoop(stream, transport, backoff, os.close)
+    pool = loop._engine._covering._chunks
     pool.set_grant(CHUNK_BYTES)
     chunk = pool.acquire(AgentName("b"), time.perf_counter(), is_wanted_elsewhere=False)
     assert chunk is not None
@@ -38,6 +39,28 @@ def test_idle_chunks_are_given_back_by_a_mover_that_polls_for_its_readers(
     loop._is_polling = True
     loop._work()
     assert pool.num_bytes == 0
+    transport.close()
+    loop.close()
+    stream.close()
+    daemon.close()
+
+
+@pytest.mark.parametrize("read_way", list(ReadWay))
+def test_a_rank_is_bound_with_the_way_in_which_its_pulls_read(read_way: ReadWay) -> None:
+    ours, theirs = socket.socketpair()
+    daemon, stream = FrameSocket(ours), FrameSocket(theirs)
+    transport = MemoryTransport(Fabric(), AgentName("a"))
+    loop = MoverLoop(stream, transport, PollBackoff(lambda: False), os.close)
+    region = RegionExport(region=RegionId("kv"), size_bytes=4096, fd_index=0)
+    with SealedMemory.create(4096) as memory:
+        worker = os.pidfd_open(os.getpid())
+        daemon.send(encode(Bind(regions=(region,), read_way=read_way)), dup_fds([memory.fd, worker]))
+        daemon.flush()
+        os.close(worker)
+        assert not loop._receive()
+    engine = loop._engine
+    assert engine._covering.is_available == (read_way is not ReadWay.DIRECT)
+    assert engine._always_covers == (read_way is ReadWay.COVERING)
     transport.close()
     loop.close()
     stream.close()
