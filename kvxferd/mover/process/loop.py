@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,6 @@ from kvxferd.ids import PullId, Ticket
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
 from kvxferd.mover.process.chunks import ChunkPool
-from kvxferd.mover.process.delivery_socket import DeliverySocket
 from kvxferd.mover.process.peer_probe import PeerProbe
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import ThreadScatterer
@@ -39,6 +39,29 @@ _LOG = logging.getLogger(__name__)
 
 NO_PIECES = wire.PiecesRead(bytes=0, runs=0, wire_s=0.0)
 IDLE_CHECK_S = 1.0  # between two looks at whether chunks are idle, while there are any
+
+
+class DeliverySocket:
+    """The socket by which a mover reports deliveries to its worker itself; the daemon sends all else.
+
+    It is the writing end, and owns the descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Raises OSError where it is no socket; the descriptor is then still the caller's."""
+        self._socket = socket.socket(fileno=fd)
+
+    def send(self, delivered: Delivered) -> bool:
+        """Return whether it was sent; never waits. False where the worker has too many unread, or is gone."""
+        try:
+            self._socket.send(encode(delivered), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        self._socket.close()
 
 
 class MoverLoop:
