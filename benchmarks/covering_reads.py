@@ -27,8 +27,7 @@ from kvxferd.ids import EngineId, Generation
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
-from kvxferd.mover.read_ways import READ_VARIABLE
-from kvxferd.wire.mover import LoadRemote, PullOutcome
+from kvxferd.wire.mover import LoadRemote, PullOutcome, ReadWay
 from tests.support.mover_harness import Node, Served, Sink, Worker, serve, sink
 
 NUM_HEADS, HEAD_DIM, NUM_LAYERS = 8, 128, 32
@@ -156,7 +155,7 @@ async def compare(case: Case, mebibytes: float, rounds: int) -> dict[str, object
     async with (
         Node("p", size=3) as there,
         Node("d", size=2) as here,
-        Node("a", size=2, environment={READ_VARIABLE: "auto"}) as choosing,
+        Node("a", size=2, read_way=ReadWay.AUTO) as choosing,
     ):
         sources = [await serve(there, one) for one in (*prefill, *equal)]
         for seed, source in enumerate(sources):
@@ -166,7 +165,6 @@ async def compare(case: Case, mebibytes: float, rounds: int) -> dict[str, object
         for name, one in decode.items():
             of = sources[-1:] if name.startswith("equal") else sources[:-1]
             readers[name] = await reader_of(name, choosing if name.endswith("auto") else here, one, of)
-        await asyncio.sleep(0.3)  # for the measurement at connect
         for _ in range(rounds + 1):
             for name, reader in readers.items():
                 await reader.pull(ours, same if name.startswith("equal") else theirs, tokens, word)

@@ -69,18 +69,15 @@ def doctor(
     from kvxferd.doctor import gpus, report
     from kvxferd.doctor.placements import try_placements
     from kvxferd.memory.driver import DRIVER_VARIABLE
-    from kvxferd.mover.backends import BACKEND_VARIABLE, Backend, backend_to_text
 
     findings: list[Finding] = []
     config = load_config_or_finding(config_path, findings)
-    backend = Backend(config.mover.backend, config.mover.backend_parameters)
     node = CheckContext(
         config,
         ControlClient(socket_path or config.control.socket, RESPONSE_TIMEOUT_S),
         {
             **os.environ,
             **config.mover.environment,
-            BACKEND_VARIABLE: backend_to_text(backend),
             **({DRIVER_VARIABLE: driver} if driver else {}),
         },
     )

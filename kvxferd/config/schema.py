@@ -108,7 +108,7 @@ class MoverConfig(Section, frozen=True):
     placement: MoverPlacement = "auto"  # staged: always copy GPU memory through staging buffers
     backend: MoverBackend = "UCX"  # the plugin of the library
     backend_parameters: Environment = {}
-    read: MoverRead = "auto"  # direct: run by run; covering, gathered: in fewer reads; auto: what is faster
+    read: MoverRead = "auto"  # direct: run by run; covering: in fewer reads; auto: what is faster
     environment: Environment = {}
 
 

@@ -55,8 +55,8 @@ MoverBackend = Annotated[
 ]
 MoverPlacement = Annotated[Literal["auto", "staged"], msgspec.Meta(title="auto or staged")]
 MoverRead = Annotated[
-    Literal["auto", "direct", "covering", "gathered"],
-    msgspec.Meta(title="auto, direct, covering or gathered"),
+    Literal["auto", "direct", "covering"],
+    msgspec.Meta(title="auto, direct or covering"),
 ]
 HttpUrl = Annotated[
     str,

@@ -8,6 +8,7 @@ import kvxferd
 from kvxferd.config import Config
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.settings import Settings
+from kvxferd.wire.mover import ReadWay
 
 
 def settings_of(config: Config, allowlist: PeerAllowlist) -> Settings:
@@ -27,5 +28,6 @@ def settings_of(config: Config, allowlist: PeerAllowlist) -> Settings:
         software=kvxferd.__version__,
         tracing=bool(config.tracing.endpoint),
         trace_sample_ratio=config.tracing.sample_ratio,
-        gathers=config.mover.read == "gathered",
+        read_way=ReadWay(config.mover.read),
+        always_stage=config.mover.placement == "staged",
     )

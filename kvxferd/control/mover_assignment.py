@@ -25,9 +25,7 @@ from kvxferd.core.events import (
 from kvxferd.core.node import Node
 from kvxferd.errors import Code, MoverError, count_busy_refusal
 from kvxferd.ids import BootId, MoverId, ProbeId, SessionId
-from kvxferd.memory.driver import PLACEMENT_VARIABLE
 from kvxferd.mover.backends import UCX, Backend
-from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.mover.supervisor.resident_pool import ResidentHandle, ResidentPool
@@ -83,11 +81,7 @@ class MoverAssignment:
             on_transports=lambda mover, lanes: on_event(TransportsSeen(mover, lanes)),
             on_crash=lambda: on_crash(""),
             lock_fds=lock_fds,
-            environment={
-                **config.environment,
-                PLACEMENT_VARIABLE: config.placement,
-                READ_VARIABLE: config.read,
-            },
+            environment=config.environment,
             library=config.library,
             backend=Backend(config.backend, config.backend_parameters),
         )

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-import msgspec
-
 from kvxferd.core.block_id_memory import BlockIdMemory, request_bytes
 from kvxferd.core.context import NodeContext
 from kvxferd.core.handshake_client import HandshakeClient
@@ -270,10 +268,7 @@ class GrantClient:
             return Refusal.of(error)
         self._block_id_memory.add(uid, size)
         hold.charged_bytes = size
-        assert hold.plan is not None
-        packing = set(reply.gathers)
-        gathers = tuple(rank for rank in hold.plan.sources if rank in packing)
-        hold.granted = msgspec.structs.replace(reply, gathers=gathers)
+        hold.granted = reply
         return None
 
     def _ask(
@@ -331,10 +326,7 @@ class GrantClient:
             return
         self._block_id_memory.add(uid, size)
         hold.charged_bytes = size
-        assert hold.plan is not None
-        packing = set(granted.gathers)  # as many as the source likes
-        gathers = tuple(rank for rank in hold.plan.sources if rank in packing)
-        hold.granted = msgspec.structs.replace(granted, gathers=gathers)
+        hold.granted = granted
         hold.state = GrantState.HELD
         held = self._held.setdefault(hold.ref.endpoint, {})
         held[hold.grant_id] = hold

@@ -373,10 +373,6 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         )
         self._published.table.add_grant(transfer, grant)
         self._published.schedule_lease_check(transfer)
-        ready_tokens = self._ready_tokens(transfer)
-        # The packing movers get the block ids once: when all are known.
-        packing = self._gathering_ranks(pending.route, message, transfer) if ready_tokens < 0 else []
-        gathers = self._published.gather_grants.grant(pending.grant, transfer, packing)
         self._remove(pending)
         stream = message.request
         parts, blocks = split_block_ids(transfer.blocks, stream)
@@ -393,8 +389,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             fence_word=transfer.fence_word,
             fence_metadata=place.metadata,
             stream=stream if parts else 0,
-            gathers=gathers,
-            ready_tokens=ready_tokens,
+            ready_tokens=self._ready_tokens(transfer),
             part_bytes=sum(len(part.ids) for part in parts),
         )
         self._context.emit(ReplyToPeer(pending.route, granted))
@@ -406,14 +401,6 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         if self._published.is_ready(transfer, engine):
             return -1
         return self._published.tokens_ready(transfer, engine)
-
-    def _gathering_ranks(self, route: bytes, message: AskGrant, transfer: Transfer) -> list[LocalRank]:
-        """Return the ranks that are read and may pack: those of this node alone, which sends the blocks."""
-        engine = self._registry.get(transfer.engine)
-        if engine is None or not self._route_versions.gathers(route):
-            return []
-        records = [engine.ranks.get(rank) for rank in dict(message.reads)]
-        return [record for record in records if isinstance(record, LocalRank) and record.gathers]
 
     # --- renewal and end
 

@@ -27,7 +27,7 @@ from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError, count
 from kvxferd.ids import EngineId, EngineKey, Generation, MoverId, SessionId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.mover import Bind, Bound, ProbeResult
+from kvxferd.wire.mover import Bind, Bound, ProbeResult, ReadWay
 from kvxferd.wire.worker import (
     FIRST_WITH_LATE_FDS,
     FIRST_WITH_MOVER_OFFERS,
@@ -323,7 +323,13 @@ class LocalRanks:
         self._close(session, Farewell(code=Code.BUSY, message=text))
 
     def _bind(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
-        bind = Bind(regions=rank.exports, notices=session.has_delivery_socket)
+        settings = self._context.settings
+        bind = Bind(
+            regions=rank.exports,
+            notices=session.has_delivery_socket,
+            read_way=ReadWay.DIRECT if rank.resident else settings.read_way,
+            always_stage=settings.always_stage and not rank.resident,
+        )
         self._context.emit(BindMover(mover, rank.session, bind))
 
     def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
@@ -350,8 +356,6 @@ class LocalRanks:
             )
             return
         rank.addresses, rank.metadata = message.regions, message.metadata
-        # A resident mover is the worker's own, and may be older than these messages.
-        rank.gathers = message.gathers and not rank.resident
         self._placements.record_placement(rank, message.placement)
         if self._registry.is_home(rank.spec):
             self._make_ready(session, rank)

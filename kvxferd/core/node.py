@@ -48,7 +48,6 @@ from kvxferd.core.events import (
     WorkerMessage,
 )
 from kvxferd.core.fence_pages import FencePages
-from kvxferd.core.gather_grants import GatherGrants
 from kvxferd.core.grant_client import GrantClient
 from kvxferd.core.grant_server import GrantServer
 from kvxferd.core.handshake_client import HandshakeClient
@@ -188,7 +187,6 @@ class Node:
             self.peer_requests,
             self.rank_reports,
             self.block_id_memory,
-            GatherGrants(self.context, self.movers),
         )
         self.grant_server = GrantServer(
             self.context,
@@ -714,7 +712,7 @@ class Node:
             self.context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
         endpoint = _claimed_endpoint(message.endpoint, key)
-        self.route_versions.set_version(route, version, message.gathers, endpoint)
+        self.route_versions.set_version(route, version, endpoint)
         welcome = PeerWelcome(request=message.request, version=version, boot=self.context.boot)
         if message.describe:
             welcome = msgspec.structs.replace(

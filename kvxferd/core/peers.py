@@ -331,7 +331,6 @@ class Peers:
             versions=PEER_VERSIONS,
             boot=self._context.boot,
             endpoint=self._context.endpoint,
-            gathers=self._context.settings.gathers,
         )
 
     def _send_after_welcome(

@@ -11,7 +11,6 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker, TraceGrant
 from kvxferd.core.fair_share import Owner
 from kvxferd.core.fence_pages import FencePages
-from kvxferd.core.gather_grants import GatherGrants
 from kvxferd.core.limits import check_count
 from kvxferd.core.peer_requests import PeerRequests
 from kvxferd.core.rank_reports import RankReports
@@ -50,10 +49,8 @@ class PublishedTransfers:
         peer_requests: PeerRequests,
         rank_reports: RankReports,
         block_id_memory: BlockIdMemory,
-        gather_grants: GatherGrants,
     ) -> None:
         self._context = context
-        self.gather_grants = gather_grants
         self._registry = registry
         self._poll_requests = poll_requests
         self._fence_pages = fence_pages
@@ -398,7 +395,6 @@ class PublishedTransfers:
         if grant := self.table.end_grant(grant_id):
             if grant.traceparent and transfer is not None:
                 self._context.emit(TraceGrant(grant.record(transfer, why, self._context.now)))
-            self.gather_grants.end(grant_id)
             for agent in sorted(grant.agents):
                 self._poll_requests.release(agent, grant_id)
 
@@ -467,7 +463,6 @@ class PublishedTransfers:
                 has_ended = grant.expires_at <= self._context.now and not self._context.is_behind
                 assert not has_ended, f"grant {grant_id} of {key} has expired"
         self._check_early_ready()
-        self.gather_grants.check_integrity()
         for grant_id, transfer in self.table.by_grant.items():
             assert grant_id in transfer.grants, f"grant {grant_id} is on no lease"
 

@@ -81,5 +81,4 @@ def _bytes_by_way(outcome: PullOutcome) -> dict[str, int]:
     # A resident mover's word, which must not make a counter run backwards.
     total = outcome.bytes
     covering = min(outcome.covered_bytes, total)
-    gathered = min(outcome.gathered_bytes, total - covering)
-    return {"direct": total - covering - gathered, "covering": covering, "gathered": gathered}
+    return {"direct": total - covering, "covering": covering}

@@ -26,7 +26,6 @@ def add_piece(total: PullOutcome, piece: PullOutcome) -> PullOutcome:
         wire_s=total.wire_s + as_seconds(piece.wire_s),
         fence_s=total.fence_s + as_seconds(piece.fence_s),
         covered_bytes=total.covered_bytes + _as_size(piece.covered_bytes),
-        gathered_bytes=total.gathered_bytes + _as_size(piece.gathered_bytes),
         predicted_s=total.predicted_s + as_seconds(piece.predicted_s),
     )
 

@@ -262,7 +262,6 @@ class Pulls:
             ),
             stream=stream,
             ticket=pull.ticket if piece.is_last else None,  # the worker is told of the last one's end
-            gathers=() if pull.rank.resident else hold.granted.gathers,  # one may not know the field
             before=pieces_read(pull.read) if piece.is_last else None,
         )
         self._context.emit(SendToMover(mover, start))

@@ -26,7 +26,6 @@ from kvxferd.ids import (
     SessionId,
 )
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
-from kvxferd.layout.areas import BlockArea
 from kvxferd.plan import (
     BlockRules,
     TransferTopology,
@@ -80,8 +79,6 @@ class LocalRank:
     library: str = ""
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
-    gathers: bool = False  # its mover packs for readers
-    block_areas: tuple[BlockArea, ...] | None = None  # of the layout, once they were needed
     placement: Placement = field(default_factory=Placement)
     transports_used: tuple[TransportsUsed, ...] = ()  # how its mover has connected so far
     topology: TransferTopology = field(init=False)  # the remote engines that it reads

@@ -14,12 +14,11 @@ MAX_ROUTES = 16_384
 
 class _Greeting(NamedTuple):
     version: int
-    gathers: bool
     endpoint: Endpoint
 
 
 # Version 1 did not require the greeting first.
-_DEFAULT = _Greeting(version=1, gathers=False, endpoint=NO_ENDPOINT)
+_DEFAULT = _Greeting(version=1, endpoint=NO_ENDPOINT)
 
 
 class RouteVersions:
@@ -28,22 +27,16 @@ class RouteVersions:
     def __init__(self) -> None:
         self._greetings: dict[bytes, _Greeting] = {}
 
-    def set_version(
-        self, route: bytes, version: int, gathers: bool = False, endpoint: Endpoint = NO_ENDPOINT
-    ) -> None:
-        """Record the version that the two sides agreed on, whether the other one gathers, and where it is."""
+    def set_version(self, route: bytes, version: int, endpoint: Endpoint = NO_ENDPOINT) -> None:
+        """Record the version that the two sides agreed on, and where the other one is."""
         self._greetings.pop(route, None)
-        self._greetings[route] = _Greeting(version, gathers, endpoint)
+        self._greetings[route] = _Greeting(version, endpoint)
         if len(self._greetings) > MAX_ROUTES:
             del self._greetings[next(iter(self._greetings))]
 
     def version_of(self, route: bytes) -> int:
         """Return the version that the route speaks."""
         return self._get(route).version
-
-    def gathers(self, route: bytes) -> bool:
-        """Whether the other side understands which ranks gather, and makes use of it."""
-        return self._get(route).gathers
 
     def endpoint_of(self, route: bytes) -> Endpoint:
         """Return where the other side says that it is; "" before its greeting."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core.allowlist import ALLOW_ALL, PeerAllowlist
+from kvxferd.wire.mover import ReadWay
 
 DEFAULT_LIMITS = LimitsConfig()
 
@@ -31,7 +32,8 @@ class Settings:
     tombstone_s: float = 600.0  # an ended transfer is remembered, so that late messages are harmless
     allowlist: PeerAllowlist = ALLOW_ALL  # at the start; see `AllowlistChanged`
     limits: LimitsConfig = DEFAULT_LIMITS
-    gathers: bool = False  # its movers have sources pack, and pack for others where these ask
+    read_way: ReadWay = ReadWay.DIRECT  # of child movers
+    always_stage: bool = False  # child movers stage GPU memory, whatever the library could read
     software: str = ""  # the version of kvxferd, for peers that ask
     tracing: bool = False  # its daemon exports spans: records carry the traces of sampled requests
     trace_sample_ratio: float = 0.0  # of the transfers whose engine gave no trace

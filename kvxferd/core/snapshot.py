@@ -35,7 +35,7 @@ LIMIT_NAMES = (
     *("max_peers", "max_waiting_per_peer", "max_waiting", "staging_bytes", "block_id_bytes"),
 )
 # How a pull's bytes are read: each run by itself, or in longer stretches that the reader or the source packs.
-WAYS = ("direct", "covering", "gathered")
+WAYS = ("direct", "covering")
 
 
 class _Stamped(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class PullRecord(_Timed, frozen=True, kw_only=True):
     total_s: float  # pull received to terminal event sent
     phases_s: dict[str, float]  # keys among PHASES; a phase never entered is absent
     retried: bool = False  # the transport failed once, and it was read again
-    ways: dict[str, int] = {}  # how many of the bytes were read directly, by covering reads, and gathered
+    ways: dict[str, int] = {}  # how many of the bytes were read directly, and by covering reads
     predicted_s: float = 0.0  # how long the reads were to take; 0: not predicted
     peer: Endpoint = Endpoint("")  # of the source's daemon, as the reference names it
     failed_phase: str = ""  # among PHASES: where it was when it failed or was cancelled; "": delivered

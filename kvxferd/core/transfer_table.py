@@ -114,7 +114,6 @@ class Transfer:
     num_grants_of_peer: Counter[str] = field(default_factory=Counter)  # by `Grant.peer_id`
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
     reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # in ranks, by peer id
-    num_block_sends: Counter[AgentName] = field(default_factory=Counter)  # to movers that pack them
 
     def set_ready(self, rank: Rank, incarnation: Incarnation, ready_tokens: int = -1) -> bool:
         """Record that a rank has written its bytes; False where it wrote in another mapping of its memory.

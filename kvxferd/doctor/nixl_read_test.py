@@ -9,6 +9,7 @@ import msgspec
 
 from kvxferd.core.ucx_log import ITSELF, NODE, data_transports, parse_line, parse_transports
 from kvxferd.doctor.finding import CheckContext
+from kvxferd.mover.backends import Backend, backend_to_text
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.isolated_process import IsolatedProcess, run_isolated
 
@@ -33,19 +34,20 @@ def read_between(node: CheckContext, transports: str = "") -> ReadResult:
     environment = dict(node.environment)
     if transports:
         environment["UCX_TLS"] = tls_with_cuda(transports)
-    return _read_cached(tuple(sorted(environment.items())), node.config.mover.library)
+    mover = node.config.mover
+    backend = backend_to_text(Backend(mover.backend, mover.backend_parameters))
+    return _read_cached(tuple(sorted(environment.items())), mover.library, backend)
 
 
 @functools.cache
-def _read_cached(variables: tuple[tuple[str, str], ...], library: str) -> ReadResult:
+def _read_cached(variables: tuple[tuple[str, str], ...], library: str, backend: str) -> ReadResult:
     environment = {"UCX_LOG_LEVEL": "info", **dict(variables)}
-    source = IsolatedProcess(_MODULE, ["source", str(SIZE_BYTES), library], environment)
+    arguments = [str(SIZE_BYTES), library, backend]
+    source = IsolatedProcess(_MODULE, ["source", *arguments], environment)
     outcome = source.read_first_line(READ_TIMEOUT_S)
     if outcome.value is not None:
         line = msgspec.json.encode(outcome.value) + b"\n"
-        outcome = run_isolated(
-            _MODULE, ["reader", str(SIZE_BYTES), library], environment, READ_TIMEOUT_S, line
-        )
+        outcome = run_isolated(_MODULE, ["reader", *arguments], environment, READ_TIMEOUT_S, line)
     ended = source.finish(EXIT_TIMEOUT_S)
     errors = outcome.stderr + ended.stderr
     lanes, version = _parse_ucx_log(errors)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 # For tests, and for a node whose movers must leave its GPUs alone ("none").
 DRIVER_VARIABLE = "KVXFERD_DRIVER"
-PLACEMENT_VARIABLE = "KVXFERD_PLACEMENT"  # passes the setting mover.placement to child movers
 
 
 class Device(NamedTuple):

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-BACKEND_VARIABLE = "KVXFERD_BACKEND"  # passes the backend and its parameters to child movers
 UCX = "UCX"
 # Backends of NIXL that move data between memory and storage, and not between agents of two nodes.
 STORAGE_BACKENDS = frozenset(
@@ -30,14 +29,11 @@ DEFAULT_BACKEND = Backend()
 
 
 def backend_to_text(backend: Backend) -> str:
-    """Return the text of `BACKEND_VARIABLE`."""
+    """Return an argument that gives a backend to a process that makes agents."""
     return json.dumps([backend.name, dict(backend.parameters)])
 
 
-def backend_of_environment(environ: Mapping[str, str]) -> Backend:
-    """Return the backend of this process's movers; UCX where none is named. Raises ValueError."""
-    text = environ.get(BACKEND_VARIABLE, "")
-    if not text:
-        return DEFAULT_BACKEND
+def backend_of_text(text: str) -> Backend:
+    """Return the backend that `backend_to_text` wrote. Raises ValueError."""
     name, parameters = json.loads(text)
     return Backend(name, parameters)

@@ -5,10 +5,9 @@
 
 A scatter runs beside the next chunk's read. So the longer one counts, and the last chunk's copy.
 
-The constants start where CMA was measured, or where reads of the connection were (`start_link`), and every
-slice corrects them. A slice changes each constant by the part that it had in the prediction: many small runs
-teach the time of a descriptor, few long ones the bandwidth. So no name of a card and no count of blocks
-decides.
+The constants start where CMA was measured, and every slice corrects them. A slice changes each constant by
+the part that it had in the prediction: many small runs teach the time of a descriptor, few long ones the
+bandwidth. So no name of a card and no count of blocks decides.
 
 A pull is more than its slices: it waits between them, and several agents are read at one time. `learn_pull`
 corrects for that, by one factor for each agent and way.
@@ -40,8 +39,6 @@ MIN_BYTES_PER_S, MAX_BYTES_PER_S = 1e7, 1e12
 MIN_GAIN = 1.3
 MIN_GAIN_S = 0.3e-3
 CHUNK_TAIL_BYTES = 4 << 20
-# Pages must take so much longer than words for the difference to be the bytes', and not noise.
-MIN_BYTES_SHARE = 0.25
 MAX_PULL_CORRECTION = 2.5
 PULL_LEARNING_RATE = 0.4
 FORGETTING = 0.95  # of the other way's correction, with each pull: a way that is not chosen gets its chance
@@ -100,17 +97,6 @@ class LinkCosts:
         share = by_descriptors / predicted_s
         descriptor_s = self.descriptor_s * ratio ** (rate * share)
         bytes_per_s = self.bytes_per_s / ratio ** (rate * (1 - share))
-        self._set(descriptor_s, bytes_per_s)
-
-    def start(self, words: ReadShape, words_s: float, pages: ReadShape, pages_s: float) -> None:
-        """Begin with what two reads of as many descriptors took, one of short runs and one of long ones."""
-        assert words.num_descriptors == pages.num_descriptors
-        bytes_per_s = self.bytes_per_s
-        if pages_s - words_s > MIN_BYTES_SHARE * pages_s:
-            bytes_per_s = (pages.num_bytes - words.num_bytes) / (pages_s - words_s)
-        self._set(words_s / words.num_descriptors, bytes_per_s)
-
-    def _set(self, descriptor_s: float, bytes_per_s: float) -> None:
         self.descriptor_s = min(max(descriptor_s, MIN_DESCRIPTOR_S), MAX_DESCRIPTOR_S)
         self.bytes_per_s = min(max(bytes_per_s, MIN_BYTES_PER_S), MAX_BYTES_PER_S)
 
@@ -148,7 +134,6 @@ class CostModel:
     def __init__(self) -> None:
         self._links: dict[AgentName, LinkCosts] = {}
         self.copy_bytes_per_s = START_COPY_BYTES_PER_S
-        self._has_learnt_copy = False
 
     def link(self, agent: AgentName) -> LinkCosts:
         """Return the constants of an agent."""
@@ -158,25 +143,6 @@ class CostModel:
         """Correct an agent's constants by one slice. One that was dropped meanwhile stays forgotten."""
         if (link := self._links.get(agent)) is not None:
             link.learn(read, posted_at, done_at)
-
-    def has_learnt(self, agent: AgentName) -> bool:
-        """Whether a slice from the agent was read."""
-        link = self._links.get(agent)
-        return link is not None and link.last_done_at > 0.0
-
-    def start_link(
-        self, agent: AgentName, words: ReadShape, words_s: float, pages: ReadShape, pages_s: float
-    ) -> LinkCosts:
-        """Return an agent's constants, as `LinkCosts.start` finds them unless slices were read already."""
-        link = self.link(agent)
-        if not self.has_learnt(agent):
-            link.start(words, words_s, pages, pages_s)
-        return link
-
-    def start_copy(self, bytes_per_s: float) -> None:
-        """Begin with this speed of copies, unless chunks were copied already."""
-        if not self._has_learnt_copy:
-            self.copy_bytes_per_s = min(max(bytes_per_s, MIN_BYTES_PER_S), MAX_BYTES_PER_S)
 
     def learn_pull(self, choice: Choice, elapsed_s: float) -> None:
         """Correct by a pull that was read as chosen, and alone: from its first post to its last copy."""
@@ -198,7 +164,6 @@ class CostModel:
             ratio = min(max(ratio, 1 / MAX_CORRECTION), MAX_CORRECTION)
             speed = self.copy_bytes_per_s / ratio**LEARNING_RATE
             self.copy_bytes_per_s = min(max(speed, MIN_BYTES_PER_S), MAX_BYTES_PER_S)
-            self._has_learnt_copy = True
 
     def choose(self, forms: Iterable[FormCount], agents: dict[Rank, AgentName]) -> Choice:
         """Choose for each rank and form the way that is predicted to take less."""

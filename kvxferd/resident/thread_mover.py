@@ -14,10 +14,10 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.fd_wait import wait_writable
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import AgentName
+from kvxferd.mover.process.backoff import YieldingBackoff
 from kvxferd.mover.process.linux_process import prepare_thread
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.transport.base import Transport
-from kvxferd.resident.backoff import YieldingBackoff
 from kvxferd.wire.codec import encode
 from kvxferd.wire.mover import MoverLeaving
 from kvxferd.wire.worker import RegionExport

@@ -270,7 +270,6 @@ def _pull_fields(record: PullRecord) -> dict[str, object]:
         "bytes": record.bytes,
         "runs": record.runs,
         **({"covering_bytes": covering} if (covering := record.ways.get("covering", 0)) else {}),
-        **({"gathered_bytes": gathered} if (gathered := record.ways.get("gathered", 0)) else {}),
         "total_s": round(record.total_s, 6),
         **(
             {"hidden_bytes": record.hidden_bytes, "handover_s": round(record.handover_s, 6)}

@@ -6,6 +6,7 @@ needs them.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -13,12 +14,23 @@ import msgspec
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Digest, GroupName, PullId, Rank, SessionId, Ticket
 from kvxferd.layout import PackedBlocks
-from kvxferd.layout.areas import BlockArea
 from kvxferd.wire.bounds import METADATA, NAME, REASON, REGIONS
 from kvxferd.wire.common import BlockIds, FdBatch, Message, Placement, RegionAddress
-from kvxferd.wire.limits import MAX_RANKS
 from kvxferd.wire.probe import ProbeRead, ProbeRegion, ProbeSize
 from kvxferd.wire.worker import RegionExport
+
+
+class ReadWay(StrEnum):
+    """How a mover reads what a plan asks for: the setting `mover.read`.
+
+    Direct: one descriptor a run. Covering: longer stretches into a chunk, and a scatter from there. Auto: for
+    each pull and remote rank the way that is predicted to take less.
+    """
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    COVERING = "covering"
+
 
 # --- daemon to mover
 
@@ -32,6 +44,8 @@ class Bind(Message, frozen=True, tag="bind"):
 
     regions: tuple[RegionExport, ...]
     notices: bool = False
+    read_way: ReadWay = ReadWay.DIRECT  # how the rank's pulls read
+    always_stage: bool = False  # stage GPU memory, whatever the library could read: `mover.placement`
 
 
 class MapFence(Message, frozen=True, tag="map-fence"):
@@ -121,8 +135,6 @@ class StartPull(Message, frozen=True, tag="start-pull"):
     fence: FenceLocation
     stream: int = 0
     ticket: Ticket | None = None  # the worker's number of the pull; None: the mover sends it no Delivered
-    # Of the sources: whose movers pack the blocks. Sent to child movers alone.
-    gathers: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
     before: PiecesRead | None = None  # of the last piece of a progressive pull; workers of version 5 know it
 
 
@@ -159,23 +171,6 @@ class ChunkMemoryGranted(Message, frozen=True, tag="chunk-memory-granted"):
     number: int = 0  # later grants have larger ones
 
 
-class GrantBlocks(Message, frozen=True, tag="grant-blocks"):
-    """Pack bytes of these blocks for whoever names the word, until `RevokeBlocks`.
-
-    Sent to child movers alone whose `Bound` says that they gather, before the first reply that has the word.
-    """
-
-    word: bytes
-    areas: tuple[BlockArea, ...]
-    blocks: dict[GroupName, PackedBlocks]
-
-
-class RevokeBlocks(Message, frozen=True, tag="revoke-blocks"):
-    """Pack nothing more for who names the word: no grant on the transfer is left."""
-
-    word: bytes
-
-
 class ServeProbe(Message, frozen=True, tag="serve-probe"):
     """Fill a region of the mover's own with random bytes, and poll.
 
@@ -209,7 +204,6 @@ class Bound(Message, frozen=True, tag="bound"):
     regions: Annotated[tuple[RegionAddress, ...], REGIONS]
     metadata: Annotated[bytes, METADATA]
     placement: Placement = Placement()
-    gathers: bool = False  # the mover packs bytes of these regions for readers
 
 
 class BindRefused(Message, frozen=True, tag="bind-refused"):
@@ -267,7 +261,6 @@ class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     told: bool = False  # the mover has sent Delivered to the worker itself
     # Of a mover that may read in other ways than directly. A resident one does not, and sends neither.
     covered_bytes: int = 0  # of `bytes`: by covering reads
-    gathered_bytes: int = 0  # of `bytes`: packed by the sources' movers
     predicted_s: float = 0.0  # how long the reads were to take, 0 where there is no prediction
 
 
@@ -354,8 +347,6 @@ ToMover = (
     | ReportPull
     | DisconnectJudged
     | ChunkMemoryGranted
-    | GrantBlocks
-    | RevokeBlocks
     | ServeProbe
     | ReadProbe
     | BlockIds

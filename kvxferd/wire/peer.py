@@ -58,7 +58,6 @@ class PeerHello(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
     versions: Versions
     boot: Annotated[BootId, NAME]
     endpoint: Annotated[Endpoint, ENDPOINT]
-    gathers: bool = False  # its movers ask sources to pack: `Granted` may have `gathers` on this connection
     describe: bool = False  # the reply may say which versions that side supports
 
 
@@ -131,8 +130,6 @@ class Granted(Message, frozen=True, tag="granted"):
     fence_word: bytes
     fence_metadata: bytes
     stream: int = 0
-    # Whose movers pack the blocks while the grant lives. Only to a peer whose greeting says that it gathers.
-    gathers: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
     # Of `num_tokens`, to a request with `after_tokens`: the tokens that are ready. -1: all are.
     ready_tokens: int = -1
     part_bytes: int = 0  # of block ids that `stream` carried before this message

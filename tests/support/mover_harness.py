@@ -32,7 +32,6 @@ from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import FencePage, SealedMemory
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
-from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.mover.supervisor.pool_events import Tick
@@ -55,6 +54,7 @@ from kvxferd.wire.mover import (
     Polling,
     PullDone,
     PullOutcome,
+    ReadWay,
     SetPolling,
     SourceRank,
     StartPull,
@@ -132,6 +132,8 @@ class AwaitedPool(MoverPool):
 class Node:
     """A pool, with what its movers said."""
 
+    read_way = ReadWay.DIRECT  # of ranks that are bound from now on
+
     def __init__(
         self,
         name: str,
@@ -139,8 +141,11 @@ class Node:
         environment: Mapping[str, str] | None = None,
         chunk_memory: int = 1 << 30,
         backend: Backend = DEFAULT_BACKEND,
+        read_way: ReadWay | None = None,
     ) -> None:
         """`chunk_memory`: the bytes that each mover is granted for covering reads, if it wants so many."""
+        if read_way is not None:
+            self.read_way = read_way
         self._chunk_memory = chunk_memory
         self.said: list[tuple[MoverId, FromMover]] = []
         self.exits: list[MoverId] = []
@@ -286,7 +291,7 @@ async def bind(node: Node, rank: Worker, notices: int | None = None) -> tuple[Mo
     """Take a mover and give it the rank's memory, and the socket for its notices."""
     mover = await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
     more = () if notices is None else (notices,)
-    bind = Bind(regions=rank.export(), notices=notices is not None)
+    bind = Bind(regions=rank.export(), notices=notices is not None, read_way=node.read_way)
     mover.send(bind, (rank.memory.fd, *more, rank.pidfd))
     return mover, await node.heard(mover, Bound)
 
@@ -360,7 +365,6 @@ class Sink:
                 fence=fence,
                 stream=2 * number,
                 ticket=Ticket(number + 1000),
-                gathers=tuple(s.worker.spec.rank for s in sources if s.bound.gathers),
                 before=before,
             )
         )
@@ -385,7 +389,7 @@ async def sink(node: Node, rank: Worker, sources: list[Served], notices: int | N
 
 
 class Pools:
-    """The nodes that the tests of a session share: one for each transport and way to read.
+    """The nodes that the tests of a session share: one for each transport.
 
     A pool's start takes two seconds, its next mover some milliseconds.
     """
@@ -393,7 +397,7 @@ class Pools:
     NUM_WARM = 3  # as many as most tests acquire of a node
 
     def __init__(self) -> None:
-        self._nodes: dict[tuple[str, str, str], Node] = {}
+        self._nodes: dict[tuple[str, str], Node] = {}
 
     async def __aenter__(self) -> Pools:
         return self
@@ -404,12 +408,13 @@ class Pools:
         assert marked_processes(SHARED_MARK) == []
 
     async def node(self, name: str, transport: str = "cma", read_way: str = "direct") -> Node:
-        """Return a node whose movers read over that transport ("cma" or "tcp") and in that way."""
-        key = (name, transport, read_way)
+        """Return a node whose movers read over that transport ("cma" or "tcp"), from now on in that way."""
+        key = (name, transport)
         if key not in self._nodes:
-            environment = {"KVXFERD_TEST": SHARED_MARK, READ_VARIABLE: read_way, **TRANSPORTS[transport]}
+            environment = {"KVXFERD_TEST": SHARED_MARK, **TRANSPORTS[transport]}
             made = Node(name, self.NUM_WARM, environment)
             self._nodes[key] = await made.__aenter__()
+        self._nodes[key].read_way = ReadWay(read_way)
         return self._nodes[key]
 
     async def rest(self) -> None:

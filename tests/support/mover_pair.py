@@ -17,7 +17,6 @@ import numpy as np
 from kvxferd.ids import AgentName, GroupName, PullId, Rank, RegionId, SessionId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, RegionSpec
 from kvxferd.memory import FencePage, SealedMemory
-from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.plan import encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
@@ -33,6 +32,7 @@ from kvxferd.wire.mover import (
     Polling,
     PullDone,
     PullOutcome,
+    ReadWay,
     SetPolling,
     SourceRank,
     StartPull,
@@ -61,7 +61,7 @@ class Side:
     async def bind(self, pidfd: int) -> None:
         self.mover = await asyncio.wait_for(self.node.pool.acquire(), WAIT_S)
         export = RegionExport(region=POOL, size_bytes=POOL_BYTES, fd_index=0)
-        self.mover.send(Bind(regions=(export,)), (self.memory.fd, pidfd))
+        self.mover.send(Bind(regions=(export,), read_way=self.node.read_way), (self.memory.fd, pidfd))
         self.bound = await self.node.heard(self.mover, Bound)
 
     @property
@@ -72,7 +72,7 @@ class Side:
 class Movers:
     """The pair. Its event loop runs in a thread, so that hypothesis can call it."""
 
-    def __init__(self, read_way: str = "direct") -> None:
+    def __init__(self, read_way: ReadWay = ReadWay.DIRECT) -> None:
         self._read_way = read_way
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -88,7 +88,7 @@ class Movers:
         self.run(self._start())
 
     async def _start(self) -> None:
-        sink = Node("sink", environment={READ_VARIABLE: self._read_way})
+        sink = Node("sink", read_way=self._read_way)
         self.source, self.sink = Side(Node("source")), Side(sink)
         for side in (self.source, self.sink):
             await side.node.__aenter__()
@@ -167,7 +167,7 @@ class Movers:
 
 
 @contextmanager
-def real_movers(read_way: str = "direct") -> Iterator[Movers]:
+def real_movers(read_way: ReadWay = ReadWay.DIRECT) -> Iterator[Movers]:
     movers = Movers(read_way)
     movers.start()
     try:

@@ -204,7 +204,7 @@ def pull_record(outcome: str = "delivered", code: Code | None = None) -> PullRec
         runs=64,
         total_s=0.012,
         phases_s={"queue": 0.001, "wire": 0.01},
-        ways={"direct": 1 << 18, "covering": 2 << 18, "gathered": 1 << 18},
+        ways={"direct": 1 << 18, "covering": 3 << 18},
         predicted_s=0.009,
         peer=PEER,
         failed_phase="grant" if code else "",

@@ -12,32 +12,28 @@ import numpy.typing as npt
 
 from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, RegionId
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.areas import block_areas
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.fake_driver import FakeDriver
 from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.gather_source import GatherSource
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
 from kvxferd.mover.transport.base import Span
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
-from kvxferd.mover.transport.reply_agents import ReplyAgents
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import MAX_RUNS, encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import (
     FenceLocation,
     FromMover,
-    GrantBlocks,
     PullDone,
     PullOutcome,
     PullQuiesced,
+    ReadWay,
     SourceRank,
     StartPull,
 )
-from kvxferd.wire.staging import decode_staging_message
 from tests.support.memory_transport import Fabric, MemoryTransport
 from tests.support.mover_harness import packed
 
@@ -104,15 +100,12 @@ class Bench:
         layout_here: str = "",
         driver: FakeDriver | None = None,
         flush: Callable[[], None] | None = None,
-        gathers: bool = False,
     ) -> None:
         """`chunk_bytes`: of chunks, for covering reads; the reader's tokens then lie before its heads.
 
-        `driver`: the reader's memory is its second device's. `flush`: as `PullEngine.bind`. `gathers`: the
-        sources pack what the reader asks for, and reads of other ranks are direct.
+        `driver`: the reader's memory is its second device's. `flush`: as `PullEngine.bind`.
         """
         self.now = 0.0
-        self.gathers = gathers
         self.fabric = Fabric()
         self.agents = [AgentName(f"p/{rank}") for rank in range(2)]
         self.transports = [MemoryTransport(self.fabric, agent) for agent in self.agents]
@@ -132,30 +125,15 @@ class Bench:
         self.local = Memory(transport, size) if driver is None else FakeDeviceMemory(transport, driver, size)
         self.disconnects = DisconnectRequests()
         self.staged = StagedTransport(transport, lambda: self.now)
-        self.chunks = ChunkPool(self.staged, chunk_bytes, max_chunks) if chunk_bytes else None
+        self.chunks = ChunkPool(self.staged, chunk_bytes, max_chunks)
         self.engine = PullEngine(
             self.staged,
-            lambda: self.now,
-            max_runs,
-            self.disconnects,
             self.chunks,
-            scatterer,
-            always_covers,
-            gathers,
+            clock=lambda: self.now,
+            max_runs=max_runs,
+            disconnects=self.disconnects,
+            scatterer=scatterer,
         )
-        self.sources: list[GatherSource] = []
-        self.source_chunks: list[ChunkPool] = []
-        if gathers:
-            self.staged.on_gather = self.engine.handle_gather_reply  # type: ignore[assignment]
-            for number, transport_there in enumerate(self.transports):
-                pool = ChunkPool(transport_there, chunk_bytes, max_chunks)
-                readers = ReplyAgents(transport_there, lambda agent: False)
-                source = GatherSource(transport_there, pool, readers, lambda: self.now)
-                source.bind(self.regions_of(number))
-                areas = block_areas(remote[Rank(0, number)])
-                source.grant(GrantBlocks(word=WORD, areas=areas, blocks=packed(scattered(BLOCKS // 2))))
-                self.source_chunks.append(pool)
-                self.sources.append(source)
         span = self.local.span
         regions = [
             RegionAddress(RegionId("kv"), span.address, span.size_bytes, span.device, span.mem_type),
@@ -163,7 +141,8 @@ class Bench:
         self.device = None
         if driver is not None:
             self.device = DeviceScatterer(driver, driver.device_of(span.address), regions, flush)
-        self.engine.bind(regions, flush, self.device)
+        read_way = ReadWay.COVERING if always_covers else ReadWay.AUTO
+        self.engine.bind(regions, flush, self.device, read_way if chunk_bytes else ReadWay.DIRECT)
         plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
         self.engine.load_plan(DIGEST, encode_plan(plan))
         self.load()
@@ -181,13 +160,6 @@ class Bench:
         """Return a remote rank's memory, as its mover describes it."""
         span = self.remote[number].span
         return (RegionAddress(RegionId("kv"), *span[:2]),)
-
-    def serve(self) -> None:
-        """Have the sources handle what the reader has sent them, and pack."""
-        for transport, source in zip(self.transports, self.sources, strict=False):
-            for agent, payload in transport.receive_notifications():
-                source.handle(agent, decode_staging_message(payload))  # type: ignore[arg-type]
-            source.step()
 
     def load(self) -> None:
         for agent, transport, memory in zip(self.agents, self.transports, self.remote, strict=True):
@@ -211,7 +183,6 @@ class Bench:
                 remote=packed(ids),
                 num_tokens=4 * len(ids),
                 fence=FenceLocation(self.agents[0], self.fence.span.address + word_offset, word),
-                gathers=tuple(Rank(0, r) for r in range(2)) if self.gathers else (),
             )
         )
         return number
@@ -223,9 +194,6 @@ class Bench:
             if not self.engine.is_busy or quiet > 50:
                 break
             quiet = 0 if self.engine.step() else quiet + 1
-            if self.sources:
-                self.serve()
-                self.staged.progress()
             self.drain()
         self.drain()
 
@@ -264,7 +232,6 @@ def check_arrived(bench: Bench, ids: range) -> None:
 
 def states(bench: Bench) -> dict[ChunkState, int]:
     """Return how many chunks are in each state that any is in."""
-    assert bench.chunks is not None
     return {state: num for state in ChunkState if (num := bench.chunks.count(state))}
 
 

@@ -197,9 +197,8 @@ class Mover:
     hold: bool = False
     last_report: mv.FromMover | None = None  # is under way to the daemon when the mover is killed
     mute: bool = False  # answers nothing: frozen
-    bound_with_notices: bool = False
+    bound_by: mv.Bind | None = None
     is_bound: bool = False
-    granted: dict[bytes, mv.GrantBlocks] = field(default_factory=dict)  # by the fence word
     plans: dict[str, Expander] = field(default_factory=dict)
     remotes: set[AgentName] = field(default_factory=set)
     base: int = 0
@@ -222,7 +221,7 @@ class Mover:
     def hear(self, message: Message) -> None:
         match message:
             case mv.Bind():
-                self.bound_with_notices = message.notices
+                self.bound_by = message
                 self._bind()
             case mv.MapFence():
                 owner = self.host.workers[message.session]
@@ -266,12 +265,6 @@ class Mover:
                 for start in [s for s in (*self.started, *self.copied) if s.pull == message.pull]:
                     agents = tuple(source.agent for source in start.sources if not self.hold)
                     self.say(mv.PullProgress(pull=start.pull, phase="wire", agents=agents))
-            case mv.GrantBlocks():
-                assert message.word not in self.granted, "granted twice"
-                self.granted[message.word] = message
-                self.world.num_grants_of_blocks += 1
-            case mv.RevokeBlocks():
-                del self.granted[message.word]
             case mv.UnmapFence() | mv.ChunkMemoryGranted():
                 pass
             case _:
@@ -287,7 +280,7 @@ class Mover:
         self.base = self.world.map(self, self.worker.memory)
         region = layout.regions[0]
         address = RegionAddress(region.region, self.base, region.size_bytes)
-        self.say(mv.Bound(regions=(address,), metadata=b"meta", gathers=self.world.gathers))
+        self.say(mv.Bound(regions=(address,), metadata=b"meta"))
 
     def copy(self) -> None:
         """Do all data reads of the oldest pull that has not been copied; where it covers, its next step."""
@@ -498,8 +491,6 @@ class World:
         self.without_descriptors: set[str] = set()  # hosts that can attach no pidfd to a frame
         self.forgotten: dict[str, list[Endpoint]] = {}  # connections closed, by host
         self.versions = wk.WORKER_VERSIONS  # of workers that connect from now on
-        self.gathers = False  # movers that bind from now on pack for readers
-        self.num_grants_of_blocks = 0  # that movers have received
         self.notices = False  # workers that connect from now on are told Delivered by their movers
         self.covers = False  # movers read stretches that cover the runs, and copy from there
         self.blind = False  # movers believe every fence word: to show that tests can fail

@@ -47,16 +47,11 @@ class Bindings:
         transport: StagedTransport,
         make_driver: Callable[[], Driver] = open_driver,
         own_regions: Sequence[RegionExport] = (),
-        always_stage: bool = False,
-        scatters: bool = False,
-        gathers: bool = False,
     ) -> None:
         """`make_driver` is called when there is GPU memory to bind, and not before.
 
         `own_regions` are the regions of this process's own memory, which may be bound where they lie. A child
-        has none. `always_stage`: stage GPU memory, whatever the library could read. `scatters`:
-        whether covering reads are wanted, so that a GPU's strided copies are to be probed. `gathers`: this
-        mover packs for readers, as far as all that is bound is host memory.
+        has none.
         """
         self._own_regions = frozenset(own_regions)
         self._mappings: list[Mapping | DeviceMapping] = []
@@ -65,10 +60,9 @@ class Bindings:
         self._fences: dict[SessionId, Mapping] = {}
         self._host_spans: tuple[Span, ...] = ()
         self._prefaulting: deque[Iterator[None]] = deque()
-        self._always_stage = always_stage
-        self._gathers = gathers
+        self._always_stage = False
         self._placement = Placement()
-        self._scatters = scatters
+        self._scatters = False
         self._scattering_driver: Driver | None = None
         self.device_scatterer: DeviceScatterer | None = (
             None  # where all regions are in a GPU that copies right
@@ -76,13 +70,25 @@ class Bindings:
         self.regions: tuple[RegionAddress, ...] = ()
         self.flush: Callable[[], None] | None = None  # called before bytes read into a device count as read
 
-    def bind(self, exports: Sequence[RegionExport], fds: Sequence[int]) -> Bound:
-        """Map and register all regions, or none. Raises KvxferdError."""
+    def bind(
+        self,
+        exports: Sequence[RegionExport],
+        fds: Sequence[int],
+        *,
+        always_stage: bool = False,
+        scatters: bool = False,
+    ) -> Bound:
+        """Map and register all regions, or none. Raises KvxferdError.
+
+        `always_stage`: stage GPU memory, whatever the library could read. `scatters`: whether covering reads
+        are wanted, so that a GPU's strided copies are to be probed.
+        """
         if self.regions:
             raise EngineError("cannot bind a mover twice", Code.OUT_OF_PLACE)
         if not exports:
             raise EngineError("cannot bind a rank without regions", Code.REGION_INVALID)
         check_exports(exports, fds)
+        self._always_stage, self._scatters = always_stage, scatters
         by_kind = {kind: [e for e in exports if e.kind == kind] for kind in ("memfd", "vmm", "resident")}
         with ExitStack() as undoing:
             bound = [
@@ -95,12 +101,7 @@ class Bindings:
         addresses = {region.region: region for one in bound for region in one.regions}
         self.regions = tuple(addresses[export.region] for export in exports)
         self._make_device_scatterer(exports)
-        return Bound(
-            regions=self.regions,
-            metadata=metadata,
-            placement=self._placement,
-            gathers=self._gathers and len(by_kind["memfd"]) == len(exports),
-        )
+        return Bound(regions=self.regions, metadata=metadata, placement=self._placement)
 
     def _make_device_scatterer(self, exports: Sequence[RegionExport]) -> None:
         """Make what scatters in a GPU where that is wanted, and the probe shows that it is right.

@@ -23,7 +23,6 @@ from kvxferd.mover.process.linux_process import (
     prepare_thread,
 )
 from kvxferd.mover.process.loop import MoverLoop
-from kvxferd.mover.read_ways import read_way_of_environment
 from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
 
 _LOG = logging.getLogger(__name__)
@@ -72,8 +71,7 @@ def run(socket_fd: int, agent: AgentName, library: TransferLibrary, context: For
         stream = FrameSocket(socket.socket(fileno=socket_fd))
         transport = NixlTransport(library, agent, context.backend)
         backoff = PollBackoff(lambda: context.mover_count.is_oversubscribed)
-        way = read_way_of_environment()
-        MoverLoop(stream, transport, backoff, _exit_with_worker, read_way=way).serve()
+        MoverLoop(stream, transport, backoff, _exit_with_worker).serve()
         status = 0
     except KvxferdError as error:
         _LOG.error("mover ended: agent=%s reason=%s", agent, error.message)

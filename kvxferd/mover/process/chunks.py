@@ -40,7 +40,6 @@ class ChunkState(Enum):
     DRAINING = auto()  # its pull has ended before its read
     IN_DOUBT = auto()  # its connection was lost: the daemon is asked whether the read is over
     LOST = auto()
-    LENT = auto()  # for a reader elsewhere: this mover writes it, and a peer reads it
 
 
 # The states in which a read is not over, and may be any time.
@@ -63,8 +62,6 @@ MOVES = frozenset(
         (ChunkState.DRAINING, ChunkState.LOST),
         (ChunkState.IN_DOUBT, ChunkState.FREE),
         (ChunkState.IN_DOUBT, ChunkState.LOST),
-        (ChunkState.FREE, ChunkState.LENT),
-        (ChunkState.LENT, ChunkState.FREE),
     }
 )
 
@@ -77,7 +74,6 @@ class Chunk:
         self.state = ChunkState.FREE
         self.agent: AgentName | None = None  # that it is read from
         self.since = 0.0  # when it came into its state
-        self.was_lent = False  # a peer has its metadata, and may read it at any later time
 
     @property
     def address(self) -> int:
@@ -95,10 +91,6 @@ class HostChunk(Chunk):
         self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         super().__init__(Span(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), size_bytes))
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
-
-    def blank(self) -> None:
-        """Give the memory back, and keep the address: what reads there finds zeros."""
-        self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 class ChunkPool:
@@ -126,7 +118,6 @@ class ChunkPool:
         self._last_used = 0.0
         self._make_again_at = 0.0
         self._chunks: list[Chunk] = []
-        self._blanked: list[HostChunk] = []  # without memory or registration
         self._num_stuck = 0  # as reported
 
     def use_chunks(self, make: Callable[[int], Chunk]) -> None:
@@ -149,7 +140,7 @@ class ChunkPool:
         num_lost = sum(c.state is ChunkState.LOST and c.agent == agent for c in self._chunks)
         if self._max_chunks > 1 and num_lost >= self._max_chunks - 1:
             return False  # as many as an agent ever gets
-        num_useless = sum(c.state is ChunkState.LOST or c.was_lent or _is_slow(c, now) for c in self._chunks)
+        num_useless = sum(c.state is ChunkState.LOST or _is_slow(c, now) for c in self._chunks)
         return min(len(self._chunks) + self._num_more(now), self._max_chunks) > num_useless
 
     def awaits_source(self, agent: AgentName, now: float) -> bool:
@@ -184,13 +175,13 @@ class ChunkPool:
         one. An agent whose reads are slow gets no second one in any case, and none gets all: a source that is
         stopped holds those that it had, and leaves one.
         """
-        self.ask_for_memory(now)
+        self._ask_for_memory(now)
         held = [chunk for chunk in self._chunks if chunk.agent == agent]
         if any(_is_slow(chunk, now) for chunk in held):
             return None
         if self._max_chunks > 1 and len(held) >= self._max_chunks - 1:
             return None
-        free = [c for c in self._chunks if c.state is ChunkState.FREE and not c.was_lent]
+        free = [c for c in self._chunks if c.state is ChunkState.FREE]
         if len(free) + self._num_more(now) < (2 if held and is_wanted_elsewhere else 1):
             return None
         chunk = free[-1] if free else self._make(now)
@@ -202,53 +193,30 @@ class ChunkPool:
         """Return how many chunks may be made now."""
         return max(0, self._max_chunks - len(self._chunks)) if now >= self._make_again_at else 0
 
-    def lend(self, now: float) -> HostChunk | None:
-        """Return a chunk for a peer to read, None while there is none.
-
-        The last one is not lent, unless it is the only one: this mover's own reads need it.
-        """
-        self.ask_for_memory(now)
-        if self.count(ChunkState.LENT) >= max(1, self._max_chunks - 1):
-            return None
-        free = [chunk for chunk in self._chunks if chunk.state is ChunkState.FREE]
-        free.sort(key=lambda chunk: chunk.was_lent)
-        chunk: Chunk | None = None
-        if free and (free[-1].was_lent or not self._num_more(now)):
-            chunk = free[-1]
-        elif self._num_more(now):
-            chunk = self._make(now, self._blanked.pop() if self._blanked else None)
-        if not isinstance(chunk, HostChunk):
-            return None
-        chunk.was_lent = True
-        self.move(chunk, ChunkState.LENT, now)
-        return chunk
-
-    def ask_for_memory(self, now: float) -> None:
+    def _ask_for_memory(self, now: float) -> None:
         """Ask the daemon, unless it was asked, so that there may be a chunk when one is needed."""
         self._last_used = now
         if not self._is_wanted and self._report is not None:
             self._is_wanted = self._awaits_grant = True
             self._send_report()
 
-    def _make(self, now: float, blanked: HostChunk | None = None) -> Chunk | None:
+    def _make(self, now: float) -> Chunk | None:
         try:
-            chunk = self._make_registered(blanked)
+            chunk = self._make_registered()
         except (OSError, KvxferdError) as error:
             _LOG.warning("chunk not made: reason=%s", error)
             self._make_again_at = now + RETRY_S
-            if blanked is not None:
-                self._blanked.append(blanked)
             return None
         self._chunks.append(chunk)
         self._send_report()
         return chunk
 
-    def _make_registered(self, blanked: HostChunk | None) -> Chunk:
-        chunk = self._make_chunk(self.chunk_bytes) if blanked is None else blanked
+    def _make_registered(self) -> Chunk:
+        chunk = self._make_chunk(self.chunk_bytes)
         try:
             self._transport.register(chunk.span)
         except TransportError:
-            chunk.free()  # which leaves a blanked one as it is
+            chunk.free()
             raise
         return chunk
 
@@ -288,8 +256,7 @@ class ChunkPool:
     def _give_back(self, num_chunks: int) -> None:
         """Give back so many chunks of those that are free.
 
-        Nothing reads a chunk from outside whose registration is in no metadata that a peer has. One that was
-        lent is blanked and never unmapped: a late read over TCP of unmapped memory kills this process.
+        Nothing reads a chunk from outside: its registration is in no metadata that a peer has.
         """
         free = [chunk for chunk in self._chunks if chunk.state is ChunkState.FREE][:num_chunks]
         for chunk in free:
@@ -300,10 +267,6 @@ class ChunkPool:
                 self.move(chunk, ChunkState.LOST, self._last_used)
                 continue
             self._chunks.remove(chunk)
-            if isinstance(chunk, HostChunk) and chunk.was_lent:
-                chunk.blank()
-                self._blanked.append(chunk)
-                continue
             try:
                 chunk.free()
             except DeviceError as error:

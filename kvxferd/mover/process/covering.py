@@ -167,10 +167,10 @@ def _copy(stretches: Stretches, image: Bytes, target: Bytes) -> None:
             items = image.view(f"V{copies.length}")
         else:
             begins = np.arange(0, len(image), form.size_bytes)
-            items = at_any_byte(image, copies.length)[(begins[:, None] + copies.image).ravel()]
-        at_any_byte(target, copies.length)[to.ravel()] = items
+            items = _at_any_byte(image, copies.length)[(begins[:, None] + copies.image).ravel()]
+        _at_any_byte(target, copies.length)[to.ravel()] = items
 
 
-def at_any_byte(memory: Bytes, length: int) -> npt.NDArray[np.void]:
+def _at_any_byte(memory: Bytes, length: int) -> npt.NDArray[np.void]:
     """Return a view whose item i is the `length` bytes from byte i on."""
     return np.ndarray((len(memory) - length + 1,), f"V{length}", memory, strides=(1,))

@@ -66,7 +66,7 @@ class CoveringReads:
 
     def bind(self, regions: Sequence[RegionAddress]) -> None:
         """Scatter into these regions, which are plain host memory."""
-        self._regions = {region.region: bytes_of(region) for region in regions}
+        self._regions = {region.region: _bytes_of(region) for region in regions}
 
     def bind_device(self, device: DeviceScatterer) -> None:
         """Scatter into a GPU's memory, from chunks there."""
@@ -118,7 +118,7 @@ class CoveringReads:
                     continue
             except Exception as error:
                 self._draining.remove(read)
-                self.on_failed(read, error)
+                self._on_failed(read, error)
             else:
                 self._draining.remove(read)
                 self._end_read(read)
@@ -140,7 +140,7 @@ class CoveringReads:
             pull.unposted.append(one)
             pull.read_directly()
             return False
-        chunk = self.acquire(pull, one, others_wait)
+        chunk = self._acquire(pull, one, others_wait)
         if chunk is None:
             return False
         now = self._clock()
@@ -153,7 +153,7 @@ class CoveringReads:
         self._post(pull, one, CoveringRead(one.agent, chunk, fill, now, not one.slicer.is_empty))
         return True
 
-    def acquire(self, pull: PullState, one: Unposted, others_wait: bool) -> Chunk | None:
+    def _acquire(self, pull: PullState, one: Unposted, others_wait: bool) -> Chunk | None:
         """Return a chunk to read into; where there is none, queue what was to be read, as `post` does."""
         now = self._clock()
         chunk = self._chunks.acquire(one.agent, now, is_wanted_elsewhere=others_wait)
@@ -182,7 +182,7 @@ class CoveringReads:
             ((_, runs),) = split_by_memory(whole, None, pull.remote_maps.get(one.rank))
             read.handle = self._transport.post(one.agent, runs, one.kinds)
         except Exception as error:
-            self.on_failed(read, error, pull)
+            self._on_failed(read, error, pull)
             return
         finally:
             pull.post_s += self._clock() - read.posted_at
@@ -194,8 +194,6 @@ class CoveringReads:
         """Scatter the chunks of a pull that are read; release those that are scattered."""
         moved = False
         for read in tuple(pull.covering):
-            if read.loan is not None:
-                continue  # `GatheredReads` polls it
             if read.scatter is not None:
                 if read.scatter.is_over:
                     self._on_scatter_over(pull, read, read.scatter)
@@ -207,7 +205,7 @@ class CoveringReads:
                     continue
             except Exception as error:
                 pull.covering.remove(read)
-                self.on_failed(read, error, pull)
+                self._on_failed(read, error, pull)
             else:
                 self._on_read_done(pull, read)
             moved = True
@@ -246,9 +244,9 @@ class CoveringReads:
             pull.covering.remove(read)
             self._move(read.chunk, ChunkState.FREE)
             return
-        self.start_scatter(pull, read)
+        self._start_scatter(pull, read)
 
-    def start_scatter(self, pull: PullState, read: CoveringRead) -> None:
+    def _start_scatter(self, pull: PullState, read: CoveringRead) -> None:
         """Copy what was read into the blocks. The pull has not failed."""
         pull.started = True  # the blocks are written from now on
         self._move(read.chunk, ChunkState.SCATTERING)
@@ -277,10 +275,8 @@ class CoveringReads:
         self._transport.release(read.handle)
         self._remote_agents.read_ended(read.agent)
         read.handle = None
-        if read.on_terminal is not None:
-            read.on_terminal()
 
-    def on_failed(self, read: CoveringRead, error: Exception, pull: PullState | None = None) -> None:
+    def _on_failed(self, read: CoveringRead, error: Exception, pull: PullState | None = None) -> None:
         """End a read that failed. Only the chunk may still be written; `pull`: unless it has ended."""
         read.handle = None
         failure = as_transport_error(read.agent, error)
@@ -289,8 +285,6 @@ class CoveringReads:
             self._budgets.pop(read.agent, None)
         if failure.settled:
             self._move(read.chunk, ChunkState.FREE)
-            if read.on_terminal is not None:
-                read.on_terminal()
         elif failure.lost:
             self._move(read.chunk, ChunkState.IN_DOUBT)
             self._disconnects.request(
@@ -313,7 +307,7 @@ def as_transport_error(agent: AgentName, error: Exception) -> TransportError:
     return TransportError(repr(error), settled=False)
 
 
-def bytes_of(region: RegionAddress) -> Bytes:
+def _bytes_of(region: RegionAddress) -> Bytes:
     """Return a region's memory in this process."""
     memory = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
     return cast(Bytes, np.ctypeslib.as_array(memory))

@@ -1,6 +1,6 @@
 """The forkserver: imports the transfer library once, makes no agent, and forks movers on request.
 
-    python -m kvxferd.mover.process.forkserver --control-fd N [--lock-fd M]...
+    python -m kvxferd.mover.process.forkserver --control-fd N --backend JSON [--lock-fd M]...
 
 Ends when the daemon closes its end of the control socket; its movers are killed with it.
 """
@@ -18,7 +18,7 @@ import sys
 from kvxferd.errors import Code, MoverError
 from kvxferd.fd_wait import wait_readable, wait_writable
 from kvxferd.frame_socket import LOST_FD, FrameSocket, close_fds
-from kvxferd.mover.backends import Backend, backend_of_environment
+from kvxferd.mover.backends import Backend, backend_of_text
 from kvxferd.mover.forkserver_protocol import (
     TO_FORKSERVER,
     Fork,
@@ -42,11 +42,13 @@ _LOG = logging.getLogger(__name__)
 class Forkserver:
     """Forks movers and reaps them. One thread, or a child could inherit a lock that no thread releases."""
 
-    def __init__(self, control: FrameSocket, keep_fds: tuple[int, ...], library_choice: str) -> None:
+    def __init__(
+        self, control: FrameSocket, keep_fds: tuple[int, ...], library_choice: str, backend: Backend
+    ) -> None:
         self._control = control
         self._library_choice = library_choice
         self._mover_count = child_main.MoverCount(len(os.sched_getaffinity(0)))
-        self._backend = backend_of_environment(os.environ)
+        self._backend = backend
         self._fork_context = child_main.ForkContext(os.getpid(), self._mover_count, keep_fds, self._backend)
         self._pidfds: dict[int, int] = {}  # pidfd: pid
 
@@ -184,6 +186,7 @@ def main() -> None:
     arguments.add_argument(
         "--library", default="auto", help="nixl, rixl, or auto for the first that is there"
     )
+    arguments.add_argument("--backend", type=backend_of_text, required=True, help="as JSON: name, parameters")
     given = arguments.parse_args()
     os.dup2(2, 1)  # the library logs to standard output, which belongs to the daemon
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -197,7 +200,7 @@ def main() -> None:
     control = FrameSocket(socket.socket(fileno=given.control_fd))
     control.accept_lost_fds()
     try:
-        Forkserver(control, tuple(given.lock_fd), given.library).serve()
+        Forkserver(control, tuple(given.lock_fd), given.library, given.backend).serve()
     except ConnectionError:
         _LOG.info("daemon gone")
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,17 +16,13 @@ import msgspec
 from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.fd_wait import PreciseWait
 from kvxferd.frame_socket import FrameSocket, close_fds, close_frame_fds, dup_fds
-from kvxferd.ids import AgentName, PullId, Ticket
-from kvxferd.memory.driver import PLACEMENT_VARIABLE
+from kvxferd.ids import PullId, Ticket
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
 from kvxferd.mover.process.chunks import ChunkPool
-from kvxferd.mover.process.delivery_socket import DeliverySocket
-from kvxferd.mover.process.gather_source import GatherSource
 from kvxferd.mover.process.peer_probe import PeerProbe
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import ThreadScatterer
-from kvxferd.mover.read_ways import ReadWay
 from kvxferd.mover.transport.base import Transport
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
@@ -36,13 +33,35 @@ from kvxferd.wire.codec import TO_MOVER, encode
 from kvxferd.wire.common import BlockIds, FdBatch, Message
 from kvxferd.wire.fd_batches import FdBatchAssembly
 from kvxferd.wire.framing import Frame
-from kvxferd.wire.staging import GatherMessage, GatherReady, GatherRefused
 from kvxferd.wire.worker import Delivered, RegionExport
 
 _LOG = logging.getLogger(__name__)
 
 NO_PIECES = wire.PiecesRead(bytes=0, runs=0, wire_s=0.0)
 IDLE_CHECK_S = 1.0  # between two looks at whether chunks are idle, while there are any
+
+
+class DeliverySocket:
+    """The socket by which a mover reports deliveries to its worker itself; the daemon sends all else.
+
+    It is the writing end, and owns the descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Raises OSError where it is no socket; the descriptor is then still the caller's."""
+        self._socket = socket.socket(fileno=fd)
+
+    def send(self, delivered: Delivered) -> bool:
+        """Return whether it was sent; never waits. False where the worker has too many unread, or is gone."""
+        try:
+            self._socket.send(encode(delivered), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        self._socket.close()
 
 
 class MoverLoop:
@@ -57,39 +76,20 @@ class MoverLoop:
         *,
         own_regions: Sequence[RegionExport] = (),
         max_runs: int = MAX_RUNS,
-        read_way: ReadWay = ReadWay.DIRECT,
     ) -> None:
-        """`own_regions`: as `Bindings` takes it. `max_runs`: about how many runs are expanded at a time.
-
-        `read_way`: direct, unless the daemon is known to understand `ChunkMemoryWanted`.
-        """
+        """`own_regions`: as `Bindings` takes it. `max_runs`: about how many runs are expanded at a time."""
         self._stream = stream
         self._disconnects = DisconnectRequests()
         self._transport = StagedTransport(transport, disconnects=self._disconnects)
         self._watch_worker = watch_worker
-        chunks: ChunkPool | None = None
-        if read_way is not ReadWay.DIRECT:
-            chunks = ChunkPool(self._transport, report=self._disconnects.outbox.append)
-        self._gather_source: GatherSource | None = None
-        if chunks is not None and read_way is ReadWay.GATHERED:
-            self._gather_source = GatherSource(transport, chunks, self._transport.reply_agents)
-            self._transport.on_gather = self._on_gather
         self._engine = PullEngine(
             self._transport,
+            ChunkPool(self._transport, report=self._disconnects.outbox.append),
             max_runs=max_runs,
             disconnects=self._disconnects,
-            chunks=chunks,
             scatterer=ThreadScatterer(),
-            always_covers=read_way is ReadWay.COVERING,
-            gathers=read_way is ReadWay.GATHERED,
         )
-        self._bindings = Bindings(
-            self._transport,
-            own_regions=own_regions,
-            always_stage=os.environ.get(PLACEMENT_VARIABLE) == "staged",
-            scatters=read_way is not ReadWay.DIRECT,
-            gathers=self._gather_source is not None,
-        )
+        self._bindings = Bindings(self._transport, own_regions=own_regions)
         self._early_block_ids = BlockIdAssembly()
         self._early_fds = FdBatchAssembly()
         self._backoff = backoff
@@ -166,9 +166,7 @@ class MoverLoop:
         return frames is None
 
     def _work(self) -> None:
-        source = self._gather_source
-        serves = source is not None and (source.is_busy or source.has_loans)
-        if not (self._is_polling or self._engine.is_busy or serves):
+        if not (self._is_polling or self._engine.is_busy):
             return
         began = time.perf_counter()
         moved = again = self._engine.step() if self._engine.is_busy else False
@@ -179,8 +177,6 @@ class MoverLoop:
                 time.perf_counter()
             )  # a step that waits for a scatter is long, and no call into the library
             self._transport.progress()
-        if source is not None:
-            moved |= source.step()
         if moved:
             self._backoff.reset()
         else:
@@ -195,8 +191,6 @@ class MoverLoop:
     def _wait(self) -> bool:
         """Pause if it is time to, and return whether the stream is readable."""
         pause: float | None = None
-        if self._gather_source is not None and self._gather_source.is_busy:
-            return bool(self._readable_ms.poll(0))
         if self._is_polling or self._engine.is_busy:
             pause = self._backoff.pause_s(self._engine.is_busy)
             if pause == 0.0:
@@ -204,8 +198,7 @@ class MoverLoop:
         if self._bindings.has_pages_to_prefault and not self._engine.is_busy:
             self._bindings.prefault_some()
             return bool(self._readable_ms.poll(0))
-        has_loans = self._gather_source is not None and self._gather_source.has_loans
-        if pause is None and (self._engine.holds_chunks or has_loans):
+        if pause is None and self._engine.holds_chunks:
             self._release_idle_chunks()
             pause = IDLE_CHECK_S
         return self._readable_us.wait(pause, writable=not self._stream.is_flushed)
@@ -250,8 +243,6 @@ class MoverLoop:
                 self._engine.report_progress(message.pull)
             case wire.ChunkMemoryGranted():
                 self._engine.set_chunk_memory(message)
-            case wire.GrantBlocks() | wire.RevokeBlocks():
-                self._set_granted(message)
             case wire.ServeProbe() | wire.ReadProbe():
                 self._send(self._run_probe(message))
             case wire.DisconnectJudged():
@@ -281,20 +272,6 @@ class MoverLoop:
             _LOG.exception("probe failed")
             return wire.ProbeFailed(code=Code.INTERNAL, message=f"cannot probe: {error!r}")
 
-    def _set_granted(self, message: wire.GrantBlocks | wire.RevokeBlocks) -> None:
-        if self._gather_source is None:
-            return
-        if isinstance(message, wire.GrantBlocks):
-            self._gather_source.grant(message)
-        else:
-            self._gather_source.revoke(message.word)
-
-    def _on_gather(self, agent: AgentName, message: GatherMessage) -> None:
-        if isinstance(message, GatherReady | GatherRefused):
-            self._engine.handle_gather_reply(agent, message)
-        elif self._gather_source is not None:
-            self._gather_source.handle(agent, message)
-
     def _bind(self, message: wire.Bind, fds: tuple[int, ...]) -> None:
         try:
             num_last = 2 if message.notices else 1
@@ -305,11 +282,15 @@ class MoverLoop:
                 # try again.
                 delivery_fd, worker = _duplicate_present(fds[-2:] if message.notices else (-1, fds[-1]))
                 undoing.callback(close_fds, (delivery_fd, worker))
-                bound = self._bindings.bind(message.regions, fds[:-num_last])
-                self._engine.bind(bound.regions, self._bindings.flush, self._bindings.device_scatterer)
+                bound = self._bindings.bind(
+                    message.regions,
+                    fds[:-num_last],
+                    always_stage=message.always_stage,
+                    scatters=message.read_way is not wire.ReadWay.DIRECT,
+                )
+                bindings = self._bindings
+                self._engine.bind(bound.regions, bindings.flush, bindings.device_scatterer, message.read_way)
                 undoing.pop_all()
-            if self._gather_source is not None and bound.gathers:
-                self._gather_source.bind(bound.regions)
             if message.notices:
                 self._open_delivery_socket(delivery_fd)
             self._watch_worker(worker)

@@ -33,9 +33,6 @@ from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
 from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.gathered_reads import GatheredReads
-from kvxferd.mover.process.gathering import GatherSlicer
-from kvxferd.mover.process.link_measurement import LinkMeasurement
 from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
 from kvxferd.mover.process.region_map import RegionMap, is_plain
 from kvxferd.mover.process.remote_agents import RemoteAgents
@@ -59,9 +56,9 @@ from kvxferd.wire.mover import (
     PullDone,
     PullProgress,
     PullQuiesced,
+    ReadWay,
     StartPull,
 )
-from kvxferd.wire.staging import GatherReply
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,20 +84,14 @@ class PullEngine:
     def __init__(
         self,
         transport: Transport,
+        chunks: ChunkPool,
+        *,
         clock: Callable[[], float] = time.perf_counter,
         max_runs: int = MAX_RUNS,
         disconnects: DisconnectRequests | None = None,
-        chunks: ChunkPool | None = None,
         scatterer: Scatterer | None = None,
-        always_covers: bool = False,
-        gathers: bool = False,
     ) -> None:
-        """`max_runs`: about how many runs of one pull are expanded at a time.
-
-        `chunks`: for covering reads; None: all reads are direct. `always_covers`: cover whatever can be, and
-        not only what is predicted to take less. `gathers`: have sources pack what they can, and read the rest
-        directly.
-        """
+        """`chunks`: for covering reads. `max_runs`: about how many runs of a pull are expanded at a time."""
         self._disconnects = DisconnectRequests() if disconnects is None else disconnects
         self.outbox: deque[FromMover] = self._disconnects.outbox
         self.remote_agents = RemoteAgents(transport)
@@ -109,16 +100,8 @@ class PullEngine:
         self._max_runs = max_runs
         self._word_slots = WordSlots(transport)
         self._costs = CostModel()
-        self._measurement = None
-        if chunks is not None and not (always_covers or gathers):
-            self._measurement = LinkMeasurement(transport, self.remote_agents, self._costs, clock)
         self._warmup = ConnectionWarmup(
-            transport,
-            self.remote_agents,
-            self._word_slots,
-            self._disconnects,
-            clock,
-            None if self._measurement is None else self._measurement.queue,
+            transport, self.remote_agents, self._word_slots, self._disconnects, clock
         )
         self._flush: Callable[[], None] | None = None
         self._region_addresses: Mapping[RegionId, int] = {}
@@ -127,33 +110,27 @@ class PullEngine:
         self._plans: dict[Digest, _LoadedPlan] = {}
         self._plain_plans: set[Digest] = set()  # of which a pull had one run a stretch: nothing to cover
         self._budgets: dict[AgentName, SliceBudget] = {}
-        self._always_covers = always_covers
+        self._always_covers = False
         self._read_directly: set[AgentName] = set()  # although covering reads are asked for: logged once
-        self._covering = None if chunks is None else self._make_covering_reads(chunks, scatterer)
-        self._gathered = None
-        if gathers and chunks is not None and self._covering is not None:
-            self._gathered = GatheredReads(transport, self.remote_agents, clock, chunks, self._covering)
+        self._covering = CoveringReads(
+            transport,
+            self.remote_agents,
+            self._disconnects,
+            clock,
+            chunks,
+            InlineScatterer(clock) if scatterer is None else scatterer,
+            self._budgets,
+            self._costs,
+        )
         self._num_short_in_a_row = 0  # posts of short pulls ahead of their turn
         self._queued: deque[PullState] = deque()
         self._active: deque[PullState] = deque()
         self._by_id: dict[PullId, PullState] = {}
 
-    def _make_covering_reads(self, chunks: ChunkPool, scatterer: Scatterer | None) -> CoveringReads:
-        return CoveringReads(
-            self._transport,
-            self.remote_agents,
-            self._disconnects,
-            self._clock,
-            chunks,
-            InlineScatterer(self._clock) if scatterer is None else scatterer,
-            self._budgets,
-            self._costs,
-        )
-
     @property
     def is_busy(self) -> bool:
         """Whether a pull, a warm-up read, or the read of a pull that has ended needs `step`."""
-        return bool(self._by_id) or self._is_draining or self._warmup.is_busy or self._is_measuring
+        return bool(self._by_id) or self._covering.is_draining or self._warmup.is_busy
 
     @property
     def num_inflight(self) -> int:
@@ -161,24 +138,16 @@ class PullEngine:
         return sum(len(pull.inflight) + pull.num_chunks_read for pull in self._active)
 
     @property
-    def _is_draining(self) -> bool:
-        return self._covering is not None and self._covering.is_draining
-
-    @property
     def is_polling(self) -> bool:
         """Whether `step` polls a read, which drives the library."""
-        measures = self._measurement is not None and self._measurement.is_reading
-        return self._warmup.is_busy or self.num_inflight > 0 or self._is_draining or measures
-
-    @property
-    def _is_measuring(self) -> bool:
-        return self._measurement is not None and self._measurement.is_busy
+        return self._warmup.is_busy or self.num_inflight > 0 or self._covering.is_draining
 
     def bind(
         self,
         regions: Sequence[RegionAddress],
         flush: Callable[[], None] | None = None,
         device: DeviceScatterer | None = None,
+        read_way: ReadWay = ReadWay.DIRECT,
     ) -> None:
         """Set the local regions' addresses. `device`: where all are a GPU's, and chunks may be there.
 
@@ -188,9 +157,13 @@ class PullEngine:
         self._flush = flush
         self._region_addresses = {region.region: region.address for region in regions}
         self._region_map = None if is_plain(regions) else RegionMap(regions)
-        if self._covering is not None and device is not None:
+        if read_way is ReadWay.DIRECT:
+            return
+        # Cover whatever can be, and not only what is predicted to take less.
+        self._always_covers = read_way is ReadWay.COVERING
+        if device is not None:
             self._covering.bind_device(device)
-        elif self._covering is not None and self._region_map is None:
+        elif self._region_map is None:
             self._covering.bind(regions)
 
     def load_plan(self, digest: Digest, encoded: bytes) -> None:
@@ -211,18 +184,9 @@ class PullEngine:
         """Forget an agent."""
         self.remote_agents.drop(agent)
         self._warmup.forget(agent)
-        if self._measurement is not None:
-            self._measurement.forget(agent)
         self._budgets.pop(agent, None)
         self._costs.forget(agent)
         self._read_directly.discard(agent)
-        if self._gathered is not None:
-            self._gathered.forget(agent)
-
-    def handle_gather_reply(self, agent: AgentName, reply: GatherReply) -> None:
-        """Note what a source replied to a request to pack."""
-        if self._gathered is not None:
-            self._gathered.handle(agent, reply)
 
     def start(self, request: StartPull) -> None:
         """Queue a pull. Exactly one `PullDone` follows."""
@@ -253,43 +217,35 @@ class PullEngine:
     @property
     def holds_chunks(self) -> bool:
         """Whether there are free chunks that `release_idle_chunks` may give back some time."""
-        return self._covering is not None and self._covering.holds_chunks
+        return self._covering.holds_chunks
 
     def set_chunk_memory(self, granted: ChunkMemoryGranted) -> None:
         """Hold this much memory for covering reads at most."""
-        if self._covering is not None:
-            self._covering.set_grant(granted)
+        self._covering.set_grant(granted)
 
     def release_idle_chunks(self) -> None:
         """Give back the memory of chunks that are long unused."""
-        if self._covering is not None:
-            self._covering.release_idle()
+        self._covering.release_idle()
 
     def close(self) -> None:
         """Return once nothing here writes the blocks any more. The transport is closed."""
-        if self._covering is not None:
-            self._covering.close()
+        self._covering.close()
 
     def step(self) -> bool:
         """Advance everything, by at most one expansion and one post; return whether anything advanced."""
         moved = self._warmup.poll()
-        if self._measurement is not None:
-            moved |= self._measurement.step(is_idle=not self._by_id)
-        if self._covering is not None:
-            moved |= self._covering.step()
+        moved |= self._covering.step()
         for pull in tuple(self._active):
             moved |= self._poll(pull)
-            if pull.covering and self._covering is not None:
+            if pull.covering:
                 moved |= self._covering.poll(pull)
-                if self._gathered is not None:
-                    moved |= self._gathered.poll(pull)
         moved |= self._expand_next()
         moved |= self._expand_more()
         moved |= self._post_next()
         for pull in tuple(self._active):
             moved |= self._finish_if_over(pull)
         # A read that is in flight is polled: over TCP its bytes come no sooner than that.
-        if not moved and self._covering is not None and not self.is_polling:
+        if not moved and not self.is_polling:
             moved = self._covering.help_scatter()
         return moved
 
@@ -366,7 +322,7 @@ class PullEngine:
         remote_bases: Mapping[Rank, Mapping[RegionId, int]],
     ) -> Iterator[Mapping[Rank, CoveredRank]] | None:
         """Return what to read where stretches are to be covered; None where all reads are direct."""
-        if self._covering is None or not self._covering.is_available:
+        if not self._covering.is_available:
             return None
         digest = pull.request.plan
         if digest in self._plain_plans and sum(map(len, pull.request.local.values())) <= FEW_BLOCKS:
@@ -377,14 +333,6 @@ class PullEngine:
         max_stretches = min(MAX_STRETCHES, self._max_runs)
         can_scatter = self._covering.can_scatter
         pull.chunk_kind = self._covering.chunk_kind
-        if self._gathered is not None:
-            # GPU memory is neither packed nor read into so: this process itself looks at a stamp.
-            can_gather = pull.chunk_kind == HOST.local and self._gathered.is_available
-            asked = set(pull.request.gathers) if can_gather else set()
-            packing = {s.rank for s in pull.request.sources if s.rank in asked and is_plain(s.regions)}
-            pull.gathering_ranks = packing
-            bases = self._region_addresses, remote_bases
-            return request.parts(*bases, lambda rank, _: rank in packing, max_stretches) if packing else None
         if self._always_covers:
             return request.parts(
                 self._region_addresses,
@@ -436,13 +384,8 @@ class PullEngine:
         """Post what is next of a pull; return False where that waits for a chunk."""
         one = pull.unposted.popleft()
         if isinstance(one.slicer, CoverSlicer):
-            assert self._covering is not None
             waiting = (other.waits_for_chunk_since for other in self._active if other is not pull)
             return self._covering.post(pull, one, any(since is not None for since in waiting))
-        if isinstance(one.slicer, GatherSlicer):
-            assert self._gathered is not None
-            waiting = (other.waits_for_chunk_since for other in self._active if other is not pull)
-            return self._gathered.post(pull, one, any(since is not None for since in waiting))
         budget = self._budgets.setdefault(one.agent, SliceBudget())
         runs = one.slicer.next_slice(budget.bytes)
         was_full = not one.slicer.is_empty
@@ -542,9 +485,7 @@ class PullEngine:
     def _finish_if_over(self, pull: PullState) -> bool:
         """Report a pull that has ended, and forget it once none of its reads writes any more."""
         now = self._clock()
-        if pull.failure is not None and pull.covering and self._covering is not None:
-            if self._gathered is not None:
-                self._gathered.let_go(pull)
+        if pull.failure is not None and pull.covering:
             self._covering.let_go(pull)
         if pull.inflight or pull.covering or (pull.num_awaiting_disconnect_reply and not pull.in_doubt):
             failure = pull.failure
@@ -604,22 +545,14 @@ class PullEngine:
         self.outbox.append(PullDone(pull=pull.pull_id, outcome=outcome))
         if outcome.delivered and pull.choice is not None and pull.was_alone and not pull.is_direct:
             self._costs.learn_pull(pull.choice, outcome.wire_s)
-        num_direct = outcome.bytes - outcome.covered_bytes - outcome.gathered_bytes
-        is_forced = self._always_covers or self._gathered is not None
-        if outcome.delivered and is_forced and num_direct > 0:
+        num_direct = outcome.bytes - outcome.covered_bytes
+        if outcome.delivered and self._always_covers and num_direct > 0:
             self._log_direct_bytes(pull.request.sources[0].agent, num_direct, outcome.bytes)
 
     def _log_direct_bytes(self, agent: AgentName, num_direct: int, num_bytes: int) -> None:
         if agent not in self._read_directly:
             self._read_directly.add(agent)
-            if self._gathered is None:
-                _LOG.warning(
-                    "read directly, not covered: agent=%s bytes=%d of=%d", agent, num_direct, num_bytes
-                )
-            else:
-                _LOG.warning(
-                    "read directly, not gathered: agent=%s bytes=%d of=%d", agent, num_direct, num_bytes
-                )
+            _LOG.warning("read directly, not covered: agent=%s bytes=%d of=%d", agent, num_direct, num_bytes)
 
     def _forget(self, pull: PullState) -> None:
         del self._by_id[pull.pull_id]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,20 +11,14 @@ from kvxferd.errors import Code
 from kvxferd.ids import AgentName, PullId, Rank, RegionId
 from kvxferd.mover.process.chunks import Chunk
 from kvxferd.mover.process.covering import ChunkFill, CoverSlicer
-from kvxferd.mover.process.gathering import Gathering, GatherSlicer
 from kvxferd.mover.process.region_map import RegionMap, split_by_memory
 from kvxferd.mover.process.scatterer import ScatterJob
 from kvxferd.mover.process.slices import SHORT_BYTES, Slicer
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds
 from kvxferd.plan import Runs
 from kvxferd.plan.covering import CoveredRank
-from kvxferd.plan.gathering import Gathered, gather_stretches
 from kvxferd.plan.read_costs import Choice, ReadShape
 from kvxferd.wire.mover import PullOutcome, StartPull
-from kvxferd.wire.staging import GatherReady
-
-# Of bytes read to bytes wanted, where a source does not pack what it was to. More are read directly.
-MAX_COVER_FACTOR = 8
 
 
 class Unposted(NamedTuple):
@@ -33,7 +27,7 @@ class Unposted(NamedTuple):
     agent: AgentName
     rank: Rank
     kinds: ReadKinds
-    slicer: Slicer | CoverSlicer | GatherSlicer
+    slicer: Slicer | CoverSlicer
 
 
 @dataclass(slots=True, eq=False)
@@ -48,19 +42,6 @@ class InflightRead:
 
 
 @dataclass(slots=True, eq=False)
-class Loan:
-    """A source's chunk, from the request for it until it is released."""
-
-    number: int  # of the request
-    rank: Rank
-    gathering: Gathering
-    requested_at: float
-    ready: GatherReady | None = None
-    refusal: str = ""
-    verifies: bool = False  # the packed bytes are here, and the stamp is read
-
-
-@dataclass(slots=True, eq=False)
 class CoveringRead:
     """A chunk that is read, and then scattered."""
 
@@ -71,8 +52,6 @@ class CoveringRead:
     used_whole_budget: bool  # as `InflightRead`
     handle: ReadHandle | None = None  # None: it is not posted yet, or terminal
     scatter: ScatterJob | None = None  # once the read is done
-    loan: Loan | None = None  # of a gathered read, until the stamp is verified
-    on_terminal: Callable[[], None] | None = None  # where its pull has ended before it
 
 
 @dataclass(slots=True)
@@ -105,8 +84,6 @@ class PullState:
     choice: Choice | None = None  # None: of no cost model
     was_alone: bool = True  # no other pull was there at any time
     num_bytes_covered: int = 0  # that come through chunks, of `num_bytes`
-    gathering_ranks: set[Rank] = field(default_factory=set)  # whose movers are asked to pack
-    num_bytes_gathered: int = 0  # that they pack, of `num_bytes`
     is_direct: bool = False  # what is not posted yet is read directly, because chunks are short
     waits_for_chunk_since: float | None = None
     failure: PullFailure | None = None
@@ -152,8 +129,6 @@ class PullState:
         """Whether all data is here, and the read of the fence word is not posted."""
         if self.unposted or self.parts is not None or self.inflight or self.num_chunks_read:
             return False
-        if any(read.loan is not None for read in self.covering):
-            return False
         return self.failure is None and self.fence_posted_at is None
 
     @property
@@ -171,11 +146,9 @@ class PullState:
         return "wire" if self.started else "plan"
 
     def awaited_agents(self) -> Iterator[AgentName]:
-        """Yield the agents of reads in flight, and of chunks that a source is to pack."""
+        """Yield the agents of reads in flight."""
         yield from (read.agent for read in self.inflight)
-        for read in self.covering:
-            if read.handle is not None or (read.loan is not None and read.loan.ready is None):
-                yield read.agent
+        yield from (read.agent for read in self.covering if read.handle is not None)
 
     def expand_next_part(self) -> None:
         """Expand the next part, or find that there is none. Raises what the expansion raises."""
@@ -199,9 +172,6 @@ class PullState:
     def _add_covered(self, rank: Rank, read: CoveredRank) -> None:
         for runs in read.runs:
             self._add_runs(rank, runs)
-        if rank in self.gathering_ranks and not self.is_direct:
-            self._add_gathered(rank, read)
-            return
         slicer = CoverSlicer(read.stretches)
         kinds = self._covering_kinds(rank)
         if slicer.is_empty:
@@ -212,27 +182,12 @@ class PullState:
         else:
             self._add(rank, kinds, slicer)
 
-    def _add_gathered(self, rank: Rank, read: CoveredRank) -> None:
-        """Have the source pack what repeats; read the rest directly."""
-        gathered: list[Gathered] = []
-        for stretches in read.stretches:
-            found = gather_stretches(stretches)
-            if found is None:
-                self._add_runs(rank, stretches.runs(self.local_bases[stretches.local_region]))
-            else:
-                gathered += found
-        slicer = GatherSlicer(gathered)
-        if not slicer.is_empty:
-            self._add(rank, HOST, slicer)
-
-    def _add(self, rank: Rank, kinds: ReadKinds, slicer: Slicer | CoverSlicer | GatherSlicer) -> None:
+    def _add(self, rank: Rank, kinds: ReadKinds, slicer: Slicer | CoverSlicer) -> None:
         self.num_bytes += slicer.num_bytes
         self.num_runs += slicer.num_runs
         self.cost_bytes += slicer.cost_bytes
         if isinstance(slicer, CoverSlicer):
             self.num_bytes_covered += slicer.num_bytes
-        elif isinstance(slicer, GatherSlicer):
-            self.num_bytes_gathered += slicer.num_bytes
         agent = next(source.agent for source in self.request.sources if source.rank == rank)
         self.unposted.append(Unposted(agent, rank, kinds, slicer))
 
@@ -255,34 +210,6 @@ class PullState:
                     self._add_runs(one.rank, runs)
                 self.num_bytes_covered -= self.num_bytes - num_bytes
                 self.num_bytes, self.num_runs = num_bytes, num_runs  # they are counted already
-            elif isinstance(one.slicer, GatherSlicer):
-                self.unposted.remove(one)
-                self.read_otherwise(one.rank, one.slicer.rest(), is_stopped=False)
-
-    def gather_no_more(self, rank: Rank, is_stopped: bool) -> None:
-        """Read what is not posted yet of a rank otherwise: its mover does not pack it."""
-        self.gathering_ranks.discard(rank)
-        for one in tuple(self.unposted):
-            if one.rank == rank and isinstance(one.slicer, GatherSlicer):
-                self.unposted.remove(one)
-                self.read_otherwise(rank, one.slicer.rest(), is_stopped)
-
-    def read_otherwise(self, rank: Rank, gathered: Sequence[Gathered], is_stopped: bool) -> None:
-        """Read what was to be packed in another way: directly, unless the source may be stopped.
-
-        Then chunks are in doubt, and not blocks, until it goes on.
-        """
-        if self.failure is not None or not gathered:
-            return
-        num_bytes, num_runs = self.num_bytes, self.num_runs
-        cover = CoverSlicer([one.covering() for one in gathered])
-        if is_stopped and not self.is_direct and cover.covered_bytes <= MAX_COVER_FACTOR * cover.num_bytes:
-            self._add(rank, HOST, cover)
-        else:
-            for runs in cover.rest_as_runs(self.local_bases):
-                self._add_runs(rank, runs)
-        self.num_bytes_gathered -= self.num_bytes - num_bytes
-        self.num_bytes, self.num_runs = num_bytes, num_runs  # they are counted already
 
     def fail(self, failure: PullFailure) -> None:
         """Post nothing more. The first failure counts."""
@@ -313,6 +240,5 @@ class PullState:
             wire_s=data_done_at - self.first_post_at if self.first_post_at is not None else 0.0,
             fence_s=now - self.fence_posted_at if self.fence_posted_at is not None else 0.0,
             covered_bytes=self.num_bytes_covered,
-            gathered_bytes=self.num_bytes_gathered,
             predicted_s=self.choice.chosen_s if self.choice is not None else 0.0,
         )

@@ -51,13 +51,6 @@ class RemoteAgents:
                 self._load_one(agent, metadata)
         return self._load_errors.get(agent, "")
 
-    def reload(self, agent: AgentName) -> bool:
-        """Load the agent anew, without what was loaded of it elsewhere; return False where that cannot be."""
-        if agent not in self._metadata or agent in self._in_flight:
-            return False
-        self._stale.add(agent)
-        return not self.ensure_loaded(agent)
-
     def read_started(self, agent: AgentName) -> None:
         """Count a read from the agent that is about to be posted."""
         self._in_flight[agent] += 1

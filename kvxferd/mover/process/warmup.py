@@ -29,7 +29,6 @@ class _WarmupRead(NamedTuple):
     agent: AgentName
     slot: int
     deadline: float
-    address: int
 
 
 class ConnectionWarmup:
@@ -42,15 +41,12 @@ class ConnectionWarmup:
         word_slots: WordSlots,
         disconnects: DisconnectRequests,
         clock: Callable[[], float],
-        on_connected: Callable[[AgentName, int], None] | None = None,
     ) -> None:
-        """`on_connected` gets each agent that was read, and the address."""
         self._transport = transport
         self._remotes = remotes
         self._word_slots = word_slots
         self._disconnects = disconnects
         self._clock = clock
-        self._on_connected = on_connected
         self._reads: list[_WarmupRead] = []
         self._started: set[AgentName] = set()
 
@@ -74,7 +70,7 @@ class ConnectionWarmup:
         except TransportError as error:
             self._on_failure(agent, slot, error)
             return
-        self._reads.append(_WarmupRead(handle, agent, slot, self._clock() + WARMUP_TIMEOUT_S, address))
+        self._reads.append(_WarmupRead(handle, agent, slot, self._clock() + WARMUP_TIMEOUT_S))
 
     def forget(self, agent: AgentName) -> None:
         """Forget an agent that was dropped. Another of its name is read again."""
@@ -93,8 +89,6 @@ class ConnectionWarmup:
                 self._transport.release(read.handle)
                 self._remotes.read_ended(read.agent)
                 self._word_slots.release(read.slot)
-                if self._on_connected is not None and read.agent in self._started:
-                    self._on_connected(read.agent, read.address)
             self._reads.remove(read)
             moved = True
         return moved

@@ -16,6 +16,7 @@ from kvxferd.core.ucx_log import UcxLine
 from kvxferd.errors import ProtocolError
 from kvxferd.frame_socket import LOST_FD, FrameSocket, close_fds, close_frame_fds, dup_fds
 from kvxferd.ids import AgentName, MoverId
+from kvxferd.mover.backends import Backend, backend_to_text
 from kvxferd.mover.forkserver_protocol import (
     FROM_FORKSERVER,
     Fork,
@@ -51,6 +52,7 @@ class ForkserverClient:
         self,
         environment: Mapping[str, str],
         library: str,
+        backend: Backend,
         lock_fds: tuple[int, ...],
         on_message: Callable[[ForkserverMessage, int], None],
         on_exit: Callable[[], None],
@@ -67,7 +69,7 @@ class ForkserverClient:
                 reading, writing = _stderr_pipe()
                 undoing.callback(os.close, reading)
                 try:
-                    self._process = _spawn(theirs.fileno(), writing, library, lock_fds, environment)
+                    self._process = _spawn(theirs.fileno(), writing, library, backend, lock_fds, environment)
                 finally:
                     os.close(writing)
             undoing.callback(_kill_at_once, self._process)
@@ -181,12 +183,17 @@ def _stderr_pipe() -> tuple[int, int]:
 
 
 def _spawn(
-    control: int, stderr: int, library: str, lock_fds: tuple[int, ...], environment: Mapping[str, str]
+    control: int,
+    stderr: int,
+    library: str,
+    backend: Backend,
+    lock_fds: tuple[int, ...],
+    environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     # -P: modules in the daemon's working directory are not imported. -u, for C's buffers too: UCX logs
     # its transports to standard output, and a mover logs too little to fill a buffer of 4 KiB soon.
     command = [sys.executable, "-P", "-u", "-m", "kvxferd.mover.process.forkserver"]
-    command += ["--control-fd", str(control), "--library", library]
+    command += ["--control-fd", str(control), "--library", library, "--backend", backend_to_text(backend)]
     inherited = [control]
     for lock_fd in lock_fds:
         command += ["--lock-fd", str(lock_fd)]

@@ -18,7 +18,7 @@ from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import MoverError
 from kvxferd.ids import BootId, MoverId
 from kvxferd.mover.agent_names import new_agent_name
-from kvxferd.mover.backends import BACKEND_VARIABLE, DEFAULT_BACKEND, Backend, backend_to_text
+from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.forkserver_protocol import Forked, ForkFailed, LibraryUnavailable
 from kvxferd.mover.supervisor.forkserver_client import ForkserverClient, ForkserverMessage
 from kvxferd.mover.supervisor.handle import MoverHandle
@@ -95,7 +95,8 @@ class MoverPool:
         self._on_crash = on_crash
         self._lock_fds = tuple(lock_fds)
         # By which the movers make their agents, and by which their lost connections are judged.
-        self._environment = {**(environment or {}), BACKEND_VARIABLE: backend_to_text(backend)}
+        self._backend = backend
+        self._environment = environment or {}
         self._library_choice = library  # "nixl", "rixl", or "auto" for the first that can be imported
         self._decisions = PoolDecisions(
             size=size,
@@ -260,6 +261,7 @@ class MoverPool:
             self._forkserver = ForkserverClient(
                 self._environment,
                 self._library_choice,
+                self._backend,
                 self._lock_fds,
                 self._on_forkserver_message,
                 self._on_forkserver_exit,

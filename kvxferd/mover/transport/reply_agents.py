@@ -31,10 +31,6 @@ class ReplyAgents:
     def __len__(self) -> int:
         return len(self._used_at)
 
-    def is_known(self, agent: AgentName) -> bool:
-        """Whether an agent can be sent a reply without its metadata."""
-        return agent in self._used_at or self._is_loaded_elsewhere(agent)
-
     def send(self, agent: AgentName, metadata: bytes, payload: bytes, now: float) -> str:
         """Send a reply; return why it was not sent, "" if it was. `metadata`: of the request's sender."""
         try:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, assert_never
 
 from kvxferd.errors import DeviceError, ProtocolError
 from kvxferd.ids import AgentName
@@ -35,7 +35,6 @@ from kvxferd.wire.staging import (
     ChunkRefused,
     ChunkRelease,
     ChunkRequest,
-    GatherMessage,
     decode_staging_message,
 )
 
@@ -113,8 +112,7 @@ class StagedTransport:
         self._requested: dict[int, tuple[AgentName, Chunk]] = {}
         self._refused: dict[int, str] = {}
         self._loaded_agents: set[AgentName] = set()
-        self.reply_agents = ReplyAgents(inner, self._loaded_agents.__contains__)
-        self.on_gather: Callable[[AgentName, GatherMessage], None] | None = None  # None: never gathers
+        self._reply_agents = ReplyAgents(inner, self._loaded_agents.__contains__)
 
     # --- calls that are passed on
 
@@ -137,7 +135,7 @@ class StagedTransport:
 
     def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
         if agent is not None and agent not in self._loaded_agents:
-            self.reply_agents.give_up(agent)
+            self._reply_agents.give_up(agent)
         name = self._inner.load_remote(metadata, agent)
         self._loaded_agents.add(name)
         return name
@@ -169,7 +167,7 @@ class StagedTransport:
     def _open_buffers(self, driver: Driver, uuid: str) -> StagingSource:
         """Make both buffers, or none."""
         slots = self._slot_bytes, self._num_slots
-        source = StagingSource(self._inner, driver, uuid, *slots, self.reply_agents)
+        source = StagingSource(self._inner, driver, uuid, *slots, self._reply_agents)
         try:
             self._pinned = PinnedBuffer(self._inner, driver, uuid, self._slot_bytes * self._num_slots)
         except BaseException:
@@ -196,7 +194,7 @@ class StagedTransport:
 
     def poll(self, handle: ReadHandle) -> bool:
         if not isinstance(handle, StagedRead):
-            if self._source is not None or self.on_gather is not None:
+            if self._source is not None:
                 self._serve_notifications()
             return self._inner.poll(handle)
         if not handle.done:
@@ -211,7 +209,7 @@ class StagedTransport:
             self._inner.release(handle)
 
     def progress(self) -> None:
-        if self._source is not None or self._requested or self.on_gather is not None:
+        if self._source is not None or self._requested:
             self._serve_notifications()
         else:
             self._inner.progress()
@@ -260,7 +258,10 @@ class StagedTransport:
             self._post_read(read, chunk, chunk.runs.remote, read.kinds)
 
     def _request_chunk(self, read: StagedRead, chunk: Chunk) -> None:
-        chunk.state, chunk.number = ChunkState.REQUESTED, new_request_number()
+        chunk.state = ChunkState.REQUESTED
+        # Who replies with the number has received the request. The name of an agent in a message is no proof:
+        # it is what its sender wrote.
+        chunk.number = secrets.randbits(63)
         self._open_reply_metadata()
         request = ChunkRequest(
             number=chunk.number,
@@ -445,16 +446,7 @@ class StagedTransport:
                 else:
                     self._refused[message.number] = "it lends what cannot be"
             case _:
-                if self.on_gather is not None:
-                    self.on_gather(agent, message)
-
-
-def new_request_number() -> int:
-    """Return the number of a request to a source. Who replies with it has received the request.
-
-    The name of an agent in a message is no proof: it is what its sender wrote.
-    """
-    return secrets.randbits(63)
+                assert_never(message)
 
 
 def _doubt_level(error: TransportError) -> int:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from kvxferd.errors import Code
-from kvxferd.mover.read_ways import READ_VARIABLE
-from kvxferd.wire.mover import AbortPull, PullDone
+from kvxferd.wire.mover import AbortPull, PullDone, ReadWay
 from tests.support.mover_harness import Node, Pools, Served, Sink, Worker, serve, sink
 
 WORD = bytes(range(16))
@@ -74,7 +73,7 @@ async def test_every_byte_arrives_through_chunks(pair: tuple[Node, Node], make_w
 
 async def test_without_a_grant_of_memory_every_byte_arrives_directly(pools: Pools, make_worker: Make) -> None:
     there = await pools.node("there")
-    async with Node("here", environment={READ_VARIABLE: "covering"}, chunk_memory=0) as here:
+    async with Node("here", chunk_memory=0, read_way=ReadWay.COVERING) as here:
         reading = await TwoToOne.make(there, here, make_worker)
         outcome = await reading.reader.outcome(reading.start(range(9), range(20, 29)))
         assert (outcome.delivered, outcome.covered_bytes) == (True, 0)

@@ -16,11 +16,10 @@ import pytest
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.mover.backends import Backend
-from kvxferd.mover.read_ways import READ_VARIABLE
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool_decisions import REFILL_DELAY_S
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from kvxferd.wire.mover import AbortPull, Bind, Bound, PullDone
+from kvxferd.wire.mover import AbortPull, Bind, Bound, PullDone, ReadWay
 from tests.support.mover_harness import DEADLINE_S, MARK, Node, Pools, Worker, bind, serve, sink, wait_until
 
 WORD = bytes(range(16))
@@ -136,11 +135,10 @@ async def test_a_killed_source_leaves_doubt_where_the_transports_are_not_known(
     make_worker: Make,
 ) -> None:
     """The doubt is about what the reads write: the blocks, or a chunk, which is lost and reported."""
-    environment = {**environment, READ_VARIABLE: read_way}
     backend = Backend("UCX", parameters)
     async with (
         Node("there", environment=environment, backend=backend) as there,
-        Node("here", environment=environment, backend=backend) as here,
+        Node("here", environment=environment, backend=backend, read_way=ReadWay(read_way)) as here,
     ):
         shape = {"blocks": 4096, "head_dim": 256, "layers": 4}
         source = await serve(there, make_worker("P", **shape))

@@ -16,6 +16,7 @@ import pytest
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName, MoverId
+from kvxferd.mover.backends import DEFAULT_BACKEND
 from kvxferd.mover.supervisor.forkserver_client import ForkserverClient
 from tests.support.mover_harness import DEADLINE_S, Node, wait_until
 
@@ -121,7 +122,9 @@ async def test_a_parent_that_cannot_be_watched_is_ended_and_leaves_nothing(
     gc.collect()  # what earlier tests dropped is closed now, not between two counts
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="Too many open files"):
-        ForkserverClient({}, "auto", (), lambda *_: None, lambda: None, lambda _: None, lambda: None)
+        ForkserverClient(
+            {}, "auto", DEFAULT_BACKEND, (), lambda *_: None, lambda: None, lambda _: None, lambda: None
+        )
     assert os.listdir("/proc/self/fd") == before
     assert not os.path.exists(f"/proc/{failing.pids[0]}")  # reaped too
 

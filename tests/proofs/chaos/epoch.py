@@ -57,7 +57,7 @@ TRANSPORTS: dict[str, dict[str, str]] = {
     "tcp": {"UCX_TLS": tls_with_cuda("tcp")},
 }
 
-READS = ("covering", "gathered", "direct", "auto")  # the setting mover.read
+READS = ("covering", "direct", "auto")  # the setting mover.read
 
 
 class Epoch:

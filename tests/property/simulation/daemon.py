@@ -355,7 +355,6 @@ class Daemon(Actor):
                 session not in self.connections for m in self.movers.values() for session in m.fences
             ),
             "chunks of movers in use": sum(m.num_chunks_in_use for m in self.movers.values()),
-            "words and loans of movers that pack": sum(m.num_left_to_pack for m in self.movers.values()),
         }
         return [f"{self.name}: {number} {what}" for what, number in kept.items() if number]
 

@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from kvxferd.client import gpu_events
 from kvxferd.core import pull_pieces, source_breaker
 from kvxferd.errors import KvxferdError
-from kvxferd.mover.read_ways import ReadWay
 from kvxferd.wire import block_id_parts
 from kvxferd.wire.limits import IDS_PART_BYTES
+from kvxferd.wire.mover import ReadWay
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
 from tests.property.simulation.faults import (
     MESSAGE_KINDS,
     OTHER_KINDS,
-    PACKING_KINDS,
     PROBE_KINDS,
     Fault,
     Faults,
@@ -37,7 +36,7 @@ LOST_NODE_SHARE = 0.25  # of the episodes: they end with a node that is gone
 MESSAGE_SHARE = 0.42  # of the faults: messages lost, doubled or delayed
 REFUSED_S = 10.0  # so long a source whose reads hang is refused
 POLL_S = 0.004  # so often it is asked whether a GPU's work is done: less often than in use, for speed
-READ_WAYS = (ReadWay.DIRECT, ReadWay.DIRECT, ReadWay.COVERING, ReadWay.GATHERED)
+READ_WAYS = (ReadWay.DIRECT, ReadWay.COVERING)
 TRANSPORTS = ("cma", "cma", "tcp", "rdma")
 
 
@@ -107,7 +106,7 @@ class Episode:
         traits = self._draw_traits(names)
         shapes = self._draw_engines(names)
         self._probes_share = self.rng.choice((0.0, 0.0, 0.3))
-        self.drawn = self._draw_faults(ReadWay.GATHERED in traits.read_ways.values())
+        self.drawn = self._draw_faults()
         self.faults = self.drawn if faults is None else list(faults)
         self._by_pull: dict[int, list[Fault]] = {}
         for fault in self.faults:
@@ -165,12 +164,10 @@ class Episode:
             )
         return shapes
 
-    def _draw_faults(self, packs: bool) -> list[Fault]:
+    def _draw_faults(self) -> list[Fault]:
         """Draw which kinds this episode has, how often, and when each strikes."""
         messages = self._some(MESSAGE_KINDS)
-        others = self._some(
-            OTHER_KINDS | (PACKING_KINDS if packs else {}) | (PROBE_KINDS if self._probes_share else {})
-        )
+        others = self._some(OTHER_KINDS | (PROBE_KINDS if self._probes_share else {}))
         spread = self.rng.choice((0.5, 1.0, 2.0))  # pulls a fault
         faults = []
         for _ in range(self.size.faults):

@@ -154,10 +154,6 @@ class Faults:
         living = [one for one in forkservers if one is not None and one.is_alive]
         self._stop(rng, "stop-forkserver", living, (0.02, 0.3, 4.0))
 
-    def _kill_packing(self, rng: random.Random) -> None:
-        """The next mover that packs for a reader dies meanwhile."""
-        self._at_packing("kill-packing", lambda mover: mover.die("a fault"))
-
     def _at_read(self, rng: random.Random, kind: str, act: Callable[[Mover], None]) -> None:
         """Have it happen to the next mover that posts a read, while that may be under way."""
 
@@ -167,31 +163,6 @@ class Faults:
                 act(mover)
 
         self._world.planned_at_read.append((rng.choice((0.0, 0.00005, 0.0002, 0.002)), strike))
-
-    def _stop_packing(self, rng: random.Random) -> None:
-        def stop(mover: Mover) -> None:
-            if not mover.is_stopped:
-                mover.stop()
-                self._world.agenda.after(rng.choice((0.1, 0.7, 6.0)), mover.resume)
-
-        self._at_packing("stop-packing", stop)
-
-    def _unpublish_packing(self, rng: random.Random) -> None:
-        def unpublish(mover: Mover) -> None:
-            engine = mover.process.engine
-            if engine.is_usable:
-                for transfer in list(engine.transfers.values()):
-                    engine.unpublish(transfer)
-
-        self._at_packing("unpublish-packing", unpublish)
-
-    def _at_packing(self, kind: str, act: Callable[[Mover], None]) -> None:
-        def strike(mover: Mover) -> None:
-            if not self.is_over:
-                self._count(kind, mover.name)
-                act(mover)
-
-        self._world.planned_at_packing.append(strike)
 
     def _stop_mover(self, rng: random.Random) -> None:
         movers = [m for d in self._world.daemons.values() for m in d.movers.values() if m.is_alive]
@@ -615,7 +586,6 @@ class Faults:
 
 MESSAGE_KINDS = {LOST: 4, "lose-grant": 1, DOUBLED: 3, DELAYED: 4, "delay-worker": 1, "delay-mover": 1}
 PROBE_KINDS = {"kill-probe-mover": 2, "stop-probe-mover": 1}
-PACKING_KINDS = {"kill-packing": 1, "stop-packing": 1, "unpublish-packing": 1}
 OTHER_KINDS = {
     "cut-peer": 2, "partition": 1, "cut-worker": 2, "kill-mover": 2, "stop-mover": 2, "kill-daemon": 1,
     "kill-forkserver": 1, "stop-forkserver": 1,

@@ -12,7 +12,7 @@ from kvxferd.errors import Code
 from tests.property.simulation.daemon import Daemon
 from tests.property.simulation.engine import MAX_ATTEMPTS, Engine, Transfer
 from tests.property.simulation.episode import Episode, Size
-from tests.property.simulation.faults import MESSAGE_KINDS, OTHER_KINDS, PACKING_KINDS, Fault
+from tests.property.simulation.faults import MESSAGE_KINDS, OTHER_KINDS, Fault
 from tests.property.simulation.oracle import Pull, Violation
 from tests.property.simulation.process import Process
 from tests.property.simulation.watcher import Watcher
@@ -135,9 +135,9 @@ class LivenessEpisode(Episode, Watcher):
         self._probes = {pair: [] for pair in self._pairs}
         self.world.watch(self)
 
-    def _draw_faults(self, packs: bool) -> list[Fault]:
+    def _draw_faults(self) -> list[Fault]:
         """Draw kinds evenly; they strike at the next pull once everything works."""
-        kinds = [*MESSAGE_KINDS, *OTHER_KINDS, *(PACKING_KINDS if packs else ())]
+        kinds = [*MESSAGE_KINDS, *OTHER_KINDS]
         delays = (0.0, 0.0005, 0.002, 0.01)
         return [
             Fault(0, self.rng.choice(delays), self.rng.choice(kinds), self.rng.getrandbits(32))

@@ -12,7 +12,6 @@ from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.mover.process.loop import IDLE_CHECK_S
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import InlineScatterer
-from kvxferd.mover.read_ways import ReadWay
 from kvxferd.mover.transport.base import Span
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
@@ -25,7 +24,6 @@ from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.copying import CopyThread
 from tests.property.simulation.memory import Buffer, FencePage
 from tests.property.simulation.oracle import Pull
-from tests.property.simulation.packing import Packing
 from tests.property.simulation.read_rules import ReadRules
 from tests.property.simulation.told import blocks_of, check_is_over
 from tests.property.simulation.transport import Fabric, SimulatedTransport
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from tests.property.simulation.shells.mover_pool import SimulatedHandle
 
 IN_USE = (ChunkState.READING, ChunkState.SCATTERING, ChunkState.DRAINING, ChunkState.IN_DOUBT)
-LOOK_S = 0.01  # between two looks of a source at requests that wait for a chunk
 COPIES_S = (0.0, 0.0005, 0.1)  # of one mover: how long a copy takes; 0: it is in a step of the engine
 MAX_RUNS_A_PART = (MAX_RUNS, 2)  # of one mover: how many runs of a pull are expanded at a time
 POLL_S = 0.2  # a pull that waits for nothing that could wake its mover is looked at so often
@@ -61,31 +58,19 @@ class Mover(Actor):
         self.transport = SimulatedTransport(fabric, self.agent, self, self)
         self._disconnects = disconnects = DisconnectRequests()
         self._staged = StagedTransport(self.transport, lambda: self.agenda.now, disconnects=disconnects)
-        way = daemon.world.traits.read_ways.get(daemon.node_name, ReadWay.DIRECT)
         self.on_write = fabric.on_write
         copy_s = daemon.rng.choice(COPIES_S)
-        chunks = None
-        if way is not ReadWay.DIRECT:
-            chunks = ChunkPool(self._staged, report=disconnects.outbox.append)
-        self._chunks = chunks
+        self._chunks = chunks = ChunkPool(self._staged, report=disconnects.outbox.append)
         self._engine = PullEngine(
             self._staged,
+            chunks,
             clock=lambda: self.agenda.now,
             disconnects=disconnects,
-            chunks=chunks,
             scatterer=CopyThread(self, copy_s) if copy_s else InlineScatterer(lambda: self.agenda.now),
             max_runs=daemon.rng.choice(MAX_RUNS_A_PART),
-            always_covers=way is ReadWay.COVERING,
-            gathers=way is ReadWay.GATHERED,
         )
         self._rules = rules = ReadRules(self, chunks)
         self.transport.on_post, self.transport.on_doubt = rules.posted, rules.failed
-        self._packing: Packing | None = None
-        if chunks is not None and way is ReadWay.GATHERED:
-            self._packing = Packing(
-                daemon.agenda, daemon.rng, self.transport, self._staged, chunks, self._engine
-            )
-            self._packing.on_packing = lambda: daemon.world.packs(self)
         self.polls_for_others = False
         self.fences: dict[SessionId, int] = {}
         self._tickets: dict[PullId, Ticket] = {}  # of all pulls
@@ -95,45 +80,27 @@ class Mover(Actor):
         self._is_step_due = False
         self._is_poll_due = False
         self._is_idle_check_due = False
-        self._is_look_due = False
         self._notices = False
 
     @property
     def serves(self) -> bool:
         """Whether it drives the library."""
-        return self.is_alive and not self.is_stopped and self._has_work
-
-    @property
-    def _has_work(self) -> bool:
-        if self.polls_for_others or self._engine.is_busy:
-            return True
-        return self._packing is not None and self._packing.is_busy
+        return self.is_alive and not self.is_stopped and (self.polls_for_others or self._engine.is_busy)
 
     def wake(self) -> None:
         """Step soon."""
         if not self._is_step_due and self.is_alive:
             self._is_step_due = True
-            busy_s = 0.0 if self._packing is None else self._packing.clock.busy_until - self.agenda.now
-            self.after(max(0.00002, busy_s), self._step)
+            self.after(0.00002, self._step)
 
     def posted(self) -> None:
         """A read was posted."""
         self.daemon.world.reads(self)
 
     @property
-    def num_left_to_pack(self) -> int:
-        """How many grants, requests and loans it has for readers that have it pack."""
-        return 0 if self._packing is None else self._packing.num_left
-
-    def take_back(self, address: int) -> None:
-        """End the loan of a chunk, as the clock does."""
-        if self._packing is not None and not self.is_stopped:
-            self._packing.take_back(address)
-
-    @property
     def num_chunks_in_use(self) -> int:
         """How many chunks are read into, or copied from."""
-        return 0 if self._chunks is None else sum(map(self._chunks.count, IN_USE))
+        return sum(map(self._chunks.count, IN_USE))
 
     def resume(self) -> None:
         super().resume()
@@ -167,12 +134,9 @@ class Mover(Actor):
         self.bound = memory
         address = self.transport.map(memory)
         region = RegionAddress(export.region, address, export.size_bytes)
-        self._engine.bind([region])
-        if self._packing is not None:
-            self._packing.source.bind([region])
+        self._engine.bind([region], read_way=message.read_way)
         metadata = self.transport.metadata([Span(address, export.size_bytes)])
-        gathers = self._packing is not None
-        self._report(mv.Bound(regions=(region,), metadata=metadata, gathers=gathers))
+        self._report(mv.Bound(regions=(region,), metadata=metadata))
         self.daemon.world.oracle.mover_bound(self, memory)
 
     def map_fence(self, session: SessionId, page: FencePage) -> None:
@@ -223,9 +187,6 @@ class Mover(Actor):
             case mv.ChunkMemoryGranted():
                 self._rules.handle(message)
                 self._engine.set_chunk_memory(message)
-            case mv.GrantBlocks() | mv.RevokeBlocks():
-                if self._packing is not None:
-                    self._packing.set_granted(message)
         self.wake()
 
     def _dies_of(self, start: mv.StartPull) -> bool:
@@ -242,8 +203,6 @@ class Mover(Actor):
         self._is_step_due = False
         while self._engine.is_busy and self._engine.step():
             pass
-        if self._packing is not None:
-            self._pack(self._packing)
         if self.transport.broken is not None:
             raise self.transport.broken
         if self.transport.waiting:
@@ -262,26 +221,6 @@ class Mover(Actor):
 
     def _poll(self) -> None:
         self._is_poll_due = False
-        self.wake()
-
-    def _pack(self, packing: Packing) -> None:
-        """Receive what readers and sources have sent, and pack."""
-        if not self._has_work:
-            return
-        self._staged.progress()
-        packing.step()
-        if not self.is_alive:
-            return
-        while self._engine.is_busy and self._engine.step():
-            pass
-        if packing.is_packing:
-            self.wake()
-        elif packing.is_busy and not self._is_look_due:
-            self._is_look_due = True
-            self.after(LOOK_S if packing.source.is_busy else IDLE_CHECK_S, self._look)
-
-    def _look(self) -> None:
-        self._is_look_due = False
         self.wake()
 
     def _check_idle(self) -> None:

@@ -39,7 +39,7 @@ class _Pull:
 class ReadRules:
     """Watches what one mover posts, and what it reports. Everything here raises `Violation`."""
 
-    def __init__(self, mover: Mover, chunks: ChunkPool | None) -> None:
+    def __init__(self, mover: Mover, chunks: ChunkPool) -> None:
         self._mover = mover
         self._chunks = chunks
         self._pulls: dict[PullId, _Pull] = {}
@@ -100,12 +100,9 @@ class ReadRules:
 
     def posted(self, agent: AgentName, runs: Sequence[Run]) -> None:
         """A read is about to begin."""
-        lent = () if self._chunks is None else [c.span for c in self._chunks._chunks if c.was_lent]
         for local, remote, size in runs:
             if any(local < end and start < local + size for start, end in self._doubtful):
                 self._fail("reads into memory where a failed read may still land")
-            if any(s.address <= local < s.address + s.size_bytes for s in lent):
-                self._fail("reads into a chunk that peers may read")
             if (block := self._block_at(local)) is not None:
                 self._data_posted(block)
             elif size == FENCE_WORD_BYTES:
@@ -163,10 +160,10 @@ class ReadRules:
                 continue
             if pull.told.outcome.quiet_follows and not (pull.is_doubtful or pull.may_be_doubtful):
                 self._fail(f"has forgotten pull {number}, and never says that it is quiet")
-        if self._chunks is not None:
-            self._check_chunks(self._chunks)
+        self._check_chunks()
 
-    def _check_chunks(self, chunks: ChunkPool) -> None:
+    def _check_chunks(self) -> None:
+        chunks = self._chunks
         held, self._held_bytes = self._held_bytes, chunks.num_bytes
         if max(held, self._granted_bytes) < chunks.num_bytes:
             self._fail(f"holds {chunks.num_bytes} bytes of chunks: it may hold {self._granted_bytes}")

@@ -18,11 +18,9 @@ from kvxferd.plan import Runs
 from tests.property.simulation.agenda import Actor, Agenda
 from tests.property.simulation.memory import Buffer
 
-LOST_SHARE = 0.02  # of notifications
 LATEST_S = 2.0  # how late a piece of a failed read may land
 REFUSED_SHARE = 0.01  # of reads are not posted: the library refuses them
 AT_ONCE_SHARE = 0.1  # of reads are over when they are posted
-TAKEN_BACK_SHARE = 0.05  # of packed chunks are taken back while they are read
 # Of a piece: in one episode of three a read takes so long that cancels, deadlines and deaths meet it.
 QUICK_S, SLOW_S = (0.0001, 0.0003, 0.001, 0.004), (0.0003, 0.004, 0.05, 0.3)
 
@@ -39,9 +37,6 @@ class MoverProcess(Protocol):
 
     def posted(self) -> None:
         """A read was posted."""
-
-    def take_back(self, address: int) -> None:
-        """End the loan of the chunk there, if one is lent, as when its time is over."""
 
 
 @dataclass(eq=False)
@@ -81,7 +76,7 @@ class Fabric:
         return self.rng.choice(self._latencies_s)
 
     def hurry(self) -> None:
-        """Have reads be quick from now on, and lose no notification any more."""
+        """Have reads be quick from now on."""
         self.is_hurried = True
         self._latencies_s = QUICK_S
 
@@ -99,8 +94,6 @@ class SimulatedTransport:
         self._lost: set[AgentName] = set()
         self._reads: dict[Read, None] = {}
         self._all_reads: dict[Read, None] = {}  # those that were let go too, while pieces may land
-        self._deregistered: dict[int, int] = {}  # own memory that holds zeros now: its size by address
-        self._notifications: list[tuple[AgentName, bytes]] = []
         self.waiting: list[tuple[SimulatedTransport, Read, int]] = []  # until this mover serves
         self.stalls_until = 0.0
         self.broken: AssertionError | None = None  # what a post has broken
@@ -124,10 +117,6 @@ class SimulatedTransport:
         self._places[address] = (len(buffer.bytes), buffer)
         return address
 
-    def unmap(self, address: int) -> None:
-        """Undo `map`."""
-        del self._places[address]
-
     def blank(self, address: int) -> None:
         """Have zeros where a buffer was mapped: its address stays in use."""
         size, buffer = self._places[address]
@@ -139,12 +128,10 @@ class SimulatedTransport:
         return any(one is buffer for _, one in self._places.values())
 
     def register(self, span: Span) -> None:
-        self._deregistered.pop(span.address, None)
         self._places.setdefault(span.address, (span.size_bytes, None))
 
     def deregister(self, span: Span) -> None:
-        if self._places.pop(span.address, None) is not None:
-            self._deregistered[span.address] = span.size_bytes
+        self._places.pop(span.address, None)
 
     def metadata(self, spans: Sequence[Span]) -> bytes:
         return ";".join([self._agent, *(f"{span.address}+{span.size_bytes}" for span in spans)]).encode()
@@ -195,8 +182,6 @@ class SimulatedTransport:
         read = Read(agent, pieces, num_pieces)
         self._reads[read] = self._all_reads[read] = None
         source = self._fabric.agents.get(agent)
-        if source is not None and rng.random() < TAKEN_BACK_SHARE:
-            source._mover.take_back(listed[0][1])
         is_at_once = source is not None and source._mover.serves and rng.random() < AT_ONCE_SHARE
         for index in range(num_pieces):
             if is_at_once:
@@ -224,23 +209,10 @@ class SimulatedTransport:
         """See `MoverProcess.serves`."""
 
     def notify(self, agent: AgentName, payload: bytes) -> None:
-        what = f"cannot tell agent {agent} anything"
-        if agent not in self._remote:
-            raise TransportError(f"{what}: it is not known here", settled=True)
-        target = self._fabric.agents.get(agent)
-        if target is None or agent in self._lost:
-            raise TransportError(f"{what}: it is gone", settled=True, lost=True)
-        if self._fabric.is_hurried or self._fabric.rng.random() >= LOST_SHARE:
-            self._fabric.agenda.after(self._fabric.rng.choice(QUICK_S), target._arrive, self._agent, payload)
-
-    def _arrive(self, agent: AgentName, payload: bytes) -> None:
-        self._notifications.append((agent, payload))
-        if self._mover.serves:
-            self._mover.wake()
+        raise AssertionError("a mover without staged memory sends nothing to another")
 
     def receive_notifications(self) -> list[tuple[AgentName, bytes]]:
-        arrived, self._notifications = self._notifications, []
-        return arrived
+        return []
 
     def close(self) -> None:
         """The agent is gone with its process: none of its reads writes any more."""
@@ -248,7 +220,6 @@ class SimulatedTransport:
         self._reads.clear()
         self._all_reads.clear()
         self._places.clear()
-        self._notifications.clear()
         self.serve()
 
     def serve(self) -> None:
@@ -320,13 +291,6 @@ class SimulatedTransport:
         if self._fabric.kind == "tcp" and not source._mover.serves and read.error is None:
             source.waiting.append((self, read, index))
             return
-        if self._fabric.kind == "rdma" and not all(
-            source._is_registered(remote) for _, remote, _ in read.pieces[index]
-        ):
-            if read.error is None:  # a network card that meets a region that was deregistered
-                self._lost.add(read.agent)
-                self._fail(read, settled=False, lost=True)
-            return
         for local, remote, size in read.pieces[index]:
             self._write(local, source._read(remote, size))
         read.landed.add(index)
@@ -363,16 +327,8 @@ class SimulatedTransport:
         self._fabric.on_write(buffer, offset, len(content))
         buffer.bytes[offset : offset + len(content)] = content
 
-    def _is_registered(self, address: int) -> bool:
-        return not any(
-            start <= address < start + size and start not in self._places
-            for start, size in self._deregistered.items()
-        )
-
     def _read(self, address: int, size: int) -> bytes:
         """Return bytes that a peer reads here."""
-        if not self._is_registered(address):
-            return bytes(size)
         place, start = self._find(address, size)
         if place is None:
             return ctypes.string_at(address, size)

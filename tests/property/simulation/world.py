@@ -12,8 +12,8 @@ import msgspec
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.ids import AgentName
-from kvxferd.mover.read_ways import ReadWay
 from kvxferd.wire.limits import CHUNK_BYTES, IDS_PART_BYTES
+from kvxferd.wire.mover import ReadWay
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.daemon import Daemon
 from tests.property.simulation.engine import Engine, EngineShape, Transfer
@@ -44,7 +44,7 @@ class Traits:
 
     transport: str = "cma"
     read_ways: Mapping[str, ReadWay] = field(default_factory=dict)  # of each node's movers
-    num_chunks: int = 64  # that a node's movers may have for covering and packed reads
+    num_chunks: int = 64  # that a node's movers may have for covering reads
     has_low_limits: bool = False
     old_nodes: frozenset[str] = frozenset()  # whose daemons and clients have the version before this one
     has_short_leases: bool = False  # which end while reads are under way: all are slow
@@ -109,7 +109,6 @@ class World:
         self.probes = Probes()
         self.transfer_of: dict[Pull, Transfer] = {}
         self.on_pull: Callable[[], None] = lambda: None
-        self.planned_at_packing: deque[Callable[[Mover], None]] = deque()
         self.planned_at_read: deque[tuple[float, Callable[[Mover], None]]] = deque()
         self._saved: dict[str, tuple] = dict.fromkeys(node_names, ((), ()))
         self._eras = dict.fromkeys(node_names, 0)
@@ -150,7 +149,6 @@ class World:
     def forget_plans(self) -> None:
         """Have no fault happen any more that waits for something, and end those that take long."""
         self.network.forget_plans()
-        self.planned_at_packing.clear()
         self.planned_at_read.clear()
         for mover in [mover for daemon in self.daemons.values() for mover in daemon.movers.values()]:
             mover.dies_at_delivery, mover.at_delivery = False, None
@@ -163,11 +161,6 @@ class World:
             delay_s, act = self.planned_at_read.popleft()
             self.agenda.after(delay_s, act, mover)
 
-    def packs(self, mover: Mover) -> None:
-        """A mover is packing bytes for a reader."""
-        if self.planned_at_packing:
-            self.planned_at_packing.popleft()(mover)
-
     # --- daemons
 
     def start_daemon(self, node_name: str) -> None:
@@ -175,8 +168,8 @@ class World:
         if node_name in self.daemons:
             return
         self._eras[node_name] += 1
-        gathers = self.traits.read_ways.get(node_name) is ReadWay.GATHERED
-        settings = replace(self._settings, gathers=gathers)
+        read_way = self.traits.read_ways.get(node_name, ReadWay.DIRECT)
+        settings = replace(self._settings, read_way=read_way)
         daemon = Daemon(self, node_name, self._eras[node_name], settings)
         daemon.note("starts")
         self.daemons[node_name] = daemon

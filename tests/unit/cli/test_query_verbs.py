@@ -53,7 +53,7 @@ TABLES = ["status", "engines", "peers", "transfers", "history"]
                 "256/1000 tokens, 8.0 MiB",
                 "12.5 s",
                 "req-0",
-                "50% covering, 25% gathered, 25% direct",
+                "75% covering, 25% direct",
                 "9 ms",
                 "lease-expired",
                 "Why pulls failed",
@@ -213,7 +213,7 @@ async def test_transfers_has_the_last_pulls_with_their_ways(tmp_path: Path) -> N
         result = await run("transfers", "--json", "--socket", config.control.socket)
     ended = json.loads(result.stdout)["ended_pulls"]
     assert ended
-    assert {"direct": 1 << 18, "covering": 2 << 18, "gathered": 1 << 18} in [one["ways"] for one in ended]
+    assert {"direct": 1 << 18, "covering": 3 << 18} in [one["ways"] for one in ended]
 
 
 def test_a_daemon_of_an_earlier_version_is_shown_too() -> None:
@@ -240,10 +240,10 @@ def test_a_handover_in_words() -> None:
     ("ways", "shown"),
     [
         ({}, "-"),
-        ({"direct": 0, "covering": 0, "gathered": 0}, "-"),
+        ({"direct": 0, "covering": 0}, "-"),
         ({"direct": 5, "covering": 0}, "direct"),
-        ({"direct": 0, "covering": 7, "gathered": 0}, "covering"),
-        ({"direct": 1, "covering": 2, "gathered": 1}, "50% covering, 25% gathered, 25% direct"),
+        ({"direct": 0, "covering": 7}, "covering"),
+        ({"direct": 1, "covering": 3}, "75% covering, 25% direct"),
     ],
 )
 def test_ways_in_words(ways: dict[str, int], shown: str) -> None:

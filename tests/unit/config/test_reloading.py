@@ -148,7 +148,9 @@ async def test_what_a_reload_could_not_do_the_next_one_does() -> None:
             assert set(daemon.reload().changed) == {"worker.allowed_uids", "log.level"}
 
 
-@pytest.mark.parametrize("read", ["auto", "direct", "covering", "gathered"])
-def test_a_node_gathers_where_its_movers_do(read: str) -> None:
-    """With any other setting its greeting is that of the last version, byte for byte."""
-    assert settings_of(config(mover__read=read), ALLOW_ALL).gathers == (read == "gathered")
+@pytest.mark.parametrize("read", ["auto", "direct", "covering"])
+@pytest.mark.parametrize("placement", ["auto", "staged"])
+def test_child_movers_get_their_settings_from_the_core(read: str, placement: str) -> None:
+    settings = settings_of(config(mover__read=read, mover__placement=placement), ALLOW_ALL)
+    assert settings.read_way == read
+    assert settings.always_stage == (placement == "staged")

@@ -110,4 +110,6 @@ def test_a_word_that_comes_after_the_deadline_gives_the_blocks_back(
 def test_a_mover_is_bound_with_the_notices_of_its_session(world: World, notices: bool) -> None:
     world.notices = notices
     worker = world.engine(world.host("d"), "decode")[0]
-    assert mover_of(worker).bound_with_notices is notices
+    bind = mover_of(worker).bound_by
+    assert bind is not None
+    assert bind.notices is notices

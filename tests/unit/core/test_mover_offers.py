@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from kvxferd.core import Settings
 from kvxferd.core import events as ev
 from kvxferd.core.local_ranks import MAX_UNACKNOWLEDGED, OFFER_RETRY_S, OFFER_TIMEOUT_S
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Versions
+from kvxferd.wire.mover import ReadWay
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of, spec_of
 
 
@@ -151,9 +153,9 @@ def test_version_1_without_its_pidfd_is_closed_and_its_mover_killed(world):
     assert not [m for m in worker.host.movers.values() if m.alive and m.worker is worker]
 
 
-def test_a_resident_mover_is_not_offered(world):
-    host = world.host("d")
-    worker = world.register(host, spec_of("decode"))
+def resume_resident(world, worker):
+    """Have a rank's memory served by a mover in its own process from now on; return the mover."""
+    host = worker.host
     worker.say(wk.Suspend())
     (region,) = worker.layout.regions
     export = wk.RegionExport(region.region, region.size_bytes, kind="resident", address=4096)
@@ -161,5 +163,20 @@ def test_a_resident_mover_is_not_offered(world):
     worker.say(wk.Resume(request=2, regions=(export,), incarnation="second", placement="resident"))
     mover = world.mover(host, worker)
     world.feed(host, ev.MoverAssigned(worker.session, mover.mover, mover.agent, "simulated", resident=True))
+    return mover
+
+
+def test_child_movers_alone_get_the_settings_of_movers(world):
+    world.settings = Settings(read_way=ReadWay.COVERING, always_stage=True)
+    worker = world.register(world.host("d"), spec_of("decode"))
+    bind = mover_of(worker).bound_by
+    assert (bind.read_way, bind.always_stage) == (ReadWay.COVERING, True)
+    bind = resume_resident(world, worker).bound_by
+    assert (bind.read_way, bind.always_stage) == (ReadWay.DIRECT, False)
+
+
+def test_a_resident_mover_is_not_offered(world):
+    worker = world.register(world.host("d"), spec_of("decode"))
+    resume_resident(world, worker)
     assert offers(worker) == [1]  # of the child that it had
     assert [m.request for m in worker.heard(wk.Registered)] == [1, 2]

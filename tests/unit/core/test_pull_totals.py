@@ -9,13 +9,13 @@ from kvxferd.wire.mover import PiecesRead, PullOutcome
 
 PIECE = PullOutcome(
     delivered=True, bytes=100, runs=3, queue_s=0.125, expand_s=0.25, post_s=0.5, wire_s=1.0, fence_s=2.0,
-    covered_bytes=10, gathered_bytes=20, predicted_s=4.0,
+    covered_bytes=10, predicted_s=4.0,
 )  # fmt: skip
 
 
 def test_sizes_and_times_are_added() -> None:
     total = add_piece(add_piece(NOTHING_READ, PIECE), PIECE)
-    assert (total.bytes, total.runs, total.covered_bytes, total.gathered_bytes) == (200, 6, 20, 40)
+    assert (total.bytes, total.runs, total.covered_bytes) == (200, 6, 20)
     times = (total.queue_s, total.expand_s, total.post_s, total.wire_s, total.fence_s, total.predicted_s)
     assert times == (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
     assert pieces_read(total) == PiecesRead(bytes=200, runs=6, wire_s=2.0)

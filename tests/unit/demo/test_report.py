@@ -48,7 +48,7 @@ def results_of(pair: EnginePair, runs: int, covering: int, wrong: int = 0, spill
                 runs=runs,
                 total_s=1.0,
                 phases_s={},
-                ways={"direct": 1_000_000 - covering, "covering": covering, "gathered": 0},
+                ways={"direct": 1_000_000 - covering, "covering": covering},
             )
             for number, rank in enumerate(pair.engine("decode"))
         ]

@@ -70,10 +70,6 @@ CHECKED_ELSEWHERE = {
     **dict.fromkeys(["LoadPlan.encoded", "LoadRemote.agent", "LoadRemote.metadata"], OURS),
     **dict.fromkeys(["DropRemote.agent", "StartPull.plan", "StartPull.sources", "SourceRank.agent"], OURS),
     **dict.fromkeys(["SourceRank.regions", "StartPull.local", "StartPull.remote"], OURS),
-    **dict.fromkeys(
-        ["GrantBlocks.word", "GrantBlocks.areas", "GrantBlocks.blocks", "RevokeBlocks.word"], OURS
-    ),
-    **dict.fromkeys(["BlockArea.region", "BlockArea.group"], OURS),
     **dict.fromkeys(["FenceLocation.agent", "FenceLocation.word"], OURS),
 }
 

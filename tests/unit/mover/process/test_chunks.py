@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
-from kvxferd.mover.process.chunks import IDLE_S, RETRY_S, SLOW_S, STUCK_S, ChunkPool, ChunkState
+from kvxferd.mover.process.chunks import IDLE_S, RETRY_S, SLOW_S, STUCK_S, ChunkState
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.pull_engine import MAX_INFLIGHT, STALLED_S
 from kvxferd.mover.process.scatterer import ScatterJob, ThreadScatterer
@@ -23,7 +23,7 @@ from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted, FenceLocation, SourceRank, StartPull
-from tests.support.memory_transport import Fabric, MemoryTransport
+from tests.support.memory_transport import MemoryTransport
 from tests.support.mover_harness import packed
 from tests.support.pull_engine_harness import WORD, Bench, Memory, layout, scattered, spec
 
@@ -47,7 +47,6 @@ class Refusing:
 
 def reports_of(bench: Bench) -> list[ChunkMemoryWanted]:
     reports: list[ChunkMemoryWanted] = []
-    assert bench.chunks is not None
     bench.chunks._report = reports.append
     return reports
 
@@ -77,7 +76,6 @@ def test_a_chunk_that_the_library_does_not_let_go_is_lost() -> None:
     bench.run()
     reports = reports_of(bench)
     reader_of(bench).deregister = refusing = Refusing()  # type: ignore[method-assign]
-    assert bench.chunks is not None
     num = bench.chunks.count(ChunkState.FREE)
     assert num > 1
     for _ in range(3):
@@ -104,7 +102,6 @@ def test_later_pulls_do_not_wait_because_a_chunk_is_lost(num_lost: int) -> None:
         bench.engine.step()
         bench.fabric.errors[bench.agents[1]] = TransportError("odd", settled=False)
         bench.run()
-    assert bench.chunks is not None
     assert bench.chunks.count(ChunkState.LOST) == num_lost
     bench.now += 2 * SLOW_S
     number = bench.start(scattered(8))
@@ -243,17 +240,3 @@ def test_a_fill_never_leaves_its_chunk_whatever_the_budget(
         assert max(placed) <= 64 * chunk_64s
         num_bytes += fill.num_bytes
     assert num_bytes == slicer.num_bytes
-
-
-def test_a_chunk_that_was_lent_is_not_waited_for() -> None:
-    """A peer may read it at any later time, so this mover's own reads never get it."""
-    transport = MemoryTransport(Fabric(), AgentName("s/0"))
-    pool = ChunkPool(transport, CHUNK, max_chunks=1)
-    chunk = pool.lend(0.0)
-    assert chunk is not None
-    pool.move(chunk, ChunkState.FREE, 1.0)
-    assert pool.acquire(AgentName("p/0"), 1.0, is_wanted_elsewhere=False) is None
-    assert not pool.may_acquire_soon(AgentName("p/0"), 1.0)
-    pool.set_grant(2 * CHUNK)
-    assert pool.may_acquire_soon(AgentName("p/0"), 1.0)
-    assert pool.acquire(AgentName("p/0"), 1.0, is_wanted_elsewhere=False) is not None

@@ -307,7 +307,6 @@ def test_short_pulls_are_counted_by_what_they_post() -> None:
 def test_chunks_are_given_back_when_they_are_idle(bench: Bench) -> None:
     bench.start(scattered(100))
     bench.run()
-    assert bench.chunks is not None
     held = bench.chunks.num_bytes
     assert held
     bench.now += IDLE_S / 2
@@ -515,7 +514,6 @@ def test_no_chunk_is_made_before_the_daemon_has_granted_its_memory() -> None:
     bench.run()
     assert bench.outcomes()[number].delivered
     check_arrived(bench, scattered(8))
-    assert bench.chunks is not None
     assert bench.chunks.num_bytes <= 2 * CHUNK
     assert bench.reports[-1].held_bytes == bench.chunks.num_bytes
 
@@ -552,7 +550,6 @@ def test_chunks_over_a_lower_grant_are_given_back_when_they_are_free() -> None:
     bench.engine.step()
     bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
     bench.run()
-    assert bench.chunks is not None
     held = bench.chunks.num_bytes
     assert held >= 2 * CHUNK
     bench.engine.set_chunk_memory(ChunkMemoryGranted(CHUNK))
@@ -614,7 +611,6 @@ def test_a_read_of_an_ended_pull_that_never_ends_is_reported_as_lost() -> None:
     bench.run()
     bench.start(scattered(8))
     bench.run()
-    assert bench.chunks is not None
     assert bench.chunks.count(ChunkState.FREE) > 0
 
 
@@ -624,6 +620,24 @@ def test_no_source_gets_every_chunk() -> None:
     for _ in range(4):
         bench.start(scattered(100))
     bench.run()
-    assert bench.chunks is not None
     held = [chunk for chunk in bench.chunks._chunks if chunk.agent == bench.agents[0]]
     assert len(held) <= 3
+
+
+@pytest.mark.parametrize(("num_blocks", "is_chosen"), [(8, False), (9, True)])
+def test_short_pulls_between_equal_layouts_are_not_chosen_for_again(num_blocks: int, is_chosen: bool) -> None:
+    bench = Bench(chunk_bytes=64 << 10, always_covers=False, layout_here="HND")
+    for count in (40, num_blocks):
+        number = bench.start(scattered(count))
+        bench.run()
+    outcome = bench.outcomes()[number]
+    assert outcome.delivered
+    assert (outcome.predicted_s > 0) == is_chosen
+
+
+def test_short_pulls_between_layouts_that_differ_are_chosen_for() -> None:
+    bench = Bench(chunk_bytes=64 << 10, always_covers=False)
+    for count in (40, 1):
+        number = bench.start(scattered(count))
+        bench.run()
+    assert bench.outcomes()[number].predicted_s > 0

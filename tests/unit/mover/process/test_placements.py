@@ -67,9 +67,9 @@ class Worker:
             device=device,
             pieces=tuple(sizes),
         )
-        self.bindings = Bindings(self.transport, lambda: self.driver, **options)
+        self.bindings = Bindings(self.transport, lambda: self.driver)
         try:
-            return self.bindings.bind([export], fds)
+            return self.bindings.bind([export], fds, **options)
         finally:
             for fd in fds:
                 os.close(fd)

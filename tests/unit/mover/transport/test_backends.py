@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName
 from kvxferd.mover.backends import (
-    BACKEND_VARIABLE,
-    DEFAULT_BACKEND,
     STORAGE_BACKENDS,
     Backend,
-    backend_of_environment,
+    backend_of_text,
     backend_to_text,
 )
 from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
@@ -129,5 +127,4 @@ def test_an_agent_has_the_chosen_backend_alone_with_its_parameters(api: FakeApi)
 @given(st.text(min_size=1), st.dictionaries(st.text(), st.text()))
 def test_a_mover_reads_the_backend_that_its_daemon_wrote(name: str, parameters: dict[str, str]) -> None:
     backend = Backend(name, parameters)
-    assert backend_of_environment({BACKEND_VARIABLE: backend_to_text(backend)}) == backend
-    assert backend_of_environment({}) == DEFAULT_BACKEND == Backend("UCX", {})
+    assert backend_of_text(backend_to_text(backend)) == backend
