@@ -16,7 +16,6 @@ from kvxferd.explain.links import DEFAULT_LINK, LINKS, Link
 from kvxferd.explain.read_estimate import ReadEstimate, ReadSample, estimate_read
 from kvxferd.explain.run_lengths import Lengths, describe_runs
 from kvxferd.explain.sample_request import REQUEST_TOKENS, sample_lists, sample_tokens, tokens_moved
-from kvxferd.explain.sends import RankSends, engine_sends
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, UnitRange
 from kvxferd.plan import Expander, Plan, find_differences, make_plan, plan_reads
@@ -90,6 +89,15 @@ class DecodeRankReads:
         return [read.source for read in self.reads if read.kind is kind]
 
 
+class RankLoad(NamedTuple):
+    """What one prefill rank gives, for a request of 1,000 tokens."""
+
+    rank: Rank
+    readers: tuple[Rank, ...]  # decode ranks, in order; none if it is not read
+    num_bytes: int
+    num_runs: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """The reads between two engines by rank, or the reasons why there are none in `refused`."""
@@ -97,7 +105,6 @@ class Explanation:
     prefill: EngineDescription
     decode: EngineDescription
     ranks: tuple[DecodeRankReads, ...] = ()
-    sends: tuple[RankSends, ...] = ()  # of every prefill rank
     refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
     link: str = DEFAULT_LINK  # for which times are predicted
@@ -134,9 +141,15 @@ class Explanation:
         )
         return max(times, default=0.0)
 
-    def bytes_by_source(self) -> dict[Rank, int]:
-        """Return the bytes that each prefill rank sends, 0 if no decode rank reads it."""
-        return {sends.rank: sends.num_bytes for sends in self.sends}
+    def loads(self) -> list[RankLoad]:
+        """Return what each prefill rank gives to all decode ranks: their reads, by source."""
+        found = []
+        for source in sorted(self.prefill.ranks):
+            reads = [(rank.rank, read) for rank in self.ranks for read in rank.reads if read.source == source]
+            readers = tuple(dict.fromkeys(reader for reader, _ in reads))
+            num_bytes = sum(read.num_bytes for _, read in reads)
+            found.append(RankLoad(source, readers, num_bytes, sum(read.num_runs for _, read in reads)))
+        return found
 
 
 def explain_pair(
@@ -163,9 +176,7 @@ def explain_pair(
         )
     if refused:
         return Explanation(prefill, decode, refused=tuple(refused), link=link)
-    layouts = {rank: layout for rank, (_, layout) in decode.ranks.items()}
-    sends = engine_sends(remote, layouts, (reads.plan for reads in ranks))
-    return Explanation(prefill, decode, tuple(ranks), sends, notes=tuple(_notes(ranks)), link=link)
+    return Explanation(prefill, decode, tuple(ranks), notes=tuple(_notes(ranks)), link=link)
 
 
 def _refusals(
@@ -227,7 +238,7 @@ def _by_tokens(group_reads: list[GroupRead]) -> dict[int, list[GroupRead]]:
 
 
 def _bytes_read(group_read: GroupRead, tokens: int) -> Fraction:
-    """Return the bytes of some tokens, exact, so that they round like those that a prefill rank sends."""
+    """Return the bytes of some tokens, exact: they are rounded once, in the sum."""
     of_an_item = sum(
         pattern.local.num_chunks * pattern.local.chunk_bytes * pattern.num_units * len(pattern.extents)
         for pattern in group_read.patterns

@@ -104,7 +104,7 @@ def format_engine(engine: EngineDescription) -> str:
 
 def format_load(explanation: Explanation) -> str:
     """Return which prefill ranks send most, by how much, and which send nothing."""
-    served = explanation.bytes_by_source()
+    served = {load.rank: load.num_bytes for load in explanation.loads()}
     most, mean = max(served.values()), sum(served.values()) / len(served)
     if min(served.values()) == most:
         return f"every prefill rank gives {format_bytes(most)}"

@@ -282,22 +282,25 @@ class _ReadMatrix:
 
     def _column_bars(self, y: float) -> float:
         """Draw bars of the bytes that each prefill rank sends, and their mean; return the y below them."""
-        served = self.explanation.bytes_by_source()
-        most, mean = max(served.values()) or 1, sum(served.values()) / len(served)
+        loads = self.explanation.loads()
+        most = max(load.num_bytes for load in loads) or 1
+        mean = sum(load.num_bytes for load in loads) / len(loads)
         height = 44.0
         self.canvas.text(self.left - 8, y + 22, "each prefill rank gives", size=12, bold=True, anchor="end")
-        load = f"at most {format_bytes(most)}" + (f", mean {format_bytes(mean)}" if mean < most else "")
-        self.canvas.text(self.left - 8, y + 37, load, size=11, fill=FAINT, anchor="end")
-        for index, sends in enumerate(self.explanation.sends):
+        sentence = f"at most {format_bytes(most)}" + (f", mean {format_bytes(mean)}" if mean < most else "")
+        self.canvas.text(self.left - 8, y + 37, sentence, size=11, fill=FAINT, anchor="end")
+        for index, load in enumerate(loads):
             x = self.left + index * self.width
-            length = height * sends.num_bytes / most
-            title = f"prefill {sends.rank} gives {format_bytes(sends.num_bytes)}"
-            if sends.to:
-                readers = format_ranks([send.decode_rank for send in sends.to])
-                title += f", {sends.num_bytes / mean:.0%} of the mean: {sends.num_runs:,} runs to {readers}"
-            fill = ABOVE_MEAN if sends.num_bytes > mean else AT_MOST_MEAN
+            length = height * load.num_bytes / most
+            title = f"prefill {load.rank} gives {format_bytes(load.num_bytes)}"
+            if load.readers:
+                readers = format_ranks(load.readers)
+                title += f", {load.num_bytes / mean:.0%} of the mean: {load.num_runs:,} runs to {readers}"
+            fill = ABOVE_MEAN if load.num_bytes > mean else AT_MOST_MEAN
             self.canvas.rect(x + 2, y, self.width - 4, max(length, 0.5), fill, title=title)
-            label = longest_fitting((format_bytes(sends.num_bytes) if sends.to else "idle",), self.width, 10)
+            label = longest_fitting(
+                (format_bytes(load.num_bytes) if load.readers else "idle",), self.width, 10
+            )
             self.canvas.text(x + self.width / 2, y + height + 13, label, size=10, fill=FAINT, anchor="middle")
         self.canvas.line(self.left, y, self.right, y, RULE)
         if mean < most:

@@ -44,8 +44,7 @@ from kvxferd.plan.regions import (
     get_transfer_cache_regions,
 )
 from kvxferd.plan.registered_engine import RegisteredEngine
-from kvxferd.plan.send_pattern import SendPart, SendPattern
-from kvxferd.plan.sender import SenderPlan, sender_plan
+from kvxferd.plan.sender import sender_plan
 from kvxferd.plan.topology import TransferTopology
 
 __all__ = [
@@ -67,9 +66,6 @@ __all__ = [
     "ReadSummary",
     "RegisteredEngine",
     "Runs",
-    "SendPart",
-    "SendPattern",
-    "SenderPlan",
     "TransferRegion",
     "TransferTopology",
     "attention_descriptor_bytes",
