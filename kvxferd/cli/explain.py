@@ -24,7 +24,12 @@ LINK_NAMES = ("cma", "tcp", "100g", "400g")
 @click.command()
 @click.argument("prefill")
 @click.argument("decode")
-@click.option("--rank", "rank", metavar="PP,TP", help="Also show the byte ranges of this decode rank.")
+@click.option(
+    "--rank",
+    "rank",
+    metavar="PP,TP",
+    help="Also show connectors' terms and the byte ranges of this decode rank.",
+)
 @click.option(
     "--prefill-rank",
     "prefill_rank",
@@ -70,29 +75,31 @@ def explain(
     from kvxferd.explain.engine_spec_parser import parse_engine
     from kvxferd.explain.json_report import explanation_json
     from kvxferd.explain.svg_report import draw_svg
-    from kvxferd.explain.text_report import print_byte_ranges, print_explanation
+    from kvxferd.explain.text_report import print_byte_ranges, print_explanation, print_terms
     from kvxferd.plan import sender_plan
 
     source, sink = (parse_engine(text, lambda: daemon) for text in (prefill, decode))
-    reader, sender = _parse_rank("--rank", rank, sink), _parse_rank("--prefill-rank", prefill_rank, source)
+    read_by, sent_by = _parse_rank("--rank", rank, sink), _parse_rank("--prefill-rank", prefill_rank, source)
     explanation = with_advice(explain_pair(source, sink, link))
-    plans = {reads.rank: reads.plan for reads in explanation.ranks}
-    reads = None if reader is None or not plans else byte_ranges(plans[reader])
-    sends = None if sender is None or not plans else byte_ranges(sender_plan(sender, plans.values()))
+    reader = next((reads for reads in explanation.ranks if reads.rank == read_by), None)
+    sends = None
+    if sent_by is not None and explanation.ranks:
+        sends = byte_ranges(sender_plan(sent_by, (reads.plan for reads in explanation.ranks)))
     if svg is not None:
         try:
             svg.write_text(draw_svg(explanation), "utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {str(svg)!r}: {error.strerror}") from error
     if as_json:
-        print_json(explanation_json(explanation, reads, sends))
+        print_json(explanation_json(explanation, reader, sends))
     else:
         out = console()
         print_explanation(out, explanation)
-        if reader is not None and reads is not None:
-            print_byte_ranges(out, "decode", reader, reads)
-        if sender is not None and sends is not None:
-            print_byte_ranges(out, "prefill", sender, sends)
+        if reader is not None:
+            print_terms(out, reader)
+            print_byte_ranges(out, "decode", reader.rank, byte_ranges(reader.plan))
+        if sent_by is not None and sends is not None:
+            print_byte_ranges(out, "prefill", sent_by, sends)
     ctx.exit(EXIT_REFUSED if explanation.refused else EXIT_OK)
 
 

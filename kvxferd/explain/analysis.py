@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,11 +17,14 @@ from kvxferd.explain.links import DEFAULT_LINK, LINKS, Link
 from kvxferd.explain.read_estimate import ReadEstimate, ReadSample, estimate_read
 from kvxferd.explain.run_lengths import Lengths, describe_runs
 from kvxferd.explain.sample_request import REQUEST_TOKENS, sample_lists, sample_tokens, tokens_moved
-from kvxferd.ids import Rank
+from kvxferd.ids import Endpoint, EngineId, Rank
 from kvxferd.layout import GroupKind, UnitRange
-from kvxferd.plan import Expander, Plan, find_differences, make_plan, plan_reads
+from kvxferd.plan import Expander, Plan, PlanCache, TransferTopology, find_differences, plan_reads
 from kvxferd.plan.assignment import shared_fraction
 from kvxferd.plan.plan import GroupRead
+
+PREFILL, DECODE = EngineId("prefill"), EngineId("decode")
+_NO_HOME = Endpoint("")
 
 # Runs of consecutive ids are counted over fewer tokens than REQUEST_TOKENS if there would be more than
 # MAX_SAMPLE_RUNS: 16 MiB of arrays, 0.1 s.
@@ -66,6 +70,7 @@ class DecodeRankReads:
 
     rank: Rank
     layers: tuple[int, int]
+    topology: TransferTopology  # in which prefill is registered as `PREFILL`
     plan: Plan
     reads: tuple[RankRead, ...]
 
@@ -83,6 +88,11 @@ class DecodeRankReads:
     def predicted_s(self) -> float:
         """How long the reads take: one mover makes them all."""
         return sum(read.estimate.predicted_s for read in self.reads)
+
+    def terms(self) -> list[dict[str, Any]]:
+        """Return what in-engine connectors call the decisions on each prefill stage, by those names."""
+        stages = self.topology.find(PREFILL).stages
+        return [self.topology.terms(PREFILL, pp_rank) for pp_rank in stages]
 
     def sources(self, kind: GroupKind) -> list[Rank]:
         """Return the prefill ranks read for attention, or for state."""
@@ -159,24 +169,35 @@ def explain_pair(
 
     `link`: a name of LINKS.
     """
-    remote = prefill.layouts()
+    plans = PlanCache(max_bytes=sys.maxsize)  # all of them are shown
+    remote = _renamed(prefill, PREFILL)
     ranks: list[DecodeRankReads] = []
     refused: dict[Refusal, None] = {}  # in order, each once
-    for rank in sorted(decode.ranks):
-        spec, layout = decode.ranks[rank]
+    reader = _renamed(decode, DECODE)
+    for rank, (spec, layout) in sorted(reader.ranks.items()):
+        topology = TransferTopology(spec, layout)
         try:
-            plan = make_plan(spec, layout, prefill.spec, remote)
+            plan = topology.register_remote_engine(remote, plans, home=_NO_HOME)
         except PlanError as error:
             refused.update(dict.fromkeys(_refusals(prefill, decode, rank, error)))
             continue
         ranks.append(
             DecodeRankReads(
-                rank, (layout.start_layer, layout.end_layer), plan, tuple(_reads(plan, LINKS[link]))
+                rank, (layout.start_layer, layout.end_layer), topology, plan, tuple(_reads(plan, LINKS[link]))
             )
         )
     if refused:
         return Explanation(prefill, decode, refused=tuple(refused), link=link)
     return Explanation(prefill, decode, tuple(ranks), notes=tuple(_notes(ranks)), link=link)
+
+
+def _renamed(engine: EngineDescription, engine_id: EngineId) -> EngineDescription:
+    """Return the engine by another id: both may be described by one preset, and no rank reads its own."""
+    ranks = {
+        rank: (msgspec.structs.replace(spec, engine_id=engine_id), layout)
+        for rank, (spec, layout) in engine.ranks.items()
+    }
+    return dataclasses.replace(engine, ranks=ranks)
 
 
 def _refusals(

@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 
 from kvxferd.explain.analysis import DecodeRankReads, Explanation, RankRead
-from kvxferd.explain.byte_ranges import ByteRanges
+from kvxferd.explain.byte_ranges import ByteRanges, byte_ranges
 
 
 def explanation_json(
     explanation: Explanation,
-    reads: list[ByteRanges] | None = None,
+    reader: DecodeRankReads | None = None,
     sends: list[ByteRanges] | None = None,
 ) -> dict[str, Any]:
-    """Return `ranks`, or `refused`; also the byte ranges of the requested decode and prefill rank."""
+    """Return `ranks`, or `refused`; `terms` and `byte_ranges` of a decode rank; those that are sent."""
     about: dict[str, Any] = {"prefill": explanation.prefill.label, "decode": explanation.decode.label}
     if explanation.refused:
         return about | {"refused": [refusal._asdict() for refusal in explanation.refused]}
@@ -24,8 +24,9 @@ def explanation_json(
     about["bytes_per_1000_tokens"] = explanation.num_bytes
     about["ranks"] = [_rank(rank) for rank in explanation.ranks]
     about["notes"] = list(explanation.notes)
-    if reads is not None:
-        about["byte_ranges"] = msgspec.to_builtins(reads)
+    if reader is not None:
+        about["terms"] = msgspec.to_builtins(reader.terms())
+        about["byte_ranges"] = msgspec.to_builtins(byte_ranges(reader.plan))
     if sends is not None:
         about["sent_byte_ranges"] = msgspec.to_builtins(sends)
     return about

@@ -22,6 +22,7 @@ from kvxferd.explain.formatting import (
 from kvxferd.explain.read_estimate import ReadEstimate
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
+from kvxferd.plan import format_terms
 from kvxferd.tooling.output import format_bytes, format_duration, plain_text, print_fitted
 
 SHADES = " ░▒▓█"
@@ -208,6 +209,13 @@ def _count_run_sentences(explanation: Explanation) -> dict[str, int]:
             sentence = f"{read.kind.value}: {read.merges}"
             found[sentence] = found.get(sentence, 0) + 1
     return found
+
+
+def print_terms(console: Console, rank: DecodeRankReads) -> None:
+    """Print what in-engine connectors call the decisions of a decode rank, a line for each prefill stage."""
+    console.print()
+    for terms in rank.terms():
+        console.print(plain_text(format_terms(terms)), soft_wrap=True)
 
 
 def print_byte_ranges(

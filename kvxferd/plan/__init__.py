@@ -2,7 +2,7 @@
 
 `make_plan` makes a plan, `PlanCache` keeps plans, and `Expander` turns one request's block ids into runs.
 `TransferTopology` is a local rank's registry of remote engines, from which the daemon plans and reads. It,
-`HybridReads`, `MambaConvSplitInfo` and `sender_plan` have the names of in-engine connectors.
+`EngineTransferInfo` and `sender_plan` have the names of in-engine connectors.
 """
 
 from kvxferd.plan.block_list_checks import (
@@ -28,8 +28,6 @@ from kvxferd.plan.engine_checks import (
     set_xfer_handshake_metadata_pp_aware,
 )
 from kvxferd.plan.expand import MAX_RUNS, Expander, Runs
-from kvxferd.plan.hybrid import HybridReads, MambaEngineTransferInfo, attention_descriptor_bytes
-from kvxferd.plan.info import EngineTransferInfo, stage_infos
 from kvxferd.plan.pieces import PieceRules, covered_tokens
 from kvxferd.plan.plan import Plan, decode_plan, encode_plan
 from kvxferd.plan.plan_cache import KeptPlan, PlanCache, PlanOwner
@@ -43,9 +41,10 @@ from kvxferd.plan.regions import (
     expand_region,
     get_transfer_cache_regions,
 )
-from kvxferd.plan.registered_engine import RegisteredEngine
+from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest
 from kvxferd.plan.sender import sender_plan
-from kvxferd.plan.topology import TransferTopology
+from kvxferd.plan.topology import TransferTopology, format_terms
+from kvxferd.plan.transfer_info import EngineTransferInfo, MambaEngineTransferInfo, stage_infos
 
 __all__ = [
     "MAX_RUNS",
@@ -54,7 +53,6 @@ __all__ = [
     "Difference",
     "EngineTransferInfo",
     "Expander",
-    "HybridReads",
     "KeptPlan",
     "MambaConvSplitInfo",
     "MambaEngineTransferInfo",
@@ -65,10 +63,10 @@ __all__ = [
     "Read",
     "ReadSummary",
     "RegisteredEngine",
+    "RemoteManifest",
     "Runs",
     "TransferRegion",
     "TransferTopology",
-    "attention_descriptor_bytes",
     "block_rules",
     "cache_properties",
     "cache_properties_of_shapes",
@@ -86,6 +84,7 @@ __all__ = [
     "engine_rules",
     "expand_region",
     "find_differences",
+    "format_terms",
     "get_transfer_cache_regions",
     "logical_to_remote_block_ids",
     "make_plan",

@@ -130,7 +130,10 @@ def test_byte_ranges_in_text_and_json() -> None:
     result = run("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3")
     assert "Byte ranges of decode pp0.tp3" in result.stdout
     assert "kv [36864, 49152)" in result.stdout
+    assert "TransferTopology(local_engine_id=decode, local_rank=pp0.tp3, local_tp_size=4, " in result.stdout
     found = report("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3")
+    (terms,) = found["terms"]
+    assert (terms["tp_ratio"], terms["target_remote_ranks"], terms["fa_head_slots"]) == (4, [0], {"0": 0})
     conv = next(r for r in found["byte_ranges"] if (r["layer"], r["component"]) == (0, "conv.x"))
     assert conv["remote_rank"] == [0, 0]
     assert conv["runs"] == [[0, 36864, 12288]]
