@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from kvxferd.ids import RegionId
-from kvxferd.layout import CacheTensor, Group, GroupKind, RankLayout
+from kvxferd.ids import GroupName, RegionId
+from kvxferd.layout.tensors import CacheTensor, GroupKind, RankLayout
 
 
 class CacheProperties(NamedTuple):
@@ -38,54 +38,43 @@ def cache_properties(layout: RankLayout) -> CacheProperties:
     return CacheProperties(is_paged, is_shared, is_pair and not is_paged and not is_shared)
 
 
-def cache_properties_of_shapes(
-    test_shape: Sequence[int],
-    tensor_shape: Sequence[int] | None = None,
-    *,
-    is_mla: bool = False,
-    is_hybrid: bool = False,
-) -> CacheProperties:
-    """Return the properties from a backend's shape for one block, and the shape of the real tensor.
-
-    `test_shape` has 1 where the number of blocks goes: (1, 2, 16, 1, 1) is blocks first,
-    (2, 1, 16, 1, 1) K and V apart. A tensor with one dimension more holds all layers. A hybrid of
-    attention and states is blocks first whatever its shapes are.
-    """
-    is_cross = tensor_shape is not None and len(tensor_shape) == len(test_shape) + 1
-    is_blocks_first = is_hybrid or (len(test_shape) == 5 and test_shape[0] == 1 and not is_mla)
-    return CacheProperties(is_blocks_first, is_cross, not (is_cross or is_mla or is_blocks_first))
-
-
-def expand_region(base_addr: int, block_len: int, *, is_blocks_first: bool) -> list[TransferRegion]:
-    """Return the regions that one registered region stands for: two halves where blocks hold K and V."""
-    if not is_blocks_first:
-        return [TransferRegion(base_addr, block_len, block_len)]
-    half = block_len // 2
-    return [TransferRegion(base_addr, block_len, half), TransferRegion(base_addr + half, block_len, half)]
-
-
-def get_transfer_cache_regions(layout: RankLayout, bases: Mapping[RegionId, int]) -> list[TransferRegion]:
+def get_transfer_cache_regions(
+    layout: RankLayout, bases: Mapping[RegionId, int] | None = None
+) -> list[TransferRegion]:
     """Return every tensor of attention and of states as a region, in order of layer and offset.
 
-    There is one per layer and component, with the bytes that the component has in a block, as
-    `expand_region` returns them for K and V in one page, and for an array of either. A state has all of
-    its bytes in one block.
+    There is one per layer and component, with the bytes that the component has in a kernel block: two halves
+    of a page that holds K and V. A state has all of its bytes in one block. `bases` are the addresses of
+    the exported regions; without them every one begins at 0.
     """
+    return [region for _, region in _tensor_regions(layout, bases)]
+
+
+def block_bytes(layout: RankLayout) -> dict[GroupName, int]:
+    """Return the bytes that one block id of each group stands for on this rank."""
     groups = {group.name: group for group in layout.groups}
-    return [
-        transfer_region(tensor, groups[tensor.group], bases[tensor.region])
-        for tensor in sorted(layout.tensors, key=lambda t: (t.layer, t.offset))
-        if tensor.num_units
-    ]
+    sizes = dict.fromkeys(groups, 0)
+    for tensor, region in _tensor_regions(layout):
+        group = groups[tensor.group]
+        per_id = 1 if group.kind is GroupKind.STATE else group.physical_blocks_per_logical
+        sizes[group.name] += region.kv_block_len * per_id
+    return sizes
 
 
-def transfer_region(tensor: CacheTensor, group: Group, base_addr: int) -> TransferRegion:
-    """Return one tensor as a region. `base_addr`: the address of the exported region that it lies in."""
-    items = 1
-    if group.kind is GroupKind.ATTENTION:
-        items = group.block_tokens // group.physical_blocks_per_logical // tensor.granule_tokens
-    payload = items * tensor.num_units * tensor.content_bytes
-    return TransferRegion(base_addr + tensor.offset, tensor.block_stride, payload)
+def _tensor_regions(
+    layout: RankLayout, bases: Mapping[RegionId, int] | None = None
+) -> Iterator[tuple[CacheTensor, TransferRegion]]:
+    """Yield every tensor that holds bytes with its region, in order of layer and offset."""
+    groups = {group.name: group for group in layout.groups}
+    for tensor in sorted(layout.tensors, key=lambda t: (t.layer, t.offset)):
+        if not tensor.num_units:
+            continue
+        group, items = groups[tensor.group], 1
+        if group.kind is GroupKind.ATTENTION:
+            items = group.block_tokens // group.physical_blocks_per_logical // tensor.granule_tokens
+        base = 0 if bases is None else bases[tensor.region]
+        payload = items * tensor.num_units * tensor.content_bytes
+        yield tensor, TransferRegion(base + tensor.offset, tensor.block_stride, payload)
 
 
 def _attention_layers(layout: RankLayout) -> dict[int, list[CacheTensor]]:

@@ -14,12 +14,6 @@ from kvxferd.plan.block_list_checks import (
     check_request,
     engine_rules,
 )
-from kvxferd.plan.conv import (
-    MambaConvSplitInfo,
-    compute_physical_blocks_per_logical,
-    derive_mamba_conv_split,
-    logical_to_remote_block_ids,
-)
 from kvxferd.plan.differences import Difference, find_differences
 from kvxferd.plan.engine_checks import (
     check_engine,
@@ -33,14 +27,6 @@ from kvxferd.plan.plan import Plan, decode_plan, encode_plan
 from kvxferd.plan.plan_cache import KeptPlan, PlanCache, PlanOwner
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.reads import Read, ReadSummary, plan_reads
-from kvxferd.plan.regions import (
-    CacheProperties,
-    TransferRegion,
-    cache_properties,
-    cache_properties_of_shapes,
-    expand_region,
-    get_transfer_cache_regions,
-)
 from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest
 from kvxferd.plan.sender import sender_plan
 from kvxferd.plan.topology import TransferTopology, format_terms
@@ -49,12 +35,10 @@ from kvxferd.plan.transfer_info import EngineTransferInfo, MambaEngineTransferIn
 __all__ = [
     "MAX_RUNS",
     "BlockRules",
-    "CacheProperties",
     "Difference",
     "EngineTransferInfo",
     "Expander",
     "KeptPlan",
-    "MambaConvSplitInfo",
     "MambaEngineTransferInfo",
     "PieceRules",
     "Plan",
@@ -65,28 +49,20 @@ __all__ = [
     "RegisteredEngine",
     "RemoteManifest",
     "Runs",
-    "TransferRegion",
     "TransferTopology",
     "block_rules",
-    "cache_properties",
-    "cache_properties_of_shapes",
     "check_blocks",
     "check_blocks_by",
     "check_engine",
     "check_open_blocks",
     "check_request",
     "check_same_engine",
-    "compute_physical_blocks_per_logical",
     "covered_tokens",
     "decode_plan",
-    "derive_mamba_conv_split",
     "encode_plan",
     "engine_rules",
-    "expand_region",
     "find_differences",
     "format_terms",
-    "get_transfer_cache_regions",
-    "logical_to_remote_block_ids",
     "make_plan",
     "plan_reads",
     "require_pp_aware",

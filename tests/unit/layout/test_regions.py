@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from kvxferd.ids import Rank
-from kvxferd.layout import GroupKind
-from kvxferd.layout.presets import LayerKind, deploy, find_model
-from kvxferd.plan import (
+from kvxferd.ids import GroupName, Rank
+from kvxferd.layout import (
     CacheProperties,
+    GroupKind,
+    NamedTensor,
     TransferRegion,
+    block_bytes,
     cache_properties,
-    cache_properties_of_shapes,
-    expand_region,
+    from_tensors,
     get_transfer_cache_regions,
 )
+from kvxferd.layout.presets import LayerKind, deploy, find_model
 from tests.support.attention_engines import KV, layout_of, spec
 
 
@@ -24,25 +26,32 @@ def properties(blocks_first: bool = False, cross: bool = False, split: bool = Fa
 
 
 @pytest.mark.parametrize(
-    ("test_shape", "tensor_shape", "kinds", "want"),
+    ("shape", "dims", "want"),
     [
-        ((1, 2, 16, 1, 1), None, {}, properties(blocks_first=True)),
-        ((2, 1, 16, 1, 1), None, {}, properties(split=True)),
-        ((1, 16, 1), None, {"is_mla": True}, properties()),
-        ((2, 1, 16, 1, 1), (80, 2, 9, 16, 8, 64), {}, properties(cross=True)),
-        ((1, 2, 16, 1, 1), (9, 80, 2, 16, 8, 64), {}, properties(blocks_first=True, cross=True)),
-        ((2, 1, 16, 1, 1), (80, 2, 9, 16, 8, 64), {"is_hybrid": True}, properties(True, True)),
-        ((), (9, 80, 2, 16, 8, 64), {"is_hybrid": True}, properties(blocks_first=True)),  # never raises
+        ((1, 2, 16, 1, 1), "block kv token head head_dim", properties(blocks_first=True)),
+        ((2, 1, 16, 1, 1), "kv block token head head_dim", properties(split=True)),
+        ((1, 16, 1), "block token head_dim", properties()),  # MLA
+        # A tensor over all layers. Its own strides tell which lies in one page.
+        ((1, 2, 2, 16, 1, 1), "block layer kv token head head_dim", properties(True, True)),
+        ((1, 2, 16, 1), "block layer token head_dim", properties(cross=True)),  # MLA
     ],
 )
-def test_properties_of_shapes(
-    test_shape: tuple[int, ...],
-    tensor_shape: tuple[int, ...] | None,
-    kinds: dict[str, bool],
-    want: CacheProperties,
-) -> None:
-    """GOLDEN row 10."""
-    assert cache_properties_of_shapes(test_shape, tensor_shape, **kinds) == want
+def test_properties_of_an_engines_tensors(shape: tuple[int, ...], dims: str, want: CacheProperties) -> None:
+    """GOLDEN row 10, of real tensors of those shapes."""
+    heads = 1 if "head " in dims else 0
+    more = {} if "kv" in dims else {"components": "latent"}
+    parts = {"cache": {}} if "layer" in dims else {f"layers.{layer}": {"layers": layer} for layer in (0, 1)}
+    named = {
+        name: NamedTensor(tensor=torch.zeros(shape), dims=dims, **more, **of) for name, of in parts.items()
+    }
+    assert cache_properties(from_tensors(spec(heads=heads), named)) == want
+
+
+def test_properties_of_a_hybrid() -> None:
+    """GOLDEN row 10: blocks first, whatever its states are."""
+    layout = deploy("nemotron-h-8b", tp=4, num_blocks=2)[Rank(0, 0)][1]
+    assert cache_properties(layout) == properties(blocks_first=True)
+    assert cache_properties(deploy("falcon-mamba-7b", num_blocks=2)[Rank(0, 0)][1]) == properties()
 
 
 @pytest.mark.parametrize(
@@ -61,10 +70,25 @@ def test_properties_of_strides(layout: str, want: CacheProperties) -> None:
     assert cache_properties(layout_of(own, layout=layout)) == want
 
 
-def test_expanding_a_region() -> None:
-    """GOLDEN row 11: base 4096, block 4096."""
-    assert expand_region(4096, 4096, is_blocks_first=True) == [(4096, 4096, 2048), (6144, 4096, 2048)]
-    assert expand_region(4096, 4096, is_blocks_first=False) == [(4096, 4096, 4096)]
+def test_regions_of_a_page() -> None:
+    """GOLDEN row 11: base 4096, block 4096: two halves of a page of K and V; else the page is one region."""
+    own = spec(layers=1)  # 4 heads of 2 numbers of 2 bytes
+    halves = layout_of(own, layout="HND-blocks-first", block_tokens=128)
+    assert get_transfer_cache_regions(halves, {KV: 4096}) == [(4096, 4096, 2048), (6144, 4096, 2048)]
+    whole = layout_of(own, block_tokens=256)
+    assert get_transfer_cache_regions(whole, {KV: 4096})[0] == (4096, 4096, 4096)
+
+
+def test_bytes_of_a_block_id() -> None:
+    """Of a group: all of its tensors, and all kernel blocks of the id."""
+    layout = deploy("nemotron-h-8b", tp=4, num_blocks=2)[Rank(0, 0)][1]
+    per_id = next(group.physical_blocks_per_logical for group in layout.groups if group.name == "full")
+    assert per_id > 1
+    page = next(tensor.block_stride for tensor in layout.tensors if tensor.component == "k")
+    sizes = block_bytes(layout)
+    assert sizes[GroupName("full")] == 4 * page * per_id  # four layers of K and V
+    states = sum(size for name, size in sizes.items() if name != "full")
+    assert states == 24 * (15360 + 524288)
 
 
 @pytest.mark.parametrize(

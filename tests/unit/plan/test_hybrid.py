@@ -7,7 +7,14 @@ import pytest
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.explain.byte_ranges import byte_ranges
 from kvxferd.ids import EngineId, GroupName, Rank, RegionId
-from kvxferd.layout import EngineSpec, GroupKind, PackedBlocks, RankLayout, pack_ids
+from kvxferd.layout import (
+    EngineSpec,
+    GroupKind,
+    PackedBlocks,
+    RankLayout,
+    get_transfer_cache_regions,
+    pack_ids,
+)
 from kvxferd.layout.presets import LayerKind, ModelFacts, StateComponent, TokenComponent, deploy
 from kvxferd.layout.presets.model_facts import key_and_value, mamba2_states
 from kvxferd.plan import (
@@ -15,7 +22,6 @@ from kvxferd.plan import (
     MambaEngineTransferInfo,
     Plan,
     TransferTopology,
-    get_transfer_cache_regions,
 )
 from tests.support.attention_engines import plan_between
 from tests.support.fetched_engine import register
