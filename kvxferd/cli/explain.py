@@ -37,7 +37,11 @@ LINK_NAMES = ("cma", "tcp", "100g", "400g")
     help="Also show the byte ranges that this prefill rank gives.",
 )
 @click.option(
-    "--svg", "svg", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw a picture."
+    "--svg",
+    "svg",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw a picture of a pair that is possible.",
 )
 @click.option(
     "--link",
@@ -85,7 +89,7 @@ def explain(
     sends = None
     if sent_by is not None and explanation.ranks:
         sends = byte_ranges(sender_plan(sent_by, (reads.plan for reads in explanation.ranks)))
-    if svg is not None:
+    if svg is not None and explanation.ranks:
         try:
             svg.write_text(draw_svg(explanation), "utf-8")
         except OSError as error:

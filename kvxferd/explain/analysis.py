@@ -13,10 +13,19 @@ import numpy as np
 
 from kvxferd.errors import PlanError
 from kvxferd.explain.engine_spec_parser import EngineDescription
-from kvxferd.explain.links import DEFAULT_LINK, LINKS, Link
-from kvxferd.explain.read_estimate import ReadEstimate, ReadSample, estimate_read
+from kvxferd.explain.read_estimate import (
+    DEFAULT_LINK,
+    LINKS,
+    REQUEST_TOKENS,
+    Link,
+    ReadEstimate,
+    ReadSample,
+    estimate_read,
+    sample_lists,
+    sample_tokens,
+    tokens_moved,
+)
 from kvxferd.explain.run_lengths import Lengths, describe_runs
-from kvxferd.explain.sample_request import REQUEST_TOKENS, sample_lists, sample_tokens, tokens_moved
 from kvxferd.ids import Endpoint, EngineId, Rank
 from kvxferd.layout import GroupKind, UnitRange
 from kvxferd.plan import Expander, Plan, PlanCache, TransferTopology, find_differences, plan_reads

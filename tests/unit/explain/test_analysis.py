@@ -149,13 +149,16 @@ def test_layers_in_equal_steps_take_one_row() -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "words"),
     [
-        ("llama-3-8b", "llama-3-8b", ["8 heads x 16 tokens", "blocks in a row merge, up to"]),
-        ("llama-3-8b", "llama-3-8b,layout=NHD", ["1 head x 1 token", "different order on the two sides"]),
+        ("llama-3-8b", "llama-3-8b", ["runs of 32.0 KiB; blocks in a row merge, up to"]),
+        (
+            "llama-3-8b",
+            "llama-3-8b,layout=NHD",
+            ["runs of 256 B; blocks", "different order on the two sides"],
+        ),
         ("llama-3-8b,tp=8", "llama-3-8b,layout=NHD", ["between two tokens", "at decode"]),
         ("llama-3-8b,cp=2", "llama-3-8b", ["tokens are dealt out 1 at a time"]),
         ("llama-3-8b,layout=vectorised", "llama-3-8b", ["in chunks"]),
-        ("deepseek-v3.2", "deepseek-v3.2,block_tokens=64", ["latent x 16 tokens", "indexer.scale x 16"]),
-        ("nemotron-h-8b", "nemotron-h-8b,layout=HND+SD", ["a row of a convolution's state", "128 of ssm"]),
+        ("nemotron-h-8b", "nemotron-h-8b,layout=HND+SD", ["runs of 128 B, 256 B, 2.0 MiB"]),
     ],
 )
 def test_what_merges_in_words(prefill: str, decode: str, words: list[str]) -> None:
