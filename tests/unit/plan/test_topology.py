@@ -8,7 +8,8 @@ import pytest
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineId, Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.presets import deploy, shard_units
+from kvxferd.layout.presets import deploy
+from kvxferd.layout.sharding import shard_units
 from kvxferd.layout.tensors import num_units
 from kvxferd.plan import EngineTransferInfo, TransferTopology, plan_reads, stage_infos
 from tests.support.attention_engines import engine, layout_of, plan_between, spec
