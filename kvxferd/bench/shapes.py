@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from kvxferd.ids import Rank
-from kvxferd.layout import EngineSpec, GroupKind, RankLayout
+from kvxferd.layout import EngineSpec, GroupKind, RankLayout, block_bytes
 from kvxferd.layout.presets import LayerKind, ModelFacts, StateComponent, TokenComponent, deploy, find_model
 
 Role = Literal["source", "sink"]
@@ -155,18 +155,15 @@ class Footprint(msgspec.Struct, frozen=True):
 
 def footprint(layout: RankLayout) -> Footprint:
     """Return the footprint of a layout with one attention group."""
-    kinds = {group.name: group for group in layout.groups}
-    block_bytes = state_bytes = block_tokens = 0
-    for tensor in layout.tensors:
-        group = kinds[tensor.group]
-        content = tensor.num_units * tensor.content_bytes
-        if group.kind is GroupKind.STATE:
-            state_bytes += content
-        else:
-            block_tokens = group.block_tokens
-            block_bytes += content * (group.block_tokens // tensor.granule_tokens)
-    num_state_groups = sum(group.kind is GroupKind.STATE for group in layout.groups)
-    return Footprint(block_bytes, state_bytes, num_state_groups, block_tokens)
+    sizes = block_bytes(layout)
+    states = [group for group in layout.groups if group.kind is GroupKind.STATE]
+    attention = [group for group in layout.groups if group.kind is GroupKind.ATTENTION]
+    return Footprint(
+        block_bytes=sum(sizes[group.name] for group in attention),
+        state_bytes=sum(sizes[group.name] for group in states),
+        num_state_groups=len(states),
+        block_tokens=attention[0].block_tokens if attention else 0,
+    )
 
 
 def layers_for(shape_name: str, size_bytes: int) -> int:

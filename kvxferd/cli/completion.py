@@ -62,11 +62,6 @@ def endpoints(response: Any) -> Iterable[str]:
     return (peer["endpoint"] for peer in response["peers"])
 
 
-def remote_engine_ids(response: Any) -> Iterable[str]:
-    """Return the ids of peers' engines of `/v1/peers`."""
-    return (engine["engine_id"] for peer in response["peers"] for engine in peer["engines"])
-
-
 def _response(ctx: click.Context, path: str) -> Any:
     import os
 

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import urllib.parse
-
 import click
 import msgspec
 
-from kvxferd.cli.completion import complete_from, remote_engine_ids
 from kvxferd.cli.options import json_option, watchable, with_control_client
 from kvxferd.core.snapshot import EngineSnapshot, OwnershipSnapshot, RankSnapshot, RetiredMoverSnapshot
-from kvxferd.core.topology_snapshot import TopologySnapshot
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import format_bytes, format_duration, print_json, print_table
+from kvxferd.tooling.output import (
+    console,
+    format_bytes,
+    format_duration,
+    plain_text,
+    print_json,
+    print_table,
+)
 
 
 @click.command()
 @click.option(
     "--topology",
-    "topology_of",
-    metavar="[ENGINE]",
-    is_flag=False,
-    flag_value="",
-    shell_complete=complete_from("/v1/peers", remote_engine_ids),
-    help="Show instead what local ranks know of remote engines, or of ENGINE alone.",
+    is_flag=True,
+    help="Show instead what local ranks know of remote engines, a line each stage.",
 )
 @json_option
 @with_control_client
 @watchable
-def engines(daemon: ControlClient, topology_of: str | None, as_json: bool) -> None:
+def engines(daemon: ControlClient, topology: bool, as_json: bool) -> None:
     """Show local engines and their ranks, and which user owns each engine id."""
-    if topology_of is not None:
-        _show_topologies(daemon, topology_of, as_json)
+    if topology:
+        _show_topology(daemon, as_json)
         return
     from kvxferd.telemetry.gauges import engine_state  # it loads the metrics' library
 
@@ -85,19 +84,17 @@ def engines(daemon: ControlClient, topology_of: str | None, as_json: bool) -> No
     )
 
 
-def _show_topologies(daemon: ControlClient, engine_id: str, as_json: bool) -> None:
-    """Print what local ranks know of one remote engine, or of all (the empty id)."""
-    path = f"/v1/engines/{urllib.parse.quote(engine_id, safe='')}/topology" if engine_id else "/v1/topology"
-    answer = daemon.get(path)
+def _show_topology(daemon: ControlClient, as_json: bool) -> None:
+    """Print the terms of each remote stage that a local rank knows, the last used first."""
+    stages = daemon.get("/v1/topology")["topology"]
     if as_json:
-        print_json(answer["topology"])
-    else:
-        from kvxferd.cli.topology_report import print_topologies  # it loads numpy
-
-        print_topologies(msgspec.convert(answer["topology"], list[TopologySnapshot], str_keys=True))
-    if num_left_out := answer["num_left_out"]:
-        more = "1 more is" if num_left_out == 1 else f"{num_left_out:,} more are"
-        click.echo(f"kvxferd: {more} not shown; name an ENGINE to see it alone", err=True)
+        print_json(stages)
+        return
+    if not stages:
+        console().print("Remote engines: none", highlight=False)
+    for terms in stages:
+        listed = ", ".join(f"{name}={value}" for name, value in terms.items())
+        console().print(plain_text(f"TransferTopology({listed})"), soft_wrap=True)
 
 
 def _kept_for(ownership: OwnershipSnapshot) -> str:

@@ -15,7 +15,7 @@ from kvxferd.tooling.exit_codes import EXIT_OK, EXIT_REFUSED
 from kvxferd.tooling.output import console, print_json
 
 if TYPE_CHECKING:
-    from kvxferd.explain.analysis import DecodeRankReads, Explanation
+    from kvxferd.explain.engine_spec_parser import EngineDescription
 
 # Listed here so that --help does not load numpy; a test compares them with the module.
 LINK_NAMES = ("cma", "tcp", "100g", "400g")
@@ -24,9 +24,24 @@ LINK_NAMES = ("cma", "tcp", "100g", "400g")
 @click.command()
 @click.argument("prefill")
 @click.argument("decode")
-@click.option("--rank", "rank", metavar="PP,TP", help="Also show the byte ranges of this decode rank.")
 @click.option(
-    "--svg", "svg", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False), help="Draw a picture."
+    "--rank",
+    "rank",
+    metavar="PP,TP",
+    help="Also show connectors' terms and the byte ranges of this decode rank.",
+)
+@click.option(
+    "--prefill-rank",
+    "prefill_rank",
+    metavar="PP,TP",
+    help="Also show the byte ranges that this prefill rank gives.",
+)
+@click.option(
+    "--svg",
+    "svg",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw a picture of a pair that is possible.",
 )
 @click.option(
     "--link",
@@ -44,6 +59,7 @@ def explain(
     prefill: str,
     decode: str,
     rank: str | None,
+    prefill_rank: str | None,
     svg: Path | None,
     link: str,
     as_json: bool,
@@ -63,46 +79,45 @@ def explain(
     from kvxferd.explain.engine_spec_parser import parse_engine
     from kvxferd.explain.json_report import explanation_json
     from kvxferd.explain.svg_report import draw_svg
-    from kvxferd.explain.text_report import print_byte_ranges, print_explanation
+    from kvxferd.explain.text_report import print_byte_ranges, print_explanation, print_terms
+    from kvxferd.plan import sender_plan
 
-    asked = _parse_rank(rank)
     source, sink = (parse_engine(text, lambda: daemon) for text in (prefill, decode))
+    read_by, sent_by = _parse_rank("--rank", rank, sink), _parse_rank("--prefill-rank", prefill_rank, source)
     explanation = with_advice(explain_pair(source, sink, link))
-    chosen = _reads_of_rank(explanation, asked)
-    ranges = None if chosen is None else byte_ranges(chosen)
-    if svg is not None:
+    reader = next((reads for reads in explanation.ranks if reads.rank == read_by), None)
+    sends = None
+    if sent_by is not None and explanation.ranks:
+        sends = byte_ranges(sender_plan(sent_by, (reads.plan for reads in explanation.ranks)))
+    if svg is not None and explanation.ranks:
         try:
             svg.write_text(draw_svg(explanation), "utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {str(svg)!r}: {error.strerror}") from error
     if as_json:
-        print_json(explanation_json(explanation, ranges))
+        print_json(explanation_json(explanation, reader, sends))
     else:
         out = console()
         print_explanation(out, explanation)
-        if chosen is not None and ranges is not None:
-            print_byte_ranges(out, chosen, ranges)
+        if reader is not None:
+            print_terms(out, reader)
+            print_byte_ranges(out, "decode", reader.rank, byte_ranges(reader.plan))
+        if sent_by is not None and sends is not None:
+            print_byte_ranges(out, "prefill", sent_by, sends)
     ctx.exit(EXIT_REFUSED if explanation.refused else EXIT_OK)
 
 
-def _parse_rank(text: str | None) -> Rank | None:
+def _parse_rank(option: str, text: str | None, engine: EngineDescription) -> Rank | None:
+    """Return the rank of that engine; raises ConfigError for text that names none."""
     if text is None:
         return None
     try:
         pp_rank, tp_rank = map(int, text.split(","))
     except ValueError:
-        raise ConfigError(f"cannot use --rank {text}: write pp_rank,tp_rank, as in 0,3") from None
-    return Rank(pp_rank, tp_rank)
-
-
-def _reads_of_rank(explanation: Explanation, rank: Rank | None) -> DecodeRankReads | None:
-    """Return the reads of the requested rank; None if the engines are refused."""
-    if rank is None:
-        return None
-    if rank not in explanation.decode.ranks:
-        spec = explanation.decode.spec
+        raise ConfigError(f"cannot use {option} {text}: write pp_rank,tp_rank, as in 0,3") from None
+    if Rank(pp_rank, tp_rank) not in engine.ranks:
         raise ConfigError(
-            f"cannot use --rank {rank.pp_rank},{rank.tp_rank}: decode's ranks are 0 to {spec.pp_size - 1},"
-            f"0 to {spec.tp_size - 1}"
+            f"cannot use {option} {text}: the ranks of {engine.label} are 0 to {engine.spec.pp_size - 1},"
+            f"0 to {engine.spec.tp_size - 1}"
         )
-    return next((reads for reads in explanation.ranks if reads.rank == rank), None)
+    return Rank(pp_rank, tp_rank)

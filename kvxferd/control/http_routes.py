@@ -19,7 +19,6 @@ from kvxferd.control.responses import error_response, json_response, page_respon
 from kvxferd.control.status_page.main_page import PageContent, render_main, render_status_page
 from kvxferd.control.status_page.transfer_page import find_records, has_transfer, render_transfer_page
 from kvxferd.control.status_page.watchers import WATCHERS
-from kvxferd.control.topology_response import topology_response
 from kvxferd.errors import Code, KvxferdError, count_busy_refusal
 from kvxferd.ids import EngineId
 from kvxferd.telemetry.history import HistoryQuery, record_to_json
@@ -160,13 +159,8 @@ async def layouts(request: web.Request) -> web.StreamResponse:
 
 
 async def topology(request: web.Request) -> web.StreamResponse:
-    """Each remote engine as each local rank knows it: facts, ratios, regions, splits and reads."""
-    return await topology_response(request, None)
-
-
-async def engine_topology(request: web.Request) -> web.StreamResponse:
-    """One remote engine as each local rank knows it: what `kvxferd engines --topology ENGINE` shows."""
-    return await topology_response(request, EngineId(request.match_info["engine_id"]))
+    """Each stage of a remote engine as each local rank knows it, by the names of in-engine connectors."""
+    return json_response({"topology": request.app[NODE_API].topologies()})
 
 
 async def peers(request: web.Request) -> web.StreamResponse:
@@ -239,8 +233,7 @@ ROUTES = [
     Route("GET", "/v1/status", Access.ANYONE, status, is_cached=True),
     Route("GET", "/v1/engines", Access.ANYONE, engines, is_cached=True),
     Route("GET", "/v1/engines/{engine_id}/layouts", Access.ANYONE, layouts),
-    Route("GET", "/v1/engines/{engine_id}/topology", Access.ANYONE, engine_topology),
-    Route("GET", "/v1/topology", Access.ANYONE, topology),
+    Route("GET", "/v1/topology", Access.ANYONE, topology, is_cached=True),
     Route("GET", "/v1/peers", Access.ANYONE, peers, is_cached=True),
     Route("GET", "/v1/transfers", Access.ANYONE, transfers, is_cached=True),
     Route(

@@ -26,7 +26,6 @@ from kvxferd.control.operator_log import caller_of, log_operator_request, log_re
 from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_operator
 from kvxferd.control.responses import error_response
 from kvxferd.control.status_page.watchers import WATCHERS, Watchers
-from kvxferd.control.topology_response import TOPOLOGY_TURNS, TopologyTurns
 from kvxferd.errors import Code, ConfigError, KvxferdError, count_busy_refusal
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.unix_socket import is_own_uid, listening_pid
@@ -94,7 +93,6 @@ def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
     app[RESPONSE_CACHE] = ResponseCache(view)
     app[RATE_LIMITER] = HttpRateLimiter(time.monotonic)
     app[METRICS] = metrics
-    app[TOPOLOGY_TURNS] = TopologyTurns()
     app[WATCHERS] = Watchers()
     for route in ROUTES:
         handler = _admin_only(route) if route.access is Access.ADMIN else _cached(route)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -11,7 +11,6 @@ from aiohttp import web
 from kvxferd.core.ownerships import Disownable
 from kvxferd.core.probe_record import ProbeRecord
 from kvxferd.core.snapshot import NodeSnapshot, Record
-from kvxferd.core.topology_builder import TopologyListing
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.telemetry.history import HistoryPage, HistoryQuery
@@ -66,8 +65,8 @@ class NodeApi(Protocol):
         """Return an engine's ranks, registered here or learnt from a peer; none for an unknown engine."""
         ...
 
-    def topologies(self, engine_id: EngineId | None) -> TopologyListing:
-        """Return what local ranks know of remote engines, of all or of those with that id."""
+    def topologies(self) -> list[dict[str, Any]]:
+        """Return the terms of each stage of the remote engines that local ranks know, the last used first."""
         ...
 
     def drop_peer(self, endpoint: str) -> list[Endpoint]:

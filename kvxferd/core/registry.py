@@ -25,7 +25,7 @@ from kvxferd.ids import (
     Rank,
     SessionId,
 )
-from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, block_bytes
 from kvxferd.plan import (
     BlockRules,
     TransferTopology,
@@ -409,13 +409,3 @@ class Registry:
         """
         workers = ({rank: record.manifest()} for rank, record in engine.ranks.items())
         return tuple(aggregate_metadata(workers, reader, pp_aware).values())
-
-
-def block_bytes(layout: RankLayout) -> dict[GroupName, int]:
-    """Return the bytes of one block of each group on this rank."""
-    groups = {group.name: group for group in layout.groups}
-    sizes = dict.fromkeys(groups, 0)
-    for tensor in layout.tensors:
-        items = max(1, groups[tensor.group].block_tokens // tensor.granule_tokens)
-        sizes[tensor.group] += tensor.num_units * tensor.content_bytes * items
-    return sizes

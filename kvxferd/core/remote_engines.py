@@ -80,15 +80,7 @@ class RemoteEngineRegistry:
         unused_since = now - self._context.settings.max_hold_s
         topology.expire(unused_since)  # first: a refusal must not keep an unused entry
         before, num_parts = topology.get(engine_id, home), topology.num_parts
-        plan = topology.register_remote_ranks(
-            remote.spec,
-            remote.layouts(),
-            home=home,
-            manifest=weakref.ref(remote),
-            plans=self._plan_cache,
-            now=now,
-            uid=rank.uid,
-        )
+        plan = topology.register_remote_engine(remote, self._plan_cache, home=home, now=now, uid=rank.uid)
         topology.expire(unused_since)
         if num_parts != topology.num_parts:
             self._topologies.add(topology)

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from kvxferd.errors import PlanError
 from kvxferd.explain.engine_spec_parser import EngineDescription
-from kvxferd.explain.links import DEFAULT_LINK, LINKS, Link
-from kvxferd.explain.read_estimate import ReadEstimate, ReadSample, estimate_read
+from kvxferd.explain.read_estimate import (
+    DEFAULT_LINK,
+    LINKS,
+    REQUEST_TOKENS,
+    Link,
+    ReadEstimate,
+    ReadSample,
+    estimate_read,
+    sample_lists,
+    sample_tokens,
+    tokens_moved,
+)
 from kvxferd.explain.run_lengths import Lengths, describe_runs
-from kvxferd.explain.sample_request import REQUEST_TOKENS, sample_lists, sample_tokens, tokens_moved
-from kvxferd.explain.sends import RankSends, engine_sends
-from kvxferd.ids import Rank
+from kvxferd.ids import Endpoint, EngineId, Rank
 from kvxferd.layout import GroupKind, UnitRange
-from kvxferd.plan import Expander, Plan, find_differences, make_plan, plan_reads
+from kvxferd.plan import Expander, Plan, PlanCache, TransferTopology, find_differences, plan_reads
 from kvxferd.plan.assignment import shared_fraction
 from kvxferd.plan.plan import GroupRead
+
+PREFILL, DECODE = EngineId("prefill"), EngineId("decode")
+_NO_HOME = Endpoint("")
 
 # Runs of consecutive ids are counted over fewer tokens than REQUEST_TOKENS if there would be more than
 # MAX_SAMPLE_RUNS: 16 MiB of arrays, 0.1 s.
@@ -67,6 +79,7 @@ class DecodeRankReads:
 
     rank: Rank
     layers: tuple[int, int]
+    topology: TransferTopology  # in which prefill is registered as `PREFILL`
     plan: Plan
     reads: tuple[RankRead, ...]
 
@@ -85,9 +98,23 @@ class DecodeRankReads:
         """How long the reads take: one mover makes them all."""
         return sum(read.estimate.predicted_s for read in self.reads)
 
+    def terms(self) -> list[dict[str, Any]]:
+        """Return what in-engine connectors call the decisions on each prefill stage, by those names."""
+        stages = self.topology.find(PREFILL).stages
+        return [self.topology.terms(PREFILL, pp_rank) for pp_rank in stages]
+
     def sources(self, kind: GroupKind) -> list[Rank]:
         """Return the prefill ranks read for attention, or for state."""
         return [read.source for read in self.reads if read.kind is kind]
+
+
+class RankLoad(NamedTuple):
+    """What one prefill rank gives, for a request of 1,000 tokens."""
+
+    rank: Rank
+    readers: tuple[Rank, ...]  # decode ranks, in order; none if it is not read
+    num_bytes: int
+    num_runs: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +124,6 @@ class Explanation:
     prefill: EngineDescription
     decode: EngineDescription
     ranks: tuple[DecodeRankReads, ...] = ()
-    sends: tuple[RankSends, ...] = ()  # of every prefill rank
     refused: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
     link: str = DEFAULT_LINK  # for which times are predicted
@@ -134,9 +160,15 @@ class Explanation:
         )
         return max(times, default=0.0)
 
-    def bytes_by_source(self) -> dict[Rank, int]:
-        """Return the bytes that each prefill rank sends, 0 if no decode rank reads it."""
-        return {sends.rank: sends.num_bytes for sends in self.sends}
+    def loads(self) -> list[RankLoad]:
+        """Return what each prefill rank gives to all decode ranks: their reads, by source."""
+        found = []
+        for source in sorted(self.prefill.ranks):
+            reads = [(rank.rank, read) for rank in self.ranks for read in rank.reads if read.source == source]
+            readers = tuple(dict.fromkeys(reader for reader, _ in reads))
+            num_bytes = sum(read.num_bytes for _, read in reads)
+            found.append(RankLoad(source, readers, num_bytes, sum(read.num_runs for _, read in reads)))
+        return found
 
 
 def explain_pair(
@@ -146,26 +178,35 @@ def explain_pair(
 
     `link`: a name of LINKS.
     """
-    remote = prefill.layouts()
+    plans = PlanCache(max_bytes=sys.maxsize)  # all of them are shown
+    remote = _renamed(prefill, PREFILL)
     ranks: list[DecodeRankReads] = []
     refused: dict[Refusal, None] = {}  # in order, each once
-    for rank in sorted(decode.ranks):
-        spec, layout = decode.ranks[rank]
+    reader = _renamed(decode, DECODE)
+    for rank, (spec, layout) in sorted(reader.ranks.items()):
+        topology = TransferTopology(spec, layout)
         try:
-            plan = make_plan(spec, layout, prefill.spec, remote)
+            plan = topology.register_remote_engine(remote, plans, home=_NO_HOME)
         except PlanError as error:
             refused.update(dict.fromkeys(_refusals(prefill, decode, rank, error)))
             continue
         ranks.append(
             DecodeRankReads(
-                rank, (layout.start_layer, layout.end_layer), plan, tuple(_reads(plan, LINKS[link]))
+                rank, (layout.start_layer, layout.end_layer), topology, plan, tuple(_reads(plan, LINKS[link]))
             )
         )
     if refused:
         return Explanation(prefill, decode, refused=tuple(refused), link=link)
-    layouts = {rank: layout for rank, (_, layout) in decode.ranks.items()}
-    sends = engine_sends(remote, layouts, (reads.plan for reads in ranks))
-    return Explanation(prefill, decode, tuple(ranks), sends, notes=tuple(_notes(ranks)), link=link)
+    return Explanation(prefill, decode, tuple(ranks), notes=tuple(_notes(ranks)), link=link)
+
+
+def _renamed(engine: EngineDescription, engine_id: EngineId) -> EngineDescription:
+    """Return the engine by another id: both may be described by one preset, and no rank reads its own."""
+    ranks = {
+        rank: (msgspec.structs.replace(spec, engine_id=engine_id), layout)
+        for rank, (spec, layout) in engine.ranks.items()
+    }
+    return dataclasses.replace(engine, ranks=ranks)
 
 
 def _refusals(
@@ -227,7 +268,7 @@ def _by_tokens(group_reads: list[GroupRead]) -> dict[int, list[GroupRead]]:
 
 
 def _bytes_read(group_read: GroupRead, tokens: int) -> Fraction:
-    """Return the bytes of some tokens, exact, so that they round like those that a prefill rank sends."""
+    """Return the bytes of some tokens, exact: they are rounded once, in the sum."""
     of_an_item = sum(
         pattern.local.num_chunks * pattern.local.chunk_bytes * pattern.num_units * len(pattern.extents)
         for pattern in group_read.patterns

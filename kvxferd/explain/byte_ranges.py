@@ -1,4 +1,4 @@
-"""The byte ranges that one decode rank reads: those of block 0 on both sides, component by component."""
+"""A plan's byte ranges: those of block 0 on both sides, component by component."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvxferd.explain.analysis import DecodeRankReads
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import GroupKind, PackedBlocks, UnitRange, pack_ids
 from kvxferd.plan import Expander, Plan
@@ -16,29 +15,31 @@ from kvxferd.plan.plan import GroupRead, StridePattern
 _BLOCK_0 = pack_ids([0])
 
 
-class ByteRanges(NamedTuple):
-    """The ranges of one component of one layer that decode's block 0 reads from block 0 of a prefill rank.
+class ByteRanges(msgspec.Struct, frozen=True):
+    """The ranges of one component of one layer that a plan's rank has in common with a remote rank.
 
-    Offsets are bytes in the regions. Every further block lies one stride further on each side.
+    Offsets are bytes in the regions, for block 0 on both sides. Every further block lies one stride further
+    on each side.
     """
 
-    source: Rank
+    remote_rank: Rank
     kind: GroupKind
     layer: int
     component: str
     units: UnitRange
-    decode_region: RegionId
-    prefill_region: RegionId
-    runs: tuple[tuple[int, int, int], ...]  # decode offset, prefill offset, bytes
-    decode_block_stride: int
-    prefill_block_stride: int
+    local_region: RegionId
+    remote_region: RegionId
+    runs: tuple[tuple[int, int, int], ...]  # local offset, remote offset, bytes
+    local_block_stride: int
+    remote_block_stride: int
 
     @property
     def pattern(self) -> tuple[object, ...]:
         """The fields that layers of equal layout share: all but the layer and its offset."""
         local, remote, _ = self.runs[0]
         relative = tuple((a - local, b - remote, length) for a, b, length in self.runs)
-        return (self.source, self.kind, self.component, self.units, relative, *self[5:7], *self[8:])
+        sides = (self.local_region, self.remote_region, self.local_block_stride, self.remote_block_stride)
+        return (self.remote_rank, self.kind, self.component, self.units, relative, sides)
 
     @property
     def num_bytes(self) -> int:
@@ -46,15 +47,15 @@ class ByteRanges(NamedTuple):
         return sum(length for _, _, length in self.runs)
 
 
-def byte_ranges(reads: DecodeRankReads) -> list[ByteRanges]:
-    """Return the ranges of every component that a rank reads, by source, layer and component."""
+def byte_ranges(plan: Plan) -> list[ByteRanges]:
+    """Return the ranges of every component in a plan, by remote rank, layer and component."""
     found = [
         ranges
-        for group_read in reads.plan.group_reads
+        for group_read in plan.group_reads
         for pattern in group_read.patterns
-        for ranges in _pattern_ranges(reads.plan, group_read, pattern)
+        for ranges in _pattern_ranges(plan, group_read, pattern)
     ]
-    return sorted(found, key=lambda r: (r.source, r.layer, r.component, r.units.start))
+    return sorted(found, key=lambda r: (r.remote_rank, r.layer, r.component, r.units.start))
 
 
 def _pattern_ranges(plan: Plan, group_read: GroupRead, pattern: StridePattern) -> Iterator[ByteRanges]:
@@ -90,8 +91,8 @@ class LayersInStep(NamedTuple):
 
     first: ByteRanges
     layers: tuple[int, ...]
-    decode_step: int  # bytes from one of the layers to the next; 0 for one layer alone
-    prefill_step: int
+    local_step: int  # bytes from one of the layers to the next; 0 for one layer alone
+    remote_step: int
 
 
 def group_layers_in_step(ranges: list[ByteRanges]) -> list[LayersInStep]:
@@ -112,7 +113,7 @@ def _extended(alike: LayersInStep, item: ByteRanges) -> LayersInStep | None:
     steps = tuple(item.runs[0][side] - alike.first.runs[0][side] for side in (0, 1))
     if any(step % count for step in steps):
         return None
-    decode_step, prefill_step = (step // count for step in steps)
-    if count > 1 and (decode_step, prefill_step) != (alike.decode_step, alike.prefill_step):
+    local_step, remote_step = (step // count for step in steps)
+    if count > 1 and (local_step, remote_step) != (alike.local_step, alike.remote_step):
         return None
-    return LayersInStep(alike.first, (*alike.layers, item.layer), decode_step, prefill_step)
+    return LayersInStep(alike.first, (*alike.layers, item.layer), local_step, remote_step)

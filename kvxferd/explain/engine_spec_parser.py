@@ -17,7 +17,7 @@ from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import (
     DeploymentOptions,
     ModelFacts,
-    deployed,
+    deploy,
     find_model,
     key_and_value,
     with_kv_dtype,
@@ -51,7 +51,7 @@ class Deployment:
 
     def ranks(self) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
         """Return spec and layout of every rank. Raises ValueError for options that do not suit the model."""
-        return deployed(self.model, self.options)
+        return deploy(self.model, self.options)
 
     def with_options(self, options: Mapping[str, Any]) -> Deployment:
         """Return the deployment with some other options. Raises ValueError as DeploymentOptions does."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvxferd.explain.analysis import Explanation
 from kvxferd.explain.engine_spec_parser import EngineDescription
 from kvxferd.ids import Rank
-from kvxferd.layout import GroupKind, UnitRange
+from kvxferd.layout import GroupKind, UnitRange, cache_properties
 from kvxferd.tooling.output import format_bytes
 
 
@@ -95,6 +95,11 @@ def format_engine(engine: EngineDescription) -> str:
             + " and ".join(str(n) for n in sorted({g.block_tokens for g in attention}))
             + " tokens"
         )
+    pages = cache_properties(engine.ranks[min(engine.ranks)][1])
+    if pages.cross_layers_blocks:
+        parts.append("all layers of a block in one page")
+    elif pages.is_kv_layout_blocks_first:
+        parts.append("K and V of a block in one page")
     if shards:
         parts.append(f"tokens shared by {max(shards)} ranks")
     if len(attention) < len(groups):
@@ -104,7 +109,7 @@ def format_engine(engine: EngineDescription) -> str:
 
 def format_load(explanation: Explanation) -> str:
     """Return which prefill ranks send most, by how much, and which send nothing."""
-    served = explanation.bytes_by_source()
+    served = {load.rank: load.num_bytes for load in explanation.loads()}
     most, mean = max(served.values()), sum(served.values()) / len(served)
     if min(served.values()) == most:
         return f"every prefill rank gives {format_bytes(most)}"

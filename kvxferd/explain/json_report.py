@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from kvxferd.explain.analysis import DecodeRankReads, Explanation, RankRead
-from kvxferd.explain.byte_ranges import ByteRanges
-from kvxferd.explain.sends import RankSends, Send
+from kvxferd.explain.byte_ranges import ByteRanges, byte_ranges
 
 
-def explanation_json(explanation: Explanation, ranges: list[ByteRanges] | None = None) -> dict[str, Any]:
-    """Return `ranks` and `sends`, or `refused`; with `ranges`, also `byte_ranges` of the requested rank."""
+def explanation_json(
+    explanation: Explanation,
+    reader: DecodeRankReads | None = None,
+    sends: list[ByteRanges] | None = None,
+) -> dict[str, Any]:
+    """Return `ranks`, or `refused`; `terms` and `byte_ranges` of a decode rank; those that are sent."""
     about: dict[str, Any] = {"prefill": explanation.prefill.label, "decode": explanation.decode.label}
     if explanation.refused:
         return about | {"refused": [refusal._asdict() for refusal in explanation.refused]}
@@ -18,10 +23,12 @@ def explanation_json(explanation: Explanation, ranges: list[ByteRanges] | None =
     about["advice"] = explanation.advice
     about["bytes_per_1000_tokens"] = explanation.num_bytes
     about["ranks"] = [_rank(rank) for rank in explanation.ranks]
-    about["sends"] = [_sends(sends) for sends in explanation.sends]
     about["notes"] = list(explanation.notes)
-    if ranges is not None:
-        about["byte_ranges"] = [_ranges(item) for item in ranges]
+    if reader is not None:
+        about["terms"] = msgspec.to_builtins(reader.terms())
+        about["byte_ranges"] = msgspec.to_builtins(byte_ranges(reader.plan))
+    if sends is not None:
+        about["sent_byte_ranges"] = msgspec.to_builtins(sends)
     return about
 
 
@@ -54,34 +61,4 @@ def _read(read: RankRead) -> dict[str, Any]:
         "descriptors_direct": read.estimate.descriptors_direct,
         "descriptors_posted": read.estimate.descriptors_posted,
         "predicted_ms": round(1e3 * read.estimate.predicted_s, 3),
-    }
-
-
-def _sends(sends: RankSends) -> dict[str, Any]:
-    return {"prefill_rank": list(sends.rank), "to": [_send(send) for send in sends.to]}
-
-
-def _send(send: Send) -> dict[str, Any]:
-    return {
-        "decode_rank": list(send.decode_rank),
-        "bytes_per_1000_tokens": send.num_bytes,
-        "runs_per_1000_tokens": send.num_runs,
-    }
-
-
-def _ranges(item: ByteRanges) -> dict[str, Any]:
-    return {
-        "prefill_rank": list(item.source),
-        "for": item.kind.value,
-        "layer": item.layer,
-        "component": item.component,
-        "units": [item.units.start, item.units.stop],
-        "decode_region": item.decode_region,
-        "prefill_region": item.prefill_region,
-        "decode_block_stride": item.decode_block_stride,
-        "prefill_block_stride": item.prefill_block_stride,
-        "runs": [
-            {"decode_offset": local, "prefill_offset": remote, "bytes": length}
-            for local, remote, length in item.runs
-        ],
     }

@@ -1,25 +1,69 @@
 """How a mover with `mover.read = "auto"` would read from one rank, and how long that is predicted to take.
 
-The stretches are those of `kvxferd.plan.covering`, and the choice is that of `kvxferd.plan.read_costs`: the
-mover's own. They are counted over sample lists, and stand for the whole request in proportion to its bytes.
+The request is an example of 1,000 tokens, the link one of `LINKS`. The stretches are those of
+`kvxferd.plan.covering`, and the choice is that of `kvxferd.plan.read_costs`: the mover's own. They are
+counted over sample lists, and stand for the whole request in proportion to its bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from kvxferd.explain.links import Link
-from kvxferd.explain.sample_request import sample_lists
-from kvxferd.ids import AgentName, Rank, RegionId
+import msgspec
+
+from kvxferd.ids import AgentName, GroupName, Rank, RegionId
+from kvxferd.layout import GroupKind, PackedBlocks, pack_ids
 from kvxferd.plan import Plan
 from kvxferd.plan.covering import CoveredRank, CoverExpander, CoverRequest, FormCount
-from kvxferd.plan.read_costs import Choice, CostModel, LinkCosts, ReadShape
+from kvxferd.plan.plan import BlockGeometry
+from kvxferd.plan.read_costs import (
+    START_BYTES_PER_S,
+    START_DESCRIPTOR_S,
+    Choice,
+    CostModel,
+    LinkCosts,
+    ReadShape,
+)
 
+REQUEST_TOKENS = 1000  # tokens of the example request
+# Runs are counted over whole blocks of both sides if those have at most MAX_SAMPLE_TOKENS tokens.
+MAX_SAMPLE_TOKENS = 8192
+
+DEFAULT_LINK = "cma"
 _AGENT = AgentName("prefill")
 
 ReadWay = Literal["direct", "covering"]
+
+
+class Link(NamedTuple):
+    """The constants of a link, and where they come from."""
+
+    descriptor_s: float
+    bytes_per_s: float
+    source: str
+
+
+# A descriptor of a network card: 0.7 GB/s with descriptors of 1 KiB, less the time of the bytes themselves.
+_RDMA_DESCRIPTOR_S = 1.4e-6
+_RDMA_SOURCE = "0.7 GB/s with descriptors of 1 KiB, reported in LMCache#4161; the bandwidth is the card's"
+
+LINKS: dict[str, Link] = {
+    "cma": Link(
+        START_DESCRIPTOR_S,
+        START_BYTES_PER_S,
+        "measured on two cores, NIXL 1.5.1: 64 MiB as 262,144 descriptors 621 ms, as one 7 ms",
+    ),
+    "tcp": Link(
+        4.5e-6,
+        1.1e9,
+        "measured on two cores, NIXL 1.5.1: 64 MiB as 262,144 descriptors 1.2 to 1.9 s; long ones 1.1 GB/s",
+    ),
+    "100g": Link(_RDMA_DESCRIPTOR_S, 100e9 / 8, _RDMA_SOURCE),
+    "400g": Link(_RDMA_DESCRIPTOR_S, 400e9 / 8, _RDMA_SOURCE),
+}
 
 
 class ReadSample(NamedTuple):
@@ -31,7 +75,7 @@ class ReadSample(NamedTuple):
     times: Fraction  # how many such samples the request has
 
 
-class ReadEstimate(NamedTuple):
+class ReadEstimate(msgspec.Struct, frozen=True):
     """The way to read, for a request of 1,000 tokens with block ids without neighbours."""
 
     way: ReadWay
@@ -102,3 +146,31 @@ def _rest_s(forms: Sequence[FormCount], num_bytes: int, num_runs: int, costs: Li
     rest = ReadShape(max(0, num_runs - runs_of_forms), max(0, num_bytes - bytes_of_forms))
     # Without a form for some runs, at least these remain; a few are the rounding of counts.
     return costs.predict_s(rest) if rest.num_bytes > num_bytes // 100 else 0.0
+
+
+def tokens_moved(window: int | None) -> int:
+    """Return how many of the request's tokens a group moves: of a sliding window only its own."""
+    return REQUEST_TOKENS if window is None else min(REQUEST_TOKENS, window)
+
+
+def sample_tokens(sides: Iterable[BlockGeometry]) -> int:
+    """Return the tokens after which the blocks of all sides begin together, or those of the largest block.
+
+    Ids without neighbours merge nothing, so a sample of so many tokens is as good as a whole request.
+    """
+    spans = [side.id_tokens for side in sides if side.id_tokens]
+    if not spans:
+        return 1
+    step = math.lcm(*spans)
+    return step if step <= MAX_SAMPLE_TOKENS else max(spans)
+
+
+def sample_lists(sides: Iterable[BlockGeometry], tokens: int, stride: int) -> dict[GroupName, PackedBlocks]:
+    """Return block lists of ids `stride` apart; the ids need not exist, as nothing is moved."""
+    return {side.group: _sample_block_ids(side, tokens, stride) for side in sides}
+
+
+def _sample_block_ids(side: BlockGeometry, tokens: int, stride: int) -> PackedBlocks:
+    if side.kind is GroupKind.STATE:
+        return PackedBlocks(pack_ids([0]), state_at=tokens)
+    return PackedBlocks(pack_ids([stride * i for i in range(-(-tokens // side.id_tokens))]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,34 +13,19 @@ from kvxferd.tooling.output import format_bytes
 
 Lengths = npt.NDArray[np.uint64]
 
-
-class _PatternContent(NamedTuple):
-    """The bytes of one component of one layer that a pattern moves for a number of consecutive tokens."""
-
-    unit_bytes: int
-    num_units: int
-    num_items: int
-    heads: str  # the phrase for all units: "4 heads", "latent", "32 of ssm"
-    head: str  # the phrase for one unit
-
-    @property
-    def total(self) -> int:
-        return self.unit_bytes * self.num_units * self.num_items
+MAX_LENGTHS = 4  # of runs in a sentence, the most frequent first
 
 
 def describe_runs(group_reads: Sequence[GroupRead], scattered: Lengths, in_a_row: Lengths) -> str:
     """Return a sentence on the runs of group reads, from their lengths for scattered and consecutive ids."""
     lengths, counts = np.unique(scattered, return_counts=True)
-    contents = [
-        _content(group_read, pattern) for group_read in group_reads for pattern in group_read.patterns
+    usual = [
+        length for _, length in sorted(zip(counts.tolist(), lengths.tolist(), strict=True), reverse=True)
     ]
-    usual = sorted(zip(counts.tolist(), lengths.tolist(), strict=True), reverse=True)[:4]
-    is_state = group_reads[0].local.kind is GroupKind.STATE
-    parts = [f"{format_bytes(length)} = {_describe_run(length, contents, is_state)}" for _, length in usual]
-    if len(lengths) > len(usual):
-        parts.append(f"{len(lengths) - len(usual)} more lengths up to {format_bytes(int(lengths[-1]))}")
-    sentence = "runs of " + ", ".join(parts)
-    if is_state:
+    sentence = "runs of " + ", ".join(format_bytes(length) for length in usual[:MAX_LENGTHS])
+    if len(usual) > MAX_LENGTHS:
+        sentence += f", {len(usual) - MAX_LENGTHS} more lengths up to {format_bytes(int(lengths[-1]))}"
+    if group_reads[0].local.kind is GroupKind.STATE:
         return sentence
     grown = in_a_row.mean() / scattered.mean()
     if grown > 1.01:
@@ -49,41 +33,6 @@ def describe_runs(group_reads: Sequence[GroupRead], scattered: Lengths, in_a_row
     else:
         sentence += "; blocks in a row do not merge"
     return sentence + _why_runs_are_short(group_reads)
-
-
-def _content(group_read: GroupRead, pattern: StridePattern) -> _PatternContent:
-    unit_bytes = pattern.local.num_chunks * pattern.local.chunk_bytes
-    names = sorted({extent.component for extent in pattern.extents})
-    of, count = "/".join(names), pattern.num_units
-    if set(names) <= {"k", "v", "kv"}:
-        heads, head = f"{count} head{'s' * (count > 1)}", "1 head"
-    else:
-        heads, head = (f"{count} of {of}", f"1 of {of}") if count > 1 else (of, of)
-    items = 1 if group_read.local.kind is GroupKind.STATE else _items_per_block(group_read)
-    return _PatternContent(unit_bytes, count, items, heads, head)
-
-
-def _describe_run(length: int, contents: Sequence[_PatternContent], is_state: bool) -> str:
-    """Return the content of a run of this length, by the first interpretation that fits."""
-    for c in contents:
-        times = "" if is_state else f" x {c.num_items} token{'s' * (c.num_items > 1)}"
-        readings = (
-            (c.total, f"{c.heads}{times}"),
-            (c.unit_bytes * c.num_items, f"{c.head}{times}"),
-            (c.unit_bytes * c.num_units, f"{c.heads} x 1 token"),
-            (c.unit_bytes, f"{c.head} x 1 token"),
-        )
-        for num_bytes, sentence in readings:
-            if length == num_bytes:
-                return sentence
-    for c in contents:
-        if c.total and length % c.total == 0:
-            times = "" if is_state else f" x {c.num_items} tokens"
-            return f"{length // c.total} x ({c.heads}{times}) that touch"
-    if length < max(c.unit_bytes for c in contents):
-        return "a row of a convolution's state" if is_state else "a part of what one token has"
-    largest = max((c for c in contents if c.total <= length), key=lambda c: c.total, default=None)
-    return "mixed content" if largest is None else f"{largest.heads} and what touches it"
 
 
 def _why_runs_are_short(group_reads: Sequence[GroupRead]) -> str:

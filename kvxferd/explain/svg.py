@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
@@ -10,7 +9,7 @@ FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 # The widest of the fonts above takes 0.6 em per character on average.
 CHARACTER_EM = 0.58
 
-INK, FAINT, RULE, PAPER, ALARM = "#1b2430", "#5b6675", "#d5dae1", "#ffffff", "#b42318"
+INK, FAINT, RULE, PAPER = "#1b2430", "#5b6675", "#d5dae1", "#ffffff"
 
 Colour = tuple[int, int, int]
 Scale = tuple[Colour, Colour]
@@ -86,15 +85,6 @@ class Canvas:
             f' stroke-width="{width:g}"/>'
         )
         self._extend(max(x1, x2), max(y1, y2))
-
-    def paragraph(
-        self, x: float, y: float, text: str, *, width: float, size: float = 12, fill: str = INK
-    ) -> float:
-        """Draw wrapped text from baseline `y` on; return the baseline of the line after it."""
-        lines = textwrap.wrap(text, max(20, int(width / (size * CHARACTER_EM)))) or [""]
-        for number, line in enumerate(lines):
-            self.text(x, y + number * size * 1.4, line, size=size, fill=fill)
-        return y + len(lines) * size * 1.4
 
     def to_svg(self, title: str, margin: float) -> str:
         """Return the document, as large as the shapes and a margin."""

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvxferd.explain.analysis import DecodeRankReads, Explanation, RankRead
+from kvxferd.explain.engine_spec_parser import EngineDescription
 from kvxferd.explain.formatting import (
     format_engine,
     format_heads,
     format_layers,
-    format_load,
     format_numbers,
     format_ranks,
     format_units,
 )
-from kvxferd.explain.matrix_axes import PipelineStage, UnitAxis, pipeline_stages, unit_axes
-from kvxferd.explain.sample_request import REQUEST_TOKENS
+from kvxferd.explain.read_estimate import REQUEST_TOKENS
 from kvxferd.explain.svg import (
-    ALARM,
     BLUE,
     FAINT,
     INK,
@@ -33,45 +33,36 @@ from kvxferd.tooling.output import format_bytes
 
 MARGIN = 28.0
 SCALES: dict[GroupKind, Scale] = {GroupKind.ATTENTION: BLUE, GroupKind.STATE: ORANGE}
-AXIS_SIZE = 46.0  # pixels for the staircase of shares
 STAGE_BAND = 24.0  # height of a stage's band above the matrix
 STAGE_SIDE_BAND = 118.0  # width of a stage's band beside the matrix
 MAX_BAR = 150.0  # length of the longest bar
 NOT_READ = "#f4f5f7"
 AT_MOST_MEAN, ABOVE_MEAN = "#aab3bf", "#6b7686"  # bars of prefill ranks, against the mean
-MAX_SENTENCES = 4  # sentences on runs
 # (ranks along one side, a cell's width if they are columns, its height if they are rows)
 _CELLS = ((4, 128.0, 58.0), (8, 104.0, 50.0), (16, 66.0, 42.0), (32, 32.0, 24.0), (64, 17.0, 16.0))
 _MIN_CELL = (9.0, 12.0)  # for more ranks; the picture grows
 
 
 def draw_svg(explanation: Explanation) -> str:
-    """Return an SVG document: the matrix, or the refusals."""
+    """Return an SVG document of a pair that is possible."""
     canvas = Canvas()
-    y = _heading(canvas, explanation)
-    if explanation.refused:
-        _Refusals(canvas, explanation).draw(y)
-    else:
-        _ReadMatrix(canvas, explanation).draw(y)
+    _ReadMatrix(canvas, explanation).draw(_heading(canvas, explanation))
     return canvas.to_svg(f"{explanation.decode.label} reads {explanation.prefill.label}", MARGIN)
 
 
 def _heading(canvas: Canvas, explanation: Explanation) -> float:
     """Draw the title and the two engines; return the y below them."""
     y = MARGIN + 16
-    if explanation.refused:
-        canvas.text(MARGIN, y, "Refused: decode cannot read prefill", size=22, fill=ALARM, bold=True)
-    else:
-        reads = sum(len(rank.reads) for rank in explanation.ranks)
-        runs = sum(rank.num_runs for rank in explanation.ranks)
-        canvas.text(MARGIN, y, "Which prefill ranks each decode rank reads", size=22, bold=True)
-        y += 24
-        sentence = (
-            f"A request of {REQUEST_TOKENS:,} tokens moves {format_bytes(explanation.num_bytes)} in "
-            f"{reads:,} read{'s' * (reads != 1)}: "
-            f"{runs:,} runs of {format_bytes(explanation.num_bytes / max(1, runs))} on average"
-        )
-        canvas.text(MARGIN, y, sentence, size=14)
+    reads = sum(len(rank.reads) for rank in explanation.ranks)
+    runs = sum(rank.num_runs for rank in explanation.ranks)
+    canvas.text(MARGIN, y, "Which prefill ranks each decode rank reads", size=22, bold=True)
+    y += 24
+    sentence = (
+        f"A request of {REQUEST_TOKENS:,} tokens moves {format_bytes(explanation.num_bytes)} in "
+        f"{reads:,} read{'s' * (reads != 1)}: "
+        f"{runs:,} runs of {format_bytes(explanation.num_bytes / max(1, runs))} on average"
+    )
+    canvas.text(MARGIN, y, sentence, size=14)
     for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
         y += 20
         canvas.text(MARGIN, y, role, size=12, bold=True)
@@ -92,10 +83,8 @@ class _ReadMatrix:
         self.width, self.height = _cell_size(len(self.columns), 0), _cell_size(len(self.rows), 1)
         if len(self.kinds) > 1 and len(self.rows) <= 16:
             self.height = max(self.height, 64.0)  # two lines for each kind
-        self.column_axes = unit_axes(explanation.prefill, self.kinds)
-        self.row_axes = unit_axes(explanation.decode, self.kinds)
         self.most = {kind: max(self._sizes(kind), default=1) or 1 for kind in self.kinds}
-        self.left = MARGIN + STAGE_SIDE_BAND + 34 + AXIS_SIZE * len(self.row_axes) + 10
+        self.left = MARGIN + STAGE_SIDE_BAND + 44
         self.top = 0.0
 
     @property
@@ -107,7 +96,7 @@ class _ReadMatrix:
         return self.top + self.height * len(self.rows)
 
     def draw(self, y: float) -> None:
-        self.top = y + 20 + STAGE_BAND + 18 + AXIS_SIZE * len(self.column_axes) + 10
+        self.top = y + 20 + STAGE_BAND + 28
         self.canvas.text(
             self.left, y + 10, "prefill ranks, by pipeline stage and tp rank", size=12, bold=True
         )
@@ -119,8 +108,7 @@ class _ReadMatrix:
         self._stage_lines()
         self._row_bars()
         y = self._column_bars(self.bottom + 14)
-        y = self._legend(y + 18)
-        self._draw_notes(y + 8)
+        self._legend(y + 18)
 
     def _sizes(self, kind: GroupKind) -> list[int]:
         return [read.num_bytes for rank in self.rows for read in rank.reads if read.kind is kind]
@@ -128,7 +116,7 @@ class _ReadMatrix:
     # --- around the matrix
 
     def _column_heads(self, y: float) -> None:
-        for stage in pipeline_stages(self.explanation.prefill):
+        for stage in _stages(self.explanation.prefill):
             x, width = self.left + stage.first * self.width, stage.size * self.width
             self.canvas.rect(x + 1, y, width - 2, STAGE_BAND - 4, "#e8ebf0")
             label = longest_fitting(stage.labels(), width - 6, 11)
@@ -138,35 +126,9 @@ class _ReadMatrix:
             x = self.left + (index + 0.5) * self.width
             name = f"tp {rank.tp_rank}" if self.width >= 40 else str(rank.tp_rank)
             self.canvas.text(x, y + STAGE_BAND + 10, name, size=size, anchor="middle", fill=FAINT)
-        y += STAGE_BAND + 18
-        for track in self.column_axes:
-            self._draw_axis_name(track, self.left - 6, y)
-            for index, rank in enumerate(self.columns):
-                self._draw_column_share(track, rank, self.left + index * self.width, y)
-            y += AXIS_SIZE
-
-    def _draw_axis_name(self, track: UnitAxis, x: float, y: float) -> None:
-        """Label the ends of a staircase: its first unit above, its last below."""
-        ends = (
-            (f"{track.unit_name} 0", str(track.total - 1))
-            if track.total > 1
-            else (f"whole {track.unit_name}", "")
-        )
-        for offset, text in zip((9, AXIS_SIZE - 5), ends, strict=True):
-            self.canvas.text(x, y + offset, text, size=10, fill=FAINT, anchor="end")
-
-    def _draw_column_share(self, track: UnitAxis, rank: Rank, x: float, y: float) -> None:
-        """Draw the part of the units that a prefill rank holds: a step of the staircase."""
-        height = AXIS_SIZE - 6
-        self.canvas.rect(x + 1, y, self.width - 2, height, NOT_READ)
-        fill = shade(SCALES[track.kind], 0.45)
-        for held in track.held.get(rank, ()):
-            start, stop = (at / track.total * height for at in (held.start, held.stop))
-            title = f"prefill {rank} holds {track.unit_name} {track.label(rank)}"
-            self.canvas.rect(x + 1, y + start, self.width - 2, max(2.0, stop - start), fill, title=title)
 
     def _row_heads(self) -> None:
-        for stage in pipeline_stages(self.explanation.decode):
+        for stage in _stages(self.explanation.decode):
             y, height = self.top + stage.first * self.height, stage.size * self.height
             self.canvas.rect(MARGIN, y + 1, STAGE_SIDE_BAND - 4, height - 2, "#e8ebf0")
             self._draw_stage_label(stage, y + height / 2)
@@ -176,25 +138,11 @@ class _ReadMatrix:
             y = self.top + (index + 0.5) * self.height
             name = f"tp {row.rank.tp_rank}" if self.height >= 16 else str(row.rank.tp_rank)
             self.canvas.text(x + 28, y + size * 0.35, name, size=size, anchor="end", fill=FAINT)
-            for number, track in enumerate(self.row_axes):
-                self._draw_row_share(track, row.rank, x + 36 + number * AXIS_SIZE, y - self.height / 2)
-        for number, track in enumerate(self.row_axes):
-            middle = x + 36 + (number + 0.5) * AXIS_SIZE - 3
-            self.canvas.text(middle, self.bottom + 12, track.unit_name, size=9, fill=FAINT, anchor="middle")
 
-    def _draw_stage_label(self, stage: PipelineStage, y: float) -> None:
+    def _draw_stage_label(self, stage: _Stage, y: float) -> None:
         label = longest_fitting(stage.labels(), STAGE_SIDE_BAND - 8, 11)
         if stage.size * self.height >= 10:
             self.canvas.text(MARGIN + STAGE_SIDE_BAND / 2 - 2, y + 4, label, size=11, anchor="middle")
-
-    def _draw_row_share(self, track: UnitAxis, rank: Rank, x: float, y: float) -> None:
-        width = AXIS_SIZE - 6
-        self.canvas.rect(x, y + 1, width, self.height - 2, NOT_READ)
-        fill = shade(SCALES[track.kind], 0.45)
-        for held in track.held.get(rank, ()):
-            start, stop = (at / track.total * width for at in (held.start, held.stop))
-            title = f"decode {rank} holds {track.unit_name} {track.label(rank)}"
-            self.canvas.rect(x + start, y + 1, max(2.0, stop - start), self.height - 2, fill, title=title)
 
     # --- the matrix
 
@@ -251,10 +199,10 @@ class _ReadMatrix:
 
     def _stage_lines(self) -> None:
         """Draw the lines between stages."""
-        for stage in pipeline_stages(self.explanation.prefill)[1:]:
+        for stage in _stages(self.explanation.prefill)[1:]:
             x = self.left + stage.first * self.width
             self.canvas.line(x, self.top - 4, x, self.bottom + 4, INK, 1.5)
-        for stage in pipeline_stages(self.explanation.decode)[1:]:
+        for stage in _stages(self.explanation.decode)[1:]:
             y = self.top + stage.first * self.height
             self.canvas.line(self.left - 4, y, self.right + 4, y, INK, 1.5)
 
@@ -282,22 +230,25 @@ class _ReadMatrix:
 
     def _column_bars(self, y: float) -> float:
         """Draw bars of the bytes that each prefill rank sends, and their mean; return the y below them."""
-        served = self.explanation.bytes_by_source()
-        most, mean = max(served.values()) or 1, sum(served.values()) / len(served)
+        loads = self.explanation.loads()
+        most = max(load.num_bytes for load in loads) or 1
+        mean = sum(load.num_bytes for load in loads) / len(loads)
         height = 44.0
         self.canvas.text(self.left - 8, y + 22, "each prefill rank gives", size=12, bold=True, anchor="end")
-        load = f"at most {format_bytes(most)}" + (f", mean {format_bytes(mean)}" if mean < most else "")
-        self.canvas.text(self.left - 8, y + 37, load, size=11, fill=FAINT, anchor="end")
-        for index, sends in enumerate(self.explanation.sends):
+        sentence = f"at most {format_bytes(most)}" + (f", mean {format_bytes(mean)}" if mean < most else "")
+        self.canvas.text(self.left - 8, y + 37, sentence, size=11, fill=FAINT, anchor="end")
+        for index, load in enumerate(loads):
             x = self.left + index * self.width
-            length = height * sends.num_bytes / most
-            title = f"prefill {sends.rank} gives {format_bytes(sends.num_bytes)}"
-            if sends.to:
-                readers = format_ranks([send.decode_rank for send in sends.to])
-                title += f", {sends.num_bytes / mean:.0%} of the mean: {sends.num_runs:,} runs to {readers}"
-            fill = ABOVE_MEAN if sends.num_bytes > mean else AT_MOST_MEAN
+            length = height * load.num_bytes / most
+            title = f"prefill {load.rank} gives {format_bytes(load.num_bytes)}"
+            if load.readers:
+                readers = format_ranks(load.readers)
+                title += f", {load.num_bytes / mean:.0%} of the mean: {load.num_runs:,} runs to {readers}"
+            fill = ABOVE_MEAN if load.num_bytes > mean else AT_MOST_MEAN
             self.canvas.rect(x + 2, y, self.width - 4, max(length, 0.5), fill, title=title)
-            label = longest_fitting((format_bytes(sends.num_bytes) if sends.to else "idle",), self.width, 10)
+            label = longest_fitting(
+                (format_bytes(load.num_bytes) if load.readers else "idle",), self.width, 10
+            )
             self.canvas.text(x + self.width / 2, y + height + 13, label, size=10, fill=FAINT, anchor="middle")
         self.canvas.line(self.left, y, self.right, y, RULE)
         if mean < most:
@@ -305,8 +256,8 @@ class _ReadMatrix:
             self.canvas.line(self.left, at, self.right, at, INK)
         return y + height + 18
 
-    def _legend(self, y: float) -> float:
-        """Draw the legend of the colours; return the y below it."""
+    def _legend(self, y: float) -> None:
+        """Draw the legend of the colours, and what the letters mean."""
         self.canvas.rect(MARGIN, y, 18, 14, NOT_READ, edge=RULE)
         self.canvas.text(MARGIN + 24, y + 11, "not read", size=12)
         x = MARGIN + 100
@@ -317,53 +268,42 @@ class _ReadMatrix:
             self.canvas.text(x + 148, y + 11, sentence, size=12)
             x += 164 + text_width(sentence, 12)
         y += 30
-        sentence = "Bytes are those of one request of 1,000 tokens. L: layers, h: KV heads, s: state heads. "
-        sentence += "The steps along the edges show which part of the heads a rank holds."
+        sentence = "Bytes are those of one request of 1,000 tokens. L: layers, h: KV heads, s: state heads."
         if len(self.kinds) > 1:
             sentence += " The upper part of a cell is attention, the lower part state (once per request)."
-        return self.canvas.paragraph(MARGIN, y + 4, sentence, width=self._text_width, fill=FAINT)
-
-    def _draw_notes(self, y: float) -> None:
-        """Draw the sentences on runs, and the notes."""
-        found = list(dict.fromkeys(f"{r.kind.value}: {r.merges}" for rank in self.rows for r in rank.reads))
-        shown = found[:MAX_SENTENCES]
-        if len(found) > MAX_SENTENCES:
-            shown.append(f"{len(found) - MAX_SENTENCES} more kinds of runs: see the text or --json")
-        for sentence in [*shown, *self.explanation.notes, format_load(self.explanation)]:
-            y = self.canvas.paragraph(MARGIN, y, sentence, width=self._text_width)
-
-    @property
-    def _text_width(self) -> float:
-        """Return the width for sentences."""
-        return max(760.0, self.right - MARGIN + MAX_BAR)
+        self.canvas.text(MARGIN, y + 4, sentence, fill=FAINT)
 
 
-class _Refusals:
-    """The refusals, each field with both values."""
+class _Stage(NamedTuple):
+    """One pipeline stage: neighbouring ranks along one side of the matrix."""
 
-    COLUMNS = (("field", 190.0), ("prefill", 210.0), ("decode", 210.0), ("why", 420.0))
+    pp_rank: int
+    first: int  # index of its first rank on that side
+    size: int
+    layers: range
 
-    def __init__(self, canvas: Canvas, explanation: Explanation) -> None:
-        self._canvas = canvas
-        self._explanation = explanation
+    def labels(self) -> tuple[str, ...]:
+        """Return its labels, the longest first."""
+        if not self.layers:
+            return (f"stage {self.pp_rank}: no layers", f"pp{self.pp_rank}: none", str(self.pp_rank))
+        return (
+            f"stage {self.pp_rank}: layers {format_numbers(self.layers)}",
+            f"pp{self.pp_rank}: {format_layers(self.layers)}",
+            format_layers(self.layers),
+            f"pp{self.pp_rank}",
+            str(self.pp_rank),
+        )
 
-    def draw(self, y: float) -> None:
-        right = MARGIN + sum(width for _, width in self.COLUMNS)
-        self._cells(y, [name for name, _ in self.COLUMNS], FAINT)
-        y += 10
-        for refusal in self._explanation.refused[:40]:
-            self._canvas.line(MARGIN, y, right, y)
-            values = (refusal.field, refusal.prefill, refusal.decode, refusal.message)
-            y = self._cells(y + 20, [str(value) for value in values], INK)
-        if len(self._explanation.refused) > 40:
-            self._canvas.text(MARGIN, y + 16, f"and {len(self._explanation.refused) - 40} more")
 
-    def _cells(self, y: float, texts: list[str], fill: str) -> float:
-        x, end = MARGIN, y
-        for text, (_, width) in zip(texts, self.COLUMNS, strict=True):
-            end = max(end, self._canvas.paragraph(x, y, text, width=width - 16, size=13, fill=fill))
-            x += width
-        return end
+def _stages(engine: EngineDescription) -> list[_Stage]:
+    """Return an engine's stages in the order of its ranks."""
+    ranks = sorted(engine.ranks)
+    found = []
+    for pp_rank in sorted({rank.pp_rank for rank in ranks}):
+        own = [index for index, rank in enumerate(ranks) if rank.pp_rank == pp_rank]
+        layout = engine.ranks[ranks[own[0]]][1]
+        found.append(_Stage(pp_rank, own[0], len(own), range(layout.start_layer, layout.end_layer)))
+    return found
 
 
 def _cell_size(ranks: int, side: int) -> float:

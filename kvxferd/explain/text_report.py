@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +22,7 @@ from kvxferd.explain.formatting import (
 from kvxferd.explain.read_estimate import ReadEstimate
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
+from kvxferd.plan import format_terms
 from kvxferd.tooling.output import format_bytes, format_duration, plain_text, print_fitted
 
 SHADES = " ░▒▓█"
@@ -48,7 +50,7 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
     if explanation.advice:
         console.print(plain_text(f"advice: {explanation.advice}"), soft_wrap=True)
     total = f"in all {format_bytes(explanation.num_bytes)}"
-    if len(set(explanation.bytes_by_source().values()) - {0}) == 1:
+    if len({load.num_bytes for load in explanation.loads()} - {0}) == 1:
         console.print(plain_text(f"{total}; {format_load(explanation)}"), soft_wrap=True)
         return
     console.print(plain_text(total), soft_wrap=True)
@@ -188,10 +190,11 @@ def _loads_table(explanation: Explanation) -> Table:
         table.add_column(head, justify="right")
     table.add_column("")
     alike: dict[tuple[int, int], list[Rank]] = {}
-    for sends in explanation.sends:
-        alike.setdefault((sends.num_bytes, sends.num_runs), []).append(sends.rank)
+    loads = explanation.loads()
+    for load in loads:
+        alike.setdefault((load.num_bytes, load.num_runs), []).append(load.rank)
     most = max(num_bytes for num_bytes, _ in alike)
-    mean = explanation.num_bytes / len(explanation.sends)
+    mean = explanation.num_bytes / len(loads)
     for (num_bytes, num_runs), ranks in sorted(alike.items(), reverse=True):
         cells = (format_ranks(ranks), format_bytes(num_bytes), f"{num_bytes / mean:.0%}", f"{num_runs:,}")
         table.add_row(*(plain_text(cell) for cell in cells), Text("█" * round(LOAD_BAR * num_bytes / most)))
@@ -208,14 +211,24 @@ def _count_run_sentences(explanation: Explanation) -> dict[str, int]:
     return found
 
 
-def print_byte_ranges(console: Console, rank: DecodeRankReads, ranges: list[ByteRanges]) -> None:
-    """Print the byte ranges of block 0 on both sides, layers in equal steps together."""
+def print_terms(console: Console, rank: DecodeRankReads) -> None:
+    """Print what in-engine connectors call the decisions of a decode rank, a line for each prefill stage."""
     console.print()
+    for terms in rank.terms():
+        console.print(plain_text(format_terms(terms)), soft_wrap=True)
+
+
+def print_byte_ranges(
+    console: Console, role: Literal["decode", "prefill"], rank: Rank, ranges: list[ByteRanges]
+) -> None:
+    """Print what a rank of that side reads (decode) or sends (prefill) of block 0; equal steps together."""
+    console.print()
+    other, how = ("prefill", "from") if role == "decode" else ("decode", "to")
     table = Table(
-        title=f"Byte ranges of decode {rank.rank}: its block 0 from prefill's, of the first layer listed",
+        title=f"Byte ranges of {role} {rank}: its block 0 {how} {other}'s, of the first layer listed",
         title_justify="left",
     )
-    for head in ("prefill", "layers", "component", "units", "decode bytes", "prefill bytes"):
+    for head in (other, "layers", "component", "units", f"{role} bytes", f"{other} bytes"):
         table.add_column(head)
     for head in ("runs", "next layer", "next block"):
         table.add_column(head, justify="right")
@@ -223,7 +236,8 @@ def print_byte_ranges(console: Console, rank: DecodeRankReads, ranges: list[Byte
     for row in rows[:MAX_RANGES]:
         table.add_row(*(plain_text(cell) for cell in _range_row(row)))
     print_fitted(console, table)
-    console.print(plain_text("steps are bytes at decode / at prefill; --json has every range of every layer"))
+    steps = f"steps are bytes at {role} / at {other}; --json has every range of every layer"
+    console.print(plain_text(steps))
     if len(rows) > MAX_RANGES:
         console.print(plain_text(f"{len(rows) - MAX_RANGES:,} more rows: see --json"))
 
@@ -233,13 +247,13 @@ def _range_row(row: LayersInStep) -> tuple[str, ...]:
     local, remote, length = item.runs[0]
     count = len(item.runs)
     return (
-        str(item.source),
+        str(item.remote_rank),
         format_numbers(row.layers),
         item.component,
         format_unit_ranges((item.units,)),
-        f"{item.decode_region} [{local}, {local + length})",
-        f"{item.prefill_region} [{remote}, {remote + length})",
+        f"{item.local_region} [{local}, {local + length})",
+        f"{item.remote_region} [{remote}, {remote + length})",
         f"1 of {length}" if count == 1 else f"{count} of {item.num_bytes // count}",
-        f"{row.decode_step} / {row.prefill_step}" if len(row.layers) > 1 else "-",
-        f"{item.decode_block_stride} / {item.prefill_block_stride}",
+        f"{row.local_step} / {row.remote_step}" if len(row.layers) > 1 else "-",
+        f"{item.local_block_stride} / {item.remote_block_stride}",
     )

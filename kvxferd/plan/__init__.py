@@ -2,7 +2,7 @@
 
 `make_plan` makes a plan, `PlanCache` keeps plans, and `Expander` turns one request's block ids into runs.
 `TransferTopology` is a local rank's registry of remote engines, from which the daemon plans and reads. It,
-`HybridReads`, `MambaConvSplitInfo` and `sender_plan` have the names of in-engine connectors.
+`EngineTransferInfo` and `sender_plan` have the names of in-engine connectors.
 """
 
 from kvxferd.plan.block_list_checks import (
@@ -14,12 +14,6 @@ from kvxferd.plan.block_list_checks import (
     check_request,
     engine_rules,
 )
-from kvxferd.plan.conv import (
-    MambaConvSplitInfo,
-    compute_physical_blocks_per_logical,
-    derive_mamba_conv_split,
-    logical_to_remote_block_ids,
-)
 from kvxferd.plan.differences import Difference, find_differences
 from kvxferd.plan.engine_checks import (
     check_engine,
@@ -28,36 +22,23 @@ from kvxferd.plan.engine_checks import (
     set_xfer_handshake_metadata_pp_aware,
 )
 from kvxferd.plan.expand import MAX_RUNS, Expander, Runs
-from kvxferd.plan.hybrid import HybridReads, MambaEngineTransferInfo, attention_descriptor_bytes
-from kvxferd.plan.info import EngineTransferInfo, stage_infos
 from kvxferd.plan.pieces import PieceRules, covered_tokens
 from kvxferd.plan.plan import Plan, decode_plan, encode_plan
 from kvxferd.plan.plan_cache import KeptPlan, PlanCache, PlanOwner
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.reads import Read, ReadSummary, plan_reads
-from kvxferd.plan.regions import (
-    CacheProperties,
-    TransferRegion,
-    cache_properties,
-    cache_properties_of_shapes,
-    expand_region,
-    get_transfer_cache_regions,
-)
-from kvxferd.plan.registered_engine import RegisteredEngine
-from kvxferd.plan.send_pattern import SendPart, SendPattern
-from kvxferd.plan.sender import SenderPlan, sender_plan
-from kvxferd.plan.topology import TransferTopology
+from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest
+from kvxferd.plan.sender import sender_plan
+from kvxferd.plan.topology import TransferTopology, format_terms
+from kvxferd.plan.transfer_info import EngineTransferInfo, MambaEngineTransferInfo, stage_infos
 
 __all__ = [
     "MAX_RUNS",
     "BlockRules",
-    "CacheProperties",
     "Difference",
     "EngineTransferInfo",
     "Expander",
-    "HybridReads",
     "KeptPlan",
-    "MambaConvSplitInfo",
     "MambaEngineTransferInfo",
     "PieceRules",
     "Plan",
@@ -66,32 +47,22 @@ __all__ = [
     "Read",
     "ReadSummary",
     "RegisteredEngine",
+    "RemoteManifest",
     "Runs",
-    "SendPart",
-    "SendPattern",
-    "SenderPlan",
-    "TransferRegion",
     "TransferTopology",
-    "attention_descriptor_bytes",
     "block_rules",
-    "cache_properties",
-    "cache_properties_of_shapes",
     "check_blocks",
     "check_blocks_by",
     "check_engine",
     "check_open_blocks",
     "check_request",
     "check_same_engine",
-    "compute_physical_blocks_per_logical",
     "covered_tokens",
     "decode_plan",
-    "derive_mamba_conv_split",
     "encode_plan",
     "engine_rules",
-    "expand_region",
     "find_differences",
-    "get_transfer_cache_regions",
-    "logical_to_remote_block_ids",
+    "format_terms",
     "make_plan",
     "plan_reads",
     "require_pp_aware",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kvxferd.errors import Code, PlanError
@@ -43,7 +43,7 @@ MAX_EXTENTS = 1 << 16
 
 ComponentKey = tuple[int, str]  # layer, component
 _GroupReadKey = tuple[Rank, GroupName, GroupName, int]  # remote rank, local group, remote group, granule
-_PatternKey = tuple[Strides, Strides, int]  # local, remote, number of units
+PatternKey = tuple[Strides, Strides, int]  # local, remote, number of units
 
 
 class _HeldTensor(NamedTuple):
@@ -72,6 +72,14 @@ def make_plan(
     return _Planner(spec, layout, remote_spec, remote).plan()
 
 
+def plan_of(rank: Rank, reads: Iterable[GroupRead]) -> Plan:
+    """Return some reads of `rank`, of which no two have equal ranks, groups and granules, as a plan."""
+    built = tuple(
+        sorted(reads, key=lambda read: (read.rank, read.local.group, read.remote.group, read.granule_tokens))
+    )
+    return Plan(rank, digest_of((rank, built)), built)
+
+
 class _Planner:
     """Makes one plan for one rank: indexes the remote holders, and reuses assignments that layers share."""
 
@@ -89,7 +97,7 @@ class _Planner:
     def plan(self) -> Plan:
         """Return the plan; raises PlanError (coverage-gap) for the first coordinate that no rank holds."""
         groups = {group.name: group for group in self._layout.groups}
-        reads: dict[_GroupReadKey, dict[_PatternKey, list[Extent]]] = {}
+        reads: dict[_GroupReadKey, dict[PatternKey, list[Extent]]] = {}
         sides: dict[_GroupReadKey, tuple[BlockGeometry, BlockGeometry]] = {}
         num_pieces = 0
         for tensor in self._layout.tensors:
@@ -105,10 +113,10 @@ class _Planner:
                 if key not in sides:
                     sides[key] = (block_geometry(group), block_geometry(theirs.group))
                 _add_extent(reads.setdefault(key, {}), tensor, theirs.tensor, fragment)
-        built = tuple(
-            GroupRead(key[0], *sides[key], key[3], _sorted_patterns(reads[key])) for key in sorted(reads)
+        return plan_of(
+            self._spec.rank,
+            [GroupRead(key[0], *sides[key], key[3], sorted_patterns(reads[key])) for key in reads],
         )
-        return Plan(self._spec.rank, digest_of((self._spec.rank, built)), built)
 
     def _fragments(self, tensor: CacheTensor, shard: TokenShard) -> list[tuple[Fragment, _HeldTensor]]:
         """Return the remote tensors that a local tensor's units are read from; raises PlanError for a gap."""
@@ -179,7 +187,7 @@ def _index_holders(remote: Mapping[Rank, RankLayout]) -> dict[ComponentKey, dict
 
 
 def _add_extent(
-    patterns: dict[_PatternKey, list[Extent]], local: CacheTensor, remote: CacheTensor, fragment: Fragment
+    patterns: dict[PatternKey, list[Extent]], local: CacheTensor, remote: CacheTensor, fragment: Fragment
 ) -> None:
     """Add a fragment to the extents with the same strides on both sides."""
     extent = Extent(
@@ -192,7 +200,7 @@ def _add_extent(
     patterns.setdefault((strides_of(local), strides_of(remote), fragment.num_units), []).append(extent)
 
 
-def _sorted_patterns(patterns: dict[_PatternKey, list[Extent]]) -> tuple[StridePattern, ...]:
+def sorted_patterns(patterns: dict[PatternKey, list[Extent]]) -> tuple[StridePattern, ...]:
     """Return the patterns of a group read, and the extents of each, in memory order."""
     built = [
         StridePattern(

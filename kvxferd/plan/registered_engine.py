@@ -8,52 +8,51 @@ from typing import Protocol
 
 from kvxferd.ids import Endpoint, EngineId, Generation, Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan.hybrid import HybridReads
-from kvxferd.plan.info import EngineTransferInfo
 from kvxferd.plan.plan import Plan
 from kvxferd.plan.plan_cache import KeptPlan, LayoutDigests
+from kvxferd.plan.transfer_info import EngineTransferInfo
 
 
 class RemoteManifest(Protocol):
-    """A remote engine's manifest, of which the registry needs the layouts."""
+    """A remote engine's manifest, of which the registry needs the spec and the layouts."""
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The spec of its first rank."""
 
     def layouts(self) -> Mapping[Rank, RankLayout]:
         """Return the layout of each rank."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayoutsByHand:
-    """Layouts that come without a manifest."""
-
-    ranks: Mapping[Rank, RankLayout]
-
-    def layouts(self) -> Mapping[Rank, RankLayout]:
-        """Return the layout of each rank."""
-        return self.ranks
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RegisteredEngine:
     """One remote engine as one local rank knows it."""
 
-    engine_id: EngineId
-    home: Endpoint  # the peer whose daemon sent its manifest; "" for facts built by hand
-    generation: Generation
+    home: Endpoint  # the peer whose daemon sent its manifest
+    spec: EngineSpec  # of its first rank
     last_used: float  # seconds of the caller's clock
-    stages: dict[int, EngineTransferInfo]  # by pp_rank, the lowest first where layouts are known
-    spec: EngineSpec | None = None  # of its first rank; None: it is known by facts alone
-    kept: KeptPlan | None = None  # what this rank reads of it; None: it is known by facts alone
-    layout_digests: LayoutDigests = ()  # of each rank, the lowest first
-    manifest: Callable[[], RemoteManifest | None] | None = None  # a weak reference, which returns None later
-    hybrids: dict[int, HybridReads] | None = None  # by pp_rank; None: none has states
-    num_parts: int = 0  # counted against `MAX_KEPT_PARTS`
+    stages: dict[int, EngineTransferInfo]  # by pp_rank, the lowest first
+    kept: KeptPlan  # what this rank reads of it
+    layout_digests: LayoutDigests  # of each rank, the lowest first
+    manifest: Callable[[], RemoteManifest | None]  # a weak reference, which returns None later
+    num_parts: int  # counted against `MAX_KEPT_PARTS`
+
+    @property
+    def engine_id(self) -> EngineId:
+        """Return the engine's id."""
+        return self.spec.engine_id
+
+    @property
+    def generation(self) -> Generation:
+        """Return the generation that is registered."""
+        return self.spec.generation
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan; None where only facts are known, or the cache of plans has evicted it."""
-        return None if self.kept is None else self.kept.plan
+        """Return the plan; None where the cache of plans has evicted it."""
+        return self.kept.plan
 
     def layouts(self) -> Mapping[Rank, RankLayout] | None:
-        """Return the layout of each rank; None where only facts are known, or the manifest is forgotten."""
-        manifest = self.manifest() if self.manifest is not None else None
+        """Return the layout of each rank; None where the manifest is forgotten."""
+        manifest = self.manifest()
         return None if manifest is None else manifest.layouts()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
 from kvxferd.errors import Code, EngineError, PlanError
-from kvxferd.ids import EngineId, Rank
+from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan.engine_checks import RANK_FIELDS
-from kvxferd.plan.info import EngineTransferInfo, stage_infos
 from kvxferd.plan.plan import Plan
 from kvxferd.plan.plan_cache import LayoutDigests
 from kvxferd.plan.registered_engine import RegisteredEngine
+from kvxferd.plan.transfer_info import EngineTransferInfo, stage_infos
 
 MAX_LISTED_DIFFERENCES = 32  # in an error message: a hostile engine has thousands of stages
 
@@ -34,37 +34,28 @@ def require_reads_inside(plan: Plan, remote: EngineSpec, layers: Mapping[int, tu
                     )
 
 
-def require_own_layers(engine: RegisteredEngine, info: EngineTransferInfo) -> None:
-    """Raise PlanError (layers-missing) where another stage holds some of the layers of `info`."""
-    for other in engine.stages.values():
-        if max(info.start_layer, other.start_layer) < min(info.end_layer, other.end_layer):
-            raise PlanError(
-                f"cannot register engine {engine.engine_id!r}: stage {info.remote_pp_rank} holds layers "
-                f"[{info.start_layer}, {info.end_layer}), and stage {other.remote_pp_rank} holds "
-                f"[{other.start_layer}, {other.end_layer})",
-                Code.LAYERS_MISSING,
-            )
-
-
 def require_same_facts(
     known: RegisteredEngine, spec: EngineSpec, ranks: Mapping[Rank, RankLayout], digests: LayoutDigests
 ) -> None:
     """Refuse another spec or other layouts than those registered, field by field. Bindings are no facts."""
-    differing = []
-    if known.spec is not None:
-        before, after = msgspec.structs.asdict(known.spec), msgspec.structs.asdict(spec)
-        differing += [
-            f"{name} was {before[name]!r} and is {after[name]!r}"
-            for name in before
-            if name not in RANK_FIELDS and before[name] != after[name]
-        ]
+    before, after = msgspec.structs.asdict(known.spec), msgspec.structs.asdict(spec)
+    differing = [
+        f"{name} was {before[name]!r} and is {after[name]!r}"
+        for name in before
+        if name not in RANK_FIELDS and before[name] != after[name]
+    ]
     infos = stage_infos(spec, ranks)
     for pp_rank, info in known.stages.items():
-        differing += differing_fields(info, infos.get(pp_rank), EngineTransferInfo)
-    if known.spec is not None:
-        differing += _differing_layouts(known, ranks, digests)
+        differing += _differing_fields(info, infos.get(pp_rank))
+    differing += _differing_layouts(known, ranks, digests)
     if differing:
-        raise other_facts(known.engine_id, "", differing)
+        more = len(differing) - MAX_LISTED_DIFFERENCES
+        listed = "; ".join(differing[:MAX_LISTED_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        raise EngineError(
+            f"cannot register other facts for engine {known.engine_id!r}, under one generation: {listed}; "
+            "an engine whose facts change starts with a new generation",
+            Code.SHAPE_MISMATCH,
+        )
 
 
 def _differing_layouts(
@@ -98,25 +89,12 @@ def _brief(value: object) -> str:
     return f"{len(value)} items" if isinstance(value, list | tuple | dict) else repr(value)
 
 
-def differing_fields(
-    known: EngineTransferInfo, new: EngineTransferInfo | None, kind: type[EngineTransferInfo]
-) -> list[str]:
-    """Return each field of `kind` in which a stage's facts differ from those registered, with both values."""
+def _differing_fields(known: EngineTransferInfo, new: EngineTransferInfo | None) -> list[str]:
+    """Return each fact of a stage that differs from the registered one, with both values."""
     if new is None:
         return [f"stage {known.remote_pp_rank} was one of its stages"]
     return [
-        f"{field.name} was {getattr(known, field.name)} and is {getattr(new, field.name, None)}"
-        for field in dataclasses.fields(kind)
-        if getattr(known, field.name) != getattr(new, field.name, None)
+        f"{field.name} was {getattr(known, field.name)} and is {getattr(new, field.name)}"
+        for field in dataclasses.fields(EngineTransferInfo)
+        if getattr(known, field.name) != getattr(new, field.name)
     ]
-
-
-def other_facts(engine_id: EngineId, where: str, differing: Sequence[str]) -> EngineError:
-    """Return the refusal (shape-mismatch) of an engine's facts, which lists the first of what differs."""
-    more = len(differing) - MAX_LISTED_DIFFERENCES
-    listed = "; ".join(differing[:MAX_LISTED_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-    return EngineError(
-        f"cannot register other facts for engine {engine_id!r}{where}, under one generation: {listed}; "
-        "an engine whose facts change starts with a new generation",
-        Code.SHAPE_MISMATCH,
-    )

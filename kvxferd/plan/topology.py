@@ -7,11 +7,11 @@ that the rank reads. An entry holds:
   one engine id have an entry each, and neither refuses or replaces the other's;
 * the generation, the spec and a digest of each rank's layout: the facts, which one generation cannot change
   while it is registered;
-* one `EngineTransferInfo` for each pipeline stage, by pp_rank;
+* one `EngineTransferInfo` for each pipeline stage, by pp_rank; of a stage of which it reads states, a
+  `MambaEngineTransferInfo`;
 * a reference to the plan: which bytes of which remote rank this rank reads. The cache of plans, one for the
   node, keeps it. Once that has evicted it, the entry has the ranks that it reads, and the next use makes it
   again;
-* for each stage of which it reads states, which ranks are read for what (`HybridReads`);
 * a weak reference to the manifest as it was fetched, with the addresses that every mapping of the memory
   changes. The daemon's record of that peer and the grants that read by it keep the manifest; the registry
   does not, as its bytes count for a user for as long as anything refers to it;
@@ -31,52 +31,50 @@ An entry is forgotten
 
 A grant holds its plan and manifest itself until it has ended. So none of these takes them from a pull.
 
-The questions have the names of in-engine connectors. The ratios are arithmetic that planning never uses.
-What is read comes from the plan; for an engine of which only `EngineTransferInfo` is known, it comes from the
-planner's own assignment of units to the ranks that such an engine has (plan/stage_reads.py).
+The rest has the names of in-engine connectors, and `terms` has all of it. What is read comes from the plan.
+The ratios are arithmetic that planning never uses.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from kvxferd.errors import Code, EngineError
-from kvxferd.ids import Endpoint, EngineId, Generation, Rank
+from kvxferd.ids import Endpoint, EngineId, Rank
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
 from kvxferd.plan.engine_checks import check_stage_layers
-from kvxferd.plan.hybrid import Descriptor, HybridReads, Ids, MambaEngineTransferInfo
-from kvxferd.plan.info import EngineTransferInfo, stage_infos
-from kvxferd.plan.local_rank import LocalRank
 from kvxferd.plan.plan import Plan
 from kvxferd.plan.plan_cache import KeptPlan, LayoutDigests, PlanCache, PlanOwner
-from kvxferd.plan.registered_engine import LayoutsByHand, RegisteredEngine, RemoteManifest
-from kvxferd.plan.registration_differences import (
-    differing_fields,
-    other_facts,
-    require_own_layers,
-    require_reads_inside,
-    require_same_facts,
+from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest
+from kvxferd.plan.registration_differences import require_reads_inside, require_same_facts
+from kvxferd.plan.transfer_info import (
+    EngineTransferInfo,
+    MambaEngineTransferInfo,
+    lowest_rank_layouts,
+    read_info,
+    stage_info,
+    stage_infos,
 )
-from kvxferd.plan.stage_reads import assigned_reads
-
-UNKNOWN_GENERATION = Generation("")  # of facts built by hand
-BY_HAND = Endpoint("")  # the home of facts that no peer sent
 
 # Engines of which a rank keeps a plan: it reads from tens.
 MAX_REMOTE_ENGINES = 256
-# The ranks and stages of all of them, and of hybrids the ranges of units. 256 engines of 64 ranks in 8 stages
+# The ranks and stages of all of them. 256 engines of 64 ranks in 8 stages
 # are 18,432. Each takes 205 bytes where it is like no other: 13 MiB. Plans are not counted here: the cache of
 # plans keeps them.
 MAX_KEPT_PARTS = 1 << 16
 
 
-class TransferTopology(LocalRank):
+class TransferTopology:
     """One local rank's identity and layout, and every remote engine registered with it."""
 
     def __init__(self, spec: EngineSpec, layout: RankLayout) -> None:
-        super().__init__(spec, layout)
+        self.spec = spec
+        self.layout = layout
         self._engines: dict[tuple[EngineId, Endpoint], RegisteredEngine] = {}  # the longest unused first
         self._num_parts = 0  # of all of them
 
@@ -138,176 +136,78 @@ class TransferTopology(LocalRank):
 
     def register_remote_engine(
         self,
-        engine_id: EngineId,
-        info: EngineTransferInfo,
-        generation: Generation = UNKNOWN_GENERATION,
+        remote: RemoteManifest,
+        plans: PlanCache,
         *,
-        home: Endpoint = BY_HAND,
-        now: float = 0.0,
-    ) -> EngineTransferInfo:
-        """Keep and return the facts of one stage whose layouts are not known; equal ones are kept once.
-
-        Where this rank reads states of it, the result is a `MambaEngineTransferInfo`: which ranks are read
-        is the planner's own assignment of units, made here from this rank's layout and `info`.
-        A new generation replaces everything known of the old one. Raises EngineError with code
-        shape-mismatch, listing each differing field with both values, for other facts under one
-        generation, layers-missing for layers that another stage holds, and not-allowed for this
-        rank's own engine.
-        """
-        self._require_remote(engine_id)
-        if info.remote_tp_size < 1:
-            raise EngineError(
-                f"cannot register engine {engine_id!r}: its remote_tp_size is {info.remote_tp_size}; give "
-                "the number of ranks of a stage",
-                Code.SHAPE_MISMATCH,
-            )
-        facts = self._with_reads(info)
-        engine = self.get(engine_id, home)
-        if engine is None or engine.generation != generation:
-            engine = RegisteredEngine(engine_id, home, generation, now, {})
-            self._put(engine)
-        self._touch(engine, now)
-        known = engine.stages.get(info.remote_pp_rank)
-        if known is not None:
-            differing = differing_fields(known, facts, EngineTransferInfo)
-            if type(known) is not type(facts):
-                differing.append(f"the facts were {type(known).__name__} and are {type(facts).__name__}")
-            if differing:
-                raise other_facts(engine_id, f", stage {info.remote_pp_rank}", differing)
-            return known
-        if engine.kept is not None:
-            raise other_facts(engine_id, "", [f"stage {info.remote_pp_rank} is none of its stages"])
-        require_own_layers(engine, facts)
-        engine.stages[info.remote_pp_rank] = facts
-        return facts
-
-    def register_remote_ranks(
-        self,
-        remote_spec: EngineSpec,
-        ranks: Mapping[Rank, RankLayout],
-        plan: Plan | None = None,
-        *,
-        home: Endpoint = BY_HAND,
-        manifest: Callable[[], RemoteManifest | None] | None = None,
-        plans: PlanCache | None = None,
+        home: Endpoint,
         now: float = 0.0,
         uid: int = 0,
     ) -> Plan:
-        """Keep an engine whose layouts are known, with the plan that reads it, and return the plan.
+        """Keep an engine with the plan that reads it, and return the plan.
 
         Where the generation is registered already, its facts must be the same; then the plan stays and
-        `manifest` replaces the former one. Else the plan is `plan`, or made through `plans` for the user
-        `uid` and `home`, also where it was evicted. `manifest` is a weak reference to what has the layouts;
-        without one they are kept here.
+        `remote` replaces the former manifest. Else the plan is made through `plans` for the user `uid` and
+        `home`, also where it was evicted. The registry keeps a weak reference to `remote` alone.
 
-        Raises EngineError as `register_remote_engine` does (shape-mismatch for other specs and layouts
-        too), LayoutError or PlanError (layers-missing) where the stages do not hold every layer once, or a
-        tensor that is read lies outside its stage's layers, and what `PlanCache.keep` raises. Nothing has
-        changed then.
+        Raises EngineError with code shape-mismatch, listing each differing field with both values, for other
+        facts under one generation, and not-allowed for this rank's own engine; LayoutError or PlanError
+        (layers-missing) where the stages do not hold every layer once, or a tensor that is read lies outside
+        its stage's layers; and what `PlanCache.keep` raises. Nothing has changed then.
         """
-        engine_id = remote_spec.engine_id
-        self._require_remote(engine_id)
-        cache = PlanCache() if plans is None else plans
-        digests = cache.digests(ranks)
-        by_hand = LayoutsByHand(ranks)
-        reference = (lambda: by_hand) if manifest is None else manifest
+        spec, ranks = remote.spec, remote.layouts()
+        engine_id = spec.engine_id
+        if engine_id == self.spec.engine_id:
+            raise EngineError(
+                f"cannot register engine {engine_id!r} as remote: it is this rank's own", Code.NOT_ALLOWED
+            )
+        digests = plans.digests(ranks)
         known = self.get(engine_id, home)
-        if known is not None and known.generation == remote_spec.generation:
-            if known.layout_digests is not digests or known.spec != remote_spec:
-                require_same_facts(known, remote_spec, ranks, digests)
-            if known.kept is not None and (known_plan := known.kept.plan) is not None:
-                known.manifest, known.kept.used_at = reference, now
+        if known is not None and known.generation != spec.generation:
+            known = None
+        if known is not None:
+            if known.layout_digests is not digests or known.spec != spec:
+                require_same_facts(known, spec, ranks, digests)
+            if (known_plan := known.kept.plan) is not None:
+                known.manifest, known.kept.used_at = weakref.ref(remote), now
                 self._touch(known, now)
                 return known_plan
-        kept, made = self._keep(plan, cache, remote_spec, ranks, digests, PlanOwner(uid, home), now)
-        if known is not None and known.generation == remote_spec.generation and known.kept is not None:
-            known.kept, known.manifest = kept, reference
+        owner = PlanOwner(uid, home)
+        kept = plans.keep(self.spec, self.layout, spec, ranks, digests, owner=owner, now=now)
+        plan = kept.plan
+        assert plan is not None
+        if known is not None:
+            known.kept, known.manifest = kept, weakref.ref(remote)
             self._touch(known, now)
-            return made
-        alike = self._find_alike(remote_spec, digests, kept)
-        if alike is not None:
-            stages, hybrids = dict(alike.stages), alike.hybrids or {}
-        else:
-            stages, hybrids = self._stages_of(remote_spec, ranks, made)
+            return plan
+        alike = self._find_alike(spec, digests, kept)
+        stages = self._stages_of(spec, ranks, plan) if alike is None else dict(alike.stages)
         self._put(
             RegisteredEngine(
-                engine_id,
-                home,
-                remote_spec.generation,
-                now,
-                stages,
-                remote_spec,
-                kept,
-                digests,
-                reference,
-                hybrids or None,
-                len(ranks) + len(stages) + sum(reads.num_parts for reads in hybrids.values()),
+                home, spec, now, stages, kept, digests, weakref.ref(remote), len(ranks) + len(stages)
             )
         )
-        return made
-
-    def _keep(
-        self,
-        plan: Plan | None,
-        cache: PlanCache,
-        remote_spec: EngineSpec,
-        ranks: Mapping[Rank, RankLayout],
-        digests: LayoutDigests,
-        owner: PlanOwner,
-        now: float,
-    ) -> tuple[KeptPlan, Plan]:
-        """Return the plan as the cache keeps it, and itself; one that was made by hand is kept here."""
-        if plan is not None:
-            return KeptPlan(plan, plan.sources), plan
-        kept = cache.keep(self.spec, self.layout, remote_spec, ranks, digests, owner=owner, now=now)
-        assert kept.plan is not None
-        return kept, kept.plan
+        return plan
 
     def _find_alike(
         self, remote_spec: EngineSpec, digests: LayoutDigests, kept: KeptPlan
     ) -> RegisteredEngine | None:
-        """Return the last used engine, if this one is deployed alike: then it has the same facts.
-
-        A hybrid's facts take 300 us, and most engines that a rank reads have the same layouts.
-        """
+        """Return the last used engine, if this one is deployed alike: then it has the same facts."""
         latest = next(reversed(self._engines.values()), None)
-        if latest is None or latest.spec is None or latest.kept is not kept:
+        if latest is None or latest.kept is not kept or latest.layout_digests is not digests:
             return None
-        sizes = (remote_spec.pp_size, remote_spec.tp_size, remote_spec.num_layers)
-        if latest.layout_digests is not digests or sizes != (
-            latest.spec.pp_size,
-            latest.spec.tp_size,
-            latest.spec.num_layers,
-        ):
-            return None
-        return latest
+        sizes = [(spec.pp_size, spec.tp_size, spec.num_layers) for spec in (remote_spec, latest.spec)]
+        return latest if sizes[0] == sizes[1] else None
 
     def _stages_of(
         self, remote_spec: EngineSpec, ranks: Mapping[Rank, RankLayout], plan: Plan
-    ) -> tuple[dict[int, EngineTransferInfo], dict[int, HybridReads]]:
-        """Return the facts of each stage, once they are proved to hold the model and all that is read.
-
-        And the reads of each stage of which states are read.
-        """
-        stages = stage_infos(remote_spec, ranks)
-        layers = {pp_rank: (info.start_layer, info.end_layer) for pp_rank, info in stages.items()}
+    ) -> dict[int, EngineTransferInfo]:
+        """Return the facts of each stage, once they are proved to hold the model and all that is read."""
+        infos = stage_infos(remote_spec, ranks)
+        layers = {pp_rank: (info.start_layer, info.end_layer) for pp_rank, info in infos.items()}
         check_stage_layers(remote_spec, layers)
         require_reads_inside(plan, remote_spec, layers)
-        ranks_of: dict[int, dict[Rank, RankLayout]] = {}
-        for rank, layout in ranks.items():
-            ranks_of.setdefault(rank.pp_rank, {})[rank] = layout
-        hybrids = {}
-        for pp_rank in {read.rank.pp_rank for read in plan.group_reads if read.local.kind is GroupKind.STATE}:
-            hybrids[pp_rank] = reads = HybridReads(self.spec, self.layout, plan, ranks_of[pp_rank])
-            stages[pp_rank] = reads.info(stages[pp_rank])
-        return stages, hybrids
-
-    def _with_reads(self, info: EngineTransferInfo) -> EngineTransferInfo:
-        """Return facts built by hand, extended by what this rank reads of the stage where that is states."""
-        if not self.is_mamba:
-            return info
-        reads = HybridReads.by_facts(self.spec, self.layout, info)
-        return reads.info(info) if reads.state_source_ranks else info
+        lowest = lowest_rank_layouts(ranks)
+        return {pp_rank: read_info(info, self.spec, plan, lowest[pp_rank]) for pp_rank, info in infos.items()}
 
     def expire(self, unused_since: float = -math.inf) -> None:
         """Forget the engines last used before `unused_since`, and the longest unused of too many.
@@ -330,12 +230,6 @@ class TransferTopology(LocalRank):
         """Forget one engine. There is one."""
         self._drop(next(iter(self._engines)))
 
-    def _require_remote(self, engine_id: EngineId) -> None:
-        if engine_id == self.spec.engine_id:
-            raise EngineError(
-                f"cannot register engine {engine_id!r} as remote: it is this rank's own", Code.NOT_ALLOWED
-            )
-
     def _touch(self, engine: RegisteredEngine, now: float) -> None:
         key = (engine.engine_id, engine.home)
         engine.last_used = now
@@ -353,6 +247,14 @@ class TransferTopology(LocalRank):
 
     # --- what is read
 
+    def target_remote_ranks(
+        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
+    ) -> list[int]:
+        """Return the tp_ranks of a remote stage that this rank reads, ascending."""
+        sources = self.find(engine_id, home).kept.sources
+        first, end = (bisect.bisect_left(sources, (stage,)) for stage in (remote_pp_rank, remote_pp_rank + 1))
+        return [rank.tp_rank for rank in sources[first:end]]
+
     def is_kv_replicated(
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
     ) -> bool:
@@ -366,116 +268,137 @@ class TransferTopology(LocalRank):
         """Whether remote ranks hold copies of each other's attention cache."""
         return self.is_kv_replicated(engine_id, remote_pp_rank, home=home) or self.is_mla
 
-    def target_remote_ranks(
+    def hybrid_info(
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
-    ) -> list[int]:
-        """Return the tp_ranks of a remote stage that this rank reads, ascending."""
-        info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
-        if isinstance(info, MambaEngineTransferInfo):
-            return list(info.remote_all_source_ranks)
-        kept = self.find(engine_id, home).kept
-        if kept is not None:
-            first = bisect.bisect_left(kept.sources, (remote_pp_rank,))
-            end = bisect.bisect_left(kept.sources, (remote_pp_rank + 1,))
-            return [rank.tp_rank for rank in kept.sources[first:end]]
-        return assigned_reads(self.spec, self.layout, info).sources
-
-    def hybrid(
-        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
-    ) -> HybridReads:
-        """Return what is read of a stage from which this rank reads states.
+    ) -> MambaEngineTransferInfo:
+        """Return the facts of a stage from which this rank reads states.
 
         Raises EngineError (layout-incompatible) for a stage from which it reads none.
         """
         info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
-        engine = self.find(engine_id, home)
         if not isinstance(info, MambaEngineTransferInfo):
             raise EngineError(
                 f"cannot tell attention from states of engine {engine_id!r}, stage {remote_pp_rank}: "
                 "this rank reads no states of it",
                 Code.LAYOUT_INCOMPATIBLE,
             )
-        known = (engine.hybrids or {}).get(remote_pp_rank)
-        return known if known is not None else HybridReads.by_facts(self.spec, self.layout, info)
+        return info
 
     def should_skip_fa(
         self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0, *, home: Endpoint | None = None
     ) -> bool:
-        """See `HybridReads.should_skip_fa`; this and the next five raise what `hybrid` raises."""
-        return self.hybrid(engine_id, remote_pp_rank, home=home).should_skip_fa(remote_rank)
+        """Whether no attention is read from a rank; this and the next two raise what `hybrid_info` raises."""
+        info = self.hybrid_info(engine_id, remote_pp_rank, home=home)
+        return remote_rank not in info.remote_fa_source_ranks
 
     def fa_head_slot(
         self, engine_id: EngineId, remote_rank: int, remote_pp_rank: int = 0, *, home: Endpoint | None = None
     ) -> int:
-        """See `HybridReads.fa_head_slot`."""
-        return self.hybrid(engine_id, remote_pp_rank, home=home).fa_head_slot(remote_rank)
+        """Return which part of a local attention block a rank's heads fill, counted in sources.
 
-    def fa_rank_offset(
-        self,
-        engine_id: EngineId,
-        remote_kv_block_len: int,
-        remote_pp_rank: int = 0,
-        *,
-        home: Endpoint | None = None,
-    ) -> int:
-        """See `HybridReads.fa_rank_offset`."""
-        return self.hybrid(engine_id, remote_pp_rank, home=home).fa_rank_offset(remote_kv_block_len)
+        A rank that is not read has the slot of the source before it, whose heads it may hold copies of.
+        """
+        info = self.hybrid_info(engine_id, remote_pp_rank, home=home)
+        return max(0, bisect.bisect_right(info.remote_fa_source_ranks, remote_rank) - 1)
 
     def needs_split_handles(
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
     ) -> bool:
-        """See `HybridReads.needs_split_handles`."""
-        return self.hybrid(engine_id, remote_pp_rank, home=home).needs_split_handles()
+        """Whether a local block is filled from several ranks."""
+        info = self.hybrid_info(engine_id, remote_pp_rank, home=home)
+        return len(info.remote_all_source_ranks) > 1 and not self.is_mla
 
-    def compute_split_handle_data(
-        self,
-        engine_id: EngineId,
-        attention: Sequence[Descriptor],
-        states: Sequence[Descriptor],
-        remote_pp_rank: int = 0,
-        *,
-        home: Endpoint | None = None,
-    ) -> dict[int, list[Descriptor]]:
-        """See `HybridReads.compute_split_handle_data`."""
-        return self.hybrid(engine_id, remote_pp_rank, home=home).compute_split_handle_data(attention, states)
+    # --- arithmetic that planning never uses
 
-    def filter_block_ids_for_rank(
-        self,
-        engine_id: EngineId,
-        remote_rank: int,
-        *,
-        local: Sequence[Ids],
-        remote: Sequence[Ids],
-        is_state_group: Sequence[bool],
-        remote_pp_rank: int = 0,
-        home: Endpoint | None = None,
-    ) -> tuple[list[Ids | list[int]], list[Ids | list[int]]]:
-        """See `HybridReads.filter_block_ids_for_rank`."""
-        reads = self.hybrid(engine_id, remote_pp_rank, home=home)
-        return reads.filter_block_ids_for_rank(remote_rank, local, remote, is_state_group)
+    @property
+    def is_mla(self) -> bool:
+        """Whether the attention cache has no heads to divide."""
+        return self.spec.num_kv_heads == 0 and any(
+            group.kind is GroupKind.ATTENTION for group in self.layout.groups
+        )
+
+    @property
+    def block_size(self) -> int:
+        """Return the tokens per kernel block of the first attention layer; 0 without attention."""
+        return stage_info(self.spec, self.spec.pp_rank, self.layout).remote_block_size
+
+    def tp_ratio(self, remote_tp_size: int) -> int:
+        """Return local over remote TP, or minus remote over local where the remote is wider.
+
+        Raises ValueError naming both sizes where neither divides the other.
+        """
+        mine = self.spec.tp_size
+        if remote_tp_size > 0 and mine % remote_tp_size == 0:
+            return mine // remote_tp_size
+        if remote_tp_size > 0 and remote_tp_size % mine == 0:
+            return -(remote_tp_size // mine)
+        raise ValueError(f"cannot give a ratio: local TP {mine} and remote TP {remote_tp_size} do not divide")
+
+    def block_size_ratio(self, remote_block_size: int) -> int:
+        """Return local over remote tokens per block; raises ValueError naming both if that is not whole."""
+        mine = self.block_size
+        if remote_block_size < 1 or mine % remote_block_size:
+            raise ValueError(
+                f"cannot give a ratio: the local block size {mine} is no multiple of the remote's "
+                f"{remote_block_size}"
+            )
+        return mine // remote_block_size
+
+    def handshake_target_ranks(self, remote_tp_size: int) -> list[int]:
+        """Return the remote ranks whose share of the heads meets this rank's, replicas included."""
+        mine, rank = self.spec.tp_size, self.spec.tp_rank
+        first, end = rank * remote_tp_size // mine, -(-(rank + 1) * remote_tp_size // mine)
+        return list(range(first, end))
+
+    def terms(
+        self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
+    ) -> dict[str, Any]:
+        """Return all that is known of a remote stage, by the names of in-engine connectors.
+
+        A ratio of sizes that do not divide is None. Only a stage from which this rank reads states has the
+        fields of `MambaEngineTransferInfo`, `fa_head_slots` and `needs_split_handles`.
+        """
+        engine = self.find(engine_id, home)
+        stage: tuple[EngineId, int] = (engine_id, remote_pp_rank)
+        info = self.get_engine_info(*stage, home=engine.home)
+        found: dict[str, Any] = {
+            "local_engine_id": self.spec.engine_id,
+            "local_rank": self.spec.rank,
+            "local_tp_size": self.spec.tp_size,
+            "num_kv_heads": self.spec.num_kv_heads,
+            "engine_id": engine_id,
+            "generation": engine.generation,
+            "home": engine.home,
+            **{field.name: getattr(info, field.name) for field in dataclasses.fields(info)},
+            "tp_ratio": _or_none(self.tp_ratio, info.remote_tp_size),
+            "block_size_ratio": _or_none(self.block_size_ratio, info.remote_block_size),
+            "handshake_target_ranks": self.handshake_target_ranks(info.remote_tp_size),
+            "target_remote_ranks": self.target_remote_ranks(*stage, home=engine.home),
+            "is_kv_replicated": self.is_kv_replicated(*stage, home=engine.home),
+            "replicates_kv_cache": self.replicates_kv_cache(*stage, home=engine.home),
+        }
+        if isinstance(info, MambaEngineTransferInfo):
+            found["fa_head_slots"] = {
+                rank: self.fa_head_slot(engine_id, rank, remote_pp_rank, home=engine.home)
+                for rank in info.remote_all_source_ranks
+                if not self.should_skip_fa(engine_id, rank, remote_pp_rank, home=engine.home)
+            }
+            found["needs_split_handles"] = self.needs_split_handles(*stage, home=engine.home)
+        return found
 
     def describe(self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None) -> str:
-        """Return one line for the log: sizes, ranks, and what is read."""
-        engine = self.find(engine_id, home)
-        info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
-        try:
-            ratio = str(self.tp_ratio(info.remote_tp_size))
-        except ValueError:
-            ratio = f"{self.spec.tp_size}:{info.remote_tp_size}"
-        text = (
-            f"TransferTopology(engine={engine_id}, generation={engine.generation}, "
-            f"home={engine.home or '-'}, "
-            f"tp_ratio={ratio}, num_kv_heads={self.spec.num_kv_heads}, "
-            f"local_tp={self.spec.tp_size}, remote_tp={info.remote_tp_size}, local_rank={self.spec.rank}, "
-            f"remote_pp={remote_pp_rank}, layers=[{info.start_layer}, {info.end_layer}), "
-            f"reads={self.target_remote_ranks(engine_id, remote_pp_rank, home=home)}, "
-            f"remote_block_len={info.remote_block_len}, remote_block_size={info.remote_block_size}"
-        )
-        if isinstance(info, MambaEngineTransferInfo):
-            text += (
-                f", fa_reads={info.remote_num_fa_reads}, mamba_reads={info.remote_num_mamba_reads}, "
-                f"fa_sources={list(info.remote_fa_source_ranks)}, "
-                f"all_sources={list(info.remote_all_source_ranks)}, "
-                f"fa_descriptor_bytes={info.remote_fa_descriptor_bytes}"
-            )
-        return text + ")"
+        """Return the terms of a remote stage as one line, for the log."""
+        return format_terms(self.terms(engine_id, remote_pp_rank, home=home))
+
+
+def format_terms(terms: Mapping[str, Any]) -> str:
+    """Return what `TransferTopology.terms` returned as one line."""
+    return f"TransferTopology({', '.join(f'{name}={value}' for name, value in terms.items())})"
+
+
+def _or_none(ratio: Callable[[int], int], remote_size: int) -> int | None:
+    """Return the ratio to a remote size; None where there is none."""
+    try:
+        return ratio(remote_size)
+    except ValueError:
+        return None

@@ -1,6 +1,7 @@
 """A node as tests of what shows it need one: nothing empty, no two numbers alike."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from kvxferd.control.node_api import ReloadResult
 from kvxferd.core.ownerships import Disownable
@@ -27,7 +28,6 @@ from kvxferd.core.snapshot import (
     TransportsRecord,
     TransportsSnapshot,
 )
-from kvxferd.core.topology_builder import TopologyListing
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
     AgentName,
@@ -45,12 +45,13 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import deploy
+from kvxferd.plan import TransferTopology
 from kvxferd.telemetry.history import History, HistoryPage, HistoryQuery
 from kvxferd.telemetry.notable_records import NotableRecords
 from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.telemetry.warnings.kinds import KINDS, WarningKind
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
-from tests.support.topology_samples import listing_of, sample_topologies
+from tests.support.fetched_engine import register
 
 SOURCE = EngineId("prefill-0")
 SINK = EngineId("decode-0")
@@ -355,9 +356,14 @@ class StillNode:
         """A tiny prefill engine, whole."""
         return list(deploy("tiny-dense", tp=2, engine_id=SOURCE).values()) if engine_id == SOURCE else []
 
-    def topologies(self, engine_id: EngineId | None) -> TopologyListing:
-        """Two of the prefill engine."""
-        return listing_of(sample_topologies() if engine_id in (None, SOURCE) else [])
+    def topologies(self) -> list[dict[str, Any]]:
+        """A hybrid, and a pair in two stages whose sizes do not divide."""
+        hybrid = TransferTopology(*deploy("tiny-mamba2", engine_id="decode-0")[Rank(0, 0)])
+        register(hybrid, deploy("tiny-mamba2", tp=2, engine_id=SOURCE))
+        uneven = TransferTopology(*deploy("tiny-dense", tp=3, engine_id="decode-0")[Rank(0, 1)])
+        register(uneven, deploy("tiny-dense", tp=2, pp=2, block_tokens=24, engine_id=SOURCE))
+        stages = [(hybrid, 0, 12.5), (uneven, 0, 3.25), (uneven, 1, 3.25)]
+        return [{**made.terms(SOURCE, stage), "last_used_s": used_s} for made, stage, used_s in stages]
 
     def reload(self) -> ReloadResult:
         """One of each."""

@@ -18,7 +18,7 @@ from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKin
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_layout
 from kvxferd.layout import EngineSpec
-from kvxferd.layout.presets import stage_layers
+from kvxferd.layout.sharding import stage_layers
 
 FLASH = "FlashAttentionBackend"
 CPU = "CPUAttentionBackend"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from kvxferd.ids import RegionId
 from kvxferd.integrations.vllm.attention import kernel_block_tokens
 from kvxferd.integrations.vllm.facts import LayerFacts, StateFacts, layer_error
+from kvxferd.layout import compute_physical_blocks_per_logical
 from kvxferd.layout.tensor_views import TensorView
-from kvxferd.plan import compute_physical_blocks_per_logical
 
 
 class _KernelBlocks(NamedTuple):

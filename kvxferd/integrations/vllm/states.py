@@ -8,7 +8,6 @@ each of these parts is divided over the ranks by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
@@ -17,16 +16,14 @@ from kvxferd.integrations.vllm.facts import LayerFacts, StateFacts, WorkerFacts,
 from kvxferd.integrations.vllm.layer_names import LayerKey
 from kvxferd.integrations.vllm.support import MIXERS
 from kvxferd.integrations.vllm.units import unit_range_of_rank
-from kvxferd.layout import CacheTensor, UnitRange
+from kvxferd.layout import (
+    CacheTensor,
+    ConvPart,
+    MambaConvSplitInfo,
+    UnitRange,
+    derive_mamba_conv_split,
+)
 from kvxferd.layout.tensor_views import TensorView
-
-
-class _ConvPart(NamedTuple):
-    """A part of the convolution's columns: `width` columns to each head or group that the rank holds."""
-
-    name: str
-    units: UnitRange
-    width: int
 
 
 class _PagePart(NamedTuple):
@@ -60,7 +57,11 @@ def state_tensors(
         raise layer_error(layer.name, f"its states cannot be divided into units: {error}") from error
     tensors: list[CacheTensor] = []
     if parts:
-        tensors += _convolution_tensors(key, pages[0], state.is_conv_dim_first, parts, group)
+        page = pages[0]
+        named = tuple(part._replace(component=key.component(f"conv.{part.component}")) for part in parts)
+        rows = page.shape[1] if state.is_conv_dim_first else page.shape[0]
+        split = MambaConvSplitInfo(named, rows, page.itemsize, state.is_conv_dim_first)
+        tensors += split.tensors(key.layer, group, page.region, page.offset, page.block_stride, page.dtype)
     if recurrent is not None:
         tensors.append(_recurrent_tensor(key, pages[-1], recurrent, group))
     return tensors
@@ -105,7 +106,7 @@ def _is_contiguous(view: TensorView) -> bool:
     return True
 
 
-def _divide_units(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[_ConvPart], UnitRange | None]:
+def _divide_units(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[ConvPart], UnitRange | None]:
     """Return the parts of the convolution's columns, and the units of the recurrent state if there is one.
 
     Raises ValueError for a mixer or shapes that are not supported.
@@ -123,27 +124,28 @@ def _divide_units(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[_
             columns = _num_columns(state)
             if heads != columns:
                 raise ValueError(f"{heads} channels of state and {columns} of convolution")
-            return [_ConvPart("x", even(columns), 1)], even(heads)
+            return [_columns("x", even(columns), 1)], even(heads)
         case "short_conv":
-            return [_ConvPart("x", even(_num_columns(state)), 1)], None
+            return [_columns("x", even(_num_columns(state)), 1)], None
         case "linear":
             return [], even(heads)
         case "mamba2":
             _, head_size, state_size = shapes[1]
-            rest = _units_per_half(_num_columns(state) - heads * head_size, state_size)
-            groups = _held_groups(rest, state, tp_size, tp_rank)
+            _, rest = derive_mamba_conv_split(_num_columns(state), shapes[1])
+            groups = _held_groups(_units_of(rest, state_size), state, tp_size, tp_rank)
             return [
-                _ConvPart("x", even(heads), head_size),
-                _ConvPart("B", groups, state_size),
-                _ConvPart("C", groups, state_size),
+                _columns("x", even(heads), head_size),
+                _columns("B", groups, state_size),
+                _columns("C", groups, state_size),
             ], even(heads)
         case "gdn_attn":
             _, value_size, key_size = shapes[1]
-            keys = _units_per_half(_num_columns(state) - heads * value_size, key_size)
+            _, rest = derive_mamba_conv_split(_num_columns(state), shapes[1])
+            keys = _units_of(rest, key_size)
             return [
-                _ConvPart("Q", even(keys), key_size),
-                _ConvPart("K", even(keys), key_size),
-                _ConvPart("V", even(heads), value_size),
+                _columns("Q", even(keys), key_size),
+                _columns("K", even(keys), key_size),
+                _columns("V", even(heads), value_size),
             ], even(heads)
     raise AssertionError(f"{state.mixer} is in the table, and not divided")
 
@@ -153,11 +155,16 @@ def _num_columns(state: StateFacts) -> int:
     return state.shapes[0][0] if state.is_conv_dim_first else state.shapes[0][1]
 
 
-def _units_per_half(columns: int, width: int) -> int:
-    """Return how many units of `width` are in each half of these columns."""
-    if columns < 0 or columns % (2 * width):
-        raise ValueError(f"{columns} columns beside the heads' are no two equal parts of {width}")
-    return columns // (2 * width)
+def _columns(name: str, units: UnitRange, width: int) -> ConvPart:
+    """Return the columns of a part, `width` to each head or group; a column is the unit of the tensors."""
+    return ConvPart(name, (UnitRange(units.start * width, units.stop * width),))
+
+
+def _units_of(columns: int, width: int) -> int:
+    """Return how many units of `width` some columns are."""
+    if columns % width:
+        raise ValueError(f"{columns} columns of a part are no whole number of {width}")
+    return columns // width
 
 
 def _held_groups(local: int, state: StateFacts, tp_size: int, tp_rank: int) -> UnitRange:
@@ -168,38 +175,6 @@ def _held_groups(local: int, state: StateFacts, tp_size: int, tp_rank: int) -> U
         raise ValueError(f"how many groups the model has is not known, and a rank of {tp_size} holds {local}")
     total = local if state.num_groups is None else state.num_groups
     return unit_range_of_rank(local, total, tp_size, tp_rank)
-
-
-def _convolution_tensors(
-    key: LayerKey, page: _PagePart, is_conv_dim_first: bool, parts: list[_ConvPart], group: GroupName
-) -> Iterator[CacheTensor]:
-    """Yield the parts of the convolution's columns, with a column as the unit.
-
-    A column's rows are contiguous (DS) or a whole row apart (SD), so either can be read from the other.
-    """
-    first, second = page.shape
-    rows = second if is_conv_dim_first else first
-    row_bytes = page.itemsize * second
-    column = 0
-    for part in parts:
-        units = UnitRange(part.units.start * part.width, part.units.stop * part.width)
-        yield CacheTensor(
-            layer=key.layer,
-            component=key.component(f"conv.{part.name}"),
-            group=group,
-            region=page.region,
-            offset=page.offset + column * (row_bytes if is_conv_dim_first else page.itemsize),
-            block_stride=page.block_stride,
-            token_stride=0,
-            unit_stride=row_bytes if is_conv_dim_first else page.itemsize,
-            units=(units,),
-            chunk_bytes=row_bytes if is_conv_dim_first else page.itemsize,
-            num_chunks=1 if is_conv_dim_first else rows,
-            chunk_stride=0 if is_conv_dim_first else row_bytes,
-            itemsize=page.itemsize,
-            dtype=page.dtype,
-        )
-        column += units.stop - units.start
 
 
 def _recurrent_tensor(key: LayerKey, page: _PagePart, units: UnitRange, group: GroupName) -> CacheTensor:

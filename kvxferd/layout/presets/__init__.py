@@ -4,10 +4,10 @@
 one rank of a plain attention model. All sizes and strides are bytes.
 """
 
-from kvxferd.layout.presets.attention import LAYOUT_NAMES, attention_layout
+from kvxferd.layout.presets.attention import attention_layout
 from kvxferd.layout.presets.build import blocks_per_logical, model_layout
-from kvxferd.layout.presets.deploy import deploy, deployed, with_kv_dtype
-from kvxferd.layout.presets.deployment_options import DeploymentOptions
+from kvxferd.layout.presets.deploy import deploy, with_kv_dtype
+from kvxferd.layout.presets.deployment_options import LAYOUT_NAMES, DeploymentOptions
 from kvxferd.layout.presets.model_facts import (
     LayerKind,
     ModelFacts,
@@ -16,14 +16,10 @@ from kvxferd.layout.presets.model_facts import (
     key_and_value,
 )
 from kvxferd.layout.presets.models import MODELS, find_model
-from kvxferd.layout.sharding import shard_units, stage_layers
-
-Choices = DeploymentOptions  # the name before 0.1.0; it stays
 
 __all__ = [
     "LAYOUT_NAMES",
     "MODELS",
-    "Choices",
     "DeploymentOptions",
     "LayerKind",
     "ModelFacts",
@@ -32,11 +28,8 @@ __all__ = [
     "attention_layout",
     "blocks_per_logical",
     "deploy",
-    "deployed",
     "find_model",
     "key_and_value",
     "model_layout",
-    "shard_units",
-    "stage_layers",
     "with_kv_dtype",
 ]

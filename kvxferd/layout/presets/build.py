@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvxferd.ids import EngineId, Generation, GroupName, Rank, RegionId
+from kvxferd.layout.conv_split import compute_physical_blocks_per_logical
 from kvxferd.layout.engine import EngineSpec
 from kvxferd.layout.presets.deployment_options import VECTORISED, DeploymentOptions, ShardPosition
 from kvxferd.layout.presets.model_facts import LayerKind, ModelFacts
@@ -200,7 +201,7 @@ def blocks_per_logical(model: ModelFacts, tp_size: int, block_tokens: int, page_
         heads = num_units(held_units(array[0], share))
         block_bytes = len(array) * block_tokens * heads * array[0].head_bytes
         block_bytes = max(block_bytes, page_bytes)
-        most = max(most, -(-state_bytes(model.states, share) // block_bytes))
+        most = max(most, compute_physical_blocks_per_logical([state_bytes(model.states, share)], block_bytes))
     return most
 
 

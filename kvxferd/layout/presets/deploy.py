@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from typing import Any
 
 from kvxferd.ids import Rank
 from kvxferd.layout.engine import EngineSpec
@@ -18,53 +18,26 @@ Ranks = dict[Rank, tuple[EngineSpec, RankLayout]]
 
 def deploy(
     model: ModelFacts | str,
+    options: DeploymentOptions | None = None,
     *,
-    tp: int = 1,
-    pp: int = 1,
-    block_tokens: int = 16,
-    layout: str = "HND",
-    num_blocks: int | Mapping[str, int] = 1024,
-    generation: str = "preset",
     engine_id: str = "",
-    stages: tuple[int, ...] = (),
-    cp: int = 1,
-    interleave: int = 1,
-    page_bytes: int = 0,
-    shared_pages: bool = True,
-    draft: ModelFacts | None = None,
+    generation: str = "preset",
+    **fields: Any,
 ) -> Ranks:
     """Return spec and layout of every rank of a model's deployment, stage by stage.
 
-    `DeploymentOptions` has the meaning and unit of each option. `engine_id` is the model's name unless
-    given. Raises ValueError for an unknown model, or an option that this model cannot have.
+    `fields` are those of `DeploymentOptions`, unless `options` has them all already. `engine_id` is the
+    model's name unless given. Raises ValueError for an unknown model, or an option that this model cannot
+    have.
     """
     facts = find_model(model) if isinstance(model, str) else model
-    choices = DeploymentOptions(
-        tp=tp,
-        pp=pp,
-        block_tokens=block_tokens,
-        layout=layout,
-        num_blocks=num_blocks,
-        stages=stages,
-        cp=cp,
-        interleave=interleave,
-        page_bytes=page_bytes,
-        shared_pages=shared_pages,
-        draft=draft,
-    )
-    return deployed(facts, choices, engine_id=engine_id, generation=generation)
-
-
-def deployed(
-    model: ModelFacts, choices: DeploymentOptions, *, engine_id: str = "", generation: str = "preset"
-) -> Ranks:
-    """Return the ranks as `deploy` does, for options that are made already."""
+    chosen = DeploymentOptions(**fields) if options is None else options
     ranks: Ranks = {}
-    for pp_rank in range(choices.pp):
-        for tp_rank in range(choices.ranks_per_stage):
+    for pp_rank in range(chosen.pp):
+        for tp_rank in range(chosen.ranks_per_stage):
             rank = Rank(pp_rank, tp_rank)
-            spec = model_spec(model, choices, rank, engine_id or model.name, generation)
-            ranks[rank] = (spec, model_layout(model, choices, rank))
+            spec = model_spec(facts, chosen, rank, engine_id or facts.name, generation)
+            ranks[rank] = (spec, model_layout(facts, chosen, rank))
     return ranks
 
 

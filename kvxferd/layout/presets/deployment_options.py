@@ -7,10 +7,24 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvxferd.ids import Rank
-from kvxferd.layout.presets.attention import LAYOUT_NAMES
 from kvxferd.layout.presets.model_facts import ModelFacts
 from kvxferd.layout.sharding import stage_layers
 from kvxferd.layout.tensors import TokenShard
+
+# An arrangement is the order of the axes, outermost first. `l`: layer, `c`: K or V, `b`: block,
+# `n`: head, `t`: token. The content of a head (head_dim x itemsize) is always innermost.
+AXIS_ORDERS: dict[str, str] = {
+    "HND": "lcbnt",  # K/V split first: [layer][2, blocks, heads, tokens, head_dim]
+    "NHD": "lcbtn",  # [layer][2, blocks, tokens, heads, head_dim]
+    "HND-blocks-first": "lbcnt",  # [layer][blocks, 2, heads, tokens, head_dim]
+    "NHD-blocks-first": "lbctn",
+    "HND-cross-layer": "blcnt",  # one page holds every layer of a block
+    "NHD-cross-layer": "blctn",
+    "HND-packed": "lbntc",  # K and V of one head and token side by side
+    "NHD-packed": "lbtnc",
+}
+
+LAYOUT_NAMES: tuple[str, ...] = tuple(AXIS_ORDERS)
 
 # Other names of arrangements, from engines' flags and from papers.
 _ARRANGEMENT_SYNONYMS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvxferd.ids import RegionId
+from kvxferd.layout.conv_split import ConvPart, MambaConvSplitInfo
 from kvxferd.layout.presets.deployment_options import ShardPosition
 from kvxferd.layout.presets.model_facts import StateComponent
 from kvxferd.layout.sharding import shard_units
@@ -29,33 +30,37 @@ def state_tensors(
     region: RegionId,
     is_row_major: bool,
 ) -> Iterator[CacheTensor]:
-    """Yield one layer's states, one behind the other in each page from byte `start` on.
+    """Yield one layer's states, one behind the other in each page from byte `start` on, convolutions first.
 
-    A convolution's state is [channels, rows] per component (DS: x, B and C each lie together), or,
-    row-major, [rows, all channels] (SD: a row runs through x, B and C).
+    The parts of a convolution have as many rows and bytes an item. Row-major is SD, else DS.
     """
     held = {s.name: shard_units(s.num_units, share.tp_size, share.tp_rank) for s in states}
-    row_bytes = sum(num_units(held[s.name]) * s.row_bytes for s in states if s.is_convolution)
-    inside = column = 0
+    convolution = [state for state in states if state.is_convolution]
+    if convolution:
+        first = convolution[0]
+        split = MambaConvSplitInfo(
+            tuple(ConvPart(s.name, held[s.name], s.row_bytes // s.itemsize) for s in convolution),
+            first.rows,
+            first.itemsize,
+            not is_row_major,
+        )
+        yield from split.tensors(layer, group.name, region, start, page_bytes, first.dtype)
+        start += split.num_bytes
     for state in states:
-        by_rows = is_row_major and state.is_convolution
-        content = state.row_bytes if by_rows else state.unit_bytes
+        if state.is_convolution:
+            continue
         yield CacheTensor(
             layer=layer,
             component=state.name,
             group=group.name,
             region=region,
-            offset=start + (column if by_rows else inside),
+            offset=start,
             block_stride=page_bytes,
             token_stride=0,
-            unit_stride=content,
+            unit_stride=state.unit_bytes,
             units=held[state.name],
-            chunk_bytes=content,
-            num_chunks=state.rows if by_rows else 1,
-            chunk_stride=row_bytes if by_rows else 0,
+            chunk_bytes=state.unit_bytes,
             itemsize=state.itemsize,
             dtype=state.dtype,
         )
-        width = num_units(held[state.name])
-        inside += width * state.unit_bytes
-        column += width * state.row_bytes
+        start += num_units(held[state.name]) * state.unit_bytes

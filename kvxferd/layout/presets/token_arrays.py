@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvxferd.ids import RegionId
-from kvxferd.layout.presets.attention import AxisStrides, axis_strides
 from kvxferd.layout.presets.deployment_options import (
+    AXIS_ORDERS,
     CHUNK_BYTES,
     VECTORISED,
     DeploymentOptions,
@@ -15,6 +16,35 @@ from kvxferd.layout.presets.deployment_options import (
 from kvxferd.layout.presets.model_facts import TokenComponent
 from kvxferd.layout.sharding import shard_units
 from kvxferd.layout.tensors import CacheTensor, Group, UnitRange, num_units
+
+
+class AxisStrides(NamedTuple):
+    """The stride of each axis and the size of the whole array, in bytes."""
+
+    layer: int
+    component: int
+    block: int
+    unit: int
+    token: int
+    total: int
+
+
+def axis_strides(
+    layout: str, axis_lengths: dict[str, int], content_bytes: int, page_bytes: int = 0
+) -> AxisStrides:
+    """Return the strides of an array in the arrangement called `layout`.
+
+    `axis_lengths` has the length of each axis by its letter (see `AXIS_ORDERS`). `page_bytes`, where
+    given, is the least number of bytes from one block to the next: pages are padded up to it.
+    """
+    strides: dict[str, int] = {}
+    step = content_bytes
+    for axis in reversed(AXIS_ORDERS[layout]):
+        if axis == "b":
+            step = max(step, page_bytes)
+        strides[axis] = step
+        step *= axis_lengths[axis]
+    return AxisStrides(strides["l"], strides["c"], strides["b"], strides["n"], strides["t"], step)
 
 
 def held_units(component: TokenComponent, share: ShardPosition) -> tuple[UnitRange, ...]:

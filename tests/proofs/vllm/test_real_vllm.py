@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvxferd.ids import EngineId, Rank
+from kvxferd.ids import EngineId
 from kvxferd.integrations.vllm import support
 from kvxferd.integrations.vllm.facts import AttentionFacts, StateFacts
 from kvxferd.integrations.vllm.request_params import ref_from_params
@@ -27,6 +27,7 @@ from kvxferd.plan import TransferTopology
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest
 from tests.support.daemon_fleet import DaemonUnderTest, Fleet
 from tests.support.documented_commands import ROOT, commands_of
+from tests.support.fetched_engine import register
 from tests.support.vllm_caches import CPU, Deployment, Stretch, layer_views
 
 PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")
@@ -121,7 +122,7 @@ def test_its_planning_code_reads_the_ranks_that_ours_reads() -> None:
         remote = deploy(facts, tp=remote_tp, engine_id="remote", **deployment)
         for rank, (spec, layout) in deploy(facts, tp=tp, engine_id="local", **deployment).items():
             ours = TransferTopology(spec, layout)
-            ours.register_remote_ranks(remote[Rank(0, 0)][0], {r: held[1] for r, held in remote.items()})
+            register(ours, remote)
             assert ours.tp_ratio(remote_tp) == ratio
             assert ours.target_remote_ranks(EngineId("remote")) == targets[rank.tp_rank]
 

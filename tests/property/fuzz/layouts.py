@@ -27,16 +27,17 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import (
     Expander,
+    PlanCache,
     TransferTopology,
     check_blocks,
     check_engine,
     check_request,
     decode_plan,
     encode_plan,
-    make_plan,
     plan_reads,
 )
 from tests.property.fuzz.draw import Draw
+from tests.support.fetched_engine import HOME, FetchedEngine
 
 MAX_PARTS = 3
 TOKENS = 11
@@ -154,9 +155,8 @@ def _use(draw: Draw, mine: tuple[EngineSpec, RankLayout], theirs: list[tuple[Eng
     ranks = {spec.rank: (spec, layout) for spec, layout in theirs}
     check_engine(ranks)
     remote = {rank: layout for rank, (_, layout) in ranks.items()}
-    plan = make_plan(*mine, theirs[0][0], remote)
     topology = TransferTopology(*mine)
-    topology.register_remote_ranks(theirs[0][0], remote, plan)
+    plan = topology.register_remote_engine(FetchedEngine(theirs[0][0], remote), PlanCache(), home=HOME)
     topology.describe(theirs[0][0].engine_id)
     plan_reads(plan)
     num_tokens = draw.pick([TOKENS] * 6 + [0, 1, BLOCK_TOKENS, 2**31, 2**62, 2**64 - 1])

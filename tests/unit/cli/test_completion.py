@@ -46,7 +46,6 @@ def test_verbs_and_options_are_offered() -> None:
         (["cancel", "--pull", ""], ["9"]),
         (["disown", "gone"], ["gone-0"]),
         (["drop-peer", "tcp://10"], ["tcp://10.0.0.2:9441"]),
-        (["engines", "--topology", "pre"], ["prefill-0"]),
     ],
 )
 async def test_ids_are_those_of_the_daemon(tmp_path: Path, words: list[str], ids: list[str]) -> None:

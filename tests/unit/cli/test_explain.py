@@ -95,7 +95,7 @@ def test_text_draws_a_matrix_and_lists_reads() -> None:
     assert "pp0.tp1 |····████············████········| 78.1 MiB" in result.stdout
     rows = [line for line in result.stdout.splitlines() if "attention │" in line]
     assert len(rows) == 16
-    assert "16 reads: attention: runs of 4.0 KiB = 1 head x 16 tokens" in result.stdout
+    assert "16 reads: attention: runs of 4.0 KiB; blocks in a row do not merge" in result.stdout
     assert "every prefill rank gives 19.5 MiB" in result.stdout
 
 
@@ -125,29 +125,29 @@ def test_unequal_loads_are_listed_most_first() -> None:
     assert rows[1].count("█") == 16
 
 
-def test_json_lists_what_every_prefill_rank_sends() -> None:
-    """In bytes of integers, by decode rank; one that sends nothing has an empty list."""
-    found = report("deepseek-v3,tp=2", "deepseek-v3")
-    size = 61 * 576 * 2 * 1000
-    (read,) = found["ranks"][0]["reads"]
-    to = [
-        {
-            "decode_rank": [0, 0],
-            "bytes_per_1000_tokens": size,
-            "runs_per_1000_tokens": read["runs_per_1000_tokens"],
-        }
-    ]
-    assert found["sends"] == [{"prefill_rank": [0, 0], "to": to}, {"prefill_rank": [0, 1], "to": []}]
-
-
 def test_byte_ranges_in_text_and_json() -> None:
     """Of one decode rank, as asked."""
     result = run("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3")
     assert "Byte ranges of decode pp0.tp3" in result.stdout
     assert "kv [36864, 49152)" in result.stdout
+    assert "TransferTopology(local_engine_id=decode, local_rank=pp0.tp3, local_tp_size=4, " in result.stdout
     found = report("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3")
+    (terms,) = found["terms"]
+    assert (terms["tp_ratio"], terms["target_remote_ranks"], terms["fa_head_slots"]) == (4, [0], {"0": 0})
     conv = next(r for r in found["byte_ranges"] if (r["layer"], r["component"]) == (0, "conv.x"))
-    assert conv["runs"] == [{"decode_offset": 0, "prefill_offset": 36864, "bytes": 12288}]
+    assert conv["remote_rank"] == [0, 0]
+    assert conv["runs"] == [[0, 36864, 12288]]
+
+
+def test_byte_ranges_of_a_prefill_rank_in_text_and_json() -> None:
+    """The same pair, seen from the producer: its own bytes first, for every rank that reads it."""
+    pair = ("nemotron-h-8b", "nemotron-h-8b,tp=4", "--prefill-rank", "0,0")
+    result = run(*pair)
+    assert "Byte ranges of prefill pp0.tp0: its block 0 to decode's" in result.stdout
+    conv = [r for r in report(*pair)["sent_byte_ranges"] if (r["layer"], r["component"]) == (0, "conv.x")]
+    assert [(r["remote_rank"], r["runs"]) for r in conv] == [
+        ([0, rank], [[rank * 12288, 0, 12288]]) for rank in range(4)
+    ]
 
 
 def test_files_say_the_same_as_keys(tmp_path: Path) -> None:
@@ -245,10 +245,11 @@ def test_layouts_that_contradict_themselves_are_bad_descriptions(tmp_path: Path)
         assert words in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--rank", "--prefill-rank"])
 @pytest.mark.parametrize(("rank", "words"), [("3", "write pp_rank,tp_rank"), ("0,9", "0 to 0,0 to 3")])
-def test_a_rank_that_is_not_there(rank: str, words: str) -> None:
+def test_a_rank_that_is_not_there(option: str, rank: str, words: str) -> None:
     """Refused with those that are."""
-    result = run("llama-3-8b", "llama-3-8b,tp=4", "--rank", rank)
+    result = run("llama-3-8b,tp=4", "llama-3-8b,tp=4", option, rank)
     assert result.exit_code == 2
     assert words in result.stderr
 
@@ -285,5 +286,5 @@ def test_no_number_is_cut_off_in_a_narrow_terminal() -> None:
     found = explained("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4,layout=NHD")
     narrow = Console(file=out, width=80)
     print_explanation(narrow, found)
-    print_byte_ranges(narrow, found.ranks[3], byte_ranges(found.ranks[3]))
+    print_byte_ranges(narrow, "decode", found.ranks[3].rank, byte_ranges(found.ranks[3].plan))
     assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()

@@ -39,7 +39,7 @@ WANTED = {
     "status": [ENDPOINT, LONG],
     "peers": [ENDPOINT, WIDE],
     "engines": [LONG, WIDE, "boot-a/pp0.tp1"],
-    "engines --topology": ["decode-0 pp0.tp1 reads prefill-0@preset"],
+    "engines --topology": ["target_remote_ranks=[0, 1]"],
     "history": [LONG, WIDE, "lease-expired", "1.0 MiB"],
     "transfers": [LONG, WIDE, "lease-expired", "1.0 MiB"],
 }

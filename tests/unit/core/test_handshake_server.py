@@ -188,7 +188,7 @@ def test_the_ranks_topology_knows_every_stage_and_says_so_once(world):
     assert [i.remote_tp_size for i in infos] == [2, 2]
     said = [r for r in sink.host.records if isinstance(r, TopologyRecord)]
     assert [(r.source, r.stage) for r in said] == [("prefill", 0), ("prefill", 1)]
-    assert "remote_pp=1" in said[1].text
+    assert "remote_pp_rank=1" in said[1].text
 
 
 def test_a_rank_does_not_read_its_own_engine(world):

@@ -15,7 +15,7 @@ from kvxferd.core.remote_engines import MAX_REPORTED_STAGES, RemoteEngine, Remot
 from kvxferd.core.snapshot import TopologyRecord
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Incarnation, Rank, SessionId
-from kvxferd.plan import TransferTopology, make_plan
+from kvxferd.plan import PlanCache, TransferTopology
 from kvxferd.plan.plan import GroupRead
 from kvxferd.wire.common import Binding, RankManifest
 from tests.support.attention_engines import engine
@@ -75,9 +75,9 @@ def test_a_stage_is_reported_without_a_walk_through_the_whole_plan() -> None:
     ((spec, layout),) = engine(layers=layers, heads=2).values()
     source = remote(pp=stages, tp=2, layers=layers, heads=2)
     topology = TransferTopology(spec, layout)
-    made = make_plan(spec, layout, source.spec, source.layouts())
-    plan = msgspec.structs.replace(made, group_reads=Reads(made.group_reads))
-    topology.register_remote_ranks(source.spec, source.layouts(), plan, home=HOME)
+    made = topology.register_remote_engine(source, PlanCache(), home=HOME)
+    counted = msgspec.structs.replace(made, group_reads=Reads(made.group_reads))
+    topology.find(REMOTE).kept.plan = counted
     Reads.num_walks = 0
     read = [topology.target_remote_ranks(REMOTE, stage, home=HOME) for stage in range(stages)]
     assert Reads.num_walks == 0

@@ -6,6 +6,7 @@ import pytest
 
 from kvxferd.explain.analysis import DecodeRankReads, explain_pair
 from kvxferd.explain.byte_ranges import byte_ranges, group_layers_in_step
+from kvxferd.explain.formatting import format_load
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
 from tests.support.explained_pairs import described, explained
@@ -43,7 +44,7 @@ def test_bytes_of_a_thousand_tokens(prefill: str, decode: str, want: int) -> Non
     """Of all decode ranks together; what prefill ranks give is the same bytes."""
     found = explained(prefill, decode)
     assert found.num_bytes == want
-    assert sum(found.bytes_by_source().values()) == want
+    assert sum(load.num_bytes for load in found.loads()) == want
 
 
 @pytest.mark.parametrize(
@@ -98,13 +99,34 @@ def test_replicas_are_spread_over_readers() -> None:
     """Each of four readers has a replica of the latent of its own; the rest gives nothing."""
     found = explained("deepseek-v3,tp=8", "deepseek-v3,tp=4")
     assert [sources(rank) for rank in found.ranks] == [[(0, 0)], [(0, 2)], [(0, 4)], [(0, 6)]]
-    assert [rank.tp_rank for rank, given in found.bytes_by_source().items() if not given] == [1, 3, 5, 7]
+    assert [load.rank.tp_rank for load in found.loads() if not load.readers] == [1, 3, 5, 7]
+    assert format_load(found) == (
+        "the busiest prefill ranks are pp0.tp0+2+4+6 with 67.0 MiB each, 2.0 times the mean; "
+        "not read at all: pp0.tp1+3+5+7"
+    )
+
+
+def test_one_busiest_rank() -> None:
+    """A stage of two layers beside one of 30."""
+    found = explained("llama-3-8b,pp=2,stages=30+2", "llama-3-8b")
+    assert format_load(found) == "the busiest prefill rank is pp0.tp0 with 117.2 MiB, 1.9 times the mean"
+
+
+def test_loads_of_uneven_heads() -> None:
+    """Three ranks with 3, 3 and 2 of 8 heads, four readers of 2: 80 layers, K and V, 256 bytes a head."""
+    head = 80 * 2 * 128 * 2 * 1000
+    loads = explained("llama-3-70b,tp=3", "llama-3-70b,tp=4").loads()
+    assert [(load.num_bytes, [rank.tp_rank for rank in load.readers]) for load in loads] == [
+        (3 * head, [0, 1]),
+        (3 * head, [1, 2]),
+        (2 * head, [3]),
+    ]
 
 
 def test_byte_ranges_of_one_rank() -> None:
     """Nemotron-H, decode TP4 rank 3 from prefill TP1: the three reads of a conv state, and ssm."""
     found = explained("nemotron-h-8b,tp=1", "nemotron-h-8b,tp=4")
-    ranges = byte_ranges(found.ranks[3])
+    ranges = byte_ranges(found.ranks[3].plan)
     layer_0 = {item.component: item.runs for item in ranges if item.layer == 0}
     assert layer_0["conv.x"] == ((0, 36864, 12288),)
     assert layer_0["conv.B"] == ((12288, 53760, 1536),)
@@ -117,23 +139,26 @@ def test_byte_ranges_of_one_rank() -> None:
 def test_layers_in_equal_steps_take_one_row() -> None:
     """Eighty layers of K and V from one rank."""
     found = explained("llama-3-70b", "llama-3-70b,layout=blocks-first")
-    rows = group_layers_in_step(byte_ranges(found.ranks[0]))
+    rows = group_layers_in_step(byte_ranges(found.ranks[0].plan))
     assert [(row.first.component, len(row.layers)) for row in rows] == [("k", 80), ("v", 80)]
     block = 16 * 8 * 128 * 2
-    assert (rows[0].decode_step, rows[0].prefill_step) == (2 * block * 1024, 2 * block * 1024)
+    assert (rows[0].local_step, rows[0].remote_step) == (2 * block * 1024, 2 * block * 1024)
     assert rows[1].first.runs == ((block, block * 1024, block),)
 
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "words"),
     [
-        ("llama-3-8b", "llama-3-8b", ["8 heads x 16 tokens", "blocks in a row merge, up to"]),
-        ("llama-3-8b", "llama-3-8b,layout=NHD", ["1 head x 1 token", "different order on the two sides"]),
+        ("llama-3-8b", "llama-3-8b", ["runs of 32.0 KiB; blocks in a row merge, up to"]),
+        (
+            "llama-3-8b",
+            "llama-3-8b,layout=NHD",
+            ["runs of 256 B; blocks", "different order on the two sides"],
+        ),
         ("llama-3-8b,tp=8", "llama-3-8b,layout=NHD", ["between two tokens", "at decode"]),
         ("llama-3-8b,cp=2", "llama-3-8b", ["tokens are dealt out 1 at a time"]),
         ("llama-3-8b,layout=vectorised", "llama-3-8b", ["in chunks"]),
-        ("deepseek-v3.2", "deepseek-v3.2,block_tokens=64", ["latent x 16 tokens", "indexer.scale x 16"]),
-        ("nemotron-h-8b", "nemotron-h-8b,layout=HND+SD", ["a row of a convolution's state", "128 of ssm"]),
+        ("nemotron-h-8b", "nemotron-h-8b,layout=HND+SD", ["runs of 128 B, 256 B, 2.0 MiB"]),
     ],
 )
 def test_what_merges_in_words(prefill: str, decode: str, words: list[str]) -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from kvxferd.cli.explain import LINK_NAMES
 from kvxferd.explain.analysis import explain_pair
-from kvxferd.explain.links import DEFAULT_LINK, LINKS
-from kvxferd.explain.read_estimate import ReadEstimate
+from kvxferd.explain.read_estimate import DEFAULT_LINK, LINKS, ReadEstimate
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import GroupKind, PackedBlocks, pack_ids
 from kvxferd.mover.process.covering import CoverSlicer

@@ -6,7 +6,7 @@ import pytest
 
 from kvxferd.ids import GroupName, Rank
 from kvxferd.layout import EngineSpec, Group, GroupKind, PackedBlocks, RankLayout, pack_ids
-from kvxferd.layout.presets import MODELS, DeploymentOptions, deployed
+from kvxferd.layout.presets import MODELS, DeploymentOptions, deploy
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Expander, check_blocks, check_engine, check_request, make_plan
 from tests.support import brute_force
@@ -19,7 +19,7 @@ DRAFT = MODELS["tiny-quantised"]
 
 def engine(name: str, choices: DeploymentOptions) -> Engine:
     """Return every rank, valid and complete."""
-    ranks = deployed(MODELS[name], choices)
+    ranks = deploy(MODELS[name], choices)
     for spec, layout in ranks.values():
         validate_layout(spec, layout)
     check_engine(ranks)

@@ -6,7 +6,8 @@ import pytest
 
 from kvxferd.ids import EngineId, Generation
 from kvxferd.layout import EngineSpec, UnitRange
-from kvxferd.layout.presets import attention_layout, shard_units, stage_layers
+from kvxferd.layout.presets import attention_layout
+from kvxferd.layout.sharding import shard_units, stage_layers
 
 
 @pytest.mark.parametrize(

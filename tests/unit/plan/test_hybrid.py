@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
-import msgspec
 import pytest
 
 from kvxferd.errors import Code, EngineError, PlanError
-from kvxferd.ids import EngineId, Rank
-from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.explain.byte_ranges import byte_ranges
+from kvxferd.ids import EngineId, GroupName, Rank, RegionId
+from kvxferd.layout import (
+    EngineSpec,
+    GroupKind,
+    PackedBlocks,
+    RankLayout,
+    get_transfer_cache_regions,
+    pack_ids,
+)
 from kvxferd.layout.presets import LayerKind, ModelFacts, StateComponent, TokenComponent, deploy
 from kvxferd.layout.presets.model_facts import key_and_value, mamba2_states
 from kvxferd.plan import (
-    EngineTransferInfo,
+    Expander,
     MambaEngineTransferInfo,
-    PlanCache,
+    Plan,
     TransferTopology,
-    attention_descriptor_bytes,
-    stage_infos,
 )
+from tests.support.attention_engines import plan_between
+from tests.support.fetched_engine import register
 
 REMOTE = EngineId("remote")
 STATES = mamba2_states(num_heads=16, head_dim=2, num_groups=8, state_size=2)
@@ -44,9 +48,7 @@ def engine(
 def topology(tp: int, rank: int, remote_tp: int, heads: int, remote_pp: int = 1) -> TransferTopology:
     """Return one rank's topology with the remote engine registered."""
     made = TransferTopology(*engine(tp, heads)[Rank(0, rank)])
-    source = engine(remote_tp, heads, remote_pp, REMOTE)
-    remote_spec = source[Rank(0, 0)][0]
-    made.register_remote_ranks(remote_spec, {r: held[1] for r, held in source.items()})
+    register(made, engine(remote_tp, heads, remote_pp, REMOTE))
     return made
 
 
@@ -99,25 +101,54 @@ def test_skipping_slots_and_splitting() -> None:
     assert not topology(2, 1, 4, 0).needs_split_handles(REMOTE)  # MLA
 
 
-def test_filtering_block_ids() -> None:
-    """GOLDEN row 5: groups [attention, state]."""
-    made = topology(2, 0, 8, 4)
-    groups = {"local": [[5, 6], [9]], "remote": [[1, 2], [3]], "is_state_group": [False, True]}
-    assert made.filter_block_ids_for_rank(REMOTE, 1, **groups) == ([[], [9]], [[], [3]])
-    assert made.filter_block_ids_for_rank(REMOTE, 2, **groups) == ([[5, 6], [9]], [[1, 2], [3]])
+def test_block_ids_of_a_rank_that_is_read_for_states_alone() -> None:
+    """GOLDEN row 5: groups [attention, state], local [[5, 6], [9]], remote [[1, 2], [3]].
+
+    Of rank 1 the plan reads [[], [9]] from [[], [3]]; of rank 2 all of them.
+    """
+    sink, source = (
+        deploy(hybrid(4), tp=tp, block_tokens=4, num_blocks=10, shared_pages=False) for tp in (2, 8)
+    )
+    plan = plan_between(sink, source)
+    blocks = [
+        {
+            GroupName("full"): PackedBlocks(pack_ids(attention)),
+            GroupName("state.0"): PackedBlocks(pack_ids(states), state_at=8),
+        }
+        for attention, states in (([5, 6], [9]), ([1, 2], [3]))
+    ]
+    at = {RegionId("kv"): 0}
+    found = Expander(plan).expand(*blocks, 8, at, dict.fromkeys(plan.sources, at))
+    for rank, attention in ((1, ([], [])), (2, ([5, 6], [1, 2]))):
+        runs = found[Rank(0, rank)]
+        assert blocks_at(sink[Rank(0, 0)][1], runs.local.tolist()) == (attention[0], [9])
+        assert blocks_at(source[Rank(0, rank)][1], runs.remote.tolist()) == (attention[1], [3])
+
+
+def blocks_at(layout: RankLayout, addresses: list[int]) -> tuple[list[int], list[int]]:
+    """Return which blocks of attention, and of states, some addresses lie in."""
+    groups = {group.name: group for group in layout.groups}
+    found: dict[GroupKind, set[int]] = {kind: set() for kind in GroupKind}
+    tensors = sorted(layout.tensors, key=lambda t: (t.layer, t.offset))
+    regions = get_transfer_cache_regions(layout, {RegionId("kv"): 0})
+    for tensor, (start, block_len, kv_block_len) in zip(tensors, regions, strict=True):
+        group = groups[tensor.group]
+        for block, inside in (divmod(address - start, block_len) for address in addresses):
+            if 0 <= block < group.num_blocks and inside < kv_block_len:
+                found[group.kind].add(block)
+    return sorted(found[GroupKind.ATTENTION]), sorted(found[GroupKind.STATE])
 
 
 def test_an_engine_without_states_is_told_so() -> None:
     """By name, never an assertion: checks for one kind do not run on models that lack it."""
     plain = ModelFacts("plain", 4, (LayerKind.FULL,), key_and_value(4, 4))
     made = TransferTopology(*deploy(plain, tp=1)[Rank(0, 0)])
-    source = deploy(plain, tp=2, engine_id=REMOTE)
-    made.register_remote_ranks(source[Rank(0, 0)][0], {r: held[1] for r, held in source.items()})
+    register(made, deploy(plain, tp=2, engine_id=REMOTE))
     with pytest.raises(EngineError, match="engine 'remote', stage 0: this rank reads no states") as caught:
-        made.filter_block_ids_for_rank(REMOTE, 1, local=[], remote=[], is_state_group=[])
+        made.should_skip_fa(REMOTE, 1)
     assert caught.value.code is Code.LAYOUT_INCOMPATIBLE
     assert not isinstance(made.get_engine_info(REMOTE), MambaEngineTransferInfo)
-    assert "fa_reads" not in made.describe(REMOTE)
+    assert "fa_head_slots" not in made.terms(REMOTE)
 
 
 @pytest.mark.parametrize(
@@ -127,30 +158,50 @@ def test_an_engine_without_states_is_told_so() -> None:
         (4, 2, 8, [0, 1, 0, 1]),
         (8, 4, 2, [0] * 8),
         (2, 8, 4, [0, 0]),  # L < R
-        (2, 3, 6, [0, 0]),  # L < R, though the first read of rank 1 begins inside a remote block
         (4, 2, 0, [0] * 4),  # MLA
     ],
 )
 def test_offset_of_our_heads_in_a_remote_block(tp: int, remote_tp: int, heads: int, want: list[int]) -> None:
     """GOLDEN row 6: in lengths of what is read."""
-    offsets = [topology(tp, rank, remote_tp, heads).fa_rank_offset(REMOTE, 4096) for rank in range(tp)]
-    assert [offset // 4096 for offset in offsets] == want
+    sink, source = engine(tp, heads), engine(remote_tp, heads)
+    assert [first_offset(plan_between(sink, source, (0, rank)), source) for rank in range(tp)] == want
 
 
-@pytest.mark.parametrize(
-    ("is_blocks_first", "want"),
-    [(True, 4096), (False, 8192)],
-)
-def test_attention_descriptor_bytes(is_blocks_first: bool, want: int) -> None:
-    """GOLDEN row 7: local block 16384, remote 8192."""
-    assert attention_descriptor_bytes(16384, 8192, is_blocks_first=is_blocks_first) == want
+def first_offset(plan: Plan, source: dict[Rank, tuple[EngineSpec, RankLayout]]) -> int:
+    """Return where the first heads that are read begin in a remote tensor's block, in lengths of the read."""
+    first = next(r for r in byte_ranges(plan) if r.kind is GroupKind.ATTENTION)
+    tensor = next(
+        t
+        for t in source[first.remote_rank][1].tensors
+        if (t.layer, t.component) == (first.layer, first.component)
+    )
+    _, remote_offset, length = first.runs[0]
+    return (remote_offset - tensor.offset) // length
+
+
+@pytest.mark.parametrize(("layout", "want"), [("HND-blocks-first", 4096), ("HND", 8192)])
+def test_attention_descriptor_bytes(layout: str, want: int) -> None:
+    """GOLDEN row 7: local block 16384, remote 8192, which L2, R8, K4 read in two halves."""
+    heads = key_and_value(4, want // 32)  # a head of a block of 16 tokens has `want` bytes
+    kinds = (LayerKind.STATE, LayerKind.FULL)
+    options = {"block_tokens": 16, "layout": layout, "num_blocks": 2, "shared_pages": False}
+    model = ModelFacts("hybrid", 4, kinds, heads, STATES)
+    made = TransferTopology(*deploy(model, tp=2, engine_id="local", **options)[Rank(0, 0)])
+    register(made, deploy(model, tp=8, engine_id=REMOTE, **options))
+    assert made.layout.tensors[0].block_stride == 16384
+    assert info(made).remote_block_len == 8192
+    assert info(made).remote_fa_descriptor_bytes == want
+    assert info(made).remote_num_fa_reads == 2
 
 
 def test_halves_must_fit() -> None:
-    """GOLDEN row 7: L2, R8, K4, two reads into one block; what upstream only logs is refused."""
-    assert attention_descriptor_bytes(16384, 8192, is_blocks_first=True, num_reads=2) == 4096
-    with pytest.raises(PlanError, match="6144 bytes, and 4096 are needed") as caught:
-        attention_descriptor_bytes(16384, 12288, is_blocks_first=True, num_reads=2)
+    """GOLDEN row 7: a remote block of 12288 bytes, 6144 of them K, where 4096 are needed."""
+    sink, source = (
+        deploy(ModelFacts("halves", 4, (LayerKind.FULL,), key_and_value(4, head_dim)), tp=tp, block_tokens=16)
+        for tp, head_dim in ((2, 128), (8, 192))
+    )
+    with pytest.raises(PlanError, match="content_bytes") as caught:
+        plan_between(sink, source)
     assert caught.value.code is Code.LAYOUT_INCOMPATIBLE
 
 
@@ -158,64 +209,41 @@ def test_halves_must_fit() -> None:
     ("block_tokens", "layout", "page_bytes"),
     [(4, "HND", 0), (4, "NHD", 0), (4, "HND", 4096), (4, "HND-packed", 0), (2, "HND", 0), (16, "NHD", 0)],
 )
-@pytest.mark.parametrize("is_by_hand", [False, True])
-def test_descriptors_between_blocks_that_differ(
-    block_tokens: int, layout: str, page_bytes: int, is_by_hand: bool
-) -> None:
+def test_descriptors_between_blocks_that_differ(block_tokens: int, layout: str, page_bytes: int) -> None:
     """L2, R8, K4: one of two heads of the smaller block, however the remote's pages lie."""
-    source = deploy(
-        hybrid(4),
-        tp=8,
-        num_blocks=8,
-        engine_id=REMOTE,
-        block_tokens=block_tokens,
-        layout=layout,
-        page_bytes=page_bytes,
-    )
-    layouts = {rank: held[1] for rank, held in source.items()}
     made = TransferTopology(*engine(2, 4)[Rank(0, 0)])
-    if is_by_hand:
-        made.register_remote_engine(REMOTE, stage_infos(source[Rank(0, 0)][0], layouts)[0])
-    else:
-        made.register_remote_ranks(source[Rank(0, 0)][0], layouts)
+    options = {"block_tokens": block_tokens, "layout": layout, "page_bytes": page_bytes}
+    register(made, deploy(hybrid(4), tp=8, num_blocks=8, engine_id=REMOTE, **options))
     assert info(made).remote_fa_descriptor_bytes == min(4, block_tokens) * 4 * 2
 
 
-@pytest.mark.parametrize("remote_tp", range(1, 6))
-def test_states_that_divide_unevenly(remote_tp: int) -> None:
-    """5 heads on 2 ranks, by facts alone: rank 1 begins at 3 and holds 2, so there are 5."""
-    states = (StateComponent("ssm", 5, 8),)
-    model = ModelFacts("uneven", 0, (LayerKind.STATE,), (), states)
-    source = deploy(model, tp=remote_tp, num_blocks=2, engine_id=REMOTE)
-    layouts = {rank: held[1] for rank, held in source.items()}
-    own = deploy(model, tp=2, num_blocks=2, engine_id="local")[Rank(0, 1)]
-    planned, by_hand = TransferTopology(*own), TransferTopology(*own)
-    planned.register_remote_ranks(source[Rank(0, 0)][0], layouts)
-    by_hand.register_remote_engine(REMOTE, stage_infos(source[Rank(0, 0)][0], layouts)[0])
-    assert info(by_hand) == info(planned)
-
-
-def test_states_that_every_rank_holds() -> None:
-    """Rank 1 of 2 holds what begins at 0, as rank 0 does: it is read from one remote rank."""
-    own, layout = deploy(hybrid(4), tp=1, num_blocks=8, block_tokens=4, engine_id="local")[Rank(0, 0)]
-    made = TransferTopology(msgspec.structs.replace(own, tp_size=2, tp_rank=1), layout)
-    made.register_remote_engine(REMOTE, EngineTransferInfo(8, 1024, 4, end_layer=1))
-    assert info(made).remote_all_source_ranks == (4,)
-
-
 def test_split_descriptors() -> None:
-    """GOLDEN row 7: L1, R4, K2."""
-    made = topology(1, 0, 4, 2)
-    attention = [(65536, 4096), (69632, 4096)]
-    states = [(131072, 1200), (196608, 8192)]
-    assert made.compute_split_handle_data(REMOTE, attention, states) == {
+    """GOLDEN row 7: L1, R4, K2; attention of 4096 bytes, states of 1200 and 8192."""
+    model = ModelFacts(
+        "split",
+        2,
+        (LayerKind.STATE, LayerKind.FULL),
+        key_and_value(2, 64),  # 2048 bytes of a head in a block of 16 tokens
+        (StateComponent("conv", 4, 300, itemsize=1), StateComponent("ssm", 4, 2048, itemsize=1)),
+    )
+    options = {"block_tokens": 16, "num_blocks": 2, "shared_pages": False}
+    sink, source = (deploy(model, tp=tp, **options) for tp in (1, 4))
+    layout = sink[Rank(0, 0)][1]
+    starts = {(t.layer, t.component): t.offset for t in layout.tensors}
+    # Where the field's example has them.
+    addresses = {"k": 65536, "v": 69632, "conv": 131072, "ssm": 196608}
+    split: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(4)}
+    found = byte_ranges(plan_between(sink, source))
+    for ranges in sorted(found, key=lambda r: list(addresses).index(r.component)):
+        ((local, _, length),) = ranges.runs
+        inside = local - starts[ranges.layer, ranges.component]
+        split[ranges.remote_rank.tp_rank].append((addresses[ranges.component] + inside, length))
+    assert split == {
         0: [(65536, 2048), (69632, 2048), (131072, 300), (196608, 2048)],
         1: [(131372, 300), (198656, 2048)],
         2: [(67584, 2048), (71680, 2048), (131672, 300), (200704, 2048)],
         3: [(131972, 300), (202752, 2048)],
     }
-    with pytest.raises(PlanError, match="1201 bytes into 4"):
-        made.compute_split_handle_data(REMOTE, [], [(0, 1201)])
 
 
 def test_stages_with_one_kind_only() -> None:
@@ -232,57 +260,11 @@ def test_stages_with_one_kind_only() -> None:
         made.should_skip_fa(REMOTE, 0, 1)
 
 
-class Manifest:
-    """A manifest as fetched: it alone keeps its layouts."""
-
-    def __init__(self, ranks: dict[Rank, RankLayout]) -> None:
-        self.ranks = ranks
-
-    def layouts(self) -> dict[Rank, RankLayout]:
-        return self.ranks
-
-
-@pytest.mark.parametrize(("tp", "remote_tp", "heads"), [(2, 8, 4), (4, 2, 8), (2, 4, 8), (1, 2, 4)])
-def test_a_forgotten_manifest_takes_no_answers(tp: int, remote_tp: int, heads: int) -> None:
-    """What a stage of states is read for is kept with the facts, without the layouts."""
-    local, source = engine(tp, heads), engine(remote_tp, heads, 1, REMOTE)
-    own = TransferTopology(*local[Rank(0, 0)])
-    manifest, plans = Manifest({r: held[1] for r, held in source.items()}), PlanCache(max_plans=1)
-    own.register_remote_ranks(
-        source[Rank(0, 0)][0], manifest.ranks, manifest=weakref.ref(manifest), plans=plans
-    )
-    alike = topology(tp, 0, remote_tp, heads)
-    freed = weakref.ref(manifest)
-    other = engine(remote_tp, heads, 1, "other")
-    plans.get(*other[Rank(0, 0)], other[Rank(0, 0)][0], {rank: held[1] for rank, held in other.items()})
-    del manifest
-    gc.collect()
-    assert freed() is None
-    assert own.find(REMOTE).plan is None
-    for rank in range(remote_tp):
-        assert own.should_skip_fa(REMOTE, rank) is alike.should_skip_fa(REMOTE, rank)
-        assert own.fa_head_slot(REMOTE, rank) == alike.fa_head_slot(REMOTE, rank)
-    assert own.fa_rank_offset(REMOTE, 64) == alike.fa_rank_offset(REMOTE, 64)
-    assert own.needs_split_handles(REMOTE) is alike.needs_split_handles(REMOTE)
-    parts = [(4096, 960)], [(9000, 960)]
-    assert own.compute_split_handle_data(REMOTE, *parts) == alike.compute_split_handle_data(REMOTE, *parts)
-
-
-def test_describing_a_hybrid() -> None:
-    """One line with reads and sources of both kinds."""
-    line = topology(2, 0, 8, 4).describe(REMOTE)
-    for words in (
-        "tp_ratio=-4",
-        "fa_reads=2",
-        "mamba_reads=4",
-        "fa_sources=[0, 2]",
-        "all_sources=[0, 1, 2, 3]",
-    ):
-        assert words in line
-    assert "\n" not in line
-
-
-def test_what_is_kept_of_a_hybrid_counts() -> None:
-    """A peer may divide its heads among ranks as finely as it likes."""
-    assert topology(2, 0, 8, 4).find(REMOTE).num_parts == 8 + 1 + (8 + 8 + 2)  # two of eight ranks are read
-    assert topology(1, 0, 1, 4).find(REMOTE).num_parts == 1 + 1 + (1 + 1 + 1)
+def test_the_terms_of_a_hybrid() -> None:
+    """Which ranks are read for what, and which part of a local block each fills."""
+    terms = topology(2, 0, 8, 4).terms(REMOTE)
+    assert (terms["tp_ratio"], terms["remote_num_fa_reads"], terms["remote_num_mamba_reads"]) == (-4, 2, 4)
+    assert terms["remote_fa_source_ranks"] == (0, 2)
+    assert terms["target_remote_ranks"] == [0, 1, 2, 3]
+    assert terms["fa_head_slots"] == {0: 0, 2: 1}
+    assert terms["needs_split_handles"] is True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -13,25 +12,14 @@ from hypothesis import strategies as st
 
 from kvxferd.errors import Code, EngineError, KvxferdError, PlanError
 from kvxferd.ids import Endpoint, EngineId, Generation, Rank
-from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan import EngineTransferInfo, PlanCache, TransferTopology, stage_infos
+from kvxferd.plan import Plan, PlanCache, TransferTopology, stage_infos
 from kvxferd.plan import topology as registry
 from kvxferd.wire.limits import MAX_RANKS
 from tests.support.attention_engines import engine, layout_of, spec
+from tests.support.fetched_engine import FetchedEngine, fetched
 
 REMOTE = EngineId("remote")
 P, Q = Endpoint("tcp://p:9441"), Endpoint("tcp://q:9441")
-Ranks = dict[Rank, RankLayout]
-
-
-class Manifest:
-    """A manifest as fetched: it alone keeps its layouts."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
-    def layouts(self) -> Mapping[Rank, RankLayout]:
-        return self.ranks
 
 
 def topology() -> TransferTopology:
@@ -40,52 +28,49 @@ def topology() -> TransferTopology:
     return TransferTopology(own, layout_of(own))
 
 
-def remote(engine_id: str = REMOTE, generation: str = "g1", **facts: int | str) -> tuple[EngineSpec, Ranks]:
-    """Return the spec and the layouts of a remote engine."""
-    ranks = engine(**facts)  # type: ignore[arg-type]
-    first = ranks[Rank(0, 0)][0]
-    named = msgspec.structs.replace(first, engine_id=EngineId(engine_id), generation=Generation(generation))
-    return named, {rank: layout for rank, (_, layout) in ranks.items()}
+def remote(engine_id: str = REMOTE, generation: str = "g1", **facts: int | str) -> FetchedEngine:
+    """Return a remote engine."""
+    found = fetched(engine(**facts))  # type: ignore[arg-type]
+    named = msgspec.structs.replace(
+        found.spec, engine_id=EngineId(engine_id), generation=Generation(generation)
+    )
+    return FetchedEngine(named, found.ranks)
+
+
+def register(
+    made: TransferTopology,
+    of: FetchedEngine,
+    home: Endpoint = P,
+    *,
+    plans: PlanCache | None = None,
+    now: float = 0.0,
+) -> Plan:
+    """Register an engine, with a cache of plans of its own unless one is given."""
+    return made.register_remote_engine(of, PlanCache() if plans is None else plans, home=home, now=now)
 
 
 def test_an_entry_holds_facts_generation_plan_and_last_use() -> None:
     """The seeds' facts by pp_rank, and what the daemon adds."""
-    made = topology()
-    remote_spec, ranks = remote(tp=2, pp=2)
-    plan = made.register_remote_ranks(remote_spec, ranks, home=P, now=7.0)
+    made, source = topology(), remote(tp=2, pp=2)
+    plan = register(made, source, now=7.0)
     (kept,) = made.engines()
     assert kept is made.find(REMOTE) is made.find(REMOTE, P)
     assert (kept.engine_id, kept.home, kept.generation, kept.last_used) == (REMOTE, P, "g1", 7.0)
     assert kept.plan is plan
-    assert kept.stages == stage_infos(remote_spec, ranks)
+    assert kept.stages == stage_infos(source.spec, source.ranks)
     assert [(s.start_layer, s.end_layer) for s in kept.stages.values()] == [(0, 1), (1, 2)]
-    assert kept.layouts() == ranks
-
-
-def test_the_seeds_attributes() -> None:
-    """A rank's own identity has the names of in-engine connectors."""
-    own = spec(tp=4, pp=2, heads=8, rank=(1, 3))
-    made = TransferTopology(own, layout_of(own, block_tokens=16))
-    assert (made.engine_id, made.tp_rank, made.tp_size, made.pp_rank, made.pp_size) == ("prefill", 3, 4, 1, 2)
-    assert (made.block_size, made.total_num_kv_heads, made.local_physical_heads) == (16, 8, 2)
-    assert (made.is_mla, made.is_mamba) == (False, False)
+    assert kept.layouts() == source.ranks
 
 
 def test_registering_again_keeps_the_plan_and_counts_as_a_use() -> None:
     """Idempotent: with the same manifest, and with the next one of equal facts."""
-    made, plans = topology(), PlanCache()
-    remote_spec, ranks = remote(tp=2)
-    first, second = Manifest(ranks), Manifest(dict(ranks))
-    plan = made.register_remote_ranks(
-        remote_spec, ranks, home=P, manifest=weakref.ref(first), plans=plans, now=1.0
-    )
+    made, first = topology(), remote(tp=2)
+    second = FetchedEngine(first.spec, dict(first.ranks))
+    plan = register(made, first, now=1.0)
     assert made.use(REMOTE, P, first, 2.0) is plan
     assert made.use(REMOTE, P, second, 3.0) is None
     assert made.find(REMOTE).last_used == 2.0
-    again = made.register_remote_ranks(
-        remote_spec, second.ranks, home=P, manifest=weakref.ref(second), plans=PlanCache(), now=4.0
-    )
-    assert again is plan  # though that cache had none
+    assert register(made, second, now=4.0) is plan  # though that cache had none
     assert made.use(REMOTE, P, first, 5.0) is None
     assert made.use(REMOTE, P, second, 5.0) is plan
     assert len(list(made.engines())) == 1
@@ -93,10 +78,8 @@ def test_registering_again_keeps_the_plan_and_counts_as_a_use() -> None:
 
 def test_the_registry_does_not_keep_a_manifest() -> None:
     """Its bytes count for a user for as long as anything refers to it. Facts and plan stay."""
-    made = topology()
-    remote_spec, ranks = remote(tp=2)
-    manifest = Manifest(ranks)
-    plan = made.register_remote_ranks(remote_spec, ranks, home=P, manifest=weakref.ref(manifest))
+    made, plans, manifest = topology(), PlanCache(), remote(tp=2)
+    plan = register(made, manifest, plans=plans)
     freed = weakref.ref(manifest)
     del manifest
     gc.collect()
@@ -104,28 +87,26 @@ def test_the_registry_does_not_keep_a_manifest() -> None:
     assert made.find(REMOTE).layouts() is None
     assert made.target_remote_ranks(REMOTE) == [0, 1]
     assert made.find(REMOTE).plan is plan
-    assert made.register_remote_ranks(remote_spec, ranks, home=P) is plan
+    assert register(made, remote(tp=2), plans=plans) is plan
 
 
 def test_a_plan_that_was_evicted_is_made_again_on_the_next_use() -> None:
     """The facts stay, and which ranks are read."""
-    made, manifest, plans = topology(), Manifest(remote(tp=2, pp=2)[1]), PlanCache(max_plans=1)
-    named, other = remote(tp=2, pp=2)[0], remote("other", tp=4)
-    made.register_remote_ranks(named, manifest.ranks, home=P, manifest=weakref.ref(manifest), plans=plans)
-    made.register_remote_ranks(*other, home=P, plans=plans)
+    made, source, plans = topology(), remote(tp=2, pp=2), PlanCache(max_plans=1)
+    register(made, source, plans=plans)
+    other = remote("other", tp=4)
+    register(made, other, plans=plans)
     kept = made.find(REMOTE)
     assert kept.plan is None
     assert [made.target_remote_ranks(REMOTE, stage) for stage in (0, 1)] == [[0, 1], [0, 1]]
-    assert "reads=[0, 1]" in made.describe(REMOTE)
-    assert made.use(REMOTE, P, manifest, 2.0) is None
-    again = made.register_remote_ranks(
-        named, manifest.ranks, home=P, manifest=weakref.ref(manifest), plans=plans, now=2.0
-    )
+    assert "target_remote_ranks=[0, 1]" in made.describe(REMOTE)
+    assert made.use(REMOTE, P, source, 2.0) is None
+    again = register(made, source, plans=plans, now=2.0)
     assert made.find(REMOTE) is kept
-    assert made.use(REMOTE, P, manifest, 3.0) is again is kept.plan
+    assert made.use(REMOTE, P, source, 3.0) is again is kept.plan
     assert made.find(EngineId("other")).plan is None
     with pytest.raises(EngineError, match="block_size was 4 and is 8"):
-        made.register_remote_ranks(*remote(tp=2, pp=2, block_tokens=8), home=P, plans=plans)
+        register(made, remote(tp=2, pp=2, block_tokens=8), plans=plans)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +123,10 @@ def test_other_facts_under_one_generation_are_refused_field_by_field(
 ) -> None:
     """And what was known stays, as it was last used."""
     made = topology()
-    plan = made.register_remote_ranks(*remote(tp=2), home=P, now=1.0)
+    source = remote(tp=2)
+    plan = register(made, source, now=1.0)
     with pytest.raises(EngineError) as caught:
-        made.register_remote_ranks(*remote(**{"tp": 2} | other), home=P, now=2.0)
+        register(made, remote(**{"tp": 2} | other), now=2.0)
     assert caught.value.code is Code.SHAPE_MISMATCH
     for text in named:
         assert text in str(caught.value)
@@ -155,34 +137,17 @@ def test_other_facts_under_one_generation_are_refused_field_by_field(
 def test_layouts_that_are_forgotten_are_compared_by_their_digests() -> None:
     """Then the refusal names the ranks alone."""
     made = topology()
-    manifest = Manifest(remote(tp=2)[1])
-    made.register_remote_ranks(
-        remote(tp=2)[0], manifest.ranks, home=P, manifest=weakref.ref(manifest), plans=PlanCache()
-    )
-    del manifest
+    register(made, remote(tp=2))
     gc.collect()
     with pytest.raises(EngineError, match=r"of 2 ranks have changed, of rank pp0\.tp0 first; an engine"):
-        made.register_remote_ranks(*remote(tp=2, layout="NHD"), home=P)
-
-
-def test_facts_by_hand_are_facts_of_the_generation_too() -> None:
-    """Layouts that do not have them are refused; those that do add the plan."""
-    made = topology()
-    remote_spec, ranks = remote(tp=2)
-    info = stage_infos(remote_spec, ranks)[0]
-    made.register_remote_engine(REMOTE, info, Generation("g1"), home=P)
-    with pytest.raises(EngineError, match="remote_tp_size was 2 and is 4"):
-        made.register_remote_ranks(*remote(tp=4), home=P)
-    assert made.find(REMOTE, P).plan is None
-    assert made.register_remote_ranks(remote_spec, ranks, home=P) is made.find(REMOTE, P).plan
-    assert made.register_remote_engine(REMOTE, info, Generation("g1"), home=P) == info
+        register(made, remote(tp=2, layout="NHD"))
 
 
 def test_a_new_generation_replaces_everything_of_the_old_one() -> None:
     """One entry for each engine and home."""
     made = topology()
-    made.register_remote_ranks(*remote(tp=2, pp=2), home=P)
-    made.register_remote_ranks(*remote(tp=4, generation="g2"), home=P)
+    register(made, remote(tp=2, pp=2), P)
+    register(made, remote(tp=4, generation="g2"), P)
     (kept,) = made.engines()
     assert kept.generation == "g2"
     assert list(kept.stages) == [0]
@@ -192,24 +157,25 @@ def test_a_new_generation_replaces_everything_of_the_old_one() -> None:
 def test_a_new_generation_that_cannot_be_read_leaves_the_old_one() -> None:
     """Nothing is dropped for it."""
     made = topology()
-    plan = made.register_remote_ranks(*remote(tp=2), home=P)
+    plan = register(made, remote(tp=2), P)
     with pytest.raises(PlanError):
-        made.register_remote_ranks(*remote(layers=3, generation="g2"), home=P)
+        register(made, remote(layers=3, generation="g2"), P)
     assert made.find(REMOTE).plan is plan
 
 
 def test_two_homes_of_one_engine_id_have_an_entry_each() -> None:
     """With one generation and different facts: neither refuses, replaces or answers for the other."""
     made = topology()
-    made.register_remote_ranks(*remote(tp=2), home=P, now=1.0)
-    made.register_remote_ranks(*remote(tp=4), home=Q, now=2.0)
+    register(made, remote(tp=2), P, now=1.0)
+    at_q = remote(tp=4)
+    register(made, at_q, Q, now=2.0)
     assert [made.get_engine_info(REMOTE, home=home).remote_tp_size for home in (P, Q)] == [2, 4]
     assert [made.target_remote_ranks(REMOTE, home=home) for home in (P, Q)] == [[0, 1], [0, 1, 2, 3]]
     assert made.get_engine_info(REMOTE).remote_tp_size == 4  # of the last used
-    made.register_remote_ranks(*remote(tp=2), home=P, now=3.0)
+    register(made, remote(tp=2), P, now=3.0)
     assert made.get_engine_info(REMOTE).remote_tp_size == 2
-    assert "remote_tp=4" in made.describe(REMOTE, home=Q)
-    made.use(REMOTE, Q, made.find(REMOTE, Q).manifest(), 4.0)
+    assert "remote_tp_size=4" in made.describe(REMOTE, home=Q)
+    assert made.use(REMOTE, Q, at_q, 4.0) is not None
     made.expire(4.0)
     assert [kept.home for kept in made.engines()] == [Q]
     with pytest.raises(EngineError, match="of tcp://p:9441") as caught:
@@ -221,8 +187,8 @@ def test_the_longest_unused_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) 
     """By time, by number, and by the parts of their facts."""
     made = topology()
     for number in range(6):
-        made.register_remote_ranks(*remote(f"e{number}"), home=P, now=float(number))
-    made.register_remote_ranks(*remote("e1"), home=P, now=9.0)
+        register(made, remote(f"e{number}"), P, now=float(number))
+    register(made, remote("e1"), P, now=9.0)
     made.expire(3.0)
     assert [kept.engine_id for kept in made.engines()] == ["e3", "e4", "e5", "e1"]
     monkeypatch.setattr(registry, "MAX_REMOTE_ENGINES", 3)
@@ -252,25 +218,16 @@ def test_the_longest_unused_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) 
 def test_stages_hold_the_model_and_every_tensor_that_is_read(
     change: dict[int, dict[str, int]], code: Code, text: str
 ) -> None:
-    """Layouts by hand; those of a manifest are checked when they are fetched, too."""
-    remote_spec, ranks = remote(pp=2)
+    """They are checked when a manifest is fetched, too."""
+    found = remote(pp=2)
+    ranks = dict(found.ranks)
     for pp_rank, fields in change.items():
         ranks[Rank(pp_rank, 0)] = msgspec.structs.replace(ranks[Rank(pp_rank, 0)], **fields)
     made = topology()
     with pytest.raises(KvxferdError, match=text) as caught:
-        made.register_remote_ranks(remote_spec, ranks)
+        register(made, FetchedEngine(found.spec, ranks))
     assert caught.value.code is code
     assert not list(made.engines())
-
-
-def test_stages_by_hand_do_not_overlap() -> None:
-    """Not all of them are known yet, so a gap is none."""
-    made = topology()
-    made.register_remote_engine(REMOTE, EngineTransferInfo(2, 1024, 16, 1, 0, 0, 16))
-    with pytest.raises(PlanError, match=r"stage 2 holds layers \[15, 20\), and stage 0 holds \[0, 16\)"):
-        made.register_remote_engine(REMOTE, EngineTransferInfo(2, 1024, 16, 1, 2, 15, 20))
-    made.register_remote_engine(REMOTE, EngineTransferInfo(2, 1024, 16, 1, 2, 32, 48))
-    assert list(made.find(REMOTE).stages) == [0, 2]
 
 
 SMALL = {number: remote(f"e{number % 3}", f"g{number // 3 % 2}", tp=1 + number // 6) for number in range(12)}
@@ -285,17 +242,17 @@ def test_any_order_of_registrations_keeps_the_last_accepted(steps: list[tuple[in
     made, now = topology(), 0.0
     model: dict[tuple[str, str], tuple[str, int, float]] = {}
     for number, home, later in steps:
-        remote_spec, ranks = SMALL[number]
+        spec = SMALL[number].spec
         now += later
-        key, tp = (remote_spec.engine_id, home), remote_spec.tp_size
+        key, tp = (spec.engine_id, home), spec.tp_size
         known = model.get(key)
-        if known is not None and known[0] == remote_spec.generation and known[1] != tp:
+        if known is not None and known[0] == spec.generation and known[1] != tp:
             with pytest.raises(EngineError):
-                made.register_remote_ranks(remote_spec, ranks, home=home, plans=PLANS, now=now)
+                register(made, SMALL[number], home, plans=PLANS, now=now)
         else:
-            made.register_remote_ranks(remote_spec, ranks, home=home, plans=PLANS, now=now)
+            register(made, SMALL[number], home, plans=PLANS, now=now)
             model.pop(key, None)
-            model[key] = (remote_spec.generation, tp, now)
+            model[key] = (spec.generation, tp, now)
         if now > 8.0:
             made.expire(now - 8.0)
             model = {key: held for key, held in model.items() if held[2] >= now - 8.0}
@@ -310,34 +267,31 @@ MANY = 40
 
 def test_a_hostile_engine_has_as_many_stages_as_the_wire_allows() -> None:
     """What a rank keeps of such engines is limited: 8 of 8,192 parts each, and none of their layouts."""
-    remote_spec, ranks = remote(layers=2)
-    rank = ranks[Rank(0, 0)]
+    found = remote(layers=2)
+    rank = found.ranks[Rank(0, 0)]
     beyond = msgspec.structs.replace(rank, start_layer=2, end_layer=2, tensors=())
     many = {Rank(0, 0): rank} | {Rank(number, 0): beyond for number in range(1, MAX_RANKS)}
-    made, plans, manifest = topology(), PlanCache(), Manifest(many)
+    made, plans = topology(), PlanCache()
     for number in range(MANY):
-        named = msgspec.structs.replace(remote_spec, engine_id=EngineId(f"e{number}"), pp_size=MAX_RANKS)
-        made.register_remote_ranks(
-            named, many, home=P, manifest=weakref.ref(manifest), plans=plans, now=float(number)
-        )
+        named = msgspec.structs.replace(found.spec, engine_id=EngineId(f"e{number}"), pp_size=MAX_RANKS)
+        register(made, FetchedEngine(named, many), plans=plans, now=float(number))
         made.expire()
     kept = list(made.engines())
     assert len(kept) < MANY
     assert sum(engine.num_parts for engine in kept) <= registry.MAX_KEPT_PARTS
     assert sum(len(engine.stages) for engine in kept) <= registry.MAX_KEPT_PARTS
     assert kept[-1].engine_id == f"e{MANY - 1}"
-    del manifest
     gc.collect()
     assert all(engine.layouts() is None for engine in kept)
 
 
 def test_a_refusal_of_thousands_of_stages_is_short() -> None:
     """It goes to the worker as one message."""
-    remote_spec, ranks = remote(layers=2)
-    beyond = msgspec.structs.replace(ranks[Rank(0, 0)], start_layer=2, end_layer=2, tensors=())
-    many = ranks | {Rank(number, 0): beyond for number in range(1, MAX_RANKS)}
+    found = remote(layers=2)
+    beyond = msgspec.structs.replace(found.ranks[Rank(0, 0)], start_layer=2, end_layer=2, tensors=())
+    many = {**found.ranks} | {Rank(number, 0): beyond for number in range(1, MAX_RANKS)}
     made = topology()
-    made.register_remote_ranks(msgspec.structs.replace(remote_spec, pp_size=MAX_RANKS), many, home=P)
+    register(made, FetchedEngine(msgspec.structs.replace(found.spec, pp_size=MAX_RANKS), many))
     with pytest.raises(EngineError, match=r"; and \d+ more; an engine") as caught:
-        made.register_remote_ranks(remote_spec, ranks, home=P)
+        register(made, found)
     assert len(str(caught.value)) < 4096

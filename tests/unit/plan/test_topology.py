@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import pytest
 
 from kvxferd.errors import Code, EngineError
-from kvxferd.ids import EngineId, Generation, Rank
-from kvxferd.layout.presets import deploy, shard_units
-from kvxferd.plan import (
-    EngineTransferInfo,
-    MambaEngineTransferInfo,
-    TransferTopology,
-    plan_reads,
-    stage_infos,
-)
+from kvxferd.ids import EngineId, Rank
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout.presets import deploy
+from kvxferd.layout.sharding import shard_units
+from kvxferd.layout.tensors import num_units
+from kvxferd.plan import EngineTransferInfo, TransferTopology, plan_reads, stage_infos
 from tests.support.attention_engines import engine, layout_of, plan_between, spec
+from tests.support.fetched_engine import HOME, register
 
 REMOTE = EngineId("remote")
 
@@ -28,9 +24,12 @@ def topology(tp: int, rank: int = 0, *, heads: int = 8, block_tokens: int = 16) 
     return TransferTopology(own, layout_of(own, block_tokens=block_tokens))
 
 
-def info(tp: int, **facts: int) -> EngineTransferInfo:
-    """Return facts built by hand."""
-    return EngineTransferInfo(tp, 1024, 16, **facts)
+def source(**facts: int | str) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+    """Return every rank of a remote engine."""
+    return {
+        rank: (msgspec.structs.replace(own, engine_id=REMOTE), layout)
+        for rank, (own, layout) in engine(**facts).items()  # type: ignore[arg-type]
+    }
 
 
 @pytest.mark.parametrize(("tp", "remote_tp", "want"), [(4, 2, 2), (2, 4, -2), (2, 2, 1), (1, 8, -8)])
@@ -45,8 +44,8 @@ def test_tp_sizes_that_do_not_divide_have_no_ratio(tp: int, remote_tp: int) -> N
     made = topology(tp)
     with pytest.raises(ValueError, match=f"{tp}.*{remote_tp}"):
         made.tp_ratio(remote_tp)
-    made.register_remote_engine(REMOTE, info(remote_tp))
-    assert f"tp_ratio={tp}:{remote_tp}" in made.describe(REMOTE)
+    register(made, source(tp=remote_tp, heads=8))
+    assert "tp_ratio=None" in made.describe(REMOTE)
 
 
 def test_block_size_ratio() -> None:
@@ -68,9 +67,10 @@ def test_head_of_a_rank_beyond_the_heads(tp: int, heads: int, want: list[int]) -
     ("heads", "tp", "want"),
     [(8, 2, [4, 4]), (8, 8, [1] * 8), (4, 8, [1] * 8), (8, 3, [3, 3, 2])],
 )
-def test_local_physical_heads(heads: int, tp: int, want: list[int]) -> None:
+def test_physical_heads(heads: int, tp: int, want: list[int]) -> None:
     """GOLDEN row 1: for unequal shards, the rank's real count."""
-    assert [topology(tp, rank, heads=heads).local_physical_heads for rank in range(tp)] == want
+    assert [num_units(shard_units(heads, tp, rank)) for rank in range(tp)] == want
+    assert [layout.tensors[0].num_units for _, layout in engine(tp=tp, heads=heads).values()] == want
 
 
 @pytest.mark.parametrize(
@@ -93,24 +93,19 @@ def test_handshake_target_ranks(tp: int, remote_tp: int, want: list[list[int]]) 
 def test_target_remote_ranks(
     remote_tp: int, is_replicated: bool, handshake: list[int], target: list[int]
 ) -> None:
-    """GOLDEN row 2: K2, L2, r1; by hand and from the plan alike."""
-    by_hand, planned = topology(2, 1, heads=2), topology(2, 1, heads=2)
-    by_hand.register_remote_engine(REMOTE, info(remote_tp))
-    source = engine(tp=remote_tp, heads=2, block_tokens=16)
-    remote_spec = msgspec.structs.replace(spec(tp=remote_tp, heads=2), engine_id=REMOTE)
-    planned.register_remote_ranks(remote_spec, {rank: held[1] for rank, held in source.items()})
-    for made in (by_hand, planned):
-        assert made.is_kv_replicated(REMOTE) is is_replicated
-        assert made.replicates_kv_cache(REMOTE) is is_replicated
-        assert made.handshake_target_ranks(remote_tp) == handshake
-        assert made.target_remote_ranks(REMOTE) == target
+    """GOLDEN row 2: K2, L2, r1."""
+    made = topology(2, 1, heads=2)
+    register(made, source(tp=remote_tp, heads=2))
+    assert made.is_kv_replicated(REMOTE) is is_replicated
+    assert made.replicates_kv_cache(REMOTE) is is_replicated
+    assert made.handshake_target_ranks(remote_tp) == handshake
+    assert made.target_remote_ranks(REMOTE) == target
 
 
 def test_an_engine_without_heads_is_replicated_but_not_by_its_heads() -> None:
     """MLA."""
-    own = spec(tp=2, heads=0, rank=(0, 1))
-    made = TransferTopology(own, layout_of(spec(heads=1)))
-    made.register_remote_engine(REMOTE, info(4))
+    made = TransferTopology(*deploy("tiny-mla", tp=2)[Rank(0, 1)])
+    register(made, deploy("tiny-mla", tp=4, engine_id=REMOTE))
     assert made.is_mla
     assert made.replicates_kv_cache(REMOTE)
     assert not made.is_kv_replicated(REMOTE)
@@ -118,61 +113,33 @@ def test_an_engine_without_heads_is_replicated_but_not_by_its_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "is_mla", "is_mamba"),
+    ("model", "is_mla"),
     [
-        ("llama-3-8b", False, False),
-        ("deepseek-v3", True, False),
-        ("nemotron-h-8b", False, True),
-        ("qwen3-next", False, True),
-        ("falcon-mamba-7b", False, True),  # states alone: no attention, so no latents either
+        ("llama-3-8b", False),
+        ("deepseek-v3", True),
+        ("nemotron-h-8b", False),
+        ("falcon-mamba-7b", False),  # states alone: no attention, so no latents either
     ],
 )
-def test_kinds_of_models(model: str, is_mla: bool, is_mamba: bool) -> None:
+def test_models_of_latents(model: str, is_mla: bool) -> None:
     """The same on every stage, also on one that holds no layer of a kind."""
     for own, layout in deploy(model, tp=2, pp=16, num_blocks=2).values():
-        made = TransferTopology(own, layout)
-        assert (made.is_mla, made.is_mamba) == (is_mla, is_mamba)
+        assert TransferTopology(own, layout).is_mla is is_mla
 
 
 def test_two_stages_are_kept_apart() -> None:
     """GOLDEN row 3: the default pp_rank is stage 0; keys (e, 0) and (e, 1); layers (0, 16) and (16, 32)."""
-    made = topology(1)
-    first = made.register_remote_engine(REMOTE, info(2, start_layer=0, end_layer=16))
-    second = made.register_remote_engine(REMOTE, info(2, remote_pp_rank=1, start_layer=16, end_layer=32))
-    assert made.get_engine_info(REMOTE) is first
+    own = spec(layers=32)
+    made = TransferTopology(own, layout_of(own))
+    register(made, source(tp=2, pp=2, layers=32))
+    first, second = made.get_engine_info(REMOTE), made.get_engine_info(REMOTE, 1)
     assert made.get_engine_info(REMOTE, 0) is first
-    assert made.get_engine_info(REMOTE, 1) is second
+    assert (first.remote_pp_rank, second.remote_pp_rank) == (0, 1)
     assert (first.start_layer, first.end_layer) == (0, 16)
     assert (second.start_layer, second.end_layer) == (16, 32)
-
-
-def test_defaults_of_facts_built_by_hand() -> None:
-    """A stage without layers is stage 0."""
-    made = EngineTransferInfo(2, 1024, 16)
-    assert (made.remote_pp_rank, made.start_layer, made.end_layer) == (0, 0, 0)
-
-
-def test_registering_is_idempotent_and_strict() -> None:
-    """The same facts give the kept object; others are refused until the generation changes."""
-    made = topology(2)
-    kept = made.register_remote_engine(REMOTE, info(4), Generation("a"))
-    assert made.register_remote_engine(REMOTE, info(4), Generation("a")) is kept
-    with pytest.raises(EngineError, match="remote_tp_size was 4 and is 8") as caught:
-        made.register_remote_engine(REMOTE, info(8), Generation("a"))
-    assert caught.value.code is Code.SHAPE_MISMATCH
-    assert made.register_remote_engine(REMOTE, info(8), Generation("b")).remote_tp_size == 8
-    made.expire(math.inf)
-    with pytest.raises(EngineError) as caught:
-        made.get_engine_info(REMOTE)
+    with pytest.raises(EngineError, match="engine 'remote', stage 2: it is not registered") as caught:
+        made.get_engine_info(REMOTE, 2)
     assert caught.value.code is Code.ENGINE_UNKNOWN
-
-
-def test_facts_of_another_kind_are_refused() -> None:
-    """A hybrid's facts for an engine that was registered without states."""
-    made = topology(2)
-    made.register_remote_engine(REMOTE, info(4))
-    with pytest.raises(EngineError, match="were EngineTransferInfo and are MambaEngineTransferInfo"):
-        made.register_remote_engine(REMOTE, MambaEngineTransferInfo(4, 1024, 16))
 
 
 def test_a_remote_without_ranks_has_no_ratio() -> None:
@@ -181,16 +148,42 @@ def test_a_remote_without_ranks_has_no_ratio() -> None:
         topology(2).tp_ratio(0)
 
 
-@pytest.mark.parametrize(("tp", "heads", "want"), [(2, 2, False), (4, 2, True), (2, 8, False)])
-def test_local_replicas(tp: int, heads: int, want: bool) -> None:
-    """Strictly more ranks than heads."""
-    assert topology(tp, heads=heads).local_replicates_kv_cache is want
-
-
 def test_a_rank_does_not_register_its_own_engine() -> None:
     """Local identity comes from the spec."""
-    with pytest.raises(EngineError, match="this rank's own"):
-        topology(2).register_remote_engine(EngineId("prefill"), info(2))
+    with pytest.raises(EngineError, match="this rank's own") as caught:
+        register(topology(2), engine(tp=2, heads=8))
+    assert caught.value.code is Code.NOT_ALLOWED
+
+
+def test_terms_have_the_names_of_in_engine_connectors() -> None:
+    """Of a stage of attention alone: no words for states. A log has them as one line."""
+    made = topology(2, 1, heads=2)
+    register(made, source(tp=4, heads=2, block_tokens=16))
+    assert made.terms(REMOTE) == {
+        "local_engine_id": "prefill",
+        "local_rank": Rank(0, 1),
+        "local_tp_size": 2,
+        "num_kv_heads": 2,
+        "engine_id": "remote",
+        "generation": "g1",
+        "home": HOME,
+        "remote_tp_size": 4,
+        "remote_block_len": 64,  # one head of 16 tokens of 4 bytes
+        "remote_block_size": 16,
+        "remote_physical_blocks_per_logical": 1,
+        "remote_pp_rank": 0,
+        "start_layer": 0,
+        "end_layer": 2,
+        "tp_ratio": -2,
+        "block_size_ratio": 1,
+        "handshake_target_ranks": [2, 3],
+        "target_remote_ranks": [2],
+        "is_kv_replicated": True,
+        "replicates_kv_cache": True,
+    }
+    line = made.describe(REMOTE)
+    assert line.startswith("TransferTopology(local_engine_id=prefill, local_rank=pp0.tp1, ")
+    assert "\n" not in line
 
 
 def test_registration_from_layouts_fills_every_fact() -> None:
@@ -216,9 +209,3 @@ def test_reads_sum_up_a_plan() -> None:
     ]
     assert [[(u.start, u.stop) for u in r.units["k"]] for r in reads] == [[(0, 2)], [(2, 4)]] * 2
     assert [r.bytes_per_token for r in reads] == [32, 32, 16, 16]  # K, V, 2 heads, 4 bytes, layers
-
-
-def test_a_stage_without_ranks_is_refused() -> None:
-    with pytest.raises(EngineError, match="its remote_tp_size is 0; give the number of ranks") as refused:
-        topology(2).register_remote_engine(REMOTE, info(0))
-    assert refused.value.code is Code.SHAPE_MISMATCH

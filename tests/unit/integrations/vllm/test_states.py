@@ -175,7 +175,7 @@ def facts(mixer: str, *shapes: tuple[int, ...], num_groups: int | None = None) -
 @pytest.mark.parametrize(
     ("state", "tp", "why"),
     [
-        (facts("mamba2", (57, 3), (8, 4, 6)), 1, "25 columns beside the heads' are no two equal parts of 6"),
+        (facts("mamba2", (57, 3), (8, 4, 6)), 1, "8 heads of 4 take 32, and 25 are no two equal parts"),
         (facts("mamba2", (56, 3), (8, 4, 6)), 2, "how many groups the model has is not known"),
         (facts("mamba2", (56, 3), (8, 4, 6), num_groups=3), 2, "2 of 3 are held"),
         (facts("kda", (56, 3), (8, 4, 6)), 1, "2 states of 'kda' are not known here"),

@@ -5,20 +5,30 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.ids import GroupName, Rank, RegionId
-from kvxferd.layout import PackedBlocks, pack_ids
-from kvxferd.layout.presets import MODELS, blocks_per_logical, deploy
-from kvxferd.plan import (
-    Expander,
+from kvxferd.layout import (
+    ConvPart,
+    Group,
+    GroupKind,
     MambaConvSplitInfo,
+    PackedBlocks,
+    UnitRange,
     compute_physical_blocks_per_logical,
     derive_mamba_conv_split,
-    logical_to_remote_block_ids,
-    make_plan,
+    pack_ids,
 )
+from kvxferd.layout.presets import MODELS, LayerKind, ModelFacts, StateComponent, blocks_per_logical, deploy
+from kvxferd.plan import Expander, make_plan
+from kvxferd.plan.plan import block_geometry
+from kvxferd.plan.token_segments import kernel_blocks
+from tests.support.attention_engines import plan_between
 
 NEMOTRON = MODELS["nemotron-h-8b"]
-# One rank of four: 2,560 columns of 3 rows, 32 heads of 64 by 128.
-AT_TP4 = derive_mamba_conv_split((2560, 3), (32, 64, 128))
+
+
+def split(*columns: int, rows: int = 3, is_dim_first: bool = True) -> MambaConvSplitInfo:
+    """Return parts of so many columns, of 2 bytes an item."""
+    parts = tuple(ConvPart(f"part{n}", (UnitRange(0, size),)) for n, size in enumerate(columns))
+    return MambaConvSplitInfo(parts, rows, 2, is_dim_first)
 
 
 def moved(tp: int, rank: int, remote_tp: int, source: int) -> dict[str, tuple[int, int, int]]:
@@ -37,10 +47,10 @@ def moved(tp: int, rank: int, remote_tp: int, source: int) -> dict[str, tuple[in
 
 def test_parts_of_a_rank() -> None:
     """GOLDEN row 8: x 2048, B 256 columns; ssm behind them."""
-    assert (AT_TP4.x_local, AT_TP4.b_local, AT_TP4.conv_dim_local) == (2048, 256, 2560)
-    assert (AT_TP4.x_bytes, AT_TP4.b_bytes) == (12288, 1536)
-    assert AT_TP4.local_conv_offsets == [(0, 12288), (12288, 1536), (13824, 1536)]
-    assert AT_TP4.ssm_sizes == (15360, 524288)
+    assert derive_mamba_conv_split(2560, (32, 64, 128)) == (2048, 256)
+    at_tp4 = split(2048, 256, 256)
+    assert (at_tp4.conv_dim_local, at_tp4.num_bytes) == (2560, 15360)
+    assert at_tp4.local_conv_offsets == [(0, 12288), (12288, 1536), (13824, 1536)]
     assert moved(4, 0, 4, 0) == {
         "conv.x": (0, 0, 12288),
         "conv.B": (12288, 12288, 1536),
@@ -51,7 +61,6 @@ def test_parts_of_a_rank() -> None:
 
 def test_a_narrower_peer() -> None:
     """GOLDEN row 8: decode TP4 rank 3 from prefill TP1."""
-    assert AT_TP4.remote_conv_offsets(3, 4) == [(36864, 12288), (53760, 1536), (59904, 1536)]
     found = moved(4, 3, 1, 0)
     assert [found[name][1:] for name in ("conv.x", "conv.B", "conv.C", "ssm")] == [
         (36864, 12288),
@@ -65,8 +74,6 @@ def test_a_narrower_peer() -> None:
 @pytest.mark.parametrize("source", range(4))
 def test_a_wider_peer(source: int) -> None:
     """GOLDEN row 8: decode TP1 from prefill TP4 rank p: p's own offsets, into its share of ours."""
-    whole = derive_mamba_conv_split((10240, 3), (128, 64, 128))
-    assert whole.remote_conv_offsets(0, -4) == AT_TP4.local_conv_offsets
     found = moved(1, 0, 4, source)
     assert [found[name] for name in ("conv.x", "conv.B", "conv.C")] == [
         (source * 12288, 0, 12288),
@@ -76,41 +83,45 @@ def test_a_wider_peer(source: int) -> None:
 
 
 def test_a_ratio_of_minus_two() -> None:
-    """GOLDEN row 8: a positive formula for a negative ratio."""
-    info = MambaConvSplitInfo(3, 20, 10, 2, (0, 0))
-    assert info.remote_conv_offsets(0, -2) == [(0, 60), (60, 30), (90, 30)]
-    with pytest.raises(ValueError, match="20 and 10 columns by 3"):
-        info.remote_conv_offsets(0, -3)
-    with pytest.raises(ValueError, match="share 2 of 2"):
-        info.remote_conv_offsets(2, 2)
+    """GOLDEN row 8: widths (20, 10) of ours are (10, 5) of either remote rank; nothing is negative."""
+    states = tuple(
+        StateComponent(f"conv.{name}", columns, 2, rows=3, is_convolution=True)
+        for name, columns in (("x", 20), ("B", 10), ("C", 10))
+    )
+    model = ModelFacts("conv", 0, (LayerKind.STATE,), (), states)
+    sink, source = deploy(model, tp=1, num_blocks=1), deploy(model, tp=2, num_blocks=1)
+    assert split(10, 5, 5).local_conv_offsets == [(0, 60), (60, 30), (90, 30)]
+    for rank in (0, 1):
+        found = [
+            (extent.remote_offset, pattern.num_units * pattern.local.unit)
+            for read in plan_between(sink, source).group_reads
+            for pattern in read.patterns
+            for extent in pattern.extents
+            if read.rank.tp_rank == rank
+        ]
+        assert sorted(found) == [(0, 60), (60, 30), (90, 30)]
 
 
 def test_shapes_that_do_not_split() -> None:
     """GOLDEN row 8: no B and C is legal; fewer columns than x, or an odd rest, is refused."""
-    plain = derive_mamba_conv_split((2048, 3), (32, 64, 128))
-    assert (plain.x_local, plain.b_local, plain.conv_dim_local) == (2048, 0, 2048)
+    assert derive_mamba_conv_split(2048, (32, 64, 128)) == (2048, 0)
     for columns in (2000, 2049):
         with pytest.raises(ValueError, match=f"{columns} convolution columns"):
-            derive_mamba_conv_split((columns, 3), (32, 64, 128))
-
-
-def test_gated_delta_nets_have_the_value_last() -> None:
-    """Q, K, V: Qwen3-Next on one rank."""
-    info = derive_mamba_conv_split((8192, 3), (32, 128, 128), ssm_dtype_size=4, is_gdn=True)
-    assert (info.x_local, info.b_local, info.conv_dim_local) == (4096, 2048, 8192)
-    assert info.local_conv_offsets == [(0, 12288), (12288, 12288), (24576, 24576)]
-    assert info.remote_conv_offsets(1, 2) == [(12288, 12288), (36864, 12288), (73728, 24576)]
-    assert info.remote_conv_offsets(0, -2) == [(0, 6144), (6144, 6144), (12288, 12288)]
-    assert info.ssm_sizes == (49152, 2097152)
-
-
-def test_mamba1_has_x_alone() -> None:
-    """Falcon-Mamba on two ranks: a channel of state for each column of the convolution."""
-    info = derive_mamba_conv_split((4096, 3), (4096, 16))
-    assert (info.x_local, info.b_local) == (4096, 0)
-    assert info.ssm_sizes == (24576, 131072)
+            derive_mamba_conv_split(columns, (32, 64, 128))
     with pytest.raises(ValueError, match="4095 convolution columns"):
-        derive_mamba_conv_split((4095, 3), (4096, 16))
+        derive_mamba_conv_split(4095, (4096, 16))  # Mamba1 has x alone
+
+
+def test_row_by_row_the_parts_lie_beside_each_other() -> None:
+    """SD: a row runs through all parts, so a unit is a chunk of each row."""
+    by_rows = split(20, 10, 10, is_dim_first=False)
+    assert by_rows.local_conv_offsets == [(0, 40), (40, 20), (60, 20)]
+    tensors = list(by_rows.tensors(0, GroupName("state"), RegionId("kv"), 1000, 4096, "bfloat16"))
+    assert [(t.offset, t.unit_stride, t.chunk_bytes, t.num_chunks, t.chunk_stride) for t in tensors] == [
+        (1000, 2, 2, 3, 80),
+        (1040, 2, 2, 3, 80),
+        (1060, 2, 2, 3, 80),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +140,9 @@ def test_kernel_blocks_per_logical_block(sizes: tuple[int, int], block_len: int,
 def test_presets_agree_on_kernel_blocks() -> None:
     """The preset's logical block has room for a state, whatever the TP."""
     for tp in (1, 2, 4, 8):
-        split = derive_mamba_conv_split((10240 // tp, 3), (128 // tp, 64, 128))
+        sizes = (10240 // tp * 3 * 2, 128 // tp * 64 * 128 * 2)
         block_len = 2 * 16 * (8 // tp) * 256
-        assert blocks_per_logical(NEMOTRON, tp, 16) == compute_physical_blocks_per_logical(
-            split.ssm_sizes, block_len
-        )
+        assert blocks_per_logical(NEMOTRON, tp, 16) == compute_physical_blocks_per_logical(sizes, block_len)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +157,18 @@ def test_presets_agree_on_kernel_blocks() -> None:
 def test_logical_ids_expand_by_the_remotes_ratio(
     ids: list[list[int]], is_state: list[bool], ratio: int, want: list[list[int]]
 ) -> None:
-    """GOLDEN row 9."""
-    assert logical_to_remote_block_ids(ids, is_state, ratio) == want
+    """GOLDEN row 9: as the expansion of a plan turns ids into kernel blocks, each side by its own group."""
+    groups = [
+        Group(GroupName("state"), 16, kind=GroupKind.STATE)
+        if is_one
+        else Group(GroupName("full"), 16, 16 * ratio, physical_blocks_per_logical=ratio)
+        for is_one in is_state
+    ]
+    expanded = [
+        kernel_blocks(block_geometry(group), PackedBlocks(pack_ids(listed))).tolist()
+        for group, listed in zip(groups, ids, strict=True)
+    ]
+    assert expanded == want
 
 
 @pytest.mark.parametrize(
