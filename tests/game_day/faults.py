@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvxferd.control.curve_keys import make_key
 from tests.game_day.stage import Stage
-from tests.support.rank_process import RankError
+from tests.support.nodes.rank_process import RankError
 
 Strike = Callable[[Stage], None]
 

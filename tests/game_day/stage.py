@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kvxferd.errors import KvxferdError
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet
 from tests.support.prometheus_server import PrometheusServer, free_port
-from tests.support.rank_process import RankError
-from tests.support.rank_requests import TOKENS, ids_for, publish, spec_of
+from tests.support.nodes.rank_process import RankError
+from tests.support.nodes.requests import TOKENS, ids_for, publish, spec_of
 
 PAUSE_S = 0.05
 DEADLINE_S = 3.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon_fleet import Fleet
+from tests.support.nodes.fleet import Fleet
 
 
 @pytest.fixture

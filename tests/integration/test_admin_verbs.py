@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 
 def kvxferd(daemon: DaemonUnderTest, *arguments: str) -> tuple[int, str]:

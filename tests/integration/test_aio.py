@@ -11,7 +11,7 @@ from kvxferd.client.aio import AsyncRank, PublishRefusedError, PullFailed, conne
 from kvxferd.errors import Code
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from kvxferd.memory import SealedMemory, share
-from tests.support.daemon_fleet import Fleet, wait_until
+from tests.support.nodes.fleet import Fleet, wait_until
 
 torch = pytest.importorskip("torch")
 

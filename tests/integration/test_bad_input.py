@@ -21,9 +21,9 @@ from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, Versions
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_PEER_MESSAGE_BYTES
-from tests.support.daemon_fleet import Fleet
-from tests.support.rank_process import RankProcess
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.raw_worker import WAIT_S, Raw
 
 

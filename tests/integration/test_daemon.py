@@ -16,9 +16,9 @@ import pytest
 
 from kvxferd.telemetry.late_timers import LATE_S
 from kvxferd.telemetry.timer_watch import INTERVAL_S
-from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
-from tests.support.rank_process import RankError
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
+from tests.support.nodes.rank_process import RankError
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 
 def test_it_imports_neither_torch_nor_nixl(fleet: Fleet):

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 WAY = "KVXFERD_MOVER_READ"
 TRANSPORTS = [

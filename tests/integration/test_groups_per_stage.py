@@ -17,7 +17,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.layout.tensors import GroupKind
 from kvxferd.memory import SealedMemory
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet
 
 TOKENS, BLOCK_TOKENS, NUM_BLOCKS, BLOCK_BYTES = 48, 16, 8, 2048
 SIZE = NUM_BLOCKS * BLOCK_BYTES

@@ -12,9 +12,9 @@ from urllib.parse import urlencode
 
 import pytest
 
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, mappers_of
-from tests.support.rank_process import RankProcess
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, mappers_of
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 DEADLINE_S = 2.0
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvxferd.control.fd_budget import RESERVED_FDS
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 DESCRIPTORS = 300
 

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, mappers_of, wait_until
-from tests.support.rank_process import RankProcess
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, mappers_of, wait_until
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 NUM_SOURCES = 10
 # TCP, so that a stopped source stops its readers. Without its log nobody knows that it is TCP, which is how

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvxferd.core.limits import BUSY_LIMITS
 from kvxferd.core.snapshot import PULL_OUTCOMES, RELEASE_REASONS
 from kvxferd.errors import Code
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 
 class Scrape:

@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
-from tests.support.daemon_fleet import Fleet, mappers_of, wait_until
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import Fleet, mappers_of, wait_until
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 NONE_LEFT = 3  # every new descriptor would have a higher number
 

@@ -13,8 +13,8 @@ from kvxferd.control.curve_keys import make_key
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.endpoint import address_of, key_of
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello, PeerWelcome
-from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import FACTS, DaemonUnderTest, Fleet
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 REFUSED_MS = 800  # nothing comes back; this is how long nothing is waited for
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 
 SIZE_BYTES = 6 << 20  # two slices, the second shorter
 

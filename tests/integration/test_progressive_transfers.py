@@ -18,7 +18,7 @@ from kvxferd.client import BlockList, Delivered, Failed, Progress, Released, mak
 from kvxferd.errors import Code, EngineError
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from kvxferd.memory import SealedMemory, share
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 
 torch = pytest.importorskip("torch")
 

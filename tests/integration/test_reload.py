@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvxferd.control.curve_keys import make_key
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 from tests.support.other_user import NOBODY, needs_root, open_directory, script
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 
 def reload(daemon: DaemonUnderTest) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,9 @@ import pytest
 from kvxferd import client
 from kvxferd.client import BlockList, Publisher, PublishRefused, Released
 from kvxferd.errors import Code
-from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet, wait_until
-from tests.support.rank_process import RankError, RankProcess
-from tests.support.rank_requests import TOKENS, ids_for, pull_and_check, spec_of
+from tests.support.nodes.fleet import FACTS, DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.rank_process import RankError, RankProcess
+from tests.support.nodes.requests import TOKENS, ids_for, pull_and_check, spec_of
 
 LEASE_S = 120.0  # longer than any restart: nothing here ends by its lease
 

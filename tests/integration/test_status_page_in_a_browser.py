@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Page, browser_page, find_browser
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 BROWSER = find_browser()
 # A failure is a sample within a second, and the script renews the page every two.

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 from kvxferd.layout import EngineSpec
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 LAYERS, HEADS, HEAD_BYTES = 4, 8, 16 * 2
 BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD_BYTES  # K and V

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.daemon_fleet import FACTS, Fleet, mappers_of, wait_until
-from tests.support.rank_process import RankError
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import FACTS, Fleet, mappers_of, wait_until
+from tests.support.nodes.rank_process import RankError
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 TRANSPORTS = [
     pytest.param({}, id="default"),  # CMA where both movers may read each other

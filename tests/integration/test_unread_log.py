@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvxferd.tooling.control_client import ControlClient
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 
 class Unread(DaemonUnderTest):

@@ -17,7 +17,7 @@ from kvxferd.memory import SealedMemory
 from kvxferd.wire.framing import FrameDecoder, encode_frame
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from tests.support import schema_0_1
-from tests.support.daemon_fleet import Fleet, wait_until
+from tests.support.nodes.fleet import Fleet, wait_until
 from tests.support.frames_0_1 import frames
 
 WAIT_S = 20.0

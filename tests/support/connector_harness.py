@@ -27,7 +27,7 @@ from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
 from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.memory import SealedMemory
-from tests.support.daemon_fleet import DaemonUnderTest
+from tests.support.nodes.fleet import DaemonUnderTest
 
 BLOCK_TOKENS = 4
 TOKEN_BYTES = 64

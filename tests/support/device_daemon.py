@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet
 
 BIG = {"head_dim": 64, "num_blocks": 128}  # 8 MiB a rank of one: several allocations
 

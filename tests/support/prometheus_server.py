@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.daemon_fleet import wait_until
+from tests.support.nodes.fleet import wait_until
 from tests.support.manifests import ROOT
 
 ALERTS = ROOT / "deploy" / "monitoring" / "rules" / "kvxferd-alerts.yml"

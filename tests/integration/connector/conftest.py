@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet
 
 
 @pytest.fixture

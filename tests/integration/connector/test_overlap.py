@@ -15,7 +15,7 @@ import pytest
 from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
 from kvxferd.integrations.vllm.step_metadata import ExtendSpec
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest, Request, Status
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 
 LIMITS = EarlyPullLimits(num_requests=2, num_blocks=8)
 POISON, CONTENT = 99, 7

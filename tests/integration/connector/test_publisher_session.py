@@ -18,7 +18,7 @@ from kvxferd.integrations.vllm.publisher_session import (
 )
 from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.daemon_fleet import DaemonUnderTest
+from tests.support.nodes.fleet import DaemonUnderTest
 
 Make = Callable[..., EngineUnderTest]
 

@@ -26,7 +26,7 @@ from tests.support.connector_harness import (
     Request,
     Status,
 )
-from tests.support.daemon_fleet import DaemonUnderTest, wait_until
+from tests.support.nodes.fleet import DaemonUnderTest, wait_until
 
 Make = Callable[..., EngineUnderTest]
 

@@ -19,7 +19,7 @@ from kvxferd.integrations.vllm.worker import ConnectorWorker
 from kvxferd.memory.device import DeviceMemory
 from kvxferd.memory.fake_driver import FakeDriver
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.daemon_fleet import DaemonUnderTest
+from tests.support.nodes.fleet import DaemonUnderTest
 
 Make = Callable[..., EngineUnderTest]
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.support.daemon_fleet import Fleet
+from tests.support.nodes.fleet import Fleet
 from tests.support.device_daemon import daemon
 
 

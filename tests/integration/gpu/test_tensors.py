@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 from tests.support.device_daemon import BIG, daemon
 from tests.support.devices import driver_or_skip
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.tensor_allocators import ALLOCATORS
 
 # Where a driver can export. Torch that asks for another kind of handle is served by a resident mover.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon_fleet import Fleet, wait_until
+from tests.support.nodes.fleet import Fleet, wait_until
 from tests.support.devices import driver_or_skip
 from tests.support.documented_commands import blocks_of
 from tests.support.tutorial_program import PAGE, run

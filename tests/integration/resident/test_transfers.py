@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.daemon_fleet import FACTS, Fleet
-from tests.support.rank_process import ranks_of
-from tests.support.rank_requests import publish, pull_and_check, rank_shown, spec_of
+from tests.support.nodes.fleet import FACTS, Fleet
+from tests.support.nodes.rank_process import ranks_of
+from tests.support.nodes.requests import publish, pull_and_check, rank_shown, spec_of
 
 TCP = {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}
 PLACES = [

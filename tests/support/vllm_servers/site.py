@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet
 from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Completion, complete
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector, wait_until
 

@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 from kvxferd.layout import EngineSpec
-from tests.support.daemon_fleet import DaemonUnderTest
-from tests.support.rank_process import RankProcess
+from tests.support.nodes.fleet import DaemonUnderTest
+from tests.support.nodes.rank_process import RankProcess
 
 TOKENS = 500
 

@@ -16,7 +16,7 @@ from typing import Any
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.tooling.control_client import ControlClient
-from tests.support.rank_process import RankProcess, ranks_of
+from tests.support.nodes.rank_process import RankProcess, ranks_of
 
 START_S = 60.0
 POLL_S = 0.02
