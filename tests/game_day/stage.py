@@ -16,9 +16,9 @@ from typing import Any
 
 from kvxferd.errors import KvxferdError
 from tests.support.nodes.fleet import DaemonUnderTest, Fleet
-from tests.support.prometheus_server import PrometheusServer, free_port
 from tests.support.nodes.rank_process import RankError
 from tests.support.nodes.requests import TOKENS, ids_for, publish, spec_of
+from tests.support.prometheus_server import PrometheusServer, free_port
 
 PAUSE_S = 0.05
 DEADLINE_S = 3.0

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 from tests.support.device_daemon import BIG, daemon
 from tests.support.devices import DRIVERS, driver_or_skip
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 

@@ -9,8 +9,8 @@ from kvxferd.errors import Code
 from kvxferd.wire import worker
 from kvxferd.wire.common import Versions
 from tests.support.nodes.fleet import DaemonUnderTest, Fleet
-from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
 from tests.support.raw_worker import Raw
 
 F_SEAL_FUTURE_WRITE = getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)  # named from Python 3.13 on

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 from tests.support.documented_commands import ROOT, blocks_of, commands_of
 from tests.support.http_engine import COMPLETIONS, HttpEngine, content_of
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 from tests.support.router_protocols import post
 from tests.support.vllm_servers.router_process import RouterProcess
 

@@ -17,8 +17,8 @@ import pytest
 
 from kvxferd.control.curve_keys import make_key
 from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
-from tests.support.other_user import NOBODY, needs_root, open_directory, script
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.other_user import NOBODY, needs_root, open_directory, script
 
 
 def reload(daemon: DaemonUnderTest) -> subprocess.CompletedProcess[str]:

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.nodes.fleet import wait_until
 from tests.support.manifests import ROOT
+from tests.support.nodes.fleet import wait_until
 
 ALERTS = ROOT / "deploy" / "monitoring" / "rules" / "kvxferd-alerts.yml"
 # 5 minutes are 5 s then, with ten scrapes in them.

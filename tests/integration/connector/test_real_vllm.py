@@ -24,8 +24,8 @@ from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
 from kvxferd.plan import TransferTopology
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest
-from tests.support.nodes.fleet import DaemonUnderTest
 from tests.support.documented_commands import ROOT, commands_of
+from tests.support.nodes.fleet import DaemonUnderTest
 from tests.support.vllm_caches import CPU, Deployment, Stretch, layer_views
 
 PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")

@@ -15,8 +15,8 @@ import pytest
 
 from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.nodes.fleet import Fleet
 from tests.support.http_engine import CHAT, COMPLETIONS, HttpEngine, content_of, prompt_of
+from tests.support.nodes.fleet import Fleet
 from tests.support.router_protocols import (
     PREFILL_PARAMS,
     PREFILLER_HEADER,

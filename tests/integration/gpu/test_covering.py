@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.wire.limits import CHUNK_BYTES
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet
 from tests.support.device_daemon import BIG
 from tests.support.devices import driver_or_skip
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 NAME = "kvxferd_read_bytes_total"

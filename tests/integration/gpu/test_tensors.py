@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 from tests.support.device_daemon import BIG, daemon
 from tests.support.devices import driver_or_skip
+from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.tensor_allocators import ALLOCATORS
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.nodes.fleet import Fleet, wait_until
 from tests.support.devices import driver_or_skip
 from tests.support.documented_commands import blocks_of
+from tests.support.nodes.fleet import Fleet, wait_until
 from tests.support.tutorial_program import PAGE, run
 
 MAKES_CACHE = """\

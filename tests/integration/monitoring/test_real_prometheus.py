@@ -26,12 +26,12 @@ from typing import Any
 import pytest
 
 from kvxferd.tooling.control_client import ControlClient
-from tests.support.nodes.fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
 from tests.support.manifests import ROOT
-from tests.support.prometheus_server import LIMIT_S, PrometheusServer, free_port, require_prometheus
-from tests.support.pull_traffic import PullTraffic
+from tests.support.nodes.fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
 from tests.support.nodes.rank_process import RankProcess, ranks_of
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.prometheus_server import LIMIT_S, PrometheusServer, free_port, require_prometheus
+from tests.support.pull_traffic import PullTraffic
 
 DASHBOARDS = sorted((ROOT / "deploy" / "monitoring" / "grafana").glob("*.json"))
 EVERY_FAULT = pytest.mark.skipif(
