@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvxferd.errors import KvxferdError
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankError
 from tests.support.nodes.requests import TOKENS, ids_for, publish, spec_of
 from tests.support.prometheus_server import PrometheusServer, free_port
@@ -117,7 +118,7 @@ class Stage:
             self._prometheus.close()
         self.fleet.stop()
 
-    def _daemon(self, name: str, flags: tuple[str, ...], environ: dict[str, str]) -> DaemonUnderTest:
+    def _daemon(self, name: str, flags: tuple[str, ...], environ: dict[str, str]) -> Daemon:
         if self._prometheus is None:
             return self.fleet.daemon(name, *flags, **environ)
         port = free_port()
@@ -156,7 +157,7 @@ class Stage:
                     self.alerts.setdefault((labels.get("instance", ""), labels["alertname"]), time.time())
 
 
-def _outputs_of(node: DaemonUnderTest) -> dict[str, str]:
+def _outputs_of(node: Daemon) -> dict[str, str]:
     socket = str(node.directory / "control.sock")
     found = {}
     for name, verb in VERBS.items():

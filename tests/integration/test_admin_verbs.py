@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 
-def kvxferd(daemon: DaemonUnderTest, *arguments: str) -> tuple[int, str]:
+def kvxferd(daemon: Daemon, *arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "kvxferd.cli", *arguments, "--socket", daemon.control.socket_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     return done.returncode, done.stdout + done.stderr

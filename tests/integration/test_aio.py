@@ -11,7 +11,8 @@ from kvxferd.client.aio import AsyncRank, PublishRefusedError, PullFailed, conne
 from kvxferd.errors import Code
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from kvxferd.memory import SealedMemory, share
-from tests.support.nodes.fleet import Fleet, wait_until
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 

@@ -16,9 +16,11 @@ import pytest
 
 from kvxferd.telemetry.late_timers import LATE_S
 from kvxferd.telemetry.timer_watch import INTERVAL_S
-from tests.support.nodes.fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import FACTS, Fleet, mappers_of
 from tests.support.nodes.rank_process import RankError
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 
 def test_it_imports_neither_torch_nor_nixl(fleet: Fleet):
@@ -113,7 +115,7 @@ def test_without_nixl_it_lives_and_registrations_are_told_why(fleet: Fleet, tmp_
     for name in ("nixl", "rixl"):
         (blocked / name).mkdir(parents=True)
         (blocked / name / "__init__.py").write_text("raise ImportError('blocked for a test')\n")
-    daemon = DaemonUnderTest(tmp_path / "bare", {"PYTHONPATH": str(blocked)})
+    daemon = Daemon(tmp_path / "bare", {"PYTHONPATH": str(blocked)})
     try:
         wait_until(
             lambda: daemon.control.socket_path and Path(daemon.worker_socket).exists(), "listening", 30
@@ -161,7 +163,7 @@ def test_the_metrics_follow_what_happens(fleet: Fleet):
         assert re.search(rf'kvxferd_pull_phase_seconds_count\{{phase="{phase}"\}} [12]\.0', text), phase
 
 
-def delivered(daemon: DaemonUnderTest) -> float:
+def delivered(daemon: Daemon) -> float:
     match = re.search(r'kvxferd_pulls_total\{[^}]*outcome="delivered"[^}]*\} ([0-9.]+)', daemon.metrics())
     return float(match[1]) if match else 0.0
 
@@ -214,7 +216,7 @@ def test_a_daemon_that_was_stopped_reports_late_timers_and_starts_no_false_alarm
 
 
 def test_a_library_that_is_asked_for_by_name_and_missing_is_named(tmp_path):
-    daemon = DaemonUnderTest(tmp_path / "bare", {}, ("--mover-library", "rixl"))
+    daemon = Daemon(tmp_path / "bare", {}, ("--mover-library", "rixl"))
     try:
         wait_until(lambda: Path(daemon.control.socket_path).exists(), "listening", 30)
         wait_until(lambda: "rixl" in str(daemon.control.request("GET", "/readyz")[1]), "the reason is told")

@@ -9,8 +9,10 @@ import pytest
 
 from tests.support.device_daemon import BIG, daemon
 from tests.support.devices import DRIVERS, driver_or_skip
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 
 @pytest.fixture(params=DRIVERS)
@@ -125,7 +127,7 @@ def test_sleep_and_wake(fleet: Fleet, driver: str) -> None:
     assert count.used_bytes(uuid) > before
 
 
-def agents_of(node: DaemonUnderTest) -> set[str]:
+def agents_of(node: Daemon) -> set[str]:
     """The agents of the node's readable ranks."""
     ranks = [rank for engine in node.status()["engines"] for rank in engine["ranks"]]
     return {rank["agent"] for rank in ranks if rank["state"] == "ready"}

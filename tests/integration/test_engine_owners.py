@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-from tests.support.nodes.fleet import Fleet, wait_until
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import spec_of
+from tests.support.nodes.waiting import wait_until
 from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
 
 # Attaches to the engine, and prints what it is told.

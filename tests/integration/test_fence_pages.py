@@ -8,7 +8,8 @@ from pathlib import Path
 from kvxferd.errors import Code
 from kvxferd.wire import worker
 from kvxferd.wire.common import Versions
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
 from tests.support.raw_worker import Raw
@@ -81,6 +82,6 @@ def test_the_daemon_maps_neither_pages_nor_regions(fleet: Fleet):
     assert "memfd:kvxferd-fence" in Path(f"/proc/{source.pid}/maps").read_text()
 
 
-def _movers_of_ranks(daemon: DaemonUnderTest) -> list[str]:
+def _movers_of_ranks(daemon: Daemon) -> list[str]:
     ranks = [rank for engine in daemon.status()["engines"] for rank in engine["ranks"]]
     return sorted(rank["agent"] for rank in ranks)

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 WAY = "KVXFERD_MOVER_READ"
@@ -16,7 +17,7 @@ TRANSPORTS = [
 ]
 
 
-def bytes_by(daemon: DaemonUnderTest, way: str) -> float:
+def bytes_by(daemon: Daemon, way: str) -> float:
     found = re.search(rf'^kvxferd_read_bytes_total{{way="{way}"}} (\S+)$', daemon.metrics(), re.MULTILINE)
     assert found is not None
     return float(found[1])

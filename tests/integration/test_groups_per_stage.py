@@ -17,7 +17,8 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.layout.tensors import GroupKind
 from kvxferd.memory import SealedMemory
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 
 TOKENS, BLOCK_TOKENS, NUM_BLOCKS, BLOCK_BYTES = 48, 16, 8, 2048
 SIZE = NUM_BLOCKS * BLOCK_BYTES
@@ -70,7 +71,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def engine(
-    stack: ExitStack, daemon: DaemonUnderTest, name: str, stages: tuple[tuple[Group, ...], ...]
+    stack: ExitStack, daemon: Daemon, name: str, stages: tuple[tuple[Group, ...], ...]
 ) -> list[Worker]:
     workers: list[Worker] = []
     for pp_rank, groups in enumerate(stages):

@@ -12,7 +12,8 @@ from urllib.parse import urlencode
 
 import pytest
 
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, mappers_of
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet, mappers_of
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
@@ -61,13 +62,13 @@ def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_re
 TCP = {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}
 
 
-def history(daemon: DaemonUnderTest, **query: str) -> list[dict[str, Any]]:
+def history(daemon: Daemon, **query: str) -> list[dict[str, Any]]:
     """The records that the query finds."""
     records: list[dict[str, Any]] = daemon.control.get(f"/v1/history?{urlencode(query)}")["records"]
     return records
 
 
-def failed_pull(daemon: DaemonUnderTest, sink: RankProcess, ref: dict[str, Any]) -> dict[str, Any]:
+def failed_pull(daemon: Daemon, sink: RankProcess, ref: dict[str, Any]) -> dict[str, Any]:
     """Pull until the deadline, and return the record."""
     ticket = sink.pull(ref, ids_for(0, 16), TOKENS, deadline_s=DEADLINE_S)
     name, fields = sink.end_of(ticket)
@@ -75,13 +76,13 @@ def failed_pull(daemon: DaemonUnderTest, sink: RankProcess, ref: dict[str, Any])
     return history(daemon, transfer=ref["transfer_id"], kind="pull")[-1]
 
 
-def wait_for_grant(daemon: DaemonUnderTest) -> None:
+def wait_for_grant(daemon: Daemon) -> None:
     """A stopped mover could not reply that it polls."""
     while not daemon.status()["num_grants_held"]:
         time.sleep(0.01)
 
 
-def mover_of(daemon: DaemonUnderTest, rank: RankProcess) -> int:
+def mover_of(daemon: Daemon, rank: RankProcess) -> int:
     """Its process."""
     (mover,) = set(mappers_of(rank.memory_inode())) & set(daemon.movers())
     return mover

@@ -8,13 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvxferd.control.fd_budget import RESERVED_FDS
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 DESCRIPTORS = 300
 
 
-class Scarce(DaemonUnderTest):
+class Scarce(Daemon):
     """May open 300 descriptors."""
 
     def start(self) -> None:
@@ -52,7 +54,7 @@ def test_unfinished_requests_leave_workers_their_descriptors(fleet: Fleet, tmp_p
 
 
 def test_the_soft_limit_is_raised(tmp_path: Path) -> None:
-    daemon = DaemonUnderTest(tmp_path / "node", {})
+    daemon = Daemon(tmp_path / "node", {})
     try:
         wait_until(lambda: daemon.is_ready, "ready", 60)
         limits = Path(f"/proc/{daemon.process.pid}/limits").read_text()

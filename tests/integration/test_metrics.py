@@ -10,14 +10,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvxferd.core.limits import BUSY_LIMITS
 from kvxferd.core.snapshot import PULL_OUTCOMES, RELEASE_REASONS
 from kvxferd.errors import Code
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 
 class Scrape:
     """The samples of one scrape."""
 
-    def __init__(self, daemon: DaemonUnderTest) -> None:
+    def __init__(self, daemon: Daemon) -> None:
         self._values = {
             (sample.name, *sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(daemon.metrics().partition("\r\n\r\n")[2])

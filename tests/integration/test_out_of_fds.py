@@ -9,8 +9,9 @@ import signal
 
 import pytest
 
-from tests.support.nodes.fleet import Fleet, mappers_of, wait_until
+from tests.support.nodes.fleet import Fleet, mappers_of
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 NONE_LEFT = 3  # every new descriptor would have a higher number
 

@@ -13,7 +13,8 @@ from kvxferd.control.curve_keys import make_key
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.endpoint import address_of, key_of
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello, PeerWelcome
-from tests.support.nodes.fleet import FACTS, DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import FACTS, Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 REFUSED_MS = 800  # nothing comes back; this is how long nothing is waited for
@@ -106,7 +107,7 @@ def test_a_daemon_without_a_key_says_that_it_needs_one(fleet: Fleet, ring: Ring)
     assert "peer.curve_secret_key_file" in refusal_of(sink, publish([source], 1))["message"]
 
 
-def greets(daemon: DaemonUnderTest, server_key: str = "", key: tuple[bytes, bytes] | None = None) -> bool:
+def greets(daemon: Daemon, server_key: str = "", key: tuple[bytes, bytes] | None = None) -> bool:
     """Whether the daemon answers a bare peer, in the clear or with that key pair (Z85)."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)

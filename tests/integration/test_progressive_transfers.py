@@ -18,7 +18,9 @@ from kvxferd.client import BlockList, Delivered, Failed, Progress, Released, mak
 from kvxferd.errors import Code, EngineError
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from kvxferd.memory import SealedMemory, share
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -38,9 +40,7 @@ READ_BYTES = len(SOURCE_IDS) * 16 * TOKEN_BYTES  # whole blocks of the source
 class Rank:
     """A rank of this process, and its cache."""
 
-    def __init__(
-        self, stack: ExitStack, daemon: DaemonUnderTest, name: str, shape: tuple[str, int, int]
-    ) -> None:
+    def __init__(self, stack: ExitStack, daemon: Daemon, name: str, shape: tuple[str, int, int]) -> None:
         dims, self.block_tokens, num_blocks = shape
         sizes = {"layer": LAYERS, "kv": 2, "block": num_blocks, "token": self.block_tokens}
         sizes |= {"head": HEADS, "head_dim": HEAD_DIM}

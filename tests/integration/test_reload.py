@@ -16,22 +16,24 @@ from pathlib import Path
 import pytest
 
 from kvxferd.control.curve_keys import make_key
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 from tests.support.other_user import NOBODY, needs_root, open_directory, script
 
 
-def reload(daemon: DaemonUnderTest) -> subprocess.CompletedProcess[str]:
+def reload(daemon: Daemon) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvxferd.cli", "reload", "--socket", daemon.control.socket_path]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def logged(daemon: DaemonUnderTest, event: str) -> list[dict]:
+def logged(daemon: Daemon, event: str) -> list[dict]:
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
     return [line for line in lines if line["event"] == event]
 
 
-def hang_up(daemon: DaemonUnderTest, event: str = "configuration reloaded") -> None:
+def hang_up(daemon: Daemon, event: str = "configuration reloaded") -> None:
     """Send SIGHUP and return once it has been dealt with."""
     before = len(logged(daemon, event))
     daemon.process.send_signal(signal.SIGHUP)
@@ -122,7 +124,7 @@ def test_sessions_of_a_user_who_is_no_longer_allowed_are_closed(fleet: Fleet) ->
         file = directory / "kvxferd.toml"
         file.write_text(f"[worker]\nmode = 0o666\nallowed_uids = [{NOBODY}]\n")
         flags = ("--config", str(file), "--drain-limit-s", "0.1")
-        daemon = DaemonUnderTest(directory / "node", {}, flags)
+        daemon = Daemon(directory / "node", {}, flags)
         (directory / "node").chmod(0o711)
         try:
             wait_until(lambda: daemon.is_ready, "ready", 60)
@@ -175,7 +177,7 @@ def test_the_service_manager_is_told(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(60)
-        daemon = DaemonUnderTest(tmp_path / "node", {"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        daemon = Daemon(tmp_path / "node", {"NOTIFY_SOCKET": str(tmp_path / "notify")})
         try:
             assert manager.recv(4096).startswith(b"READY=1")
             daemon.process.send_signal(signal.SIGHUP)
@@ -222,7 +224,7 @@ def movers_of_a_predecessor(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def is_starting(daemon: DaemonUnderTest) -> bool:
+def is_starting(daemon: Daemon) -> bool:
     """Whether it has its own lock."""
     assert daemon.process.poll() is None, daemon.log.read_text()[-2000:]
     lock = daemon.directory / "private" / "daemon.lock"
@@ -231,7 +233,7 @@ def is_starting(daemon: DaemonUnderTest) -> bool:
 
 def test_a_sighup_before_it_serves_is_remembered(tmp_path: Path) -> None:
     with movers_of_a_predecessor(tmp_path / "node"):
-        daemon = DaemonUnderTest(tmp_path / "node", {})
+        daemon = Daemon(tmp_path / "node", {})
         wait_until(lambda: is_starting(daemon), "starting", 60)
         daemon.process.send_signal(signal.SIGHUP)
     try:
@@ -244,7 +246,7 @@ def test_a_sighup_before_it_serves_is_remembered(tmp_path: Path) -> None:
 
 def test_a_sigterm_before_it_serves_ends_it_in_order(tmp_path: Path) -> None:
     with movers_of_a_predecessor(tmp_path / "node"):
-        daemon = DaemonUnderTest(tmp_path / "node", {})
+        daemon = Daemon(tmp_path / "node", {})
         wait_until(lambda: is_starting(daemon), "starting", 60)
         daemon.process.terminate()
         assert daemon.process.wait(30) == 0

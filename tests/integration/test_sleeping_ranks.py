@@ -14,14 +14,16 @@ import pytest
 from kvxferd import client
 from kvxferd.client import BlockList, Publisher, PublishRefused, Released
 from kvxferd.errors import Code
-from tests.support.nodes.fleet import FACTS, DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import FACTS, Fleet
 from tests.support.nodes.rank_process import RankError, RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 LEASE_S = 120.0  # longer than any restart: nothing here ends by its lease
 
 
-def daemon_that_returns(fleet: Fleet, name: str) -> DaemonUnderTest:
+def daemon_that_returns(fleet: Fleet, name: str) -> Daemon:
     """A daemon whose references are good after its restart: its port stays."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -37,7 +39,7 @@ def publish(scheduler: Publisher, sources: list[RankProcess], request: int) -> d
     return scheduler.publish(f"req-{request}", blocks, TOKENS, lease_s=LEASE_S).to_dict()
 
 
-def kill(daemon: DaemonUnderTest) -> None:
+def kill(daemon: Daemon) -> None:
     daemon.process.kill()
     daemon.process.wait()
 

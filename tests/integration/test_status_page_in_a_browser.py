@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Page, browser_page, find_browser
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 BROWSER = find_browser()
 # A failure is a sample within a second, and the script renews the page every two.
@@ -47,7 +49,7 @@ async def until(page: Page, holds: Callable[[str], bool], what: str, limit_s: fl
 
 
 @asynccontextmanager
-async def stopped(daemon: DaemonUnderTest) -> AsyncIterator[None]:
+async def stopped(daemon: Daemon) -> AsyncIterator[None]:
     """Stop a daemon's process: its connections stay, and nothing answers."""
     os.kill(daemon.process.pid, signal.SIGSTOP)
     try:

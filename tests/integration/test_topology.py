@@ -7,14 +7,15 @@ import subprocess
 import sys
 
 from kvxferd.layout import EngineSpec
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 LAYERS, HEADS, HEAD_BYTES = 4, 8, 16 * 2
 BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD_BYTES  # K and V
 
 
-def kvxferd(daemon: DaemonUnderTest, *arguments: str) -> tuple[int, str, str]:
+def kvxferd(daemon: Daemon, *arguments: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "kvxferd.cli", *arguments, "--socket", daemon.control.socket_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     return done.returncode, done.stdout, done.stderr

@@ -10,7 +10,8 @@ import pytest
 from kvxferd.errors import LayoutError
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from tests.support.documented_commands import blocks_of
-from tests.support.nodes.fleet import Fleet, wait_until
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 from tests.support.tutorial_program import PAGE, run
 
 

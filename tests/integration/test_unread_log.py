@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvxferd.tooling.control_client import ControlClient
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 
-class Unread(DaemonUnderTest):
+class Unread(Daemon):
     """Its log goes to a pipe of one page, which holds some ten lines."""
 
     def start(self) -> None:
@@ -52,7 +54,7 @@ def test_it_serves_and_ends_although_nobody_reads_its_log(fleet: Fleet, tmp_path
 
 
 def test_closed_standard_descriptors_go_to_no_socket(tmp_path: Path) -> None:
-    daemon = DaemonUnderTest(tmp_path / "node", {})
+    daemon = Daemon(tmp_path / "node", {})
     daemon.stop()
     command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *daemon._command]
     daemon.process = subprocess.Popen(command, env=daemon._environ)

@@ -18,7 +18,8 @@ from kvxferd.wire.framing import FrameDecoder, encode_frame
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from tests.support import schema_0_1
 from tests.support.frames_0_1 import frames
-from tests.support.nodes.fleet import Fleet, wait_until
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 
 WAIT_S = 20.0
 SESSION = {recorded.name: recorded for recorded in frames("session")}

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from tests.support.manifests import ROOT
-from tests.support.nodes.fleet import wait_until
+from tests.support.nodes.waiting import wait_until
 
 ALERTS = ROOT / "deploy" / "monitoring" / "rules" / "kvxferd-alerts.yml"
 # 5 minutes are 5 s then, with ten scrapes in them.

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 
 
 @pytest.fixture
-def daemon(fleet: Fleet) -> DaemonUnderTest:
+def daemon(fleet: Fleet) -> Daemon:
     return fleet.daemon("node")
 
 
 @pytest.fixture
-def engine(daemon: DaemonUnderTest) -> Iterator[Callable[..., EngineUnderTest]]:
+def engine(daemon: Daemon) -> Iterator[Callable[..., EngineUnderTest]]:
     """Make engines on the daemon."""
     with ExitStack() as stack:
 

@@ -15,7 +15,9 @@ import pytest
 from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
 from kvxferd.integrations.vllm.step_metadata import ExtendSpec
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest, Request, Status
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 
 LIMITS = EarlyPullLimits(num_requests=2, num_blocks=8)
 POISON, CONTENT = 99, 7
@@ -27,7 +29,7 @@ INTO = [9, 10, 11, 12]
 class Overlap:
     """Two engines, and the reference of a request that neither has yet."""
 
-    def __init__(self, daemon: DaemonUnderTest, stack: ExitStack) -> None:
+    def __init__(self, daemon: Daemon, stack: ExitStack) -> None:
         def engine(name: str, **facts: Any) -> EngineUnderTest:
             made = EngineUnderTest(daemon, name, **facts)
             stack.callback(made.close)

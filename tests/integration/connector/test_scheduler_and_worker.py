@@ -26,7 +26,8 @@ from tests.support.connector_harness import (
     Request,
     Status,
 )
-from tests.support.nodes.fleet import DaemonUnderTest, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.waiting import wait_until
 
 Make = Callable[..., EngineUnderTest]
 
@@ -239,7 +240,7 @@ def test_unread_blocks_come_back_when_the_lease_ends(engine: Make) -> None:
     assert counted["released_unread"] == {"lease-expired": 1}
 
 
-def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: DaemonUnderTest) -> None:
+def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: Daemon) -> None:
     prefill = engine("prefill", publishes=True, lease_s=1.0)
     assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
     prefill.step()
@@ -248,9 +249,7 @@ def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: Daem
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
 
 
-def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(
-    engine: Make, daemon: DaemonUnderTest
-) -> None:
+def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(engine: Make, daemon: Daemon) -> None:
     prefill, decode = engine("prefill", publishes=True, lease_s=60), engine("decode", deadline_s=5)
     params = prefill.prefill("p-1", 8, [1, 2], fill=5)
     assert params is not None
@@ -272,7 +271,7 @@ def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(
 
 
 def test_without_a_daemon_nothing_is_published_and_no_pull_waits_for_long(
-    engine: Make, daemon: DaemonUnderTest
+    engine: Make, daemon: Daemon
 ) -> None:
     prefill, decode = engine("prefill", publishes=True), engine("decode", deadline_s=60)
     params = prefill.prefill("p-1", 8, [1, 2], fill=5)

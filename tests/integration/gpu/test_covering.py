@@ -7,13 +7,14 @@ import pytest
 from kvxferd.wire.limits import CHUNK_BYTES
 from tests.support.device_daemon import BIG
 from tests.support.devices import driver_or_skip
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 NAME = "kvxferd_read_bytes_total"
 
 
-def daemon(fleet: Fleet, name: str, driver: str, read: str, order: str = "native") -> DaemonUnderTest:
+def daemon(fleet: Fleet, name: str, driver: str, read: str, order: str = "native") -> Daemon:
     return fleet.daemon(
         name,
         KVXFERD_MOVER_ENVIRONMENT=f"KVXFERD_DRIVER={driver},KVXFERD_FAKE_WRITE_ORDER={order}",
@@ -21,7 +22,7 @@ def daemon(fleet: Fleet, name: str, driver: str, read: str, order: str = "native
     )
 
 
-def bytes_by_way(node: DaemonUnderTest) -> dict[str, float]:
+def bytes_by_way(node: Daemon) -> dict[str, float]:
     lines = [line for line in node.metrics().splitlines() if line.startswith(NAME + "{")]
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 

@@ -8,15 +8,17 @@ import pytest
 
 from tests.support.device_daemon import BIG, daemon
 from tests.support.devices import driver_or_skip
-from tests.support.nodes.fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 from tests.support.tensor_allocators import ALLOCATORS
 
 # Where a driver can export. Torch that asks for another kind of handle is served by a resident mover.
 PLACEMENTS = {"default": "resident", "expandable": "direct", "pool": "direct"}
 
 
-def placement_of(node: DaemonUnderTest, engine: str) -> dict[str, Any]:
+def placement_of(node: Daemon, engine: str) -> dict[str, Any]:
     (rank,) = [r for e in node.status()["engines"] if e["engine_id"] == engine for r in e["ranks"]]
     return rank["placement"]
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.devices import driver_or_skip
 from tests.support.documented_commands import blocks_of
-from tests.support.nodes.fleet import Fleet, wait_until
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 from tests.support.tutorial_program import PAGE, run
 
 MAKES_CACHE = """\

@@ -27,9 +27,11 @@ import pytest
 
 from kvxferd.tooling.control_client import ControlClient
 from tests.support.manifests import ROOT
-from tests.support.nodes.fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import FACTS, Fleet, mappers_of
 from tests.support.nodes.rank_process import RankProcess, ranks_of
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 from tests.support.prometheus_server import LIMIT_S, PrometheusServer, free_port, require_prometheus
 from tests.support.pull_traffic import PullTraffic
 
@@ -60,7 +62,7 @@ class Watched:
         self._prometheus = prometheus
         self._names: list[str] = []
 
-    def daemon(self, *flags: str, **environ: str) -> tuple[str, DaemonUnderTest]:
+    def daemon(self, *flags: str, **environ: str) -> tuple[str, Daemon]:
         """Return a daemon with its `instance`."""
         name, port = self.address()
         daemon = self._fleet.daemon(name, "--http-bind", f"127.0.0.1:{port}", *flags, **environ)
@@ -137,7 +139,7 @@ def fail_pulls(sink: RankProcess, ref: dict[str, Any]) -> str:
     return str(fields["code"])
 
 
-def sink_of(fleet: Fleet, daemon: DaemonUnderTest) -> RankProcess:
+def sink_of(fleet: Fleet, daemon: Daemon) -> RankProcess:
     """Return a rank of an engine of its own."""
     (rank,) = fleet.engine(daemon, spec_of(f"decode-{next(_NUMBERS)}"))
     return rank
@@ -200,7 +202,7 @@ def test_a_daemon_without_its_library(watched: Watched, prometheus: PrometheusSe
         (tmp_path / "broken" / library / "__init__.py").write_text("raise ImportError('broken')\n")
     name, port = watched.address()
     flags = ("--http-bind", f"127.0.0.1:{port}")
-    daemon = DaemonUnderTest(tmp_path / name, {"PYTHONPATH": str(tmp_path / "broken")}, flags)
+    daemon = Daemon(tmp_path / name, {"PYTHONPATH": str(tmp_path / "broken")}, flags)
     try:
         watched.watch(name, port)
         prometheus.await_alert("KvxferdNotReady", instance=name)
@@ -233,7 +235,7 @@ def test_two_versions(watched: Watched, prometheus: PrometheusServer, tmp_path: 
     prometheus.await_clear("KvxferdVersionSkew", job="kvxferd")
 
 
-class OtherVersion(DaemonUnderTest):
+class OtherVersion(Daemon):
     """A daemon that reports another version."""
 
     def start(self) -> None:
@@ -394,7 +396,7 @@ def test_a_log_that_is_not_read(
         os.close(daemon.reading)
 
 
-class UnreadLog(DaemonUnderTest):
+class UnreadLog(Daemon):
     """Its log goes to a pipe of one page that nobody reads."""
 
     def start(self) -> None:

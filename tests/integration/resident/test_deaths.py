@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from tests.support.nodes.fleet import FACTS, Fleet, wait_until
+from tests.support.nodes.fleet import FACTS, Fleet
 from tests.support.nodes.rank_process import RankError, RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, rank_shown, spec_of
+from tests.support.nodes.waiting import wait_until
 
 LARGE = {"num_blocks": 1024, "head_dim": 128}  # 256 MiB
 MANY = 1024 * 16

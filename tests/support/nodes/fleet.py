@@ -1,181 +1,230 @@
-"""Real daemons and rank processes for one test, and the proof that they leave nothing behind."""
+"""Daemons and rank processes that the tests of one process share, and what one test has of them."""
 
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
-import sys
-import time
+import secrets
+from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from kvxferd.config.schema import MoverConfig
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
-from kvxferd.tooling.control_client import ControlClient
+from tests.support.cluster.processes import descendants, lives
+from tests.support.nodes.daemon import Daemon, Footprint, at_rest
 from tests.support.nodes.rank_process import RankProcess, ranks_of
+from tests.support.nodes.waiting import wait_until
 
 START_S = 60.0
-POLL_S = 0.02
+REST_S = 30.0
+# A daemon with its movers has some 150 MB. Tests of one kind follow one another, and want four at most.
+MAX_IDLE = 6
 FACTS = {"num_kv_heads": 8, "head_dim": 16, "block_tokens": 16, "num_blocks": 64, "layout": "HND"}
 
-
-def wait_until(holds: Any, what: str, limit_s: float = 10.0) -> None:
-    """Return once `holds()` is true; fail with `what` if it never is."""
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
-        time.sleep(POLL_S)
+Environ = tuple[tuple[str, str], ...]
 
 
-class DaemonUnderTest:
-    """`kvxferd serve` in a process of its own."""
+def start_daemon(
+    directory: Path, environ: Mapping[str, str] | None = None, flags: tuple[str, ...] = ()
+) -> Daemon:
+    """Return a daemon that is ready."""
+    daemon = Daemon(directory, environ or {}, flags)
+    wait_until(lambda: daemon.is_ready, f"{directory.name} ready", START_S)
+    return daemon
 
-    def __init__(self, directory: Path, environ: Mapping[str, str], flags: tuple[str, ...] = ()) -> None:
-        self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        self.log = directory / "daemon.log"
-        self._command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
-        self._command += [
-            "--http-bind",
-            "",
-            "--peer-bind",
-            "tcp://127.0.0.1:0",
-            "--log-format",
-            "json",
-            *flags,
-        ]
-        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")} | dict(environ)
-        self.start()
 
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
-        self.control = ControlClient(str(self.directory / "control.sock"))
+@dataclass(frozen=True)
+class SharedDaemon:
+    """A daemon with its settings, and what it had when it was new."""
 
-    @property
-    def worker_socket(self) -> str:
-        return str(self.directory / "worker.sock")
+    environ: Environ
+    daemon: Daemon
+    before: Footprint
 
-    @property
-    def is_ready(self) -> bool:
-        assert self.process.poll() is None, f"the daemon ended: {self.log.read_text()[-2000:]}"
-        with suppress(KvxferdError):
-            return self.control.request("GET", "/readyz")[0] == 200
-        return False
 
-    def status(self) -> dict[str, Any]:
-        return self.control.get("/v1/status")["node"]
+class Machines:
+    """The daemons and rank processes of a session: idle ones are lent to one test after another.
 
-    def metrics(self) -> str:
-        """What a scrape of control.sock returns."""
-        return self.http("/metrics")
+    With KVXFERD_TEST_OWN=1 nothing is lent twice: a test's fault is then no fault of those before it.
+    """
 
-    def http(self, path: str) -> str:
-        """A whole response of control.sock, with its head."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.connect(self.control.socket_path)
-            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: kvxferd\r\n\r\n".encode())
-            return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+    def __init__(
+        self, directory: Path, *, lends_again: bool = not os.environ.get("KVXFERD_TEST_OWN")
+    ) -> None:
+        self._directory = directory
+        self._lends_again = lends_again
+        self._idle: list[SharedDaemon] = []  # the one that was used last is last
+        self._ranks: defaultdict[Environ, list[RankProcess]] = defaultdict(list)
+        self._num_started = 0
 
-    @property
-    def endpoint(self) -> str:
-        return self.status()["endpoint"]
+    def borrow_daemon(self, environ: Environ) -> SharedDaemon:
+        """Return a daemon with these settings that nobody else uses."""
+        for shared in self._idle:
+            if shared.environ == environ and shared.daemon.process.poll() is None:
+                self._idle.remove(shared)
+                break
+        else:
+            shared = self._start(environ)
+        shared.daemon.log_begin = shared.daemon.log.stat().st_size
+        return shared
 
-    def movers(self) -> list[int]:
-        """The pids of its movers: children of children."""
-        return [pid for parent in _children(self.process.pid) for pid in _children(parent)]
+    def _start(self, environ: Environ) -> SharedDaemon:
+        self._num_started += 1
+        daemon = start_daemon(self._directory / str(self._num_started), dict(environ))
+        num_warm = int(dict(environ).get("KVXFERD_MOVER_POOL_SIZE", MoverConfig().pool_size))
+        wait_until(lambda: len(daemon.movers()) == num_warm, "movers are warm", START_S)
+        return SharedDaemon(environ, daemon, Footprint.of(daemon))
 
-    def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                return self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        return self.process.wait(10)
+    def give_back_daemon(self, shared: SharedDaemon) -> None:
+        """Keep a daemon for the next test. One that does not come to rest ends: AssertionError."""
+        daemon = shared.daemon
+        left = ["it died"]
+
+        def rests() -> bool:
+            with suppress(OSError, KvxferdError):  # it dies just now
+                left[:] = at_rest(daemon, shared.before) if daemon.process.poll() is None else ["it died"]
+            return not left
+
+        try:
+            wait_until(rests, "the daemon at rest", REST_S)
+        except AssertionError as error:
+            stop_daemon(daemon)
+            raise AssertionError(f"the test left at {daemon.directory}: {left}") from error
+        self._idle.append(shared)
+        while len(self._idle) > MAX_IDLE * self._lends_again:
+            stop_daemon(self._idle.pop(0).daemon)
+
+    def borrow_rank(self, environ: Environ) -> RankProcess:
+        """Return a process that has registered nothing, with these variables."""
+        return self._ranks[environ].pop() if self._ranks[environ] else RankProcess(dict(environ))
+
+    def give_back_rank(self, environ: Environ, rank: RankProcess) -> None:
+        """Keep a process for the next test, if it lives and is as new."""
+        if self._lends_again and rank.leave():
+            self._ranks[environ].append(rank)
+        else:
+            rank.stop()
+
+    def stop(self) -> None:
+        """End everything."""
+        with ExitStack() as stack:
+            for shared in self._idle:
+                stack.callback(stop_daemon, shared.daemon)
+            for rank in [rank for ranks in self._ranks.values() for rank in ranks]:
+                stack.callback(rank.stop)
 
 
 class Fleet:
-    """Starts things; `stop` ends them all and checks that they are gone."""
+    """What one test has of `Machines`, and daemons of its own; `stop` checks that nothing is left of it.
 
-    def __init__(self, directory: Path) -> None:
+    Generations are this test's: the next one's engines may have the same names.
+    """
+
+    def __init__(self, directory: Path, machines: Machines | None = None) -> None:
+        self._machines = machines or Machines(directory, lends_again=False)
         self._directory = directory
-        self._daemons: list[DaemonUnderTest] = []
-        self._ranks: list[RankProcess] = []
+        self._suffix = secrets.token_hex(4)
+        self._shared: dict[str, SharedDaemon] = {}
+        self._own: list[Daemon] = []
+        self._ranks: list[tuple[Environ, RankProcess]] = []
 
-    def daemon(self, name: str, *flags: str, **environ: str) -> DaemonUnderTest:
-        daemon = DaemonUnderTest(self._directory / name, environ, flags)
-        self._daemons.append(daemon)
-        wait_until(lambda: daemon.is_ready, f"daemon {name} ready", START_S)
+    def shared(self, name: str, **environ: str) -> Daemon:
+        """Return a daemon that other tests use too, though not meanwhile: it is to be left as it was."""
+        settings = tuple(sorted(environ.items()))
+        if name not in self._shared:
+            self._shared[name] = self._machines.borrow_daemon(settings)
+        assert self._shared[name].environ == settings, f"{name} has other settings"
+        return self._shared[name].daemon
+
+    def daemon(self, name: str, *flags: str, **environ: str) -> Daemon:
+        """Return one that ends with this test."""
+        daemon = start_daemon(self._directory / name, environ, flags)
+        self._own.append(daemon)
         return daemon
 
-    def rank(self) -> RankProcess:
-        rank = RankProcess()
-        self._ranks.append(rank)
+    def generation(self, tag: str = "g1") -> str:
+        """Return the generation of this test's engines whose spec has that one."""
+        return f"{tag}-{self._suffix}"
+
+    def rank(self, **environ: str) -> RankProcess:
+        settings = tuple(sorted(environ.items()))
+        rank = self._machines.borrow_rank(settings)
+        self._ranks.append((settings, rank))
+        return rank
+
+    def register(
+        self,
+        daemon: Daemon,
+        spec: EngineSpec,
+        how: str = "register",
+        rank: RankProcess | None = None,
+        **facts: Any,
+    ) -> RankProcess:
+        """Register one rank, of this test's generation; `how`: `register` or `register_resident`."""
+        rank = self._start_registering(daemon, spec, how, rank or self.rank(), facts)
+        rank.finish()
         return rank
 
     def engine(
-        self, daemon: DaemonUnderTest, spec: EngineSpec, how: str = "register", **facts: Any
+        self,
+        daemon: Daemon,
+        spec: EngineSpec,
+        how: str = "register",
+        environ: Mapping[str, str] | None = None,
+        **facts: Any,
     ) -> list[RankProcess]:
-        """All ranks of an engine, registered at one daemon; `how`: `register` or `register_resident`."""
-        ranks = []
-        for own in ranks_of(spec):
-            rank = self.rank()
-            rank.start(how, daemon.worker_socket, own, **(FACTS | facts))
-            ranks.append(rank)
+        """Register all ranks of an engine at one daemon, as `register` does."""
+        ranks = [
+            self._start_registering(daemon, own, how, self.rank(**environ or {}), facts)
+            for own in ranks_of(spec)
+        ]
         for rank in ranks:
             rank.finish()
         return ranks
 
+    def _start_registering(
+        self, daemon: Daemon, spec: EngineSpec, how: str, rank: RankProcess, facts: dict[str, Any]
+    ) -> RankProcess:
+        spec = msgspec.structs.replace(spec, generation=self.generation(spec.generation))
+        rank.start(how, daemon.worker_socket, spec, **(FACTS | facts))
+        return rank
+
     def stop(self) -> None:
-        for rank in self._ranks:
-            with suppress(ProcessLookupError):
-                rank.signal(signal.SIGCONT)
-            rank.stop()
-        descendants = [pid for d in self._daemons for pid in _descendants(d.process.pid)]
-        codes = [d.stop() for d in self._daemons]
-        wait_until(lambda: not any(map(_lives, descendants)), f"processes {descendants} gone")
-        for daemon, code in zip(self._daemons, codes, strict=True):
-            left = sorted(path.name for path in daemon.directory.glob("*.sock"))
-            if code == 0:
-                assert not left, f"sockets left behind: {left}"
+        """Give back what is at rest. Raises AssertionError if something is not, or left something."""
+        with ExitStack() as stack:  # what raises does not keep the rest from its end
+            for shared in self._shared.values():
+                stack.callback(self._machines.give_back_daemon, shared)
+            for daemon in self._own:
+                stack.callback(stop_daemon, daemon)
+            for settings, rank in self._ranks:
+                stack.callback(self._machines.give_back_rank, settings, rank)
 
 
-def _children(pid: int) -> list[int]:
-    with suppress(OSError):
-        return [
-            int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()
-        ]
-    return []
-
-
-def _descendants(pid: int) -> list[int]:
-    return [p for child in _children(pid) for p in (child, *_descendants(child))]
-
-
-def _lives(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
+def stop_daemon(daemon: Daemon) -> None:
+    """End a daemon, and check that its processes and sockets are gone."""
+    began = descendants(daemon.process.pid)
+    code = daemon.stop()
+    wait_until(lambda: not any(map(lives, began)), f"processes {began} gone")
+    left = sorted(path.name for path in daemon.directory.glob("*.sock"))
+    assert code or not left, f"sockets left behind: {left}"
 
 
 def mappers_of(inode: int) -> list[int]:
-    """The processes that map or hold a memfd, by its inode."""
+    """The processes of this machine that map or hold a memfd, by its inode."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):
-            if f" {inode} " in (entry / "maps").read_text():
-                found.append(int(entry.name))
+            if f" {inode} " in Path(f"/proc/{pid}/maps").read_text():
+                found.append(pid)
                 continue
-            for fd in (entry / "fd").iterdir():
-                status = os.stat(fd)
-                if status.st_ino == inode and "memfd:" in os.readlink(fd):
-                    found.append(int(entry.name))
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                if os.stat(fd).st_ino == inode and "memfd:" in os.readlink(fd):
+                    found.append(pid)
                     break
     return found

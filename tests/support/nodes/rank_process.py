@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import mmap
 import multiprocessing
 import os
 import resource
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
@@ -24,92 +23,21 @@ from kvxferd.fd_wait import wait_readable
 from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
-from kvxferd.memory import SealedMemory
-from kvxferd.memory.device import DeviceMemory, ResidentMemory
-from kvxferd.memory.driver_registry import open_driver
-from tests.support.devices import Segment
+from kvxferd.memory.device import ResidentMemory
+from kvxferd.memory.driver import DRIVER_VARIABLE
+from kvxferd.memory.fake_driver import FakeDriver
+from tests.support.nodes.stores import DeviceStore, HostStore, OwnStore
 from tests.support.tensor_allocators import TensorStore
 
 GROUP = "full"
-OFFSET = 4096 + 256  # of a cache in its first allocation: torch aligns to 512 bytes at most
 WAIT_S = 30.0
-
-
-class HostStore:
-    """A rank's cache in a sealed memfd; `bytes` is the cache itself."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.memory = SealedMemory.create(size_bytes, "kvxferd-test")
-        self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8)
-
-    def load(self) -> None:
-        """The cache is in `bytes`."""
-
-    def save(self) -> None:
-        """`bytes` is in the cache."""
-
-
-class DeviceStore:
-    """A rank's cache on a GPU, in a segment of several allocations; `bytes` is a copy of it."""
-
-    def __init__(self, size_bytes: int, device: int = 0, num_pieces: int = 3, driver: str = "") -> None:
-        self.driver = open_driver(driver)
-        self.device = self.driver.devices()[device].uuid
-        self.size_bytes = size_bytes
-        self.num_pieces = num_pieces
-        self.bytes = np.zeros(size_bytes, dtype=np.uint8)
-        self.allocate()
-
-    def allocate(self) -> None:
-        """Have memory; again after `free`, where a new tensor would be."""
-        self.driver.use(self.device)
-        unit = self.driver.granularity(self.device)
-        # The cache starts and ends inside an allocation, and the pieces are of two sizes.
-        units = -(-(self.size_bytes + OFFSET) // unit)
-        piece = -(-units // self.num_pieces)
-        sizes = [min(piece, units - start) * unit for start in range(0, units, piece)]
-        self.segment = Segment(self.driver, self.device, sizes)
-        self.memory = DeviceMemory(self.segment.address + OFFSET, self.size_bytes, self.driver)
-
-    def free(self) -> None:
-        self.segment.close()
-
-    def load(self) -> None:
-        self.bytes[:] = np.frombuffer(self.segment.read(self.size_bytes, OFFSET), dtype=np.uint8)
-
-    def save(self) -> None:
-        self.segment.write(self.bytes.tobytes(), OFFSET)
-
-
-class OwnStore:
-    """A rank's cache in memory that no other process can map; `bytes` is the cache itself."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.allocate()
-
-    def allocate(self) -> None:
-        """Have memory; again after `free`, with nothing in it."""
-        self.mapping = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.bytes = np.frombuffer(self.mapping, dtype=np.uint8)
-        self.memory = ResidentMemory(self.bytes.ctypes.data, self.size_bytes)
-
-    def free(self) -> None:
-        """Unmap: whoever touches the memory now kills this process."""
-        del self.bytes
-        self.mapping.close()
-
-    def load(self) -> None:
-        """The cache is in `bytes`."""
-
-    def save(self) -> None:
-        """`bytes` is in the cache."""
 
 
 class Agent:
     """What runs in the process: a client, its rank and its memory."""
 
     more: ClassVar[dict[str, Any]] = {}  # for `resident.register`
+    can_serve_again = True  # where this process is as new once it has left
 
     def register(
         self, socket: str, spec: EngineSpec, store: dict[str, Any] | None = None, **facts: Any
@@ -139,6 +67,7 @@ class Agent:
 
     def use_transport(self, path: str) -> None:
         """Have resident movers made with that function, given as module:name."""
+        self.can_serve_again = False
         self.more = {"make_transport": _found(path)}
 
     def run(self, path: str, *args: Any) -> Any:
@@ -226,7 +155,7 @@ class Agent:
         self.rank.resume(self._regions())
 
     def free(self) -> None:
-        """The engine sleeps: its memory goes. Not a store in host memory."""
+        """The engine sleeps: its memory goes. It wakes only with a store in other than host memory."""
         del self.bytes
         self.store.free()
 
@@ -248,11 +177,28 @@ class Agent:
         self.client.close()
         return self.rank.memory_in_use
 
+    def leave(self) -> bool:
+        """Close what there is, and give the memory back. Return whether this process can serve again."""
+        if hasattr(self, "client"):
+            self.client.close()
+        if hasattr(self, "store"):
+            # A GPU's memory that a process's context has is free when the process ends, not before.
+            self.can_serve_again &= isinstance(getattr(self.store, "driver", None), FakeDriver | None)
+        if hasattr(self, "rank") and isinstance(self.memory, ResidentMemory):
+            self.can_serve_again &= not self.rank.memory_in_use
+        if self.can_serve_again and hasattr(self, "bytes"):
+            self.free()
+        can_serve_again = self.can_serve_again
+        os.environ.pop(DRIVER_VARIABLE, None)  # as a `TensorStore` sets it
+        vars(self).clear()
+        return can_serve_again
+
     def may_be_touched(self) -> bool:
         return self.rank.memory_in_use
 
     def open_files(self, number: int) -> None:
         """What is opened from here on has a number above that."""
+        self.can_serve_again = False
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (2 * number, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         )
@@ -283,7 +229,8 @@ def _found(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, environ: dict[str, str]) -> None:
+    os.environ.update(environ)
     agent = Agent()
     while True:
         try:
@@ -309,13 +256,13 @@ class RankError(Exception):
 class RankProcess:
     """The test's end. Every method of `Agent` can be called."""
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, dict(environ or {})), daemon=True)
         self._process.start()
         theirs.close()
-        self.spec: EngineSpec | None = None
+        self._is_called = False
 
     @property
     def pid(self) -> int:
@@ -324,11 +271,13 @@ class RankProcess:
 
     def start(self, name: str, *args: Any, **kwargs: Any) -> None:
         """Call without waiting; `finish` waits."""
+        self._is_called = True
         self._pipe.send((name, args, kwargs))
 
     def finish(self) -> Any:
         if not self._pipe.poll(60):
             raise TimeoutError("the rank process does not answer")
+        self._is_called = False
         good, value = self._pipe.recv()
         if not good:
             raise RankError(*value)
@@ -361,6 +310,14 @@ class RankProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.join(10)
+
+    def leave(self) -> bool:
+        """Return whether the process lives, has nothing registered any more, and can serve another test."""
+        if not self._process.is_alive() or self._is_called:
+            return False
+        self.signal(signal.SIGCONT)
+        self.start("leave")
+        return bool(self.finish())
 
     def stop(self) -> None:
         self._pipe.close()

@@ -1,0 +1,152 @@
+"""`kvxferd serve` in a process of its own, and the proof that a test left nothing in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvxferd.errors import KvxferdError
+from kvxferd.tooling.control_client import ControlClient
+from tests.support.cluster.processes import children
+
+FDS_A_PEER = 2  # of a ZMQ socket; its TCP connection is not counted
+FDS_OF_FIRST_USE = 8  # a ZMQ context of the first engine's, and a thread: both stay
+STOP_S = 20.0
+
+
+class Daemon:
+    """A daemon in a directory, with the settings of `environ` and of `flags`."""
+
+    def __init__(self, directory: Path, environ: Mapping[str, str], flags: tuple[str, ...] = ()) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self.log = directory / "daemon.log"
+        self.log_begin = 0  # of this test's part of the log, in bytes
+        self._command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
+        self._command += [
+            "--http-bind",
+            "",
+            "--peer-bind",
+            "tcp://127.0.0.1:0",
+            "--log-format",
+            "json",
+            *flags,
+        ]
+        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")} | dict(environ)
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
+        self.control = ControlClient(str(self.directory / "control.sock"))
+
+    @property
+    def worker_socket(self) -> str:
+        return str(self.directory / "worker.sock")
+
+    @property
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, f"the daemon ended: {self.log_text()[-2000:]}"
+        with suppress(KvxferdError):
+            return self.control.request("GET", "/readyz")[0] == 200
+        return False
+
+    @property
+    def endpoint(self) -> str:
+        return self.status()["endpoint"]
+
+    def status(self) -> dict[str, Any]:
+        return self.control.get("/v1/status")["node"]
+
+    def metrics(self) -> str:
+        """What a scrape of control.sock returns."""
+        return self.http("/metrics")
+
+    def http(self, path: str) -> str:
+        """A whole response of control.sock, with its head."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(self.control.socket_path)
+            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: kvxferd\r\n\r\n".encode())
+            return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+
+    def log_text(self) -> str:
+        """What it has logged in this test."""
+        return self.log.read_bytes()[self.log_begin :].decode()
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """The lines of an event in this test."""
+        return [line for line in map(json.loads, self.log_text().splitlines()) if line["event"] == event]
+
+    def movers(self) -> list[int]:
+        """The pids of its movers: children of children."""
+        return [pid for parent in children(self.process.pid) for pid in children(parent)]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                return self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait()
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a daemon that serves nobody has."""
+
+    num_sessions: int
+    num_fds: int  # without TCP connections: peers keep theirs
+    num_movers: int  # all of them warm
+    num_peers: int  # stay when they are not used
+
+    @classmethod
+    def of(cls, daemon: Daemon) -> Footprint:
+        status = daemon.status()
+        num_fds = _num_fds(daemon.process.pid)
+        return cls(status["num_sessions"], num_fds, len(daemon.movers()), len(status["peers"]))
+
+
+def at_rest(daemon: Daemon, before: Footprint) -> list[str]:
+    """Return what a daemon that nobody uses still has, and did not have `before`, at its start.
+
+    Empty: nothing. What grows with each test is found, however little it is, after some of them.
+    """
+    status, now = daemon.status(), Footprint.of(daemon)
+    held = ("engines", "transfers", "pulls", "num_grants_held", "num_quarantined", "quarantined_bytes")
+    left = [f"{what}: {status[what]}" for what in held if status[what]]
+    if now.num_sessions != before.num_sessions:
+        left.append(f"{now.num_sessions} sessions, before {before.num_sessions}")
+    if now.num_movers != before.num_movers:
+        left.append(f"{now.num_movers} movers, before {before.num_movers}")
+    if now.num_fds > before.num_fds + FDS_OF_FIRST_USE + FDS_A_PEER * now.num_peers:
+        left.append(f"{now.num_fds} descriptors with {now.num_peers} peers, before {before.num_fds}")
+    return left + [f"{path} is left" for path in _shared_memory(daemon)]
+
+
+def _num_fds(pid: int) -> int:
+    connections = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    tcp = {f"socket:[{line.split()[9]}]" for line in connections}
+    num = 0
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            num += os.readlink(f"/proc/{pid}/fd/{fd}") not in tcp
+    return num
+
+
+def _shared_memory(daemon: Daemon) -> list[Path]:
+    """The files of its movers, which UCX unlinks as soon as it has opened them."""
+    directories = [Path(f"/dev/shm/kvxferd-movers-{pid}") for pid in children(daemon.process.pid)]
+    return [path for directory in directories for path in directory.glob("*")]
