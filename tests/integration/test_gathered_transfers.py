@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.support.nodes.daemon import Daemon
@@ -18,15 +16,13 @@ TRANSPORTS = [
 
 
 def bytes_by(daemon: Daemon, way: str) -> float:
-    found = re.search(rf'^kvxferd_read_bytes_total{{way="{way}"}} (\S+)$', daemon.metrics(), re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+    return daemon.counted(f'kvxferd_read_bytes_total{{way="{way}"}}')
 
 
 @pytest.mark.parametrize("environ", TRANSPORTS)
 def test_a_quarter_of_the_heads_is_packed_for_each_reader(fleet: Fleet, environ):
     both = {WAY: "gathered", **environ}
-    prefill, decode = fleet.daemon("prefill", **both), fleet.daemon("decode", **both)
+    prefill, decode = fleet.shared("prefill", **both), fleet.shared("decode", **both)
     sources = fleet.engine(prefill, spec_of("prefill"), layout="NHD")
     sinks = fleet.engine(decode, spec_of("decode", tp_size=4), layout="NHD")
     for request in range(12):  # a source on a busy machine may reply too late, and is read otherwise
@@ -39,7 +35,7 @@ def test_a_quarter_of_the_heads_is_packed_for_each_reader(fleet: Fleet, environ)
 
 @pytest.mark.parametrize(("there", "here"), [("direct", "gathered"), ("gathered", "auto")])
 def test_a_node_that_does_not_gather_reads_and_is_read_as_ever(fleet: Fleet, there: str, here: str):
-    prefill, decode = fleet.daemon("prefill", **{WAY: there}), fleet.daemon("decode", **{WAY: here})
+    prefill, decode = fleet.shared("prefill", **{WAY: there}), fleet.shared("decode", **{WAY: here})
     sources = fleet.engine(prefill, spec_of("prefill"), layout="NHD")
     sinks = fleet.engine(decode, spec_of("decode", tp_size=2), layout="NHD")
     pull_and_check(sinks, publish(sources, 1), 1)

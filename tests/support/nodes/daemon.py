@@ -7,11 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.control_client import ControlClient
@@ -29,7 +31,9 @@ class Daemon:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "daemon.log"
-        self.log_begin = 0  # of this test's part of the log, in bytes
+        self._log_begin = 0  # of this test's part of the log, in bytes
+        self._counted: dict[str, float] = {}  # by series, when this test began
+        self._began_at = 0.0
         self._command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
         self._command += [
             "--http-bind",
@@ -77,9 +81,29 @@ class Daemon:
             connection.sendall(f"GET {path} HTTP/1.0\r\nHost: kvxferd\r\n\r\n".encode())
             return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
 
+    def begin_test(self) -> None:
+        """Have logs, counters and history begin here."""
+        self._log_begin = self.log.stat().st_size
+        self._counted = self._series()
+        self._began_at = time.time()
+
+    def counted(self, series: str) -> float:
+        """By how much a series has grown in this test; with its labels, as a scrape shows them."""
+        return self._series()[series] - self._counted.get(series, 0.0)
+
+    def _series(self) -> dict[str, float]:
+        lines = self.metrics().partition("\r\n\r\n")[2].splitlines()
+        pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return {series: float(value) for series, _, value in pairs}
+
+    def history(self, **query: str) -> list[dict[str, Any]]:
+        """The records of this test that the query finds."""
+        records = self.control.get(f"/v1/history?{urlencode(query)}")["records"]
+        return [record for record in records if record["ended_at"] >= self._began_at]
+
     def log_text(self) -> str:
         """What it has logged in this test."""
-        return self.log.read_bytes()[self.log_begin :].decode()
+        return self.log.read_bytes()[self._log_begin :].decode()
 
     def logged(self, event: str) -> list[dict[str, Any]]:
         """The lines of an event in this test."""

@@ -71,7 +71,7 @@ class Machines:
                 break
         else:
             shared = self._start(environ)
-        shared.daemon.log_begin = shared.daemon.log.stat().st_size
+        shared.daemon.begin_test()
         return shared
 
     def _start(self, environ: Environ) -> SharedDaemon:
