@@ -15,6 +15,7 @@ import click
 
 from kvxferd.cli.options import config_option
 from kvxferd.config import SETTINGS, Setting, flag_name, load_config
+from kvxferd.die_with_parent import die_with_parent
 from kvxferd.import_blocking import block_import
 
 
@@ -90,12 +91,17 @@ def _value_and_default(setting: Setting) -> str:
 @click.command(cls=ServeCommand)
 @config_option("A TOML file; `kvxferd config defaults` prints one with every setting.")
 @_settings_options
+@click.option("--parent-pid", type=int, hidden=True, help="Of a tool that starts it, with which it ends.")
 @click.pass_context
-def serve(ctx: click.Context, /, config_path: Path | None, **flags: str | None) -> None:
+def serve(
+    ctx: click.Context, /, config_path: Path | None, parent_pid: int | None, **flags: str | None
+) -> None:
     """Run the daemon until SIGTERM or `kvxferd drain`.
 
     Settings come from the file, then KVXFERD_SECTION_KEY in the environment, then the flags below.
     """
+    if parent_pid is not None:
+        die_with_parent(parent_pid, signal.SIGTERM)
     # Until the daemon can reload, a SIGHUP is recorded and does not end the process.
     early: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: early.append(number))

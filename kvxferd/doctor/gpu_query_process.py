@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
+import os
 
+from kvxferd.die_with_parent import die_with_parent
 from kvxferd.errors import KvxferdError
 from kvxferd.memory.driver_registry import open_driver
-from kvxferd.tooling.die_with_parent import die_with_parent
 
 
 def main() -> None:
     """Print the devices as one line of JSON."""
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(os.getppid())
     try:
         driver = open_driver()
         said = {

@@ -14,12 +14,11 @@ import json
 import mmap
 import os
 import select
-import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvxferd.tooling.die_with_parent import die_with_parent
+from kvxferd.die_with_parent import die_with_parent
 
 if TYPE_CHECKING:
     from kvxferd.mover.transport.base import Span, Transport
@@ -32,7 +31,7 @@ def main() -> None:
 
     Arguments: role, size in bytes, library ("auto", "nixl", "rixl").
     """
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(os.getppid())
     role, size = sys.argv[1], int(sys.argv[2])
     # The libraries log to standard output, which is for the result.
     answer = os.fdopen(os.dup(1), "w")

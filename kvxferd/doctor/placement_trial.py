@@ -10,7 +10,6 @@ import asyncio
 import ctypes
 import json
 import os
-import signal
 import sys
 import time
 from array import array
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxferd import client
+from kvxferd.die_with_parent import die_with_parent
 from kvxferd.doctor.placements import DEVICE_COPY
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import EngineId, Generation, RegionId
@@ -26,7 +26,6 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device import DeviceMemory
 from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
 from kvxferd.memory.driver_registry import open_driver
-from kvxferd.tooling.die_with_parent import die_with_parent
 from kvxferd.tooling.event_waiter import EventWaiter
 from kvxferd.tooling.subprocesses import DaemonProcess
 
@@ -221,7 +220,7 @@ def _reported_placement(daemon: DaemonProcess) -> dict[str, Any]:
 
 def main() -> None:
     """Run the trial. An error prints one line on standard error."""
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(os.getppid())
     placement, uuid, directory = sys.argv[1:]
     try:
         device = TrialDevice(open_driver(), uuid)

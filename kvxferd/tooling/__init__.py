@@ -1,6 +1,8 @@
 """What bench, demo, doctor, explain and the command line share.
 
-`subprocesses` starts daemons and child processes and ends them: `CommandProcess` sends typed commands
-(`line_protocol`) to a module that runs `command_loop`, and `isolated_process` runs a module that may crash or
-hang. `event_waiter` waits for a rank's events. `control_client` talks to a daemon, `output` prints.
+`child_process` has a Python object in a process of its own, and `daemon_process` a daemon in a directory;
+neither outlives the tool. `engine_pair` says what two engines of a model look like, `engine_process` is one
+rank of such an engine, and `content` the bytes by which it is checked. `control_client` talks to a daemon,
+`output` prints. The bench's processes stand on `subprocesses`, `line_protocol` and `command_loop`, the
+doctor's on `isolated_process`.
 """

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from kvxferd.die_with_parent import die_with_parent
 from kvxferd.errors import KvxferdError
-from kvxferd.tooling.die_with_parent import die_with_parent
 from kvxferd.tooling.line_protocol import LineProtocol, encode_line
 
 C_contra = TypeVar("C_contra", contravariant=True)
@@ -41,7 +40,7 @@ def serve_commands(
 ) -> None:
     """Handle every command until standard input is closed; in between make progress, or sleep."""
     # SIGKILL, because a process that is stopped (SIGSTOP) would not act on any other signal.
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(os.getppid())
     # Transfer libraries print to standard output, so replies go to a duplicate of it.
     replies = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -57,7 +57,7 @@ class DaemonProcess:
         environ |= environment or {}
         with (directory / "daemon.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "kvxferd.tooling.die_with_parent", str(os.getpid()), "serve"),
+                *(sys.executable, "-P", "-m", "kvxferd.cli", "serve", "--parent-pid", str(os.getpid())),
                 *("--node-run-dir", str(directory), "--http-bind", "", "--peer-bind", f"tcp://{peer_host}:0"),
                 *("--drain-limit-s", "5", "--log-format", "json"),
                 stdin=DEVNULL,

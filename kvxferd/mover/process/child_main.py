@@ -11,6 +11,7 @@ import signal
 import socket
 from typing import NamedTuple, NoReturn
 
+from kvxferd.die_with_parent import die_with_parent
 from kvxferd.errors import KvxferdError
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import AgentName
@@ -18,7 +19,6 @@ from kvxferd.mover.backends import Backend
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.linux_process import (
     close_all_but,
-    die_with_parent,
     exit_when,
     prepare_thread,
 )

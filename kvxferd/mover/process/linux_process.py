@@ -1,4 +1,4 @@
-"""Linux calls for a mover's process: die with others, wake in time, and hold no descriptor too many."""
+"""Linux calls for a mover's process: end with others, wake in time, and hold no descriptor too many."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ import contextlib
 import ctypes
 import os
 import select
-import signal
 import threading
 from collections.abc import Iterable
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 5_000  # the default of 50 us is longer than the shortest pauses of the poll loop
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies, however that happens."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # the parent died before the call
-        os._exit(1)
 
 
 def prepare_thread(name: str) -> None:

@@ -1,0 +1,107 @@
+"""Two engines of one model, deployed differently or alike: what their ranks and a request's blocks are."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import Rank
+from kvxferd.layout import EngineSpec, GroupKind, RankLayout
+from kvxferd.layout.presets import ModelFacts, deploy
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+# A request takes a random half of each engine's blocks, so hardly two of them are neighbours.
+_SPARE_FACTOR = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineShape:
+    """How one of the engines is deployed."""
+
+    tp: int
+    pp: int
+    block_tokens: int
+    layout: str  # a name of LAYOUT_NAMES
+
+    def __str__(self) -> str:
+        return f"TP={self.tp} PP={self.pp}, {self.block_tokens}-token blocks, {self.layout}"
+
+
+@dataclasses.dataclass(frozen=True)
+class EnginePair:
+    """The model, both engines, and the size of a request. A request has blocks of every group."""
+
+    model: ModelFacts
+    prefill: EngineShape
+    decode: EngineShape
+    num_tokens: int  # of a request
+    name: str  # of the engines, before "-prefill" and "-decode"
+
+    def shape(self, role: Role) -> EngineShape:
+        """Return how that engine is deployed."""
+        return self.prefill if role == "prefill" else self.decode
+
+    def equal(self, name: str) -> EnginePair:
+        """Return the same model and requests between two engines like this decode engine."""
+        return dataclasses.replace(self, prefill=self.decode, name=name)
+
+    def differences(self) -> list[str]:
+        """Return in what the two engines differ."""
+        mine, theirs = self.prefill, self.decode
+        orders = [engine.layout.partition("-")[0] for engine in (mine, theirs)]
+        named = (
+            ("the order of heads and tokens", "NHD" in orders and orders[0] != orders[1]),
+            ("the layout", mine.layout != theirs.layout and "NHD" not in orders),
+            ("the block size", mine.block_tokens != theirs.block_tokens),
+            ("the tensor-parallel size", mine.tp != theirs.tp),
+            ("the pipeline stages", mine.pp != theirs.pp),
+        )
+        return [name for name, differs in named if differs]
+
+    def engine(self, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+        """Return what each rank of that engine registers with, stage by stage.
+
+        Raises EngineError for more stages than layers.
+        """
+        return _engine(self, role)
+
+    def block_ids(self, role: Role, request: int) -> dict[str, npt.NDArray[np.int32]]:
+        """Return a request's block ids by group: random ones, the same for every rank of the engine."""
+        count = self._num_blocks(role)
+        _, layout = next(iter(self.engine(role).values()))
+        chosen: dict[str, npt.NDArray[np.int32]] = {}
+        for number, group in enumerate(layout.groups):
+            drawn = np.random.default_rng([request, ROLES.index(role), number]).permutation(group.num_blocks)
+            taken = 1 if group.kind is GroupKind.STATE else count
+            chosen[group.name] = drawn[:taken].astype(np.int32)
+        return chosen
+
+    def _num_blocks(self, role: Role) -> int:
+        return -(-self.num_tokens // self.shape(role).block_tokens)
+
+
+@lru_cache(maxsize=16)
+def _engine(pair: EnginePair, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+    shape = pair.shape(role)
+    if shape.pp > pair.model.num_layers:
+        raise EngineError(
+            f"cannot deploy the {role} engine: {shape.pp} stages are more than the model's "
+            f"{pair.model.num_layers} layers",
+            Code.LAYOUT_INVALID,
+        )
+    return deploy(
+        pair.model,
+        tp=shape.tp,
+        pp=shape.pp,
+        layout=shape.layout,
+        block_tokens=shape.block_tokens,
+        num_blocks=_SPARE_FACTOR * pair._num_blocks(role),
+        engine_id=f"{pair.name}-{role}",
+        generation="1",
+    )

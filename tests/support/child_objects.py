@@ -1,0 +1,56 @@
+"""Objects for child processes, which import them by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from kvxferd.errors import BusyError, Code, EngineError
+
+
+class Counter:
+    """Counts, and misbehaves on demand."""
+
+    def __init__(self, start: int = 0, closed: Path | None = None) -> None:
+        if start < 0:
+            raise EngineError("cannot count: it starts below zero", Code.BAD_REQUEST)
+        self.number = start
+        self._closed = closed
+
+    def add(self, number: int, *, twice: bool = False) -> int:
+        self.number += number * (1 + twice)
+        return self.number
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def refuse(self) -> None:
+        raise BusyError("cannot count: it counts already; try again", 1.0)
+
+    def divide(self) -> float:
+        return self.number / 0
+
+    def unpicklable(self) -> Any:
+        return lambda: None
+
+    def say_and_die(self, words: str) -> None:
+        print(words, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self) -> None:
+        time.sleep(1000)
+
+    def close(self) -> None:
+        if self._closed is not None:
+            self._closed.write_text("closed")
+
+
+def doubled(counter: Counter) -> int:
+    """A function beside the class may be called as a method may."""
+    return 2 * counter.number
