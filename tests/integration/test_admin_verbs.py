@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -67,9 +68,9 @@ def test_peers_transfers_and_a_drain(fleet: Fleet):
     wait_until(lambda: "req-5" in json.dumps(prefill.status()["transfers"]), "the publish noticed")
     code, said = kvxferd(prefill, "drain", "--wait")
     assert (code, "transfer req-5 of prefill" in said) == (1, True)
-    assert prefill.process.wait(20) == 0
+    assert prefill.wait() == 0
     assert kvxferd(decode, "drain", "--wait") == (0, "drained: nothing was left\n")
-    assert decode.process.wait(20) == 0
+    assert decode.wait() == 0
 
 
 def test_the_service_manager_hears_when_it_is_ready_and_when_it_stops(fleet: Fleet, tmp_path):
@@ -78,8 +79,8 @@ def test_the_service_manager_hears_when_it_is_ready_and_when_it_stops(fleet: Fle
         manager.settimeout(30)
         daemon = fleet.daemon("node", NOTIFY_SOCKET=str(tmp_path / "notify"))
         assert manager.recv(4096).split(b"\n")[0] == b"READY=1"
-        daemon.process.terminate()
+        daemon.signal(signal.SIGTERM)
         stopping = manager.recv(4096).split(b"\n")
         assert stopping[0] == b"STOPPING=1"
         assert stopping[-1] == b"EXTEND_TIMEOUT_USEC=40000000"
-        assert daemon.process.wait(20) == 0
+        assert daemon.wait() == 0

@@ -16,16 +16,16 @@ import pytest
 
 from kvxferd.telemetry.late_timers import LATE_S
 from kvxferd.telemetry.timer_watch import INTERVAL_S
+from kvxferd.tooling.child_process import ChildError
 from tests.support.nodes.daemon import Daemon
-from tests.support.nodes.fleet import FACTS, Fleet, mappers_of
-from tests.support.nodes.rank_process import RankError
+from tests.support.nodes.fleet import Fleet, mappers_of
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 
 
 def test_it_imports_neither_torch_nor_nixl(fleet: Fleet):
     daemon = fleet.daemon("node")
-    mapped = Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    mapped = Path(f"/proc/{daemon.pid}/maps").read_text()
     assert not re.search(r"libtorch|nixl|libucp", mapped)
     code = (
         "import sys, kvxferd.daemon; "
@@ -52,7 +52,7 @@ def test_a_second_daemon_on_the_same_directory_says_who_holds_it(fleet: Fleet, t
     command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(daemon.directory)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert second.returncode != 0
-    assert f"pid {daemon.process.pid}" in second.stderr
+    assert f"pid {daemon.pid}" in second.stderr
     assert "already-running" in second.stderr
     assert daemon.is_ready
 
@@ -80,8 +80,8 @@ def test_a_signal_ends_it_with_0_and_removes_its_sockets(fleet: Fleet, number):
     fleet.engine(daemon, spec_of("prefill"))
     movers = daemon.movers()
     assert movers
-    daemon.process.send_signal(number)
-    assert daemon.process.wait(20) == 0
+    daemon.signal(number)
+    assert daemon.wait() == 0
     assert not list(daemon.directory.glob("*.sock"))
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in movers), "its movers gone")
 
@@ -92,12 +92,12 @@ def test_draining_finishes_what_was_published_and_refuses_what_is_new(fleet: Fle
     (sink,) = fleet.engine(decode, spec_of("decode"))
     ref = publish([source], 1)
     wait_until(lambda: prefill.status()["transfers"], "the publish noticed")
-    prefill.process.send_signal(signal.SIGTERM)
+    prefill.signal(signal.SIGTERM)
     wait_until(lambda: prefill.status()["draining"], "draining")
     source.publish("late", ids_for(2, 16), TOKENS)
     assert source.await_event("PublishRefused")["code"] == "draining"
     pull_and_check([sink], ref, 1)
-    assert prefill.process.wait(20) == 0
+    assert prefill.wait() == 0
 
 
 def test_a_drain_that_nothing_ends_is_limited(fleet: Fleet):
@@ -105,8 +105,8 @@ def test_a_drain_that_nothing_ends_is_limited(fleet: Fleet):
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     publish([source], 1)
     wait_until(lambda: daemon.status()["transfers"], "the publish noticed")
-    daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.process.wait(20) == 0
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0
     assert "drain limit reached" in daemon.log.read_text()
 
 
@@ -120,9 +120,8 @@ def test_without_nixl_it_lives_and_registrations_are_told_why(fleet: Fleet, tmp_
         wait_until(
             lambda: daemon.control.socket_path and Path(daemon.worker_socket).exists(), "listening", 30
         )
-        rank = fleet.rank()
-        with pytest.raises(RankError) as raised:
-            rank.register(daemon.worker_socket, spec_of("prefill"), **FACTS)
+        with pytest.raises(ChildError) as raised:
+            fleet.register(daemon, spec_of("prefill"))
         assert raised.value.code == "nixl-unavailable"
         assert "blocked for a test" in raised.value.message
         status, answer = daemon.control.request("GET", "/readyz")
@@ -200,10 +199,10 @@ def test_a_daemon_that_was_stopped_reports_late_timers_and_starts_no_false_alarm
     """SIGSTOP is no lack of processors. A machine that is busy too may have starved it all the same."""
     daemon = fleet.daemon("node")
     resumed_at = time.monotonic() + LATE_S + 2 * INTERVAL_S
-    daemon.process.send_signal(signal.SIGSTOP)
+    daemon.signal(signal.SIGSTOP)
     while (left_s := resumed_at - time.monotonic()) > 0:
         time.sleep(left_s)  # the daemon cannot act before this: lateness is time that passes
-    daemon.process.send_signal(signal.SIGCONT)
+    daemon.signal(signal.SIGCONT)
     wait_until(lambda: "timers late" in daemon.log.read_text(), "the late timer logged")
     warnings = daemon.control.get("/v1/status")["warnings"]
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]

@@ -45,8 +45,7 @@ def test_who_comes_first_after_a_restart_has_nobodys_engine():
                 lambda: kept.exists() and json.loads(kept.read_text())["users"] == {"prefill": 0}, "kept"
             )
             assert [holder for *_, holder in json.loads(kept.read_text())["ranks"]] == ["uid:0"]
-            daemon.process.kill()
-            daemon.process.wait(10)
+            daemon.kill()
             rank.stop()
             daemon.start()
             wait_until(lambda: daemon.is_ready, "ready again", 60)

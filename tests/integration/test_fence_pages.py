@@ -78,7 +78,7 @@ def test_the_daemon_maps_neither_pages_nor_regions(fleet: Fleet):
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     (sink,) = fleet.engine(daemon, spec_of("decode"))
     pull_and_check([sink], publish([source], 1), 1)
-    assert "memfd:" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    assert "memfd:" not in Path(f"/proc/{daemon.pid}/maps").read_text()
     assert "memfd:kvxferd-fence" in Path(f"/proc/{source.pid}/maps").read_text()
 
 

@@ -53,7 +53,7 @@ def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_re
 
     # The source's daemon stops.
     ref = publish([source], 4)
-    with stopped(there.process.pid):
+    with stopped(there.pid):
         end = failed_pull(here, sink, ref)
     assert end["silent"] == there.endpoint
     assert len(history(here, failed="true", kind="pull")) == 3

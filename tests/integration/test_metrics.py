@@ -97,9 +97,7 @@ def test_every_series_moves_as_its_help_says(fleet: Fleet):
     wait_until(lambda: Scrape(prefill)("releases_total", why="lease-expired") == 1, "expired")
     assert Scrape(prefill)("published_bytes") == Scrape(prefill)("oldest_published_seconds") == 0
     cpu_s = Scrape(decode)("mover_cpu_seconds_total")
-    other = fleet.rank()
-    other.start("register", decode.worker_socket, spec_of("other"), num_kv_heads=8, head_dim=16,
-                block_tokens=16, num_blocks=64, layout="HND")  # fmt: skip
+    fleet.start_registering(decode, spec_of("other"), fleet.rank())
     wait_until(lambda: Scrape(decode)("busy_refusals_total", limit="max_ranks") >= 1, "refused")
     for pid in decode.movers():
         os.kill(pid, signal.SIGKILL)

@@ -36,7 +36,7 @@ def logged(daemon: Daemon, event: str) -> list[dict]:
 def hang_up(daemon: Daemon, event: str = "configuration reloaded") -> None:
     """Send SIGHUP and return once it has been dealt with."""
     before = len(logged(daemon, event))
-    daemon.process.send_signal(signal.SIGHUP)
+    daemon.signal(signal.SIGHUP)
     wait_until(lambda: len(logged(daemon, event)) > before, event)
 
 
@@ -164,7 +164,7 @@ def test_a_bad_file_changes_nothing_and_what_needs_a_restart_is_named(fleet: Fle
     # A flag wins over the file, also when it is read again: the daemon's http.bind is one.
     assert done.stdout == "changed: log.level\nignored until a restart: limits.max_ranks\n"
     wait_until(lambda: logged(daemon, "configuration reloaded"), "the reload is a line at any level")
-    daemon.process.send_signal(signal.SIGUSR1)
+    daemon.signal(signal.SIGUSR1)
     wait_until(lambda: logged(daemon, "signal ignored"), "so is a signal")
     num_lines = len(daemon.log.read_text().splitlines())
     fleet.engine(daemon, spec_of("prefill"))
@@ -180,7 +180,7 @@ def test_the_service_manager_is_told(tmp_path: Path) -> None:
         daemon = Daemon(tmp_path / "node", {"NOTIFY_SOCKET": str(tmp_path / "notify")})
         try:
             assert manager.recv(4096).startswith(b"READY=1")
-            daemon.process.send_signal(signal.SIGHUP)
+            daemon.signal(signal.SIGHUP)
             assert manager.recv(4096).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
             assert manager.recv(4096) == b"READY=1"
         finally:
@@ -191,7 +191,7 @@ def test_the_service_manager_is_told(tmp_path: Path) -> None:
 def test_other_signals_end_nothing(fleet: Fleet, number: signal.Signals) -> None:
     daemon = fleet.daemon("node")
     for _ in range(3):
-        daemon.process.send_signal(number)
+        daemon.signal(number)
     if number is not signal.SIGPIPE:
         event = "configuration reloaded" if number is signal.SIGHUP else "signal ignored"
         wait_until(lambda: logged(daemon, event), event)
@@ -205,10 +205,10 @@ def test_it_stops_at_once_where_it_is_told_to(fleet: Fleet, numbers: tuple[signa
     publish([source], 1)
     wait_until(lambda: daemon.status()["transfers"], "the publish noticed")
     for number in numbers[:-1]:
-        daemon.process.send_signal(number)
+        daemon.signal(number)
         wait_until(lambda: daemon.status()["draining"], "draining")
-    daemon.process.send_signal(numbers[-1])
-    assert daemon.process.wait(30) == 0
+    daemon.signal(numbers[-1])
+    assert daemon.wait() == 0
     assert not [name for name in os.listdir(daemon.directory) if name.endswith(".sock")]
 
 
@@ -226,16 +226,16 @@ def movers_of_a_predecessor(directory: Path) -> Iterator[None]:
 
 def is_starting(daemon: Daemon) -> bool:
     """Whether it has its own lock."""
-    assert daemon.process.poll() is None, daemon.log.read_text()[-2000:]
+    assert daemon.exit_code is None, daemon.log.read_text()[-2000:]
     lock = daemon.directory / "private" / "daemon.lock"
-    return lock.exists() and lock.read_text().strip() == str(daemon.process.pid)
+    return lock.exists() and lock.read_text().strip() == str(daemon.pid)
 
 
 def test_a_sighup_before_it_serves_is_remembered(tmp_path: Path) -> None:
     with movers_of_a_predecessor(tmp_path / "node"):
         daemon = Daemon(tmp_path / "node", {})
         wait_until(lambda: is_starting(daemon), "starting", 60)
-        daemon.process.send_signal(signal.SIGHUP)
+        daemon.signal(signal.SIGHUP)
     try:
         wait_until(lambda: logged(daemon, "configuration reloaded"), "reloaded", 60)
         events = [json.loads(line)["event"] for line in daemon.log.read_text().splitlines()]
@@ -248,7 +248,7 @@ def test_a_sigterm_before_it_serves_ends_it_in_order(tmp_path: Path) -> None:
     with movers_of_a_predecessor(tmp_path / "node"):
         daemon = Daemon(tmp_path / "node", {})
         wait_until(lambda: is_starting(daemon), "starting", 60)
-        daemon.process.terminate()
-        assert daemon.process.wait(30) == 0
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
     assert logged(daemon, "stopped")
     assert not [name for name in os.listdir(daemon.directory) if name.endswith(".sock")]

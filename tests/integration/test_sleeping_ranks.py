@@ -14,9 +14,10 @@ import pytest
 from kvxferd import client
 from kvxferd.client import BlockList, Publisher, PublishRefused, Released
 from kvxferd.errors import Code
+from kvxferd.tooling.child_process import ChildError
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import FACTS, Fleet
-from tests.support.nodes.rank_process import RankError, RankProcess
+from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 
@@ -40,8 +41,7 @@ def publish(scheduler: Publisher, sources: list[RankProcess], request: int) -> d
 
 
 def kill(daemon: Daemon) -> None:
-    daemon.process.kill()
-    daemon.process.wait()
+    daemon.kill()
 
 
 def sleep_and_forget(source: RankProcess) -> None:
@@ -57,7 +57,7 @@ def wake(source: RankProcess, limit_s: float = 30.0) -> Any:
     while True:
         try:
             return source.resume()
-        except RankError as error:
+        except ChildError as error:
             if error.code != "home-unreachable" or time.monotonic() > deadline:
                 raise
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvxferd.tooling.child_process import ChildError
 from tests.support.nodes.fleet import Fleet, mappers_of
-from tests.support.nodes.rank_process import RankError
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 
@@ -111,6 +111,6 @@ def test_suspended_memory_is_unmapped_and_comes_back(fleet: Fleet):
 def test_two_processes_cannot_hold_one_rank(fleet: Fleet):
     daemon = fleet.shared("node")
     fleet.engine(daemon, spec_of("prefill"))
-    with pytest.raises(RankError) as raised:
+    with pytest.raises(ChildError) as raised:
         fleet.register(daemon, spec_of("prefill"))
     assert raised.value.code == "rank-taken"

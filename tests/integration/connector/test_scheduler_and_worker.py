@@ -244,8 +244,7 @@ def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: Daem
     prefill = engine("prefill", publishes=True, lease_s=1.0)
     assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
     prefill.step()
-    daemon.process.kill()
-    daemon.process.wait(10)
+    daemon.kill()
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
 
 
@@ -253,8 +252,7 @@ def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(engine: Make, 
     prefill, decode = engine("prefill", publishes=True, lease_s=60), engine("decode", deadline_s=5)
     params = prefill.prefill("p-1", 8, [1, 2], fill=5)
     assert params is not None
-    daemon.process.kill()
-    daemon.process.wait(10)
+    daemon.kill()
     decode.decode("d-1", 8, [10, 11], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over", 10)
     assert (results.received, results.failed_block_ids) == ({"d-1"}, {10, 11})
@@ -275,8 +273,7 @@ def test_without_a_daemon_nothing_is_published_and_no_pull_waits_for_long(
 ) -> None:
     prefill, decode = engine("prefill", publishes=True), engine("decode", deadline_s=60)
     params = prefill.prefill("p-1", 8, [1, 2], fill=5)
-    daemon.process.kill()
-    daemon.process.wait(10)
+    daemon.kill()
     both = (prefill.publisher, decode.rank)
     wait_until(lambda: not any(one.is_connected for one in both), "the daemon is missed")
     assert prefill.prefill("p-2", 8, [3, 4], fill=6) is None

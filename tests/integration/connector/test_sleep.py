@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -130,12 +129,12 @@ def test_a_rank_that_was_let_go_of_after_its_engine_gave_up_waiting_is_asleep(
     engine: Make, daemon: Daemon
 ) -> None:
     decode = engine("decode")
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    daemon.signal(signal.SIGSTOP)
     try:
         with pytest.raises(KvxferdError, match="has not let go"):
             decode.worker.suspend(timeout_s=0.2)
     finally:
-        os.kill(daemon.process.pid, signal.SIGCONT)
+        daemon.signal(signal.SIGCONT)
     decode.step_until(lambda _: not decode.rank.memory_in_use, "the daemon lets go")
     decode.step()
     decode.worker.suspend(timeout_s=5)

@@ -28,7 +28,7 @@ import pytest
 from kvxferd.tooling.control_client import ControlClient
 from tests.support.manifests import ROOT
 from tests.support.nodes.daemon import Daemon
-from tests.support.nodes.fleet import FACTS, Fleet, mappers_of
+from tests.support.nodes.fleet import Fleet, mappers_of
 from tests.support.nodes.rank_process import RankProcess, ranks_of
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
@@ -216,7 +216,7 @@ def test_a_drain_that_waits(watched: Watched, fleet: Fleet, prometheus: Promethe
     node, daemon = watched.daemon(KVXFERD_DRAIN_LIMIT_S="600")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     source.publish("never-read", ids_for(1), TOKENS, lease_s=500.0)
-    daemon.process.terminate()
+    daemon.signal(signal.SIGTERM)
     prometheus.await_alert("KvxferdDrainingTooLong", instance=node)
     source.close()
     prometheus.await_clear("KvxferdDrainingTooLong", instance=node)
@@ -251,7 +251,7 @@ class OtherVersion(Daemon):
 @EVERY_FAULT
 def test_few_descriptors_are_left(watched: Watched, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon()
-    pid = daemon.process.pid
+    pid = daemon.pid
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) + 6, hard))
     prometheus.await_alert("KvxferdDescriptorsNearLimit", instance=node)
@@ -285,7 +285,7 @@ def test_a_daemon_stops_answering(watched: Watched, fleet: Fleet, prometheus: Pr
     (sink,) = fleet.engine(decode, spec_of("decode"))
     gone_reference(source, sink)
     refs = [publish([source], request) for request in range(1, 20)]
-    prefill.process.send_signal(signal.SIGSTOP)
+    prefill.signal(signal.SIGSTOP)
     try:
         for request, ref in enumerate(refs):  # the peer is silent once one of them has waited for 10 s
             sink.pull(ref, ids_for(request), TOKENS, deadline_s=40.0)
@@ -293,7 +293,7 @@ def test_a_daemon_stops_answering(watched: Watched, fleet: Fleet, prometheus: Pr
         prometheus.await_alert("KvxferdPeersSilent", instance=decode_node)
         prometheus.await_alert("KvxferdDown", instance=prefill_node)
     finally:
-        prefill.process.send_signal(signal.SIGCONT)
+        prefill.signal(signal.SIGCONT)
     prometheus.await_clear("KvxferdPeersSilent", instance=decode_node)
     prometheus.await_clear("KvxferdDown", instance=prefill_node)
 
@@ -317,9 +317,9 @@ def test_an_engine_without_its_second_rank(
 ) -> None:
     node, daemon = watched.daemon()
     first, second = ranks_of(spec_of("half", tp_size=2))
-    fleet.rank().register(daemon.worker_socket, first, **FACTS)
+    fleet.register(daemon, first)
     prometheus.await_alert("KvxferdEngineUnreadable", instance=node, state="incomplete")
-    fleet.rank().register(daemon.worker_socket, second, **FACTS)
+    fleet.register(daemon, second)
     prometheus.await_clear("KvxferdEngineUnreadable", instance=node)
 
 
@@ -391,8 +391,7 @@ def test_a_log_that_is_not_read(
                 pass
         prometheus.await_clear("KvxferdLogLinesDropped", instance=name)
     finally:
-        daemon.process.kill()
-        daemon.process.wait()
+        daemon.kill()
         os.close(daemon.reading)
 
 
@@ -402,7 +401,7 @@ class UnreadLog(Daemon):
     def start(self) -> None:
         self.reading, writing = os.pipe()
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-        self.process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
+        self._process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
         os.close(writing)
         self.control = ControlClient(str(self.directory / "control.sock"))
 

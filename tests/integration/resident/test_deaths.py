@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 
 import pytest
 
+from kvxferd.tooling.child_process import ChildError
 from tests.support.nodes.fleet import FACTS, Fleet
-from tests.support.nodes.rank_process import RankError, RankProcess
+from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, rank_shown, spec_of
 from tests.support.nodes.waiting import wait_until
 
@@ -67,8 +67,7 @@ def test_a_restarted_daemon_gets_new_movers(fleet: Fleet) -> None:
     ref = publish([source], 1)
     before = {rank_shown(daemon, name)["agent"] for name in ("prefill", "decode")}
     num_threads = source.num_threads()
-    daemon.process.kill()
-    daemon.process.wait()
+    daemon.kill()
     ticket = sink.pull(ref, ids_for(1001), TOKENS)  # waits for the next daemon
     daemon.start()
     wait_until(lambda: daemon.is_ready, "the daemon back")
@@ -90,8 +89,7 @@ def test_a_daemon_that_dies_in_mid_read_leaves_safe_blocks(fleet: Fleet) -> None
     (source,) = fleet.engine(daemon, spec_of("prefill"), **LARGE)
     (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident", **LARGE)
     ticket = large_read(source, sink)
-    daemon.process.kill()
-    daemon.process.wait()
+    daemon.kill()
     name, fields = sink.end_of(ticket)
     assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "daemon-lost", True)
     assert sink.is_still()
@@ -101,13 +99,13 @@ def test_a_frozen_daemon_does_not_hold_the_memory(fleet: Fleet) -> None:
     daemon = fleet.daemon("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"), "register_resident")
     publish([source], 1)
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    daemon.signal(signal.SIGSTOP)
     try:
         assert source.close() is False
         source.free()
         assert source.num_threads() > 0  # it lives
     finally:
-        os.kill(daemon.process.pid, signal.SIGCONT)
+        daemon.signal(signal.SIGCONT)
 
 
 def test_a_mover_thread_that_breaks_is_replaced(fleet: Fleet) -> None:
@@ -136,7 +134,7 @@ def test_a_mover_that_cannot_be_made_refuses_the_registration(fleet: Fleet) -> N
     daemon = fleet.daemon("node")
     rank = fleet.rank()
     rank.use_transport("tests.support.faulty_transports:missing")
-    with pytest.raises(RankError) as raised:
+    with pytest.raises(ChildError) as raised:
         rank.register_resident(daemon.worker_socket, spec_of("prefill"), **FACTS)
     assert raised.value.code == "nixl-unavailable"
     assert "no library on this node" in raised.value.message

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,53 +13,22 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from kvxferd.errors import KvxferdError
-from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.daemon_process import DaemonProcess
 from tests.support.cluster.processes import children
 
 FDS_A_PEER = 2  # of a ZMQ socket; its TCP connection is not counted
 FDS_OF_FIRST_USE = 8  # a ZMQ context of the first engine's, and a thread: both stay
-STOP_S = 20.0
+STOP_S = 60.0
 
 
-class Daemon:
-    """A daemon in a directory, with the settings of `environ` and of `flags`."""
+class Daemon(DaemonProcess):
+    """A daemon in a directory, with the settings of `environ` and of `flags`, and what it tells of a test."""
 
     def __init__(self, directory: Path, environ: Mapping[str, str], flags: tuple[str, ...] = ()) -> None:
-        self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        self.log = directory / "daemon.log"
         self._log_begin = 0  # of this test's part of the log, in bytes
         self._counted: dict[str, float] = {}  # by series, when this test began
         self._began_at = 0.0
-        self._command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
-        self._command += [
-            "--http-bind",
-            "",
-            "--peer-bind",
-            "tcp://127.0.0.1:0",
-            "--log-format",
-            "json",
-            *flags,
-        ]
-        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")} | dict(environ)
-        self.start()
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
-        self.control = ControlClient(str(self.directory / "control.sock"))
-
-    @property
-    def worker_socket(self) -> str:
-        return str(self.directory / "worker.sock")
-
-    @property
-    def is_ready(self) -> bool:
-        assert self.process.poll() is None, f"the daemon ended: {self.log_text()[-2000:]}"
-        with suppress(KvxferdError):
-            return self.control.request("GET", "/readyz")[0] == 200
-        return False
+        super().__init__(directory, flags, environ)
 
     @property
     def endpoint(self) -> str:
@@ -111,20 +78,11 @@ class Daemon:
 
     def movers(self) -> list[int]:
         """The pids of its movers: children of children."""
-        return [pid for parent in children(self.process.pid) for pid in children(parent)]
+        return [pid for parent in children(self.pid) for pid in children(parent)]
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                return self.process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        return self.process.wait()
+    def wait(self, limit_s: float = STOP_S) -> int:
+        """Return its exit code once it has ended."""
+        return self._process.wait(limit_s)
 
 
 @dataclass(frozen=True)
@@ -139,7 +97,7 @@ class Footprint:
     @classmethod
     def of(cls, daemon: Daemon) -> Footprint:
         status = daemon.status()
-        num_fds = _num_fds(daemon.process.pid)
+        num_fds = _num_fds(daemon.pid)
         return cls(status["num_sessions"], num_fds, len(daemon.movers()), len(status["peers"]))
 
 
@@ -172,5 +130,5 @@ def _num_fds(pid: int) -> int:
 
 def _shared_memory(daemon: Daemon) -> list[Path]:
     """The files of its movers, which UCX unlinks as soon as it has opened them."""
-    directories = [Path(f"/dev/shm/kvxferd-movers-{pid}") for pid in children(daemon.process.pid)]
+    directories = [Path(f"/dev/shm/kvxferd-movers-{pid}") for pid in children(daemon.pid)]
     return [path for directory in directories for path in directory.glob("*")]

@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from kvxferd.config.schema import MoverConfig
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
+from kvxferd.tooling.child_process import Pending
 from tests.support.cluster.processes import descendants, lives
-from tests.support.nodes.daemon import Daemon, Footprint, at_rest
+from tests.support.nodes.daemon import STOP_S, Daemon, Footprint, at_rest
 from tests.support.nodes.rank_process import RankProcess, ranks_of
 from tests.support.nodes.waiting import wait_until
 
@@ -28,6 +29,7 @@ MAX_IDLE = 6
 FACTS = {"num_kv_heads": 8, "head_dim": 16, "block_tokens": 16, "num_blocks": 64, "layout": "HND"}
 
 Environ = tuple[tuple[str, str], ...]
+How = Literal["register", "register_resident"]
 
 
 def start_daemon(
@@ -35,7 +37,7 @@ def start_daemon(
 ) -> Daemon:
     """Return a daemon that is ready."""
     daemon = Daemon(directory, environ or {}, flags)
-    wait_until(lambda: daemon.is_ready, f"{directory.name} ready", START_S)
+    daemon.wait_ready()
     return daemon
 
 
@@ -66,7 +68,7 @@ class Machines:
     def borrow_daemon(self, environ: Environ) -> SharedDaemon:
         """Return a daemon with these settings that nobody else uses."""
         for shared in self._idle:
-            if shared.environ == environ and shared.daemon.process.poll() is None:
+            if shared.environ == environ and shared.daemon.exit_code is None:
                 self._idle.remove(shared)
                 break
         else:
@@ -88,7 +90,7 @@ class Machines:
 
         def rests() -> bool:
             with suppress(OSError, KvxferdError):  # it dies just now
-                left[:] = at_rest(daemon, shared.before) if daemon.process.poll() is None else ["it died"]
+                left[:] = at_rest(daemon, shared.before) if daemon.exit_code is None else ["it died"]
             return not left
 
         try:
@@ -102,7 +104,11 @@ class Machines:
 
     def borrow_rank(self, environ: Environ) -> RankProcess:
         """Return a process that has registered nothing, with these variables."""
-        return self._ranks[environ].pop() if self._ranks[environ] else RankProcess(dict(environ))
+        if self._ranks[environ]:
+            return self._ranks[environ].pop()
+        self._num_started += 1
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return RankProcess(self._directory / f"rank-{self._num_started}.log", dict(environ))
 
     def give_back_rank(self, environ: Environ, rank: RankProcess) -> None:
         """Keep a process for the next test, if it lives and is as new."""
@@ -162,38 +168,36 @@ class Fleet:
         self,
         daemon: Daemon,
         spec: EngineSpec,
-        how: str = "register",
+        how: How = "register",
         rank: RankProcess | None = None,
         **facts: Any,
     ) -> RankProcess:
-        """Register one rank, of this test's generation; `how`: `register` or `register_resident`."""
-        rank = self._start_registering(daemon, spec, how, rank or self.rank(), facts)
-        rank.finish()
+        """Register one rank, of this test's generation, in a process or in that one."""
+        rank = rank or self.rank()
+        self.start_registering(daemon, spec, rank, how, **facts).result()
         return rank
 
     def engine(
         self,
         daemon: Daemon,
         spec: EngineSpec,
-        how: str = "register",
+        how: How = "register",
         environ: Mapping[str, str] | None = None,
         **facts: Any,
     ) -> list[RankProcess]:
         """Register all ranks of an engine at one daemon, as `register` does."""
-        ranks = [
-            self._start_registering(daemon, own, how, self.rank(**environ or {}), facts)
-            for own in ranks_of(spec)
-        ]
-        for rank in ranks:
-            rank.finish()
-        return ranks
+        ranks = {own: self.rank(**environ or {}) for own in ranks_of(spec)}
+        for pending in [self.start_registering(daemon, *one, how, **facts) for one in ranks.items()]:
+            pending.result()
+        return list(ranks.values())
 
-    def _start_registering(
-        self, daemon: Daemon, spec: EngineSpec, how: str, rank: RankProcess, facts: dict[str, Any]
-    ) -> RankProcess:
+    def start_registering(
+        self, daemon: Daemon, spec: EngineSpec, rank: RankProcess, how: How = "register", **facts: Any
+    ) -> Pending[float]:
+        """Register without waiting; all that is not in `facts` is as in FACTS."""
         spec = msgspec.structs.replace(spec, generation=self.generation(spec.generation))
-        rank.start(how, daemon.worker_socket, spec, **(FACTS | facts))
-        return rank
+        start = rank.start_registering if how == "register" else rank.start_registering_resident
+        return start(daemon.worker_socket, spec, **(FACTS | facts))
 
     def stop(self) -> None:
         """Give back what is at rest. Raises AssertionError if something is not, or left something."""
@@ -208,8 +212,8 @@ class Fleet:
 
 def stop_daemon(daemon: Daemon) -> None:
     """End a daemon, and check that its processes and sockets are gone."""
-    began = descendants(daemon.process.pid)
-    code = daemon.stop()
+    began = descendants(daemon.pid)
+    code = daemon.stop(STOP_S)
     wait_until(lambda: not any(map(lives, began)), f"processes {began} gone")
     left = sorted(path.name for path in daemon.directory.glob("*.sock"))
     assert code or not left, f"sockets left behind: {left}"

@@ -6,30 +6,20 @@ import mmap
 
 import numpy as np
 
-from kvxferd.memory import SealedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver_registry import open_driver
+from kvxferd.tooling import engine_process
 from tests.support.devices import Segment
 
 OFFSET = 4096 + 256  # of a cache in its first allocation: torch aligns to 512 bytes at most
 
 
-class HostStore:
-    """A rank's cache in a sealed memfd; `bytes` is the cache itself."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.memory = SealedMemory.create(size_bytes, "kvxferd-test")
-        self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8)
+class HostStore(engine_process.HostStore):
+    """A cache in a sealed memfd that is given back before its process ends."""
 
     def free(self) -> None:
         del self.bytes
         self.memory.close()
-
-    def load(self) -> None:
-        """The cache is in `bytes`."""
-
-    def save(self) -> None:
-        """`bytes` is in the cache."""
 
 
 class DeviceStore:

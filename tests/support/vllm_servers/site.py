@@ -76,15 +76,14 @@ class Nodes:
     def heal(self) -> None:
         """Have both run and ready, whatever a test did to them."""
         for node in (self.prefill, self.decode):
-            if node.process.poll() is not None:
+            if node.exit_code is not None:
                 node.start()
         for node in (self.prefill, self.decode):
             wait_until(lambda node=node: node.is_ready, f"{node.directory.name} ready", SETTLE_S)
 
     def kill(self, node: Daemon) -> None:
         """End a daemon as nothing can prevent; its movers go by themselves."""
-        node.process.kill()
-        node.process.wait(20)
+        node.kill()
 
     def producer(self, model: Path, **served: Any) -> Served:
         """A prefill engine at its daemon."""
