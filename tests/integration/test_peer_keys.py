@@ -14,7 +14,7 @@ from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.endpoint import address_of, key_of
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello, PeerWelcome
 from tests.support.nodes.daemon import Daemon
-from tests.support.nodes.fleet import FACTS, Fleet
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 REFUSED_MS = 800  # nothing comes back; this is how long nothing is waited for
@@ -66,11 +66,10 @@ def test_an_engine_on_two_nodes_and_its_reader_by_keys(fleet: Fleet, ring: Ring)
     member = fleet.daemon("member", *ring.flags("m", "h"))
     decode = fleet.daemon("decode", *ring.flags("d", "any"))
     spec = spec_of("prefill", pp_size=2, home=home.endpoint)
-    stages = []
-    for daemon, pp_rank in ((home, 0), (member, 1)):
-        stage = fleet.rank()
-        stage.register(daemon.worker_socket, msgspec.structs.replace(spec, pp_rank=pp_rank), **FACTS)
-        stages.append(stage)
+    stages = [
+        fleet.register(daemon, msgspec.structs.replace(spec, pp_rank=pp_rank))
+        for pp_rank, daemon in enumerate((home, member))
+    ]
     sinks = fleet.engine(decode, spec_of("decode"))
     pull_and_check(sinks, publish(stages, 1), 1)
 

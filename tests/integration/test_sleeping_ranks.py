@@ -16,7 +16,7 @@ from kvxferd.client import BlockList, Publisher, PublishRefused, Released
 from kvxferd.errors import Code
 from kvxferd.tooling.child_process import ChildError
 from tests.support.nodes.daemon import Daemon
-from tests.support.nodes.fleet import FACTS, Fleet
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
@@ -38,10 +38,6 @@ def publish(scheduler: Publisher, sources: list[RankProcess], request: int) -> d
         source.write(request, ids, TOKENS)
     blocks = {"full": BlockList(ids=np.array(ids, np.int32))}
     return scheduler.publish(f"req-{request}", blocks, TOKENS, lease_s=LEASE_S).to_dict()
-
-
-def kill(daemon: Daemon) -> None:
-    daemon.kill()
 
 
 def sleep_and_forget(source: RankProcess) -> None:
@@ -82,14 +78,14 @@ def check_void(scheduler: Publisher, sink: RankProcess, ref: dict[str, Any]) -> 
 def test_a_rank_that_slept_while_its_daemon_was_away_voids_what_its_scheduler_published(
     fleet: Fleet, tp: int
 ):
-    prefill, decode = daemon_that_returns(fleet, "prefill"), fleet.daemon("decode")
+    prefill, decode = daemon_that_returns(fleet, "prefill"), fleet.shared("decode")
     sources = fleet.engine(prefill, spec_of("prefill", tp_size=tp, publish_implies_ready=True))
     (sink,) = fleet.engine(decode, spec_of("decode"))
     with client.connect(prefill.worker_socket) as connection:
-        scheduler = connection.attach("prefill", "g1")
+        scheduler = connection.attach("prefill", fleet.generation())
         ref = publish(scheduler, sources, 1)
         wait_until(lambda: prefill.status()["transfers"], "the publish noticed")
-        kill(prefill)
+        prefill.kill()
         sleep_and_forget(sources[-1])
         prefill.start()
         wake(sources[-1])
@@ -100,22 +96,21 @@ def test_a_rank_that_slept_while_its_daemon_was_away_voids_what_its_scheduler_pu
 
 
 def test_a_member_that_slept_while_its_home_was_away_voids_what_was_published(fleet: Fleet):
-    home, member = daemon_that_returns(fleet, "home"), fleet.daemon("member")
-    decode = fleet.daemon("decode")
+    home, member = daemon_that_returns(fleet, "home"), fleet.shared("member")
+    decode = fleet.shared("decode")
     spec = spec_of("prefill", pp_size=2, home=home.endpoint, publish_implies_ready=True)
-    stages = []
-    for daemon, pp_rank in ((home, 0), (member, 1)):
-        rank = fleet.rank()
-        rank.register(daemon.worker_socket, msgspec.structs.replace(spec, pp_rank=pp_rank), **FACTS)
-        stages.append(rank)
+    stages = [
+        fleet.register(daemon, msgspec.structs.replace(spec, pp_rank=pp_rank))
+        for pp_rank, daemon in enumerate((home, member))
+    ]
     (sink,) = fleet.engine(decode, spec_of("decode"))
     with client.connect(home.worker_socket) as connection:
-        scheduler = connection.attach("prefill", "g1")
+        scheduler = connection.attach("prefill", fleet.generation())
         pull_and_check([sink], publish(scheduler, stages, 3), 3)
         assert end_of_publish(scheduler) == Released("req-3", Code.COMPLETED)
         ref = publish(scheduler, stages, 1)
         wait_until(lambda: home.status()["transfers"], "the publish noticed")
-        kill(home)
+        home.kill()
         sleep_and_forget(stages[1])
         home.start()
         wait_until(lambda: home.is_ready and scheduler.is_connected, "the scheduler is back", 20.0)

@@ -9,6 +9,6 @@ BIG = {"head_dim": 64, "num_blocks": 128}  # 8 MiB a rank of one: several alloca
 
 
 def daemon(fleet: Fleet, name: str, driver: str, placement: str = "auto") -> Daemon:
-    return fleet.daemon(
+    return fleet.shared(
         name, KVXFERD_MOVER_ENVIRONMENT=f"KVXFERD_DRIVER={driver}", KVXFERD_MOVER_PLACEMENT=placement
     )

@@ -14,8 +14,9 @@ from tests.support.nodes.fleet import Fleet
 
 
 @pytest.fixture
-def daemon(fleet: Fleet) -> Daemon:
-    return fleet.daemon("node")
+def daemon(request: pytest.FixtureRequest, fleet: Fleet) -> Daemon:
+    """One for all tests but those that are parametrized with "own": they kill it."""
+    return fleet.daemon("node") if getattr(request, "param", "") == "own" else fleet.shared("node")
 
 
 @pytest.fixture

@@ -125,13 +125,9 @@ class Overlap:
 
 
 @pytest.fixture(scope="module")
-def shared_overlap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Overlap]:
-    fleet = Fleet(tmp_path_factory.mktemp("overlap"))
-    try:
-        with ExitStack() as stack:
-            yield Overlap(fleet.daemon("node"), stack)
-    finally:
-        fleet.stop()
+def shared_overlap(module_fleet: Fleet) -> Iterator[Overlap]:
+    with ExitStack() as stack:
+        yield Overlap(module_fleet.shared("node"), stack)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.waiting import wait_until
 
 Make = Callable[..., EngineUnderTest]
+OWN_DAEMON = pytest.mark.parametrize("daemon", ["own"], indirect=True)
 
 
 @pytest.fixture
@@ -240,6 +241,7 @@ def test_unread_blocks_come_back_when_the_lease_ends(engine: Make) -> None:
     assert counted["released_unread"] == {"lease-expired": 1}
 
 
+@OWN_DAEMON
 def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: Daemon) -> None:
     prefill = engine("prefill", publishes=True, lease_s=1.0)
     assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
@@ -248,6 +250,7 @@ def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: Daem
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
 
 
+@OWN_DAEMON
 def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(engine: Make, daemon: Daemon) -> None:
     prefill, decode = engine("prefill", publishes=True, lease_s=60), engine("decode", deadline_s=5)
     params = prefill.prefill("p-1", 8, [1, 2], fill=5)
@@ -268,6 +271,7 @@ def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(engine: Make, 
     assert (decode.bytes[[12, 13]] == 6).all()
 
 
+@OWN_DAEMON
 def test_without_a_daemon_nothing_is_published_and_no_pull_waits_for_long(
     engine: Make, daemon: Daemon
 ) -> None:

@@ -125,6 +125,7 @@ def test_memory_that_cannot_be_exported_again_stays_suspended(engine: Make) -> N
     assert not decode.worker.is_suspended
 
 
+@pytest.mark.parametrize("daemon", ["own"], indirect=True)
 def test_a_rank_that_was_let_go_of_after_its_engine_gave_up_waiting_is_asleep(
     engine: Make, daemon: Daemon
 ) -> None:

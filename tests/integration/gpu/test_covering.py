@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvxferd.core.snapshot import WAYS
 from kvxferd.wire.limits import CHUNK_BYTES
 from tests.support.device_daemon import BIG
-from tests.support.devices import driver_or_skip
+from tests.support.devices import driver_or_skip, used_bytes
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
@@ -15,7 +16,7 @@ NAME = "kvxferd_read_bytes_total"
 
 
 def daemon(fleet: Fleet, name: str, driver: str, read: str, order: str = "native") -> Daemon:
-    return fleet.daemon(
+    return fleet.shared(
         name,
         KVXFERD_MOVER_ENVIRONMENT=f"KVXFERD_DRIVER={driver},KVXFERD_FAKE_WRITE_ORDER={order}",
         KVXFERD_MOVER_READ=read,
@@ -23,8 +24,7 @@ def daemon(fleet: Fleet, name: str, driver: str, read: str, order: str = "native
 
 
 def bytes_by_way(node: Daemon) -> dict[str, float]:
-    lines = [line for line in node.metrics().splitlines() if line.startswith(NAME + "{")]
-    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+    return {way: node.counted(f'{NAME}{{way="{way}"}}') for way in WAYS}
 
 
 @pytest.mark.parametrize(("source", "order"), [("device", "native"), ("host", "flush")])
@@ -41,10 +41,10 @@ def test_bytes_come_through_chunks_in_the_gpu(fleet: Fleet, driver: str, source:
     )
     count = driver_or_skip(driver)
     uuid = count.devices()[0].uuid
-    before = count.used_bytes(uuid)
+    before = used_bytes(count, uuid)
     for request in range(2):
         pull_and_check(sinks, publish(sources, request), request, block_tokens=32)
-    assert count.used_bytes(uuid) >= before + CHUNK_BYTES, "chunks are in the GPU"
+    assert used_bytes(count, uuid) >= before + CHUNK_BYTES, "chunks are in the GPU"
     ways = bytes_by_way(decode)
     assert ways["covering"] > 0, ways
 

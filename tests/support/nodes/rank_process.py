@@ -33,6 +33,10 @@ class RankProcess:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return functools.partial(self._child.call, getattr(Agent, name))
 
+    def run(self, function: Callable[[Agent], Any]) -> Any:
+        """Call a function with the agent in the process."""
+        return self._child.call(function)
+
     @property
     def pid(self) -> int:
         return self._child.pid
