@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 
@@ -27,8 +26,8 @@ def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_re
     (source,), (sink,) = fleet.engine(there, spec_of("prefill")), fleet.engine(here, spec_of("decode"))
     ref = publish([source], 1)
     pull_and_check([sink], ref, 1)
-    (pulled,) = history(here, transfer=ref["transfer_id"], kind="pull")
-    (released,) = history(there, transfer=ref["transfer_id"])
+    (pulled,) = here.history(transfer=ref["transfer_id"], kind="pull")
+    (released,) = there.history(transfer=ref["transfer_id"])
     assert pulled["peer"] == there.endpoint
     assert [reader["peers"] for reader in released["readers"]] == [[here.endpoint]]
     assert released["bytes"] == pulled["bytes"] > 0
@@ -56,16 +55,10 @@ def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_re
     with stopped(there.pid):
         end = failed_pull(here, sink, ref)
     assert end["silent"] == there.endpoint
-    assert len(history(here, failed="true", kind="pull")) == 3
+    assert len(here.history(failed="true", kind="pull")) == 3
 
 
 TCP = {"KVXFERD_MOVER_ENVIRONMENT": "UCX_TLS=tcp"}
-
-
-def history(daemon: Daemon, **query: str) -> list[dict[str, Any]]:
-    """The records that the query finds."""
-    records: list[dict[str, Any]] = daemon.control.get(f"/v1/history?{urlencode(query)}")["records"]
-    return records
 
 
 def failed_pull(daemon: Daemon, sink: RankProcess, ref: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +66,7 @@ def failed_pull(daemon: Daemon, sink: RankProcess, ref: dict[str, Any]) -> dict[
     ticket = sink.pull(ref, ids_for(0, 16), TOKENS, deadline_s=DEADLINE_S)
     name, fields = sink.end_of(ticket)
     assert (name, fields["code"]) == ("Failed", "deadline")
-    return history(daemon, transfer=ref["transfer_id"], kind="pull")[-1]
+    return daemon.history(transfer=ref["transfer_id"], kind="pull")[-1]
 
 
 def wait_for_grant(daemon: Daemon) -> None:

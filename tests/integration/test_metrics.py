@@ -80,7 +80,7 @@ def test_every_series_moves_as_its_help_says(fleet: Fleet):
     assert reading("handshakes_total", outcome="ok") == 1
     assert reading("peers", state="up") == 1
     assert reading("limit_used", limit="max_peers") == 1
-    for phase in ("wire", "post", "fence", "grant", "ack"):
+    for phase in ("queue", "handshake", "grant", "plan", "wire", "post", "fence", "ack"):
         assert reading("pull_phase_seconds_count", phase=phase) >= 2
     assert reading("engine_pulls_total", source="prefill", sink="decode", outcome="delivered") == 2
     assert reading("engine_pulled_bytes_total", source="prefill", sink="decode") == pulled
@@ -107,10 +107,10 @@ def test_every_series_moves_as_its_help_says(fleet: Fleet):
 
 
 def test_engines_and_peers_are_labels_only_where_that_is_switched_on(fleet: Fleet):
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     (sink,) = fleet.engine(daemon, spec_of("decode"))
     pull_and_check([sink], publish([source], 1), 1)
-    wait_until(lambda: Scrape(daemon)("served_pulls_total") == 1, "acknowledged")
+    wait_until(lambda: daemon.counted("kvxferd_served_pulls_total") == 1, "acknowledged")
     assert not Scrape(daemon).label_names() & {"source", "sink", "peer"}
     assert "prefill" not in daemon.metrics()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 from kvxferd.layout import EngineSpec
-from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
@@ -15,30 +12,22 @@ LAYERS, HEADS, HEAD_BYTES = 4, 8, 16 * 2
 BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD_BYTES  # K and V
 
 
-def kvxferd(daemon: Daemon, *arguments: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "kvxferd.cli", *arguments, "--socket", daemon.control.socket_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
-    prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
+    prefill, decode = fleet.shared("prefill"), fleet.shared("decode")
     sources = fleet.engine(prefill, spec_of("prefill", tp_size=4))
     sinks = fleet.engine(decode, spec_of("decode", tp_size=2))
-    assert kvxferd(decode, "engines", "--topology")[:2] == (0, "Remote engines: none\n")
-    code, out, error = kvxferd(decode, "engines", "--topology", "prefill")
-    assert (code, out) == (2, "")
-    assert error.endswith("[engine-unknown]\n")
+    refused = decode.verb("engines", "--topology", "nobody")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.endswith("[engine-unknown]\n")
 
     pull_and_check(sinks, publish(sources, 1), 1)
-    code, out, _ = kvxferd(decode, "engines", "--topology", "prefill", "--json")
-    assert code == 0
-    shown = json.loads(out)
-    (peer,) = decode.status()["peers"]
+    done = decode.verb("engines", "--topology", "prefill", "--json")
+    assert done.returncode == 0
+    shown = json.loads(done.stdout)
     assert [topology["local_rank"] for topology in shown] == [[0, 0], [0, 1]]
     for rank, topology in enumerate(shown):
-        assert (topology["engine_id"], topology["generation"]) == ("prefill", "g1")
-        assert topology["home"] == peer["endpoint"]
+        assert (topology["engine_id"], topology["generation"]) == ("prefill", fleet.generation())
+        assert topology["home"] == prefill.endpoint
         assert topology["last_used_s"] >= 0
         (stage,) = topology["stages"]
         sources_of_rank = [2 * rank, 2 * rank + 1]
@@ -51,11 +40,11 @@ def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
         assert [read["remote_rank"] for read in stage["reads"]] == sources_of_rank
         assert sum(read["bytes_per_token"] for read in stage["reads"]) == BYTES_PER_TOKEN / 2
 
-    code, out, _ = kvxferd(decode, "explain", "@prefill", "@decode", "--json")
-    assert code == 0
+    done = decode.verb("explain", "@prefill", "@decode", "--json")
+    assert done.returncode == 0
     explained = {
         (tuple(rank["decode_rank"]), read["prefill_rank"][1]): read["bytes_per_1000_tokens"]
-        for rank in json.loads(out)["ranks"]
+        for rank in json.loads(done.stdout)["ranks"]
         for read in rank["reads"]
     }
     assert explained == {
@@ -66,13 +55,14 @@ def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
 
 
 def test_a_restarted_engine_replaces_what_was_known(fleet: Fleet) -> None:
-    prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
+    prefill, decode = fleet.shared("prefill"), fleet.shared("decode")
     (sink,) = fleet.engine(decode, spec_of("decode"))
     (source,) = fleet.engine(prefill, spec_of("prefill"))
     pull_and_check([sink], publish([source], 1), 1)
-    source.stop()
+    source.close()
     again = EngineSpec("prefill", "g2", num_layers=4, num_kv_heads=8, tp_size=2)
     pull_and_check([sink], publish(fleet.engine(prefill, again), 2), 2)
-    (topology,) = decode.control.get("/v1/topology")["topology"]
-    assert topology["generation"] == "g2"
+    remote = decode.control.get("/v1/topology")["topology"]
+    (topology,) = [one for one in remote if one["engine_id"] == "prefill"]
+    assert topology["generation"] == fleet.generation("g2")
     assert topology["stages"][0]["target_remote_ranks"] == [0, 1]

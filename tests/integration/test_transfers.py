@@ -72,30 +72,6 @@ def test_a_rank_is_unmapped_when_its_worker_dies(fleet: Fleet):
     wait_until(lambda: not daemon.status()["engines"], "the engine forgotten")
 
 
-def test_movers_and_memory_go_with_a_killed_daemon(fleet: Fleet):
-    daemon = fleet.daemon("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    inode, movers = source.memory_inode(), daemon.movers()
-    assert movers
-    daemon.kill()
-    wait_until(lambda: mappers_of(inode) == [source.pid], "only the worker maps its memory", 5.0)
-
-
-def test_a_restarted_daemon_is_found_again_and_serves(fleet: Fleet):
-    daemon = fleet.daemon("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
-    pull_and_check([sink], publish([source], 1), 1)
-    daemon.kill()
-    daemon.start()
-    wait_until(
-        lambda: daemon.is_ready and len(daemon.status()["engines"]) == 2, "both registered again", 20.0
-    )
-    # Another port after the restart: references are made anew.
-    wait_until(lambda: all(e["complete"] for e in daemon.status()["engines"]), "both complete", 20.0)
-    pull_and_check([sink], publish([source], 2), 2)
-
-
 def test_suspended_memory_is_unmapped_and_comes_back(fleet: Fleet):
     daemon = fleet.shared("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 
 import pytest
@@ -37,7 +38,10 @@ def used_bytes(driver: Driver, uuid: str) -> int:
     """
     if not isinstance(driver, FakeDriver):
         return driver.used_bytes(uuid)
-    held = {name for pid in (os.getpid(), *descendants(os.getpid())) for name in fake_memory_of(str(pid))}
+    held: set[str] = set()
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        with suppress(FileNotFoundError):  # it has ended
+            held |= fake_memory_of(str(pid))
     return sum(int(size) for _, of, size, *_ in (name.split(":") for name in held) if of == uuid)
 
 

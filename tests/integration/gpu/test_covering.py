@@ -6,7 +6,7 @@ import pytest
 
 from kvxferd.core.snapshot import WAYS
 from kvxferd.wire.limits import CHUNK_BYTES
-from tests.support.device_daemon import BIG
+from tests.support.device_daemon import BIG, daemon
 from tests.support.devices import driver_or_skip, used_bytes
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
@@ -15,23 +15,15 @@ from tests.support.nodes.requests import publish, pull_and_check, spec_of
 NAME = "kvxferd_read_bytes_total"
 
 
-def daemon(fleet: Fleet, name: str, driver: str, read: str, order: str = "native") -> Daemon:
-    return fleet.shared(
-        name,
-        KVXFERD_MOVER_ENVIRONMENT=f"KVXFERD_DRIVER={driver},KVXFERD_FAKE_WRITE_ORDER={order}",
-        KVXFERD_MOVER_READ=read,
-    )
-
-
 def bytes_by_way(node: Daemon) -> dict[str, float]:
     return {way: node.counted(f'{NAME}{{way="{way}"}}') for way in WAYS}
 
 
-@pytest.mark.parametrize(("source", "order"), [("device", "native"), ("host", "flush")])
+@pytest.mark.parametrize(("source", "order"), [("device", ""), ("host", "flush")])
 def test_bytes_come_through_chunks_in_the_gpu(fleet: Fleet, driver: str, source: str, order: str) -> None:
-    """`order`: what the fake driver reports; a GPU has its own."""
-    prefill = daemon(fleet, "prefill", driver, "direct")
-    decode = daemon(fleet, "decode", driver, "covering", order)
+    """`order`: what the fake driver reports, "": its default; a GPU has its own."""
+    prefill = daemon(fleet, "prefill", driver)
+    decode = daemon(fleet, "decode", driver, read="covering", order=order)
     store = {"driver": driver}
     sources = fleet.engine(
         prefill, spec_of("prefill", tp_size=2), store=store if source == "device" else None, **BIG
@@ -50,7 +42,7 @@ def test_bytes_come_through_chunks_in_the_gpu(fleet: Fleet, driver: str, source:
 
 
 def test_the_choice_by_costs_delivers_every_byte(fleet: Fleet, driver: str) -> None:
-    node = daemon(fleet, "node", driver, "auto")
+    node = daemon(fleet, "node", driver)
     sources = fleet.engine(node, spec_of("prefill", tp_size=2), store={"driver": driver}, **BIG)
     sinks = fleet.engine(node, spec_of("decode", tp_size=1), store={"driver": driver}, layout="NHD", **BIG)
     for request in range(2):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -79,6 +81,11 @@ class Daemon(DaemonProcess):
     def movers(self) -> list[int]:
         """The pids of its movers: children of children."""
         return [pid for parent in children(self.pid) for pid in children(parent)]
+
+    def verb(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `kvxferd ARGUMENTS` at this daemon."""
+        command = [sys.executable, "-m", "kvxferd.cli", *arguments, "--socket", self.control.socket_path]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
     def wait(self, limit_s: float = STOP_S) -> int:
         """Return its exit code once it has ended."""
