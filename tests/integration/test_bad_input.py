@@ -61,9 +61,7 @@ def everyone_else_goes_on(node: Node) -> Iterator[None]:
 def raw(node: Node) -> Iterator[Raw]:
     connection = Raw(node.socket)
     yield connection
-    connection.socket.close()
-    connection.link.close()
-    connection.fence.close()
+    connection.close()
 
 
 # --- frames on the worker socket

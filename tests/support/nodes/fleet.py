@@ -56,11 +56,11 @@ class Machines:
     With KVXFERD_TEST_OWN=1 nothing is lent twice: a test's fault is then no fault of those before it.
     """
 
-    def __init__(
-        self, directory: Path, *, lends_again: bool = not os.environ.get("KVXFERD_TEST_OWN")
-    ) -> None:
+    def __init__(self, directory: Path, *, lends_again: bool = True, rest_s: float = REST_S) -> None:
+        """`rest_s`: within which a daemon must come to rest after a test."""
         self._directory = directory
-        self._lends_again = lends_again
+        self._lends_again = lends_again and not os.environ.get("KVXFERD_TEST_OWN")
+        self._rest_s = rest_s
         self._idle: list[SharedDaemon] = []  # the one that was used last is last
         self._ranks: defaultdict[Environ, list[RankProcess]] = defaultdict(list)
         self._num_started = 0
@@ -68,7 +68,7 @@ class Machines:
     def borrow_daemon(self, environ: Environ) -> SharedDaemon:
         """Return a daemon with these settings that nobody else uses."""
         for shared in self._idle:
-            if shared.environ == environ and shared.daemon.exit_code is None:
+            if shared.environ == environ:
                 self._idle.remove(shared)
                 break
         else:
@@ -94,13 +94,13 @@ class Machines:
             return not left
 
         try:
-            wait_until(rests, "the daemon at rest", REST_S)
+            wait_until(rests, "the daemon at rest", self._rest_s)
         except AssertionError as error:
             stop_daemon(daemon)
             raise AssertionError(f"the test left at {daemon.directory}: {left}") from error
         self._idle.append(shared)
         while len(self._idle) > MAX_IDLE * self._lends_again:
-            stop_daemon(self._idle.pop(0).daemon)
+            _stop_idle(self._idle.pop(0))
 
     def borrow_rank(self, environ: Environ) -> RankProcess:
         """Return a process that has registered nothing, with these variables."""
@@ -121,7 +121,7 @@ class Machines:
         """End everything."""
         with ExitStack() as stack:
             for shared in self._idle:
-                stack.callback(stop_daemon, shared.daemon)
+                stack.callback(_stop_idle, shared)
             for rank in [rank for ranks in self._ranks.values() for rank in ranks]:
                 stack.callback(rank.stop)
 
@@ -210,13 +210,19 @@ class Fleet:
                 stack.callback(self._machines.give_back_rank, settings, rank)
 
 
-def stop_daemon(daemon: Daemon) -> None:
-    """End a daemon, and check that its processes and sockets are gone."""
+def _stop_idle(shared: SharedDaemon) -> None:
+    code = stop_daemon(shared.daemon)
+    assert code == 0, f"a daemon that nobody used ended with {code}: {shared.daemon.log_tail()}"
+
+
+def stop_daemon(daemon: Daemon) -> int:
+    """End a daemon, and check that its processes and sockets are gone. Return its exit code."""
     began = descendants(daemon.pid)
     code = daemon.stop(STOP_S)
     wait_until(lambda: not any(map(lives, began)), f"processes {began} gone")
     left = sorted(path.name for path in daemon.directory.glob("*.sock"))
     assert code or not left, f"sockets left behind: {left}"
+    return code
 
 
 def mappers_of(inode: int) -> list[int]:
