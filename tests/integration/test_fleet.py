@@ -21,10 +21,8 @@ def test_what_is_at_rest_is_lent_again_and_what_is_not_ends(machines: Machines, 
     fleets = [Fleet(tmp_path / str(number), machines) for number in range(4)]
     try:
         first = fleets[0].shared("node")
-        source, sink = [
-            *fleets[0].engine(first, spec_of("prefill")),
-            *fleets[0].engine(first, spec_of("decode")),
-        ]
+        (source,) = fleets[0].engine(first, spec_of("prefill"))
+        (sink,) = fleets[0].engine(first, spec_of("decode"))
         pull_and_check([sink], publish([source], 1), 1)
         source.kill()
         fleets[0].stop()

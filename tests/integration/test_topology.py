@@ -14,19 +14,19 @@ BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD_BYTES  # K and V
 
 def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
     prefill, decode = fleet.shared("prefill"), fleet.shared("decode")
-    sources = fleet.engine(prefill, spec_of("prefill", tp_size=4))
-    sinks = fleet.engine(decode, spec_of("decode", tp_size=2))
+    sources = fleet.engine(prefill, spec_of("wide", tp_size=4))
+    sinks = fleet.engine(decode, spec_of("narrow", tp_size=2))
     refused = decode.verb("engines", "--topology", "nobody")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.endswith("[engine-unknown]\n")
 
     pull_and_check(sinks, publish(sources, 1), 1)
-    done = decode.verb("engines", "--topology", "prefill", "--json")
+    done = decode.verb("engines", "--topology", "wide", "--json")
     assert done.returncode == 0
     shown = json.loads(done.stdout)
     assert [topology["local_rank"] for topology in shown] == [[0, 0], [0, 1]]
     for rank, topology in enumerate(shown):
-        assert (topology["engine_id"], topology["generation"]) == ("prefill", fleet.generation())
+        assert (topology["engine_id"], topology["generation"]) == ("wide", fleet.generation())
         assert topology["home"] == prefill.endpoint
         assert topology["last_used_s"] >= 0
         (stage,) = topology["stages"]
@@ -40,7 +40,7 @@ def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
         assert [read["remote_rank"] for read in stage["reads"]] == sources_of_rank
         assert sum(read["bytes_per_token"] for read in stage["reads"]) == BYTES_PER_TOKEN / 2
 
-    done = decode.verb("explain", "@prefill", "@decode", "--json")
+    done = decode.verb("explain", "@wide", "@narrow", "--json")
     assert done.returncode == 0
     explained = {
         (tuple(rank["decode_rank"]), read["prefill_rank"][1]): read["bytes_per_1000_tokens"]
@@ -57,12 +57,12 @@ def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
 def test_a_restarted_engine_replaces_what_was_known(fleet: Fleet) -> None:
     prefill, decode = fleet.shared("prefill"), fleet.shared("decode")
     (sink,) = fleet.engine(decode, spec_of("decode"))
-    (source,) = fleet.engine(prefill, spec_of("prefill"))
+    (source,) = fleet.engine(prefill, spec_of("restarted"))
     pull_and_check([sink], publish([source], 1), 1)
     source.close()
-    again = EngineSpec("prefill", "g2", num_layers=4, num_kv_heads=8, tp_size=2)
+    again = EngineSpec("restarted", "g2", num_layers=4, num_kv_heads=8, tp_size=2)
     pull_and_check([sink], publish(fleet.engine(prefill, again), 2), 2)
     remote = decode.control.get("/v1/topology")["topology"]
-    (topology,) = [one for one in remote if one["engine_id"] == "prefill"]
+    (topology,) = [one for one in remote if one["engine_id"] == "restarted"]
     assert topology["generation"] == fleet.generation("g2")
     assert topology["stages"][0]["target_remote_ranks"] == [0, 1]
