@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from kvxferd.bench import protocol
 from kvxferd.errors import KvxferdError
+from kvxferd.tooling.daemon_process import DaemonProcess
 from kvxferd.tooling.line_protocol import Line
-from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
+from kvxferd.tooling.subprocesses import CommandProcess
 
 TOOL = "the bench"
 
@@ -90,6 +91,23 @@ class Host(Protocol):
         ...
 
 
+class LocalDaemon:
+    """A daemon on this machine."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self._daemon = daemon
+        self.worker_socket = daemon.worker_socket
+        self.pid = daemon.pid
+
+    async def get(self, path: str) -> Any:
+        """Return the response of its control socket."""
+        return await asyncio.to_thread(self._daemon.control.get, path)
+
+    async def stop(self) -> None:
+        """Have it drain and end."""
+        await asyncio.to_thread(self._daemon.stop)
+
+
 class LocalHost:
     """This machine; all files are in one directory, which its owner removes."""
 
@@ -99,18 +117,19 @@ class LocalHost:
         self._directory = directory
         self._peer_host = peer_host
         self._number = 0
-        self._started: list[CommandProcess | DaemonProcess] = []
+        self._started: list[CommandProcess | LocalDaemon] = []
 
-    async def start_daemon(self, environment: Mapping[str, str]) -> DaemonProcess:
+    async def start_daemon(self, environment: Mapping[str, str]) -> LocalDaemon:
         """Start a daemon and wait until it takes registrations."""
         directory = Path(tempfile.mkdtemp(prefix="node-", dir=self._directory))
-        daemon = await DaemonProcess.start(TOOL, directory.name, directory, environment, self._peer_host)
-        self._started.append(daemon)
+        daemon = DaemonProcess(directory, environ=environment, peer_host=self._peer_host)
+        local = LocalDaemon(daemon)
+        self._started.append(local)
         try:
-            await daemon.wait_ready()
+            await asyncio.to_thread(daemon.wait_ready)
         except KvxferdError as error:
             raise KvxferdError(f"{error.message}\n{daemon.log_tail()}", error.code) from None
-        return daemon
+        return local
 
     async def start_worker(self, kind: WorkerKind, environment: Mapping[str, str]) -> CommandProcess:
         """Start a process."""
@@ -127,4 +146,4 @@ class LocalHost:
         """End everything, workers before daemons, so that ranks can unregister."""
         started, self._started = self._started, []
         await asyncio.gather(*(one.stop() for one in started if isinstance(one, CommandProcess)))
-        await asyncio.gather(*(one.stop() for one in started if isinstance(one, DaemonProcess)))
+        await asyncio.gather(*(one.stop() for one in started if isinstance(one, LocalDaemon)))

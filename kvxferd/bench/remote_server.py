@@ -15,11 +15,12 @@ from collections.abc import Callable
 import msgspec
 
 from kvxferd.bench import protocol, remote_protocol
-from kvxferd.bench.hosts import TOOL, LocalHost
+from kvxferd.bench.hosts import TOOL, LocalDaemon, LocalHost
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.tooling.async_tasks import make_work_directory, run_until_signal
+from kvxferd.tooling.async_tasks import run_until_signal
 from kvxferd.tooling.line_protocol import encode_line
-from kvxferd.tooling.subprocesses import MAX_LINE_BYTES, CommandProcess, DaemonProcess
+from kvxferd.tooling.subprocesses import MAX_LINE_BYTES, CommandProcess
+from kvxferd.tooling.work_directory import make_work_directory
 
 # A bench may set the transport library's own settings, and nothing that decides what is run.
 ENVIRONMENT_PREFIX = "UCX_"
@@ -115,7 +116,7 @@ class _BenchSession:
         self._writer = writer
         self._ids = itertools.count(1)
         self._workers: dict[int, CommandProcess] = {}
-        self._daemons: dict[int, DaemonProcess] = {}
+        self._daemons: dict[int, LocalDaemon] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
@@ -191,7 +192,7 @@ class _BenchSession:
             raise KvxferdError(f"cannot serve {TOOL}: nothing here is called {who}", Code.NOT_FOUND)
         return self._workers[who]
 
-    def _daemon(self, who: int) -> DaemonProcess:
+    def _daemon(self, who: int) -> LocalDaemon:
         if who not in self._daemons:
             raise KvxferdError(f"cannot serve {TOOL}: no daemon here is called {who}", Code.NOT_FOUND)
         return self._daemons[who]

@@ -33,9 +33,10 @@ from kvxferd.bench.shapes import Role
 from kvxferd.bench.testbed import Hosts, Testbed
 from kvxferd.bench.workload import GIB, TRANSPORT_ENVIRONMENTS, Workload
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.tooling.async_tasks import make_work_directory, run_until_signal
+from kvxferd.tooling.async_tasks import run_until_signal
 from kvxferd.tooling.output import format_bytes
 from kvxferd.tooling.process_vm import read_process_memory
+from kvxferd.tooling.work_directory import make_work_directory
 
 MOVER_ENVIRONMENT_VARIABLE = "KVXFERD_MOVER_ENVIRONMENT"
 # Memory beside the two regions: workers, movers, baselines.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +15,9 @@ from kvxferd.layout.presets import LAYOUT_NAMES
 from kvxferd.tooling.exit_codes import EXIT_INTERRUPTED, EXIT_OK, EXIT_WRONG_BYTES
 
 if TYPE_CHECKING:
-    from kvxferd.demo.results import DemoResults
-    from kvxferd.demo.shape import DemoShape
+    from kvxferd.demo.report import DemoResults
+    from kvxferd.demo.runner import Demo
+    from kvxferd.tooling.engine_pair import EnginePair
 
 
 _count = click.IntRange(min=1)
@@ -43,69 +47,66 @@ def _engine_options(role: str, tp: int, pp: int, block_tokens: int, layout: str)
 @click.option("--layers", type=_count, default=16, show_default=True)
 @click.option("--heads", type=_count, default=8, show_default=True, help="KV heads of the model.")
 @click.option("--head-dim", type=_count, default=128, show_default=True)
-@click.option("--requests", type=_count, default=16, show_default=True)
+@click.option("--requests", type=_count, default=8, show_default=True)
 @click.option("--tokens", type=_count, default=500, show_default=True, help="Tokens of a request.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option("--keep", is_flag=True, help="Then move requests until Ctrl-C, to look at with other verbs.")
 # For tests of the demo: corrupt one byte of the first request, to show that the check finds it.
 @click.option("--damage", type=click.Choice(["", "item", "spill"]), default="", hidden=True)
 @click.pass_context
-def demo(ctx: click.Context, /, as_json: bool, damage: str, **options: Any) -> None:
+def demo(
+    ctx: click.Context, /, as_json: bool, damage: str, requests: int, keep: bool, **options: Any
+) -> None:
     """Move KV cache between two daemons on this machine and check every byte.
 
     Starts two daemons and two engines of real processes with different layouts, moves requests
     through NIXL, and exits with 1 if a byte is wrong. Everything that it started ends with it.
     Unless an engine is described by flags, it does the same between two equal engines, to compare.
     """
-    # Imported here, so that the other verbs do not load numpy and asyncio.
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    # Imported here, so that the other verbs do not load numpy.
     from kvxferd.demo.report import render_report
-    from kvxferd.demo.runner import run_demo
+    from kvxferd.demo.runner import Demo
+    from kvxferd.tooling.interrupts import interrupted_once
     from kvxferd.tooling.output import console, print_fitted, print_json
 
-    shape = _demo_shape(options)
-    shape.check()
-    shapes = [shape] if _has_engine_flags(ctx) else [shape, shape.equal]
+    pairs = pairs_to_run(ctx, options)
     found: list[DemoResults] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("starting daemons and workers", total=len(shapes) * shape.requests)
-
-            def on_request(done: int) -> None:
-                progress.update(
-                    task, completed=len(found) * shape.requests + done, description="moving requests"
-                )
-                if done == 0 and not progress.console.is_terminal:  # where no progress bar is drawn
-                    click.echo("kvxferd: moving requests", err=True)
-
-            for one in shapes:
-                found.append(run_demo(one, on_request, "" if found else damage))
+    is_kept = False
+    with interrupted_once():
+        running = Demo(pairs, lambda line: click.echo(line, err=as_json))
+        try:
+            running.start()
+            for pair in pairs:
+                found.append(running.run(pair, requests, "" if found else damage))
                 if not found[-1].is_ok:
                     break
-    except KeyboardInterrupt:
-        click.echo("kvxferd: the demo was interrupted; everything it started is gone", err=True)
-        ctx.exit(EXIT_INTERRUPTED)
-    results, equal = found[0], found[1] if len(found) > 1 else None
-    if as_json:
-        print_json(results.as_json() | ({} if equal is None else {"equal": equal.as_json()}))
-    else:
-        print_fitted(console(), render_report(results, equal))
+            results, equal = found[0], found[1] if len(found) > 1 else None
+            if as_json:
+                print_json(results.as_json() | ({} if equal is None else {"equal": equal.as_json()}))
+            else:
+                print_fitted(console(), render_report(results, equal))
+            if keep and found[-1].is_ok:
+                is_kept = True
+                _say_what_to_try(running, as_json)
+                found.append(running.keep_going(dataclasses.replace(pairs[0], name="demo-kept")))
+                print_fitted(console(), render_report(found[-1]))
+        except KeyboardInterrupt:
+            if not is_kept:
+                click.echo("kvxferd: the demo was interrupted; everything it started is gone", err=True)
+                ctx.exit(EXIT_INTERRUPTED)
+        finally:
+            running.stop()
     ctx.exit(EXIT_OK if all(one.is_ok for one in found) else EXIT_WRONG_BYTES)
 
 
-def _has_engine_flags(ctx: click.Context) -> bool:
-    """Whether the shape of an engine was given, and not left to the defaults."""
-    return any(
-        ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
-        for name in ctx.params
-        if name.startswith(("prefill_", "decode_"))
-    )
+def pairs_to_run(ctx: click.Context, options: dict[str, Any]) -> list[EnginePair]:
+    """Return the engines that were asked for, and two equal ones unless an engine was described by flags.
 
-
-def _demo_shape(options: dict[str, Any]) -> DemoShape:
-    from kvxferd.demo.shape import DemoShape, EngineShape
+    Raises EngineError if a rank would hold no layer.
+    """
+    from kvxferd.errors import Code, EngineError
+    from kvxferd.layout.presets import LayerKind, ModelFacts, key_and_value
+    from kvxferd.tooling.engine_pair import EnginePair, EngineShape
 
     def engine(role: str) -> EngineShape:
         return EngineShape(
@@ -115,12 +116,30 @@ def _demo_shape(options: dict[str, Any]) -> DemoShape:
             layout=options[f"{role}_layout"],
         )
 
-    return DemoShape(
-        prefill=engine("prefill"),
-        decode=engine("decode"),
-        heads=options["heads"],
-        head_dim=options["head_dim"],
-        layers=options["layers"],
-        requests=options["requests"],
-        tokens=options["tokens"],
+    for role in ("prefill", "decode"):
+        if (stages := options[f"{role}_pp"]) > options["layers"]:
+            raise EngineError(
+                f"cannot run the demo: --{role}-pp {stages} is more than --layers {options['layers']}",
+                Code.LAYOUT_INVALID,
+            )
+    heads, layers = options["heads"], (LayerKind.FULL,) * options["layers"]
+    model = ModelFacts("demo", heads, layers, key_and_value(heads, options["head_dim"]))
+    pair = EnginePair(model, engine("prefill"), engine("decode"), options["tokens"], "demo")
+    return [pair] if _has_engine_flags(ctx) else [pair, pair.equal("demo-equal")]
+
+
+def _say_what_to_try(running: Demo, as_json: bool) -> None:
+    program = sys.argv[0] if os.path.basename(sys.argv[0]) == "kvxferd" else "kvxferd"
+    click.echo("requests go on until Ctrl-C; try, in another terminal:", err=as_json)
+    for verb in ("top", "status", "history", "explain @demo-kept-prefill @demo-kept-decode"):
+        socket = running.daemons["decode"].control.socket_path
+        click.echo(f"  {program} {verb} --socket {socket}", err=as_json)
+
+
+def _has_engine_flags(ctx: click.Context) -> bool:
+    """Whether the shape of an engine was given, and not left to the defaults."""
+    return any(
+        ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
+        for name in ctx.params
+        if name.startswith(("prefill_", "decode_"))
     )

@@ -1,14 +1,163 @@
-"""The demo's report for people."""
+"""The results of a demo so far: counts, times, whether all bytes were right; and their report for people."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from kvxferd.demo.results import DemoResults
+from kvxferd.core.snapshot import PHASES, PullRecord
+from kvxferd.demo.rank import RankResult
+from kvxferd.ids import PullId, Rank
+from kvxferd.tooling.engine_pair import EnginePair
 from kvxferd.tooling.output import format_bytes, format_duration, plain_text
+
+
+@dataclass(slots=True)
+class DemoResults:
+    """One run of the demo. A pull is one decode rank's read of one request."""
+
+    pair: EnginePair
+    wanted: int  # requests
+    daemons_ready_s: float = 0.0
+    registered_s: float = 0.0
+    first_request_s: float = 0.0  # from the first pull's call to its last event: handshakes included
+    requests: int = 0
+    pulls: int = 0
+    delivered: int = 0
+    bytes: int = 0
+    runs: int = 0
+    checked_items: int = 0
+    wrong_items: int = 0
+    spilled_bytes: int = 0
+    first_wrong: str = ""
+    failures: Counter[str] = field(default_factory=Counter)
+    first_failure: str = ""
+    releases: Counter[str] = field(default_factory=Counter)
+    pull_s: list[float] = field(default_factory=list)
+    request_s: list[float] = field(default_factory=list)
+    records: dict[PullId, PullRecord] = field(default_factory=dict)
+    error: str = ""  # why the demo ended early
+
+    @property
+    def failed(self) -> int:
+        """The number of pulls that failed."""
+        return self.pulls - self.delivered
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether every requested byte arrived, and no other byte changed."""
+        return (
+            not self.error
+            and self.requests == self.wanted
+            and self.pulls == self.requests * len(self.pair.engine("decode"))
+            and self.is_right
+        )
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every pull so far delivered the right bytes, and changed no other."""
+        return self.delivered == self.pulls and self.wrong_items == 0 and self.spilled_bytes == 0
+
+    @property
+    def gb_per_s(self) -> float:
+        """Delivered bytes divided by the time in which pulls were running, in 10^9 bytes per second."""
+        spent = sum(self.request_s)
+        return self.bytes / spent / 1e9 if spent else 0.0
+
+    def ways(self) -> dict[str, int]:
+        """Return the bytes that were read in each way, as the daemon's history has them."""
+        ways: Counter[str] = Counter()
+        for record in self.records.values():
+            ways.update(record.ways)
+        return dict(ways)
+
+    def add_request(self, pulled: dict[Rank, RankResult]) -> None:
+        """Add what every decode rank reported of one request."""
+        self.requests += 1
+        self.request_s.append(max(one.elapsed_s for one in pulled.values()))
+        if self.requests == 1:
+            self.first_request_s = self.request_s[0]
+        for rank, one in pulled.items():
+            self._add_pull(rank, one)
+
+    def add_records(self, records: list[PullRecord]) -> None:
+        """Add a daemon's history of pulls; records that were added before change nothing."""
+        self.records.update({record.pull: record for record in records})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as one plain object."""
+        return {
+            "ok": self.is_ok,
+            "error": self.error,
+            "prefill": str(self.pair.prefill),
+            "decode": str(self.pair.decode),
+            "requests": self.requests,
+            "pulls": self.pulls,
+            "delivered": self.delivered,
+            "failed": self.failed,
+            "failures": dict(self.failures),
+            "first_failure": self.first_failure,
+            "bytes": self.bytes,
+            "runs": self.runs,
+            "checked_items": self.checked_items,
+            "wrong_items": self.wrong_items,
+            "spilled_bytes": self.spilled_bytes,
+            "first_wrong": self.first_wrong,
+            "releases": dict(self.releases),
+            "ways": self.ways(),
+            "gb_per_s": round(self.gb_per_s, 3),
+            "daemons_ready_s": round(self.daemons_ready_s, 4),
+            "registered_s": round(self.registered_s, 4),
+            "first_request_s": round(self.first_request_s, 6),
+            "pull_s": summarize_times(self.pull_s),
+            "phases_s": self.phases(),
+        }
+
+    def phases(self) -> dict[str, dict[str, float]]:
+        """Return the times of each phase over the delivered pulls, in the order of the phases."""
+        delivered = [record for record in self.records.values() if record.outcome == "delivered"]
+        return {
+            phase: summarize_times(times)
+            for phase in PHASES
+            if (times := [record.phases_s[phase] for record in delivered if phase in record.phases_s])
+        }
+
+    def describe_last(self) -> str:
+        """Return a line on the last request."""
+        verdict = "every byte is right" if self.is_right else "FAILED"
+        return f"request {self.requests} of {self.wanted}: {format_duration(self.request_s[-1])}, {verdict}"
+
+    def _add_pull(self, rank: Rank, one: RankResult) -> None:
+        self.pulls += 1
+        self.checked_items += one.check.checked_items
+        self.wrong_items += one.check.wrong_items
+        self.spilled_bytes += one.spilled_bytes
+        where = f"request {self.requests - 1}, {rank}"
+        if one.check.first_wrong and not self.first_wrong:
+            self.first_wrong = f"{where}: {one.check.first_wrong}"
+        if one.pulled is not None:
+            self.delivered += 1
+            self.bytes += one.pulled.bytes
+            self.runs += one.pulled.runs
+            self.pull_s.append(one.pulled.elapsed_s)
+        else:
+            code, message = one.failure
+            self.failures[code] += 1
+            self.first_failure = self.first_failure or f"{where}: {message} [{code}]"
+
+
+def summarize_times(times: list[float]) -> dict[str, float]:
+    """Return median, 99th percentile and mean in seconds; zeros if there are no times."""
+    if not times:
+        return {"p50": 0.0, "p99": 0.0, "mean": 0.0}
+    p50, p99 = np.percentile(times, [50, 99])
+    return {"p50": round(float(p50), 6), "p99": round(float(p99), 6), "mean": round(float(np.mean(times)), 6)}
 
 
 def render_report(results: DemoResults, equal: DemoResults | None = None) -> RenderableType:
@@ -36,7 +185,7 @@ def describe_difference(results: DemoResults, equal: DemoResults) -> str:
             "put into order."
         )
     return (
-        f"why they differ: the engines differ in {_listed(results.shape.differences())}, so that "
+        f"why they differ: the engines differ in {_listed(results.pair.differences())}, so that "
         f"{format_bytes(_mean_run(results))} on average lie together on both sides, and "
         f"{format_bytes(_mean_run(equal))} between equal engines. A read takes 1 to 3 us however short it "
         f"is. {how}"
@@ -68,12 +217,13 @@ _TOTALS = (
 
 
 def _total_cells(results: DemoResults) -> tuple[str, ...]:
-    shape, pulls = results.shape, results.as_json()["pull_s"]
+    pair, pulls = results.pair, results.as_json()["pull_s"]
+    key = pair.model.token_arrays[0][0]
     return (
-        str(shape.prefill),
-        str(shape.decode),
-        f"{shape.layers} layers, {shape.heads} KV heads of {shape.head_dim}",
-        f"{results.requests} of {shape.tokens} tokens",
+        str(pair.prefill),
+        str(pair.decode),
+        f"{pair.model.num_layers} layers, {key.num_heads} KV heads of {key.head_bytes // key.itemsize}",
+        f"{results.requests} of {pair.num_tokens} tokens",
         f"{results.delivered} delivered, {results.failed} failed",
         format_bytes(results.bytes),
         f"{results.runs:,} of {format_bytes(_mean_run(results))}",

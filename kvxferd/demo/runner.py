@@ -2,154 +2,164 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvxferd.core.snapshot import PullRecord
-from kvxferd.demo import protocol
-from kvxferd.demo.results import DemoResults
-from kvxferd.demo.shape import DemoShape, Role
+from kvxferd.demo.rank import DemoRank
+from kvxferd.demo.report import DemoResults
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import Rank
 from kvxferd.telemetry.history import record_from_json
-from kvxferd.tooling.async_tasks import gather_or_cancel, make_work_directory, run_until_signal
-from kvxferd.tooling.line_protocol import Line
-from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
+from kvxferd.tooling.child_process import ChildProcess, Pending
+from kvxferd.tooling.content import RequestBlocks
+from kvxferd.tooling.daemon_process import DaemonProcess
+from kvxferd.tooling.engine_pair import ROLES, EnginePair, Role
+from kvxferd.tooling.owned_process import stop_all
+from kvxferd.tooling.work_directory import make_work_directory
 
-R = TypeVar("R", bound=Line)
+T = TypeVar("T")
+Child = ChildProcess[DemoRank]
 
-TOOL = "the demo"
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 PUBLISHER_RANK = Rank(0, 0)
 # A daemon keeps 1024 records; each pull makes one, and handshakes make a few.
 PULLS_PER_HISTORY_FETCH = 256
+# With `--keep`: what an operator looks at moves, and a core stays free.
+KEEP_GAP_S = 0.25
 
 
-class DemoCluster:
-    """Every process of a demo, in a directory that is removed with them."""
+class Demo:
+    """Two daemons and the processes of the ranks, in a directory that is removed with them.
 
-    def __init__(self, shape: DemoShape) -> None:
-        self.shape = shape
-        self.daemons: dict[Role, DaemonProcess] = {}
-        self.workers: dict[tuple[Role, Rank], CommandProcess] = {}
+    One pair of engines is registered at a time; the processes are those of the pair with the most ranks.
+    """
+
+    def __init__(self, pairs: Sequence[EnginePair], say: Callable[[str], None]) -> None:
+        """`say` shows a line."""
+        self._places = {(role, rank) for pair in pairs for role in ROLES for rank in pair.engine(role)}
+        self._say = say
         self._directory = make_work_directory("kvxferd-demo-")
+        self._http = f"127.0.0.1:{_free_port()}"
+        self._num_requests = 0
+        self._began = time.monotonic()
+        self._daemons_ready_s = 0.0  # 0: they have not been ready yet
+        self.daemons: dict[Role, DaemonProcess] = {}
+        self._ranks: dict[tuple[Role, Rank], Child] = {}
 
-    async def start(self) -> None:
-        """Start all; return when both daemons are ready. Raises KvxferdError."""
-        await gather_or_cancel(*(self._start_daemon(role) for role in ROLES))
-        await gather_or_cancel(
-            *(self._start_worker(role, rank) for role in ROLES for rank in self.shape.ranks(role))
-        )
-        await gather_or_cancel(*(daemon.wait_ready() for daemon in self.daemons.values()))
+    def start(self) -> None:
+        """Start every process; `run` waits for them."""
+        self._say(f"starting two daemons and {len(self._places)} processes of engines")
+        for role in ROLES:
+            flags = ["--http-bind", self._http] if role == "decode" else []
+            self.daemons[role] = DaemonProcess(self._directory / role, flags)
+        for role, rank in sorted(self._places):
+            log = self._directory / f"{role}.{rank.pp_rank}.{rank.tp_rank}.log"
+            self._ranks[role, rank] = ChildProcess(DemoRank, log)
 
-    async def register(self) -> None:
-        """Have every worker register with its daemon. Raises KvxferdError."""
-        await gather_or_cancel(
-            *(
-                worker.request(
-                    protocol.StartRank(
-                        shape=self.shape, role=role, rank=rank, worker_socket=self.daemons[role].worker_socket
-                    ),
-                    protocol.RankStarted,
-                )
-                for (role, rank), worker in self.workers.items()
-            )
-        )
+    def run(self, pair: EnginePair, num_requests: int, damage: str = "") -> DemoResults:
+        """Register the pair in place of the one before, and move requests. What fails is in the results."""
+        results = DemoResults(pair, num_requests)
+        try:
+            self._register_all(pair, results)
+            self._say(f"moving {num_requests} requests: {pair.prefill} -> {pair.decode}")
+            for number in range(num_requests):
+                self._move_request(pair, results, damage if number == 0 else "")
+                self._say(results.describe_last())
+                if results.pulls - len(results.records) >= PULLS_PER_HISTORY_FETCH:
+                    self._collect_records(results)
+            self._collect_records(results)
+        except KvxferdError as error:
+            results.error = f"{error.message}\n{self._log_tails()}"
+        return results
 
-    async def request_all(
-        self, role: Role, command: Callable[[Rank], protocol.Command], kind: type[R]
-    ) -> dict[Rank, R]:
-        """Send every rank of an engine a command; return their replies. Raises KvxferdError."""
-        ranks = self.shape.ranks(role)
-        replies = await gather_or_cancel(
-            *(self.workers[role, rank].request(command(rank), kind) for rank in ranks)
-        )
-        return dict(zip(ranks, replies, strict=True))
+    def keep_going(self, pair: EnginePair) -> DemoResults:
+        """Register the pair and move requests until KeyboardInterrupt; return at the first that is wrong."""
+        results = DemoResults(pair, 0)
+        try:
+            self._register_all(pair, results)
+            while results.is_right:
+                self._move_request(pair, results)
+                time.sleep(KEEP_GAP_S)
+        except KvxferdError as error:
+            results.error = f"{error.message}\n{self._log_tails()}"
+        return results
 
-    async def stop(self) -> None:
-        """Stop all, workers first; afterwards no process and no directory is left."""
-        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
-        await asyncio.gather(*(daemon.stop() for daemon in self.daemons.values()))
+    def stop(self) -> None:
+        """Stop all, ranks first; afterwards no process and no directory is left."""
+        stop_all(self._ranks.values())
+        stop_all(self.daemons.values())
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def log_tails(self) -> str:
+    def _register_all(self, pair: EnginePair, results: DemoResults) -> None:
+        """Wait for the daemons, and register every rank of the pair."""
+        if not self._daemons_ready_s:
+            for daemon in self.daemons.values():
+                daemon.wait_ready()
+            self._daemons_ready_s = time.monotonic() - self._began
+            self._say(f"look: http://{self._http}")
+        results.daemons_ready_s = self._daemons_ready_s
+        began = time.monotonic()
+        for pending in [rank.start(DemoRank.close) for rank in self._ranks.values()]:
+            pending.result()
+        for role in ROLES:
+            self._call_all(role, pair, partial(self._register, role, pair))
+        results.registered_s = time.monotonic() - began
+
+    def _move_request(self, pair: EnginePair, results: DemoResults, damage: str = "") -> None:
+        """Move one request: write and publish it, pull and check it, release it."""
+        number = self._num_requests
+        self._num_requests += 1
+        name = f"req-{number}"
+        held = {role: RequestBlocks(number, pair.block_ids(role, number), pair.num_tokens) for role in ROLES}
+        refs = self._call_all(
+            *("prefill", pair),
+            lambda rank, child: child.start(DemoRank.prefill, name, held["prefill"], rank == PUBLISHER_RANK),
+        )
+        ref = refs[PUBLISHER_RANK]
+        assert ref is not None
+        damaged = {PUBLISHER_RANK: damage}
+        pulled = self._call_all(
+            *("decode", pair),
+            lambda rank, child: child.start(
+                DemoRank.pull_and_check, ref, held["decode"], damaged.get(rank, "")
+            ),
+        )
+        results.add_request(pulled)
+        if not all(one.pulled for one in pulled.values()):
+            self._ranks["prefill", PUBLISHER_RANK].call(DemoRank.unpublish, ref)
+        released = self._call_all(
+            "prefill", pair, lambda rank, child: child.start(DemoRank.await_release, [name])
+        )
+        results.releases.update(sum(released.values(), Counter[str]()))
+
+    def _register(self, role: Role, pair: EnginePair, rank: Rank, child: Child) -> Pending[float]:
+        spec, layout = pair.engine(role)[rank]
+        return child.start(DemoRank.register, self.daemons[role].worker_socket, spec, layout)
+
+    def _call_all(
+        self, role: Role, pair: EnginePair, start: Callable[[Rank, Child], Pending[T]]
+    ) -> dict[Rank, T]:
+        """Call every rank of an engine, side by side; return their results. Raises KvxferdError."""
+        started = {rank: start(rank, self._ranks[role, rank]) for rank in pair.engine(role)}
+        return {rank: pending.result() for rank, pending in started.items()}
+
+    def _collect_records(self, results: DemoResults) -> None:
+        """Read the phases of the pulls from the decode daemon's history."""
+        answer = self.daemons["decode"].control.get("/v1/history")
+        records = map(record_from_json, answer["records"])
+        sink = results.pair.engine("decode")[PUBLISHER_RANK][0].engine_id
+        results.add_records([one for one in records if isinstance(one, PullRecord) and one.sink == sink])
+
+    def _log_tails(self) -> str:
         """Return the last lines of both daemons' logs."""
         return "\n".join(f"--- {role} daemon\n{daemon.log_tail()}" for role, daemon in self.daemons.items())
 
-    async def _start_daemon(self, role: Role) -> None:
-        os.mkdir(self._directory / role)
-        self.daemons[role] = await DaemonProcess.start(TOOL, role, self._directory / role)
 
-    async def _start_worker(self, role: Role, rank: Rank) -> None:
-        self.workers[role, rank] = await CommandProcess.start(
-            TOOL, "kvxferd.demo.worker", f"{role}.{rank}", self._directory, protocol.PROTOCOL
-        )
-
-
-def run_demo(shape: DemoShape, on_request: Callable[[int], None], damage: str = "") -> DemoResults:
-    """Run the demo and return its results; `on_request` is called with the number of requests done.
-
-    However it ends, SIGINT and SIGTERM included, its processes and its directory are gone then.
-    Raises KeyboardInterrupt for both.
-    """
-    return asyncio.run(run_until_signal(_run(shape, on_request, damage)))
-
-
-async def _run(shape: DemoShape, on_request: Callable[[int], None], damage: str) -> DemoResults:
-    results = DemoResults(shape)
-    cluster = DemoCluster(shape)
-    try:
-        started = time.monotonic()
-        await cluster.start()
-        results.daemons_ready_s = time.monotonic() - started
-        await cluster.register()
-        results.registered_s = time.monotonic() - started - results.daemons_ready_s
-        on_request(0)
-        for request in range(shape.requests):
-            await _transfer_request(cluster, results, request, damage if request == 0 else "")
-            on_request(request + 1)
-        await _collect_pull_records(cluster, results)
-    except KvxferdError as error:
-        results.error = f"{error.message}\n{cluster.log_tails()}"
-    finally:
-        await cluster.stop()
-    return results
-
-
-async def _transfer_request(cluster: DemoCluster, results: DemoResults, request: int, damage: str) -> None:
-    """Move one request: write and publish it, pull and check it, release it."""
-    prefilled = await cluster.request_all(
-        "prefill",
-        lambda rank: protocol.PrefillCommand(request=request, publish=rank == PUBLISHER_RANK),
-        protocol.Prefilled,
-    )
-    ref = prefilled[PUBLISHER_RANK].ref
-    assert ref is not None
-    pulled = await cluster.request_all(
-        "decode",
-        lambda rank: protocol.PullCommand(
-            request=request, ref=ref, damage=damage if rank == PUBLISHER_RANK else ""
-        ),
-        protocol.PullResult,
-    )
-    results.add_request(pulled)
-    unread = not all(one.delivered for one in pulled.values())
-    freed = await cluster.request_all(
-        "prefill",
-        lambda rank: protocol.AwaitRelease(request=request, unpublish=unread and rank == PUBLISHER_RANK),
-        protocol.BlocksFreed,
-    )
-    results.releases.update(one.why for one in freed.values())
-    if results.pulls - len(results.records) >= PULLS_PER_HISTORY_FETCH:
-        await _collect_pull_records(cluster, results)
-
-
-async def _collect_pull_records(cluster: DemoCluster, results: DemoResults) -> None:
-    """Read the phases of the pulls from the decode daemon's history."""
-    answer = await cluster.daemons["decode"].get("/v1/history")
-    records = map(record_from_json, answer["records"])
-    results.add_records([record for record in records if isinstance(record, PullRecord)])
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])

@@ -6,7 +6,6 @@ to the other, and checks every byte. Prints one line of JSON.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import json
 import os
@@ -26,8 +25,8 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device import DeviceMemory
 from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
 from kvxferd.memory.driver_registry import open_driver
+from kvxferd.tooling.daemon_process import DaemonProcess
 from kvxferd.tooling.event_waiter import EventWaiter
-from kvxferd.tooling.subprocesses import DaemonProcess
 
 NUM_PULLS = 4  # the first one connects
 EVENT_TIMEOUT_S = 30.0
@@ -150,22 +149,22 @@ def measure_copy(device: TrialDevice, num_blocks: int) -> dict[str, Any]:
     return {"gigabytes_per_s": size / best / 1e9}
 
 
-async def measure_placement(
+def measure_placement(
     device: TrialDevice, placement: str, num_blocks: int, directory: Path
 ) -> dict[str, Any]:
     """Pull a few times, and return the best speed on the wire. Raises KvxferdError with the refusal."""
     environment = {"KVXFERD_MOVER_ENVIRONMENT": _mover_environment()}
     if placement == "staged":
         environment["KVXFERD_MOVER_PLACEMENT"] = "staged"
-    daemon = await DaemonProcess.start("doctor", "doctor's", directory, environment)
+    daemon = DaemonProcess(directory, environ=environment)
     try:
-        await daemon.wait_ready()
-        return await asyncio.to_thread(_pull_and_verify, device, placement, num_blocks, daemon)
+        daemon.wait_ready()
+        return _pull_and_verify(device, placement, num_blocks, daemon)
     except KvxferdError:
         print(daemon.log_tail(), file=sys.stderr)
         raise
     finally:
-        await daemon.stop()
+        daemon.stop()
 
 
 def _mover_environment() -> str:
@@ -177,7 +176,6 @@ def _mover_environment() -> str:
 def _pull_and_verify(
     device: TrialDevice, placement: str, num_blocks: int, daemon: DaemonProcess
 ) -> dict[str, Any]:
-    device.driver.use(device.uuid)  # this runs on another thread
     source, sink = (TrialEngine(device, name, placement, num_blocks) for name in ("source", "sink"))
     content = unique_pages(source.size_bytes)
     device.write(source.address, content)
@@ -228,7 +226,7 @@ def main() -> None:
         if placement == DEVICE_COPY:
             said = measure_copy(device, num_blocks)
         else:
-            said = asyncio.run(measure_placement(device, placement, num_blocks, Path(directory)))
+            said = measure_placement(device, placement, num_blocks, Path(directory))
     except KvxferdError as error:
         sys.exit(f"{error.message} [{error.code.value}]")
     print(json.dumps(said), flush=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from kvxferd.doctor.finding import CheckContext, Finding, Verdict
-from kvxferd.tooling.async_tasks import make_work_directory
 from kvxferd.tooling.isolated_process import run_isolated
+from kvxferd.tooling.work_directory import make_work_directory
 
 TRIAL_TIMEOUT_S = 120.0  # a daemon, its first GPU context and some pulls
 DEVICE_COPY = "device copy"

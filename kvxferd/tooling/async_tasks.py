@@ -1,25 +1,14 @@
-"""Concurrent tasks and signals for tools that run child processes, and a work directory."""
+"""Concurrent tasks and signals for tools that run child processes."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
 from collections.abc import Awaitable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-
-# sockaddr_un holds 107 bytes; sockets in a longer directory would not fit.
-MAX_TEMP_PATH = 60
-
-
-def make_work_directory(prefix: str) -> Path:
-    """Make a directory whose path is short enough for sockets; the caller removes it."""
-    parent = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if len(parent) < MAX_TEMP_PATH else "/tmp"))
 
 
 async def gather_or_cancel(*awaitables: Awaitable[T]) -> list[T]:

@@ -78,9 +78,10 @@ class ChildProcess(OwnedProcess, Generic[Obj]):
         super().__init__(log.stem, log)
         ours, theirs = socket.socketpair()
         with theirs:
+            fd = theirs.fileno()
             # -P: nothing is imported from the working directory in place of what is installed.
-            command = (sys.executable, "-P", "-m", __name__, str(os.getpid()), str(theirs.fileno()))
-            self._launch(command, pass_fds=(theirs.fileno(),))
+            command = [sys.executable, "-P", "-m", "kvxferd.tooling.child_process", str(os.getpid()), str(fd)]
+            self._launch(command, pass_fds=[fd])
         self._connection = Connection(ours.detach())
         self._is_paused = False
         self._in_progress: Pending[Any] | None = None
@@ -103,12 +104,12 @@ class ChildProcess(OwnedProcess, Generic[Obj]):
     def pause(self) -> None:
         """Stop its execution: some processes would spin a core while others are timed."""
         self._is_paused = True
-        self.signal(signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Continue its execution."""
         self._is_paused = False
-        self.signal(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
 
     def begin_stop(self) -> None:
         """Have it close its object and end; kill it where a call is in progress that nobody waits for."""

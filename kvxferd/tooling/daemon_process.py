@@ -86,7 +86,7 @@ class DaemonProcess(OwnedProcess):
 
     def begin_stop(self) -> None:
         """Have it drain and end."""
-        self.signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def _why_not_ready(self) -> str | None:
         """Return "" if it is ready, its reasons if it is not, None if it does not respond."""

@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
 from kvxferd.layout.presets import ModelFacts, deploy
@@ -65,10 +64,7 @@ class EnginePair:
         return [name for name, differs in named if differs]
 
     def engine(self, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
-        """Return what each rank of that engine registers with, stage by stage.
-
-        Raises EngineError for more stages than layers.
-        """
+        """Return what each rank of that engine registers with, stage by stage."""
         return _engine(self, role)
 
     def block_ids(self, role: Role, request: int) -> dict[str, npt.NDArray[np.int32]]:
@@ -89,12 +85,6 @@ class EnginePair:
 @lru_cache(maxsize=16)
 def _engine(pair: EnginePair, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     shape = pair.shape(role)
-    if shape.pp > pair.model.num_layers:
-        raise EngineError(
-            f"cannot deploy the {role} engine: {shape.pp} stages are more than the model's "
-            f"{pair.model.num_layers} layers",
-            Code.LAYOUT_INVALID,
-        )
     return deploy(
         pair.model,
         tp=shape.tp,

@@ -32,7 +32,7 @@ class OwnedProcess(ABC):
         """Its exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal; nothing if it has ended."""
         self._process.send_signal(number)
 

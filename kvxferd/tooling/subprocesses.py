@@ -1,4 +1,4 @@
-"""Child processes of a tool: daemons, and processes that reply to commands. None outlives the tool."""
+"""Child processes of the bench, which reply to commands. None outlives it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import asyncio
 import os
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.line_protocol import LineProtocol, encode_line
 
 R = TypeVar("R")
 
-READY_TIMEOUT_S = 60.0  # a cold start on a busy machine
-# A daemon that responds "not ready" for this long has a reason that will not pass.
-NOT_READY_TIMEOUT_S = 15.0
-READY_POLL_S = 0.05
 # A child has deadlines of its own and reports them; this limit is for one that is stuck.
 REPLY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 10.0
@@ -29,85 +24,6 @@ STOP_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 8 << 20
 _DISCARD_BYTES = 1 << 16
 TAIL_LINES = 12
-
-
-class DaemonProcess:
-    """A daemon in its own directory. `tool` names its user in error messages: "the demo"."""
-
-    def __init__(self, tool: str, name: str, directory: Path, process: Process) -> None:
-        self.name = name
-        self.worker_socket = str(directory / "worker" / "worker.sock")
-        self.control = ControlClient(str(directory / "control.sock"))
-        self._tool = tool
-        self._log = directory / "daemon.log"
-        self._process = process
-
-    @classmethod
-    async def start(
-        cls,
-        tool: str,
-        name: str,
-        directory: Path,
-        environment: Mapping[str, str] | None = None,
-        peer_host: str = "127.0.0.1",
-    ) -> DaemonProcess:
-        """Start it. Of this environment's settings only those of movers reach it."""
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")}
-        environ |= {k: v for k, v in os.environ.items() if k.startswith("KVXFERD_MOVER_")}
-        environ |= environment or {}
-        with (directory / "daemon.log").open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "kvxferd.cli", "serve", "--parent-pid", str(os.getpid())),
-                *("--node-run-dir", str(directory), "--http-bind", "", "--peer-bind", f"tcp://{peer_host}:0"),
-                *("--drain-limit-s", "5", "--log-format", "json"),
-                stdin=DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environ,
-                start_new_session=True,  # Ctrl-C reaches the tool, which then stops this process
-            )
-        return cls(tool, name, directory, process)
-
-    @property
-    def pid(self) -> int:
-        """Its process id; the forkserver is its child."""
-        return self._process.pid
-
-    async def wait_ready(self) -> None:
-        """Wait until it takes registrations. Raises KvxferdError if it ends, or is not ready in time."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + READY_TIMEOUT_S
-        why = ""
-        while loop.time() < deadline:
-            if self._process.returncode is not None:
-                raise KvxferdError(
-                    f"cannot run {self._tool}: the {self.name} daemon ended with {self._process.returncode}"
-                )
-            with suppress(KvxferdError):
-                status, answer = await asyncio.to_thread(self.control.request, "GET", "/readyz")
-                if status == 200:
-                    return
-                if not why:
-                    deadline = min(deadline, loop.time() + NOT_READY_TIMEOUT_S)
-                why = "; ".join(answer.get("reasons", [])) or f"it answers {status}"
-            await asyncio.sleep(READY_POLL_S)
-        raise KvxferdError(
-            f"cannot run {self._tool}: the {self.name} daemon is not ready: {why or 'it does not answer'}",
-            Code.DEADLINE,
-        )
-
-    async def get(self, path: str) -> Any:
-        """Return the response of its control socket."""
-        return await asyncio.to_thread(self.control.get, path)
-
-    async def stop(self) -> None:
-        """Have it drain and end; kill it after STOP_TIMEOUT_S."""
-        _send_signal(self._process, signal.SIGTERM)
-        await _wait_or_kill(self._process)
-
-    def log_tail(self) -> str:
-        """Return the last lines of its log."""
-        return _last_lines(self._log)
 
 
 class CommandProcess:

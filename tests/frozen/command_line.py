@@ -20,13 +20,14 @@ import msgspec
 from kvxferd import doctor as doctor_checks
 from kvxferd.bench.results import Result
 from kvxferd.cli.root import VERBS, root
-from kvxferd.demo.results import DemoResults
-from kvxferd.demo.shape import DemoShape, EngineShape
+from kvxferd.demo.report import DemoResults
 from kvxferd.doctor import report
 from kvxferd.doctor.finding import fail, ok, warn
 from kvxferd.doctor.placements import PlacementResult
 from kvxferd.doctor.runner import CHECKS
+from kvxferd.layout.presets import LayerKind, ModelFacts, key_and_value
 from kvxferd.tooling import exit_codes
+from kvxferd.tooling.engine_pair import EnginePair, EngineShape
 from tests.frozen.serving import Served, run_verb, serving
 from tests.frozen.shapes import shape_of, struct_of
 from tests.frozen.tree import ROOT, files_in, parsed
@@ -192,18 +193,13 @@ async def _run(served: Served, arguments: list[str]) -> dict[str, Any]:
 
 
 def _demo() -> dict[str, Any]:
-    shape = DemoShape(
-        prefill=EngineShape(tp=1, pp=1, block_tokens=16, layout="HND"),
-        decode=EngineShape(tp=1, pp=1, block_tokens=16, layout="HND"),
-        heads=8,
-        head_dim=16,
-        layers=2,
-        requests=1,
-        tokens=16,
-    )
+    shape = EngineShape(tp=1, pp=1, block_tokens=16, layout="HND")
+    model = ModelFacts("demo", 8, (LayerKind.FULL,) * 2, key_and_value(8, 16))
+    pair = EnginePair(model, prefill=shape, decode=shape, num_tokens=16, name="demo")
     record = pull_record()
     return DemoResults(
-        shape,
+        pair,
+        wanted=1,
         failures=Counter({"deadline": 1}),
         releases=Counter({"completed": 1}),
         records={record.pull: record},

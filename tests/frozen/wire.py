@@ -17,7 +17,6 @@ from msgspec import inspect as types
 
 from kvxferd.bench import protocol as bench_speech
 from kvxferd.bench import remote_protocol
-from kvxferd.demo import protocol as demo_speech
 from kvxferd.layout import digest_of
 from kvxferd.layout.presets import deploy
 from kvxferd.mover import forkserver_protocol
@@ -46,7 +45,7 @@ PROTOCOLS: dict[str, Any] = {
 
 
 # JSON lines between a tool and its processes; those of the bench go to another machine too.
-TOOLS = {"demo": demo_speech, "bench": bench_speech, "bench --peer": remote_protocol}
+TOOLS = {"bench": bench_speech, "bench --peer": remote_protocol}
 
 
 def surface() -> dict[str, Any]:

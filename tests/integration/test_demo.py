@@ -3,6 +3,8 @@
 import json
 import signal
 import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,13 +71,37 @@ def test_one_spoilt_byte_fails_it(place: Path, damage: str, field: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing_behind(place: Path, number: signal.Signals) -> None:
     process = start(place, "--requests", "100000")
-    assert process.stderr is not None
-    while "moving" not in process.stderr.readline():  # ends with the process, if it never gets there
-        assert process.poll() is None
+    read_until(process, "request 1 of 100000")
     process.send_signal(number)
     process.communicate(timeout=DEMO_S)
     assert process.returncode == 130
     assert left_behind(place) == []
+
+
+def test_it_goes_on_until_ctrl_c_and_shows_what_to_look_at(place: Path) -> None:
+    process = start(place, "--requests", "1", "--keep")
+    page = read_until(process, "look: ").removeprefix("look: ").strip()
+    read_until(process, "requests go on until Ctrl-C")
+    commands = [read_until(process, "--socket").split() for _ in range(4)]
+    with urllib.request.urlopen(page) as reply:
+        assert b"kvxferd" in reply.read()
+    for _, verb, *arguments in commands[1:]:
+        told = subprocess.run(
+            [sys.executable, "-m", "kvxferd.cli", verb, *arguments], capture_output=True, check=False
+        )
+        assert told.returncode == 0, told.stderr
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=DEMO_S)
+    assert process.returncode == 0
+    assert left_behind(place) == []
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """Return the first line of its output that contains a text."""
+    assert process.stdout is not None
+    while text not in (line := process.stdout.readline()):
+        assert line, "it ended"
+    return line
 
 
 def test_a_daemon_that_cannot_work_ends_it_with_a_reason(place: Path, tmp_path: Path) -> None:

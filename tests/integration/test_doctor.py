@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import resource
@@ -16,7 +15,7 @@ import pytest
 
 from kvxferd.errors import DeviceError
 from kvxferd.memory.driver_registry import open_driver
-from kvxferd.tooling.subprocesses import DaemonProcess
+from kvxferd.tooling.daemon_process import DaemonProcess
 from tests.support.doctor_harness import examine
 from tests.support.other_user import needs_root, run_as
 
@@ -188,28 +187,28 @@ def test_inside_one_pid_namespace_reads_are_fast():
     assert found.of("same node")["facts"]["pid_namespace"] != os.readlink("/proc/self/ns/pid")
 
 
-async def test_a_daemon_that_runs_says_what_it_is(tmp_path: Path):
-    daemon = await DaemonProcess.start("the test", "only", tmp_path)
+def test_a_daemon_that_runs_says_what_it_is(tmp_path: Path):
+    daemon = DaemonProcess(tmp_path)
     try:
-        await daemon.wait_ready()
+        daemon.wait_ready()
         flags = ("--socket", daemon.control.socket_path, "--check", "answering", "--check", "workers")
-        found = await asyncio.to_thread(examine, *flags)
+        found = examine(*flags)
     finally:
-        await daemon.stop()
+        daemon.stop()
     assert found.status == 0
     assert "ready at tcp://127.0.0.1:" in found.of("daemon")["found"]
 
 
-async def test_a_daemon_that_is_stuck_is_a_finding(tmp_path: Path):
-    daemon = await DaemonProcess.start("the test", "only", tmp_path)
+def test_a_daemon_that_is_stuck_is_a_finding(tmp_path: Path):
+    daemon = DaemonProcess(tmp_path)
     try:
-        await daemon.wait_ready()
+        daemon.wait_ready()
         os.kill(daemon.pid, signal.SIGSTOP)
         flags = ("--socket", daemon.control.socket_path, "--check", "answering")
-        found = await asyncio.to_thread(examine, *flags)
+        found = examine(*flags)
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
-        await daemon.stop()
+        daemon.stop()
     assert "has not answered for 5 s" in found.of("daemon")["found"]
 
 

@@ -18,7 +18,7 @@ from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.telemetry.warnings.warning_watch import MAX_AGE_S
-from kvxferd.tooling.subprocesses import DaemonProcess
+from kvxferd.tooling.daemon_process import DaemonProcess
 
 NUM_BLOCKS, BLOCK_TOKENS = 16, 16
 NUM_TOKENS = NUM_BLOCKS * BLOCK_TOKENS
@@ -54,9 +54,9 @@ def _pull(rank: client.RankHandle, memory: SealedMemory, ref: object) -> str:
 
 
 async def main() -> None:
-    daemon = await DaemonProcess.start("the test", "other", Path(sys.argv[1]))
+    daemon = DaemonProcess(Path(sys.argv[1]))
     try:
-        await daemon.wait_ready()
+        await asyncio.to_thread(daemon.wait_ready)
         rank, memory = await asyncio.to_thread(join, daemon.worker_socket, "decode")
         while line := await asyncio.to_thread(sys.stdin.readline):
             came = await asyncio.to_thread(_pull, rank, memory, json.loads(line))
@@ -64,7 +64,7 @@ async def main() -> None:
             print(json.dumps({"came": came, **daemon.control.get("/v1/status")}), flush=True)
         rank.close()
     finally:
-        await daemon.stop()
+        await asyncio.to_thread(daemon.stop)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 
 from kvxferd import client
-from kvxferd.demo import content
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
+from kvxferd.tooling import content
 from kvxferd.wire.common import TransferRef
 from tests.integration.hostile.users import ENGINES
 
@@ -74,9 +74,7 @@ class Engine:
         if len(self.free) < NUM_BLOCKS:
             return None
         ids, self.free = self.free[:NUM_BLOCKS], self.free[NUM_BLOCKS:]
-        content.write(
-            self.bytes, self.layout, content.RequestBlocks(request, np.array(ids, np.int32), TOKENS)
-        )
+        content.write(self.bytes, self.layout, _held(request, ids))
         self.published[name] = ids
         try:
             return self.rank.publish(name, _blocks(ids), TOKENS, lease_s=30.0, **more).to_dict()
@@ -88,14 +86,16 @@ class Engine:
         """The blocks hold something else from now on."""
         ids = self.published.pop(name, [])
         for number in ids:
-            held = content.RequestBlocks(JUNK, np.array([number], np.int32), 16)
+            held = _held(JUNK, [number], 16)
             content.write(self.bytes, self.layout, held)
         self.free += ids
 
     def num_wrong(self, request: int, ids: list[int]) -> int:
-        return content.check(
-            self.bytes, self.layout, content.RequestBlocks(request, np.array(ids, np.int32), TOKENS)
-        ).wrong_items
+        return content.check(self.bytes, self.layout, _held(request, ids)).wrong_items
+
+
+def _held(request: int, ids: list[int], num_tokens: int = TOKENS) -> content.RequestBlocks:
+    return content.RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, num_tokens)
 
 
 def _blocks(ids: list[int]) -> dict[str, client.BlockList]:
@@ -258,9 +258,7 @@ class Pair:
         """The second stage writes and says so."""
         first, second = self._stages[name, 0], self._stages[name, 1]
         ids = first.published[transfer]
-        content.write(
-            second.bytes, second.layout, content.RequestBlocks(request, np.array(ids, np.int32), TOKENS)
-        )
+        content.write(second.bytes, second.layout, _held(request, ids))
         second.rank.ready(transfer)
         self._say(answer=number, outcome="done")
 
@@ -314,7 +312,7 @@ def _warm() -> None:
     """What is imported late is imported now."""
     layout = attention_layout(spec=spec_of("warm"), **FACTS | {"num_blocks": 1})
     memory = np.zeros(layout.regions[0].size_bytes, np.uint8)
-    content.write(memory, layout, content.RequestBlocks(1, np.array([0], np.int32), 16))
+    content.write(memory, layout, _held(1, [0], 16))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.tooling.subprocesses import DaemonProcess
+from kvxferd.tooling.daemon_process import DaemonProcess
 from tests.support import remote_namespace
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
@@ -29,11 +29,11 @@ async def pulled(prefix: tuple[str, ...], tmp_path: Path) -> dict:
     near, far = tmp_path / "near", tmp_path / "far"
     near.mkdir()
     far.mkdir()
-    daemon = await DaemonProcess.start("the test", "near", near)
+    daemon = DaemonProcess(near)
     command = [*prefix, sys.executable, "-P", str(Path(remote_namespace.__file__)), str(far)]
     other = start(command)
     try:
-        await daemon.wait_ready()
+        await asyncio.to_thread(daemon.wait_ready)
         rank, memory = await asyncio.to_thread(remote_namespace.join, daemon.worker_socket, "prefill")
         memory.buffer[:] = b"k" * memory.size_bytes
         ref = rank.publish("r1", remote_namespace.blocks(), num_tokens=remote_namespace.NUM_TOKENS)
@@ -46,7 +46,7 @@ async def pulled(prefix: tuple[str, ...], tmp_path: Path) -> dict:
         rank.close()
     finally:
         other.communicate()  # the end of its input is its end
-        await daemon.stop()
+        await asyncio.to_thread(daemon.stop)
     assert said["came"] == b"k".hex() * 8
     return said
 

@@ -88,7 +88,7 @@ class Surgeon:
             return None
         self._dead |= {id(node), *map(id, engines)}
         parent = node.parent()
-        node.process.kill()
+        node.daemon.send_signal(signal.SIGKILL)
         if parent is not None:
             self._kill(parent)
         for worker in self.fleet.processes():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.daemon_process import DaemonProcess
 from tests.support.cluster.processes import children, lives, num_fds, state_of
 from tests.support.cluster.tcp_proxy import Proxy
 
@@ -26,10 +24,9 @@ FLAGS = {
     "--peer-handshake-wait-s": "4",
     "--drain-limit-s": "3",
     "--mover-pool-size": "1",
-    "--http-bind": "",
-    "--log-format": "json",
 }
 POOL_SIZE = 1
+STOP_S = 20.0
 
 
 def free_port() -> int:
@@ -55,9 +52,6 @@ class Node:
         module: str = "kvxferd.cli",
     ) -> None:
         self.name = name
-        self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        self.log = directory / "daemon.log"
         self.link: Proxy | None = None
         bound = address
         if not bound:
@@ -68,26 +62,21 @@ class Node:
         self.parents: set[int] = set()  # every movers' parent that was seen
         self.stopped_s = 0.0  # how long the daemon has been stopped in all
         self.num_stopped = 0  # stops of this node's processes under way
-        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("KVXFERD_")} | environ
-        self._environ["PYTHONPATH"] = str(Path(__file__).parents[3])
-        self._command = [*prefix, sys.executable, "-m", module, "serve"]
-        self._command += ["--node-run-dir", str(directory)]
-        self._command += ["--peer-bind", bound, "--peer-advertise", self.endpoint]
-        self._command += [word for flag in FLAGS.items() for word in flag]
-        self.start()
-
-    @property
-    def worker_socket(self) -> str:
-        return str(self.directory / "worker.sock")
+        flags = ["--peer-bind", bound, "--peer-advertise", self.endpoint]
+        flags += [word for flag in FLAGS.items() for word in flag]
+        environ = environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+        self.daemon = DaemonProcess(directory, flags, environ, prefix=prefix, module=module)
+        self.worker_socket = self.daemon.worker_socket
+        self.log = self.daemon.log
+        self._control = ControlClient(self.daemon.control.socket_path, timeout_s=2.0)
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        return self.daemon.pid
 
     def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
-        self._control = ControlClient(str(self.directory / "control.sock"), timeout_s=2.0)
+        """Start it again, after it has ended."""
+        self.daemon.start()
 
     def status(self) -> dict[str, Any] | None:
         """What it says of itself, None where it does not answer."""
@@ -120,8 +109,7 @@ class Node:
     def kill(self) -> None:
         """At once, whatever it is doing. Its process is reaped."""
         self.parent()
-        self.process.kill()
-        self.process.wait()
+        self.daemon.kill()
 
     def stop(self) -> list[str]:
         """End it as an operator would; return what is wrong about how it ended."""
@@ -129,14 +117,10 @@ class Node:
         movers = self.movers()
         if self.link is not None:
             self.link.stop()
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            code = self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return [f"{self.name}: SIGTERM did not end the daemon within 20 s"]
-        problems = [] if code == 0 else [f"{self.name}: the daemon ended with {code}"]
-        sockets = [path.name for path in self.directory.glob("*.sock")]
+        code = self.daemon.stop(STOP_S)
+        how = "SIGTERM did not end the daemon in time" if code == -signal.SIGKILL else f"it ended with {code}"
+        problems = [f"{self.name}: {how}"] if code else []
+        sockets = [path.name for path in self.daemon.directory.glob("*.sock")]
         problems += [f"{self.name}: left behind {name}" for name in sockets]
         return problems + self.leftovers(movers)
 

@@ -7,30 +7,24 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvxferd.demo import content
 from kvxferd.layout import RankLayout
+from kvxferd.tooling import content
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Blocks:
-    """Where each block's bytes lie."""
+    """Each block's bytes."""
 
     def __init__(self, memory: Bytes, layout: RankLayout) -> None:
-        self._memory = memory
-        mask = content.block_mask(layout, np.array([0], np.int32))
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.view(np.int8), [0]))))
-        self._runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
-        (self._stride,) = {tensor.block_stride for tensor in layout.tensors}
+        self._views = list(content.block_views(memory, layout))
 
     def fill(self, block: int, value: int) -> None:
-        for begin, end in self._runs:
-            at = block * self._stride
-            self._memory[begin + at : end + at] = value
+        for view in self._views:
+            view[block] = value
 
     def holds(self, block: int, value: int) -> bool:
-        at = block * self._stride
-        return all(bool((self._memory[b + at : e + at] == value).all()) for b, e in self._runs)
+        return all(bool((view[block] == value).all()) for view in self._views)
 
 
 class Yard:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from kvxferd import client
-from kvxferd.demo import content
 from kvxferd.errors import EngineError, KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
+from kvxferd.tooling import content
 from tests.support.cluster.pattern_blocks import Blocks, Yard
 
 GROUP = "full"
@@ -135,14 +135,14 @@ class Agent:
 
     def write(self, name: str, request: int, ids: list[int], tokens: int, role: str, lease_s: float) -> None:
         """Write a transfer; then publish it, say ready, or leave that to the engine's scheduler."""
-        held = content.RequestBlocks(request, np.array(ids, np.int32), tokens)
+        held = content.RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, tokens)
         content.write(self._bytes, self._layout, held)
         self._published[name] = ids
         try:
             if role == "rank":
                 self._say("written", name, True)
             elif role == "publisher":
-                blocks = {GROUP: client.BlockList(first_token=0, ids=held.block_ids)}
+                blocks = {GROUP: client.BlockList(first_token=0, ids=held.ids[GROUP])}
                 ref = self._rank.publish(name, blocks, tokens, lease_s=lease_s)
                 self._say("published", name, ref.to_dict())
             else:
@@ -162,7 +162,7 @@ class Agent:
         if self._sabotage == "early":
             self._report(chunk)
             time.sleep(EARLY_S)
-        held = content.RequestBlocks(chunk.request, np.array(chunk.ids, np.int32), chunk.end)
+        held = content.RequestBlocks(chunk.request, {GROUP: np.array(chunk.ids, np.int32)}, chunk.end)
         content.write(self._bytes, self._layout, held, max(chunk.begin, 0))
         if self._sabotage != "early":
             self._report(chunk)
@@ -299,7 +299,7 @@ class Agent:
         if self._sabotage == "corrupt":
             self._sabotage = ""
             self._blocks.fill(asked.ids[0], 7)
-        held = content.RequestBlocks(asked.request, np.array(asked.ids, np.int32), asked.num_tokens)
+        held = content.RequestBlocks(asked.request, {GROUP: np.array(asked.ids, np.int32)}, asked.num_tokens)
         took = time.monotonic() - asked.began
         wrong = content.check(self._bytes, self._layout, held).wrong_items
         self._yard.park(asked.ids)

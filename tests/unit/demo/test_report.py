@@ -3,51 +3,36 @@
 from __future__ import annotations
 
 import io
-import json
 
+import click
 import pytest
-from click.testing import CliRunner
 from rich.console import Console
 
-from kvxferd.cli.root import root
+from kvxferd.cli.demo import demo, pairs_to_run
 from kvxferd.core.snapshot import PullRecord
-from kvxferd.demo import protocol, runner
-from kvxferd.demo.report import describe_difference, render_report
-from kvxferd.demo.results import DemoResults
-from kvxferd.demo.shape import DemoShape, EngineShape
+from kvxferd.demo.rank import RankResult
+from kvxferd.demo.report import DemoResults, describe_difference, render_report
 from kvxferd.ids import EngineId, PullId, TransferId
+from kvxferd.layout.presets import LayerKind, ModelFacts, key_and_value
+from kvxferd.tooling.content import ContentCheck
+from kvxferd.tooling.engine_pair import EnginePair, EngineShape
+from kvxferd.tooling.engine_process import Pulled
 
-SHAPE = DemoShape(
+PAIR = EnginePair(
+    model=ModelFacts("demo", 8, (LayerKind.FULL,) * 2, key_and_value(8, 128)),
     prefill=EngineShape(4, 2, 16, "HND"),
     decode=EngineShape(2, 1, 32, "NHD"),
-    heads=8,
-    head_dim=128,
-    layers=2,
-    requests=1,
-    tokens=64,
+    num_tokens=64,
+    name="demo",
 )
+EQUAL = PAIR.equal("demo-equal")
 
 
-def results_of(shape: DemoShape, runs: int, covering: int, wrong: int = 0) -> DemoResults:
+def results_of(pair: EnginePair, runs: int, covering: int, wrong: int = 0, spilled: int = 0) -> DemoResults:
     """One request, a second for each pull of 1 MB."""
-    results = DemoResults(shape)
-    results.add_request(
-        {
-            rank: protocol.PullResult(
-                delivered=True,
-                code="",
-                message="",
-                bytes=1_000_000,
-                runs=runs,
-                elapsed_s=1.0,
-                checked_items=10,
-                wrong_items=wrong,
-                spilled_bytes=0,
-                first_wrong="",
-            )
-            for rank in shape.ranks("decode")
-        }
-    )
+    results = DemoResults(pair, wanted=1)
+    one = RankResult(1.0, Pulled(1.0, 1_000_000, runs), ("", ""), ContentCheck(10, wrong, ""), spilled)
+    results.add_request(dict.fromkeys(pair.engine("decode"), one))
     results.add_records(
         [
             PullRecord(
@@ -65,7 +50,7 @@ def results_of(shape: DemoShape, runs: int, covering: int, wrong: int = 0) -> De
                 phases_s={},
                 ways={"direct": 1_000_000 - covering, "covering": covering, "gathered": 0},
             )
-            for number, rank in enumerate(shape.ranks("decode"))
+            for number, rank in enumerate(pair.engine("decode"))
         ]
     )
     return results
@@ -77,20 +62,9 @@ def printed(results: DemoResults, equal: DemoResults | None = None) -> str:
     return " ".join(out.getvalue().split())
 
 
-def test_an_equal_pair_has_the_decode_engine_twice() -> None:
-    assert SHAPE.equal.prefill == SHAPE.equal.decode == SHAPE.decode
-    assert SHAPE.equal.differences() == []
-    assert SHAPE.differences() == [
-        "the order of heads and tokens",
-        "the block size",
-        "the tensor-parallel size",
-        "the pipeline stages",
-    ]
-
-
 def test_why_they_differ_names_runs_and_ways() -> None:
     """3,906 runs of 256 bytes against 31 of 32 KB."""
-    text = describe_difference(results_of(SHAPE, 3906, 750_000), results_of(SHAPE.equal, 31, 0))
+    text = describe_difference(results_of(PAIR, 3906, 750_000), results_of(EQUAL, 31, 0))
     assert "in the order of heads and tokens, the block size" in text
     assert "256 B on average lie together" in text
     assert "31.5 KiB between equal engines" in text
@@ -99,54 +73,54 @@ def test_why_they_differ_names_runs_and_ways() -> None:
 
 def test_direct_reads_are_called_so() -> None:
     assert "read one by one (mover.read)" in describe_difference(
-        results_of(SHAPE, 3906, 0), results_of(SHAPE.equal, 31, 0)
+        results_of(PAIR, 3906, 0), results_of(EQUAL, 31, 0)
     )
 
 
 def test_both_pairs_stand_side_by_side() -> None:
-    text = printed(results_of(SHAPE, 3906, 1_000_000), results_of(SHAPE.equal, 31, 0))
+    text = printed(results_of(PAIR, 3906, 1_000_000), results_of(EQUAL, 31, 0))
     assert "these engines" in text
     assert text.endswith("every byte is right")
     assert "why they differ" in text
-    assert "equal engines" not in printed(results_of(SHAPE, 3906, 0))
+    assert "equal engines" not in printed(results_of(PAIR, 3906, 0))
 
 
 def test_wrong_bytes_between_equal_engines_are_no_success() -> None:
-    text = printed(results_of(SHAPE, 3906, 0), results_of(SHAPE.equal, 31, 0, wrong=1))
+    text = printed(results_of(PAIR, 3906, 0), results_of(EQUAL, 31, 0, wrong=1))
     assert "FAILED" in text
     assert "why they differ" not in text
 
 
+def test_a_byte_outside_the_blocks_is_no_success_and_its_line_says_so() -> None:
+    results = results_of(PAIR, 3906, 0, spilled=1)
+    assert not results.is_ok
+    assert results.describe_last() == "request 1 of 1: 1.0 s, FAILED"
+    assert results_of(PAIR, 3906, 0).describe_last().endswith("every byte is right")
+
+
+def test_a_pull_that_failed_is_counted_by_its_code() -> None:
+    results = DemoResults(PAIR, wanted=1)
+    failed = RankResult(2.0, None, ("deadline", "cannot pull"), ContentCheck(0, 0, ""), 0)
+    results.add_request(dict.fromkeys(PAIR.engine("decode"), failed))
+    assert (results.pulls, results.failed, results.failures) == (2, 2, {"deadline": 2})
+    assert "request 0, " in results.first_failure
+    assert not results.is_ok
+
+
 @pytest.mark.parametrize(
-    ("flags", "shapes"),
+    ("flags", "names"),
     [
-        ((), 2),
-        (("--requests", "2", "--layers", "4"), 2),
-        (("--prefill-tp", "4"), 1),  # even if it is the default
-        (("--decode-layout", "HND"), 1),
+        ([], ["demo", "demo-equal"]),
+        (["--requests", "2", "--layers", "4"], ["demo", "demo-equal"]),
+        (["--prefill-tp", "4"], ["demo"]),  # even if it is the default
+        (["--decode-layout", "HND"], ["demo"]),
     ],
 )
-def test_equal_engines_run_unless_an_engine_is_described(
-    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], shapes: int
-) -> None:
-    ran: list[DemoShape] = []
-
-    def run_demo(shape: DemoShape, on_request: object, damage: str = "") -> DemoResults:
-        ran.append(shape)
-        results = DemoResults(shape)
-        for _ in range(shape.requests):
-            one = results_of(shape, 3906, 0)
-            results.requests += 1
-            results.pulls, results.delivered = results.pulls + one.pulls, results.delivered + one.delivered
-        return results
-
-    monkeypatch.setattr(runner, "run_demo", run_demo)
-    said = CliRunner().invoke(root, ["demo", "--json", *flags])
-    assert said.exit_code == 0, said.output
-    found = json.loads(said.stdout)
-    assert len(ran) == shapes
-    assert found["prefill"] == str(ran[0].prefill)
-    assert ("equal" in found) is (shapes == 2)
-    if shapes == 2:
-        assert found["equal"]["prefill"] == found["equal"]["decode"] == found["decode"]
-        assert set(found["equal"]) == set(found) - {"equal", "json_version"}
+def test_equal_engines_run_unless_an_engine_is_described(flags: list[str], names: list[str]) -> None:
+    ctx: click.Context = demo.make_context("demo", flags)
+    pairs = pairs_to_run(ctx, ctx.params)
+    assert [pair.name for pair in pairs] == names
+    assert pairs[0].prefill == EngineShape(4, 2, 16, "HND")
+    if len(pairs) == 2:
+        assert pairs[1].prefill == pairs[1].decode == pairs[0].decode
+        assert pairs[1].model == pairs[0].model

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
-import pytest
 
-from kvxferd.errors import EngineError
 from kvxferd.ids import Rank
 from kvxferd.layout.presets import LayerKind, ModelFacts, key_and_value
 from kvxferd.tooling.engine_pair import EnginePair, EngineShape
@@ -53,9 +49,3 @@ def test_blocks_are_scattered_and_the_same_for_every_rank() -> None:
     assert np.count_nonzero(np.diff(ids) == 1) < 5
     assert (ids == PAIR.block_ids("prefill", 0)["full"]).all()
     assert (ids != PAIR.block_ids("prefill", 1)["full"]).any()
-
-
-def test_more_stages_than_layers_are_refused() -> None:
-    pair = dataclasses.replace(PAIR, decode=EngineShape(1, 4, 8, "HND"))
-    with pytest.raises(EngineError, match="cannot deploy the decode engine: 4 stages"):
-        pair.engine("decode")

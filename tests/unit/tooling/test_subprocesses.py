@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling import subprocesses
 from kvxferd.tooling.line_protocol import CommandFailed, Line, LineProtocol
-from kvxferd.tooling.subprocesses import CommandProcess, DaemonProcess
+from kvxferd.tooling.subprocesses import CommandProcess
 
 
 class Echo(Line, frozen=True, tag="echo"):
@@ -114,59 +112,21 @@ async def test_a_paused_process_ends_at_once(start: Start) -> None:
     assert process._process.returncode == 0
 
 
-STUBBORN = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(flush=True)
-time.sleep(1000)
-"""
-
-
-async def test_a_daemon_that_ignores_sigterm_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subprocesses, "STOP_TIMEOUT_S", 0.5)
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", STUBBORN, stdout=PIPE)
-    assert process.stdout is not None
-    await process.stdout.readline()
-    daemon = DaemonProcess("the test", "stubborn", tmp_path, process)
-    await daemon.stop()
-    assert process.returncode == -signal.SIGKILL
-    await daemon.stop()
-
-
-PARENT = """
-import os, subprocess, sys
-parent = os.getpid() if sys.argv[1] == "itself" else 1
-command = [sys.executable, "-m", "kvxferd.tooling.die_with_parent", str(parent), "--version"]
-sys.exit(subprocess.run(command).returncode)
-"""
-
-
-@pytest.mark.parametrize(("parent", "runs"), [("itself", True), ("another", False)])
-def test_a_command_whose_parent_has_died_already_does_not_run(parent: str, runs: bool) -> None:
-    """A daemon's interpreter starts in some 50 ms; a parent that is killed in them would leave the daemon."""
-    ended = subprocess.run(
-        [sys.executable, "-c", PARENT, parent], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert ended.stdout.startswith("kvxferd") is runs
-
-
 KILLED = """
 import asyncio, os, signal, sys
 from contextlib import suppress
 from pathlib import Path
-from kvxferd.demo.protocol import PROTOCOL, AwaitRelease, BlocksFreed
+from kvxferd.bench.protocol import PROTOCOL, AwaitRelease, Done
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.subprocesses import CommandProcess
 
 async def main():
-    module, directory = "kvxferd.demo.worker", Path(sys.argv[1])
+    module, directory = "kvxferd.bench.rank_process", Path(sys.argv[1])
     process = await CommandProcess.start("the test", module, "rank", directory, PROTOCOL)
     print(process.pid, flush=True)
     if sys.argv[2] == "paused":
         with suppress(KvxferdError):  # it is no rank, but it runs
-            await process.request(AwaitRelease(request=0, unpublish=False), BlocksFreed)
+            await process.request(AwaitRelease(names=[]), Done)
         await process.pause()
     os.kill(os.getpid(), signal.SIGKILL)
 

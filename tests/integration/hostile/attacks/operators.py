@@ -6,13 +6,11 @@ import contextlib
 import select
 import time
 
-import numpy as np
-
 from kvxferd import client
-from kvxferd.demo import content
+from kvxferd.tooling import content
 from tests.integration.hostile.attacker import Scene
 from tests.integration.hostile.attacks.ownership import RESTART, back
-from tests.integration.hostile.honest_pair import TOKENS, Engine, _blocks, spec_of
+from tests.integration.hostile.honest_pair import TOKENS, Engine, _blocks, _held, spec_of
 from tests.integration.hostile.raw_protocol import connected
 from tests.integration.hostile.registry import Setup, attack
 
@@ -42,7 +40,7 @@ def a_rank_that_sleeps_while_its_daemon_is_away(scene: Scene) -> str:
     scheduler = client.connect(scene.a.worker_socket, name="scheduler")
     publisher = scheduler.attach("sleeper", "g1")
     ids = list(range(8))
-    content.write(source.bytes, source.layout, content.RequestBlocks(77, np.array(ids, np.int32), TOKENS))
+    content.write(source.bytes, source.layout, _held(77, ids))
     ref = publisher.publish("before", _blocks(ids), TOKENS, lease_s=60.0).to_dict()
     scene.rest(0.5)
     scene.ask("kill", node="a")
