@@ -82,7 +82,7 @@ class Agent(EngineRank):
     def num_spilled(self, ids: Mapping[str, content.BlockIds]) -> int:
         """Bytes outside these blocks that changed since the last pull began."""
         self.store.load()
-        return content.count_changed_outside(self.before, self.store.bytes, self.layout, ids)
+        return content.count_changed_outside(self.before.copy(), self.store.bytes, self.layout, ids)
 
     def suspend(self) -> None:
         self.rank.suspend()
