@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.support.nodes.fixtures"]
+
 # The machines are shared: how long one example takes says nothing about the code. A test run draws the
 # same examples each time; `make proofs` draws new ones, and more (--hypothesis-profile=proofs).
 settings.register_profile("test", deadline=None, derandomize=True)

@@ -1,19 +1,17 @@
-"""Daemons and rank processes that are gone when their test is over."""
+"""The tests of a module share daemons, so they run in one worker."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.daemon_fleet import Fleet
+HERE = Path(__file__).parent
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
-    try:
-        yield fleet
-    finally:
-        fleet.stop()
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have the tests of a module run in one worker of pytest-xdist: they want the same daemons."""
+    for item in items:
+        if HERE in item.path.parents and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(HERE))))

@@ -11,7 +11,7 @@ from kvxferd.client.aio import AsyncRank, PublishRefusedError, PullFailed, conne
 from kvxferd.errors import Code
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from kvxferd.memory import SealedMemory, share
-from tests.support.daemon_fleet import Fleet, wait_until
+from tests.support.nodes.fleet import Fleet
 
 torch = pytest.importorskip("torch")
 
@@ -32,12 +32,11 @@ def blocks_of(cache: torch.Tensor, dims: str) -> torch.Tensor:
 
 
 async def test_two_engines_on_one_loop(fleet: Fleet) -> None:
-    daemon = fleet.daemon("node")
-    wait_until(lambda: daemon.is_ready, "ready", 60.0)
+    daemon = fleet.shared("node")
     caches = {name: make_cache(dims) for name, dims in DIMS.items()}
 
     async def register(client: object, name: str) -> AsyncRank:
-        spec = EngineSpec(name, "g1", LAYERS, num_kv_heads=HEADS)
+        spec = EngineSpec(name, fleet.generation(), LAYERS, num_kv_heads=HEADS)
         layout = from_tensors(spec, {"cache": NamedTensor(tensor=caches[name], dims=DIMS[name])})
         return await client.register(spec, layout, {"cache": share(caches[name])})
 

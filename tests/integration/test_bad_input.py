@@ -21,22 +21,18 @@ from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, Versions
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_PEER_MESSAGE_BYTES
-from tests.support.daemon_fleet import Fleet
-from tests.support.rank_process import RankProcess
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.raw_worker import WAIT_S, Raw
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory) -> Iterator[Node]:
-    fleet = Fleet(tmp_path_factory.mktemp("node"))
-    try:
-        daemon = fleet.daemon("node")
-        (source,) = fleet.engine(daemon, spec_of("prefill"))
-        (sink,) = fleet.engine(daemon, spec_of("decode"))
-        yield Node(daemon.worker_socket, daemon.endpoint, source, sink)
-    finally:
-        fleet.stop()
+def node(module_fleet: Fleet) -> Node:
+    daemon = module_fleet.shared("node")
+    (source,) = module_fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = module_fleet.engine(daemon, spec_of("decode"))
+    return Node(daemon.worker_socket, daemon.endpoint, source, sink, module_fleet.generation())
 
 
 @dataclass
@@ -47,6 +43,7 @@ class Node:
     endpoint: str
     source: RankProcess
     sink: RankProcess
+    generation: str
     number: int = field(default=0)
 
     def still_works(self) -> None:
@@ -64,9 +61,7 @@ def everyone_else_goes_on(node: Node) -> Iterator[None]:
 def raw(node: Node) -> Iterator[Raw]:
     connection = Raw(node.socket)
     yield connection
-    connection.socket.close()
-    connection.link.close()
-    connection.fence.close()
+    connection.close()
 
 
 # --- frames on the worker socket
@@ -207,8 +202,8 @@ def test_another_incarnation_on_the_same_connection_is_refused(raw: Raw):
     assert refused.code is Code.INCARNATION_CHANGED
 
 
-def test_a_taken_rank_is_refused(raw: Raw):
-    spec = spec_of("prefill")
+def test_a_taken_rank_is_refused(node: Node, raw: Raw):
+    spec = msgspec.structs.replace(spec_of("prefill"), generation=node.generation)
     layout = layout_for(spec)
     with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
         assert register(raw, spec, layout, memory.fd).code is Code.RANK_TAKEN

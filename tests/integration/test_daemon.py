@@ -1,63 +1,49 @@
-"""The daemon as a process: what it imports, who else may run, how it ends."""
+"""The daemon as a process: who else may run, what it logs, what operators do with it, how it drains."""
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from kvxferd.telemetry.late_timers import LATE_S
-from kvxferd.telemetry.timer_watch import INTERVAL_S
-from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
-from tests.support.rank_process import RankError
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from kvxferd.tooling.child_process import ChildError
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
+from tests.support.ports import free_port
 
 
-def test_it_imports_neither_torch_nor_nixl(fleet: Fleet):
-    daemon = fleet.daemon("node")
-    mapped = Path(f"/proc/{daemon.process.pid}/maps").read_text()
-    assert not re.search(r"libtorch|nixl|libucp", mapped)
-    code = (
-        "import sys, kvxferd.daemon; "
-        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'nixl', 'rixl')])"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "[]\n"
-    )
+def test_it_maps_neither_transfer_libraries_nor_pages_nor_regions(fleet: Fleet):
+    """What a process has not mapped cannot end it by SIGBUS."""
+    daemon = fleet.shared("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    pull_and_check([sink], publish([source], 1), 1)
+    mapped = Path(f"/proc/{daemon.pid}/maps").read_text()
+    assert not re.search(r"libtorch|nixl|libucp|memfd:", mapped)
+    assert "memfd:kvxferd-fence" in Path(f"/proc/{source.pid}/maps").read_text()
 
 
-def test_the_client_imports_msgspec_and_the_standard_library_alone():
-    code = (
-        "import sys; before = set(sys.modules); import kvxferd.client; "
-        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} - sys.stdlib_module_names))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    # msgspec itself looks whether typing_extensions is there.
-    assert set(ast.literal_eval(out)) - {"typing_extensions"} == {"kvxferd", "msgspec"}
-
-
-def test_a_second_daemon_on_the_same_directory_says_who_holds_it(fleet: Fleet, tmp_path):
-    daemon = fleet.daemon("node")
+def test_a_second_daemon_on_the_same_directory_says_who_holds_it(fleet: Fleet):
+    daemon = fleet.shared("node")
     command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(daemon.directory)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert second.returncode != 0
-    assert f"pid {daemon.process.pid}" in second.stderr
+    assert f"pid {daemon.pid}" in second.stderr
     assert "already-running" in second.stderr
     assert daemon.is_ready
 
 
 def test_a_worker_socket_that_another_daemon_answers_is_left_alone(fleet: Fleet, tmp_path):
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(tmp_path / "other")]
     command += [
         "--worker-socket",
@@ -73,30 +59,18 @@ def test_a_worker_socket_that_another_daemon_answers_is_left_alone(fleet: Fleet,
     assert isinstance(fleet.engine(daemon, spec_of("prefill")), list)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_with_0_and_removes_its_sockets(fleet: Fleet, number):
-    daemon = fleet.daemon("node")
-    fleet.engine(daemon, spec_of("prefill"))
-    movers = daemon.movers()
-    assert movers
-    daemon.process.send_signal(number)
-    assert daemon.process.wait(20) == 0
-    assert not list(daemon.directory.glob("*.sock"))
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in movers), "its movers gone")
-
-
 def test_draining_finishes_what_was_published_and_refuses_what_is_new(fleet: Fleet):
-    prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
+    prefill, decode = fleet.daemon("prefill"), fleet.shared("decode")
     (source,) = fleet.engine(prefill, spec_of("prefill"))
     (sink,) = fleet.engine(decode, spec_of("decode"))
     ref = publish([source], 1)
     wait_until(lambda: prefill.status()["transfers"], "the publish noticed")
-    prefill.process.send_signal(signal.SIGTERM)
+    prefill.signal(signal.SIGTERM)
     wait_until(lambda: prefill.status()["draining"], "draining")
     source.publish("late", ids_for(2, 16), TOKENS)
     assert source.await_event("PublishRefused")["code"] == "draining"
     pull_and_check([sink], ref, 1)
-    assert prefill.process.wait(20) == 0
+    assert prefill.wait() == 0
 
 
 def test_a_drain_that_nothing_ends_is_limited(fleet: Fleet):
@@ -104,9 +78,9 @@ def test_a_drain_that_nothing_ends_is_limited(fleet: Fleet):
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     publish([source], 1)
     wait_until(lambda: daemon.status()["transfers"], "the publish noticed")
-    daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.process.wait(20) == 0
-    assert "drain limit reached" in daemon.log.read_text()
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0
+    assert "drain limit reached" in daemon.log_text()
 
 
 def test_without_nixl_it_lives_and_registrations_are_told_why(fleet: Fleet, tmp_path):
@@ -114,14 +88,13 @@ def test_without_nixl_it_lives_and_registrations_are_told_why(fleet: Fleet, tmp_
     for name in ("nixl", "rixl"):
         (blocked / name).mkdir(parents=True)
         (blocked / name / "__init__.py").write_text("raise ImportError('blocked for a test')\n")
-    daemon = DaemonUnderTest(tmp_path / "bare", {"PYTHONPATH": str(blocked)})
+    daemon = Daemon(tmp_path / "bare", {"PYTHONPATH": str(blocked)})
     try:
         wait_until(
             lambda: daemon.control.socket_path and Path(daemon.worker_socket).exists(), "listening", 30
         )
-        rank = fleet.rank()
-        with pytest.raises(RankError) as raised:
-            rank.register(daemon.worker_socket, spec_of("prefill"), **FACTS)
+        with pytest.raises(ChildError) as raised:
+            fleet.register(daemon, spec_of("prefill"))
         assert raised.value.code == "nixl-unavailable"
         assert "blocked for a test" in raised.value.message
         status, answer = daemon.control.request("GET", "/readyz")
@@ -132,39 +105,16 @@ def test_without_nixl_it_lives_and_registrations_are_told_why(fleet: Fleet, tmp_
 
 
 def test_one_line_is_logged_for_each_transfer_with_its_id(fleet: Fleet):
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     (sink,) = fleet.engine(daemon, spec_of("decode"))
     for request in range(3):
         pull_and_check([sink], publish([source], request), request)
         source.await_event("Released")
-    wait_until(lambda: daemon.log.read_text().count('"pull"') >= 3, "three lines")
-    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
-    pulls = [line for line in lines if line.get("event") == "pull"]
+    wait_until(lambda: len(daemon.logged("pull")) >= 3, "three lines")
+    pulls = daemon.logged("pull")
     assert [line["transfer"] for line in pulls] == [f"req-{n}" for n in range(3)]
     assert all(line["outcome"] == "delivered" and line["bytes"] > 0 for line in pulls)
-
-
-def test_the_metrics_follow_what_happens(fleet: Fleet):
-    daemon = fleet.daemon("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
-    ref = publish([source], 1)
-    pull_and_check([sink], ref, 1)
-    name, _ = sink.end_of(sink.pull(ref, ids_for(9, 16), TOKENS))
-    assert name == "Failed"
-    source.await_event("Released")
-    wait_until(lambda: delivered(daemon) == 1, "counted")
-    text = daemon.metrics()
-    assert re.search(r'kvxferd_pulls_total\{.*code="released".*\} 1\.0', text)
-    assert re.search(r'kvxferd_handshakes_total\{outcome="ok"\} 1\.0', text)
-    for phase in ("queue", "handshake", "grant", "plan", "post", "wire", "fence", "ack"):
-        assert re.search(rf'kvxferd_pull_phase_seconds_count\{{phase="{phase}"\}} [12]\.0', text), phase
-
-
-def delivered(daemon: DaemonUnderTest) -> float:
-    match = re.search(r'kvxferd_pulls_total\{[^}]*outcome="delivered"[^}]*\} ([0-9.]+)', daemon.metrics())
-    return float(match[1]) if match else 0.0
 
 
 def test_what_movers_write_becomes_lines_of_the_log(fleet: Fleet):
@@ -172,8 +122,8 @@ def test_what_movers_write_becomes_lines_of_the_log(fleet: Fleet):
     environ = {"UCX_TLS": tls_with_cuda("tcp"), "KVXFERD_MOVER_ENVIRONMENT": "UCX_NO_SUCH_THING=1"}
     daemon = fleet.daemon("node", **environ)
     fleet.engine(daemon, spec_of("prefill"))
-    wait_until(lambda: "UCX_NO_SUCH_THING" in daemon.log.read_text(), "UCX says something")
-    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    wait_until(lambda: "UCX_NO_SUCH_THING" in daemon.log_text(), "UCX says something")
+    lines = [json.loads(line) for line in daemon.log_text().splitlines()]
     assert any("UCX_NO_SUCH_THING" in line["event"] and line["level"] == "warning" for line in lines)
 
 
@@ -185,42 +135,63 @@ def test_a_mover_that_dies_is_a_line_of_the_log_and_one_that_is_to_end_is_none(f
     pull_and_check([sink], publish([source], 1), 1)
     (mover,) = set(mappers_of(sink.memory_inode())) & set(daemon.movers())
     os.kill(mover, signal.SIGKILL)
-    wait_until(lambda: "mover died" in daemon.log.read_text(), "its death is logged")
+    wait_until(lambda: "mover died" in daemon.log_text(), "its death is logged")
     inode = source.memory_inode()
     source.kill()
     wait_until(lambda: not mappers_of(inode), "the dead worker's memory unmapped")
     assert daemon.stop() == 0
-    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
-    died = [line for line in lines if line["event"] == "mover died"]
+    died = daemon.logged("mover died")
     assert [(line["engine"], line["pid"], line["level"]) for line in died] == [("decode", mover, "warning")]
 
 
-def test_a_daemon_that_was_stopped_reports_late_timers_and_starts_no_false_alarm(fleet: Fleet):
-    """SIGSTOP is no lack of processors. A machine that is busy too may have starved it all the same."""
-    daemon = fleet.daemon("node")
-    resumed_at = time.monotonic() + LATE_S + 2 * INTERVAL_S
-    daemon.process.send_signal(signal.SIGSTOP)
-    while (left_s := resumed_at - time.monotonic()) > 0:
-        time.sleep(left_s)  # the daemon cannot act before this: lateness is time that passes
-    daemon.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: "timers late" in daemon.log.read_text(), "the late timer logged")
-    warnings = daemon.control.get("/v1/status")["warnings"]
-    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
-    causes = {line["cause"] for line in lines if line["event"] == "timers late"}
-    if any("starves" in warning for warning in warnings):
-        assert "starved" in causes
-    metrics = daemon.metrics()
-    for cause in causes:
-        assert re.search(rf'kvxferd_late_timers_total\{{cause="{cause}"\}} [1-9]', metrics), cause
+def test_peers_transfers_and_a_drain(fleet: Fleet):
+    port = free_port()
+    # One that is bound to every address warns of it, and is ready all the same.
+    prefill = fleet.daemon(
+        "prefill", "--peer-bind", f"tcp://0.0.0.0:{port}", "--peer-advertise", f"tcp://127.0.0.1:{port}",
+        "--drain-limit-s", "0.5",
+    )  # fmt: skip
+    decode = fleet.daemon("decode")
+    (source,) = fleet.engine(prefill, spec_of("prefill"))
+    (sink,) = fleet.engine(decode, spec_of("decode"))
+    pull_and_check([sink], publish([source], 1), 1)
 
+    status, ready = prefill.control.request("GET", "/readyz")
+    assert (status, ready["reasons"]) == (200, [])
+    assert "without keys" in ready["warnings"][0]
+    assert "without keys" in prefill.log_text()
+    # A machine that is busy may add a warning of late timers.
+    assert not any("keys" in text for text in decode.control.request("GET", "/readyz")[1]["warnings"])
 
-def test_a_library_that_is_asked_for_by_name_and_missing_is_named(tmp_path):
-    daemon = DaemonUnderTest(tmp_path / "bare", {}, ("--mover-library", "rixl"))
-    try:
-        wait_until(lambda: Path(daemon.control.socket_path).exists(), "listening", 30)
-        wait_until(lambda: "rixl" in str(daemon.control.request("GET", "/readyz")[1]), "the reason is told")
-        status, answer = daemon.control.request("GET", "/readyz")
-        assert status == 503
-        assert "nixl:" not in " ".join(answer["reasons"])
-    finally:
-        assert daemon.stop() == 0
+    (peer,) = decode.status()["peers"]
+    done = decode.verb("drop-peer", peer["endpoint"])
+    assert (done.returncode, done.stdout) == (0, f"dropped {peer['endpoint']}\n")
+    assert decode.status()["peers"] == []
+    pull_and_check([sink], publish([source], 2), 2)
+
+    ref = publish([source], 3)
+    wait_until(lambda: "req-3" in json.dumps(prefill.status()["transfers"]), "the publish noticed")
+    assert prefill.verb("cancel", "req-3").returncode == 0
+    while source.await_event("Released") != {"transfer_id": "req-3", "why": "cancelled"}:
+        pass
+    name, failed = sink.end_of(sink.pull(ref, ids_for(9, 16), TOKENS))
+    assert (name, failed["safe_to_reuse"]) == ("Failed", True)
+
+    # A pull that waits for a rank that never says ready, until an operator ends it.
+    waiting = source.publish("half", ids_for(4, 16), TOKENS)
+    source.unpublish(waiting)
+    ticket = sink.pull(waiting | {"transfer_id": "never"}, ids_for(9, 16), TOKENS, 30.0)
+    wait_until(lambda: decode.status()["pulls"], "the pull running")
+    (pull,) = decode.status()["pulls"]
+    done = decode.verb("cancel", "--pull", str(pull["pull"]))
+    name, failed = sink.end_of(ticket)
+    assert failed["code"] == "cancelled" if done.returncode == 0 else "not-found" in done.stderr
+
+    publish([source], 5)
+    wait_until(lambda: "req-5" in json.dumps(prefill.status()["transfers"]), "the publish noticed")
+    done = prefill.verb("drain", "--wait")
+    assert (done.returncode, "transfer req-5 of prefill" in done.stdout + done.stderr) == (1, True)
+    assert prefill.wait() == 0
+    done = decode.verb("drain", "--wait")
+    assert (done.returncode, done.stdout) == (0, "drained: nothing was left\n")
+    assert decode.wait() == 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-from pathlib import Path
 
 from kvxferd.errors import Code
 from kvxferd.wire import worker
 from kvxferd.wire.common import Versions
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
-from tests.support.rank_requests import publish, pull_and_check, spec_of
 from tests.support.raw_worker import Raw
 
 F_SEAL_FUTURE_WRITE = getattr(fcntl, "F_SEAL_FUTURE_WRITE", 0x10)  # named from Python 3.13 on
@@ -54,7 +54,7 @@ def test_a_page_sealed_against_writing_ends_its_session_at_hello():
 
 def test_a_page_that_its_movers_cannot_map_ends_its_session_and_no_mover(fleet: Fleet):
     """Checked at hello, sealed afterwards: the engine goes on with the mover that it has."""
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     (sink,) = fleet.engine(daemon, spec_of("decode"))
     movers = _movers_of_ranks(daemon)
@@ -62,7 +62,7 @@ def test_a_page_that_its_movers_cannot_map_ends_its_session_and_no_mover(fleet: 
     bad.say(worker.Hello(versions=OLDEST, client="raw"), bad.fence.fd)
     assert isinstance(bad.next(), worker.Welcome)
     fcntl.fcntl(bad.fence.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
-    bad.say(worker.Attach(request=1, engine_id="prefill", generation="g1"))
+    bad.say(worker.Attach(request=1, engine_id="prefill", generation=fleet.generation()))
     farewell = bad.farewell()
     assert farewell.code is Code.REGION_INVALID
     assert "fence page" in farewell.message
@@ -71,16 +71,6 @@ def test_a_page_that_its_movers_cannot_map_ends_its_session_and_no_mover(fleet: 
     assert _movers_of_ranks(daemon) == movers
 
 
-def test_the_daemon_maps_neither_pages_nor_regions(fleet: Fleet):
-    """What a process has not mapped cannot end it by SIGBUS."""
-    daemon = fleet.daemon("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
-    pull_and_check([sink], publish([source], 1), 1)
-    assert "memfd:" not in Path(f"/proc/{daemon.process.pid}/maps").read_text()
-    assert "memfd:kvxferd-fence" in Path(f"/proc/{source.pid}/maps").read_text()
-
-
-def _movers_of_ranks(daemon: DaemonUnderTest) -> list[str]:
+def _movers_of_ranks(daemon: Daemon) -> list[str]:
     ranks = [rank for engine in daemon.status()["engines"] for rank in engine["ranks"]]
     return sorted(rank["agent"] for rank in ranks)

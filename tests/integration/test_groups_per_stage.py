@@ -17,7 +17,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.layout.tensors import GroupKind
 from kvxferd.memory import SealedMemory
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.fleet import Fleet
 
 TOKENS, BLOCK_TOKENS, NUM_BLOCKS, BLOCK_BYTES = 48, 16, 8, 2048
 SIZE = NUM_BLOCKS * BLOCK_BYTES
@@ -69,21 +69,25 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def engine(
-    stack: ExitStack, daemon: DaemonUnderTest, name: str, stages: tuple[tuple[Group, ...], ...]
-) -> list[Worker]:
+def engine(stack: ExitStack, fleet: Fleet, name: str, stages: tuple[tuple[Group, ...], ...]) -> list[Worker]:
     workers: list[Worker] = []
     for pp_rank, groups in enumerate(stages):
         start = sum(map(len, stages[:pp_rank]))
         own = layout(start, groups)
         spec = EngineSpec(
-            name, "g1", 2, pp_size=len(stages), pp_rank=pp_rank, num_kv_heads=2, publish_implies_ready=True
+            name,
+            fleet.generation(),
+            2,
+            pp_size=len(stages),
+            pp_rank=pp_rank,
+            num_kv_heads=2,
+            publish_implies_ready=True,
         )
         size = own.regions[0].size_bytes
         memory = SealedMemory.create(size)
         stack.callback(memory.close)
         memory.buffer[:] = np.random.default_rng(len(workers) + len(name)).bytes(size)
-        connection = client.connect(daemon.worker_socket)
+        connection = client.connect(fleet.shared("node").worker_socket)
         stack.callback(connection.close)
         workers.append(Worker(connection.register(spec, own, {"kv": memory}), own, memory))
     return workers
@@ -110,15 +114,14 @@ def next_event(session: Publisher) -> client.Event:
 @pytest.mark.parametrize("publisher", ["scheduler", "rank"])
 @pytest.mark.parametrize("second", [STATE, WINDOW], ids=["state", "window"])
 def test_a_publish_lists_every_stages_groups(fleet: Fleet, stack: ExitStack, second: Group, publisher: str):
-    daemon = fleet.daemon("node")
-    sources = engine(stack, daemon, "prefill", ((FULL,), (second,)))
-    sinks = engine(stack, daemon, "decode", ((FULL,), (second,)))
-    (whole,) = engine(stack, daemon, "whole", ((FULL, second),))
+    sources = engine(stack, fleet, "prefill", ((FULL,), (second,)))
+    sinks = engine(stack, fleet, "decode", ((FULL,), (second,)))
+    (whole,) = engine(stack, fleet, "whole", ((FULL, second),))
     session: Publisher = sources[0].rank
     if publisher == "scheduler":
-        connection = client.connect(daemon.worker_socket)
+        connection = client.connect(fleet.shared("node").worker_socket)
         stack.callback(connection.close)
-        session = connection.attach("prefill", "g1")
+        session = connection.attach("prefill", fleet.generation())
     read = {"state": (5,), "window": (6, 2)}[second.name]
     written = {"state": (3,), "window": (1, 7)}[second.name]
     ref = session.publish("t", lists({"full": (4, 0, 5), second.name: read}), TOKENS, num_readers=2)
@@ -139,8 +142,7 @@ def test_a_publish_lists_every_stages_groups(fleet: Fleet, stack: ExitStack, sec
 
 
 def test_a_group_of_no_stage_and_one_that_is_left_out_are_named(fleet: Fleet, stack: ExitStack):
-    daemon = fleet.daemon("node")
-    first, second = engine(stack, daemon, "prefill", ((FULL,), (STATE,)))
+    first, second = engine(stack, fleet, "prefill", ((FULL,), (STATE,)))
     for session in (first.rank, second.rank):
         session.publish("a", lists({"full": (4, 0, 5), "state": (5,), "other": (1,)}), TOKENS)
         event = next_event(session)

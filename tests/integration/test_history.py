@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlencode
 
 import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, mappers_of
-from tests.support.rank_process import RankProcess
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 DEADLINE_S = 2.0
 
@@ -27,8 +27,8 @@ def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_re
     (source,), (sink,) = fleet.engine(there, spec_of("prefill")), fleet.engine(here, spec_of("decode"))
     ref = publish([source], 1)
     pull_and_check([sink], ref, 1)
-    (pulled,) = history(here, transfer=ref["transfer_id"], kind="pull")
-    (released,) = history(there, transfer=ref["transfer_id"])
+    (pulled,) = here.history(transfer=ref["transfer_id"], kind="pull")
+    (released,) = there.history(transfer=ref["transfer_id"])
     assert pulled["peer"] == there.endpoint
     assert [reader["peers"] for reader in released["readers"]] == [[here.endpoint]]
     assert released["bytes"] == pulled["bytes"] > 0
@@ -53,36 +53,30 @@ def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_re
 
     # The source's daemon stops.
     ref = publish([source], 4)
-    with stopped(there.process.pid):
+    with stopped(there.pid):
         end = failed_pull(here, sink, ref)
     assert end["silent"] == there.endpoint
-    assert len(history(here, failed="true", kind="pull")) == 3
+    assert len(here.history(failed="true", kind="pull")) == 3
 
 
 TCP = {"UCX_TLS": tls_with_cuda("tcp")}
 
 
-def history(daemon: DaemonUnderTest, **query: str) -> list[dict[str, Any]]:
-    """The records that the query finds."""
-    records: list[dict[str, Any]] = daemon.control.get(f"/v1/history?{urlencode(query)}")["records"]
-    return records
-
-
-def failed_pull(daemon: DaemonUnderTest, sink: RankProcess, ref: dict[str, Any]) -> dict[str, Any]:
+def failed_pull(daemon: Daemon, sink: RankProcess, ref: dict[str, Any]) -> dict[str, Any]:
     """Pull until the deadline, and return the record."""
     ticket = sink.pull(ref, ids_for(0, 16), TOKENS, deadline_s=DEADLINE_S)
     name, fields = sink.end_of(ticket)
     assert (name, fields["code"]) == ("Failed", "deadline")
-    return history(daemon, transfer=ref["transfer_id"], kind="pull")[-1]
+    return daemon.history(transfer=ref["transfer_id"], kind="pull")[-1]
 
 
-def wait_for_grant(daemon: DaemonUnderTest) -> None:
+def wait_for_grant(daemon: Daemon) -> None:
     """A stopped mover could not reply that it polls."""
     while not daemon.status()["num_grants_held"]:
         time.sleep(0.01)
 
 
-def mover_of(daemon: DaemonUnderTest, rank: RankProcess) -> int:
+def mover_of(daemon: Daemon, rank: RankProcess) -> int:
     """Its process."""
     (mover,) = set(mappers_of(rank.memory_inode())) & set(daemon.movers())
     return mover

@@ -10,14 +10,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvxferd.core.limits import BUSY_LIMITS
 from kvxferd.core.snapshot import PULL_OUTCOMES, RELEASE_REASONS
 from kvxferd.errors import Code
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 
 class Scrape:
     """The samples of one scrape."""
 
-    def __init__(self, daemon: DaemonUnderTest) -> None:
+    def __init__(self, daemon: Daemon) -> None:
         self._values = {
             (sample.name, *sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(daemon.metrics().partition("\r\n\r\n")[2])
@@ -78,7 +80,7 @@ def test_every_series_moves_as_its_help_says(fleet: Fleet):
     assert reading("handshakes_total", outcome="ok") == 1
     assert reading("peers", state="up") == 1
     assert reading("limit_used", limit="max_peers") == 1
-    for phase in ("wire", "post", "fence", "grant", "ack"):
+    for phase in ("queue", "handshake", "grant", "plan", "wire", "post", "fence", "ack"):
         assert reading("pull_phase_seconds_count", phase=phase) >= 2
     assert reading("engine_pulls_total", source="prefill", sink="decode", outcome="delivered") == 2
     assert reading("engine_pulled_bytes_total", source="prefill", sink="decode") == pulled
@@ -95,9 +97,7 @@ def test_every_series_moves_as_its_help_says(fleet: Fleet):
     wait_until(lambda: Scrape(prefill)("releases_total", why="lease-expired") == 1, "expired")
     assert Scrape(prefill)("published_bytes") == Scrape(prefill)("oldest_published_seconds") == 0
     cpu_s = Scrape(decode)("mover_cpu_seconds_total")
-    other = fleet.rank()
-    other.start("register", decode.worker_socket, spec_of("other"), num_kv_heads=8, head_dim=16,
-                block_tokens=16, num_blocks=64, layout="HND")  # fmt: skip
+    fleet.start_registering(decode, spec_of("other"), fleet.rank())
     wait_until(lambda: Scrape(decode)("busy_refusals_total", limit="max_ranks") >= 1, "refused")
     for pid in decode.movers():
         os.kill(pid, signal.SIGKILL)
@@ -107,10 +107,10 @@ def test_every_series_moves_as_its_help_says(fleet: Fleet):
 
 
 def test_engines_and_peers_are_labels_only_where_that_is_switched_on(fleet: Fleet):
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     (sink,) = fleet.engine(daemon, spec_of("decode"))
     pull_and_check([sink], publish([source], 1), 1)
-    wait_until(lambda: Scrape(daemon)("served_pulls_total") == 1, "acknowledged")
+    wait_until(lambda: daemon.counted("kvxferd_served_pulls_total") == 1, "acknowledged")
     assert not Scrape(daemon).label_names() & {"source", "sink", "peer"}
     assert "prefill" not in daemon.metrics()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 
 SIZE_BYTES = 6 << 20  # two slices, the second shorter
 
 
-def probe(here: DaemonUnderTest, there: DaemonUnderTest) -> dict[str, Any]:
+def probe(here: Daemon, there: Daemon) -> dict[str, Any]:
     body = {"endpoint": there.endpoint, "size_bytes": SIZE_BYTES}
     found: list[dict[str, Any]] = []
 
@@ -25,7 +27,7 @@ def probe(here: DaemonUnderTest, there: DaemonUnderTest) -> dict[str, Any]:
     return found[0]
 
 
-def check(here: DaemonUnderTest, there: DaemonUnderTest, transport: str, times: int) -> None:
+def check(here: Daemon, there: Daemon, transport: str, times: int) -> None:
     found = probe(here, there)
     for direction in (found["read"], found["read_back"]):
         assert (direction["code"], direction["wrong_bytes"]) == (None, 0), found

@@ -5,7 +5,6 @@ The source's memory holds poison wherever it has not been written: no byte of it
 
 from __future__ import annotations
 
-import re
 import select
 import time
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from kvxferd.client import BlockList, Delivered, Failed, Progress, Released, mak
 from kvxferd.errors import Code, EngineError
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from kvxferd.memory import SealedMemory, share
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -38,9 +38,7 @@ READ_BYTES = len(SOURCE_IDS) * 16 * TOKEN_BYTES  # whole blocks of the source
 class Rank:
     """A rank of this process, and its cache."""
 
-    def __init__(
-        self, stack: ExitStack, daemon: DaemonUnderTest, name: str, shape: tuple[str, int, int]
-    ) -> None:
+    def __init__(self, stack: ExitStack, fleet: Fleet, name: str, shape: tuple[str, int, int]) -> None:
         dims, self.block_tokens, num_blocks = shape
         sizes = {"layer": LAYERS, "kv": 2, "block": num_blocks, "token": self.block_tokens}
         sizes |= {"head": HEADS, "head_dim": HEAD_DIM}
@@ -49,12 +47,12 @@ class Rank:
         cache = memory.torch().view(torch.float16).view(wanted)
         cache.fill_(POISON)
         self.blocks = cache.permute([dims.split().index(dim) for dim in ORDER])
-        spec = EngineSpec(name, "g1", LAYERS, num_kv_heads=HEADS)
+        spec = EngineSpec(name, fleet.generation(), LAYERS, num_kv_heads=HEADS)
         layout = from_tensors(spec, {"cache": NamedTensor(tensor=cache, dims=dims)})
-        connection = client.connect(daemon.worker_socket)
+        self.daemon = fleet.shared(name)
+        connection = client.connect(self.daemon.worker_socket)
         stack.callback(connection.close)
-        self.daemon = daemon
-        self.endpoint = str(daemon.status()["endpoint"])
+        self.endpoint = self.daemon.endpoint
         self.handle = connection.register(spec, layout, {"cache": share(cache)})
 
     def write(self, ids: list[int], content: torch.Tensor, begin: int, end: int) -> None:
@@ -85,10 +83,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture
 def ranks(fleet: Fleet, stack: ExitStack) -> tuple[Rank, Rank]:
     """A source and a sink, each with a daemon of its own."""
-    daemons = [fleet.daemon(name) for name in ("prefill", "decode")]
-    for daemon in daemons:
-        wait_until(lambda daemon=daemon: daemon.is_ready, "ready", 60.0)
-    return Rank(stack, daemons[0], "prefill", PREFILL), Rank(stack, daemons[1], "decode", DECODE)
+    return Rank(stack, fleet, "prefill", PREFILL), Rank(stack, fleet, "decode", DECODE)
 
 
 @pytest.fixture
@@ -118,17 +113,11 @@ def check_shown(source: Rank, sink: Rank, ready: int, read: int) -> None:
 
 def check_recorded(sink: Rank, hidden_bytes: int) -> None:
     """Check the record and the metrics of the one pull, which come behind its delivery."""
-
-    def pulls() -> list[dict[str, object]]:
-        return list(sink.daemon.control.get("/v1/history?kind=pull")["records"])
-
-    wait_until(lambda: bool(pulls()), "recorded", WAIT_S)
-    (record,) = pulls()
+    wait_until(lambda: sink.daemon.history(kind="pull"), "recorded", WAIT_S)
+    (record,) = sink.daemon.history(kind="pull")
     assert (record["bytes"], record["hidden_bytes"]) == (READ_BYTES, hidden_bytes)
-    metrics = sink.daemon.metrics()
-    (hidden,) = re.findall(r"^kvxferd_hidden_bytes_total (.*)$", metrics, re.MULTILINE)
-    assert float(hidden) == hidden_bytes
-    assert "kvxferd_handover_seconds_count 1.0" in metrics
+    assert sink.daemon.counted("kvxferd_hidden_bytes_total") == hidden_bytes
+    assert sink.daemon.counted("kvxferd_handover_seconds_count") == 1
 
 
 def test_each_chunk_is_read_when_it_is_ready(ranks, content):
@@ -158,9 +147,9 @@ def test_each_chunk_is_read_when_it_is_ready(ranks, content):
     assert (released.transfer_id, released.why) == ("t1", Code.COMPLETED)
 
 
-def test_a_router_asks_both_engines_at_once(ranks, content):
+def test_a_router_asks_both_engines_at_once(fleet, ranks, content):
     source, sink = ranks
-    ref = make_ref(source.endpoint, "prefill", "g1", "t1")
+    ref = make_ref(source.endpoint, "prefill", fleet.generation(), "t1")
     sink.handle.pull(ref.to_json(), blocks(SINK_IDS, 0, 11), NUM_TOKENS, deadline_s=WAIT_S, progressive=True)
     source.write(SOURCE_IDS, content, 0, 160)
     published = source.handle.publish(

@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 from kvxferd.layout import EngineSpec
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 LAYERS, HEADS, HEAD_BYTES = 4, 8, 16 * 2
 BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD_BYTES  # K and V
 
 
-def kvxferd(daemon: DaemonUnderTest, *arguments: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "kvxferd.cli", *arguments, "--socket", daemon.control.socket_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
-    prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
-    sources = fleet.engine(prefill, spec_of("prefill", tp_size=4))
-    sinks = fleet.engine(decode, spec_of("decode", tp_size=2))
-    assert kvxferd(decode, "engines", "--topology")[:2] == (0, "Remote engines: none\n")
+    prefill, decode = fleet.shared("prefill"), fleet.shared("decode")
+    sources = fleet.engine(prefill, spec_of("wide", tp_size=4))
+    sinks = fleet.engine(decode, spec_of("narrow", tp_size=2))
     pull_and_check(sinks, publish(sources, 1), 1)
-    code, out, _ = kvxferd(decode, "engines", "--topology", "--json")
-    assert code == 0
-    shown = sorted(json.loads(out), key=lambda terms: terms["local_rank"])
-    (peer,) = decode.status()["peers"]
+    done = decode.verb("engines", "--topology", "--json")
+    assert done.returncode == 0
+    shown = sorted(
+        (terms for terms in json.loads(done.stdout) if terms["engine_id"] == "wide"),
+        key=lambda terms: terms["local_rank"],
+    )
     assert [terms["local_rank"] for terms in shown] == [[0, 0], [0, 1]]
     for rank, terms in enumerate(shown):
-        assert (terms["engine_id"], terms["generation"]) == ("prefill", "g1")
-        assert terms["home"] == peer["endpoint"]
+        assert (terms["engine_id"], terms["generation"]) == ("wide", fleet.generation())
+        assert terms["home"] == prefill.endpoint
         assert terms["last_used_s"] >= 0
         assert (terms["tp_ratio"], terms["block_size_ratio"], terms["remote_tp_size"]) == (-2, 1, 4)
         assert terms["handshake_target_ranks"] == terms["target_remote_ranks"] == [2 * rank, 2 * rank + 1]
         assert (terms["start_layer"], terms["end_layer"]) == (0, LAYERS)
 
-    code, out, _ = kvxferd(decode, "explain", "@prefill", "@decode", "--json")
-    assert code == 0
-    explained = json.loads(out)["ranks"]
+    done = decode.verb("explain", "@wide", "@narrow", "--json")
+    assert done.returncode == 0
+    explained = json.loads(done.stdout)["ranks"]
     assert [[read["prefill_rank"][1] for read in rank["reads"]] for rank in explained] == [
         terms["target_remote_ranks"] for terms in shown
     ]
@@ -49,13 +42,14 @@ def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
 
 
 def test_a_restarted_engine_replaces_what_was_known(fleet: Fleet) -> None:
-    prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
+    prefill, decode = fleet.shared("prefill"), fleet.shared("decode")
     (sink,) = fleet.engine(decode, spec_of("decode"))
-    (source,) = fleet.engine(prefill, spec_of("prefill"))
+    (source,) = fleet.engine(prefill, spec_of("restarted"))
     pull_and_check([sink], publish([source], 1), 1)
-    source.stop()
-    again = EngineSpec("prefill", "g2", num_layers=4, num_kv_heads=8, tp_size=2)
+    source.close()
+    again = EngineSpec("restarted", "g2", num_layers=4, num_kv_heads=8, tp_size=2)
     pull_and_check([sink], publish(fleet.engine(prefill, again), 2), 2)
-    (terms,) = decode.control.get("/v1/topology")["topology"]
-    assert terms["generation"] == "g2"
+    remote = decode.control.get("/v1/topology")["topology"]
+    (terms,) = [one for one in remote if one["engine_id"] == "restarted"]
+    assert terms["generation"] == fleet.generation("g2")
     assert terms["target_remote_ranks"] == [0, 1]

@@ -10,8 +10,9 @@ from subprocess import run
 
 import pytest
 
-from tests.support.daemon_fleet import Fleet, wait_until
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 from tests.support.trace_receiver import ReceivedSpan, TraceReceiver
 
 FIRST, SECOND, QUIET = "1" * 32, "2" * 32, "3" * 32  # trace ids

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from tests.support.daemon_fleet import FACTS, Fleet, mappers_of, wait_until
-from tests.support.rank_process import RankError
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from kvxferd.tooling.child_process import ChildError
+from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 TRANSPORTS = [
     pytest.param({}, id="default"),  # CMA where both movers may read each other
@@ -18,7 +19,7 @@ TRANSPORTS = [
 
 @pytest.mark.parametrize("environ", TRANSPORTS)
 def test_other_parallelism_block_size_and_layout(fleet: Fleet, environ):
-    prefill, decode = fleet.daemon("prefill", **environ), fleet.daemon("decode", **environ)
+    prefill, decode = fleet.shared("prefill", **environ), fleet.shared("decode", **environ)
     sources = fleet.engine(prefill, spec_of("prefill", tp_size=2, pp_size=2))
     sinks = fleet.engine(decode, spec_of("decode", tp_size=3), block_tokens=32, layout="NHD")
     for request in range(3):
@@ -29,20 +30,19 @@ def test_other_parallelism_block_size_and_layout(fleet: Fleet, environ):
 
 
 def test_one_daemon_for_both_engines(fleet: Fleet):
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     sources = fleet.engine(daemon, spec_of("prefill"))
     sinks = fleet.engine(daemon, spec_of("decode"))
     pull_and_check(sinks, publish(sources, 1), 1)
 
 
 def test_stages_on_two_nodes_are_one_engine_for_a_third(fleet: Fleet):
-    home, member, decode = fleet.daemon("home"), fleet.daemon("member"), fleet.daemon("decode")
+    home, member, decode = fleet.shared("home"), fleet.shared("member"), fleet.shared("decode")
     spec = spec_of("prefill", pp_size=2, home=home.endpoint)
-    stages = []
-    for daemon, pp_rank in ((home, 0), (member, 1)):
-        rank = fleet.rank()
-        rank.register(daemon.worker_socket, msgspec.structs.replace(spec, pp_rank=pp_rank), **FACTS)
-        stages.append(rank)
+    stages = [
+        fleet.register(daemon, msgspec.structs.replace(spec, pp_rank=pp_rank))
+        for pp_rank, daemon in enumerate((home, member))
+    ]
     sinks = fleet.engine(decode, spec_of("decode", tp_size=2))
     pull_and_check(sinks, publish(stages, 1), 1)
     for stage in stages:
@@ -53,7 +53,7 @@ def test_stages_on_two_nodes_are_one_engine_for_a_third(fleet: Fleet):
 
 
 def test_a_released_transfer_is_never_delivered(fleet: Fleet):
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     (sink,) = fleet.engine(daemon, spec_of("decode"))
     ref = publish([source], 1)
@@ -64,7 +64,7 @@ def test_a_released_transfer_is_never_delivered(fleet: Fleet):
 
 
 def test_a_rank_is_unmapped_when_its_worker_dies(fleet: Fleet):
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     inode = source.memory_inode()
     assert len(mappers_of(inode)) >= 2  # the worker and its mover
@@ -73,34 +73,8 @@ def test_a_rank_is_unmapped_when_its_worker_dies(fleet: Fleet):
     wait_until(lambda: not daemon.status()["engines"], "the engine forgotten")
 
 
-def test_movers_and_memory_go_with_a_killed_daemon(fleet: Fleet):
-    daemon = fleet.daemon("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    inode, movers = source.memory_inode(), daemon.movers()
-    assert movers
-    daemon.process.kill()
-    daemon.process.wait()
-    wait_until(lambda: mappers_of(inode) == [source.pid], "only the worker maps its memory", 5.0)
-
-
-def test_a_restarted_daemon_is_found_again_and_serves(fleet: Fleet):
-    daemon = fleet.daemon("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
-    pull_and_check([sink], publish([source], 1), 1)
-    daemon.process.kill()
-    daemon.process.wait()
-    daemon.start()
-    wait_until(
-        lambda: daemon.is_ready and len(daemon.status()["engines"]) == 2, "both registered again", 20.0
-    )
-    # Another port after the restart: references are made anew.
-    wait_until(lambda: all(e["complete"] for e in daemon.status()["engines"]), "both complete", 20.0)
-    pull_and_check([sink], publish([source], 2), 2)
-
-
 def test_suspended_memory_is_unmapped_and_comes_back(fleet: Fleet):
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     (sink,) = fleet.engine(daemon, spec_of("decode"))
     sink.suspend()
@@ -112,8 +86,8 @@ def test_suspended_memory_is_unmapped_and_comes_back(fleet: Fleet):
 
 
 def test_two_processes_cannot_hold_one_rank(fleet: Fleet):
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     fleet.engine(daemon, spec_of("prefill"))
-    with pytest.raises(RankError) as raised:
-        fleet.rank().register(daemon.worker_socket, spec_of("prefill"), **FACTS)
+    with pytest.raises(ChildError) as raised:
+        fleet.register(daemon, spec_of("prefill"))
     assert raised.value.code == "rank-taken"

@@ -9,8 +9,8 @@ import pytest
 
 from kvxferd.errors import LayoutError
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
-from tests.support.daemon_fleet import Fleet, wait_until
 from tests.support.documented_commands import blocks_of
+from tests.support.nodes.fleet import Fleet
 from tests.support.tutorial_program import PAGE, run
 
 
@@ -21,8 +21,7 @@ def without_times(output: str) -> str:
 def test_the_tensor_tutorial_works_as_pasted(fleet: Fleet, tmp_path: Path) -> None:
     (program,) = blocks_of(PAGE, "python")
     assert program.count("\n") < 70
-    daemon = fleet.daemon("node")
-    wait_until(lambda: daemon.is_ready, "ready", 60.0)
+    daemon = fleet.shared("node")
     printed = run(program, daemon.worker_socket, tmp_path)
     (shown,) = [block for block in blocks_of(PAGE, "console") if "engine.py" in block]
     assert without_times(shown).partition("\n")[2] == without_times(printed)

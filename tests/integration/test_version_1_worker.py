@@ -17,8 +17,9 @@ from kvxferd.memory import SealedMemory
 from kvxferd.wire.framing import FrameDecoder, encode_frame
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from tests.support import schema_0_1
-from tests.support.daemon_fleet import Fleet, wait_until
 from tests.support.frames_0_1 import frames
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 
 WAIT_S = 20.0
 SESSION = {recorded.name: recorded for recorded in frames("session")}
@@ -88,7 +89,7 @@ def given_back() -> Iterator[ExitStack]:
 
 
 def test_hello_register_publish_pull_suspend_resume(fleet: Fleet, given_back: ExitStack) -> None:
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     memories = {name: given_back.enter_context(_memory(_size_of(name))) for name in ("prefill", "decode")}
     workers = {name: WorkerByHand(daemon.worker_socket) for name in memories}
     for worker in workers.values():
@@ -141,7 +142,7 @@ def _check_blocks(source: memoryview, sink: memoryview) -> None:
 
 
 def test_a_version_that_nobody_speaks_is_told_to_upgrade(fleet: Fleet, given_back: ExitStack) -> None:
-    worker = WorkerByHand(fleet.daemon("node").worker_socket)
+    worker = WorkerByHand(fleet.shared("node").worker_socket)
     given_back.callback(worker.close)
     future = {"t": "hello", "versions": [7, 9], "client": {"name": "x"}, "shape": "another"}
     worker.say("hello", worker.page.fd, frame=encode_frame(msgspec.msgpack.encode(future), 1))

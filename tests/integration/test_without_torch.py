@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 # Python runs this before anything else of a process whose PYTHONPATH has its folder: the daemon's, the
 # forkserver's, and through that the movers'.
@@ -38,16 +40,8 @@ def test_the_stand_in_for_its_absence_is_one(environment: dict[str, str]) -> Non
     assert "No module named 'torch'" in done.stderr
 
 
-def test_movers_move_bytes_without_torch(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-P", "-m", "kvxferd.cli", "demo", "--json"]
-    shape = ["--requests", "1", "--tokens", "64", "--layers", "2"]
-    for side in ("prefill", "decode"):
-        shape += [f"--{side}-tp", "1", f"--{side}-pp", "1"]
-    done = subprocess.run(
-        [*command, *shape], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["ok"]
-    assert found["delivered"] == 1
-    assert found["wrong_items"] == 0
+def test_movers_move_bytes_without_torch(fleet: Fleet, environment: dict[str, str]) -> None:
+    daemon = fleet.daemon("node", PYTHONPATH=environment["PYTHONPATH"])
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    pull_and_check([sink], publish([source], 1), 1)

@@ -58,6 +58,7 @@ def _has_image() -> bool:
 _IMAGE = os.environ.get("KVXFERD_IMAGE", "localhost/kvxferd:cpu")
 IS_ROOT = Need("root", lambda: os.geteuid() == 0, "run it as root")
 IP = _program("ip", "iproute2")
+CC = _program("cc", "gcc")
 NFT = _program("nft", "nftables")
 PROMTOOL = _program("promtool", "prometheus")
 PODMAN = _program("podman", "podman")
@@ -118,6 +119,10 @@ PROOFS = (
     Proof(
         "firewall", 0.2, tests="tests/unit/deploy/test_firewall.py",
         needs=(IS_ROOT, NFT), paths=("deploy/firewall", "tests/unit/deploy/test_firewall.py"),
+    ),
+    Proof(
+        "cuda-stub", 2, "tests.proofs.cuda_stub", needs=(IS_ROOT, CC),
+        paths=(*MOVERS, "kvxferd/doctor", "kvxferd/resident", "tests/proofs/cuda_stub", "tests/support/cuda_stub"),
     ),
     Proof(
         "hosts", 1, tests="tests/proofs/hosts",

@@ -27,7 +27,7 @@ from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
 from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.memory import SealedMemory
-from tests.support.daemon_fleet import DaemonUnderTest
+from tests.support.nodes.daemon import Daemon
 
 BLOCK_TOKENS = 4
 TOKEN_BYTES = 64
@@ -131,7 +131,7 @@ class EngineUnderTest:
 
     def __init__(
         self,
-        daemon: DaemonUnderTest,
+        daemon: Daemon,
         engine_id: str,
         *,
         groups: CacheGroups = GROUPS,

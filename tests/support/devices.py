@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 
 import pytest
@@ -12,6 +14,8 @@ from kvxferd.errors import DeviceError
 from kvxferd.memory.driver import Driver
 from kvxferd.memory.driver_registry import open_driver
 from kvxferd.memory.fake_driver import FakeDriver
+from kvxferd.memory.fake_driver import _fake_memory_of as fake_memory_of
+from tests.support.cluster.processes import descendants
 
 # Every test that takes a driver runs over both; without a GPU the second skips and says why.
 DRIVERS = [pytest.param("fake"), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -25,6 +29,20 @@ def driver_or_skip(name: str) -> Driver:
         return open_driver(name)
     except DeviceError as error:
         pytest.skip(error.message)
+
+
+def used_bytes(driver: Driver, uuid: str) -> int:
+    """Return how much of a device's memory is in use: by this process and its children, of a fake device.
+
+    Every process of the machine has the same fake devices, those of other tests too.
+    """
+    if not isinstance(driver, FakeDriver):
+        return driver.used_bytes(uuid)
+    held: set[str] = set()
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        with suppress(FileNotFoundError):  # it has ended
+            held |= fake_memory_of(str(pid))
+    return sum(int(size) for _, of, size, *_ in (name.split(":") for name in held) if of == uuid)
 
 
 class HostBuffer:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.daemon_fleet import wait_until
 from tests.support.manifests import ROOT
+from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
 
 ALERTS = ROOT / "deploy" / "monitoring" / "rules" / "kvxferd-alerts.yml"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from tests.support.rank_process import RankProcess
-from tests.support.rank_requests import TOKENS, ids_for, publish
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import TOKENS, ids_for, publish
 
 
 class PullTraffic:

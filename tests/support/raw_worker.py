@@ -32,6 +32,11 @@ class Raw:
             self.say(worker.Hello(versions=worker.WORKER_VERSIONS, client="raw"), self.fence.fd)
             assert isinstance(self.next(), worker.Welcome)
 
+    def close(self) -> None:
+        self.socket.close()
+        self.link.close()
+        self.fence.close()
+
     def say(self, message: Message, *fds: int) -> None:
         self.raw(HEADER.pack(len(encode(message)), len(fds), 0) + encode(message), *fds)
 

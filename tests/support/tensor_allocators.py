@@ -26,7 +26,7 @@ ALLOCATORS = ("default", "expandable", "pool")
 
 
 class TensorStore:
-    """See `rank_process.DeviceStore`. Over the fake driver: over what the allocator would have made."""
+    """See `stores.DeviceStore`. Over the fake driver: over what the allocator would have made."""
 
     def __init__(self, size_bytes: int, tensor: str, driver: str, device: int = 0) -> None:
         if tensor == "expandable" and driver == "cuda":

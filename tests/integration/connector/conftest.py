@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 
 
 @pytest.fixture
-def daemon(fleet: Fleet) -> DaemonUnderTest:
-    return fleet.daemon("node")
+def daemon(request: pytest.FixtureRequest, fleet: Fleet) -> Daemon:
+    """One for all tests but those that are parametrized with "own": they kill it."""
+    return fleet.daemon("node") if getattr(request, "param", "") == "own" else fleet.shared("node")
 
 
 @pytest.fixture
-def engine(daemon: DaemonUnderTest) -> Iterator[Callable[..., EngineUnderTest]]:
+def engine(daemon: Daemon) -> Iterator[Callable[..., EngineUnderTest]]:
     """Make engines on the daemon."""
     with ExitStack() as stack:
 

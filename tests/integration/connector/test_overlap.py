@@ -15,7 +15,9 @@ import pytest
 from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
 from kvxferd.integrations.vllm.step_metadata import ExtendSpec
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest, Request, Status
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 
 LIMITS = EarlyPullLimits(num_requests=2, num_blocks=8)
 POISON, CONTENT = 99, 7
@@ -27,7 +29,7 @@ INTO = [9, 10, 11, 12]
 class Overlap:
     """Two engines, and the reference of a request that neither has yet."""
 
-    def __init__(self, daemon: DaemonUnderTest, stack: ExitStack) -> None:
+    def __init__(self, daemon: Daemon, stack: ExitStack) -> None:
         def engine(name: str, **facts: Any) -> EngineUnderTest:
             made = EngineUnderTest(daemon, name, **facts)
             stack.callback(made.close)
@@ -123,13 +125,9 @@ class Overlap:
 
 
 @pytest.fixture(scope="module")
-def shared_overlap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Overlap]:
-    fleet = Fleet(tmp_path_factory.mktemp("overlap"))
-    try:
-        with ExitStack() as stack:
-            yield Overlap(fleet.daemon("node"), stack)
-    finally:
-        fleet.stop()
+def shared_overlap(module_fleet: Fleet) -> Iterator[Overlap]:
+    with ExitStack() as stack:
+        yield Overlap(module_fleet.shared("node"), stack)
 
 
 @pytest.fixture

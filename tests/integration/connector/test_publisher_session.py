@@ -18,7 +18,7 @@ from kvxferd.integrations.vllm.publisher_session import (
 )
 from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.daemon_fleet import DaemonUnderTest
+from tests.support.nodes.daemon import Daemon
 
 Make = Callable[..., EngineUnderTest]
 
@@ -27,7 +27,7 @@ def enrolled(engine: EngineUnderTest) -> RegisteredEngine:
     return RegisteredEngine(engine.engine_id, engine.generation, needs_ready=False)
 
 
-def test_requests_are_published_once_the_publisher_has_arrived(engine: Make, daemon: DaemonUnderTest) -> None:
+def test_requests_are_published_once_the_publisher_has_arrived(engine: Make, daemon: Daemon) -> None:
     prefill = engine("prefill")
     assert not prefill.scheduler.is_attached
     arriving = open_publisher_in_thread(Options(socket=daemon.worker_socket), enrolled(prefill))
@@ -37,7 +37,7 @@ def test_requests_are_published_once_the_publisher_has_arrived(engine: Make, dae
     assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
 
 
-def test_requests_that_end_before_are_left_to_their_reader(engine: Make, daemon: DaemonUnderTest) -> None:
+def test_requests_that_end_before_are_left_to_their_reader(engine: Make, daemon: Daemon) -> None:
     prefill = engine("prefill")
     arriving: Future[Publisher] = Future()
     prefill.scheduler.attach_later(arriving, needs_ready=False)
@@ -47,7 +47,7 @@ def test_requests_that_end_before_are_left_to_their_reader(engine: Make, daemon:
 
 
 def test_the_first_request_is_published_where_only_the_engines_id_is_known(
-    engine: Make, daemon: DaemonUnderTest
+    engine: Make, daemon: Daemon
 ) -> None:
     prefill = engine("prefill")
     tag = prefill.generation[:4]
@@ -61,7 +61,7 @@ def test_the_first_request_is_published_where_only_the_engines_id_is_known(
 
 
 def test_an_engine_that_the_daemon_does_not_have_is_published_after_the_first_step(
-    daemon: DaemonUnderTest, caplog: pytest.LogCaptureFixture
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = Options(socket=daemon.worker_socket, connect_timeout_s=0.1)
     assert open_publisher_by_id(options, "nobody", "this start") is None
@@ -69,7 +69,7 @@ def test_an_engine_that_the_daemon_does_not_have_is_published_after_the_first_st
 
 
 def test_another_start_of_the_engine_is_not_published_for(
-    engine: Make, daemon: DaemonUnderTest, caplog: pytest.LogCaptureFixture
+    engine: Make, daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Block ids of this start would name other tokens in that one's memory."""
     engine("prefill")
@@ -78,7 +78,7 @@ def test_another_start_of_the_engine_is_not_published_for(
 
 
 def test_a_start_without_a_name_is_not_published_for(
-    engine: Make, daemon: DaemonUnderTest, caplog: pytest.LogCaptureFixture
+    engine: Make, daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It might be any start of the engine that the daemon has."""
     engine("prefill")
@@ -87,7 +87,7 @@ def test_a_start_without_a_name_is_not_published_for(
 
 
 def test_a_publisher_of_an_earlier_start_is_replaced_and_its_requests_are_let_go(
-    engine: Make, daemon: DaemonUnderTest
+    engine: Make, daemon: Daemon
 ) -> None:
     earlier, prefill = engine("prefill"), engine("another")
     tag = earlier.generation[:4]
@@ -118,7 +118,7 @@ def test_an_engine_whose_daemon_is_away_lives_on(
 
 
 def test_a_publisher_that_arrives_after_the_engine_has_stopped_is_closed(
-    engine: Make, daemon: DaemonUnderTest
+    engine: Make, daemon: Daemon
 ) -> None:
     prefill = engine("prefill")
     arriving: Future[Publisher] = Future()

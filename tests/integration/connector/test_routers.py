@@ -15,8 +15,8 @@ import pytest
 
 from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.daemon_fleet import Fleet
 from tests.support.http_engine import CHAT, COMPLETIONS, HttpEngine, content_of, prompt_of
+from tests.support.nodes.fleet import Fleet
 from tests.support.router_protocols import (
     PREFILL_PARAMS,
     PREFILLER_HEADER,
@@ -35,7 +35,7 @@ class Engines:
     """Two prefill engines and a decode engine on one daemon, and the ways to them."""
 
     def __init__(self, fleet: Fleet, stack: ExitStack) -> None:
-        daemon = fleet.daemon("node")
+        daemon = fleet.shared("node")
 
         def engine(name: str, publishes: bool, early: EarlyPullLimits | None = None) -> HttpEngine:
             made = EngineUnderTest(daemon, name, publishes=publishes, early=early)
@@ -78,13 +78,9 @@ class Engines:
 
 
 @pytest.fixture(scope="module")
-def shared_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    fleet = Fleet(tmp_path_factory.mktemp("routers"))
-    try:
-        with ExitStack() as stack:
-            yield Engines(fleet, stack)
-    finally:
-        fleet.stop()
+def shared_engines(module_fleet: Fleet) -> Iterator[Engines]:
+    with ExitStack() as stack:
+        yield Engines(module_fleet, stack)
 
 
 @pytest.fixture

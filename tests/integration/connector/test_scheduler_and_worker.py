@@ -26,9 +26,11 @@ from tests.support.connector_harness import (
     Request,
     Status,
 )
-from tests.support.daemon_fleet import DaemonUnderTest, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.waiting import wait_until
 
 Make = Callable[..., EngineUnderTest]
+OWN_DAEMON = pytest.mark.parametrize("daemon", ["own"], indirect=True)
 
 
 @pytest.fixture
@@ -239,23 +241,21 @@ def test_unread_blocks_come_back_when_the_lease_ends(engine: Make) -> None:
     assert counted["released_unread"] == {"lease-expired": 1}
 
 
-def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: DaemonUnderTest) -> None:
+@OWN_DAEMON
+def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: Daemon) -> None:
     prefill = engine("prefill", publishes=True, lease_s=1.0)
     assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
     prefill.step()
-    daemon.process.kill()
-    daemon.process.wait(10)
+    daemon.kill()
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
 
 
-def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(
-    engine: Make, daemon: DaemonUnderTest
-) -> None:
+@OWN_DAEMON
+def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(engine: Make, daemon: Daemon) -> None:
     prefill, decode = engine("prefill", publishes=True, lease_s=60), engine("decode", deadline_s=5)
     params = prefill.prefill("p-1", 8, [1, 2], fill=5)
     assert params is not None
-    daemon.process.kill()
-    daemon.process.wait(10)
+    daemon.kill()
     decode.decode("d-1", 8, [10, 11], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over", 10)
     assert (results.received, results.failed_block_ids) == ({"d-1"}, {10, 11})
@@ -271,13 +271,13 @@ def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(
     assert (decode.bytes[[12, 13]] == 6).all()
 
 
+@OWN_DAEMON
 def test_without_a_daemon_nothing_is_published_and_no_pull_waits_for_long(
-    engine: Make, daemon: DaemonUnderTest
+    engine: Make, daemon: Daemon
 ) -> None:
     prefill, decode = engine("prefill", publishes=True), engine("decode", deadline_s=60)
     params = prefill.prefill("p-1", 8, [1, 2], fill=5)
-    daemon.process.kill()
-    daemon.process.wait(10)
+    daemon.kill()
     both = (prefill.publisher, decode.rank)
     wait_until(lambda: not any(one.is_connected for one in both), "the daemon is missed")
     assert prefill.prefill("p-2", 8, [3, 4], fill=6) is None

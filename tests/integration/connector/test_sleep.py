@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -19,12 +18,12 @@ from kvxferd.integrations.vllm.worker import ConnectorWorker
 from kvxferd.memory.device import DeviceMemory
 from kvxferd.memory.fake_driver import FakeDriver
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.daemon_fleet import DaemonUnderTest
+from tests.support.nodes.daemon import Daemon
 
 Make = Callable[..., EngineUnderTest]
 
 
-def test_a_sleeping_cache_is_mapped_by_nobody_and_comes_back(engine: Make, daemon: DaemonUnderTest) -> None:
+def test_a_sleeping_cache_is_mapped_by_nobody_and_comes_back(engine: Make, daemon: Daemon) -> None:
     prefill, decode = engine("prefill", publishes=True), engine("decode")
     woken: list[str] = []
 
@@ -126,16 +125,17 @@ def test_memory_that_cannot_be_exported_again_stays_suspended(engine: Make) -> N
     assert not decode.worker.is_suspended
 
 
+@pytest.mark.parametrize("daemon", ["own"], indirect=True)
 def test_a_rank_that_was_let_go_of_after_its_engine_gave_up_waiting_is_asleep(
-    engine: Make, daemon: DaemonUnderTest
+    engine: Make, daemon: Daemon
 ) -> None:
     decode = engine("decode")
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    daemon.signal(signal.SIGSTOP)
     try:
         with pytest.raises(KvxferdError, match="has not let go"):
             decode.worker.suspend(timeout_s=0.2)
     finally:
-        os.kill(daemon.process.pid, signal.SIGCONT)
+        daemon.signal(signal.SIGCONT)
     decode.step_until(lambda _: not decode.rank.memory_in_use, "the daemon lets go")
     decode.step()
     decode.worker.suspend(timeout_s=5)
@@ -172,7 +172,7 @@ class Told:
     def unregister_kv_caches(self) -> None: ...
 
 
-def _mappings(daemon: DaemonUnderTest) -> list[str]:
+def _mappings(daemon: Daemon) -> list[str]:
     """The test's caches that movers map."""
     found: list[str] = []
     for pid in daemon.movers():

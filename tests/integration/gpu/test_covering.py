@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import pytest
 
+from kvxferd.core.snapshot import WAYS
 from kvxferd.wire.limits import CHUNK_BYTES
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
-from tests.support.device_daemon import BIG
-from tests.support.devices import driver_or_skip
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.device_daemon import BIG, daemon
+from tests.support.devices import driver_or_skip, used_bytes
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
 NAME = "kvxferd_read_bytes_total"
 
 
-def daemon(fleet: Fleet, name: str, driver: str, read: str, order: str = "native") -> DaemonUnderTest:
-    return fleet.daemon(
-        name,
-        KVXFERD_MOVER_ENVIRONMENT=f"KVXFERD_DRIVER={driver},KVXFERD_FAKE_WRITE_ORDER={order}",
-        KVXFERD_MOVER_READ=read,
-    )
+def bytes_by_way(node: Daemon) -> dict[str, float]:
+    return {way: node.counted(f'{NAME}{{way="{way}"}}') for way in WAYS}
 
 
-def bytes_by_way(node: DaemonUnderTest) -> dict[str, float]:
-    lines = [line for line in node.metrics().splitlines() if line.startswith(NAME + "{")]
-    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
-
-
-@pytest.mark.parametrize(("source", "order"), [("device", "native"), ("host", "flush")])
+@pytest.mark.parametrize(("source", "order"), [("device", ""), ("host", "flush")])
 def test_bytes_come_through_chunks_in_the_gpu(fleet: Fleet, driver: str, source: str, order: str) -> None:
-    """`order`: what the fake driver reports; a GPU has its own."""
-    prefill = daemon(fleet, "prefill", driver, "direct")
-    decode = daemon(fleet, "decode", driver, "covering", order)
+    """`order`: what the fake driver reports, "": its default; a GPU has its own."""
+    prefill = daemon(fleet, "prefill", driver)
+    decode = daemon(fleet, "decode", driver, read="covering", order=order)
     store = {"driver": driver}
     sources = fleet.engine(
         prefill, spec_of("prefill", tp_size=2), store=store if source == "device" else None, **BIG
@@ -40,16 +33,16 @@ def test_bytes_come_through_chunks_in_the_gpu(fleet: Fleet, driver: str, source:
     )
     count = driver_or_skip(driver)
     uuid = count.devices()[0].uuid
-    before = count.used_bytes(uuid)
+    before = used_bytes(count, uuid)
     for request in range(2):
         pull_and_check(sinks, publish(sources, request), request, block_tokens=32)
-    assert count.used_bytes(uuid) >= before + CHUNK_BYTES, "chunks are in the GPU"
+    assert used_bytes(count, uuid) >= before + CHUNK_BYTES, "chunks are in the GPU"
     ways = bytes_by_way(decode)
     assert ways["covering"] > 0, ways
 
 
 def test_the_choice_by_costs_delivers_every_byte(fleet: Fleet, driver: str) -> None:
-    node = daemon(fleet, "node", driver, "auto")
+    node = daemon(fleet, "node", driver)
     sources = fleet.engine(node, spec_of("prefill", tp_size=2), store={"driver": driver}, **BIG)
     sinks = fleet.engine(node, spec_of("decode", tp_size=1), store={"driver": driver}, layout="NHD", **BIG)
     for request in range(2):

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.support.daemon_fleet import Fleet
 from tests.support.device_daemon import daemon
+from tests.support.nodes.fleet import Fleet
 
 
 def place(fleet: Fleet, driver: str, movers: str, *cases: str) -> list[dict[str, Any]]:

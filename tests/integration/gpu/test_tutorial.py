@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon_fleet import Fleet, wait_until
 from tests.support.devices import driver_or_skip
 from tests.support.documented_commands import blocks_of
+from tests.support.nodes.fleet import Fleet
 from tests.support.tutorial_program import PAGE, run
 
 MAKES_CACHE = """\
@@ -23,8 +23,7 @@ def test_the_tensor_tutorial_on_a_gpu(fleet: Fleet, tmp_path: Path) -> None:
     uuid = driver_or_skip("cuda").devices()[0].uuid
     (program,) = blocks_of(PAGE, "python")
     assert MAKES_CACHE in program
-    daemon = fleet.daemon("node")
-    wait_until(lambda: daemon.is_ready, "ready", 60.0)
+    daemon = fleet.shared("node")
     imports = "from kvxferd import client, resident\nfrom kvxferd.memory.device_pool import DevicePool\n"
     program = program.replace("from kvxferd import client\n", imports).replace(
         "client.connect(socket).register(", "resident.register(client.connect(socket), "

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 
 import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from tests.support.daemon_fleet import FACTS, Fleet, wait_until
-from tests.support.rank_process import RankError, RankProcess
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, rank_shown, spec_of
+from kvxferd.tooling.child_process import ChildError
+from tests.support import faulty_transports
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, rank_shown, spec_of
+from tests.support.nodes.waiting import wait_until
 
 LARGE = {"num_blocks": 1024, "head_dim": 128}  # 256 MiB
 MANY = 1024 * 16
@@ -27,7 +29,7 @@ def large_read(source: RankProcess, sink: RankProcess, name: str = "large", dead
 
 
 def test_a_dead_worker_takes_its_mover_along(fleet: Fleet) -> None:
-    prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
+    prefill, decode = fleet.shared("prefill"), fleet.shared("decode")
     (source,) = fleet.engine(prefill, spec_of("prefill"), "register_resident")
     (sink,) = fleet.engine(decode, spec_of("decode"), "register_resident")
     ref = publish([source], 1)
@@ -42,21 +44,18 @@ def test_a_dead_worker_takes_its_mover_along(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("transport", ["any", "tcp"])
-def test_a_worker_that_dies_while_it_is_read(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
-    if transport == "tcp":
-        monkeypatch.setenv("UCX_TLS", tls_with_cuda("tcp"))
-    daemon = fleet.daemon("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", **LARGE)
-    (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident", **LARGE)
+def test_a_worker_that_dies_while_it_is_read(fleet: Fleet, transport: str) -> None:
+    tcp = {"UCX_TLS": tls_with_cuda("tcp")} if transport == "tcp" else {}
+    daemon = fleet.shared("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", tcp, **LARGE)
+    (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident", tcp, **LARGE)
     ticket = large_read(source, sink)
     source.kill()
     name, fields = sink.end_of(ticket)
     assert name == "Failed", fields
     if not fields["safe_to_reuse"]:
         assert sink.await_event("Quiesced")["ticket"] == ticket
-    (again,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", **LARGE)
+    (again,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", tcp, **LARGE)
     pull_and_check([sink], publish([again], 3), 3)
 
 
@@ -67,8 +66,7 @@ def test_a_restarted_daemon_gets_new_movers(fleet: Fleet) -> None:
     ref = publish([source], 1)
     before = {rank_shown(daemon, name)["agent"] for name in ("prefill", "decode")}
     num_threads = source.num_threads()
-    daemon.process.kill()
-    daemon.process.wait()
+    daemon.kill()
     ticket = sink.pull(ref, ids_for(1001), TOKENS)  # waits for the next daemon
     daemon.start()
     wait_until(lambda: daemon.is_ready, "the daemon back")
@@ -90,8 +88,7 @@ def test_a_daemon_that_dies_in_mid_read_leaves_safe_blocks(fleet: Fleet) -> None
     (source,) = fleet.engine(daemon, spec_of("prefill"), **LARGE)
     (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident", **LARGE)
     ticket = large_read(source, sink)
-    daemon.process.kill()
-    daemon.process.wait()
+    daemon.kill()
     name, fields = sink.end_of(ticket)
     assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "daemon-lost", True)
     assert sink.is_still()
@@ -101,48 +98,48 @@ def test_a_frozen_daemon_does_not_hold_the_memory(fleet: Fleet) -> None:
     daemon = fleet.daemon("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"), "register_resident")
     publish([source], 1)
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    daemon.signal(signal.SIGSTOP)
     try:
         assert source.close() is False
         source.free()
         assert source.num_threads() > 0  # it lives
     finally:
-        os.kill(daemon.process.pid, signal.SIGCONT)
+        daemon.signal(signal.SIGCONT)
 
 
 def test_a_mover_thread_that_breaks_is_replaced(fleet: Fleet) -> None:
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     source = fleet.rank()
-    source.use_transport("tests.support.faulty_transports:brittle")
-    source.register_resident(daemon.worker_socket, spec_of("prefill"), **FACTS)
+    source.use_transport(faulty_transports.brittle)
+    fleet.register(daemon, spec_of("prefill"), "register_resident", source)
     (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident")
     pull_and_check([sink], publish([source], 1), 1)
     ref = publish([source], 2)
     before = rank_shown(daemon, "prefill")["agent"]
     num_sessions = daemon.status()["num_sessions"]
-    source.run("tests.support.faulty_transports:arm")
+    source.run(faulty_transports.arm)
     # Whoever reads it has it polled; what was published lives on with the session.
     pull_and_check([sink], ref, 2)
     after = rank_shown(daemon, "prefill")
     assert (after["state"], after["num_stuck"]) == ("ready", 0)
     assert after["agent"] != before
     assert daemon.status()["num_sessions"] == num_sessions
-    assert "broken on purpose" in daemon.log.read_text()
+    assert "broken on purpose" in daemon.log_text()
     assert source.await_event("Released")["transfer_id"] == "req-1"
     assert source.await_event("Released") == {"transfer_id": "req-2", "why": "completed"}
 
 
 def test_a_mover_that_cannot_be_made_refuses_the_registration(fleet: Fleet) -> None:
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     rank = fleet.rank()
-    rank.use_transport("tests.support.faulty_transports:missing")
-    with pytest.raises(RankError) as raised:
-        rank.register_resident(daemon.worker_socket, spec_of("prefill"), **FACTS)
+    rank.use_transport(faulty_transports.missing)
+    with pytest.raises(ChildError) as raised:
+        fleet.register(daemon, spec_of("prefill"), "register_resident", rank)
     assert raised.value.code == "nixl-unavailable"
     assert "no library on this node" in raised.value.message
     assert daemon.status()["engines"] == []
-    rank.use_transport("tests.support.faulty_transports:brittle")
-    rank.register_resident(daemon.worker_socket, spec_of("prefill"), **FACTS)
+    rank.use_transport(faulty_transports.brittle)
+    fleet.register(daemon, spec_of("prefill"), "register_resident", rank)
     assert rank_shown(daemon, "prefill")["state"] == "ready"
 
 
@@ -150,16 +147,16 @@ def test_an_agent_that_sticks_keeps_its_blocks_in_doubt(fleet: Fleet) -> None:
     daemon = fleet.daemon("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     sink = fleet.rank()
-    sink.use_transport("tests.support.faulty_transports:sticky")
-    sink.register_resident(daemon.worker_socket, spec_of("decode"), **FACTS)
+    sink.use_transport(faulty_transports.sticky)
+    fleet.register(daemon, spec_of("decode"), "register_resident", sink)
     ref = publish([source], 1)
-    sink.run("tests.support.faulty_transports:arm")
+    sink.run(faulty_transports.arm)
     ticket = sink.pull(ref, ids_for(1001), TOKENS, deadline_s=0.5)
     name, fields = sink.end_of(ticket)
     assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "deadline", False)
     wait_until(lambda: rank_shown(daemon, "decode")["num_stuck"] == 1, "the status says so", 15.0)
     assert daemon.status()["num_quarantined"] == 1
-    assert "stuck in the transfer library" in daemon.log.read_text()
+    assert "stuck in the transfer library" in daemon.log_text()
     # The rank has another mover meanwhile, and the engine goes on.
     wait_until(lambda: rank_shown(daemon, "decode")["state"] == "ready", "another mover")
     pull_and_check([sink], publish([source], 2), 2)
@@ -168,7 +165,7 @@ def test_an_agent_that_sticks_keeps_its_blocks_in_doubt(fleet: Fleet) -> None:
     sink.suspend()
     assert sink.next_event(0.5) is None
     assert rank_shown(daemon, "decode")["state"] == "suspending"
-    sink.run("tests.support.faulty_transports:let_go")
+    sink.run(faulty_transports.let_go)
     assert sink.await_event("Quiesced")["ticket"] == ticket
     sink.await_event("Suspended")
     assert (daemon.status()["num_quarantined"], rank_shown(daemon, "decode")["num_stuck"]) == (0, 0)
@@ -179,11 +176,11 @@ def test_an_agent_that_sticks_keeps_its_blocks_in_doubt(fleet: Fleet) -> None:
 def test_closing_with_a_stuck_agent_says_that_the_memory_must_stay(fleet: Fleet) -> None:
     daemon = fleet.daemon("node")
     rank = fleet.rank()
-    rank.use_transport("tests.support.faulty_transports:sticky")
-    rank.register_resident(daemon.worker_socket, spec_of("decode"), **FACTS)
-    rank.run("tests.support.faulty_transports:arm")
+    rank.use_transport(faulty_transports.sticky)
+    fleet.register(daemon, spec_of("decode"), "register_resident", rank)
+    rank.run(faulty_transports.arm)
     began = time.monotonic()
     assert rank.close() is True
     assert time.monotonic() - began < 5.0
-    rank.run("tests.support.faulty_transports:let_go")
+    rank.run(faulty_transports.let_go)
     wait_until(lambda: not rank.may_be_touched(), "the agent gone")

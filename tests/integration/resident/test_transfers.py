@@ -5,30 +5,27 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from tests.support.daemon_fleet import FACTS, Fleet
-from tests.support.rank_process import ranks_of
-from tests.support.rank_requests import publish, pull_and_check, rank_shown, spec_of
+from tests.support.nodes.fleet import Fleet, How
+from tests.support.nodes.requests import publish, pull_and_check, rank_shown, spec_of
 
-TCP = {"UCX_TLS": tls_with_cuda("tcp")}
 PLACES = [
-    pytest.param("register", "register_resident", id="child to resident"),
-    pytest.param("register_resident", "register", id="resident to child"),
-    pytest.param("register_resident", "register_resident", id="resident to resident"),
+    pytest.param("register_resident", "register_resident", {}, id="resident to resident"),
+    pytest.param(
+        "register_resident", "register", {"UCX_TLS": tls_with_cuda("tcp")}, id="resident to child, tcp"
+    ),
 ]
 
 
-@pytest.mark.parametrize("transport", ["any", "tcp"])
-@pytest.mark.parametrize(("source_how", "sink_how"), PLACES)
+@pytest.mark.parametrize(("source_how", "sink_how", "environ"), PLACES)
 def test_other_parallelism_block_size_and_layout(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, source_how: str, sink_how: str, transport: str
+    fleet: Fleet, source_how: How, sink_how: How, environ: dict[str, str]
 ) -> None:
-    if transport == "tcp":
-        monkeypatch.setenv(
-            "UCX_TLS", tls_with_cuda("tcp")
-        )  # in workers; and in movers, which inherit it from daemons
-    prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
-    sources = fleet.engine(prefill, spec_of("prefill", tp_size=2, pp_size=2), source_how)
-    sinks = fleet.engine(decode, spec_of("decode", tp_size=3), sink_how, block_tokens=32, layout="NHD")
+    """`environ`: of workers, and of daemons, from which movers inherit it."""
+    prefill, decode = fleet.shared("prefill", **environ), fleet.shared("decode", **environ)
+    sources = fleet.engine(prefill, spec_of("prefill", tp_size=2, pp_size=2), source_how, environ)
+    sinks = fleet.engine(
+        decode, spec_of("decode", tp_size=3), sink_how, environ, block_tokens=32, layout="NHD"
+    )
     for request in range(2):
         pull_and_check(sinks, publish(sources, request), request, block_tokens=32)
         for source in sources:
@@ -40,7 +37,7 @@ def test_other_parallelism_block_size_and_layout(
 
 
 def test_one_daemon_for_both_engines(fleet: Fleet) -> None:
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     sources = fleet.engine(daemon, spec_of("prefill"), "register_resident")
     sinks = fleet.engine(daemon, spec_of("decode"), "register_resident")
     pull_and_check(sinks, publish(sources, 1), 1)
@@ -49,10 +46,9 @@ def test_one_daemon_for_both_engines(fleet: Fleet) -> None:
 
 def test_an_engine_with_many_files(fleet: Fleet) -> None:
     """`select.select` refuses descriptors above 1,023: the mover would never come up."""
-    daemon = fleet.daemon("node")
+    daemon = fleet.shared("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (own,) = ranks_of(spec_of("decode"))
     sink = fleet.rank()
     sink.open_files(1200)
-    sink.register_resident(daemon.worker_socket, own, **FACTS)
+    fleet.register(daemon, spec_of("decode"), "register_resident", sink)
     pull_and_check([sink], publish([source], 1), 1)

@@ -18,9 +18,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.connector_harness import EngineUnderTest
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
 from tests.support.documented_commands import ROOT, blocks_of, commands_of
 from tests.support.http_engine import COMPLETIONS, HttpEngine, content_of
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 from tests.support.router_protocols import post
 from tests.support.vllm_servers.router_process import RouterProcess
 
@@ -75,7 +77,7 @@ def test_the_walk_through(tmp_path: Path, fleet: Fleet) -> None:
     for directory in directories:
         (directory / "keys").mkdir(parents=True)
     keys = [make_key(directory / "keys" / "peer.key") for directory in directories]
-    daemons: list[DaemonUnderTest] = []
+    daemons: list[Daemon] = []
     for directory, others_key in zip(directories, reversed(keys), strict=True):
         path = settings_of_node(directory, others_key, with_cards=False)
         assert kvxferd("config", "check", str(path)).endswith(": valid\n")
@@ -112,7 +114,7 @@ def test_without_the_cards_that_it_names_no_mover_starts(tmp_path: Path) -> None
     (tmp_path / "keys").mkdir()
     key = make_key(tmp_path / "keys" / "peer.key")
     path = settings_of_node(tmp_path, key, with_cards=True)
-    daemon = DaemonUnderTest(tmp_path / "run", {}, ("--config", str(path)))
+    daemon = Daemon(tmp_path / "run", {}, ("--config", str(path)))
     try:
         wait_until(lambda: "before its agent was made" in daemon.log.read_text(), "a mover dies", 60)
         log = daemon.log.read_text()

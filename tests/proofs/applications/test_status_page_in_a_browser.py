@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -12,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Page, browser_page, find_browser
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 BROWSER = find_browser()
 # A failure is a sample within a second, and the script renews the page every two.
@@ -41,13 +42,13 @@ async def until(page: Page, holds: Callable[[str], bool], what: str, limit_s: fl
 
 
 @asynccontextmanager
-async def stopped(daemon: DaemonUnderTest) -> AsyncIterator[None]:
+async def stopped(daemon: Daemon) -> AsyncIterator[None]:
     """Stop a daemon's process: its connections stay, and nothing answers."""
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    daemon.signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(daemon.process.pid, signal.SIGCONT)
+        daemon.signal(signal.SIGCONT)
 
 
 def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> No
             await _follow_the_link(page)
             await page.open(f"http://127.0.0.1:{port}/")
             assert page.errors == []
-            decode.process.terminate()  # and does not answer any more
+            decode.signal(signal.SIGTERM)  # and does not answer any more
             await until(page, lambda text: "does not answer" in text, "the daemon's end", 2 * WITHIN_S)
 
     async def _fail_a_pull(page: Page) -> None:

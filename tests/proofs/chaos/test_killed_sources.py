@@ -11,9 +11,11 @@ import time
 import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, mappers_of, wait_until
-from tests.support.rank_process import RankProcess
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 NUM_SOURCES = 10
 # TCP, so that a stopped source stops its readers. Without its log nobody knows that it is TCP, which is how
@@ -25,7 +27,7 @@ UNKNOWN = {"UCX_TLS": "^cma", "UCX_LOG_LEVEL": "warn"}
 class Watch:
     """Looks at the bytes in quarantine until it is closed."""
 
-    def __init__(self, daemon: DaemonUnderTest) -> None:
+    def __init__(self, daemon: Daemon) -> None:
         self.peak_bytes = 0
         self.seconds = 0.0
         self._daemon = daemon
@@ -46,7 +48,7 @@ class Watch:
         self._thread.join()
 
 
-def mover_of(daemon: DaemonUnderTest, rank: RankProcess) -> int:
+def mover_of(daemon: Daemon, rank: RankProcess) -> int:
     (mover,) = set(mappers_of(rank.memory_inode())) & set(daemon.movers())
     return mover
 
@@ -109,11 +111,11 @@ def test_ten_killed_sources(fleet: Fleet, environment: dict[str, str], is_proved
     )
 
 
-def _num_grants(daemon: DaemonUnderTest) -> int:
+def _num_grants(daemon: Daemon) -> int:
     return int(daemon.status()["num_grants_held"])
 
 
-def _num_posted(daemon: DaemonUnderTest) -> int:
+def _num_posted(daemon: Daemon) -> int:
     return sum(pull["phase"] == "posted" for pull in daemon.status()["pulls"])
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.proofs.cuda_stub.plain_read import SIZE_BYTES
-from tests.support.daemon_fleet import Fleet
 from tests.support.device_daemon import daemon
 from tests.support.doctor_harness import examine
-from tests.support.rank_requests import publish, pull_and_check, rank_shown, spec_of
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import publish, pull_and_check, rank_shown, spec_of
 
 pytestmark = pytest.mark.gpu
 STORE = {"driver": "cuda"}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kvxferd.control.curve_keys import make_key
 from kvxferd.mover.ucx_settings import tls_with_cuda
+from kvxferd.tooling.child_process import ChildError
 from tests.proofs.game_day.stage import Stage
-from tests.support.rank_process import RankError
 
 Strike = Callable[[Stage], None]
 
@@ -45,7 +45,7 @@ def _fill_transfers(stage: Stage) -> None:
     """Publish what nobody reads, so that an engine's transfers are used up."""
     with stage.traffic.lock:
         for number in range(24):
-            with suppress(RankError):
+            with suppress(ChildError):
                 stage.source.publish(f"unread-{number}", [number % 64], 16, lease_s=120.0)
 
 
@@ -69,7 +69,7 @@ def _crash_movers(stage: Stage) -> None:
 def _fill_disk(stage: Stage) -> None:
     """Let no file of the daemon grow beyond what its log has now: each write of a line fails."""
     size = stage.decode.log.stat().st_size
-    resource.prlimit(stage.decode.process.pid, resource.RLIMIT_FSIZE, (max(size, 65536), max(size, 65536)))
+    resource.prlimit(stage.decode.pid, resource.RLIMIT_FSIZE, (max(size, 65536), max(size, 65536)))
     with stage.decode.log.open("ab") as log:
         log.write(b"\n" * max(0, 65536 - size))
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from kvxferd.errors import KvxferdError
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+from kvxferd.tooling.child_process import ChildError
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import TOKENS, ids_for, publish, spec_of
 from tests.support.ports import free_port
 from tests.support.prometheus_server import PrometheusServer
-from tests.support.rank_process import RankError
-from tests.support.rank_requests import TOKENS, ids_for, publish, spec_of
 
 PAUSE_S = 0.05
 DEADLINE_S = 3.0
@@ -60,7 +61,7 @@ class Traffic:
         while not self._over.wait(PAUSE_S):
             request += 1
             with self.lock:
-                with suppress(RankError, TimeoutError, OSError):
+                with suppress(ChildError, TimeoutError, OSError):
                     ref = publish([self._source], request)
                     self.after_publish(request, ref)
                 if ref is None:
@@ -71,7 +72,7 @@ class Traffic:
         try:
             ticket = self._sink.pull(ref, ids_for(1000 + request), TOKENS, deadline_s=DEADLINE_S)
             name, _ = self._sink.end_of(ticket)
-        except (RankError, TimeoutError, OSError, AssertionError):
+        except (ChildError, TimeoutError, OSError, AssertionError):
             name = "Failed"
         if name == "Delivered":
             self.num_delivered += 1
@@ -118,7 +119,7 @@ class Stage:
             self._prometheus.close()
         self.fleet.stop()
 
-    def _daemon(self, name: str, flags: tuple[str, ...], environ: dict[str, str]) -> DaemonUnderTest:
+    def _daemon(self, name: str, flags: tuple[str, ...], environ: dict[str, str]) -> Daemon:
         if self._prometheus is None:
             return self.fleet.daemon(name, *flags, **environ)
         port = free_port()
@@ -134,14 +135,14 @@ class Stage:
 
     def outputs(self, nodes: Iterable[str]) -> dict[str, dict[str, str]]:
         """Return what each output of those nodes that live shows now."""
-        living = {name: self.nodes[name] for name in nodes if self.nodes[name].process.poll() is None}
+        living = {name: self.nodes[name] for name in nodes if self.nodes[name].exit_code is None}
         return {name: _outputs_of(node) for name, node in living.items()}
 
     def warnings(self, name: str) -> list[dict[str, Any]]:
         """Return a node's warnings; none of one that does not answer."""
         node = self.nodes[name]
         with suppress(KvxferdError, OSError):
-            if node.process.poll() is None:
+            if node.exit_code is None:
                 warnings: list[dict[str, Any]] = node.control.request("GET", "/readyz")[1]["active_warnings"]
                 return warnings
         return []
@@ -157,7 +158,7 @@ class Stage:
                     self.alerts.setdefault((labels.get("instance", ""), labels["alertname"]), time.time())
 
 
-def _outputs_of(node: DaemonUnderTest) -> dict[str, str]:
+def _outputs_of(node: Daemon) -> dict[str, str]:
     socket = str(node.directory / "control.sock")
     found = {}
     for name, verb in VERBS.items():

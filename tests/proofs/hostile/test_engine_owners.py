@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-from tests.support.daemon_fleet import Fleet, wait_until
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import spec_of
+from tests.support.nodes.waiting import wait_until
 from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
-from tests.support.rank_requests import spec_of
 
 # Attaches to the engine, and prints what it is told.
 SQUATTER = """
@@ -44,8 +45,7 @@ def test_who_comes_first_after_a_restart_has_nobodys_engine():
                 lambda: kept.exists() and json.loads(kept.read_text())["users"] == {"prefill": 0}, "kept"
             )
             assert [holder for *_, holder in json.loads(kept.read_text())["ranks"]] == ["uid:0"]
-            daemon.process.kill()
-            daemon.process.wait(10)
+            daemon.kill()
             rank.stop()
             daemon.start()
             wait_until(lambda: daemon.is_ready, "ready again", 60)

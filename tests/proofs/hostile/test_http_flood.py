@@ -8,14 +8,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvxferd.control.fd_budget import RESERVED_FDS
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
-from tests.support.rank_requests import publish, pull_and_check, spec_of
 
 DESCRIPTORS = 300
 
 
-class Scarce(DaemonUnderTest):
+class Scarce(Daemon):
     """May open 300 descriptors."""
 
     def start(self) -> None:
@@ -33,7 +35,7 @@ def test_unfinished_requests_leave_workers_their_descriptors(fleet: Fleet, tmp_p
                 client = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
                 client.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
             wait_until(lambda: daemon.status() is not None, "the flood is accepted")
-            assert len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < DESCRIPTORS // 2
+            assert len(os.listdir(f"/proc/{daemon.pid}/fd")) < DESCRIPTORS // 2
             (source,) = fleet.engine(daemon, spec_of("prefill"))
             (sink,) = fleet.engine(daemon, spec_of("decode"))
             pull_and_check([sink], publish([source], 1), 1)
@@ -47,10 +49,10 @@ def test_unfinished_requests_leave_workers_their_descriptors(fleet: Fleet, tmp_p
 
 
 def test_the_soft_limit_is_raised(tmp_path: Path) -> None:
-    daemon = DaemonUnderTest(tmp_path / "node", {})
+    daemon = Daemon(tmp_path / "node", {})
     try:
         wait_until(lambda: daemon.is_ready, "ready", 60)
-        limits = Path(f"/proc/{daemon.process.pid}/limits").read_text()
+        limits = Path(f"/proc/{daemon.pid}/limits").read_text()
         (line,) = [line for line in limits.splitlines() if line.startswith("Max open files")]
         soft, hard = line.split()[3:5]
         assert int(soft) == int(hard) - RESERVED_FDS  # kept for the daemon's own end

@@ -9,8 +9,9 @@ import signal
 
 import pytest
 
-from tests.support.daemon_fleet import Fleet, mappers_of, wait_until
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 NONE_LEFT = 3  # every new descriptor would have a higher number
 
@@ -23,12 +24,12 @@ def test_a_mover_that_no_worker_can_watch_gets_no_memory(fleet: Fleet):
     inode = sink.memory_inode()
     movers = daemon.movers()
     (bound,) = [pid for pid in mappers_of(inode) if pid in movers]
-    limits = resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (NONE_LEFT, limits[1]))
+    limits = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (NONE_LEFT, limits[1]))
     os.kill(bound, signal.SIGKILL)
     wait_until(lambda: "mover pidfd not sent" in daemon.log.read_text(), "the offer has failed")
     assert not [pid for pid in mappers_of(inode) if pid in daemon.movers()]
-    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, limits)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
     wait_until(lambda: [pid for pid in mappers_of(inode) if pid in daemon.movers()], "offered again")
     pull_and_check([sink], publish([source], 2), 2)
 
@@ -38,10 +39,10 @@ def test_a_daemon_without_descriptors_ends_in_order(fleet: Fleet, signal_number:
     """It has some in reserve: to write whose engine ids are, and to close its event loop."""
     daemon = fleet.daemon("node")
     fleet.engine(daemon, spec_of("prefill"))
-    _, hard = resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (NONE_LEFT, hard))
-    daemon.process.send_signal(signal_number)
-    assert daemon.process.wait(60) == 0
+    _, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (NONE_LEFT, hard))
+    daemon.signal(signal_number)
+    assert daemon.wait() == 0
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]  # no traceback among them
     assert lines[-1]["event"] == "stopped"
     assert not [line for line in lines if line["level"] == "error"]

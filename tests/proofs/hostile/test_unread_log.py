@@ -11,23 +11,25 @@ from pathlib import Path
 import pytest
 
 from kvxferd.tooling.control_client import ControlClient
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet, wait_until
-from tests.support.rank_requests import publish, pull_and_check, spec_of
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 
 
-class Unread(DaemonUnderTest):
+class Unread(Daemon):
     """Its log goes to a pipe of one page, which holds some ten lines."""
 
     def start(self) -> None:
         self.reading, writing = os.pipe()
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-        self.process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
+        self._process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
         os.close(writing)
         self.control = ControlClient(str(self.directory / "control.sock"))
 
     @property
     def is_ready(self) -> bool:
-        assert self.process.poll() is None
+        assert self.exit_code is None
         return Path(self.control.socket_path).exists() and self.control.request("GET", "/readyz")[0] == 200
 
 
@@ -42,23 +44,22 @@ def test_it_serves_and_ends_although_nobody_reads_its_log(fleet: Fleet, tmp_path
             pull_and_check([sink], publish([source], request), request)
             source.await_event("Released")
         movers = daemon.movers()
-        daemon.process.send_signal(number)
-        assert daemon.process.wait(30) == (0 if number == signal.SIGTERM else -number)
+        daemon.signal(number)
+        assert daemon.wait() == (0 if number == signal.SIGTERM else -number)
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in movers), "its movers gone")
     finally:
-        daemon.process.kill()
-        daemon.process.wait()
+        daemon.kill()
         os.close(daemon.reading)
 
 
 def test_closed_standard_descriptors_go_to_no_socket(tmp_path: Path) -> None:
-    daemon = DaemonUnderTest(tmp_path / "node", {})
+    daemon = Daemon(tmp_path / "node", {})
     daemon.stop()
     command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *daemon._command]
-    daemon.process = subprocess.Popen(command, env=daemon._environ)
+    daemon._process = subprocess.Popen(command, env=daemon._environ)
     try:
         wait_until(lambda: daemon.is_ready, "ready", 60)
-        open_as = {n: os.readlink(f"/proc/{daemon.process.pid}/fd/{n}") for n in range(3)}
+        open_as = {n: os.readlink(f"/proc/{daemon.pid}/fd/{n}") for n in range(3)}
         assert open_as == dict.fromkeys(range(3), os.devnull)
     finally:
         assert daemon.stop() == 0

@@ -26,13 +26,15 @@ import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.control_client import ControlClient
-from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet, mappers_of, wait_until
 from tests.support.manifests import ROOT
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.rank_process import RankProcess, ranks_of
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
 from tests.support.prometheus_server import LIMIT_S, PrometheusServer, require_prometheus
 from tests.support.pull_traffic import PullTraffic
-from tests.support.rank_process import RankProcess, ranks_of
-from tests.support.rank_requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
 DASHBOARDS = sorted((ROOT / "deploy" / "monitoring" / "grafana").glob("*.json"))
 _NUMBERS = itertools.count()
@@ -58,7 +60,7 @@ class Watched:
         self._prometheus = prometheus
         self._names: list[str] = []
 
-    def daemon(self, *flags: str, **environ: str) -> tuple[str, DaemonUnderTest]:
+    def daemon(self, *flags: str, **environ: str) -> tuple[str, Daemon]:
         """Return a daemon with its `instance`."""
         name, port = self.address()
         daemon = self._fleet.daemon(name, "--http-bind", f"127.0.0.1:{port}", *flags, **environ)
@@ -132,7 +134,7 @@ def fail_pulls(sink: RankProcess, ref: dict[str, Any]) -> str:
     return str(fields["code"])
 
 
-def sink_of(fleet: Fleet, daemon: DaemonUnderTest) -> RankProcess:
+def sink_of(fleet: Fleet, daemon: Daemon) -> RankProcess:
     """Return a rank of an engine of its own."""
     (rank,) = fleet.engine(daemon, spec_of(f"decode-{next(_NUMBERS)}"))
     return rank
@@ -191,7 +193,7 @@ def test_a_daemon_without_its_library(watched: Watched, prometheus: PrometheusSe
         (tmp_path / "broken" / library / "__init__.py").write_text("raise ImportError('broken')\n")
     name, port = watched.address()
     flags = ("--http-bind", f"127.0.0.1:{port}")
-    daemon = DaemonUnderTest(tmp_path / name, {"PYTHONPATH": str(tmp_path / "broken")}, flags)
+    daemon = Daemon(tmp_path / name, {"PYTHONPATH": str(tmp_path / "broken")}, flags)
     try:
         watched.watch(name, port)
         prometheus.await_alert("KvxferdNotReady", instance=name)
@@ -204,7 +206,7 @@ def test_a_drain_that_waits(watched: Watched, fleet: Fleet, prometheus: Promethe
     node, daemon = watched.daemon(KVXFERD_DRAIN_LIMIT_S="600")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     source.publish("never-read", ids_for(1), TOKENS, lease_s=500.0)
-    daemon.process.terminate()
+    daemon.signal(signal.SIGTERM)
     prometheus.await_alert("KvxferdDrainingTooLong", instance=node)
     source.close()
     prometheus.await_clear("KvxferdDrainingTooLong", instance=node)
@@ -222,7 +224,7 @@ def test_two_versions(watched: Watched, prometheus: PrometheusServer, tmp_path: 
     prometheus.await_clear("KvxferdVersionSkew", job="kvxferd")
 
 
-class OtherVersion(DaemonUnderTest):
+class OtherVersion(Daemon):
     """A daemon that reports another version."""
 
     def start(self) -> None:
@@ -237,7 +239,7 @@ class OtherVersion(DaemonUnderTest):
 
 def test_few_descriptors_are_left(watched: Watched, prometheus: PrometheusServer) -> None:
     node, daemon = watched.daemon()
-    pid = daemon.process.pid
+    pid = daemon.pid
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) + 6, hard))
     prometheus.await_alert("KvxferdDescriptorsNearLimit", instance=node)
@@ -269,7 +271,7 @@ def test_a_daemon_stops_answering(watched: Watched, fleet: Fleet, prometheus: Pr
     (sink,) = fleet.engine(decode, spec_of("decode"))
     gone_reference(source, sink)
     refs = [publish([source], request) for request in range(1, 20)]
-    prefill.process.send_signal(signal.SIGSTOP)
+    prefill.signal(signal.SIGSTOP)
     try:
         for request, ref in enumerate(refs):  # the peer is silent once one of them has waited for 10 s
             sink.pull(ref, ids_for(request), TOKENS, deadline_s=40.0)
@@ -277,7 +279,7 @@ def test_a_daemon_stops_answering(watched: Watched, fleet: Fleet, prometheus: Pr
         prometheus.await_alert("KvxferdPeersSilent", instance=decode_node)
         prometheus.await_alert("KvxferdDown", instance=prefill_node)
     finally:
-        prefill.process.send_signal(signal.SIGCONT)
+        prefill.signal(signal.SIGCONT)
     prometheus.await_clear("KvxferdPeersSilent", instance=decode_node)
     prometheus.await_clear("KvxferdDown", instance=prefill_node)
 
@@ -299,9 +301,9 @@ def test_an_engine_without_its_second_rank(
 ) -> None:
     node, daemon = watched.daemon()
     first, second = ranks_of(spec_of("half", tp_size=2))
-    fleet.rank().register(daemon.worker_socket, first, **FACTS)
+    fleet.register(daemon, first)
     prometheus.await_alert("KvxferdEngineUnreadable", instance=node, state="incomplete")
-    fleet.rank().register(daemon.worker_socket, second, **FACTS)
+    fleet.register(daemon, second)
     prometheus.await_clear("KvxferdEngineUnreadable", instance=node)
 
 
@@ -370,18 +372,17 @@ def test_a_log_that_is_not_read(
                 pass
         prometheus.await_clear("KvxferdLogLinesDropped", instance=name)
     finally:
-        daemon.process.kill()
-        daemon.process.wait()
+        daemon.kill()
         os.close(daemon.reading)
 
 
-class UnreadLog(DaemonUnderTest):
+class UnreadLog(Daemon):
     """Its log goes to a pipe of one page that nobody reads."""
 
     def start(self) -> None:
         self.reading, writing = os.pipe()
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-        self.process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
+        self._process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
         os.close(writing)
         self.control = ControlClient(str(self.directory / "control.sock"))
 

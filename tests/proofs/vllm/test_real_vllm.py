@@ -25,9 +25,10 @@ from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
 from kvxferd.plan import TransferTopology
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
 from tests.support.documented_commands import ROOT, commands_of
 from tests.support.fetched_engine import register
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.vllm_caches import CPU, Deployment, Stretch, layer_views
 
 PYTHON = os.environ.get("KVXFERD_VLLM_PYTHON")
@@ -37,12 +38,12 @@ NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, HEAD_SIZE = 3, 4, 2, 32
 
 
 @pytest.fixture
-def daemon(fleet: Fleet) -> DaemonUnderTest:
+def daemon(fleet: Fleet) -> Daemon:
     return fleet.daemon("node")
 
 
 @pytest.fixture
-def engine(daemon: DaemonUnderTest) -> Iterator[Callable[..., EngineUnderTest]]:
+def engine(daemon: Daemon) -> Iterator[Callable[..., EngineUnderTest]]:
     """Make engines on the daemon."""
     with ExitStack() as stack:
 
@@ -164,7 +165,7 @@ OURS_SENT, OTHERS_SENT = ["KvxferdHandshake"] * 2, ["OwnHandshake"] * 2
     ],
 )
 def test_two_stages_and_the_first_request_are_published_at_each_position_of_multi_connector(
-    engine: Callable[..., EngineUnderTest], daemon: DaemonUnderTest, children: str, sent: list[str]
+    engine: Callable[..., EngineUnderTest], daemon: Daemon, children: str, sent: list[str]
 ) -> None:
     tag = hashlib.blake2s(b"1732", digest_size=4).hexdigest()
     generation = str(engine("prefill", tag=tag).generation)

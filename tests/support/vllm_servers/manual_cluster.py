@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.support.daemon_fleet import Fleet
+from tests.support.nodes.fleet import Fleet
 from tests.support.vllm_servers.completions import RequestFailed, complete, decode, prefill, prompt_of
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector, nixl_connector
 from tests.support.vllm_servers.tiny_models import KINDS

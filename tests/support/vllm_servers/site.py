@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.daemon_fleet import DaemonUnderTest, Fleet
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
 from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Completion, complete
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector, wait_until
 
@@ -28,7 +29,7 @@ class Site:
         self.python = python
         self.fleet = Fleet(directory)
         self.engines: list[Engine] = []
-        self.daemons: list[DaemonUnderTest] = []
+        self.daemons: list[Daemon] = []
         directory.mkdir(parents=True, exist_ok=True)
 
     def model(self, kind: str) -> Path:
@@ -42,7 +43,7 @@ class Site:
             assert done.returncode == 0, f"cannot build the {kind} model: {done.stderr[-2000:]}"
         return path
 
-    def daemon(self, name: str) -> DaemonUnderTest:
+    def daemon(self, name: str) -> Daemon:
         """A daemon that is ready, its directory below this one's."""
         self.daemons.append(self.fleet.daemon(name))
         return self.daemons[-1]
@@ -69,21 +70,20 @@ class Site:
 class Nodes:
     """The prefill node's and the decode node's daemon."""
 
-    prefill: DaemonUnderTest
-    decode: DaemonUnderTest
+    prefill: Daemon
+    decode: Daemon
 
     def heal(self) -> None:
         """Have both run and ready, whatever a test did to them."""
         for node in (self.prefill, self.decode):
-            if node.process.poll() is not None:
+            if node.exit_code is not None:
                 node.start()
         for node in (self.prefill, self.decode):
             wait_until(lambda node=node: node.is_ready, f"{node.directory.name} ready", SETTLE_S)
 
-    def kill(self, node: DaemonUnderTest) -> None:
+    def kill(self, node: Daemon) -> None:
         """End a daemon as nothing can prevent; its movers go by themselves."""
-        node.process.kill()
-        node.process.wait(20)
+        node.kill()
 
     def producer(self, model: Path, **served: Any) -> Served:
         """A prefill engine at its daemon."""

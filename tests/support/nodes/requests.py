@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 from kvxferd.layout import EngineSpec
-from tests.support.daemon_fleet import DaemonUnderTest
-from tests.support.rank_process import RankProcess
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.rank_process import RankProcess
 
 TOKENS = 500
 
@@ -43,7 +43,7 @@ def pull_and_check(
         assert sink.num_spilled(ids) == 0
 
 
-def rank_shown(daemon: DaemonUnderTest, engine_id: str) -> dict[str, Any]:
+def rank_shown(daemon: Daemon, engine_id: str) -> dict[str, Any]:
     """The first rank of an engine in the daemon's status; {} while the engine is not there."""
     engines = [e for e in daemon.status()["engines"] if e["engine_id"] == engine_id]
     return engines[0]["ranks"][0] if engines else {}

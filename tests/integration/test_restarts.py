@@ -1,45 +1,42 @@
-"""A rank sleeps while a daemon is away: what was published of its old memory is never delivered."""
+"""Daemons that die and return.
+
+Where a rank sleeps meanwhile, what was published of its old memory is never delivered.
+"""
 
 from __future__ import annotations
 
 import select
-import socket
 import time
 from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
 from kvxferd import client
 from kvxferd.client import BlockList, Publisher, PublishRefused, Released
 from kvxferd.errors import Code
-from tests.support.daemon_fleet import FACTS, DaemonUnderTest, Fleet, wait_until
-from tests.support.rank_process import RankError, RankProcess
-from tests.support.rank_requests import TOKENS, ids_for, pull_and_check, spec_of
+from kvxferd.tooling.child_process import ChildError
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.rank_process import RankProcess
+from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
+from tests.support.nodes.waiting import wait_until
+from tests.support.ports import free_port
 
 LEASE_S = 120.0  # longer than any restart: nothing here ends by its lease
 
 
-def daemon_that_returns(fleet: Fleet, name: str) -> DaemonUnderTest:
+def daemon_that_returns(fleet: Fleet, name: str) -> Daemon:
     """A daemon whose references are good after its restart: its port stays."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return fleet.daemon(name, "--peer-bind", f"tcp://127.0.0.1:{port}")
+    return fleet.daemon(name, "--peer-bind", f"tcp://127.0.0.1:{free_port()}")
 
 
-def publish(scheduler: Publisher, sources: list[RankProcess], request: int) -> dict[str, Any]:
+def publish_by(scheduler: Publisher, sources: list[RankProcess], request: int) -> dict[str, Any]:
     ids = ids_for(request, 16)
     for source in sources:
         source.write(request, ids, TOKENS)
     blocks = {"full": BlockList(ids=np.array(ids, np.int32))}
     return scheduler.publish(f"req-{request}", blocks, TOKENS, lease_s=LEASE_S).to_dict()
-
-
-def kill(daemon: DaemonUnderTest) -> None:
-    daemon.process.kill()
-    daemon.process.wait()
 
 
 def sleep_and_forget(source: RankProcess) -> None:
@@ -55,7 +52,7 @@ def wake(source: RankProcess, limit_s: float = 30.0) -> Any:
     while True:
         try:
             return source.resume()
-        except RankError as error:
+        except ChildError as error:
             if error.code != "home-unreachable" or time.monotonic() > deadline:
                 raise
 
@@ -76,48 +73,68 @@ def check_void(scheduler: Publisher, sink: RankProcess, ref: dict[str, Any]) -> 
     assert (ended.code if isinstance(ended, PublishRefused) else ended.why) is Code.RANK_LOST
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_rank_that_slept_while_its_daemon_was_away_voids_what_its_scheduler_published(
-    fleet: Fleet, tp: int
-):
-    prefill, decode = daemon_that_returns(fleet, "prefill"), fleet.daemon("decode")
-    sources = fleet.engine(prefill, spec_of("prefill", tp_size=tp, publish_implies_ready=True))
+def test_movers_and_memory_go_with_a_killed_daemon(fleet: Fleet):
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    inode, movers = source.memory_inode(), daemon.movers()
+    assert movers
+    daemon.kill()
+    wait_until(lambda: mappers_of(inode) == [source.pid], "only the worker maps its memory", 5.0)
+
+
+def test_a_restarted_daemon_is_found_again_and_serves(fleet: Fleet):
+    daemon = fleet.daemon("node")
+    (source,) = fleet.engine(daemon, spec_of("prefill"))
+    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    pull_and_check([sink], publish([source], 1), 1)
+    daemon.kill()
+    daemon.start()
+    wait_until(
+        lambda: daemon.is_ready and len(daemon.status()["engines"]) == 2, "both registered again", 20.0
+    )
+    # Another port after the restart: references are made anew.
+    wait_until(lambda: all(e["complete"] for e in daemon.status()["engines"]), "both complete", 20.0)
+    pull_and_check([sink], publish([source], 2), 2)
+
+
+def test_a_rank_that_slept_while_its_daemon_was_away_voids_what_its_scheduler_published(fleet: Fleet):
+    prefill, decode = daemon_that_returns(fleet, "prefill"), fleet.shared("decode")
+    sources = fleet.engine(prefill, spec_of("prefill", publish_implies_ready=True))
     (sink,) = fleet.engine(decode, spec_of("decode"))
     with client.connect(prefill.worker_socket) as connection:
-        scheduler = connection.attach("prefill", "g1")
-        ref = publish(scheduler, sources, 1)
+        scheduler = connection.attach("prefill", fleet.generation())
+        ref = publish_by(scheduler, sources, 1)
         wait_until(lambda: prefill.status()["transfers"], "the publish noticed")
-        kill(prefill)
+        prefill.kill()
         sleep_and_forget(sources[-1])
         prefill.start()
         wake(sources[-1])
         wait_until(lambda: prefill.is_ready and scheduler.is_connected, "the scheduler is back", 20.0)
         wait_until(lambda: prefill.status()["engines"][0]["complete"], "every rank is back", 20.0)
         check_void(scheduler, sink, ref)
-        pull_and_check([sink], publish(scheduler, sources, 2), 2)  # of the new memory
+        pull_and_check([sink], publish_by(scheduler, sources, 2), 2)  # of the new memory
 
 
 def test_a_member_that_slept_while_its_home_was_away_voids_what_was_published(fleet: Fleet):
-    home, member = daemon_that_returns(fleet, "home"), fleet.daemon("member")
-    decode = fleet.daemon("decode")
+    home, member = daemon_that_returns(fleet, "home"), fleet.shared("member")
+    decode = fleet.shared("decode")
     spec = spec_of("prefill", pp_size=2, home=home.endpoint, publish_implies_ready=True)
-    stages = []
-    for daemon, pp_rank in ((home, 0), (member, 1)):
-        rank = fleet.rank()
-        rank.register(daemon.worker_socket, msgspec.structs.replace(spec, pp_rank=pp_rank), **FACTS)
-        stages.append(rank)
+    stages = [
+        fleet.register(daemon, msgspec.structs.replace(spec, pp_rank=pp_rank))
+        for pp_rank, daemon in enumerate((home, member))
+    ]
     (sink,) = fleet.engine(decode, spec_of("decode"))
     with client.connect(home.worker_socket) as connection:
-        scheduler = connection.attach("prefill", "g1")
-        pull_and_check([sink], publish(scheduler, stages, 3), 3)
+        scheduler = connection.attach("prefill", fleet.generation())
+        pull_and_check([sink], publish_by(scheduler, stages, 3), 3)
         assert end_of_publish(scheduler) == Released("req-3", Code.COMPLETED)
-        ref = publish(scheduler, stages, 1)
+        ref = publish_by(scheduler, stages, 1)
         wait_until(lambda: home.status()["transfers"], "the publish noticed")
-        kill(home)
+        home.kill()
         sleep_and_forget(stages[1])
         home.start()
         wait_until(lambda: home.is_ready and scheduler.is_connected, "the scheduler is back", 20.0)
         wake(stages[1])
         wait_until(lambda: home.status()["engines"][0]["complete"], "every rank is back", 30.0)
         check_void(scheduler, sink, ref)
-        pull_and_check([sink], publish(scheduler, stages, 2), 2)
+        pull_and_check([sink], publish_by(scheduler, stages, 2), 2)

@@ -1,0 +1,154 @@
+"""What runs in a rank process of the tests: a rank that sleeps, and has memory of any kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import select
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvxferd import client, resident
+from kvxferd.fd_wait import wait_readable
+from kvxferd.ids import RegionId
+from kvxferd.layout import EngineSpec
+from kvxferd.memory.device import ResidentMemory
+from kvxferd.memory.driver import DRIVER_VARIABLE
+from kvxferd.memory.fake_driver import FakeDriver
+from kvxferd.tooling import content
+from kvxferd.tooling.content import RequestBlocks
+from kvxferd.tooling.engine_process import EngineRank
+
+WAIT_S = 30.0
+
+
+class Agent(EngineRank):
+    """A rank whose pulls and events are looked at one by one."""
+
+    more: ClassVar[dict[str, Any]] = {}  # for `resident.register`
+    can_serve_again = True  # this process, once it has left
+    unread: tuple[client.Event, ...] = ()
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__()
+        os.environ.update(environ)
+        self.tickets: dict[int, client.PullTicket] = {}
+
+    def _register(self, spec: EngineSpec) -> client.RankHandle:
+        if isinstance(self.store.memory, ResidentMemory):
+            return resident.register(self.client, spec, self.layout, self._regions(), **self.more)
+        return super()._register(spec)
+
+    def use_transport(self, make: Callable[..., Any]) -> None:
+        """Have resident movers made with that function."""
+        self.can_serve_again = False
+        self.more = {"make_transport": make}
+
+    def _regions(self) -> dict[RegionId, Any]:
+        return {RegionId(self.layout.regions[0].region): self.store.memory}
+
+    def start_pull(self, ref: dict[str, Any], request: RequestBlocks, deadline_s: float) -> int:
+        """Return the pull's ticket, by its number."""
+        self.store.load()
+        self.before = self.store.bytes.copy()
+        ticket = self.rank.pull(ref, self.block_lists(request), request.num_tokens, deadline_s=deadline_s)
+        self.tickets[ticket.number] = ticket
+        return ticket.number
+
+    def cancel(self, ticket: int) -> None:
+        self.tickets[ticket].cancel()
+
+    def next_event(self, timeout_s: float = WAIT_S) -> tuple[str, dict[str, Any]] | None:
+        """The next event's name and fields, None if none comes in time."""
+        deadline = time.monotonic() + timeout_s
+        while not self.unread:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            wait_readable([self.rank.fileno()], left)
+            self.unread = tuple(self.rank.poll())
+        event, *rest = self.unread
+        self.unread = tuple(rest)
+        fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+        if isinstance(fields.get("ticket"), client.PullTicket):
+            fields["ticket"] = fields["ticket"].number
+        fields.pop("blocks", None)
+        return type(event).__name__, fields
+
+    def num_spilled(self, ids: Mapping[str, content.BlockIds]) -> int:
+        """Bytes outside these blocks that changed since the last pull began."""
+        self.store.load()
+        return content.count_changed_outside(self.before.copy(), self.store.bytes, self.layout, ids)
+
+    def suspend(self) -> None:
+        self.rank.suspend()
+
+    def resume(self) -> None:
+        self.rank.resume(self._regions())
+
+    def free(self) -> None:
+        """The engine sleeps: its memory goes. It wakes with a store in other than host memory alone."""
+        self.store.free()
+
+    def allocate(self) -> None:
+        """The engine wakes: memory is there again, with what the copy holds."""
+        self.store.allocate()
+        self.store.save()
+
+    def memory_inode(self) -> int:
+        return os.fstat(self.store.memory.fd).st_ino
+
+    def close(self) -> bool:
+        """Return whether the memory may still be touched."""
+        super().close()
+        return self.may_be_touched()
+
+    def may_be_touched(self) -> bool:
+        return hasattr(self, "rank") and self.rank.memory_in_use
+
+    def leave(self) -> bool:
+        """Close what there is, and give the memory back. Return whether this process can serve again."""
+        in_use = self.close()
+        can_serve_again = self.can_serve_again
+        if hasattr(self, "store"):
+            # A GPU's memory that a process's context has is free when the process ends, not before.
+            can_serve_again &= isinstance(getattr(self.store, "driver", None), FakeDriver | None)
+            can_serve_again &= not (in_use and isinstance(self.store.memory, ResidentMemory))
+            if can_serve_again and hasattr(self.store, "bytes"):
+                self.store.free()
+        os.environ.pop(DRIVER_VARIABLE, None)  # as a `TensorStore` sets it
+        vars(self).clear()
+        self.__init__({})  # type: ignore[misc]
+        return can_serve_again
+
+    def open_files(self, number: int) -> None:
+        """What is opened from here on has a number above that."""
+        self.can_serve_again = False
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (2 * number, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        )
+        self.files = [os.open("/dev/null", os.O_RDONLY) for _ in range(number)]
+
+    def num_threads(self) -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def scribble(self) -> None:
+        """Put bytes into the whole cache that are nowhere else."""
+        drawn = np.random.default_rng(os.getpid()).integers(0, 256, self.store.bytes.size, dtype=np.uint8)
+        self.store.bytes[:] = drawn
+
+    def await_first_bytes(self) -> None:
+        """Return once a pull has begun to write. Of a store whose `bytes` are the cache itself."""
+        deadline = time.monotonic() + WAIT_S
+        while np.array_equal(self.store.bytes[::65536], self.before[::65536]):
+            assert time.monotonic() < deadline, "the pull writes nothing"
+
+    def is_still(self, for_s: float = 0.3) -> bool:
+        """Whether nothing is written for that time."""
+        before = self.store.bytes.copy()
+        select.select([], [], [], for_s)
+        return bool(np.array_equal(self.store.bytes, before))

@@ -1,0 +1,141 @@
+"""`kvxferd serve` in a process of its own, and the proof that a test left nothing in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from kvxferd.tooling.daemon_process import DaemonProcess
+from tests.support.cluster.processes import children
+
+FDS_A_PEER = 2  # of a ZMQ socket; its TCP connection is not counted
+FDS_OF_FIRST_USE = 8  # a ZMQ context of the first engine's, and a thread: both stay
+STOP_S = 60.0
+
+
+class Daemon(DaemonProcess):
+    """A daemon in a directory, with the settings of `environ` and of `flags`, and what it tells of a test."""
+
+    def __init__(self, directory: Path, environ: Mapping[str, str], flags: tuple[str, ...] = ()) -> None:
+        self._log_begin = 0  # of this test's part of the log, in bytes
+        self._counted: dict[str, float] = {}  # by series, when this test began
+        self._began_at = 0.0
+        super().__init__(directory, flags, environ)
+
+    @property
+    def endpoint(self) -> str:
+        return self.status()["endpoint"]
+
+    def status(self) -> dict[str, Any]:
+        return self.control.get("/v1/status")["node"]
+
+    def metrics(self) -> str:
+        """What a scrape of control.sock returns."""
+        return self.http("/metrics")
+
+    def http(self, path: str) -> str:
+        """A whole response of control.sock, with its head."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(self.control.socket_path)
+            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: kvxferd\r\n\r\n".encode())
+            return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+
+    def begin_test(self) -> None:
+        """Have logs, counters and history begin here."""
+        self._log_begin = self.log.stat().st_size
+        self._counted = self._series()
+        self._began_at = time.time()
+
+    def counted(self, series: str) -> float:
+        """By how much a series has grown in this test; with its labels, as a scrape shows them."""
+        return self._series()[series] - self._counted.get(series, 0.0)
+
+    def _series(self) -> dict[str, float]:
+        lines = self.metrics().partition("\r\n\r\n")[2].splitlines()
+        pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return {series: float(value) for series, _, value in pairs}
+
+    def history(self, **query: str) -> list[dict[str, Any]]:
+        """The records of this test that the query finds."""
+        records = self.control.get(f"/v1/history?{urlencode(query)}")["records"]
+        return [record for record in records if record["ended_at"] >= self._began_at]
+
+    def log_text(self) -> str:
+        """What it has logged in this test."""
+        return self.log.read_bytes()[self._log_begin :].decode()
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """The lines of an event in this test."""
+        return [line for line in map(json.loads, self.log_text().splitlines()) if line["event"] == event]
+
+    def movers(self) -> list[int]:
+        """The pids of its movers: children of children."""
+        return [pid for parent in children(self.pid) for pid in children(parent)]
+
+    def verb(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `kvxferd ARGUMENTS` at this daemon."""
+        command = [sys.executable, "-m", "kvxferd.cli", *arguments, "--socket", self.control.socket_path]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    def wait(self, limit_s: float = STOP_S) -> int:
+        """Return its exit code once it has ended."""
+        return self._process.wait(limit_s)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a daemon that serves nobody has."""
+
+    num_sessions: int
+    num_fds: int  # without TCP connections: peers keep theirs
+    num_movers: int  # all of them warm
+    num_peers: int  # stay when they are not used
+
+    @classmethod
+    def of(cls, daemon: Daemon) -> Footprint:
+        status = daemon.status()
+        num_fds = _num_fds(daemon.pid)
+        return cls(status["num_sessions"], num_fds, len(daemon.movers()), len(status["peers"]))
+
+
+def at_rest(daemon: Daemon, before: Footprint) -> list[str]:
+    """Return what a daemon that nobody uses still has, and did not have `before`, at its start.
+
+    Empty: nothing. What grows with each test is found, however little it is, after some of them.
+    """
+    status, now = daemon.status(), Footprint.of(daemon)
+    held = ("engines", "transfers", "pulls", "num_grants_held", "num_quarantined", "quarantined_bytes")
+    left = [f"{what}: {status[what]}" for what in held if status[what]]
+    if now.num_sessions != before.num_sessions:
+        left.append(f"{now.num_sessions} sessions, before {before.num_sessions}")
+    if now.num_movers != before.num_movers:
+        left.append(f"{now.num_movers} movers, before {before.num_movers}")
+    if now.num_fds > before.num_fds + FDS_OF_FIRST_USE + FDS_A_PEER * now.num_peers:
+        left.append(f"{now.num_fds} descriptors with {now.num_peers} peers, before {before.num_fds}")
+    return left + [f"{path} is left" for path in _shared_memory(daemon)]
+
+
+def _num_fds(pid: int) -> int:
+    connections = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    tcp = {f"socket:[{line.split()[9]}]" for line in connections}
+    num = 0
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            num += os.readlink(f"/proc/{pid}/fd/{fd}") not in tcp
+    return num
+
+
+def _shared_memory(daemon: Daemon) -> list[Path]:
+    """The files of its movers, which UCX unlinks as soon as it has opened them."""
+    directories = [Path(f"/dev/shm/kvxferd-movers-{pid}") for pid in children(daemon.pid)]
+    return [path for directory in directories for path in directory.glob("*")]

@@ -1,0 +1,129 @@
+"""A rank in a process of its own, as a test calls it."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.tooling.child_process import ChildError, ChildProcess, Pending
+from kvxferd.tooling.content import RequestBlocks
+from tests.support.nodes.agent import Agent
+from tests.support.nodes.stores import DeviceStore, HostStore, OwnStore
+from tests.support.tensor_allocators import TensorStore
+
+GROUP = "full"
+LIMIT_S = 60.0
+
+
+class RankProcess:
+    """Every method of `Agent` can be called. What one raises is a ChildError with its code."""
+
+    def __init__(self, log: Path, environ: Mapping[str, str] | None = None) -> None:
+        self._child = ChildProcess(Agent, log, dict(environ or {}))
+        self._registering: Pending[float] | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(self._child.call, getattr(Agent, name))
+
+    def run(self, function: Callable[[Agent], Any]) -> Any:
+        """Call a function with the agent in the process."""
+        return self._child.call(function)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def start_registering(
+        self, socket: str, spec: EngineSpec, store: Mapping[str, Any] | None = None, **facts: Any
+    ) -> Pending[float]:
+        """Register with a cache in host memory, or in one of a `TensorStore` or `DeviceStore`."""
+        if store is None:
+            return self._start(socket, spec, HostStore, facts)
+        kind = TensorStore if "tensor" in store else DeviceStore
+        return self._start(socket, spec, functools.partial(kind, **store), facts)
+
+    def start_registering_resident(self, socket: str, spec: EngineSpec, **facts: Any) -> Pending[float]:
+        """Register with memory of that process alone, and its mover there."""
+        return self._start(socket, spec, OwnStore, facts)
+
+    def _start(
+        self, socket: str, spec: EngineSpec, make_store: Callable[[int], Any], facts: Mapping[str, Any]
+    ) -> Pending[float]:
+        layout = attention_layout(spec=spec, **facts)
+        self._registering = self._child.start(Agent.register, socket, spec, layout, make_store)
+        return self._registering
+
+    def write(self, request: int, ids: list[int], num_tokens: int) -> None:
+        self._child.call(Agent.write, _blocks(ids, num_tokens, request))
+
+    def publish(self, name: str, ids: list[int], num_tokens: int, **more: Any) -> dict[str, Any]:
+        return self._child.call(Agent.publish, name, _blocks(ids, num_tokens), **more).to_dict()
+
+    def unpublish(self, ref: dict[str, Any]) -> None:
+        self._child.call(Agent.unpublish, ref)
+
+    def pull(self, ref: dict[str, Any], ids: list[int], num_tokens: int, deadline_s: float = 20.0) -> int:
+        """Begin a pull; return its ticket."""
+        return self._child.call(Agent.start_pull, ref, _blocks(ids, num_tokens), deadline_s)
+
+    def num_wrong(self, request: int, ids: list[int], num_tokens: int) -> int:
+        found = self._child.call(Agent.check, _blocks(ids, num_tokens, request))
+        assert found.checked_items > 0
+        return found.wrong_items
+
+    def num_spilled(self, ids: list[int]) -> int:
+        """Bytes outside these blocks that changed since the last `pull`."""
+        return self._child.call(Agent.num_spilled, _blocks(ids, 0).ids)
+
+    def end_of(self, ticket: int) -> tuple[str, dict[str, Any]]:
+        """The ticket's terminal event; others before it are dropped."""
+        while (event := self.next_event()) is not None:
+            name, fields = event
+            if name in ("Delivered", "Failed") and fields["ticket"] == ticket:
+                return name, fields
+        raise AssertionError(f"ticket {ticket} never ended")
+
+    def await_event(self, wanted: str) -> dict[str, Any]:
+        while (event := self.next_event()) is not None:
+            if event[0] == wanted:
+                return event[1]
+        raise AssertionError(f"no {wanted} came")
+
+    def signal(self, number: signal.Signals) -> None:
+        self._child.signal(number)
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    def leave(self) -> bool:
+        """Return whether the process lives, has nothing registered any more, and can serve another test."""
+        if self._child.exit_code is not None:
+            return False
+        self.signal(signal.SIGCONT)
+        try:
+            if self._registering is not None:
+                self._registering.result(0.0)
+            return self._child.call(Agent.leave)
+        except ChildError:  # it dies just now, is still registering, or was refused
+            return False
+        finally:
+            self._registering = None
+
+    def stop(self) -> None:
+        self._child.stop()
+
+
+def _blocks(ids: list[int], num_tokens: int, request: int = 0) -> RequestBlocks:
+    return RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, num_tokens)
+
+
+def ranks_of(spec: EngineSpec) -> list[EngineSpec]:
+    return [msgspec.structs.replace(spec, pp_rank=r.pp_rank, tp_rank=r.tp_rank) for r in spec.ranks()]

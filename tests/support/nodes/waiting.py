@@ -1,0 +1,17 @@
+"""Waiting for what a test expects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+POLL_S = 0.02
+
+
+def wait_until(holds: Callable[[], Any], what: str, limit_s: float = 30.0) -> None:
+    """Return once `holds()` is true; fail with `what` if it never is."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
+        time.sleep(POLL_S)
