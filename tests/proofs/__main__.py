@@ -122,7 +122,7 @@ PROOFS = (
     ),
     Proof(
         "cuda-stub", 2, "tests.proofs.cuda_stub", needs=(IS_ROOT, CC),
-        paths=(*MOVERS, "kvxferd/doctor", "kvxferd/resident", "tests/proofs/cuda_stub", "tests/support/cuda_stub"),
+        paths=(*MOVERS, "kvxferd/doctor", "tests/proofs/cuda_stub", "tests/support/cuda_stub"),
     ),
     Proof(
         "hosts", 1, tests="tests/proofs/hosts",
