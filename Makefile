@@ -9,7 +9,7 @@ unexport KVXFERD_CONFIG
 # Tests start many processes; compiling the package anew costs each of them 0.1 to 0.3 s.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
-PYTEST = $(VENV)/bin/pytest -n $(or $(WORKERS),2) --dist loadgroup
+PYTEST = $(VENV)/bin/pytest -n $(or $(WORKERS),2) --dist loadfile
 
 .PHONY: demo quick test proofs check clean chaos hostile mutants simulate test-random test-vllm
 

@@ -65,7 +65,7 @@ def test_draining_finishes_what_was_published_and_refuses_what_is_new(fleet: Fle
     (sink,) = fleet.engine(decode, spec_of("decode"))
     ref = publish([source], 1)
     wait_until(lambda: prefill.status()["transfers"], "the publish noticed")
-    prefill.signal(signal.SIGTERM)
+    prefill.send_signal(signal.SIGTERM)
     wait_until(lambda: prefill.status()["draining"], "draining")
     source.publish("late", ids_for(2, 16), TOKENS)
     assert source.await_event("PublishRefused")["code"] == "draining"
@@ -78,7 +78,7 @@ def test_a_drain_that_nothing_ends_is_limited(fleet: Fleet):
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     publish([source], 1)
     wait_until(lambda: daemon.status()["transfers"], "the publish noticed")
-    daemon.signal(signal.SIGTERM)
+    daemon.send_signal(signal.SIGTERM)
     assert daemon.wait() == 0
     assert "drain limit reached" in daemon.log_text()
 

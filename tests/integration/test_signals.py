@@ -28,7 +28,7 @@ from tests.support.other_user import NOBODY, needs_root, open_directory, script
 def hang_up(daemon: Daemon, event: str = "configuration reloaded") -> None:
     """Send SIGHUP and return once it has been dealt with."""
     before = len(daemon.logged(event))
-    daemon.signal(signal.SIGHUP)
+    daemon.send_signal(signal.SIGHUP)
     wait_until(lambda: len(daemon.logged(event)) > before, event)
 
 
@@ -78,7 +78,7 @@ def test_a_bad_file_changes_nothing_and_what_needs_a_restart_is_named(fleet: Fle
     # A flag wins over the file, also when it is read again: the daemon's http.bind is one.
     assert done.stdout == "changed: log.level\nignored until a restart: limits.max_ranks\n"
     wait_until(lambda: daemon.logged("configuration reloaded"), "the reload is a line at any level")
-    daemon.signal(signal.SIGUSR1)
+    daemon.send_signal(signal.SIGUSR1)
     wait_until(lambda: daemon.logged("signal ignored"), "so is a signal")
     num_lines = len(daemon.log_text().splitlines())
     fleet.engine(daemon, spec_of("prefill"))
@@ -95,10 +95,10 @@ def test_the_service_manager_is_told(tmp_path: Path) -> None:
         daemon = Daemon(tmp_path / "node", environ, ("--drain-limit-s", "30"))
         try:
             assert manager.recv(4096).split(b"\n")[0] == b"READY=1"
-            daemon.signal(signal.SIGHUP)
+            daemon.send_signal(signal.SIGHUP)
             assert manager.recv(4096).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
             assert manager.recv(4096) == b"READY=1"
-            daemon.signal(signal.SIGTERM)
+            daemon.send_signal(signal.SIGTERM)
             stopping = manager.recv(4096).split(b"\n")
             assert stopping[0] == b"STOPPING=1"
             assert stopping[-1] == b"EXTEND_TIMEOUT_USEC=40000000"
@@ -110,7 +110,7 @@ def test_other_signals_end_nothing(fleet: Fleet) -> None:
     daemon = fleet.daemon("node")
     for number in (signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         for _ in range(3):
-            daemon.signal(number)
+            daemon.send_signal(number)
     wait_until(lambda: daemon.logged("configuration reloaded"), "reloaded")
     ignored = {line["signal"] for line in daemon.logged("signal ignored")}
     assert ignored == {"SIGUSR1", "SIGUSR2"}
@@ -123,7 +123,7 @@ def test_a_signal_ends_it_with_0_and_removes_its_sockets(fleet: Fleet, number):
     fleet.engine(daemon, spec_of("prefill"))
     movers = daemon.movers()
     assert movers
-    daemon.signal(number)
+    daemon.send_signal(number)
     assert daemon.wait() == 0
     assert not list(daemon.directory.glob("*.sock"))
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in movers), "its movers gone")
@@ -133,10 +133,10 @@ def test_a_daemon_that_was_stopped_reports_late_timers_and_starts_no_false_alarm
     """SIGSTOP is no lack of processors. A machine that is busy too may have starved it all the same."""
     daemon = fleet.daemon("node")
     resumed_at = time.monotonic() + LATE_S + 2 * INTERVAL_S
-    daemon.signal(signal.SIGSTOP)
+    daemon.send_signal(signal.SIGSTOP)
     while (left_s := resumed_at - time.monotonic()) > 0:
         time.sleep(left_s)  # the daemon cannot act before this: lateness is time that passes
-    daemon.signal(signal.SIGCONT)
+    daemon.send_signal(signal.SIGCONT)
     wait_until(lambda: "timers late" in daemon.log_text(), "the late timer logged")
     warnings = daemon.control.get("/v1/status")["warnings"]
     causes = {line["cause"] for line in daemon.logged("timers late")}
@@ -154,9 +154,9 @@ def test_it_stops_at_once_where_it_is_told_to(fleet: Fleet, numbers: tuple[signa
     publish([source], 1)
     wait_until(lambda: daemon.status()["transfers"], "the publish noticed")
     for number in numbers[:-1]:
-        daemon.signal(number)
+        daemon.send_signal(number)
         wait_until(lambda: daemon.status()["draining"], "draining")
-    daemon.signal(numbers[-1])
+    daemon.send_signal(numbers[-1])
     assert daemon.wait() == 0
     assert not [name for name in os.listdir(daemon.directory) if name.endswith(".sock")]
 
@@ -184,7 +184,7 @@ def test_a_sighup_before_it_serves_is_remembered(tmp_path: Path) -> None:
     with movers_of_a_predecessor(tmp_path / "node"):
         daemon = Daemon(tmp_path / "node", {})
         wait_until(lambda: is_starting(daemon), "starting", 60)
-        daemon.signal(signal.SIGHUP)
+        daemon.send_signal(signal.SIGHUP)
     try:
         wait_until(lambda: daemon.logged("configuration reloaded"), "reloaded", 60)
         events = [json.loads(line)["event"] for line in daemon.log_text().splitlines()]
@@ -197,7 +197,7 @@ def test_a_sigterm_before_it_serves_ends_it_in_order(tmp_path: Path) -> None:
     with movers_of_a_predecessor(tmp_path / "node"):
         daemon = Daemon(tmp_path / "node", {})
         wait_until(lambda: is_starting(daemon), "starting", 60)
-        daemon.signal(signal.SIGTERM)
+        daemon.send_signal(signal.SIGTERM)
         assert daemon.wait() == 0
     assert daemon.logged("stopped")
     assert not [name for name in os.listdir(daemon.directory) if name.endswith(".sock")]

@@ -130,12 +130,12 @@ def test_a_rank_that_was_let_go_of_after_its_engine_gave_up_waiting_is_asleep(
     engine: Make, daemon: Daemon
 ) -> None:
     decode = engine("decode")
-    daemon.signal(signal.SIGSTOP)
+    daemon.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(KvxferdError, match="has not let go"):
             decode.worker.suspend(timeout_s=0.2)
     finally:
-        daemon.signal(signal.SIGCONT)
+        daemon.send_signal(signal.SIGCONT)
     decode.step_until(lambda _: not decode.rank.memory_in_use, "the daemon lets go")
     decode.step()
     decode.worker.suspend(timeout_s=5)

@@ -98,13 +98,13 @@ def test_a_frozen_daemon_does_not_hold_the_memory(fleet: Fleet) -> None:
     daemon = fleet.daemon("node")
     (source,) = fleet.engine(daemon, spec_of("prefill"), "register_resident")
     publish([source], 1)
-    daemon.signal(signal.SIGSTOP)
+    daemon.send_signal(signal.SIGSTOP)
     try:
         assert source.close() is False
         source.free()
         assert source.num_threads() > 0  # it lives
     finally:
-        daemon.signal(signal.SIGCONT)
+        daemon.send_signal(signal.SIGCONT)
 
 
 def test_a_mover_thread_that_breaks_is_replaced(fleet: Fleet) -> None:

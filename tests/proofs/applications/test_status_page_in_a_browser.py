@@ -44,11 +44,11 @@ async def until(page: Page, holds: Callable[[str], bool], what: str, limit_s: fl
 @asynccontextmanager
 async def stopped(daemon: Daemon) -> AsyncIterator[None]:
     """Stop a daemon's process: its connections stay, and nothing answers."""
-    daemon.signal(signal.SIGSTOP)
+    daemon.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        daemon.signal(signal.SIGCONT)
+        daemon.send_signal(signal.SIGCONT)
 
 
 def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> No
             await _follow_the_link(page)
             await page.open(f"http://127.0.0.1:{port}/")
             assert page.errors == []
-            decode.signal(signal.SIGTERM)  # and does not answer any more
+            decode.send_signal(signal.SIGTERM)  # and does not answer any more
             await until(page, lambda text: "does not answer" in text, "the daemon's end", 2 * WITHIN_S)
 
     async def _fail_a_pull(page: Page) -> None:

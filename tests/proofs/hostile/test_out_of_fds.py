@@ -41,7 +41,7 @@ def test_a_daemon_without_descriptors_ends_in_order(fleet: Fleet, signal_number:
     fleet.engine(daemon, spec_of("prefill"))
     _, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (NONE_LEFT, hard))
-    daemon.signal(signal_number)
+    daemon.send_signal(signal_number)
     assert daemon.wait() == 0
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]  # no traceback among them
     assert lines[-1]["event"] == "stopped"

@@ -44,7 +44,7 @@ def test_it_serves_and_ends_although_nobody_reads_its_log(fleet: Fleet, tmp_path
             pull_and_check([sink], publish([source], request), request)
             source.await_event("Released")
         movers = daemon.movers()
-        daemon.signal(number)
+        daemon.send_signal(number)
         assert daemon.wait() == (0 if number == signal.SIGTERM else -number)
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in movers), "its movers gone")
     finally:

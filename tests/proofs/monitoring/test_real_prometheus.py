@@ -206,7 +206,7 @@ def test_a_drain_that_waits(watched: Watched, fleet: Fleet, prometheus: Promethe
     node, daemon = watched.daemon(KVXFERD_DRAIN_LIMIT_S="600")
     (source,) = fleet.engine(daemon, spec_of("prefill"))
     source.publish("never-read", ids_for(1), TOKENS, lease_s=500.0)
-    daemon.signal(signal.SIGTERM)
+    daemon.send_signal(signal.SIGTERM)
     prometheus.await_alert("KvxferdDrainingTooLong", instance=node)
     source.close()
     prometheus.await_clear("KvxferdDrainingTooLong", instance=node)
@@ -271,7 +271,7 @@ def test_a_daemon_stops_answering(watched: Watched, fleet: Fleet, prometheus: Pr
     (sink,) = fleet.engine(decode, spec_of("decode"))
     gone_reference(source, sink)
     refs = [publish([source], request) for request in range(1, 20)]
-    prefill.signal(signal.SIGSTOP)
+    prefill.send_signal(signal.SIGSTOP)
     try:
         for request, ref in enumerate(refs):  # the peer is silent once one of them has waited for 10 s
             sink.pull(ref, ids_for(request), TOKENS, deadline_s=40.0)
@@ -279,7 +279,7 @@ def test_a_daemon_stops_answering(watched: Watched, fleet: Fleet, prometheus: Pr
         prometheus.await_alert("KvxferdPeersSilent", instance=decode_node)
         prometheus.await_alert("KvxferdDown", instance=prefill_node)
     finally:
-        prefill.signal(signal.SIGCONT)
+        prefill.send_signal(signal.SIGCONT)
     prometheus.await_clear("KvxferdPeersSilent", instance=decode_node)
     prometheus.await_clear("KvxferdDown", instance=prefill_node)
 

@@ -97,8 +97,8 @@ class RankProcess:
                 return event[1]
         raise AssertionError(f"no {wanted} came")
 
-    def signal(self, number: signal.Signals) -> None:
-        self._child.signal(number)
+    def send_signal(self, number: signal.Signals) -> None:
+        self._child.send_signal(number)
 
     def kill(self) -> None:
         self._child.kill()
@@ -107,7 +107,7 @@ class RankProcess:
         """Return whether the process lives, has nothing registered any more, and can serve another test."""
         if self._child.exit_code is not None:
             return False
-        self.signal(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
         try:
             if self._registering is not None:
                 self._registering.result(0.0)
