@@ -122,7 +122,7 @@ class TransferTopology:
         """Return the plan of the engine that is registered with exactly that manifest, and count it as used.
 
         None: it is not registered, or with another manifest, or its plan is evicted; then
-        `register_remote_ranks` is to be called.
+        `register_remote_engine` is to be called.
         """
         key = (engine_id, home)
         engine = self._engines.get(key)
