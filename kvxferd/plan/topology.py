@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -121,7 +122,7 @@ class TransferTopology:
         """Return the plan of the engine that is registered with exactly that manifest, and count it as used.
 
         None: it is not registered, or with another manifest, or its plan is evicted; then
-        `register_remote_ranks` is to be called.
+        `register_remote_engine` is to be called.
         """
         key = (engine_id, home)
         engine = self._engines.get(key)
@@ -310,14 +311,14 @@ class TransferTopology:
 
     # --- arithmetic that planning never uses
 
-    @property
+    @functools.cached_property
     def is_mla(self) -> bool:
         """Whether the attention cache has no heads to divide."""
         return self.spec.num_kv_heads == 0 and any(
             group.kind is GroupKind.ATTENTION for group in self.layout.groups
         )
 
-    @property
+    @functools.cached_property
     def block_size(self) -> int:
         """Return the tokens per kernel block of the first attention layer; 0 without attention."""
         return stage_info(self.spec, self.spec.pp_rank, self.layout).remote_block_size
