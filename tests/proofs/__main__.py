@@ -20,6 +20,7 @@ import time
 import tomllib
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -231,9 +232,15 @@ def line_of(finished: Run) -> dict[str, object]:
     return {
         "result": finished.result,
         "seconds": finished.seconds,
-        "commit": _git("describe", "--always", "--dirty", "--abbrev=10", "--exclude=*") or "unknown",
+        "commit": _commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
+
+
+@cache
+def _commit() -> str:
+    """Return the commit when it was first asked for: what is recorded later makes the tree dirty."""
+    return _git("describe", "--always", "--dirty", "--abbrev=10", "--exclude=*") or "unknown"
 
 
 def _git(*words: str) -> str | None:
@@ -295,6 +302,7 @@ def main() -> int:
     asked = parser.parse_args()
     if unknown := set(asked.names) - set(names):
         parser.error(f"there is no proof {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    _commit()
     evidence = read_evidence()
     end = time.monotonic() + 60 * asked.minutes
     finished = []
