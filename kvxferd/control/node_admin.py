@@ -41,8 +41,8 @@ from kvxferd.telemetry.warnings.warning_list import Finding, NodeWarning, findin
 from kvxferd.telemetry.warnings.warning_watch import WarningWatch
 from kvxferd.wire.endpoint import parse_endpoint
 
-# Of the topology: 16 ranks that read 8 engines of 8 stages. They take 24 ms of the loop, which all clients but
-# an operator share.
+# Of the topology: 16 ranks that read 8 engines of 8 stages. They take 24 ms of the loop; all clients but an
+# operator share them.
 MAX_STAGES_SHOWN = 1024
 
 
