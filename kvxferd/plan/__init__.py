@@ -26,7 +26,7 @@ from kvxferd.plan.pieces import PieceRules, covered_tokens
 from kvxferd.plan.plan import Plan, decode_plan, encode_plan
 from kvxferd.plan.plan_cache import KeptPlan, PlanCache, PlanOwner
 from kvxferd.plan.planner import make_plan
-from kvxferd.plan.reads import Read, ReadSummary, plan_reads
+from kvxferd.plan.reads import Read, plan_reads
 from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest
 from kvxferd.plan.sender import sender_plan
 from kvxferd.plan.topology import TransferTopology, format_terms
@@ -45,7 +45,6 @@ __all__ = [
     "PlanCache",
     "PlanOwner",
     "Read",
-    "ReadSummary",
     "RegisteredEngine",
     "RemoteManifest",
     "Runs",

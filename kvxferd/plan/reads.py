@@ -1,4 +1,4 @@
-"""A plan's reads summed up by remote rank, for `kvxferd explain` and for in-engine connectors' terms."""
+"""A plan's reads summed up by remote rank, for `kvxferd explain`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, UnitRange
 from kvxferd.plan.assignment import shared_fraction
-from kvxferd.plan.plan import GroupRead, Plan
+from kvxferd.plan.plan import Plan
 
 
 class Read(NamedTuple):
@@ -31,49 +31,32 @@ class Read(NamedTuple):
         return self.layers[-1] + 1
 
 
-class ReadSummary:
-    """Sums up group reads one by one: those of a large plan take 100 ms together."""
-
-    def __init__(self) -> None:
-        self._layers: dict[tuple[Rank, GroupKind], set[int]] = {}
-        self._units: dict[tuple[Rank, GroupKind], dict[str, set[tuple[int, int]]]] = {}
-        self._sizes: dict[tuple[Rank, GroupKind], float] = {}
-
-    def add(self, read: GroupRead) -> None:
-        """Count one group read of a plan."""
-        key = (read.rank, read.local.kind)
-        items_per_token = float(shared_fraction(read.local.shard, read.remote.shard) / read.granule_tokens)
-        layers, units = self._layers.setdefault(key, set()), self._units.setdefault(key, {})
-        for pattern in read.patterns:
-            content = pattern.local.num_chunks * pattern.local.chunk_bytes * pattern.num_units
-            size = content * len(pattern.extents) * items_per_token
-            self._sizes[key] = self._sizes.get(key, 0.0) + size
-            for extent in pattern.extents:
-                layers.add(extent.layer)
-                held = units.setdefault(extent.component, set())
-                held.add((extent.first_unit, extent.first_unit + pattern.num_units))
-
-    def reads(self) -> list[Read]:
-        """Return the reads in order of source, attention before state."""
-        return [
-            Read(
-                source,
-                kind,
-                tuple(sorted(self._layers[source, kind])),
-                {name: _merge_ranges(ranges) for name, ranges in sorted(self._units[source, kind].items())},
-                size if kind is GroupKind.ATTENTION else 0.0,
-                0 if kind is GroupKind.ATTENTION else int(size),
-            )
-            for (source, kind), size in sorted(self._sizes.items(), key=lambda entry: entry[0])
-        ]
-
-
 def plan_reads(plan: Plan) -> list[Read]:
     """Return the plan's reads in order of source, attention before state."""
-    summary = ReadSummary()
+    layers: dict[tuple[Rank, GroupKind], set[int]] = {}
+    units: dict[tuple[Rank, GroupKind], dict[str, set[tuple[int, int]]]] = {}
+    sizes: dict[tuple[Rank, GroupKind], float] = {}
     for read in plan.group_reads:
-        summary.add(read)
-    return summary.reads()
+        key = (read.rank, read.local.kind)
+        items_per_token = float(shared_fraction(read.local.shard, read.remote.shard) / read.granule_tokens)
+        for pattern in read.patterns:
+            content = pattern.local.num_chunks * pattern.local.chunk_bytes * pattern.num_units
+            sizes[key] = sizes.get(key, 0.0) + content * len(pattern.extents) * items_per_token
+            for extent in pattern.extents:
+                layers.setdefault(key, set()).add(extent.layer)
+                held = units.setdefault(key, {}).setdefault(extent.component, set())
+                held.add((extent.first_unit, extent.first_unit + pattern.num_units))
+    return [
+        Read(
+            source,
+            kind,
+            tuple(sorted(layers[source, kind])),
+            {name: _merge_ranges(ranges) for name, ranges in sorted(units[source, kind].items())},
+            size if kind is GroupKind.ATTENTION else 0.0,
+            0 if kind is GroupKind.ATTENTION else int(size),
+        )
+        for (source, kind), size in sorted(sizes.items(), key=lambda entry: entry[0])
+    ]
 
 
 def _merge_ranges(ranges: set[tuple[int, int]]) -> tuple[UnitRange, ...]:
