@@ -124,7 +124,7 @@ def timed_alone(engine: Engine, seed: int) -> float:
 
 def idle_cpu_percent(site: Site, seconds: float) -> float:
     """Return the CPU use of all engines, daemons and movers together while no request runs."""
-    roots = [engine.pid for engine in site.engines] + [node.process.pid for node in site.daemons]
+    roots = [engine.pid for engine in site.engines] + [node.pid for node in site.daemons]
     pids = [pid for root in roots for pid in process_tree(root)]
     before, started = sum(map(cpu_seconds, pids)), time.monotonic()
     time.sleep(seconds)
