@@ -30,8 +30,7 @@ from tests.support.raw_worker import WAIT_S, Raw
 @pytest.fixture(scope="module")
 def node(module_fleet: Fleet) -> Node:
     daemon = module_fleet.shared("node")
-    (source,) = module_fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = module_fleet.engine(daemon, spec_of("decode"))
+    source, sink = module_fleet.pair(daemon)
     return Node(daemon.worker_socket, daemon.endpoint, source, sink, module_fleet.generation())
 
 

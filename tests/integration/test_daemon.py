@@ -24,8 +24,7 @@ from tests.support.ports import free_port
 def test_it_maps_neither_transfer_libraries_nor_pages_nor_regions(fleet: Fleet):
     """What a process has not mapped cannot end it by SIGBUS."""
     daemon = fleet.shared("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     pull_and_check([sink], publish([source], 1), 1)
     mapped = Path(f"/proc/{daemon.pid}/maps").read_text()
     assert not re.search(r"libtorch|nixl|libucp|memfd:", mapped)
@@ -61,8 +60,7 @@ def test_a_worker_socket_that_another_daemon_answers_is_left_alone(fleet: Fleet,
 
 def test_draining_finishes_what_was_published_and_refuses_what_is_new(fleet: Fleet):
     prefill, decode = fleet.daemon("prefill"), fleet.shared("decode")
-    (source,) = fleet.engine(prefill, spec_of("prefill"))
-    (sink,) = fleet.engine(decode, spec_of("decode"))
+    source, sink = fleet.pair(prefill, decode)
     ref = publish([source], 1)
     wait_until(lambda: prefill.status()["transfers"], "the publish noticed")
     prefill.send_signal(signal.SIGTERM)
@@ -106,8 +104,7 @@ def test_without_nixl_it_lives_and_registrations_are_told_why(fleet: Fleet, tmp_
 
 def test_one_line_is_logged_for_each_transfer_with_its_id(fleet: Fleet):
     daemon = fleet.shared("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     for request in range(3):
         pull_and_check([sink], publish([source], request), request)
         source.await_event("Released")
@@ -130,8 +127,7 @@ def test_what_movers_write_becomes_lines_of_the_log(fleet: Fleet):
 def test_a_mover_that_dies_is_a_line_of_the_log_and_one_that_is_to_end_is_none(fleet: Fleet):
     """Killed for lack of memory, say. Those of workers that are killed, or leave, are none."""
     daemon = fleet.daemon("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     pull_and_check([sink], publish([source], 1), 1)
     (mover,) = set(mappers_of(sink.memory_inode())) & set(daemon.movers())
     os.kill(mover, signal.SIGKILL)
@@ -152,8 +148,7 @@ def test_peers_transfers_and_a_drain(fleet: Fleet):
         "--drain-limit-s", "0.5",
     )  # fmt: skip
     decode = fleet.daemon("decode")
-    (source,) = fleet.engine(prefill, spec_of("prefill"))
-    (sink,) = fleet.engine(decode, spec_of("decode"))
+    source, sink = fleet.pair(prefill, decode)
     pull_and_check([sink], publish([source], 1), 1)
 
     status, ready = prefill.control.request("GET", "/readyz")

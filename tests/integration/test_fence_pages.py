@@ -9,7 +9,7 @@ from kvxferd.wire import worker
 from kvxferd.wire.common import Versions
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
-from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.requests import publish, pull_and_check
 from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
 from tests.support.raw_worker import Raw
 
@@ -55,8 +55,7 @@ def test_a_page_sealed_against_writing_ends_its_session_at_hello():
 def test_a_page_that_its_movers_cannot_map_ends_its_session_and_no_mover(fleet: Fleet):
     """Checked at hello, sealed afterwards: the engine goes on with the mover that it has."""
     daemon = fleet.shared("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     movers = _movers_of_ranks(daemon)
     bad = Raw(daemon.worker_socket, hello=False)
     bad.say(worker.Hello(versions=OLDEST, client="raw"), bad.fence.fd)

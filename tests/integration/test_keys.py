@@ -56,13 +56,6 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> Ring:
     return Ring(tmp_path_factory.mktemp("keys"))
 
 
-def pair(fleet: Fleet, prefill: Daemon, decode: Daemon) -> tuple[RankProcess, RankProcess]:
-    """A source and a sink."""
-    (source,) = fleet.engine(prefill, spec_of("prefill"))
-    (sink,) = fleet.engine(decode, spec_of("decode"))
-    return source, sink
-
-
 def refusal_of(sink: RankProcess, ref: dict[str, Any]) -> dict[str, Any]:
     name, fields = sink.end_of(sink.pull(ref, list(range(32)), 500, 2.0))
     assert name == "Failed"
@@ -71,7 +64,7 @@ def refusal_of(sink: RankProcess, ref: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_daemons_that_know_each_others_keys_transfer(fleet: Fleet, ring: Ring) -> None:
-    source, sink = pair(fleet, ring.daemon(fleet, "prefill"), ring.daemon(fleet, "decode"))
+    source, sink = fleet.pair(ring.daemon(fleet, "prefill"), ring.daemon(fleet, "decode"))
     ref = publish([source], 1)
     assert key_of(ref["endpoint"]) == ring.public["prefill"]
     pull_and_check([sink], ref, 1)
@@ -89,7 +82,7 @@ def test_an_engine_on_two_nodes_and_its_reader_by_keys(fleet: Fleet, ring: Ring)
 
 
 def test_a_reference_is_followed_only_to_daemons_that_are_allowed(fleet: Fleet, ring: Ring) -> None:
-    source, sink = pair(fleet, ring.daemon(fleet, "open"), ring.daemon(fleet, "decode"))
+    source, sink = fleet.pair(ring.daemon(fleet, "open"), ring.daemon(fleet, "decode"))
     ref = publish([source], 1)
     stranger = refusal_of(sink, ref)
     assert (stranger["code"], "peer.curve_allowed_keys" in stranger["message"]) == ("not-allowed", True)
@@ -104,13 +97,13 @@ def test_a_daemon_whose_key_is_not_listed_is_turned_away_and_the_log_says_so(
     fleet: Fleet, ring: Ring
 ) -> None:
     prefill = ring.daemon(fleet, "prefill")
-    source, sink = pair(fleet, prefill, ring.daemon(fleet, "open"))
+    source, sink = fleet.pair(prefill, ring.daemon(fleet, "open"))
     assert refusal_of(sink, publish([source], 1))["code"] in ("peer-unreachable", "deadline")
     assert f"its key {ring.public['open']} is not in peer.curve_allowed_keys" in prefill.log_text()
 
 
 def test_a_daemon_without_a_key_says_that_it_needs_one(fleet: Fleet, ring: Ring) -> None:
-    source, sink = pair(fleet, ring.daemon(fleet, "open"), fleet.shared("bare"))
+    source, sink = fleet.pair(ring.daemon(fleet, "open"), fleet.shared("bare"))
     assert "peer.curve_secret_key_file" in refusal_of(sink, publish([source], 1))["message"]
 
 
@@ -170,7 +163,7 @@ def test_a_peer_whose_key_is_taken_back_is_cut_off_and_let_in_again(
 
     allow("decode")
     prefill = fleet.daemon("prefill", "--config", str(file))
-    source, sink = pair(fleet, prefill, ring.daemon(fleet, "decode"))
+    source, sink = fleet.pair(prefill, ring.daemon(fleet, "decode"))
     pull_and_check([sink], publish([source], 1), 1)
     source.await_event("Released")
 
@@ -194,7 +187,7 @@ def test_a_key_in_the_watched_file_is_admitted_and_removed_without_a_reload(
     listed.write_text("# no other node yet\n")
     flags = ("--peer-curve-secret-key-file", str(ring.file("changing")))
     prefill = fleet.daemon("prefill", *flags, "--peer-curve-allowed-keys-file", str(listed))
-    source, sink = pair(fleet, prefill, ring.daemon(fleet, "decode"))
+    source, sink = fleet.pair(prefill, ring.daemon(fleet, "decode"))
 
     listed.write_text(f"{other}  # decode\n")
     wait_until(lambda: prefill.logged("allowed keys read"), "its key is admitted")
@@ -218,7 +211,7 @@ def test_its_own_address_is_let_in_always(fleet: Fleet, tmp_path: Path) -> None:
     file = tmp_path / "decode.toml"
     file.write_text('[peer]\nallowed_addresses = ["127.0.0.0/8"]\n')
     decode = fleet.daemon("decode", "--config", str(file))
-    source, sink = pair(fleet, fleet.shared("prefill"), decode)
+    source, sink = fleet.pair(fleet.shared("prefill"), decode)
     pull_and_check([sink], publish([source], 1), 1)
     file.write_text('[peer]\nallowed_addresses = ["127.0.0.2/32"]\n')
     done = decode.verb("reload")

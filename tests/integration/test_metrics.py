@@ -54,8 +54,7 @@ def test_every_series_moves_as_its_help_says(fleet: Fleet):
         assert scrape("pull_bytes_count") == 0
     assert reading("limit", limit="max_ranks") == 1
 
-    (source,) = fleet.engine(prefill, spec_of("prefill"))
-    (sink,) = fleet.engine(decode, spec_of("decode"))
+    source, sink = fleet.pair(prefill, decode)
     first = publish([source], 0)
     serving = Scrape(prefill)
     assert serving("live_leases", state="readable") == 1
@@ -108,8 +107,7 @@ def test_every_series_moves_as_its_help_says(fleet: Fleet):
 
 def test_engines_and_peers_are_labels_only_where_that_is_switched_on(fleet: Fleet):
     daemon = fleet.shared("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     pull_and_check([sink], publish([source], 1), 1)
     wait_until(lambda: daemon.counted("kvxferd_served_pulls_total") == 1, "acknowledged")
     assert not Scrape(daemon).label_names() & {"source", "sink", "peer"}

@@ -84,8 +84,7 @@ def test_movers_and_memory_go_with_a_killed_daemon(fleet: Fleet):
 
 def test_a_restarted_daemon_is_found_again_and_serves(fleet: Fleet):
     daemon = fleet.daemon("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     pull_and_check([sink], publish([source], 1), 1)
     daemon.kill()
     daemon.start()

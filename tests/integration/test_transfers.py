@@ -54,8 +54,7 @@ def test_stages_on_two_nodes_are_one_engine_for_a_third(fleet: Fleet):
 
 def test_a_released_transfer_is_never_delivered(fleet: Fleet):
     daemon = fleet.shared("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     ref = publish([source], 1)
     source.unpublish(ref)
     assert source.await_event("Released")["why"] == "unpublished"
@@ -75,8 +74,7 @@ def test_a_rank_is_unmapped_when_its_worker_dies(fleet: Fleet):
 
 def test_suspended_memory_is_unmapped_and_comes_back(fleet: Fleet):
     daemon = fleet.shared("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     sink.suspend()
     sink.await_event("Suspended")
     maps = [pid for pid in mappers_of(sink.memory_inode()) if pid in daemon.movers()]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.nodes.fleet import Fleet
-from tests.support.nodes.requests import publish, pull_and_check, spec_of
+from tests.support.nodes.requests import publish, pull_and_check
 
 # Python runs this before anything else of a process whose PYTHONPATH has its folder: the daemon's, the
 # forkserver's, and through that the movers'.
@@ -42,6 +42,5 @@ def test_the_stand_in_for_its_absence_is_one(environment: dict[str, str]) -> Non
 
 def test_movers_move_bytes_without_torch(fleet: Fleet, environment: dict[str, str]) -> None:
     daemon = fleet.daemon("node", PYTHONPATH=environment["PYTHONPATH"])
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    (sink,) = fleet.engine(daemon, spec_of("decode"))
+    source, sink = fleet.pair(daemon)
     pull_and_check([sink], publish([source], 1), 1)

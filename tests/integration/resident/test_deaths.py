@@ -30,8 +30,7 @@ def large_read(source: RankProcess, sink: RankProcess, name: str = "large", dead
 
 def test_a_dead_worker_takes_its_mover_along(fleet: Fleet) -> None:
     prefill, decode = fleet.shared("prefill"), fleet.shared("decode")
-    (source,) = fleet.engine(prefill, spec_of("prefill"), "register_resident")
-    (sink,) = fleet.engine(decode, spec_of("decode"), "register_resident")
+    source, sink = fleet.pair(prefill, decode, how="register_resident")
     ref = publish([source], 1)
     pull_and_check([sink], ref, 1)
     ref = publish([source], 2)
@@ -55,14 +54,13 @@ def test_a_worker_that_dies_while_it_is_read(fleet: Fleet, transport: str) -> No
     assert name == "Failed", fields
     if not fields["safe_to_reuse"]:
         assert sink.await_event("Quiesced")["ticket"] == ticket
-    (again,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", tcp, **LARGE)
+    (again,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", tcp, head_dim=128)
     pull_and_check([sink], publish([again], 3), 3)
 
 
 def test_a_restarted_daemon_gets_new_movers(fleet: Fleet) -> None:
     daemon = fleet.daemon("node")
-    (source,) = fleet.engine(daemon, spec_of("prefill"), "register_resident")
-    (sink,) = fleet.engine(daemon, spec_of("decode"), "register_resident")
+    source, sink = fleet.pair(daemon, how="register_resident")
     ref = publish([source], 1)
     before = {rank_shown(daemon, name)["agent"] for name in ("prefill", "decode")}
     num_threads = source.num_threads()

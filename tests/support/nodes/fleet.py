@@ -20,6 +20,7 @@ from kvxferd.tooling.child_process import Pending
 from tests.support.cluster.processes import descendants, lives
 from tests.support.nodes.daemon import STOP_S, Daemon, Footprint, at_rest
 from tests.support.nodes.rank_process import RankProcess, ranks_of
+from tests.support.nodes.requests import spec_of
 from tests.support.nodes.waiting import wait_until
 
 START_S = 60.0
@@ -190,6 +191,14 @@ class Fleet:
         for pending in [self.start_registering(daemon, *one, how, **facts) for one in ranks.items()]:
             pending.result()
         return list(ranks.values())
+
+    def pair(
+        self, prefill: Daemon, decode: Daemon | None = None, how: How = "register"
+    ) -> tuple[RankProcess, RankProcess]:
+        """Register two engines of one rank, "prefill" and "decode", at one daemon or at two."""
+        (source,) = self.engine(prefill, spec_of("prefill"), how)
+        (sink,) = self.engine(decode or prefill, spec_of("decode"), how)
+        return source, sink
 
     def start_registering(
         self, daemon: Daemon, spec: EngineSpec, rank: RankProcess, how: How = "register", **facts: Any
