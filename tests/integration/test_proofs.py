@@ -49,13 +49,13 @@ def test_one_that_fails_fails_the_run_and_what_did_not_run_says_why() -> None:
 def test_what_has_not_changed_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "one.py").touch()
-    (tmp_path / "kvxferd.py").touch()
+    (tmp_path / "other.py").touch()
     identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "made"]):
+    for words in (["init", "-q"], ["add", "."], ["commit", "--quiet", "--message=made"]):
         subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True)
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     proof = runner.Proof("one", 1, paths=("tests",))
-    (tmp_path / "kvxferd.py").write_text("changed = True")
+    (tmp_path / "other.py").write_text("changed = True")
     assert runner.unchanged_since(proof, "HEAD")
     (tmp_path / "tests" / "one.py").write_text("changed = True")
     assert not runner.unchanged_since(proof, "HEAD")
