@@ -32,6 +32,7 @@ FOREIGN = {
     "venv",
     "pip",
     "pytest",
+    "self",  # `-m`, self.module
     "vllm",
     "gpu",
     "netns",
