@@ -54,7 +54,7 @@ def test_a_worker_that_dies_while_it_is_read(fleet: Fleet, transport: str) -> No
     assert name == "Failed", fields
     if not fields["safe_to_reuse"]:
         assert sink.await_event("Quiesced")["ticket"] == ticket
-    (again,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", tcp, head_dim=128)
+    (again,) = fleet.engine(daemon, spec_of("prefill"), "register_resident", tcp, **LARGE)
     pull_and_check([sink], publish([again], 3), 3)
 
 
