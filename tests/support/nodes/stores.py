@@ -35,7 +35,6 @@ class DeviceStore:
 
     def allocate(self) -> None:
         """Have memory; again after `free`, where a new tensor would be."""
-        self.driver.use(self.device)
         unit = self.driver.granularity(self.device)
         # The cache starts and ends inside an allocation, and the pieces are of two sizes.
         units = -(-(self.size_bytes + OFFSET) // unit)
