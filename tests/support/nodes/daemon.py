@@ -19,7 +19,7 @@ from kvxferd.tooling.daemon_process import DaemonProcess
 from tests.support.cluster.processes import children
 
 FDS_A_PEER = 2  # of a ZMQ socket; its TCP connection is not counted
-# What stays after first use: a ZMQ context and a thread for the first engine's peers, 8, the file of the first
+# What stays after first use: a ZMQ context and a thread for the first engine, 8, the file of the first
 # sample, and the connection of this question itself.
 FDS_OF_FIRST_USE = 10
 STOP_S = 60.0
