@@ -21,7 +21,7 @@ from tests.support.repository import ROOT
 
 AT_THE_ROOT = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 # What was true when it was written, and names files of that day.
-HISTORY = ("docs/adr/", "docs/evidence/")
+HISTORY = ("docs/evidence/",)
 
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
