@@ -17,7 +17,7 @@ from tests.support.repository import ROOT, files, text_of
 SUFFIXES = {"toml", "key", "service", "sock", "log", "conf", "json", "svg", "png", "git", "nft"}
 # Where spans and attributes of OpenTelemetry are named, which begin with the service's name and a dot, too.
 WITH_SPANS = (
-    "docs/how-to/tracing.md",
+    "docs/how-to/monitor.md",
     "kvxferd/telemetry/traces/",
     "tests/integration/test_traces.py",
     "tests/unit/telemetry/",

@@ -163,9 +163,9 @@ def test_what_is_not_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_events_and_codes_of_the_guides_tables_are_there() -> None:
     events = {line.event for line in (*surfaces.event_lines(), *surfaces.record_lines())}
-    assert named_in_first_column("monitoring.md", "| event | meaning |") <= events
+    assert named_in_first_column("monitor.md", "| event | meaning |") <= events
     codes = {code.value for code in Code}
-    assert named_in_first_column("troubleshoot.md", "| code of a failed pull |") <= codes
+    assert named_in_first_column("when-something-is-wrong.md", "| code of a failed pull |") <= codes
 
 
 def named_in_first_column(guide: str, head: str) -> set[str]:
