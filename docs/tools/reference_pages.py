@@ -93,18 +93,8 @@ def settings() -> Iterator[str]:
                 yield from (filled(of_sections[section]), "")
         yield from (f"### `{key}`", "")
         yield from (filled(of_keys[key]), "")
-        yield from table(
-            ("value", "default", "flag", "variable", "takes effect"),
-            [
-                (
-                    cell(value_of(setting)),
-                    f"`{default_of(setting)}`",
-                    f"`{flag_name(key)}`",
-                    f"`{setting.variable}`",
-                    "on reload" if key in RELOADABLE else "at a start",
-                )
-            ],
-        )
+        moment = "on reload" if key in RELOADABLE else "at a start"
+        yield filled(f"Default `{default_of(setting)}`; {value_of(setting)}. Takes effect {moment}.")
         yield ""
 
 
