@@ -1,5 +1,6 @@
-# The daemon, with NIXL for its movers and without torch, which nothing of either runs
-# (docs/adr/0075-the-image-has-no-torch.md). deploy/image/build.py builds it; so does an engine with a registry at hand:
+# The daemon, with NIXL for its movers and without torch, 0.9 GB that nothing of either runs: movers hide it. So nixl's
+# packages are installed by --no-deps. No module stands in for torch: a library that looks for one would find it.
+# deploy/image/build.py builds it; so does an engine with a registry at hand:
 #
 #   docker build --target cpu -t kvxferd:VERSION .
 #   docker build --target gpu -t kvxferd:VERSION-gpu .                        # CUDA 13

@@ -13,6 +13,9 @@ KvxferdError          .code is sent on the wire, str() is a sentence with what t
   DeviceError         a GPU, its driver or the bindings to it: one rank, not the node
   BusyError           a limit was reached: try again after `retry_after_s`
 ```
+
+The daemon repeats no request that a source refused as busy: the engine may have a better source, or compute
+the prompt.
 """
 
 from collections import Counter

@@ -20,8 +20,6 @@ from docs.tools.markdown_parts import WIDTH
 from tests.support.repository import ROOT
 
 AT_THE_ROOT = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
-# What was true when it was written, and names files of that day.
-HISTORY = ("docs/adr/", "docs/evidence/")
 
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
@@ -47,12 +45,11 @@ def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
             yield f"{name}: {target}: there is no such file"
         elif anchor and anchor not in anchors_of(other):
             yield f"{name}: {target}: {other.relative_to(root)} has no such heading"
-    if not name.startswith(HISTORY):
-        yield from (
-            f"{name}: `{path}`: there is no such file"
-            for path in _FILE.findall(prose)
-            if not (root / path).exists()
-        )
+    yield from (
+        f"{name}: `{path}`: there is no such file"
+        for path in _FILE.findall(prose)
+        if not (root / path).exists()
+    )
     for number, line in enumerate(prose.splitlines(), 1):
         if is_wide(line):
             yield f"{name}:{number}: more than {WIDTH} columns"

@@ -93,18 +93,8 @@ def settings() -> Iterator[str]:
                 yield from (filled(of_sections[section]), "")
         yield from (f"### `{key}`", "")
         yield from (filled(of_keys[key]), "")
-        yield from table(
-            ("value", "default", "flag", "variable", "takes effect"),
-            [
-                (
-                    cell(value_of(setting)),
-                    f"`{default_of(setting)}`",
-                    f"`{flag_name(key)}`",
-                    f"`{setting.variable}`",
-                    "on reload" if key in RELOADABLE else "at a start",
-                )
-            ],
-        )
+        moment = "on reload" if key in RELOADABLE else "at a start"
+        yield filled(f"Default `{default_of(setting)}`; {value_of(setting)}. Takes effect {moment}.")
         yield ""
 
 
@@ -123,35 +113,7 @@ def default_of(setting: Setting) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
-# --- codes
-
-
-def codes() -> Iterator[str]:
-    """Yield a table of codes for each group of `kvxferd.errors.Code`."""
-    meanings = meanings_of_codes()
-    for group, members in groups_of_codes():
-        yield from (f"## {group[0].upper()}{group[1:]}", "")
-        yield from table(("code", "meaning"), [(f"`{code}`", meanings[code]) for code in members])
-        yield ""
-
-
-def groups_of_codes() -> Iterator[tuple[str, list[str]]]:
-    """Yield the comments in the enum, each with the codes below it."""
-    groups: dict[str, list[str]] = {}
-    group = ""
-    for line in inspect.getsource(errors.Code).splitlines():
-        match line.split(maxsplit=1):
-            case ["#", text]:
-                group = text
-            case [name, _] if name in errors.Code.__members__:
-                groups.setdefault(group, []).append(errors.Code[name].value)
-    yield from groups.items()
-
-
-def meanings_of_codes() -> dict[str, str]:
-    """Return the meaning of each code, from the table of the protocol."""
-    section = (REFERENCE / "protocol.md").read_text().partition("### Codes\n")[2].partition("\n#")[0]
-    return dict(re.findall(r"^\| `([a-z-]+)` \| (.+?) \|$", section, re.MULTILINE))
+# --- exceptions
 
 
 def exceptions() -> Iterator[str]:
@@ -284,7 +246,6 @@ def verb(name: str, command: click.Command) -> Iterator[str]:
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "settings": settings,
-    "codes": codes,
     "exceptions": exceptions,
     "metrics": metrics,
     "buckets": buckets,

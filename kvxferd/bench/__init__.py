@@ -1,5 +1,12 @@
 """`kvxferd bench`: the cost of a daemon against NIXL inside the engine, interleaved in one run.
 
+All contenders move between the same two pieces of memory, or page sizes and placement would be compared
+too. A ratio is taken within a round, and every other round goes backwards: a machine that slows down slows
+both. Outside their own turns, processes with progress threads are stopped, because each holds a core. Each
+contender's first move is onto wiped memory and compared whole. A small pull that still waits when the large
+one ends counts with all of its time; left out, a mover that starved small pulls would have the best ratio.
+Absolute figures of two runs cannot be compared, their ratios can.
+
 `runner` starts both sides (`testbed`, on `hosts`) and takes every measure of `measures/`, in which the
 `implementations` take turns (`rounds`). Commands to the child processes are in `protocol`, those to
 another machine in `remote_protocol`. `figures` and `report` turn points into results.

@@ -1,4 +1,8 @@
-"""The table of HTTP routes: method, path, access and handler."""
+"""The table of HTTP routes: method, path, access and handler.
+
+Nothing changes state over TCP: on control.sock the kernel names the user, and a token would be one more
+secret on every node.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The source's side of a transfer: publish, lease, release. `grant_server` decides who may read it."""
+"""The source's side of a transfer: publish, lease, release. `grant_server` decides who may read it.
+
+`num_readers` is how many engines must finish before the release, not who may read: a second decode engine
+takes over a request that failed half-way on the first. A publish lists every group of all stages of its
+engine, and each list is checked by every rule that a rank has for its group.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def check(node: CheckContext) -> Iterator[Finding]:
     if "last_minute" in answer:
         yield _last_minute(msgspec.convert(answer["last_minute"], LastMinute))
     for found, todo in _warnings(answer):
-        yield warn("daemon's warning", found, todo or "see docs/how-to/troubleshoot.md")
+        yield warn("daemon's warning", found, todo or "see docs/how-to/when-something-is-wrong.md")
 
 
 def _last_minute(minute: LastMinute) -> Finding:

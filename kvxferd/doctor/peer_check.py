@@ -124,7 +124,7 @@ def _reads_from(records: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding
     last = next(pull for pull in reversed(failed) if (pull["code"] or "") == code)
     facts |= {"code": code, "last_failure": last["message"]}
     found += f"; {times} with {code}, the last: {last['message']}"
-    return warn("reads from it", found, f"docs/how-to/troubleshoot.md explains {code}", **facts)
+    return warn("reads from it", found, f"docs/how-to/when-something-is-wrong.md explains {code}", **facts)
 
 
 def _reads_by(records: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding:

@@ -14,7 +14,7 @@ from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import format_bytes, format_duration
 
 FROM_IT, BY_IT = "probe from it", "probe by it"
-SLOW_PATH = "docs/how-to/slow-path.md"
+SLOW_PATH = "docs/how-to/when-something-is-wrong.md"
 LOOK_AT_LOGS = "look for `probe ended` in the log of both daemons"
 # What a direction that could not be read calls for.
 REMEDIES = {

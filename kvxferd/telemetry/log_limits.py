@@ -22,7 +22,7 @@ MAX_LINES_PER_EVENT = 100
 # lines again; MAX_LINES_PER_EVENT still holds.
 MAX_SOURCES = 1_024
 MAX_KEY_CHARS = 128
-# docs/how-to/monitoring.md promises one line for each. Only a process with a registered rank can cause them,
+# docs/how-to/monitor.md promises one line for each. Only a process with a registered rank can cause them,
 # and operator requests only root and the daemon's own user.
 UNLIMITED_EVENTS = frozenset(
     {"operator request", "pull", "handshake", "release", "topology", "placement", "connected"}

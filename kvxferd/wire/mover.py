@@ -1,7 +1,11 @@
 """Messages between the daemon and a mover, over a socketpair, in the order sent.
 
 `LoadPlan`, `LoadRemote` and `DropRemote` have no reply: their errors are the outcome of the pull that
-needs them.
+needs them. When either end closes, a child mover exits.
+
+A resident mover has the other end from its worker, and cannot be killed. The daemon shuts down its sending
+half; the mover reads the end, destroys its agent, and only then closes its own end. That means what the
+death of a child means: nothing that it posted writes any more.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 The reader requests a chunk, the source copies it into a staging buffer, the reader reads that and
 releases it. That is done for memory that the library cannot reach.
 
+The source writes a fresh stamp before the first byte, and the reader reads the stamp behind the bytes: if
+it is that of the reply, the bytes are those requested. A chunk that is not returned is taken back after its
+stamp was overwritten.
+
 Any agent may send such a message with any content, so it is checked, and refused or dropped.
 """
 

@@ -44,7 +44,7 @@ REMEDIES = {
     Code.LEASE_EXPIRED: (
         "the pull came after its lease: raise transfer.lease_s at the source, or let decode pull sooner"
     ),
-    Code.BUSY: "a limit is reached, and the message names it: docs/how-to/busy.md",
+    Code.BUSY: "a limit is reached, and the message names it: docs/how-to/when-something-is-wrong.md",
     Code.NOT_ALLOWED: "add this node's key or address to the allow-lists there: docs/how-to/keys.md",
     Code.MOVER_LOST: "movers die here: look for `mover died` in this log and in the kernel's",
     Code.SOURCE_STALLED: "look at the source node: a process may be stopped, or the network hang",
@@ -54,7 +54,9 @@ REMEDIES = {
     ),
     Code.TRANSPORT: "the message has the transport's own text: run `kvxferd doctor` here and there",
 }
-DEFAULT_REMEDY = "`kvxferd transfers` shows each message; docs/how-to/troubleshoot.md lists the codes"
+DEFAULT_REMEDY = (
+    "`kvxferd transfers` shows each message; docs/how-to/when-something-is-wrong.md lists the codes"
+)
 
 
 class _Reason(NamedTuple):

@@ -37,24 +37,23 @@ class KindFacts(NamedTuple):
     hold_s: float = HOLD_S
 
 
-_SLOW = "docs/how-to/slow-path.md"
-_FAILURE = "docs/how-to/troubleshoot.md"
+_PAGE = "docs/how-to/when-something-is-wrong.md"
 
 KINDS: dict[WarningKind, KindFacts] = {
-    WarningKind.PULLS_FAIL: KindFacts(f"{_FAILURE}#pulls-fail"),
-    WarningKind.SAME_NODE_TCP: KindFacts(f"{_SLOW}#same-node-tcp"),
-    WarningKind.CARD_UNUSED: KindFacts(f"{_SLOW}#card-unused"),
-    WarningKind.SLOW_PEER: KindFacts(f"{_SLOW}#slow-peer"),
-    WarningKind.READS_MISPREDICTED: KindFacts(f"{_SLOW}#reads-mispredicted"),
-    WarningKind.SLOW_FIRST_PULL: KindFacts(f"{_SLOW}#slow-first-pull"),
-    WarningKind.MOVER_STARVED: KindFacts(f"{_SLOW}#mover-starved"),
-    WarningKind.MOVER_STOPPED: KindFacts(f"{_FAILURE}#mover-stopped"),
-    WarningKind.MOVER_CRASHES: KindFacts(f"{_FAILURE}#mover-crashes"),
-    WarningKind.TIMERS_LATE: KindFacts(f"{_SLOW}#timers-late", hold_s=0.0),  # holds for 300 s by itself
-    WarningKind.LIMIT_REACHED: KindFacts(f"{_FAILURE}#limit-reached"),
-    WarningKind.LOG_LINES_DROPPED: KindFacts(f"{_FAILURE}#log-lines-dropped"),
-    WarningKind.PLACEMENT: KindFacts(f"{_SLOW}#placement"),
-    WarningKind.PEER_TURNED_AWAY: KindFacts(f"{_FAILURE}#peer-turned-away"),
-    WarningKind.PEER_SOCKET_OPEN: KindFacts(f"{_FAILURE}#peer-socket-open", hold_s=0.0),  # a setting
-    WarningKind.ALLOWED_KEYS_UNREAD: KindFacts(f"{_FAILURE}#allowed-keys-unread"),
+    WarningKind.PULLS_FAIL: KindFacts(f"{_PAGE}#pulls-fail"),
+    WarningKind.SAME_NODE_TCP: KindFacts(f"{_PAGE}#same-node-tcp"),
+    WarningKind.CARD_UNUSED: KindFacts(f"{_PAGE}#card-unused"),
+    WarningKind.SLOW_PEER: KindFacts(f"{_PAGE}#slow-peer"),
+    WarningKind.READS_MISPREDICTED: KindFacts(f"{_PAGE}#reads-mispredicted"),
+    WarningKind.SLOW_FIRST_PULL: KindFacts(f"{_PAGE}#slow-first-pull"),
+    WarningKind.MOVER_STARVED: KindFacts(f"{_PAGE}#mover-starved"),
+    WarningKind.MOVER_STOPPED: KindFacts(f"{_PAGE}#mover-stopped"),
+    WarningKind.MOVER_CRASHES: KindFacts(f"{_PAGE}#mover-crashes"),
+    WarningKind.TIMERS_LATE: KindFacts(f"{_PAGE}#timers-late", hold_s=0.0),  # holds for 300 s by itself
+    WarningKind.LIMIT_REACHED: KindFacts(f"{_PAGE}#limit-reached"),
+    WarningKind.LOG_LINES_DROPPED: KindFacts(f"{_PAGE}#log-lines-dropped"),
+    WarningKind.PLACEMENT: KindFacts(f"{_PAGE}#placement"),
+    WarningKind.PEER_TURNED_AWAY: KindFacts(f"{_PAGE}#peer-turned-away"),
+    WarningKind.PEER_SOCKET_OPEN: KindFacts(f"{_PAGE}#peer-socket-open", hold_s=0.0),  # a setting
+    WarningKind.ALLOWED_KEYS_UNREAD: KindFacts(f"{_PAGE}#allowed-keys-unread"),
 }

@@ -97,5 +97,8 @@ def _near(use: LimitUse) -> Finding:
     what = "is used up" if use.used >= use.limit else "is nearly used up"
     message = f"{use.setting} = {use.limit} {what}{where}: {use.used}, and what is beyond it is refused"
     return Finding(
-        WarningKind.LIMIT_REACHED, use.setting, message, "see who uses it, or raise it: docs/how-to/busy.md"
+        WarningKind.LIMIT_REACHED,
+        use.setting,
+        message,
+        "see who uses it, or raise it: docs/how-to/when-something-is-wrong.md",
     )

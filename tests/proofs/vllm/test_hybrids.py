@@ -14,7 +14,7 @@ from tests.support.vllm_servers.engines import Engine
 from tests.support.vllm_servers.site import Nodes, Site, num_external_tokens, through, wait_until_settled
 
 NewPrompt = Callable[[int], list[int]]
-# What vLLM's CPU backend asks of each, found out by trying; docs/how-to/vllm-tests.md has it in words.
+# What vLLM's CPU backend asks of each, found out by trying; CONTRIBUTING.md has it in words.
 KINDS: dict[str, dict[str, Any]] = {
     "mamba": {"flags": ("--no-enable-prefix-caching",)},
     # On a processor with AMX vLLM takes a backend for latents that refuses weights of 32 bits.

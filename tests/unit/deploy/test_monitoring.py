@@ -23,7 +23,7 @@ MONITORING = ROOT / "deploy" / "monitoring"
 RULES = sorted((MONITORING / "rules").glob("*.yml"))
 RULE_TESTS = sorted((MONITORING / "tests").glob("*.test.yml"))
 ALERTS = MONITORING / "rules" / "kvxferd-alerts.yml"
-RUNBOOKS = ROOT / "docs" / "how-to" / "runbooks.md"
+RUNBOOKS = ROOT / "docs" / "how-to" / "when-something-is-wrong.md"
 SEVERITIES = {"critical", "warning"}
 # What these labels may have; the first samples of a daemon show only some.
 OUTCOMES = {"delivered", "failed", "cancelled"}
@@ -136,15 +136,16 @@ def test_a_wrong_name_is_found(expression: str, found: list[str]) -> None:
 
 
 def sections() -> dict[str, str]:
-    parts = re.split(r"^## ", RUNBOOKS.read_text(), flags=re.MULTILINE)[1:]
-    return {part.partition("\n")[0]: part for part in parts}
+    alerts = RUNBOOKS.read_text().partition("\n## Alerts\n")[2].partition("\n## ")[0]
+    parts = re.split(r"^### ", alerts, flags=re.MULTILINE)[1:]
+    return {part.partition("\n")[0]: " ".join(part.split()) for part in parts}
 
 
 @pytest.mark.parametrize("alert", EVERY_ALERT, ids=name_of)
 def test_an_alert_leads_to_its_runbook(alert: dict[str, Any]) -> None:
     name = alert["alert"]
     assert alert["labels"]["severity"] in SEVERITIES
-    assert alert["annotations"]["runbook_url"] == f"docs/how-to/runbooks.md#{name.lower()}"
+    assert alert["annotations"]["runbook_url"] == f"docs/how-to/when-something-is-wrong.md#{name.lower()}"
     assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
     section = sections()[name]
     assert [section.count(f"**{part}**:") for part in ("Means", "Find out", "Do")] == [1, 1, 1]

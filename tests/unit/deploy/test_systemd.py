@@ -11,6 +11,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -28,8 +29,11 @@ DEPLOY = ROOT / "deploy"
 UNIT = (DEPLOY / "kvxferd.service").read_text()
 SYSUSERS = DEPLOY / "systemd" / "kvxferd.sysusers.conf"
 TMPFILES = DEPLOY / "systemd" / "kvxferd.tmpfiles.conf"
-PAGE = ROOT / "docs" / "how-to" / "systemd.md"
-COMMANDS = [" ".join(command.words) for command in commands_of(PAGE)]
+PAGE = ROOT / "docs" / "how-to" / "install.md"
+# Those of the image come behind, and begin with sudo.
+COMMANDS = [
+    " ".join(command.words) for command in takewhile(lambda c: c.program != "sudo", commands_of(PAGE))
+]
 # What would change this machine, or load packages from the network.
 NOT_RUN = ("/opt/kvxferd/bin/pip", "usermod", "systemctl")
 

@@ -18,24 +18,24 @@ import pytest
 from click.testing import CliRunner
 
 from docs.tools import surfaces
-from docs.tools.check_pages import HISTORY, documents
+from docs.tools.check_pages import anchors_of, documents
 from kvxferd import client
 from kvxferd.cli.root import root
 from kvxferd.config import SETTINGS
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.integrations.vllm.options import Options, read_options
+from kvxferd.telemetry.warnings.kinds import KINDS
 from tests.support.documented_commands import Command, blocks_of, commands_of
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, files_in, text_of
 
 TRANSFER_CONFIG = {"kv_connector", "kv_connector_module_path", "kv_role", "kv_load_failure_policy"}
 SECTIONS = "|".join(sorted({key.partition(".")[0] for key in SETTINGS}))
 
 
 def pages() -> list[Any]:
-    """Return the documents that tell of today, for a test of each."""
-    named = [(page, page.relative_to(ROOT).as_posix()) for page in documents()]
-    return [pytest.param(page, id=name) for page, name in named if not name.startswith(HISTORY)]
+    """Return the documents, for a test of each."""
+    return [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in documents()]
 
 
 @pytest.mark.parametrize("page", pages())
@@ -164,9 +164,9 @@ def test_what_is_not_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_events_and_codes_of_the_guides_tables_are_there() -> None:
     events = {line.event for line in (*surfaces.event_lines(), *surfaces.record_lines())}
-    assert named_in_first_column("monitoring.md", "| event | meaning |") <= events
+    assert named_in_first_column("monitor.md", "| event | meaning |") <= events
     codes = {code.value for code in Code}
-    assert named_in_first_column("troubleshoot.md", "| code of a failed pull |") <= codes
+    assert named_in_first_column("when-something-is-wrong.md", "| code of a failed pull |") <= codes
 
 
 def named_in_first_column(guide: str, head: str) -> set[str]:
@@ -175,6 +175,16 @@ def named_in_first_column(guide: str, head: str) -> set[str]:
     cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     assert cells
     return {name for cell in cells for name in re.findall("`(.+?)`", cell)}
+
+
+def test_what_the_code_points_at_is_there() -> None:
+    named = {facts.page for facts in KINDS.values()}
+    for path in (*files_in("kvxferd"), *files_in("deploy")):
+        named |= set(re.findall(r"docs/[\w/-]+\.md(?:#[\w-]+)?", text_of(path)))
+    assert len(named) > 40
+    for page, _, anchor in (pointer.partition("#") for pointer in sorted(named)):
+        assert not anchor or anchor in anchors_of(ROOT / page), f"{page}#{anchor}"
+        assert (ROOT / page).is_file(), page
 
 
 def test_settings_in_blocks_are_accepted(tmp_path: Path) -> None:

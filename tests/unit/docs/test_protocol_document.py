@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 import msgspec
@@ -9,11 +10,12 @@ import pytest
 
 from kvxferd.errors import Code
 from kvxferd.layout import unpack_ids
-from kvxferd.wire import limits, mover, peer, staging, worker
+from kvxferd.wire import limits, peer, worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import BlockIds, FdBatch, Versions
 from kvxferd.wire.framing import HEADER, FrameDecoder, encode_frame
 from tests.support.protocol_document import (
+    PATH,
     actual_fields,
     documented_fields,
     hex_examples,
@@ -27,15 +29,12 @@ UNIONS = {
     "Client to daemon": get_args(worker.ClientMessage),
     "Daemon to client": get_args(worker.DaemonMessage),
     "Requests and replies": get_args(peer.PeerMessage),
-    "Daemon to mover": get_args(mover.ToMover),
-    "Mover to daemon": get_args(mover.FromMover),
-    "Notes between movers": get_args(staging.StagingMessage),
 }
 MESSAGES = sorted({message for union in UNIONS.values() for message in union}, key=lambda m: m.__name__)
 STRUCTS = sorted(
     {struct for message in MESSAGES for struct in structs_inside(message)}, key=lambda s: s.__name__
 )
-# The messages whose frames carry descriptors, on the worker socket and to a mover.
+# The messages whose frames carry descriptors.
 WITH_DESCRIPTORS = {
     FdBatch,
     worker.Hello,
@@ -45,8 +44,6 @@ WITH_DESCRIPTORS = {
     worker.Registered,
     worker.MoverChanged,
     worker.MoverOffered,
-    mover.Bind,
-    mover.MapFence,
 }
 
 
@@ -84,14 +81,9 @@ def test_limits() -> None:
     assert documented == {name: getattr(limits, name) for name in dir(limits) if name.isupper()}
 
 
-def test_limits_of_notes() -> None:
-    section = SECTIONS["Notes between movers"]
-    for name in ("MAX_STAGING_MESSAGE_BYTES", "MAX_CHUNK_RUNS", "STAMP_BYTES"):
-        assert f"`{name}` ({getattr(staging, name)})" in section
-
-
 def test_codes() -> None:
-    assert [row[0] for row in rows(SECTIONS["Codes"])] == [str(code) for code in Code]
+    page = PATH.with_name("codes.md").read_text().partition("\n## Exceptions\n")[0]
+    assert re.findall(r"^\| `([a-z-]+)` \| \w", page, re.MULTILINE) == [str(code) for code in Code]
 
 
 def test_the_examples_are_what_the_encoder_writes() -> None:

@@ -29,7 +29,7 @@ def test_each_fault_of_a_page_is_found(tmp_path: Path) -> None:
 
 def test_a_stale_part_is_made_anew() -> None:
     page = (reference_pages.REFERENCE / "codes.md").read_text()
-    stale = page.replace("| `rank-taken` |", "| `rank-gone` |")
+    stale = page.replace("| `BusyError` |", "| `BusierError` |")
     assert stale != page
     assert reference_pages.rewritten(stale) == page
 

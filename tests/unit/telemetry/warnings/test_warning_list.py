@@ -35,7 +35,7 @@ def test_a_warning_begins_once_and_keeps_its_time_while_its_message_is_renewed()
     (warning,) = warnings.warnings()
     assert warning.since == UNIX + 5.0
     assert warning.text == "it is slower; look at it"
-    assert warning.page == "docs/how-to/slow-path.md#slow-peer"
+    assert warning.page == "docs/how-to/when-something-is-wrong.md#slow-peer"
     assert warnings.count(WarningKind.SLOW_PEER) == 1
 
 
