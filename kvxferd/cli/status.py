@@ -39,7 +39,7 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
     readable = sum(engine_state(engine) == "readable" for engine in node.engines)
     return [
         ("daemon", f"{node.endpoint}, version {answer['version']}, boot {node.boot}"),
-        ("state", _state(answer, node)),
+        ("state", answer["verdict"]["text"]),
         *_warnings(answer),
         *_last_minute(answer),
         ("engines", f"{len(node.engines)}, {readable} readable"),
@@ -58,18 +58,13 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
 
 
 def _warnings(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return each warning with its kind and age; of an older daemon, its sentence."""
-    active = answer.get("active_warnings")
-    if active is None:
-        return [("warning", text) for text in answer["warnings"]]
-    warnings = msgspec.convert(active, list[NodeWarning])
+    """Return each warning with its kind and age."""
+    warnings = msgspec.convert(answer["active_warnings"], list[NodeWarning])
     return [("warning", f"{w.kind.value}, {_since(w.since)}: {w.text}") for w in warnings]
 
 
 def _last_minute(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what was moved in the last minute, and what failed; nothing of an older daemon."""
-    if "last_minute" not in answer:
-        return []
+    """Return what was moved in the last minute, and what failed."""
     minute = msgspec.convert(answer["last_minute"], LastMinute)
     failed = describe_failures(minute)
     why = f"{failed}; kvxferd history --failed shows them" if failed else "none"
@@ -106,12 +101,3 @@ def _ownerships(node: NodeSnapshot) -> str:
     num_ranks = sum(kept.num_kept_ranks for kept in node.ownerships)
     ranks = f"; {format_count(num_ranks, 'rank')} kept" if num_ranks else ""
     return f"{len(node.ownerships)} recorded, {num_absent} without ranks here{ranks}"
-
-
-def _state(answer: dict[str, Any], node: NodeSnapshot) -> str:
-    if node.draining:
-        return "draining"
-    if not answer["ready"]:
-        return "not ready: " + "; ".join(answer["reasons"])
-    kinds = dict.fromkeys(warning["kind"] for warning in answer.get("active_warnings", ()))
-    return f"ready, with warnings: {', '.join(kinds)}" if kinds else "ready"
