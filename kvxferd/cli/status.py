@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from kvxferd.cli.options import json_option, watchable, with_control_client
-from kvxferd.core.snapshot import KEPT_BY, NodeSnapshot, RankSnapshot
+from kvxferd.core.snapshot import NodeSnapshot, RankSnapshot
 from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.sample_report import LastMinute
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
@@ -52,7 +52,7 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
             f"{sum(node.transfer_states.values())} held, {format_count(node.num_grants_given, 'grant')}",
         ),
         ("pulls", f"{sum(node.pull_phases.values())} running, {node.num_quarantined} quarantined"),
-        ("retired movers", _retired(node)),
+        ("retired movers", str(node.num_retired_movers)),
         ("engine ids", _ownerships(node)),
     ]
 
@@ -83,16 +83,6 @@ def _placements(ranks: list[RankSnapshot]) -> str:
             way = f"{found.kind} over {found.lanes}" if found.lanes else found.kind
             ways[way if found.proved else f"{way}, not proved"] += 1
     return "; ".join(f"{count} {way}" for way, count in sorted(ways.items())) or "none"
-
-
-def _retired(node: NodeSnapshot) -> str:
-    """Return what retired movers wait for: ``2: 1 for pulls, 1 for exit; 3 pulls in doubt``."""
-    if not node.retired_movers:
-        return "none"
-    kept = Counter(mover.kept_by for mover in node.retired_movers)
-    in_doubt = sum(mover.num_in_doubt for mover in node.retired_movers)
-    waits = ", ".join(f"{kept[what]} for {what}" for what in KEPT_BY if kept[what])
-    return f"{len(node.retired_movers)}: {waits}; {format_count(in_doubt, 'pull')} in doubt"
 
 
 def _ownerships(node: NodeSnapshot) -> str:

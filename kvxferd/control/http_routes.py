@@ -101,11 +101,9 @@ async def status(request: web.Request) -> web.StreamResponse:
 
 
 async def engines(request: web.Request) -> web.StreamResponse:
-    """Local engines and their ranks, retired movers that have not exited, and engine ids' owners."""
+    """Local engines and their ranks, and engine ids' owners."""
     node = await snapshot_for(request)
-    return json_response(
-        {"engines": node.engines, "retired_movers": node.retired_movers, "ownerships": node.ownerships}
-    )
+    return json_response({"engines": node.engines, "ownerships": node.ownerships})
 
 
 async def layouts(request: web.Request) -> web.StreamResponse:

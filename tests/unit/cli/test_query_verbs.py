@@ -28,7 +28,7 @@ TABLES = ["status", "engines", "peers", "transfers", "history"]
                 "2, 1 readable",
                 "9.0 MiB",
                 "1 running, 4 quarantined",
-                "1: 1 for readers; 4 pulls in doubt",
+                "retired movers  3",
                 "2 recorded, 1 without ranks here; 2 ranks kept",
                 "2 pulls, 699 kB/s in",
                 "1 of 3 pulls (33.3 %): 1 lease-expired; most from tcp://10.0.0.2:9441",
@@ -36,7 +36,7 @@ TABLES = ["status", "engines", "peers", "transfers", "history"]
         ),
         (
             "engines",
-            ["decode-0", "pp0.tp1", "lacks pp1.tp0", "3.0 MiB", "0-15", "gone-0", "312.0 s", "readers"],
+            ["decode-0", "pp0.tp1", "lacks pp1.tp0", "3.0 MiB", "0-15", "gone-0", "312.0 s"],
         ),
         ("peers", ["tcp://10.0.0.2:9441", "up", "prefill-0@g7 (8 ranks)"]),
         (
