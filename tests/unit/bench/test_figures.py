@@ -2,7 +2,6 @@
 
 import io
 import json
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,7 +11,6 @@ from kvxferd.bench.figures import Measurements, figures_of, summary_of
 from kvxferd.bench.implementations import ENGINE, KVXFERD, RAW
 from kvxferd.bench.measures.latency import added_latency
 from kvxferd.bench.measures.parallel import rate_spread
-from kvxferd.bench.plot import points_to_plot, rates_by_size, write_plot
 from kvxferd.bench.protocol import Sample
 from kvxferd.bench.report import render_report
 from kvxferd.bench.rounds import Round, Rounds
@@ -140,35 +138,3 @@ def test_tables_show_every_point_and_what_fell_short() -> None:
     assert "NO" in text
     assert "added latency, 64 KiB, p99" in text
     assert "[1]" in text
-
-
-def test_a_picture_of_many_at_a_time_is_not_empty() -> None:
-    alone = bench_results.point(4 << 20, bench_results.steady(0.01, 0.01))
-    small = bench_results.point(64 << 10, bench_results.steady(0.01, 0.01), "latency")
-    eight = msgspec.structs.replace(alone, in_flight=8)
-    assert points_to_plot([small, eight]) == [eight]
-    assert points_to_plot([small, eight, alone]) == [small, alone]
-    assert points_to_plot([small]) == [small]
-    assert points_to_plot([]) == []
-
-
-def test_lines_of_the_picture_keep_transports_apart() -> None:
-    points = [
-        bench_results.point(4 << 20, bench_results.steady(0.001, 0.001)),
-        bench_results.point(1 << 20, bench_results.steady(0.002, 0.001)),
-        bench_results.point(4 << 20, bench_results.steady(0.004, 0.004), transport="tcp"),
-    ]
-    moved = 1 << 20  # by each of these, whatever was asked for
-    over_cma = rates_by_size(points, KVXFERD, "cma")
-    assert list(over_cma) == [1 << 20, 4 << 20]
-    assert over_cma[4 << 20] == [pytest.approx(moved / 0.001 / 1e9)]
-    assert rates_by_size(points, KVXFERD, "tcp") == {4 << 20: [pytest.approx(moved / 0.004 / 1e9)]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("suffix", "starts"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
-def test_a_picture_is_drawn(tmp_path: Path, suffix: str, starts: bytes) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"bench{suffix}"
-    write_plot(bench_results.result(), path)
-    assert path.read_bytes().startswith(starts)
