@@ -22,7 +22,6 @@ MEASURE_NAMES = (
     "throughput",
     "calls",
     "behind",
-    "parallel",
     "idle",
     "first",
     "crossing",
