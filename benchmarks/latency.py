@@ -1,7 +1,6 @@
-"""How long a small prepared pull takes, hop by hop, and how long the engine's thread is in `pull`.
+"""How long a small prepared pull takes, and how long the engine's thread is in `pull`.
 
-Two daemons, one rank each, all on this machine. `--hops` also notes, in every process, when the
-message passes; this costs some of the time that it measures. `--fill N` gives each pull N block ids.
+Two daemons, one rank each, all on this machine. `--fill N` gives each pull N block ids.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -28,15 +27,13 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.tooling.control_client import ControlClient
 
-MARKS = Path(__file__).parent / "hops"
 
-
-def start_daemon(stack: ExitStack, directory: Path, environment: dict[str, str]) -> str:
+def start_daemon(stack: ExitStack, directory: Path) -> str:
     """Start a daemon and wait until it is ready; return its worker socket."""
     directory.mkdir()
     command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
     command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "warning"]
-    process = subprocess.Popen(command, env={**os.environ, **environment})
+    process = subprocess.Popen(command)
     stack.callback(process.wait)
     stack.callback(process.terminate)
     control = ControlClient(str(directory / "control.sock"))
@@ -99,15 +96,12 @@ class PullTimer:
 
 
 @contextmanager
-def daemon_pair(
-    fill: int, environment: Mapping[str, str] | None = None
-) -> Iterator[tuple[client.RankHandle, PullTimer]]:
+def daemon_pair(fill: int) -> Iterator[tuple[client.RankHandle, PullTimer]]:
     """Give two daemons with a rank each, after some pulls: the source rank, and the timer of its sink."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        more = dict(environment or {})
-        source = register_rank(stack, start_daemon(stack, directory / "p", more), "prefill", fill)
-        sink = register_rank(stack, start_daemon(stack, directory / "d", more), "decode", fill)
+        source = register_rank(stack, start_daemon(stack, directory / "p"), "prefill", fill)
+        sink = register_rank(stack, start_daemon(stack, directory / "d"), "decode", fill)
         measured = PullTimer(source, sink, fill)
         for ref in measured.prepare(20):
             measured.pull(ref)
@@ -163,50 +157,17 @@ def print_times(name: str, values: list[float]) -> None:
     print(f"{name:44} p50 {statistics.median(ordered):8.1f}  p99 {p99:8.1f}  least {ordered[0]:8.1f} us")
 
 
-def print_hops(directory: Path, spans: list[tuple[float, float, float]]) -> None:
-    """Print the median time from each mark of a pull to the next."""
-    marks = sorted(
-        (float(when), name)
-        for file in directory.iterdir()
-        for name, when in (line.rsplit(" ", 1) for line in file.read_text().splitlines())
-    )
-    steps: dict[str, list[float]] = {}
-    at = 0
-    for began, _, delivered in spans:
-        while at < len(marks) and marks[at][0] < began:
-            at += 1
-        last = began
-        seen = set()
-        while at < len(marks) and marks[at][0] <= delivered:
-            when, name = marks[at]
-            if name not in seen:
-                seen.add(name)
-                steps.setdefault(name, []).append(when - last)
-                last = when
-            at += 1
-        steps.setdefault("the engine has the event", []).append(delivered - last)
-    for name, values in steps.items():
-        if len(values) > len(spans) // 4:
-            print_times(f"  until {name}", values)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pulls", type=int, default=500)
     parser.add_argument("--fill", type=int, default=4, help="block ids of each pull")
-    parser.add_argument("--hops", action="store_true")
     parser.add_argument("--pause", type=float, default=0.002, help="seconds between two pulls")
     options = parser.parse_args()
     for pause_s in (0.0, options.pause):
-        took = measure_forwarding(options.measure_forwarding, pause_s, num_relays=2)
+        took = measure_forwarding(options.pulls, pause_s, num_relays=2)
         print_times(f"two processes that only pass it on, {1e3 * pause_s:g} ms apart", took)
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        environment = {}
-        if options.hops:
-            environment = {"PYTHONPATH": str(MARKS), "BENCH_HOPS": str(directory)}
-        source, measured = stack.enter_context(daemon_pair(options.fill, environment))
+    with daemon_pair(options.fill) as (source, measured):
         left = options.pulls
         while left:
             batch = min(left, 50)
@@ -217,8 +178,6 @@ def main() -> None:
         source.poll()
         print_times("inside pull()", [returned - began for began, returned, _ in measured.spans])
         print_times("pull() to Delivered", [delivered - began for began, _, delivered in measured.spans])
-        if options.hops:
-            print_hops(directory, measured.spans)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvxferd import client
 
-PATHS = ("/metrics", "/v1/status", "/v1/transfers", "/v1/history", "/", "/readyz")
+PATHS = ("/metrics", "/v1/status", "/v1/transfers", "/v1/history", "/v1/samples", "/readyz")
 ROUNDS = 10
 NUM_BLOCKS = 4
 
@@ -92,7 +92,7 @@ def main() -> None:
     wanted = parser.parse_args()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        worker = latency.start_daemon(stack, directory / "node", {})
+        worker = latency.start_daemon(stack, directory / "node")
         control = directory / "node" / "control.sock"
         publish(stack, worker, wanted.transfers)
         time.sleep(2.0)

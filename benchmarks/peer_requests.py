@@ -54,7 +54,7 @@ class Peer:
 
         self._peer, self._encode, self._decode = peer, encode, PEER_MESSAGES.decode
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "daemon"
-        rank = latency.register_rank(stack, latency.start_daemon(stack, directory, {}), "prefill", 4)
+        rank = latency.register_rank(stack, latency.start_daemon(stack, directory), "prefill", 4)
         self._ref = rank.publish("t1", latency.PullTimer(rank, rank, 4).blocks(), 64)
         self._pid = daemon_pid(directory)
         context = stack.enter_context(zmq.Context())

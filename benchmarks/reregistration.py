@@ -15,7 +15,7 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from idle_cpu import register
+from latency import register_rank
 
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.control_client import ControlClient
@@ -54,7 +54,7 @@ def main() -> None:
         wait_for_engines(control, 0)
         socket = str(directory / "worker" / "worker.sock")
         for name in ("prefill", "decode"):
-            register(stack, socket, name, 1)
+            register_rank(stack, socket, name, num_blocks=64)
         from_start, from_answer = [], []
         for _ in range(options.rounds):
             daemon.send_signal(signal.SIGKILL)

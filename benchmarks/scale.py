@@ -1,8 +1,7 @@
 """Scale, by simulation where one machine is too small: `python benchmarks/scale.py [--quick] [--json]`.
 
 Cores and messages are real; workers, movers, sockets and time are simulated. Three parts: one core
-among many engines, the handshake with one large engine, and a fleet. With `--beside CHECKOUT` it measures
-instead what 1,000 remote engines cost a registry, with this code and that of another checkout in turn.
+among many engines, the handshake with one large engine, and a fleet.
 """
 
 from __future__ import annotations
@@ -11,16 +10,10 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-import os
-import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 from scaling import control_plane, fleet, handshake
 from scaling.control_plane import Load, LoadResult
 from scaling.fits import exponent
@@ -59,60 +52,13 @@ def run(loads: Sequence[Load]) -> list[LoadResult]:
         return pool.map(control_plane.measure, loads, chunksize=1)
 
 
-def registrations(checkout: Path, num_engines: int) -> dict[str, float]:
-    """Measure a checkout's registry in a process of its own; return what was measured by name."""
-    scripts = Path(__file__).parent
-    ran = subprocess.run(
-        [sys.executable, str(scripts / "scaling" / "registration.py"), str(num_engines)],
-        env={**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{scripts}"},
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ran.returncode:
-        raise RuntimeError(f"{checkout} cannot be measured: {ran.stderr}")
-    found: dict[str, float] = json.loads(ran.stdout)
-    return found
-
-
-def show_beside(console: Console, other: Path, rounds: int, num_engines: int) -> dict[str, object]:
-    """Measure two checkouts in turn; print the medians, and the median of the ratios round by round."""
-    mine = Path(__file__).parent.parent
-    measured: list[tuple[dict[str, float], dict[str, float]]] = []
-    for number in range(rounds):
-        order = (other, mine) if number % 2 == 0 else (mine, other)
-        ran = {checkout: registrations(checkout, num_engines) for checkout in order}
-        measured.append((ran[other], ran[mine]))
-    table = Table("", str(other), "this", "ratio", title=f"{num_engines} remote engines, {rounds} rounds")
-    found: dict[str, object] = {}
-    for name in measured[0][0]:
-        before = statistics.median(theirs[name] for theirs, _ in measured)
-        after = statistics.median(ours[name] for _, ours in measured)
-        ratio = statistics.median(ours[name] / theirs[name] for theirs, ours in measured)
-        table.add_row(name, f"{before:.1f}", f"{after:.1f}", f"{ratio:.2f}")
-        found[name] = {"before": before, "after": after, "ratio": ratio}
-    console.print(table)
-    return found
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, under two minutes")
     parser.add_argument("--json", action="store_true", help="everything measured, as one object")
-    parser.add_argument(
-        "--beside", type=Path, metavar="CHECKOUT", help="registrations alone, beside that code"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="of --beside")
     options = parser.parse_args()
     console = Console(stderr=options.json)
-    if options.beside is not None:
-        num_engines = 200 if options.quick else 1000
-        beside = show_beside(console, options.beside.resolve(), options.rounds, num_engines)
-        if options.json:
-            print(json.dumps(beside))
-        return
     said: dict[str, object] = {"control_plane": []}
     for sweep in sweeps(options.quick):
         runs = run(sweep.loads)

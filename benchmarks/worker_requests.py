@@ -33,7 +33,7 @@ class Worker:
 
         self._client = client
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "daemon"
-        self._socket = latency.start_daemon(stack, directory, {})
+        self._socket = latency.start_daemon(stack, directory)
         self._pid = daemon_pid(directory)
         self._source = latency.register_rank(stack, self._socket, "prefill", 4)
         self._measured = latency.PullTimer(

@@ -56,7 +56,6 @@ from kvxferd.core.effects import (
     SendToPeer,
     SendToWorker,
     ShareFencePage,
-    TraceGrant,
 )
 from kvxferd.core.events import (
     AllowlistChanged,
@@ -73,7 +72,7 @@ from kvxferd.ids import BootId, Endpoint
 from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
 from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
-from kvxferd.telemetry.history import History, stamped, stamped_grant
+from kvxferd.telemetry.history import History, stamped
 from kvxferd.telemetry.logs import log_probe, log_record, operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.sampler import Sampler
@@ -432,9 +431,6 @@ class Daemon:
             case CountServed():
                 self._metrics.record_served(effect.served)
                 self._samples.add_served(effect.served.bytes)
-            case TraceGrant():
-                if self._tracer is not None:
-                    self._tracer.add(stamped_grant(effect.record, time.time()))
             case ReportProbe():
                 self._metrics.record_probe(effect.record)
                 log_probe(effect.record)

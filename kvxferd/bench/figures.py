@@ -1,20 +1,18 @@
-"""Turns measurements into figures, some of which have an aim. Each states how it was taken."""
+"""Turns measurements into figures. Each has an aim, and states how it was taken."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvxferd.bench.cases import BLOCKS_PER_RUN
-from kvxferd.bench.measures.calls import BORROWED, COPIED, MANY_IDS, CallIds, Calls
+from kvxferd.bench.measures.calls import NUM_IDS, Calls
 from kvxferd.bench.measures.crossing import CROSSINGS, CrossingPoint
 from kvxferd.bench.measures.first_pull import FirstPull
 from kvxferd.bench.measures.head_of_line import HeadOfLine
 from kvxferd.bench.measures.idle import Idle
-from kvxferd.bench.measures.latency import PULL_GAP_S, Latency
-from kvxferd.bench.measures.parallel import Parallel
-from kvxferd.bench.measures.progressive import ExtendCost, ProgressivePoint
-from kvxferd.bench.points import Point, median, percentile
+from kvxferd.bench.measures.latency import Latency
+from kvxferd.bench.measures.progressive import ProgressivePoint
+from kvxferd.bench.points import Point, median
 from kvxferd.bench.results import Figure
 from kvxferd.bench.workload import MIB
 
@@ -27,28 +25,16 @@ SUMMARY = (
     "first_pull_ms",
     "idle_cpu_percent",
     "small_behind_large_p99_ratio",
-    "parallel_speedup_64",
     "daemon_rss_mb",
     "mover_private_mb",
-    "crossing_speedup",
     "crossing_ratio",
     "crossing_ratio_lowest",
     "worst_against_direct",
     "handover_ratio",
     "handover_ratio_one_chunk",
-    "extend_rank_us",
-    "extend_daemon_us",
 )
 
 _MB = 1e6
-
-# Where the time of a small prepared pull goes, in its daemon and its mover.
-_PHASE_TITLES = {
-    "total": "a small pull in its daemon, received to Delivered sent",
-    "plan": "of that in the mover: runs from block ids",
-    "post": "of that in the mover: the library's post calls",
-    "wire": "of that in the mover: first post to last byte",
-}
 
 
 @dataclass
@@ -59,12 +45,10 @@ class Measurements:
     latency: Latency | None = None
     calls: Calls | None = None
     head_of_line: HeadOfLine | None = None
-    parallel: Parallel | None = None
     idle: Idle | None = None
     first_pull: FirstPull | None = None
     crossing: list[CrossingPoint] = field(default_factory=list)
     progressive: list[ProgressivePoint] = field(default_factory=list)
-    extends: ExtendCost | None = None
 
 
 def figures_of(found: Measurements) -> list[Figure]:
@@ -76,10 +60,8 @@ def figures_of(found: Measurements) -> list[Figure]:
         *_first_pull(found.first_pull),
         *_idle(found.idle),
         *_head_of_line(found.head_of_line),
-        *_parallel(found.parallel),
         *_crossing(found.crossing),
         *_progressive(found.progressive),
-        *_extends(found.extends),
     ]
 
 
@@ -98,10 +80,6 @@ def _at_least(name: str, title: str, value: float, aim: float, how: str, unit: s
 def _at_most(name: str, title: str, value: float, aim: float, how: str, unit: str) -> Figure:
     text = f"at most {aim:g} {unit}".rstrip()
     return Figure(name=name, title=title, value=value, unit=unit, aim=text, met=value <= aim, how=how)
-
-
-def _without_aim(name: str, title: str, value: float, how: str, unit: str) -> Figure:
-    return Figure(name=name, title=title, value=value, unit=unit, how=how)
 
 
 def _ratios(points: list[Point]) -> list[Figure]:
@@ -140,13 +118,6 @@ def _ratios(points: list[Point]) -> list[Figure]:
                 aim,
                 how,
             ),
-            _without_aim(
-                f"throughput_to_engine_ratio_{name}",
-                f"throughput against NIXL as the in-engine connector sets it up, {title}",
-                median([point.ratio_to_engine for point in chosen]),
-                how,
-                "",
-            ),
         ]
     return figures
 
@@ -160,7 +131,6 @@ def _latency(found: Latency | None) -> list[Figure]:
         f"{n} pulls of 64 KiB in {point.rounds} rounds, prepared, one at a time, less raw NIXL's median from "
         f"post to done in the same round; interleaved with {', '.join(point.interleaved_with)}"
     )
-    record = f"as the daemon counts it, median of {point.requests_per_round} pulls of 64 KiB"
     return [
         _at_most(
             "added_latency_us_p50", "added latency, 64 KiB, p50", found.added_p50_s * 1e6, 300, how, "us"
@@ -168,72 +138,21 @@ def _latency(found: Latency | None) -> list[Figure]:
         _at_most(
             "added_latency_us_p99", "added latency, 64 KiB, p99", found.added_p99_s * 1e6, 1000, how, "us"
         ),
-        *_spaced_latency(found.spaced_added_s),
-        *(
-            _without_aim(f"small_{name}_us", title, found.phases_s.get(name, 0.0) * 1e6, record, "us")
-            for name, title in _PHASE_TITLES.items()
-        ),
-        _without_aim(
-            "fence_us", "reading the fence word", found.phases_s.get("fence", 0.0) * 1e6, record, "us"
-        ),
-        _without_aim("grant_us", "the grant, prepared", found.phases_s.get("grant", 0.0) * 1e6, record, "us"),
-        _without_aim(
-            "grant_unprepared_us",
-            "the grant, not prepared",
-            found.unprepared_phases_s.get("grant", 0.0) * 1e6,
-            f"{record}, not prepared",
-            "us",
-        ),
-    ]
-
-
-def _spaced_latency(added_s: list[float]) -> list[Figure]:
-    how = (
-        f"{len(added_s)} such pulls, {PULL_GAP_S * 1e3:.0f} ms apart, so that nothing is awake still; less "
-        "raw "
-        "NIXL's median back to back"
-    )
-    return [
-        _without_aim(
-            f"added_latency_apart_us_p{percent}",
-            f"added latency, 64 KiB, pulls apart, p{percent}",
-            percentile(added_s, percent) * 1e6,
-            how,
-            "us",
-        )
-        for percent in (50, 99)
     ]
 
 
 def _calls(found: Calls | None) -> list[Figure]:
     if found is None:
         return []
-
-    def call(name: str, title: str, ids: CallIds) -> Figure:
-        kept = "lent: not copied by the client" if ids.borrowed else "which the client copies"
-        how = f"{found.n[ids]} calls in {found.rounds} rounds, int32 buffer, {kept}"
-        return _at_most(name, title, found.pull_p99_s[ids] * 1e6, 100, how, "us")
-
-    one, some, many = COPIED
-    ratio = found.pull_median_s / found.posting_median_s if found.posting_median_s else 0.0
-    posted = (
-        f"{found.num_posted} requests of {MANY_IDS:,} scattered blocks by each, interleaved; posting is "
-        "indices, request and post on the engine's thread"
-    )
-    how_many = f"{found.n[many]} calls in {found.rounds} rounds, int32 buffer, which the client copies"
+    how = f"{found.n} calls each in {found.rounds} rounds, int32 buffer, which the client copies"
+    one, some, many = NUM_IDS
     return [
-        call("pull_call_us_p99", f"time inside pull(), {MANY_IDS:,} block ids, p99", many),
-        _without_aim("pull_call_us_p50", "the same, p50", found.pull_p50_s[many] * 1e6, how_many, "us"),
-        call("pull_call_few_us_p99", f"the same of {some.num:,}", some),
-        call("pull_call_one_us_p99", "the same of one", one),
-        *(
-            call(f"pull_call_lent_{ids.num}_us_p99", f"the same of {ids.num:,}, lent, p99", ids)
-            for ids in BORROWED
-        ),
-        _without_aim(
-            "posting_us", "posting as much in the engine", found.posting_median_s * 1e6, posted, "us"
-        ),
-        _without_aim("pull_to_post_ratio", "pull() by posting in the engine", ratio, posted, ""),
+        _at_most(name, title, found.p99_s[num] * 1e6, 100, how, "us")
+        for name, title, num in (
+            ("pull_call_us_p99", f"time inside pull(), {many:,} block ids, p99", many),
+            ("pull_call_few_us_p99", f"the same of {some:,}", some),
+            ("pull_call_one_us_p99", "the same of one", one),
+        )
     ]
 
 
@@ -243,15 +162,7 @@ def _first_pull(found: FirstPull | None) -> list[Figure]:
     n = len(found.first_s)
     size = f"{found.size_bytes // MIB} MiB"
     how = f"{n} first pulls of {size}, each between daemons and ranks that were just started"
-    after = f"{n} pulls of {size} between ranks just registered; the daemons had met"
-    return [
-        _at_most("first_pull_ms", "first pull, no earlier contact", found.median_s * 1e3, 500, how, "ms"),
-        _without_aim("first_pull_worst_ms", "the slowest of them", max(found.first_s) * 1e3, how, "ms"),
-        _without_aim(
-            "first_prepared_ms", "first pull after prepare", median(found.prepared_s) * 1e3, after, "ms"
-        ),
-        _without_aim("warm_ms", "the pull after that, prepared", median(found.warm_s) * 1e3, after, "ms"),
-    ]
+    return [_at_most("first_pull_ms", "first pull, no earlier contact", found.median_s * 1e3, 500, how, "ms")]
 
 
 def _idle(found: Idle | None) -> list[Figure]:
@@ -266,16 +177,6 @@ def _idle(found: Idle | None) -> list[Figure]:
         ),
         _at_most("daemon_rss_mb", "daemon, resident", found.daemon_rss_bytes / _MB, 80, how, "MB"),
         _at_most("mover_private_mb", "a mover, private", max(movers) / _MB, 40, how_movers, "MB"),
-        _without_aim(
-            "movers_parent_rss_mb", "movers' parent, resident", found.forkserver_rss_bytes / _MB, how, "MB"
-        ),
-        _without_aim(
-            "movers_parent_private_mb",
-            "movers' parent, private",
-            found.forkserver_private_bytes / _MB,
-            how,
-            "MB",
-        ),
     ]
 
 
@@ -289,27 +190,6 @@ def _head_of_line(found: HeadOfLine | None) -> list[Figure]:
     ratio = found.behind_p99_s / found.alone_p99_s
     return [
         _at_most("small_behind_large_p99_ratio", "64 KiB behind 2 GiB, p99 by p99 alone", ratio, 10, how, ""),
-        _without_aim("small_alone_us_p99", "64 KiB alone, p99", found.alone_p99_s * 1e6, how, "us"),
-        _without_aim("small_behind_us_p50", "64 KiB behind 2 GiB, p50", found.behind_p50_s * 1e6, how, "us"),
-        _without_aim("small_behind_us_p99", "64 KiB behind 2 GiB, p99", found.behind_p99_s * 1e6, how, "us"),
-    ]
-
-
-def _parallel(found: Parallel | None) -> list[Figure]:
-    if found is None:
-        return []
-    how = (
-        f"{found.pulls_per_round} pulls of {found.size_bytes // MIB} MiB a round on 8 ranks, prepared, 8 in "
-        f"flight on each, against one at a time; median of {found.rounds} rounds, interleaved"
-    )
-    return [
-        _at_least("parallel_speedup_64", "64 in flight from 8 ranks by one at a time", found.speedup, 1, how),
-        _at_most(
-            "fairness_spread", "ranks' rates: highest less lowest, by median", found.spread, 0.2, how, ""
-        ),
-        _without_aim("fairness_spread_widest", "the same, widest round", found.widest_spread, how, ""),
-        _without_aim("parallel_gb_per_s", "64 in flight", found.together_gb_per_s, how, "GB/s"),
-        _without_aim("one_at_a_time_gb_per_s", "one at a time", found.one_gb_per_s, how, "GB/s"),
     ]
 
 
@@ -325,13 +205,6 @@ def _crossing(points: list[CrossingPoint]) -> list[Figure]:
     )
     lowest = min(counted, key=lambda point: point.auto_to_equal)
     figures = [
-        _without_aim(
-            "crossing_speedup",
-            "layouts that differ: auto by direct, median point",
-            median([point.auto_to_direct for point in counted]),
-            how,
-            "",
-        ),
         _at_least(
             "crossing_ratio",
             "layouts that differ: auto by equal layouts, median point",
@@ -399,18 +272,3 @@ def _progressive(points: list[ProgressivePoint]) -> list[Figure]:
         title = f"handover by a pull after the end, {chunks}"
         figures.append(_at_most(name, title, point.ratio, aim, how, ""))
     return figures
-
-
-def _extends(found: ExtendCost | None) -> list[Figure]:
-    if found is None:
-        return []
-    calls = f"{found.n} calls of {BLOCKS_PER_RUN} blocks a round, that nobody reads"
-    apart = f"{calls}, {found.gap_s * 1e3:.0f} ms apart; median of {found.rounds}"
-    loop = f"{calls}, without a pause; median of {found.rounds}"
-    rank, daemon = found.rank_in_a_loop_s * 1e6, found.daemon_in_a_loop_s * 1e6
-    return [
-        _at_most("extend_rank_us", "extend(), processor time, rank", found.rank_s * 1e6, 50, apart, "us"),
-        _at_most("extend_daemon_us", "the same, its daemon", found.daemon_s * 1e6, 50, apart, "us"),
-        _without_aim("extend_rank_loop_us", "extend() in a loop, rank", rank, loop, "us"),
-        _without_aim("extend_daemon_loop_us", "the same, its daemon", daemon, loop, "us"),
-    ]

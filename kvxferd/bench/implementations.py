@@ -46,22 +46,15 @@ class KvxferdPulls:
     name = KVXFERD
     is_verifiable = True
 
-    def __init__(
-        self, pair: EnginePair, is_prepared: bool = True, is_borrowed: bool = False, gap_s: float = 0.0
-    ) -> None:
-        """`lends`: the client borrows the block ids and does not copy them. `gap_s`: between two pulls."""
+    def __init__(self, pair: EnginePair, is_prepared: bool = True) -> None:
         self._pair = pair
         self._is_prepared = is_prepared
-        self._is_borrowed = is_borrowed
-        self._gap_s = gap_s
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Publish, prepare, pull."""
         pair = self._pair
         batch = await (pair.publish_prepared if self._is_prepared else pair.publish)(case, count)
-        command = protocol.PullCommand(
-            case=case, refs=batch.refs, window=window, lent=self._is_borrowed, gap_s=self._gap_s
-        )
+        command = protocol.PullCommand(case=case, refs=batch.refs, window=window)
         moved = await pair.sink.request(command, protocol.Moved)
         await pair.release(batch)
         return moved.samples

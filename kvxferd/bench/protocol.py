@@ -65,12 +65,6 @@ class ExtendCommand(Line, frozen=True, tag="extend"):
     gap_s: float
 
 
-class UnpublishCommand(Line, frozen=True, tag="unpublish"):
-    """Withdraw a transfer that nobody reads, and wait until it is released."""
-
-    ref: dict[str, Any]
-
-
 class AwaitRelease(Line, frozen=True, tag="await-release"):
     """Wait until these transfers are released."""
 
@@ -90,18 +84,14 @@ class AbandonCommand(Line, frozen=True, tag="abandon"):
 
 
 class PullCommand(Line, frozen=True, tag="pull"):
-    """Pull the references in order, at most `window` at a time, from time `at` on (0: now).
+    """Pull the references in order, at most `window` at a time.
 
-    `lent`: the client borrows the block ids instead of copying them. `gap_s`: between the end of
-    one and the start of the next, for pulls one at a time. `progressive`: read what is ready meanwhile.
+    `progressive`: read what is ready meanwhile.
     """
 
     case: Case
     refs: list[dict[str, Any]]
     window: int = 1
-    at: float = 0.0
-    lent: bool = False
-    gap_s: float = 0.0
     progressive: bool = False
 
 
@@ -195,11 +185,9 @@ class Published(Line, frozen=True, tag="published"):
 
 
 class Extended(Line, frozen=True, tag="extended"):
-    """The chunks are reported. Seconds; `cpu_s` is of all calls, `other_cpu_s` of the client's threads."""
+    """The chunks are reported."""
 
-    last_at: float  # when the last was reported, of the monotonic clock of the source's machine
-    cpu_s: float
-    other_cpu_s: float
+    last_at: float  # when the last was reported, of the monotonic clock of the source's machine, in seconds
 
 
 class Moved(Line, frozen=True, tag="moved"):
@@ -226,7 +214,6 @@ RankCommand = (
     | PublishCommand
     | OpenCommand
     | ExtendCommand
-    | UnpublishCommand
     | AwaitRelease
     | PrepareCommand
     | AbandonCommand

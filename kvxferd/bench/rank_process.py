@@ -92,21 +92,12 @@ class BenchRank:
             {name: client.BlockList(ids=ids[n * size : (n + 1) * size].data) for name, ids in lists.items()}
             for n in range(num_chunks)
         ]
-        cpu_s, began_all, began_own = 0.0, time.process_time(), time.thread_time()
         began = last_at = time.perf_counter()
         for number, blocks in enumerate(chunks, 1):
             _wait_until(began + number * command.gap_s)
-            last_at, began_cpu = time.perf_counter(), time.thread_time()
+            last_at = time.perf_counter()
             self._rank.extend(command.name, None if number == num_chunks else number * tokens, blocks)
-            cpu_s += time.thread_time() - began_cpu
-        own_s = time.thread_time() - began_own
-        other_s = max(0.0, time.process_time() - began_all - own_s)
-        return protocol.Extended(last_at=last_at, cpu_s=cpu_s, other_cpu_s=other_s)
-
-    def unpublish(self, command: protocol.UnpublishCommand) -> protocol.Done:
-        """Withdraw a transfer; the daemon releases it at once."""
-        self._rank.unpublish(command.ref)
-        return self.await_release(protocol.AwaitRelease(names=[command.ref["transfer_id"]]))
+        return protocol.Extended(last_at=last_at)
 
     def await_release(self, command: protocol.AwaitRelease) -> protocol.Done:
         """Wait for the daemon to release the blocks."""
@@ -138,17 +129,13 @@ class BenchRank:
 
     def pull(self, command: protocol.PullCommand) -> protocol.Moved:
         """Pull all, keeping `window` of them in flight."""
-        slots = range(command.case.slots)
-        lists = [self._blocks(command.case, "sink", slot, command.lent) for slot in slots]
+        lists = [self._blocks(command.case, "sink", slot) for slot in range(command.case.slots)]
         waiting = enumerate(command.refs)
         running: dict[client.PullTicket, tuple[int, float, float]] = {}
         samples: dict[int, protocol.Sample] = {}
-        _wait_until(command.at)
         while len(samples) < len(command.refs):
             while len(running) < command.window and (following := next(waiting, None)):
                 number, ref = following
-                if number and command.gap_s:
-                    time.sleep(command.gap_s)
                 blocks = lists[number % len(lists)]
                 started = self._start_pull(ref, blocks, command.case, command.progressive)
                 running[started[0]] = (number, *started[1:])
@@ -237,13 +224,11 @@ class BenchRank:
             for slot in range(case.slots):
                 yield reads_of(case, sink, slot)[self._rank_id]
 
-    def _blocks(self, case: Case, role: Role, slot: int, lent: bool = False) -> Blocks:
+    def _blocks(self, case: Case, role: Role, slot: int) -> Blocks:
         lists = block_lists(case, role, slot)
         states = {group.name for group in self._layout.groups if group.kind is GroupKind.STATE}
         return {
-            name: client.BlockList(
-                ids=ids.data, state_at=case.num_tokens if name in states else -1, borrowed=lent
-            )
+            name: client.BlockList(ids=ids.data, state_at=case.num_tokens if name in states else -1)
             for name, ids in lists.items()
         }
 
@@ -296,8 +281,6 @@ def _handle_rank_command(process: BenchRank, command: protocol.Command) -> proto
             return process.open(command)
         case protocol.ExtendCommand():
             return process.extend(command)
-        case protocol.UnpublishCommand():
-            return process.unpublish(command)
         case protocol.AwaitRelease():
             return process.await_release(command)
         case protocol.PrepareCommand():

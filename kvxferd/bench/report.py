@@ -107,10 +107,7 @@ def _figures(figures: list[Figure]) -> Table:
     table.add_column("taken")
     ways = _footnotes(figures)
     for figure in figures:
-        met = {None: "", True: "yes", False: "NO"}[figure.met]
-        value = "" if figure.value is None else f"{figure.value:.3g} {figure.unit}".rstrip()
-        style = "red" if figure.met is False else ""
-        table.add_row(
-            Text(figure.title), value, figure.aim, Text(met, style=style), Text(f"[{ways[figure.how]}]")
-        )
+        met = Text("yes") if figure.met else Text("NO", style="red")
+        value = f"{figure.value:.3g} {figure.unit}".rstrip()
+        table.add_row(Text(figure.title), value, figure.aim, met, Text(f"[{ways[figure.how]}]"))
     return table

@@ -37,10 +37,10 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     title: str
-    value: float | None  # None: not measured in this run
+    value: float
     unit: str
-    aim: str = ""
-    met: bool | None = None  # None if there is no aim or no value
+    aim: str
+    met: bool
     how: str
 
 

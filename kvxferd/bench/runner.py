@@ -22,7 +22,6 @@ from kvxferd.bench.measures import (
     head_of_line,
     idle,
     latency,
-    parallel,
     progressive,
     throughput,
 )
@@ -42,9 +41,7 @@ MOVER_ENVIRONMENT_VARIABLE = "KVXFERD_MOVER_ENVIRONMENT"
 # Memory beside the two regions: workers, movers, baselines.
 _HEADROOM_BYTES = 2 * GIB
 
-MEASURES = frozenset(
-    ("latency", "throughput", "calls", "behind", "parallel", "idle", "first", "crossing", "progressive")
-)
+MEASURES = frozenset(("latency", "throughput", "calls", "behind", "idle", "first", "crossing", "progressive"))
 POINT_MEASURES = frozenset(("latency", "throughput", "crossing", "progressive"))  # over every transport
 # They compare the clocks of both sides.
 ONE_MACHINE_MEASURES = frozenset(("progressive",))
@@ -172,7 +169,7 @@ async def _measure_transport(
                 _require_cma(testbed.daemons["source"].pid)
             await _measure_points(testbed, transport, asked.workload, wanted, found, say, is_first)
             if "progressive" in wanted:
-                await _measure_progressive(testbed, transport, asked.workload, found, say, is_first)
+                await _measure_progressive(testbed, transport, asked.workload, found, say)
             await _measure_rest(testbed, asked.workload, wanted, found, say)
     if "crossing" in wanted:
         await _measure_crossing(hosts, transport, asked.workload, found, say)
@@ -235,7 +232,6 @@ async def _measure_progressive(
     workload: Workload,
     found: Measurements,
     say: ReportProgress,
-    is_first: bool,
 ) -> None:
     say(f"pulls while chunks are written ({transport})")
     async with testbed.pair(progressive.deployment_of(transport, workload), baselines=False) as pair:
@@ -245,9 +241,6 @@ async def _measure_progressive(
                 f"  {point.num_chunks} of {format_bytes(point.chunk_bytes)}, pace {point.pace:g}: handover "
                 f"in {point.handover_s * 1e3:.1f} ms, {point.ratio:.2f} of a pull after the end"
             )
-        if is_first:
-            say("processor time of extend")
-            found.extends = await progressive.measure_extends(pair, workload)
 
 
 async def _measure_rest(
@@ -259,14 +252,10 @@ async def _measure_rest(
     if "behind" in wanted:
         say("small pulls behind a large one")
         found.head_of_line = await head_of_line.measure_head_of_line(testbed, workload)
-    if wanted & {"parallel", "idle"}:
-        say("eight ranks")
-        async with testbed.pair(parallel.parallel_deployment(workload), baselines=False) as pair:
-            found.parallel = await parallel.measure_parallel(pair, workload)
-            if "idle" in wanted:
-                say("idle")
-                daemon = testbed.daemons["sink"].pid
-                found.idle = await idle.measure_idle(daemon, len(pair.ranks), workload.idle_s)
+    if "idle" in wanted:
+        say("idle")
+        async with testbed.pair(idle.idle_deployment(), baselines=False) as pair:
+            found.idle = await idle.measure_idle(pair, workload.idle_s)
 
 
 def _require_cma(pid: int) -> None:

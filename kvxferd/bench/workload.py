@@ -74,13 +74,11 @@ class Workload:
     small_per_round: int  # pulls of 64 KiB, one after the other
     calls_per_round: int  # of pull(), for each number of block ids
     first_rounds: int  # each with daemons of its own
-    parallel_pulls: int  # by each of eight ranks, in each round
     head_of_line_pulls: int  # small ones prepared for one large
     head_of_line_bytes: int
     idle_s: float
     crossing: tuple[CrossingSize, ...] = ()
     progressive: tuple[ProgressiveSize, ...] = ()
-    extends: int = 64  # calls, of each of the rounds
 
 
 def progressive_sizes(rounds: int) -> tuple[ProgressiveSize, ...]:
@@ -106,9 +104,7 @@ def quick_workload() -> Workload:
         for size in (4 * MIB, 64 * MIB)
     ]
     pulls.append(ThroughputPoint("mamba2-hybrid", BlockPattern.FRAGMENTED, 64 * MIB, 1))
-    return Workload(
-        tuple(pulls), 7, 150, 60, 7, 64, 600, LARGE_BYTES, 5.0, QUICK_CROSSING, progressive_sizes(7)
-    )
+    return Workload(tuple(pulls), 7, 150, 60, 7, 600, LARGE_BYTES, 5.0, QUICK_CROSSING, progressive_sizes(7))
 
 
 def full_workload(
@@ -133,7 +129,6 @@ def full_workload(
         150,
         60,
         max(7, rounds),
-        32,
         2000,
         LARGE_BYTES,
         20.0,

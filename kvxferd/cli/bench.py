@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,13 +22,11 @@ MEASURE_NAMES = (
     "throughput",
     "calls",
     "behind",
-    "parallel",
     "idle",
     "first",
     "crossing",
     "progressive",
 )
-PLOT_SUFFIXES = (".png", ".svg")
 
 MIN_SIZE, MAX_SIZE = 64 << 10, 2 << 30
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -99,12 +96,6 @@ class Size(click.ParamType[int]):
     "any, which is what UCX chooses.",
 )
 @click.option(
-    "--plot",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Plot the results: .png or .svg.",
-)
-@click.option(
     "--peer", metavar="HOST:PORT#TOKEN", default="", help="The other machine, as --serve printed it there."
 )
 @click.option(
@@ -112,20 +103,18 @@ class Size(click.ParamType[int]):
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
-def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, **options: Any) -> None:
+def bench(ctx: click.Context, /, as_json: bool, serve: str, **options: Any) -> None:
     """Measure the cost of a daemon against NIXL inside the engine, side by side.
 
     Starts two daemons, their workers, and plain processes that move the same bytes by NIXL alone,
     in turn. Everything that it started ends with it.
     """
     if serve:
-        if plot is not None or as_json or any(options.values()):
+        if as_json or any(options.values()):
             raise click.UsageError("--serve takes no other flag: the other side says what is measured")
         _serve_remote(ctx, serve)
         return
     asked = _bench_options(options)
-    if plot is not None:
-        _check_plot_path(plot)
     # Imported here, so that the other verbs do not load numpy and asyncio.
     from kvxferd.bench.runner import run_bench
     from kvxferd.tooling.output import console, print_fitted, print_json
@@ -135,7 +124,6 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
     except KeyboardInterrupt:
         click.echo("kvxferd: the bench was interrupted; everything it started is gone", err=True)
         ctx.exit(EXIT_INTERRUPTED)
-    # Printed first, because what follows may fail, on a full disk for example.
     if as_json:
         import msgspec
 
@@ -144,17 +132,8 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, serve: str, *
         from kvxferd.bench.report import render_report
 
         print_fitted(console(), render_report(result))
-    failures = [result.error] if result.error else []
-    if plot is not None:
-        from kvxferd.bench.plot import write_plot
-
-        try:
-            write_plot(result, plot)
-        except OSError as error:
-            failures.append(f"cannot write {plot}: {error.strerror or error}")
-    for failure in failures:
-        click.echo(f"kvxferd: {failure}", err=True)
-    if failures:
+    if result.error:
+        click.echo(f"kvxferd: {result.error}", err=True)
         ctx.exit(EXIT_ERROR)
 
 
@@ -204,15 +183,3 @@ def _bench_options(options: dict[str, Any]) -> BenchOptions:
         workload = replace(workload, crossing=crossing)
     transports = options["transports"] or (("any",) if peer else ("cma", "tcp"))
     return BenchOptions(workload, transports, is_quick=False, measures=measures, peer=peer)
-
-
-def _check_plot_path(path: Path) -> None:
-    """Raise before anything is measured if the plot could not be written."""
-    from importlib.util import find_spec
-
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise click.BadParameter(f"{path.name!r} must end in .png or .svg", param_hint="--plot")
-    if not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no directory {str(path.parent)!r}", param_hint="--plot")
-    if find_spec("matplotlib") is None:
-        raise click.UsageError("--plot needs matplotlib: pip install 'kvxferd[bench]'")

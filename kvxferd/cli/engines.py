@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from kvxferd.cli.options import json_option, watchable, with_control_client
-from kvxferd.core.snapshot import EngineSnapshot, OwnershipSnapshot, RankSnapshot, RetiredMoverSnapshot
+from kvxferd.core.snapshot import EngineSnapshot, OwnershipSnapshot, RankSnapshot
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import (
     console,
@@ -64,16 +64,6 @@ def engines(daemon: ControlClient, topology: bool, as_json: bool) -> None:
             for r in e.ranks
         ),
     )  # fmt: skip
-    if retired := msgspec.convert(answer.get("retired_movers", []), list[RetiredMoverSnapshot]):
-        print_table(
-            "Retired movers",
-            ("engine", "rank", "mover", "kept by", "pulls", "in doubt", "age"),
-            (
-                (m.engine_id or "", m.rank or "", m.mover, m.kept_by, m.num_pulls, m.num_in_doubt,
-                 format_duration(m.age_s))
-                for m in retired
-            ),
-        )  # fmt: skip
     print_table(
         "Recorded engine ids",
         ("engine", "user", "kept for", "ranks kept"),

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from kvxferd.cli.options import json_option, watchable, with_control_client
-from kvxferd.core.snapshot import KEPT_BY, NodeSnapshot, RankSnapshot
+from kvxferd.core.snapshot import NodeSnapshot, RankSnapshot
 from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.sample_report import LastMinute
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
@@ -39,7 +39,7 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
     readable = sum(engine_state(engine) == "readable" for engine in node.engines)
     return [
         ("daemon", f"{node.endpoint}, version {answer['version']}, boot {node.boot}"),
-        ("state", _state(answer, node)),
+        ("state", answer["verdict"]["text"]),
         *_warnings(answer),
         *_last_minute(answer),
         ("engines", f"{len(node.engines)}, {readable} readable"),
@@ -52,24 +52,19 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
             f"{sum(node.transfer_states.values())} held, {format_count(node.num_grants_given, 'grant')}",
         ),
         ("pulls", f"{sum(node.pull_phases.values())} running, {node.num_quarantined} quarantined"),
-        ("retired movers", _retired(node)),
+        ("retired movers", str(node.num_retired_movers)),
         ("engine ids", _ownerships(node)),
     ]
 
 
 def _warnings(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return each warning with its kind and age; of an older daemon, its sentence."""
-    active = answer.get("active_warnings")
-    if active is None:
-        return [("warning", text) for text in answer["warnings"]]
-    warnings = msgspec.convert(active, list[NodeWarning])
+    """Return each warning with its kind and age."""
+    warnings = msgspec.convert(answer["active_warnings"], list[NodeWarning])
     return [("warning", f"{w.kind.value}, {_since(w.since)}: {w.text}") for w in warnings]
 
 
 def _last_minute(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what was moved in the last minute, and what failed; nothing of an older daemon."""
-    if "last_minute" not in answer:
-        return []
+    """Return what was moved in the last minute, and what failed."""
     minute = msgspec.convert(answer["last_minute"], LastMinute)
     failed = describe_failures(minute)
     why = f"{failed}; kvxferd history --failed shows them" if failed else "none"
@@ -90,28 +85,9 @@ def _placements(ranks: list[RankSnapshot]) -> str:
     return "; ".join(f"{count} {way}" for way, count in sorted(ways.items())) or "none"
 
 
-def _retired(node: NodeSnapshot) -> str:
-    """Return what retired movers wait for: ``2: 1 for pulls, 1 for exit; 3 pulls in doubt``."""
-    if not node.retired_movers:
-        return "none"
-    kept = Counter(mover.kept_by for mover in node.retired_movers)
-    in_doubt = sum(mover.num_in_doubt for mover in node.retired_movers)
-    waits = ", ".join(f"{kept[what]} for {what}" for what in KEPT_BY if kept[what])
-    return f"{len(node.retired_movers)}: {waits}; {format_count(in_doubt, 'pull')} in doubt"
-
-
 def _ownerships(node: NodeSnapshot) -> str:
     """Return the number of owned engine ids: ``3 recorded, 1 without ranks here; 2 ranks kept``."""
     num_absent = sum(kept.uid is not None and kept.expires_in_s is not None for kept in node.ownerships)
     num_ranks = sum(kept.num_kept_ranks for kept in node.ownerships)
     ranks = f"; {format_count(num_ranks, 'rank')} kept" if num_ranks else ""
     return f"{len(node.ownerships)} recorded, {num_absent} without ranks here{ranks}"
-
-
-def _state(answer: dict[str, Any], node: NodeSnapshot) -> str:
-    if node.draining:
-        return "draining"
-    if not answer["ready"]:
-        return "not ready: " + "; ".join(answer["reasons"])
-    kinds = dict.fromkeys(warning["kind"] for warning in answer.get("active_warnings", ()))
-    return f"ready, with warnings: {', '.join(kinds)}" if kinds else "ready"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,8 @@ from rich.text import Text
 
 from kvxferd.cli.transfers import format_read
 from kvxferd.core.snapshot import NodeSnapshot, PullRecord, ReleaseRecord
-from kvxferd.telemetry.overview import Level, failure_reasons, longest_phases, peer_lines, verdict_of
+from kvxferd.ids import Endpoint
+from kvxferd.telemetry.overview import FailureReason, Level, PeerLine, Verdict, longest_phases
 from kvxferd.telemetry.sample_report import LastMinute, SampleReport
 from kvxferd.telemetry.units import (
     UNKNOWN,
@@ -43,13 +43,7 @@ def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
     node = msgspec.convert(status["node"], NodeSnapshot)
     report = msgspec.convert(samples, SampleReport)
     warnings = msgspec.convert(status["active_warnings"], list[NodeWarning])
-    failed = msgspec.convert(samples["failed_pulls"], list[PullRecord])
-    verdict = verdict_of(
-        draining=node.draining,
-        reasons=status["reasons"],
-        warnings=[warning.kind.value for warning in warnings],
-        minute=report.last_minute,
-    )
+    verdict = msgspec.convert(status["verdict"], Verdict)
     out = console()
     out.print(Text(f"{address_of(node.endpoint)}, version {status['version']}", style="bold"), soft_wrap=True)
     out.print(Text(plain_text(verdict.text).plain, style=_STYLES[verdict.level]))
@@ -59,7 +53,9 @@ def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
     out.print()
     print_fitted(out, _numbers(report.last_minute), _charts(report, out.width))
     out.print()
-    _print_tables(node, report, failed, samples)
+    _print_pulls(node, samples)
+    _print_sums(report, samples)
+    _print_notable(samples)
 
 
 def _numbers(minute: LastMinute) -> Table:
@@ -129,23 +125,16 @@ def _bar(value: float | None, top: float, bars: str) -> str:
     return bars[min(int(value / top * len(bars)), len(bars) - 1)] if value else " "
 
 
-def _print_tables(
-    node: NodeSnapshot, report: SampleReport, failed: list[PullRecord], samples: dict[str, Any]
-) -> None:
-    _print_pulls(node, failed)
-    _print_sums(node, report)
-    _print_notable(samples)
-
-
-def _print_pulls(node: NodeSnapshot, failed: list[PullRecord]) -> None:
-    if reasons := failure_reasons(failed, time.time(), CHART_S):
+def _print_pulls(node: NodeSnapshot, samples: dict[str, Any]) -> None:
+    if reasons := msgspec.convert(samples["failure_reasons"], list[FailureReason]):
+        found = [(reason.num_pulls, reason.last) for reason in reasons[:MAX_ROWS]]
         print_table(
-            f"Why pulls failed, of the last {len(failed)} that did",
+            "Why pulls failed in the last 15 minutes",
             ("pulls", "code", "from", "to", "peer", "phase", "did not answer", "last", "message"),
             [
                 (num, r.code or "failed", r.source, r.sink, address_of(r.peer), r.failed_phase, r.silent,
                  format_clock(r.ended_at), f"{r.message} ({r.transfer_id})")
-                for num, r in reasons[:MAX_ROWS]
+                for num, r in found
             ],
         )  # fmt: skip
     if node.pulls:
@@ -160,7 +149,7 @@ def _print_pulls(node: NodeSnapshot, failed: list[PullRecord]) -> None:
         )  # fmt: skip
 
 
-def _print_sums(node: NodeSnapshot, report: SampleReport) -> None:
+def _print_sums(report: SampleReport, samples: dict[str, Any]) -> None:
     print_table(
         "Pairs of engines, 15 minutes",
         ("from", "to", "delivered", "failed", "bytes", "p50", "p99", "last failure"),
@@ -175,10 +164,10 @@ def _print_sums(node: NodeSnapshot, report: SampleReport) -> None:
         "Peers, 15 minutes",
         ("peer", "state", "round trip", "last answer", "transport", "delivered", "failed", "bytes"),
         [
-            (address_of(line.endpoint), line.state, format_time(line.round_trip_s),
+            (address_of(Endpoint(line.peer)), line.state, format_time(line.round_trip_s),
              f"{format_time(line.last_answer_s)} ago" if line.last_answer_s is not None else UNKNOWN,
              line.transport or UNKNOWN, line.delivered, line.failed, format_size(line.pulled_bytes))
-            for line in peer_lines(node, report.peers)[:MAX_ROWS]
+            for line in msgspec.convert(samples["peers"], list[PeerLine])[:MAX_ROWS]
         ],
     )  # fmt: skip
 

@@ -16,16 +16,14 @@ from aiohttp import web
 
 import kvxferd
 from kvxferd.control import admin_handlers
-from kvxferd.control.http_connections import HttpConnection
 from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
-from kvxferd.control.response_cache import RESPONSE_CACHE, is_operator, snapshot_for
-from kvxferd.control.responses import error_response, json_response, page_response
-from kvxferd.control.status_page.main_page import PageContent, render_main, render_status_page
-from kvxferd.control.status_page.transfer_page import find_records, has_transfer, render_transfer_page
-from kvxferd.control.status_page.watchers import WATCHERS
-from kvxferd.errors import Code, KvxferdError, count_busy_refusal
+from kvxferd.control.response_cache import snapshot_for
+from kvxferd.control.responses import error_response, json_response
+from kvxferd.control.status_page import page_response
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId
 from kvxferd.telemetry.history import HistoryQuery, record_to_json
+from kvxferd.telemetry.overview import failure_reasons, peer_lines, verdict_of
 from kvxferd.telemetry.recent_lines import RECENT_LINES
 from kvxferd.telemetry.samples import RING_S
 
@@ -59,47 +57,7 @@ class Route(NamedTuple):
 
 async def status_page(request: web.Request) -> web.StreamResponse:
     """The status page, for a browser."""
-    return page_response(render_status_page(await _page_content(request)))
-
-
-async def page_fragment(request: web.Request) -> web.StreamResponse:
-    """The part of the status page that its script renews; 503 while 16 others renew it."""
-    connection = request.protocol
-    assert isinstance(connection, HttpConnection)
-    source = "operator" if is_operator(request) else connection.source
-    if not request.app[WATCHERS].admit(source, request.query.get("watcher", "")):
-        count_busy_refusal("http")
-        message = "cannot renew the page: as many watch it as may; load it again later"
-        return error_response(503, Code.BUSY, message)
-    if is_operator(request):
-        return await _render_fragment(request)
-    return await request.app[RESPONSE_CACHE].respond(request, _render_fragment)
-
-
-async def _render_fragment(request: web.Request) -> web.StreamResponse:
-    return page_response(render_main(await _page_content(request)))
-
-
-async def _page_content(request: web.Request) -> PageContent:
-    view, node = request.app[NODE_API], await snapshot_for(request)
-    return PageContent(
-        node=node,
-        reasons=view.readiness(),
-        warnings=view.warnings(),
-        report=view.samples().report(RING_S),
-        notable=view.notable_records(),
-        records=view.history(),
-        now=time.time(),
-    )
-
-
-async def transfer_page(request: web.Request) -> web.StreamResponse:
-    """The records of the transfer `id`, for a browser; 404 where none is left."""
-    view, node = request.app[NODE_API], await snapshot_for(request)
-    transfer_id = request.query.get("id", "")
-    found = find_records(transfer_id, view.history(), view.notable_records())
-    status = 200 if found or has_transfer(node, transfer_id) else 404
-    return page_response(render_transfer_page(transfer_id, node, found), status)
+    return page_response()
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:
@@ -130,26 +88,26 @@ def _warnings(view: NodeApi) -> dict[str, Any]:
 
 async def status(request: web.Request) -> web.StreamResponse:
     """The whole node."""
-    view = request.app[NODE_API]
-    reasons = view.readiness()
+    view, node = request.app[NODE_API], await snapshot_for(request)
+    reasons, warnings, minute = view.readiness(), _warnings(view), view.samples().last_minute()
+    kinds = [warning.kind.value for warning in warnings["active_warnings"]]
     return json_response(
         {
             "version": kvxferd.__version__,
             "ready": not reasons,
             "reasons": reasons,
-            **_warnings(view),
-            "last_minute": view.samples().last_minute(),
-            "node": await snapshot_for(request),
+            "verdict": verdict_of(draining=node.draining, reasons=reasons, warnings=kinds, minute=minute),
+            **warnings,
+            "last_minute": minute,
+            "node": node,
         }
     )
 
 
 async def engines(request: web.Request) -> web.StreamResponse:
-    """Local engines and their ranks, retired movers that have not exited, and engine ids' owners."""
+    """Local engines and their ranks, and engine ids' owners."""
     node = await snapshot_for(request)
-    return json_response(
-        {"engines": node.engines, "retired_movers": node.retired_movers, "ownerships": node.ownerships}
-    )
+    return json_response({"engines": node.engines, "ownerships": node.ownerships})
 
 
 async def layouts(request: web.Request) -> web.StreamResponse:
@@ -201,13 +159,16 @@ async def history(request: web.Request) -> web.StreamResponse:
 
 async def samples(request: web.Request) -> web.StreamResponse:
     """Each of the last seconds in numbers; the last minute; by pair of engines and by peer; what failed."""
-    view = request.app[NODE_API]
+    view, node, now = request.app[NODE_API], await snapshot_for(request), time.time()
     report, notable = view.samples().report(_sampled_seconds(request)), view.notable_records()
+    failed = notable.failed()
     return json_response(
         {
             **{name: getattr(report, name) for name in report.__struct_fields__},
-            "failed_pulls": notable.failed()[:MAX_NOTABLE],
-            "slowest_pulls": notable.slowest(time.time())[:MAX_NOTABLE],
+            "peers": peer_lines(node, report.peers),
+            "failure_reasons": failure_reasons(failed, now, RING_S)[:MAX_NOTABLE],
+            "failed_pulls": failed[:MAX_NOTABLE],
+            "slowest_pulls": notable.slowest(now)[:MAX_NOTABLE],
             "expired_leases": notable.expired()[:MAX_NOTABLE],
         }
     )
@@ -228,9 +189,7 @@ async def recent_log(request: web.Request) -> web.StreamResponse:
 
 
 ROUTES = [
-    Route("GET", "/", Access.ANYONE, status_page, is_cached=True),
-    Route("GET", "/fragment", Access.ANYONE, page_fragment),
-    Route("GET", "/transfers", Access.ANYONE, transfer_page),
+    Route("GET", "/", Access.ANYONE, status_page),
     Route("GET", "/metrics", Access.ANYONE, metrics, is_cached=True),
     Route("GET", "/healthz", Access.ANYONE, healthz),
     Route("GET", "/readyz", Access.ANYONE, readyz),

@@ -25,7 +25,6 @@ from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
 from kvxferd.control.operator_log import caller_of, log_operator_request, log_refused_request
 from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_operator
 from kvxferd.control.responses import error_response
-from kvxferd.control.status_page.watchers import WATCHERS, Watchers
 from kvxferd.errors import Code, ConfigError, KvxferdError, count_busy_refusal
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.unix_socket import is_own_uid, listening_pid
@@ -93,7 +92,6 @@ def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
     app[RESPONSE_CACHE] = ResponseCache(view)
     app[RATE_LIMITER] = HttpRateLimiter(time.monotonic)
     app[METRICS] = metrics
-    app[WATCHERS] = Watchers()
     for route in ROUTES:
         handler = _admin_only(route) if route.access is Access.ADMIN else _cached(route)
         app.router.add_route(route.method, route.path, handler)

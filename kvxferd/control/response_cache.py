@@ -1,6 +1,6 @@
 """Caches responses to unprivileged HTTP clients.
 
-A snapshot of 8,192 transfers and its JSON take 26 ms of the loop, their page 65 ms (one core of 2.5 GHz). A
+A snapshot of 8,192 transfers and its JSON take 26 ms of the loop (one core of 2.5 GHz). A
 client that requests them in a loop would leave the daemon no time for other work. Root and the daemon's own
 user, on control.sock, always get the current state. All others share one snapshot, and one response for
 each path, for `MAX_AGE_S` or ten times the time they took, whichever is longer: such clients take a tenth

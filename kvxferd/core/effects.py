@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxferd.core.probe_record import ProbeRecord
-from kvxferd.core.snapshot import GrantRecord, Record, ServedRecord
+from kvxferd.core.snapshot import Record, ServedRecord
 from kvxferd.ids import Endpoint, MoverId, ProbeId, SessionId
 from kvxferd.wire.common import Message
 
@@ -153,13 +153,6 @@ class CountServed:
 
 
 @dataclass(frozen=True, slots=True)
-class TraceGrant:
-    """Export the span of a grant that this node gave, and that has just ended."""
-
-    record: GrantRecord
-
-
-@dataclass(frozen=True, slots=True)
 class ReportProbe:
     """Log and count a probe that has ended, and answer the operator who requested it."""
 
@@ -184,6 +177,5 @@ Effect = (
     | SaveOwnerships
     | EmitRecord
     | CountServed
-    | TraceGrant
     | ReportProbe
 )

@@ -14,7 +14,6 @@ from kvxferd.core.peer_requests import CHECK_PEER
 from kvxferd.core.peers import Peers
 from kvxferd.core.registry import LocalRank
 from kvxferd.core.remote_engines import RemoteEngine, RemoteEngineRegistry
-from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan
@@ -39,7 +38,6 @@ from kvxferd.wire.peer import (
     RequestMessage,
     ReturnGrant,
 )
-from kvxferd.wire.traceparent import span_id_for, with_parent
 
 # A grant with a shorter lease would be renewed all the time; a longer lease never ends in practice.
 MIN_LEASE_S, MAX_LEASE_S = 0.05, 7 * 24 * 3600.0
@@ -78,9 +76,6 @@ class HeldGrant:
     num_stale_bindings: int = 0
     charged_bytes: int = 0  # that the source's block ids take of the rank's user's share
     on_settled: Callable[[], None] | None = None
-    # Of the pull's span, and the reference as the source gets it: its parent is that span. See `_join_trace`.
-    span_id: str = ""
-    ref_for_source: TransferRef | None = None
     after_tokens: int = -1  # of a progressive pull: the tokens that it has; -1: it wants all at once
     on_more: Callable[[Refusal | None], None] | None = None  # called when more tokens are ready
     num_mores: int = 0  # requests for more that were sent
@@ -115,25 +110,15 @@ class GrantClient:
         """Return how many grants are held at each peer."""
         return {endpoint: len(held) for endpoint, held in self._held.items()}
 
-    def acquire(
-        self, rank: LocalRank, ref: TransferRef, wait_s: float, span_id: str = "", after_tokens: int = -1
-    ) -> HeldGrant:
+    def acquire(self, rank: LocalRank, ref: TransferRef, wait_s: float, after_tokens: int = -1) -> HeldGrant:
         """Start to request a grant. `on_settled` is called once, when it is held or refused.
 
-        `span_id`: of the pull's span, where the pull had a grant before; "": a new one. `after_tokens`: 0 for
-        a progressive pull; -1: the transfer must be whole.
+        `after_tokens`: 0 for a progressive pull; -1: the transfer must be whole.
         """
         hold = HeldGrant(GrantId(self._context.new_token()), rank, ref, wait_s, self._context.now)
         hold.after_tokens = after_tokens
-        self._join_trace(hold, span_id)
         self._learn_engine(hold)
         return hold
-
-    def _join_trace(self, hold: HeldGrant, span_id: str) -> None:
-        """Make the pull's span the parent of the source's, if the request's trace is sampled."""
-        if trace := sampled_trace(self._context.settings, hold.ref.trace, hold.ref.nonce):
-            hold.span_id = span_id or span_id_for(hold.grant_id)
-            hold.ref_for_source = hold.ref.with_trace(with_parent(trace, hold.span_id))
 
     def when_settled(self, hold: HeldGrant, callback: Callable[[], None]) -> None:
         """Call `callback` once the grant is held or refused; now, if it is already."""
@@ -283,7 +268,7 @@ class GrantClient:
             return AskGrant(
                 request=request,
                 grant=hold.grant_id,
-                ref=hold.ref_for_source or hold.ref,
+                ref=hold.ref,
                 consumer=hold.consumer(),
                 reads=tuple((rank, remote.ranks[rank].binding.agent) for rank in plan.sources),
                 wait_s=wait_s,
@@ -463,7 +448,7 @@ class GrantClient:
             lambda request: Acknowledge(
                 request=request,
                 grant=hold.grant_id,
-                ref=hold.ref_for_source or hold.ref,
+                ref=hold.ref,
                 consumer=hold.consumer(),
                 bytes=num_bytes,
             ),

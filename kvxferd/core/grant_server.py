@@ -6,17 +6,16 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import CountServed, ReplyToPeer, TraceGrant
+from kvxferd.core.effects import CountServed, ReplyToPeer
 from kvxferd.core.fence_pages import FencePages, MappedFencePage
 from kvxferd.core.limits import check_count
 from kvxferd.core.parked_requests import ParkedRequests
 from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.registry import LocalEngine, LocalRank, Registry
 from kvxferd.core.route_versions import RouteVersions
-from kvxferd.core.snapshot import GrantRecord, ServedRecord
+from kvxferd.core.snapshot import ServedRecord
 from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.tables import decrease, discard
-from kvxferd.core.traces import sampled_trace
 from kvxferd.core.transfer_table import Grant, Transfer, TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError, count_busy_refusal
 from kvxferd.ids import AgentName, EngineKey, GrantId
@@ -35,7 +34,6 @@ from kvxferd.wire.peer import (
     ReturnGrant,
     refusal_of,
 )
-from kvxferd.wire.traceparent import span_id_for
 
 # 64 ranks' agents of 20 characters are 1,280; all of the largest engine's are 80 KiB. Of the 32,768 requests
 # that may wait (`limits.max_waiting`) 256 may be large, 64 of one peer: 32 MiB, and 256 MiB of the others.
@@ -175,32 +173,8 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
 
     def _refuse(self, pending: _PendingGrant, code: Code, message: str) -> None:
         self._remove(pending)
-        self._trace_refusal(pending, code, message)
         refused = PeerRefused(request=pending.message.request, code=code, message=message)
         self._context.emit(ReplyToPeer(pending.route, refused))
-
-    def _trace_refusal(self, pending: _PendingGrant, code: Code, message: str) -> None:
-        """Export the refusal's span, if the reader has proved that it has the transfer's reference."""
-        ref, consumer = pending.message.ref, pending.message.consumer
-        table = self._published.table
-        known = table.live.get(pending.transfer) or table.tombstones.get(pending.transfer)
-        if known is None or known.nonce != ref.nonce:
-            return
-        if trace := sampled_trace(self._context.settings, ref.trace, ref.nonce):
-            record = GrantRecord(
-                transfer_id=ref.transfer_id,
-                engine_id=ref.engine_id,
-                reader=consumer.engine_id,
-                rank=consumer.rank,
-                outcome="refused",
-                code=code,
-                message=message,
-                waited_s=self._context.now - pending.requested_at,
-                held_s=0.0,
-                traceparent=trace,
-                span_id=span_id_for(f"refused {pending.grant} {pending.message.request}"),
-            )
-            self._context.emit(TraceGrant(record))
 
     def _remove(self, pending: _PendingGrant) -> None:
         self._unpark(pending.grant, pending.peer_id)
@@ -366,10 +340,6 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
                 known.expires_at if known else 0.0,
                 min(now, granted_at + settings.max_hold_s) + settings.lease_s,
             ),
-            traceparent=known.traceparent
-            if known
-            else sampled_trace(settings, message.ref.trace, transfer.nonce),
-            waited_s=known.waited_s if known else now - pending.requested_at,
         )
         self._published.table.add_grant(transfer, grant)
         self._published.schedule_lease_check(transfer)
@@ -426,7 +396,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         grant = _scoped_grant_id(message.grant, key)
         if waiting := self._pending.get(grant):
             self._refuse(waiting, Code.CANCELLED, "its reader gave the grant back before it had it")
-        self._published.end_grant(grant, "returned")
+        self._published.end_grant(grant)
         self._context.emit(ReplyToPeer(route, Done(request=message.request)))
 
     def acknowledge(self, route: bytes, message: Acknowledge, key: str = "") -> None:
@@ -436,7 +406,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         if transfer is not None and self._keep_reader(peer_id, message, transfer):
             grant = _scoped_grant_id(message.grant, key)
             if self._published.table.by_grant.get(grant) is transfer:
-                self._published.end_grant(grant, "acknowledged")
+                self._published.end_grant(grant)
             self._record_acknowledgement(route, message, transfer)
             if transfer.is_read_by_all:
                 self._published.release(transfer, Code.COMPLETED)

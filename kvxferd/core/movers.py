@@ -40,7 +40,6 @@ class Mover:
     resident: bool = False  # a thread of the worker: requested to end, never killed
     retired: bool = False  # it ends when its pulls have ended; another one serves its rank
     dying: bool = False
-    retired_at: float = 0.0
     kill_sent_at: float = 0.0  # of a dying one
     has_left: bool = False  # it serves no rank any more
 
@@ -97,7 +96,7 @@ class Movers:
         if known is None or known.dying or known.retired:
             return
         self.kill_retired(known.session)
-        known.retired, known.retired_at = True, self._context.now
+        known.retired = True
         self._context.after(("retired", mover), RETIRED_S, lambda: self.kill(mover))
         self._schedule_leaving(known)
 

@@ -74,7 +74,6 @@ from kvxferd.core.snapshot_builder import (
     engine_snapshots,
     list_pulls,
     list_transfers,
-    retired_mover_snapshots,
 )
 from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.worker_requests import WorkerRequests
@@ -293,9 +292,7 @@ class Node:
             num_grants_given=transfers.num_grants,
             num_grants_held=sum(num_grants.values()),
             pull_phases=dict(pulls.states),
-            retired_movers=retired_mover_snapshots(
-                self.movers, self.pulls, self.poll_requests, self.sessions, self.context.now
-            ),
+            num_retired_movers=len(self.movers.retired()),
             ownerships=self.ownerships.snapshot(),
         )
 

@@ -13,7 +13,7 @@ import msgspec
 
 from kvxferd.core.block_id_memory import BlockIdMemory, incarnation_bytes, request_bytes
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker, TraceGrant
+from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
 from kvxferd.core.fair_share import Owner
 from kvxferd.core.fence_pages import FencePages
 from kvxferd.core.limits import check_count
@@ -388,18 +388,15 @@ class PublishedTransfers:
     def _check_lease(self, transfer: Transfer) -> None:
         now = self._context.now
         for grant in [g for g in transfer.grants.values() if g.expires_at <= now]:
-            self.end_grant(grant.grant_id, "expired")
+            self.end_grant(grant.grant_id)
         if transfer.expires_at <= now:
             self.release(transfer, Code.LEASE_EXPIRED)
         else:
             self.schedule_lease_check(transfer)
 
-    def end_grant(self, grant_id: GrantId, why: str) -> None:
-        """Take a grant off its lease. Does nothing where there is none. `why`: as `GrantRecord.outcome`."""
-        transfer = self.table.by_grant.get(grant_id)
+    def end_grant(self, grant_id: GrantId) -> None:
+        """Take a grant off its lease. Does nothing where there is none."""
         if grant := self.table.end_grant(grant_id):
-            if grant.traceparent and transfer is not None:
-                self._context.emit(TraceGrant(grant.record(transfer, why, self._context.now)))
             for agent in sorted(grant.agents):
                 self._poll_requests.release(agent, grant_id)
 
@@ -408,7 +405,7 @@ class PublishedTransfers:
         context = self._context
         context.emit(OverwriteFenceWord(transfer.session, transfer.fence_slot))
         for grant_id in list(transfer.grants):
-            self.end_grant(grant_id, "released")
+            self.end_grant(grant_id)
         self._block_id_memory.remove(transfer.uid, transfer.charged_bytes)
         if (forgotten := self.table.end(transfer, why)) is not None:
             context.timers.cancel(("tombstone", forgotten))

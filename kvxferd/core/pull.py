@@ -14,7 +14,6 @@ from kvxferd.ids import GroupName, MoverId, PullId, Ticket
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.common import Refusal, TransferRef
 from kvxferd.wire.mover import PullOutcome, PullProgress
-from kvxferd.wire.traceparent import span_id_for
 
 
 class PullPhase(StrEnum):
@@ -126,11 +125,6 @@ class Pull:
         if grant.state is GrantState.REFUSED:
             return grant.refused_in
         return grant.state if grant.state in (GrantState.HANDSHAKING, GrantState.REQUESTING) else "queue"
-
-    @property
-    def span_id(self) -> str:
-        """The id of its span, which the source's spans have as their parent."""
-        return self.held_grant.span_id or span_id_for(self.held_grant.grant_id)
 
     @property
     def is_safe_to_reuse(self) -> bool:

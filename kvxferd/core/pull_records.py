@@ -10,6 +10,7 @@ from kvxferd.core.snapshot import PullRecord, PullSnapshot
 from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code
 from kvxferd.wire.mover import PullOutcome
+from kvxferd.wire.traceparent import span_id_for
 
 
 def phases_of(outcome: PullOutcome) -> dict[str, float]:
@@ -50,7 +51,7 @@ def emit_record(
         failed_phase="" if is_delivered else pull.failed_phase,
         silent=pull.silent,
         traceparent=trace,
-        span_id=pull.span_id if trace else "",
+        span_id=span_id_for(pull.held_grant.grant_id) if trace else "",
         progressive=pull.progressive,
         hidden_bytes=pull.hidden_bytes if is_delivered else 0,
         handover_s=max(0.0, ended - pull.whole_at) if is_delivered and pull.whole_at is not None else None,

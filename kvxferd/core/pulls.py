@@ -377,9 +377,7 @@ class Pulls:
         left_s = pull.deadline - self._context.now
         pull.former_grant, pull.held_grant = (
             pull.held_grant,
-            self._grant_client.acquire(
-                pull.rank, pull.ref, left_s, pull.held_grant.span_id, 0 if pull.progressive else -1
-            ),
+            self._grant_client.acquire(pull.rank, pull.ref, left_s, 0 if pull.progressive else -1),
         )
         self._context.after(
             ("retry", pull.pull_id),

@@ -12,7 +12,6 @@ from kvxferd.ids import (
     EngineId,
     Generation,
     GrantId,
-    MoverId,
     PullId,
     Rank,
     TransferId,
@@ -125,22 +124,6 @@ class ReleaseRecord(_Timed, frozen=True, kw_only=True):
     def peer(self) -> Endpoint:
         """The daemon of the first reader that acknowledged; "" where none did."""
         return next((peer for reader in self.readers for peer in reader.peers), Endpoint(""))
-
-
-class GrantRecord(_Timed, frozen=True, kw_only=True):
-    """One grant on a transfer published here, ended or refused. Only for the spans of a sampled trace."""
-
-    transfer_id: TransferId
-    engine_id: EngineId
-    reader: EngineId
-    rank: Rank  # of the reader
-    outcome: str  # "acknowledged", "returned", "expired", "released" or "refused"
-    code: Code | None = None  # why it was refused
-    message: str = ""  # likewise
-    waited_s: float  # from its request to the grant, or to the refusal
-    held_s: float  # from the grant to its end
-    traceparent: str
-    span_id: str
 
 
 class TopologyRecord(_Stamped, frozen=True, kw_only=True):
@@ -298,23 +281,6 @@ class PullSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     bytes_read: int = 0  # by these pieces
 
 
-class RetiredMoverSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A mover that gets no new pulls, and is killed when it is not needed any more."""
-
-    mover: MoverId
-    agent: AgentName
-    engine_id: EngineId | None
-    rank: Rank | None  # None: its worker is gone
-    kept_by: str  # among KEPT_BY
-    num_pulls: int  # that it still reads
-    num_in_doubt: int  # its ended pulls whose blocks are quarantined until it is dead
-    age_s: float  # since it was retired
-
-
-# What a retired mover waits for, the first of these: its own pulls, peers that read from it, its exit.
-KEPT_BY = ("pulls", "readers", "exit")
-
-
 class OwnershipSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The owner of an engine id, and how many of its ranks are kept for absent holders."""
 
@@ -344,5 +310,5 @@ class NodeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_grants_given: int = 0
     num_grants_held: int = 0  # by local pulls, at peers and at this node itself
     pull_phases: dict[str, int] = {}
-    retired_movers: tuple[RetiredMoverSnapshot, ...] = ()
+    num_retired_movers: int = 0  # that get no new pulls, and have not exited
     ownerships: tuple[OwnershipSnapshot, ...] = ()  # the recorded ones, at most 4,096

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.movers import Mover, Movers
+from kvxferd.core.movers import Movers
 from kvxferd.core.placements import is_proved, own_transports
 from kvxferd.core.publishing import PublishedTransfers
-from kvxferd.core.pull import PullPhase
 from kvxferd.core.pull_records import snapshot_of
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalEngine, LocalRank, RankRecord, Registry
-from kvxferd.core.session import Session
 from kvxferd.core.snapshot import (
     EngineSnapshot,
     PlacementSnapshot,
     PullSnapshot,
     RankSnapshot,
-    RetiredMoverSnapshot,
     TransferSnapshot,
     TransportsSnapshot,
 )
-from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.ucx_log import data_transports, slow_transports
-from kvxferd.ids import Endpoint, EngineKey, GroupName, MoverId, Rank, SessionId
+from kvxferd.ids import Endpoint, EngineKey, GroupName
 
 # 2,000 transfers take 5 ms. With a pause after each batch a snapshot delays no event by more than that.
 BATCH = 2_000
@@ -99,47 +95,6 @@ def engine_snapshots(registry: Registry, endpoint: Endpoint, movers: Movers) -> 
     """Return every engine of which a rank is known here. `endpoint`: this daemon's."""
     return tuple(
         _engine_snapshot(engine, registry.is_home(engine.spec), endpoint, movers) for engine in registry
-    )
-
-
-def retired_mover_snapshots(
-    movers: Movers,
-    pulls: Pulls,
-    poll_requests: PollRequests,
-    sessions: Mapping[SessionId, Session],
-    now: float,
-) -> tuple[RetiredMoverSnapshot, ...]:
-    """Return the retired movers, and what each waits for."""
-    if not (retired := movers.retired()):
-        return ()
-    reading: Counter[MoverId | None] = Counter()
-    in_doubt: Counter[MoverId | None] = Counter()
-    for pull in pulls.running():
-        (in_doubt if pull.phase is PullPhase.IN_DOUBT else reading)[pull.mover] += 1
-
-    def kept_by(mover: Mover) -> str:
-        if mover.dying:
-            return "exit"
-        if reading[mover.mover_id]:
-            return "pulls"
-        return "readers" if poll_requests.has_holders(mover.agent) else "exit"
-
-    def rank_of(mover: Mover) -> Rank | None:
-        session = sessions.get(mover.session)
-        return session.rank.spec.rank if session is not None and session.rank is not None else None
-
-    return tuple(
-        RetiredMoverSnapshot(
-            mover=mover.mover_id,
-            agent=mover.agent,
-            engine_id=mover.engine.engine_id if mover.engine is not None else None,
-            rank=rank_of(mover),
-            kept_by=kept_by(mover),
-            num_pulls=reading[mover.mover_id],
-            num_in_doubt=in_doubt[mover.mover_id],
-            age_s=round(now - mover.retired_at, 3),
-        )
-        for mover in retired
     )
 
 

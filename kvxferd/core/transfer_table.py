@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.fair_share import FairShare, Owner
 from kvxferd.core.limits import MAX_TOMBSTONES
-from kvxferd.core.snapshot import GrantRecord, ReaderRecord, TransferSnapshot
+from kvxferd.core.snapshot import ReaderRecord, TransferSnapshot
 from kvxferd.core.tables import decrease, discard
 from kvxferd.errors import Code
 from kvxferd.ids import (
@@ -26,7 +26,6 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.peer import Consumer
-from kvxferd.wire.traceparent import span_id_for
 
 # Of a transfer's readers, and of a reader's daemons: those that the release's record names.
 MAX_RECORDED = 8
@@ -42,22 +41,6 @@ class Grant:
     granted_at: float
     expires_at: float
     peer_id: str = ""  # the reader's key, or its route
-    traceparent: str = ""  # of the reader's span, where it is sampled and this node exports spans
-    waited_s: float = 0.0  # from its request on
-
-    def record(self, transfer: Transfer, outcome: str, now: float) -> GrantRecord:
-        """Return the record of the grant, which ends now."""
-        return GrantRecord(
-            transfer_id=transfer.transfer_id,
-            engine_id=transfer.engine.engine_id,
-            reader=self.consumer.engine_id,
-            rank=self.consumer.rank,
-            outcome=outcome,
-            waited_s=self.waited_s,
-            held_s=now - self.granted_at,
-            traceparent=self.traceparent,
-            span_id=span_id_for(f"grant {self.grant_id}"),
-        )
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from prometheus_client.core import GaugeMetricFamily
 
 from kvxferd.core.registry import RankState
 from kvxferd.core.snapshot import (
-    KEPT_BY,
     PULL_STATES,
     EngineSnapshot,
     LimitSnapshot,
@@ -77,10 +76,9 @@ def gauges_of(node: NodeSnapshot) -> Iterator[GaugeMetricFamily]:
     yield _gauge(
         "kvxferd_quarantined_bytes", "Memory that ended pulls may still write.", node.quarantined_bytes
     )
-    yield _gauge_by_label(
-        "kvxferd_retired_movers", "Movers that get nothing new and are not dead yet.", "kept_by",
-        KEPT_BY, Counter(mover.kept_by for mover in node.retired_movers),
-    )  # fmt: skip
+    yield _gauge(
+        "kvxferd_retired_movers", "Movers that get nothing new and are not dead yet.", node.num_retired_movers
+    )
     yield _gauge("kvxferd_draining", "1 while the daemon takes nothing new.", int(node.draining))
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from kvxferd.core.snapshot import (
-    GrantRecord,
     HandshakeRecord,
     PlacementRecord,
     PullRecord,
@@ -235,12 +234,6 @@ def stamped(record: Record, ended_at: float) -> Record:
         case _:
             return msgspec.structs.replace(record, ended_at=ended_at)
     return msgspec.structs.replace(record, ended_at=ended_at, started_at=ended_at - took_s)
-
-
-def stamped_grant(record: GrantRecord, ended_at: float) -> GrantRecord:
-    """Return the record of a grant with its times of day, in Unix seconds."""
-    began = ended_at - record.held_s - record.waited_s
-    return msgspec.structs.replace(record, ended_at=ended_at, started_at=began)
 
 
 def kind_of(record: Record) -> str:

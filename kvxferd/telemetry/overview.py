@@ -1,10 +1,14 @@
-"""What the status page and `kvxferd top` have in common: the verdict, and tables of several sources."""
+"""What HTTP says of a node for people, computed once: the verdict, peers, and why pulls failed.
+
+The status page, `kvxferd top` and `kvxferd status` show it as it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+
+import msgspec
 
 from kvxferd.core.snapshot import NodeSnapshot, PeerSnapshot, PullRecord
 from kvxferd.ids import Endpoint
@@ -27,7 +31,7 @@ class Level(StrEnum):
     BAD = "bad"
 
 
-class Verdict(NamedTuple):
+class Verdict(msgspec.Struct, frozen=True):
     """One sentence on the node, and how bad it is."""
 
     level: Level
@@ -80,18 +84,13 @@ def _long_pull(minute: LastMinute) -> str:
     return ""
 
 
-class PeerLine(NamedTuple):
-    """One other daemon: what is known of it, and the pulls from it."""
+class PeerLine(PeerRow, frozen=True, kw_only=True):
+    """One other daemon: the pulls from it, and what is known of it."""
 
-    endpoint: Endpoint
     state: str
     round_trip_s: float | None
     last_answer_s: float | None
     transport: str  # over which local movers read from such nodes; "" where none has connected
-    delivered: int
-    failed: int
-    pulled_bytes: int
-    last_code: str
     num_grants: int
     engines: tuple[str, ...]
 
@@ -101,26 +100,22 @@ def peer_lines(node: NodeSnapshot, rows: Iterable[PeerRow]) -> list[PeerLine]:
     known = {str(peer.endpoint): peer for peer in node.peers}
     counted = {row.peer: row for row in rows}
     lines = [
-        _peer_line(node, endpoint, known.get(endpoint), counted.get(endpoint))
+        _peer_line(node, known.get(endpoint), counted.get(endpoint) or PeerRow(peer=endpoint))
         for endpoint in dict.fromkeys([*known, *counted])
     ]
-    return sorted(lines, key=lambda line: (-line.failed, line.endpoint))
+    return sorted(lines, key=lambda line: (-line.failed, line.peer))
 
 
-def _peer_line(node: NodeSnapshot, endpoint: str, peer: PeerSnapshot | None, row: PeerRow | None) -> PeerLine:
+def _peer_line(node: NodeSnapshot, peer: PeerSnapshot | None, row: PeerRow) -> PeerLine:
     state = peer.state if peer is not None else "not connected"
-    if endpoint == node.endpoint:
+    if row.peer == node.endpoint:
         state = "this node"
     return PeerLine(
-        endpoint=Endpoint(endpoint),
+        **msgspec.structs.asdict(row),
         state=state,
         round_trip_s=peer.round_trip_s if peer else None,
         last_answer_s=peer.last_answer_s if peer else None,
-        transport=_transport(node, endpoint),
-        delivered=row.delivered if row else 0,
-        failed=row.failed if row else 0,
-        pulled_bytes=row.pulled_bytes if row else 0,
-        last_code=row.last_code if row else "",
+        transport=_transport(node, row.peer),
         num_grants=peer.num_grants if peer else 0,
         engines=tuple(str(engine.engine_id) for engine in peer.engines) if peer else (),
     )
@@ -146,7 +141,7 @@ def _host_of(endpoint: str) -> str:
     return host_of(Endpoint(endpoint))
 
 
-class FailureReason(NamedTuple):
+class FailureReason(msgspec.Struct, frozen=True):
     """Failed pulls of one reason."""
 
     num_pulls: int

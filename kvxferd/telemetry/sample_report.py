@@ -1,4 +1,4 @@
-"""The last minutes of a node in numbers: structs of `/v1/samples`, the page and the command line."""
+"""The last minutes of a node in numbers: structs of `/v1/samples` and the command line."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
     """The pulls from one daemon."""
 
     peer: str  # `OTHERS` for the sum of all that have no row
-    delivered: int
-    failed: int
-    pulled_bytes: int
-    last_code: str
-    last_failed_at: float
+    delivered: int = 0
+    failed: int = 0
+    pulled_bytes: int = 0
+    last_code: str = ""
+    last_failed_at: float = 0.0
 
 
 class SampleReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply of `/v1/samples`."""
+    """The reply of `/v1/samples`, which adds to each peer what else is known of it, and notable records."""
 
     seconds: int  # rows of each column
     columns: Columns

@@ -50,11 +50,6 @@ def is_sampled(traceparent: str) -> bool:
     return bool(traceparent) and bool(int(traceparent[53:55], 16) & SAMPLED)
 
 
-def with_parent(traceparent: str, span_id: str) -> str:
-    """Return the header that makes `span_id` the parent, in the same trace."""
-    return f"{traceparent[:36]}{span_id}{traceparent[52:]}"
-
-
 def span_id_for(name: str) -> str:
     """Return the span id of what has that name, 16 hex digits: the same on both nodes, and no secret."""
     return _digest("span", name)[:16]

@@ -3,14 +3,13 @@
 from kvxferd.bench.cases import BlockPattern, Case
 from kvxferd.bench.figures import Measurements, figures_of, summary_of
 from kvxferd.bench.implementations import COPY, ENGINE, KVXFERD, RAW
-from kvxferd.bench.measures.calls import BORROWED, COPIED, Calls
+from kvxferd.bench.measures.calls import NUM_IDS, Calls
 from kvxferd.bench.measures.crossing import CROSSINGS, Crossing, CrossingPoint
 from kvxferd.bench.measures.first_pull import FirstPull
 from kvxferd.bench.measures.head_of_line import HeadOfLine
 from kvxferd.bench.measures.idle import Idle
 from kvxferd.bench.measures.latency import Latency
-from kvxferd.bench.measures.parallel import Parallel
-from kvxferd.bench.measures.progressive import ExtendCost, ProgressivePoint
+from kvxferd.bench.measures.progressive import ProgressivePoint
 from kvxferd.bench.points import Point, point_of
 from kvxferd.bench.protocol import Sample
 from kvxferd.bench.results import Machine, Result
@@ -62,24 +61,11 @@ def findings() -> Measurements:
             point(64 * MIB, steady(0.020, 0.010)),
             point(256 * MIB, steady(0.020, 0.019)),
         ],
-        latency=Latency(
-            small, 250e-6, 1200e-6, {"fence": 30e-6, "grant": 0.0}, {"grant": 700e-6}, [4e-4] * 9
-        ),
-        calls=Calls(
-            rounds=7,
-            n=dict.fromkeys((*COPIED, *BORROWED), 210),
-            pull_p50_s={ids: ids.num * 1e-9 for ids in (*COPIED, *BORROWED)},
-            pull_p99_s={
-                ids: 30e-6 if ids.borrowed else 25e-6 + ids.num * 1e-9 for ids in (*COPIED, *BORROWED)
-            },
-            posting_median_s=0.05,
-            pull_median_s=0.00005,
-            num_posted=7,
-        ),
-        head_of_line=HeadOfLine(2 << 30, 7, 420, 700, 0.001, 0.002, 0.003, 0.016),
-        parallel=Parallel(4 * MIB, 7, 128, 1.25, 5.0, 4.0, 0.1, 0.3),
-        idle=Idle(8, 5.0, 0.01, 76_000_000, 60_000_000, 4_000_000, [9_000_000, 16_000_000]),
-        first_pull=FirstPull(64 * MIB, [0.09, 0.3, 0.1], [0.08], [0.02]),
+        latency=Latency(small, 250e-6, 1200e-6),
+        calls=Calls(rounds=7, n=210, p99_s={num: 25e-6 + num * 1e-9 for num in NUM_IDS}),
+        head_of_line=HeadOfLine(2 << 30, 7, 420, 700, 0.002, 0.016),
+        idle=Idle(8, 5.0, 0.01, 76_000_000, [9_000_000, 16_000_000]),
+        first_pull=FirstPull(64 * MIB, [0.09, 0.3, 0.1]),
         crossing=[
             crossing_point(CROSSINGS[0], 14.0, 0.5, covered=1.0),
             crossing_point(CROSSINGS[1], 12.0, 0.4, covered=1.0),
@@ -95,7 +81,6 @@ def findings() -> Measurements:
             progressive_point(8, 0.15, pace=1.5),
             progressive_point(8, 0.9, transport="tcp"),
         ],
-        extends=ExtendCost(64, 7, 0.005, 60e-6, 40e-6, 30e-6, 20e-6),
     )
 
 

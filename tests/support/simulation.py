@@ -20,7 +20,7 @@ from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.probe_record import ProbeRecord
-from kvxferd.core.snapshot import GrantRecord, Record, ServedRecord
+from kvxferd.core.snapshot import Record, ServedRecord
 from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import Code
 from kvxferd.ids import (
@@ -459,7 +459,6 @@ class Host:
     movers: dict[MoverId, Mover] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     served: list[ServedRecord] = field(default_factory=list)
-    traced_grants: list[GrantRecord] = field(default_factory=list)
     give_movers: bool = True
     probes: list[ProbeRecord] = field(default_factory=list)
     probe_movers: dict[MoverId, ProbeMover] = field(default_factory=dict)
@@ -646,8 +645,6 @@ class World:
                 host.served.append(effect.served)
             case fx.ReportProbe():
                 host.probes.append(effect.record)
-            case fx.TraceGrant():
-                host.traced_grants.append(effect.record)
             case fx.ClosePeerConnection():
                 self.forgotten.setdefault(host.name, []).append(effect.endpoint)
             case fx.CommitRegionFds() | fx.CreateFencePage() | fx.SaveOwnerships():

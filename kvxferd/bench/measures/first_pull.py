@@ -20,11 +20,7 @@ class FirstPull:
     """The results in seconds, round by round."""
 
     size_bytes: int
-    first_s: list[float] = field(
-        default_factory=list
-    )  # pull() to Delivered; the daemons have never connected
-    prepared_s: list[float] = field(default_factory=list)  # the first of two new engines, after prepare
-    warm_s: list[float] = field(default_factory=list)  # the same pull again, prepared
+    first_s: list[float] = field(default_factory=list)  # pull() to Delivered
 
     @property
     def median_s(self) -> float:
@@ -35,22 +31,14 @@ class FirstPull:
 async def measure_first_pull(hosts: Hosts, environment: Mapping[str, str], workload: Workload) -> FirstPull:
     """Measure first pulls of 64 MiB."""
     found = FirstPull(FIRST_BYTES)
-    for number in range(workload.first_rounds):
-        async with Testbed.open(hosts, environment, baselines=False) as testbed:
-            async with testbed.pair(_deployment(f"first-{number}"), baselines=False) as pair:
-                await _stamp(pair, nonce := 3 * number + 1)
-                found.first_s.append(await _pull_and_verify(pair, await pair.publish(_case(pair), 1), nonce))
-            async with testbed.pair(_deployment(f"second-{number}"), baselines=False) as pair:
-                for nonce, times in enumerate((found.prepared_s, found.warm_s), 3 * number + 2):
-                    await _stamp(pair, nonce)
-                    times.append(
-                        await _pull_and_verify(pair, await pair.publish_prepared(_case(pair), 1), nonce)
-                    )
+    for nonce in range(1, workload.first_rounds + 1):
+        async with (
+            Testbed.open(hosts, environment, baselines=False) as testbed,
+            testbed.pair(_deployment(f"first-{nonce}"), baselines=False) as pair,
+        ):
+            await pair.source.request(protocol.Stamp(case=_case(pair), nonce=nonce), protocol.Done)
+            found.first_s.append(await _pull_and_verify(pair, await pair.publish(_case(pair), 1), nonce))
     return found
-
-
-async def _stamp(pair: EnginePair, nonce: int) -> None:
-    await pair.source.request(protocol.Stamp(case=_case(pair), nonce=nonce), protocol.Done)
 
 
 async def _pull_and_verify(pair: EnginePair, batch: PublishedBatch, nonce: int) -> float:

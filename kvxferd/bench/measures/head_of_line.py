@@ -31,9 +31,7 @@ class HeadOfLine:
     rounds: int
     num_alone: int
     num_behind: int
-    alone_p50_s: float
     alone_p99_s: float
-    behind_p50_s: float
     behind_p99_s: float
 
 
@@ -74,9 +72,7 @@ async def measure_head_of_line(
         rounds=workload.rounds,
         num_alone=len(alone),
         num_behind=len(hindered),
-        alone_p50_s=percentile(alone, 50),
         alone_p99_s=percentile(alone, 99),
-        behind_p50_s=percentile(hindered, 50),
         behind_p99_s=percentile(hindered, 99),
     )
 

@@ -6,7 +6,12 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from kvxferd.bench import protocol
+from kvxferd.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case
 from kvxferd.bench.proc_stats import cpu_seconds, private_bytes, process_tree, resident_bytes
+from kvxferd.bench.shapes import Deployment
+from kvxferd.bench.testbed import EnginePair
+from kvxferd.tooling.async_tasks import gather_or_cancel
 
 # Longer than a source goes on polling after it was read.
 SETTLE_S = 5.0
@@ -20,26 +25,36 @@ class Idle:
     seconds: float
     cpu_percent: float  # of one core: daemon, forkserver and movers together
     daemon_rss_bytes: int
-    forkserver_rss_bytes: int
-    forkserver_private_bytes: int
     mover_private_bytes: list[int]  # each, without the worker's memory that it maps
 
 
-async def measure_idle(daemon_pid: int, ranks: int, seconds: float) -> Idle:
-    """Measure a daemon of this machine and the processes that it started."""
+def idle_deployment() -> Deployment:
+    """Return engines of eight ranks."""
+    return Deployment(name="eight", shape="llama-3-70b", layers=1, ranks=8, pool_blocks=BLOCKS_PER_RUN)
+
+
+async def measure_idle(pair: EnginePair, seconds: float) -> Idle:
+    """Measure the sink's daemon and the processes that it started. `pair`: of `idle_deployment`."""
+    case = Case(deployment=pair.deployment, lists=BlockPattern.CONTIGUOUS, blocks=1)
+    # Each rank pulls once, so that a peer is connected and every mover has read.
+    batch = await pair.publish(case, 1)
+    command = protocol.PullCommand(case=case, refs=batch.refs)
+    await gather_or_cancel(
+        *(pair.workers["sink", rank].request(command, protocol.Moved) for rank in pair.ranks)
+    )
+    await pair.release(batch)
+    daemon_pid = pair.testbed.daemons["sink"].pid
     await asyncio.sleep(SETTLE_S)
     pids = process_tree(daemon_pid)
     before, began = {pid: cpu_seconds(pid) for pid in pids}, time.monotonic()
     await asyncio.sleep(seconds)
     elapsed = time.monotonic() - began
     used = {pid: cpu_seconds(pid) - before[pid] for pid in pids}
-    _, parent, *movers = pids
+    _, _, *movers = pids  # the daemon, then its forkserver
     return Idle(
-        ranks=ranks,
+        ranks=len(pair.ranks),
         seconds=elapsed,
         cpu_percent=100 * sum(used.values()) / elapsed,
         daemon_rss_bytes=resident_bytes(daemon_pid),
-        forkserver_rss_bytes=resident_bytes(parent),
-        forkserver_private_bytes=private_bytes(parent),
         mover_private_bytes=[private_bytes(pid) for pid in movers],
     )

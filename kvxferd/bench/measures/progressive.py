@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -13,7 +12,6 @@ from kvxferd.bench import protocol
 from kvxferd.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case, blocks_for
 from kvxferd.bench.implementations import KVXFERD, Implementation, KvxferdPulls
 from kvxferd.bench.points import median
-from kvxferd.bench.proc_stats import cpu_seconds
 from kvxferd.bench.protocol import Sample
 from kvxferd.bench.rounds import interleave
 from kvxferd.bench.shapes import Deployment, footprint, layers_for
@@ -23,7 +21,6 @@ from kvxferd.tooling.async_tasks import gather_or_cancel
 
 SHAPE = "llama-3-70b"
 PROGRESSIVE = "progressive"
-EXTEND_GAP_S = 0.005  # an engine's steps are tens of milliseconds; then every process has slept, too
 _NUM_LATEST = 5  # plain pulls, by whose median the time between two chunks is chosen
 
 _names = itertools.count()
@@ -42,19 +39,6 @@ class ProgressivePoint(msgspec.Struct, frozen=True, kw_only=True):
     plain_s: float  # pull() of the transfer that is whole, prepared, to Delivered
     handover_s: float  # `extend` for the last chunk to Delivered
     ratio: float  # median of the rounds: the handover divided by the plain pull of the same round
-
-
-@dataclass(frozen=True)
-class ExtendCost:
-    """Processor time of a call of `extend`, in seconds: medians of rounds. Nobody reads the transfer."""
-
-    n: int
-    rounds: int
-    gap_s: float
-    rank_s: float  # of the source's process: the call, and what the client's threads do for it
-    daemon_s: float
-    rank_in_a_loop_s: float  # without a gap between the calls
-    daemon_in_a_loop_s: float
 
 
 class WholePulls:
@@ -119,27 +103,6 @@ async def measure_progressive(
         yield await _measure_point(pair, transport, size)
 
 
-async def measure_extends(pair: EnginePair, workload: Workload) -> ExtendCost:
-    """Measure what a call costs the source's process and its daemon, on this machine."""
-    calls = workload.extends
-    case = Case(deployment=pair.deployment, lists=BlockPattern.FRAGMENTED, blocks=calls * BLOCKS_PER_RUN)
-    apart, in_a_loop = [], []
-    for number in range(workload.rounds + 1):
-        costs = [await _cost_of_extends(pair, case, calls, gap_s) for gap_s in (EXTEND_GAP_S, 0.0)]
-        if number > 0:  # the first round is a warm-up
-            apart.append(costs[0])
-            in_a_loop.append(costs[1])
-    return ExtendCost(
-        n=calls,
-        rounds=workload.rounds,
-        gap_s=EXTEND_GAP_S,
-        rank_s=median([rank for rank, _ in apart]),
-        daemon_s=median([daemon for _, daemon in apart]),
-        rank_in_a_loop_s=median([rank for rank, _ in in_a_loop]),
-        daemon_in_a_loop_s=median([daemon for _, daemon in in_a_loop]),
-    )
-
-
 def deployment_of(transport: str, workload: Workload) -> Deployment:
     """Return engines with room for one transfer of each size in turn."""
     largest = max(size.chunk_bytes for size in workload.progressive)
@@ -148,7 +111,7 @@ def deployment_of(transport: str, workload: Workload) -> Deployment:
     return msgspec.structs.replace(
         alone,
         name=f"progressive-{transport}",
-        pool_blocks=max(*blocks, workload.extends * BLOCKS_PER_RUN),
+        pool_blocks=max(blocks),
     )
 
 
@@ -189,19 +152,6 @@ async def _measure_point(pair: EnginePair, transport: str, size: ProgressiveSize
         handover_s=median(handover_s),
         ratio=median([ours / theirs for ours, theirs in zip(handover_s, plain_s, strict=True)]),
     )
-
-
-async def _cost_of_extends(pair: EnginePair, case: Case, calls: int, gap_s: float) -> tuple[float, float]:
-    """Return the processor time of a call, of the rank and of its daemon."""
-    name, pid = _new_name(), pair.testbed.daemons["source"].pid
-    opened = await pair.source.request(protocol.OpenCommand(case=case, name=name), protocol.Published)
-    before = cpu_seconds(pid)
-    command = protocol.ExtendCommand(case=case, name=name, num_chunks=calls, gap_s=gap_s)
-    extended = await pair.source.request(command, protocol.Extended)
-    # The daemon has handled every call once it has handled what comes behind them.
-    await pair.source.request(protocol.UnpublishCommand(ref=opened.refs[0]), protocol.Done)
-    daemon_s = cpu_seconds(pid) - before
-    return (extended.cpu_s + extended.other_cpu_s) / calls, daemon_s / calls
 
 
 def _new_name() -> str:

@@ -20,8 +20,8 @@ class TraceCollector(Collector):
         """Yield the counter."""
         family = CounterMetricFamily(
             "kvxferd_trace_records",
-            "Pulls, publishes and grants of sampled traces: exported as spans, dropped because the queue was "
-            "full, or failed because the collector did not take them.",
+            "Pulls and publishes of sampled traces: exported as spans, dropped because the queue was full, "
+            "or failed because the collector did not take them.",
             labels=["outcome"],
         )
         counts = self._counts()

@@ -7,8 +7,6 @@ One request's tree, where it gave a traceparent; else `kvxferd.publish` is the r
       kvxferd.pull             sink: from the request to its terminal event
         kvxferd.handshake, .grant, .queue, .plan, .wire (with .post inside), .fence, .acknowledge
         kvxferd.handover       of a progressive pull: from when all was known to be ready, beside the others
-        kvxferd.serve          source: from the reader's request to the end of its grant
-          kvxferd.serve.grant, .serve.acknowledge
 
 The attributes are those of the records: ids of transfer, engines and ranks, never block ids, addresses in
 memory, keys or the nonce.
@@ -20,11 +18,11 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple, assert_never
 
-from kvxferd.core.snapshot import GrantRecord, PullRecord, ReleaseRecord
+from kvxferd.core.snapshot import PullRecord, ReleaseRecord
 from kvxferd.errors import Code
 from kvxferd.wire.traceparent import parent_id_of, span_id_for, trace_id_of
 
-TracedRecord = PullRecord | ReleaseRecord | GrantRecord
+TracedRecord = PullRecord | ReleaseRecord
 
 # How a publish ends as its engine means it to.
 _GOOD_RELEASES = frozenset({Code.COMPLETED, Code.ABANDONED, Code.UNPUBLISHED})
@@ -40,7 +38,6 @@ class SpanKind(StrEnum):
 
     INTERNAL = "INTERNAL"
     CLIENT = "CLIENT"  # it sends a request to another daemon
-    SERVER = "SERVER"  # it handles another daemon's request
     PRODUCER = "PRODUCER"  # others read what it offers, later
 
 
@@ -65,8 +62,6 @@ def spans_of(record: TracedRecord) -> Iterator[Span]:
             yield from _spans_of_pull(record)
         case ReleaseRecord():
             yield _span_of_publish(record)
-        case GrantRecord():
-            yield from _spans_of_grant(record)
         case _:
             assert_never(record)
 
@@ -150,30 +145,6 @@ def _span_of_publish(record: ReleaseRecord) -> Span:
     )
 
 
-def _spans_of_grant(record: GrantRecord) -> Iterator[Span]:
-    type_of_error = record.code or ("expired" if record.outcome == "expired" else "")
-    error = _sentence(type_of_error, record.message)
-    whole = _span_of(
-        record,
-        "kvxferd.serve",
-        SpanKind.SERVER,
-        {
-            "kvxferd.source": record.engine_id,
-            "kvxferd.sink": record.reader,
-            "kvxferd.rank": str(record.rank),
-            "kvxferd.outcome": record.outcome,
-            **({"error.type": str(type_of_error)} if type_of_error else {}),
-        },
-        error,
-    )
-    yield whole
-    granted_at = min(record.started_at + max(record.waited_s, 0.0), record.ended_at)
-    refusal = error if record.outcome == "refused" else ""
-    yield child_of(whole, "grant", record.started_at, granted_at, SpanKind.SERVER, refusal)
-    if record.outcome == "acknowledged":
-        yield child_of(whole, "acknowledge", record.ended_at, record.ended_at, SpanKind.SERVER)
-
-
 def _span_of(
     record: TracedRecord,
     name: str,
@@ -206,9 +177,8 @@ def child_of(
 ) -> Span:
     """Return the span of one phase of `parent`. Its id follows from the parent's."""
     name = _NAMES.get(phase, phase)
-    prefix = "kvxferd.serve" if parent.name == "kvxferd.serve" else "kvxferd"
     return Span(
-        name=f"{prefix}.{name}",
+        name=f"kvxferd.{name}",
         trace_id=parent.trace_id,
         span_id=span_id_for(f"{parent.span_id} {name}"),
         parent_id=parent.span_id,

@@ -73,25 +73,16 @@ def test_the_whole_summary_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
         small_per_round=4,
         calls_per_round=2,
         first_rounds=1,
-        parallel_pulls=2,
         head_of_line_pulls=40,
         head_of_line_bytes=64 * MIB,
         idle_s=0.5,
         crossing=(CrossingSize(4 * MIB, 2),),
         progressive=(ProgressiveSize(3, 2 * MIB, 2), ProgressiveSize(1, 2 * MIB, 2)),
-        extends=4,
     )
     said: list[str] = []
     result = run_bench(BenchOptions(effort, ("cma",), is_quick=True), said.append)
     assert tuple(result.summary) == SUMMARY
     assert all(value is not None and value >= 0 for value in result.summary.values()), result.summary
-    figures = {figure.name: figure for figure in result.figures}
-    assert figures["fence_us"].value > 0
-    assert figures["added_latency_apart_us_p50"].value > 0
-    assert figures["grant_us"].value == 0  # prepared: it was there before
-    assert figures["grant_unprepared_us"].value > 0
-    assert figures["movers_parent_rss_mb"].value > 10
-    assert 0 < figures["pull_to_post_ratio"].value < 1
     assert [(point.num_chunks, point.bytes) for point in result.progressive] == [(3, 6 * MIB), (1, 2 * MIB)]
     assert "idle" in said
 

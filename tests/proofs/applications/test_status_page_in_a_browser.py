@@ -1,16 +1,26 @@
-"""What stands on the status page within seconds of a fault: two daemons, a real pull, and Chromium."""
+"""The status page in Chromium: what stands on it within seconds of a fault, and that texts stay texts."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvxferd.core.snapshot import Record, ReleaseRecord
+from kvxferd.errors import Code
+from kvxferd.ids import Endpoint, EngineId, PullId, TransferId
+from kvxferd.telemetry.notable_records import NotableRecords
+from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from tests.support.browser import Page, browser_page, find_browser
+from tests.support.http_harness import config_in, serving
+from tests.support.node_samples import StillNode, node_warning, pull_record
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
@@ -72,7 +82,6 @@ def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> No
             assert "Ready." in text.partition("IN")[0]
             await _fail_a_pull(page)
             await _follow_the_link(page)
-            await page.open(f"http://127.0.0.1:{port}/")
             assert page.errors == []
             decode.send_signal(signal.SIGTERM)  # and does not answer any more
             await until(page, lambda text: "does not answer" in text, "the daemon's end", 2 * WITHIN_S)
@@ -91,10 +100,81 @@ def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> No
         assert (await page.evaluate("document.title")).startswith("!! Pulls fail")
 
     async def _follow_the_link(page: Page) -> None:
-        url = await page.evaluate("[...document.links].find(link => link.textContent == 'req-2').href")
-        await page.open(url)
-        text = await page.text()
-        for part in ("Transfer req-2", "failed: deadline", peer, "prefill-0 → decode-0"):
+        await page.evaluate("[...document.links].find(link => link.textContent == 'req-2').click()")
+        text = await until(page, lambda text: "Transfer req-2" in text, "the transfer", WITHIN_S)
+        for part in ("failed: deadline", peer, "prefill-0 → decode-0"):
             assert part in text, (part, text)
+        await page.evaluate("history.back()")
+        await until(page, lambda text: "Pulls fail" in text, "the node again", WITHIN_S)
 
     asyncio.run(look())
+
+
+HOSTILE = (
+    *("</script><script>document.title='run'</script>", '"><img src=x onerror="document.title=1">', "<!--"),
+    *("' onmouseover='x", "a/../../b?c#d&e=f", "javascript:alert(1)", "%2e%2e", "&lt;b&gt;", "</style>"),
+)
+# Elements with the names of their attributes, each once.
+SHAPE = (
+    "[...new Set([...document.querySelectorAll('*')]"
+    ".map(one => [one.localName, ...one.getAttributeNames()].join(' ')))].sort().join()"
+)
+LINKS = "[...document.links].filter(link => link.hash).map(link => link.textContent)"
+
+
+class HostileNode(StillNode):
+    """A node whose every text from outside is `text`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__([text])
+        self.text = text
+        self._ended_at = time.time() - 1
+
+    def warnings(self) -> list[NodeWarning]:
+        return [msgspec.structs.replace(node_warning("x; y"), message=self.text, remedy=self.text)]
+
+    def history(self) -> list[Record]:
+        engine, transfer = EngineId(self.text), TransferId(self.text)
+        pull = msgspec.structs.replace(
+            pull_record("failed", Code.DEADLINE),
+            transfer_id=transfer,
+            source=engine,
+            message=self.text,
+            peer=Endpoint(self.text),
+            silent=self.text,
+            ended_at=self._ended_at,
+            phases_s={"wire": math.inf, "plan": 0.001},
+        )
+        lease = ReleaseRecord(transfer_id=transfer, engine_id=engine, why=Code.LEASE_EXPIRED, held_s=30.0)
+        return [pull, msgspec.structs.replace(pull, outcome="delivered", code=None, pull=PullId(9)), lease]
+
+    def notable_records(self) -> NotableRecords:
+        found = NotableRecords()
+        for record in self.history():
+            found.add(record)
+        return found
+
+
+async def test_texts_from_outside_stay_texts(tmp_path: Path) -> None:
+    assert BROWSER is not None
+    shapes: dict[str, list[str]] = {}
+    async with browser_page(BROWSER) as page:
+        for text in ("plain", "\u202e\x1b[31m", *HOSTILE):
+            config = config_in(tmp_path)
+            async with serving(config, HostileNode(text)) as server:
+                assert server.tcp_address is not None
+                await page.open(f"http://127.0.0.1:{server.tcp_address[1]}/")
+                seen = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+                await until(page, lambda found, seen=seen: f"Not ready: {seen}." in found, text, WITHIN_S)
+                await page.evaluate("document.querySelector('summary').click()")
+                await until(page, lambda found: "OUTCOME" in found.upper(), "the last pulls", WITHIN_S)
+                links: list[str] = await page.evaluate(LINKS)
+                assert links.count(seen) == 6  # why, the slowest, failed, expired; the last pulls twice
+                shapes[text] = [await page.evaluate(SHAPE)]
+                await page.evaluate("[...document.links].find(link => link.hash).click()")
+                shown = await until(page, lambda found: "Transfer " in found, text, WITHIN_S)
+                assert shown.count(f"message\t{seen}") == 2, shown
+                assert "plan 1 ms, wire -" in shown
+                shapes[text].append(await page.evaluate(SHAPE))
+        assert page.errors == []
+    assert all(shape == shapes["plain"] for shape in shapes.values())

@@ -394,7 +394,6 @@ class Host:
                 | fx.SaveOwnerships()
                 | fx.ClosePeerConnection()
                 | fx.EmitRecord()
-                | fx.TraceGrant()
                 | fx.RequestProbeMover()
                 | fx.ReportProbe()
             ):

@@ -279,7 +279,7 @@ class Daemon(Actor):
                 self.world.network.reconnect(self, effect.endpoint)
             case fx.SaveOwnerships():
                 self.saved = self.node.ownerships.saved_state()
-            case fx.EmitRecord() | fx.CountServed() | fx.TraceGrant():
+            case fx.EmitRecord() | fx.CountServed():
                 pass
             case fx.RequestProbeMover():
                 self.after(0.0, self._request_probe_mover, effect.probe)

@@ -1,7 +1,6 @@
 """Flags: what is refused, before anything is started."""
 
 import json
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -29,8 +28,6 @@ from tests.support import bench_results
         (["--measure", "speed"], "latency"),
         (["--quick", "--size", "4M"], "--quick has its own shapes, sizes and rounds"),
         (["--size", "2G", "--in-flight", "64"], "no size fits"),
-        (["--plot", "bench.pdf"], "must end in .png or .svg"),
-        (["--plot", "/nowhere/at/all/bench.png"], "there is no directory"),
         (["--peer", "other:4000"], "HOST:PORT#TOKEN"),
         (["--peer", "other:4000#0", "--measure", "progressive"], "the clocks of both sides"),
         (["--serve", "127.0.0.1:0", "--quick"], "--serve takes no other flag"),
@@ -105,18 +102,6 @@ def test_what_was_measured_is_kept_when_a_later_measure_fails(
     assert result["summary"]["idle_cpu_percent"] is None
 
 
-def test_a_picture_that_cannot_be_written_costs_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(runner, "run_bench", lambda asked, say: bench_results.result())
-    (tmp_path / "bench.png").symlink_to(tmp_path / "gone" / "bench.png")
-    said = CliRunner().invoke(root, ["bench", "--quick", "--json", "--plot", str(tmp_path / "bench.png")])
-    assert said.exit_code == 2
-    assert json.loads(said.stdout)["points"]
-    assert "cannot write" in said.stderr
-
-
 def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
     quick = workload.quick_workload()
     assert quick.rounds >= 7
@@ -129,12 +114,3 @@ def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
     assert {pulls.shape for pulls in quick.points} == set(SHAPES)
     assert {(size.num_chunks, size.pace) for size in quick.progressive} == {(8, 1.0), (8, 1.5), (1, 1.0)}
     assert all(size.rounds >= 7 for size in quick.progressive)
-
-
-def test_a_picture_without_matplotlib_is_refused_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    said = CliRunner().invoke(root, ["bench", "--plot", str(tmp_path / "bench.png")])
-    assert said.exit_code == 2
-    assert "kvxferd[bench]" in said.output

@@ -24,11 +24,11 @@ TABLES = ["status", "engines", "peers", "transfers", "history"]
             "status",
             [
                 "tcp://10.0.0.1:9441",
-                "ready",
+                "Pulls fail: 1 of 3 failed in the last 3 s",
                 "2, 1 readable",
                 "9.0 MiB",
                 "1 running, 4 quarantined",
-                "1: 1 for readers; 4 pulls in doubt",
+                "retired movers  3",
                 "2 recorded, 1 without ranks here; 2 ranks kept",
                 "2 pulls, 699 kB/s in",
                 "1 of 3 pulls (33.3 %): 1 lease-expired; most from tcp://10.0.0.2:9441",
@@ -36,7 +36,7 @@ TABLES = ["status", "engines", "peers", "transfers", "history"]
         ),
         (
             "engines",
-            ["decode-0", "pp0.tp1", "lacks pp1.tp0", "3.0 MiB", "0-15", "gone-0", "312.0 s", "readers"],
+            ["decode-0", "pp0.tp1", "lacks pp1.tp0", "3.0 MiB", "0-15", "gone-0", "312.0 s"],
         ),
         ("peers", ["tcp://10.0.0.2:9441", "up", "prefill-0@g7 (8 ranks)"]),
         (
@@ -133,7 +133,7 @@ async def test_the_socket_comes_from_the_same_settings_as_the_daemons(tmp_path: 
 async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
     async with daemon(tmp_path, StillNode(["nixl cannot be imported"])) as config:
         result = await run("status", "--socket", config.control.socket)
-    assert "not ready: nixl cannot be imported" in result.stdout
+    assert "Not ready: nixl cannot be imported." in result.stdout
 
 
 async def test_drain(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ async def test_drain(tmp_path: Path) -> None:
         result = await run("drain", "--socket", config.control.socket)
         assert result.exit_code == 0
         assert node.draining
-        assert "draining" in (await run("status", "--socket", config.control.socket)).stdout
+        assert "Draining: " in (await run("status", "--socket", config.control.socket)).stdout
 
 
 @pytest.mark.parametrize("verb", [*TABLES, "drain"])

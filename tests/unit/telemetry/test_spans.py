@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.core.snapshot import PHASES, GrantRecord, PullRecord, ReleaseRecord
+from kvxferd.core.snapshot import PHASES, PullRecord, ReleaseRecord
 from kvxferd.errors import Code
 from kvxferd.telemetry.traces.spans import Span, TracedRecord, spans_of
 from kvxferd.wire.traceparent import span_id_for
@@ -31,30 +31,21 @@ def pull_record(**more: object) -> PullRecord:
 def records(draw: st.DrawFn) -> TracedRecord:
     stamped = {"started_at": STARTED, "ended_at": STARTED + draw(st.floats(0, 1e5))}
     stamped |= {"traceparent": TRACEPARENT, "span_id": OWN}
-    match draw(st.sampled_from([PullRecord, ReleaseRecord, GrantRecord])):
-        case kind if kind is PullRecord:
-            outcome = draw(st.sampled_from(["delivered", "failed", "cancelled"]))
-            failed = outcome != "delivered"
-            return pull_record(
-                outcome=outcome,
-                code=draw(st.sampled_from(list(Code))) if failed else None,
-                message=draw(texts),
-                phases_s=draw(phase_times),
-                failed_phase=draw(st.sampled_from(PHASES)) if failed else "",
-                silent=draw(texts),
-                handover_s=None if failed else draw(st.none() | st.floats(0, 1e6)),
-                **stamped,
-            )
-        case kind if kind is ReleaseRecord:
-            why = draw(st.sampled_from(list(Code)))
-            return ReleaseRecord(transfer_id="t", engine_id="p", why=why, held_s=1.0, **stamped)  # type: ignore[arg-type]
-    outcome = draw(st.sampled_from(["acknowledged", "returned", "expired", "released", "refused"]))
-    code = Code.RELEASED if outcome == "refused" else None
-    times = {"waited_s": draw(st.floats(-1, 1e5)), "held_s": 1.0}
-    return GrantRecord(
-        transfer_id="t", engine_id="p", reader="d", rank=(0, 0),  # type: ignore[arg-type]
-        outcome=outcome, code=code, **times, **stamped,
-    )  # fmt: skip
+    if draw(st.booleans()):
+        why = draw(st.sampled_from(list(Code)))
+        return ReleaseRecord(transfer_id="t", engine_id="p", why=why, held_s=1.0, **stamped)  # type: ignore[arg-type]
+    outcome = draw(st.sampled_from(["delivered", "failed", "cancelled"]))
+    failed = outcome != "delivered"
+    return pull_record(
+        outcome=outcome,
+        code=draw(st.sampled_from(list(Code))) if failed else None,
+        message=draw(texts),
+        phases_s=draw(phase_times),
+        failed_phase=draw(st.sampled_from(PHASES)) if failed else "",
+        silent=draw(texts),
+        handover_s=None if failed else draw(st.none() | st.floats(0, 1e6)),
+        **stamped,
+    )
 
 
 @given(records())

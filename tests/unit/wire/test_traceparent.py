@@ -22,7 +22,6 @@ from kvxferd.wire.traceparent import (
     root_traceparent,
     span_id_for,
     trace_id_of,
-    with_parent,
 )
 from kvxferd.wire.versions import for_version_1
 from tests.support import schema_0_1
@@ -76,8 +75,6 @@ def test_its_fields() -> None:
     assert is_sampled(VALID)
     assert not is_sampled(OTHER)
     assert not is_sampled("")
-    child = with_parent(VALID, "c" * 16)
-    assert child == f"00-{TRACE}-{'c' * 16}-01" == read_traceparent(child)
 
 
 @given(st.text(), st.floats(0, 1), st.floats(0, 1))

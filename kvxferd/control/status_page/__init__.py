@@ -1,1 +1,0 @@
-"""The status page: HTML and SVG that the daemon writes itself, readable without a script."""

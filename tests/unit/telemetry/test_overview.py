@@ -1,0 +1,83 @@
+"""The verdict on a node, and why its pulls failed: what the page, `top` and `status` show first."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxferd.core.snapshot import PullRecord
+from kvxferd.errors import Code
+from kvxferd.ids import Endpoint
+from kvxferd.telemetry.overview import Level, Verdict, failure_reasons, peer_lines, verdict_of
+from kvxferd.telemetry.sample_report import PeerRow
+from kvxferd.telemetry.samples import Gauges, Samples
+from tests.support.node_samples import PEER, node_snapshot, pull_record
+
+NOW = 1_700_000_000.0
+
+
+def pull(code: Code | None = None, **changes: object) -> PullRecord:
+    record = pull_record("failed" if code else "delivered", code)
+    return msgspec.structs.replace(record, **{"ended_at": NOW - 1, **changes})
+
+
+def verdict(
+    *records: PullRecord, draining: bool = False, oldest_s: float = 0.25, **facts: list[str]
+) -> Verdict:
+    samples = Samples()
+    samples.start(0)
+    for record in records:
+        samples.add(record)
+    samples.finish_second(1.0, NOW, Gauges(running_pulls=1, oldest_pull_s=oldest_s))
+    found = {"reasons": [], "warnings": [], **facts}
+    return verdict_of(draining=draining, minute=samples.last_minute(), **found)
+
+
+ELSEWHERE = pull(Code.DEADLINE, peer=Endpoint("tcp://10.9.9.9:1#KEY"))
+
+
+@pytest.mark.parametrize(
+    ("found", "level", "text"),
+    [
+        (verdict(), Level.GOOD, "Ready. No pull ended in the last 1 s."),
+        (verdict(pull()), Level.GOOD, "Ready. 1 pull delivered in the last 1 s, none failed."),
+        (verdict(reasons=["no movers"]), Level.BAD, "Not ready: no movers."),
+        (
+            verdict(pull(), draining=True, reasons=["draining"]),
+            Level.WARN,
+            "Draining: nothing new is taken. 1 pull delivered in the last 1 s, none failed.",
+        ),
+        (
+            verdict(*[pull()] * 9, ELSEWHERE, warnings=["pulls-fail"]),
+            Level.BAD,
+            "Pulls fail: 1 of 10 failed in the last 1 s (10.0 %), most with deadline from tcp://10.9.9.9:1.",
+        ),
+        (
+            verdict(*[pull()] * 199, ELSEWHERE, oldest_s=8.0, warnings=["pulls-fail", "placement"]),
+            Level.WARN,
+            "Pulls fail: 1 of 200 failed in the last 1 s (0.5 %), most with deadline from tcp://10.9.9.9:1."
+            " The one running pull has run for 8 s. 1 warning: placement.",
+        ),
+        (
+            verdict(warnings=["placement", "placement"]),
+            Level.WARN,
+            "Ready, but: 2 warnings: placement. No pull ended in the last 1 s.",
+        ),
+    ],
+)
+def test_the_first_sentence_names_what_is_worst(found: Verdict, level: Level, text: str) -> None:
+    assert found == Verdict(level, text)
+
+
+def test_failed_pulls_of_one_reason_are_one_row() -> None:
+    failed = [pull(Code.DEADLINE), ELSEWHERE, pull(Code.DEADLINE), pull(Code.BUSY, ended_at=NOW - 901)]
+    reasons = failure_reasons(failed, NOW, 900)
+    assert [(reason.num_pulls, reason.last.peer) for reason in reasons] == [(2, PEER), (1, ELSEWHERE.peer)]
+    assert failure_reasons([], NOW, 900) == []
+
+
+def test_peers_are_those_that_are_known_and_those_that_pulls_named() -> None:
+    rows = [PeerRow(peer="tcp://10.9.9.9:1", failed=2, last_code="deadline"), PeerRow(peer=PEER, delivered=3)]
+    named, known = peer_lines(node_snapshot(), rows)
+    assert (named.state, named.failed, named.last_answer_s) == ("not connected", 2, None)
+    assert (known.state, known.delivered, known.num_grants, known.engines) == ("up", 3, 7, ("prefill-0",))
