@@ -35,7 +35,7 @@ from kvxferd.wire.common import RegionAddress
 
 _LOG = logging.getLogger(__name__)
 
-# Calls in one step of the engine. One takes 2 to 7 us (docs/adr), so 32 take about 0.1 ms.
+# Calls in one step of the engine. One takes 2 to 7 us (docs/adr/0070-gpu-scatter.md), so 32 about 0.1 ms.
 CALLS_PER_STEP = 32
 # A call takes as long as about two descriptors. A form that a pattern moves fewer copies of gains nothing.
 MIN_COPIES_PER_PATTERN = 4
