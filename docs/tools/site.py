@@ -44,6 +44,9 @@ def _entry(page: Path) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Leave only the text of links to files that are not of the site: sources, settings, folders."""
     here = DOCS / Path(page.file.src_uri).parent
+    # A search is for what to do or to know now; records and measurements would be a quarter of its entries.
+    if page.file.src_uri.startswith(("adr/", "evidence/", "decisions.md")):
+        page.meta["search"] = {"exclude": True}
 
     def kept(match: re.Match[str]) -> str:
         text, target = match.groups()
