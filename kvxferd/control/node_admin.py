@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -32,6 +31,7 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, ProbeId, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.mover.supervisor.pool import MoverPool
+from kvxferd.plan import TransferTopology
 from kvxferd.telemetry.history import History, HistoryPage, HistoryQuery
 from kvxferd.telemetry.logs import operator_log
 from kvxferd.telemetry.notable_records import NotableRecords
@@ -41,9 +41,9 @@ from kvxferd.telemetry.warnings.warning_list import Finding, NodeWarning, findin
 from kvxferd.telemetry.warnings.warning_watch import WarningWatch
 from kvxferd.wire.endpoint import parse_endpoint
 
-# Of the topology: 16 ranks that read 8 engines of 8 stages. They take 24 ms of the loop, which all clients
-# but an operator share.
-MAX_STAGES_SHOWN = 1024
+# Of the topology: 16 ranks that read 8 engines of 8 stages of 8 ranks. They take 24 ms of the loop, which all
+# clients but an operator share. One engine may have 4,096 ranks in a stage.
+MAX_STAGES_SHOWN, MAX_RANKS_SHOWN = 1024, 8192
 
 
 class NodeAdmin:
@@ -104,16 +104,7 @@ class NodeAdmin:
             for rank in engine.ranks.values()
             if isinstance(rank, LocalRank)
         ]
-        known = (
-            (engine.last_used, topology, engine) for topology in topologies for engine in topology.engines()
-        )
-        found: list[dict[str, Any]] = []
-        for last_used, topology, engine in heapq.nlargest(MAX_STAGES_SHOWN, known, key=lambda one: one[0]):
-            last_used_s = round(self._node.context.now - last_used, 3)
-            for pp_rank in itertools.islice(engine.stages, MAX_STAGES_SHOWN - len(found)):
-                terms = topology.terms(engine.engine_id, pp_rank, home=engine.home)
-                found.append({**terms, "last_used_s": last_used_s})
-        return found
+        return terms_of_all(topologies, self._node.context.now)
 
     def readiness(self) -> list[str]:
         """Return why the node cannot take registrations and pulls; empty if it can."""
@@ -252,3 +243,24 @@ class NodeAdmin:
     async def wait_drained(self) -> NodeSnapshot:
         """Return the node's state at the end of the drain."""
         return await asyncio.shield(self._drain_result)
+
+
+def terms_of_all(
+    topologies: Iterable[TransferTopology], now: float, max_ranks: int = MAX_RANKS_SHOWN
+) -> list[dict[str, Any]]:
+    """Return the terms of each stage that the topologies know, the last used first, with `last_used_s`.
+
+    At most MAX_STAGES_SHOWN stages, whose engines have at most `max_ranks` ranks in a stage together: the
+    terms of one list its ranks.
+    """
+    known = ((engine.last_used, topology, engine) for topology in topologies for engine in topology.engines())
+    found: list[dict[str, Any]] = []
+    num_ranks = 0
+    for last_used, topology, engine in heapq.nlargest(MAX_STAGES_SHOWN, known, key=lambda one: one[0]):
+        for pp_rank, info in engine.stages.items():
+            num_ranks += info.remote_tp_size
+            if len(found) == MAX_STAGES_SHOWN or num_ranks > max_ranks:
+                return found
+            terms = topology.terms(engine.engine_id, pp_rank, home=engine.home)
+            found.append({**terms, "last_used_s": round(now - last_used, 3)})
+    return found

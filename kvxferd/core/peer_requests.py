@@ -35,7 +35,7 @@ class _OpenRequest:
     opened_at: float
     ends_at: float
     silent_s: float  # the longest silence of the peer
-    heard_at: float  # when the peer last said that the request waits there; at first, when it was sent
+    waiting_at: float  # when the last `StillWaiting` arrived; at first, when the request was sent
 
 
 class PeerRequests:
@@ -76,7 +76,7 @@ class PeerRequests:
 
     def _schedule_give_up(self, number: int) -> None:
         asked = self._open[number]
-        when = min(asked.ends_at, asked.heard_at + asked.silent_s)
+        when = min(asked.ends_at, asked.waiting_at + asked.silent_s)
         self._context.timers.set(("give-up", number), when, lambda: self._time_out(number))
 
     def _send(self, number: int) -> None:
@@ -89,7 +89,12 @@ class PeerRequests:
 
     def _time_out(self, number: int) -> None:
         asked = self._open[number]
-        silent_s = self._context.now - asked.heard_at
+        silent_s = self._context.now - asked.waiting_at
+        if asked.waiting_at > asked.opened_at and silent_s < asked.silent_s:
+            what = f"{asked.address!r}, which has kept {type(asked.message).__name__}"
+            text = f"cannot wait longer for {what} for {self._context.now - asked.opened_at:.4g} s"
+            self._complete(number, PeerRefused(request=number, code=Code.DEADLINE, message=text))
+            return
         self._complete(
             number,
             PeerRefused(
@@ -106,7 +111,7 @@ class PeerRequests:
         if asked is None or asked.address != source or asked.key != key:
             return
         if isinstance(reply, StillWaiting):
-            asked.heard_at = self._context.now
+            asked.waiting_at = self._context.now
             self._schedule_give_up(reply.request)
         else:
             self._complete(reply.request, reply)

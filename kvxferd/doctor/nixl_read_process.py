@@ -29,7 +29,7 @@ NUM_READS = 4  # the first one connects
 def main() -> None:
     """Run as source or as reader. Ends the process.
 
-    Arguments: role, size in bytes, library ("auto", "nixl", "rixl"), backend as JSON.
+    Arguments: role, size in bytes, library ("auto", "nixl", "rixl").
     """
     die_with_parent(os.getppid())
     role, size = sys.argv[1], int(sys.argv[2])
@@ -37,12 +37,12 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from kvxferd.ids import AgentName
-    from kvxferd.mover.backends import backend_of_text
+    from kvxferd.mover.backends import take_backend
     from kvxferd.mover.transport.base import Span
     from kvxferd.mover.transport.nixl import NixlTransport, import_library
 
     library = import_library(sys.argv[3])
-    backend = backend_of_text(sys.argv[4])
+    backend = take_backend(os.environ)
     parameters = library.plugin_parameters(backend)
     transport = NixlTransport(library, AgentName(f"doctor/{role}-{os.getpid()}"), backend)
     memory = mmap.mmap(-1, size)

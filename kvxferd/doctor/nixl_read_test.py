@@ -9,7 +9,7 @@ import msgspec
 
 from kvxferd.core.ucx_log import ITSELF, NODE, data_transports, parse_line, parse_transports
 from kvxferd.doctor.finding import CheckContext
-from kvxferd.mover.backends import Backend, backend_to_text
+from kvxferd.mover.backends import Backend, backend_environment
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.isolated_process import IsolatedProcess, run_isolated
 
@@ -35,14 +35,14 @@ def read_between(node: CheckContext, transports: str = "") -> ReadResult:
     if transports:
         environment["UCX_TLS"] = tls_with_cuda(transports)
     mover = node.config.mover
-    backend = backend_to_text(Backend(mover.backend, mover.backend_parameters))
-    return _read_cached(tuple(sorted(environment.items())), mover.library, backend)
+    environment |= backend_environment(Backend(mover.backend, mover.backend_parameters))
+    return _read_cached(tuple(sorted(environment.items())), mover.library)
 
 
 @functools.cache
-def _read_cached(variables: tuple[tuple[str, str], ...], library: str, backend: str) -> ReadResult:
+def _read_cached(variables: tuple[tuple[str, str], ...], library: str) -> ReadResult:
     environment = {"UCX_LOG_LEVEL": "info", **dict(variables)}
-    arguments = [str(SIZE_BYTES), library, backend]
+    arguments = [str(SIZE_BYTES), library]
     source = IsolatedProcess(_MODULE, ["source", *arguments], environment)
     outcome = source.read_first_line(READ_TIMEOUT_S)
     if outcome.value is not None:

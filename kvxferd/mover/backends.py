@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
 UCX = "UCX"
+_VARIABLE = "KVXFERD_BACKEND"  # of this package's own processes alone; no setting
 # Backends of NIXL that move data between memory and storage, and not between agents of two nodes.
 STORAGE_BACKENDS = frozenset(
     {"AZURE_BLOB", "DOCA_MEMOS", "GDS", "GDS_MT", "GUSLI", "HF3FS", "INFINIA", "OBJ", "POSIX"}
@@ -28,12 +29,15 @@ class Backend(NamedTuple):
 DEFAULT_BACKEND = Backend()
 
 
-def backend_to_text(backend: Backend) -> str:
-    """Return an argument that gives a backend to a process that makes agents."""
-    return json.dumps([backend.name, dict(backend.parameters)])
+def backend_environment(backend: Backend) -> dict[str, str]:
+    """Return the variable that gives a backend to a process that makes agents.
+
+    Parameters may be secrets: other users can read a process's arguments, and not its environment.
+    """
+    return {_VARIABLE: json.dumps([backend.name, dict(backend.parameters)])}
 
 
-def backend_of_text(text: str) -> Backend:
-    """Return the backend that `backend_to_text` wrote. Raises ValueError."""
-    name, parameters = json.loads(text)
+def take_backend(environment: MutableMapping[str, str]) -> Backend:
+    """Remove the backend that `backend_environment` put there, and return it. Raises KeyError."""
+    name, parameters = json.loads(environment.pop(_VARIABLE))
     return Backend(name, parameters)

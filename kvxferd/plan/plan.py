@@ -115,11 +115,6 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
         """Return the remote ranks that are read, in ascending order."""
         return tuple(sorted({read.rank for read in self.group_reads}))
 
-    @property
-    def num_extents(self) -> int:
-        """Return the number of its extents, which take most of its memory."""
-        return sum(len(pattern.extents) for read in self.group_reads for pattern in read.patterns)
-
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Plan)

@@ -40,6 +40,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -64,6 +65,7 @@ from kvxferd.plan.transfer_info import (
 
 # Engines of which a rank keeps a plan: it reads from tens.
 MAX_REMOTE_ENGINES = 256
+MAX_NAMED_RANKS = 16  # of each list, in a line of the log
 # The ranks and stages of all of them. 256 engines of 64 ranks in 8 stages
 # are 18,432. Each takes 205 bytes where it is like no other: 13 MiB. Plans are not counted here: the cache of
 # plans keeps them.
@@ -126,12 +128,11 @@ class TransferTopology:
         """
         key = (engine_id, home)
         engine = self._engines.get(key)
-        if engine is None or engine.manifest is None or engine.manifest() is not manifest:
+        if engine is None or engine.manifest() is not manifest:
             return None
-        kept = engine.kept
-        if kept is None or (plan := kept.plan) is None:
+        if (plan := engine.kept.plan) is None:
             return None
-        engine.last_used = kept.used_at = now
+        engine.last_used = engine.kept.used_at = now
         self._engines[key] = self._engines.pop(key)
         return plan
 
@@ -379,11 +380,8 @@ class TransferTopology:
             "replicates_kv_cache": self.replicates_kv_cache(*stage, home=engine.home),
         }
         if isinstance(info, MambaEngineTransferInfo):
-            found["fa_head_slots"] = {
-                rank: self.fa_head_slot(engine_id, rank, remote_pp_rank, home=engine.home)
-                for rank in info.remote_all_source_ranks
-                if not self.should_skip_fa(engine_id, rank, remote_pp_rank, home=engine.home)
-            }
+            # `fa_head_slot` of each rank that is read; one by one they would take the square of the ranks.
+            found["fa_head_slots"] = {rank: slot for slot, rank in enumerate(info.remote_fa_source_ranks)}
             found["needs_split_handles"] = self.needs_split_handles(*stage, home=engine.home)
         return found
 
@@ -394,7 +392,16 @@ class TransferTopology:
 
 def format_terms(terms: Mapping[str, Any]) -> str:
     """Return what `TransferTopology.terms` returned as one line."""
-    return f"TransferTopology({', '.join(f'{name}={value}' for name, value in terms.items())})"
+    return f"TransferTopology({', '.join(f'{name}={_shortened(value)}' for name, value in terms.items())})"
+
+
+def _shortened(value: Any) -> str:
+    """Return the value as text, of a long list the first ranks: an engine may have 4,096."""
+    if isinstance(value, list | tuple | dict) and len(value) > MAX_NAMED_RANKS:
+        parts = value.items() if isinstance(value, dict) else value
+        some = type(value)(itertools.islice(parts, MAX_NAMED_RANKS))
+        return f"{some} and {len(value) - MAX_NAMED_RANKS} more"
+    return str(value)
 
 
 def _or_none(ratio: Callable[[int], int], remote_size: int) -> int | None:

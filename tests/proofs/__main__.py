@@ -234,6 +234,7 @@ def line_of(finished: Run) -> dict[str, object]:
         "seconds": finished.seconds,
         "commit": _commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        **({"skipped": finished.why} if finished.why else {}),
     }
 
 

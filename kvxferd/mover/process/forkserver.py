@@ -1,6 +1,6 @@
 """The forkserver: imports the transfer library once, makes no agent, and forks movers on request.
 
-    python -m kvxferd.mover.process.forkserver --control-fd N --backend JSON [--lock-fd M]...
+    python -m kvxferd.mover.process.forkserver --control-fd N [--lock-fd M]...
 
 Ends when the daemon closes its end of the control socket; its movers are killed with it.
 """
@@ -18,7 +18,7 @@ import sys
 from kvxferd.errors import Code, MoverError
 from kvxferd.fd_wait import wait_readable, wait_writable
 from kvxferd.frame_socket import LOST_FD, FrameSocket, close_fds
-from kvxferd.mover.backends import Backend, backend_of_text
+from kvxferd.mover.backends import Backend, take_backend
 from kvxferd.mover.forkserver_protocol import (
     TO_FORKSERVER,
     Fork,
@@ -186,7 +186,6 @@ def main() -> None:
     arguments.add_argument(
         "--library", default="auto", help="nixl, rixl, or auto for the first that is there"
     )
-    arguments.add_argument("--backend", type=backend_of_text, required=True, help="as JSON: name, parameters")
     given = arguments.parse_args()
     os.dup2(2, 1)  # the library logs to standard output, which belongs to the daemon
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -200,7 +199,7 @@ def main() -> None:
     control = FrameSocket(socket.socket(fileno=given.control_fd))
     control.accept_lost_fds()
     try:
-        Forkserver(control, tuple(given.lock_fd), given.library, given.backend).serve()
+        Forkserver(control, tuple(given.lock_fd), given.library, take_backend(os.environ)).serve()
     except ConnectionError:
         _LOG.info("daemon gone")
     finally:

@@ -16,7 +16,7 @@ from kvxferd.core.ucx_log import UcxLine
 from kvxferd.errors import ProtocolError
 from kvxferd.frame_socket import LOST_FD, FrameSocket, close_fds, close_frame_fds, dup_fds
 from kvxferd.ids import AgentName, MoverId
-from kvxferd.mover.backends import Backend, backend_to_text
+from kvxferd.mover.backends import Backend, backend_environment
 from kvxferd.mover.forkserver_protocol import (
     FROM_FORKSERVER,
     Fork,
@@ -193,7 +193,7 @@ def _spawn(
     # -P: modules in the daemon's working directory are not imported. -u, for C's buffers too: UCX logs
     # its transports to standard output, and a mover logs too little to fill a buffer of 4 KiB soon.
     command = [sys.executable, "-P", "-u", "-m", "kvxferd.mover.process.forkserver"]
-    command += ["--control-fd", str(control), "--library", library, "--backend", backend_to_text(backend)]
+    command += ["--control-fd", str(control), "--library", library]
     inherited = [control]
     for lock_fd in lock_fds:
         command += ["--lock-fd", str(lock_fd)]
@@ -206,6 +206,6 @@ def _spawn(
         stdout=stderr,  # the library logs to standard output too, and the daemon's own is not for that
         stderr=stderr,
         pass_fds=inherited,
-        env={**os.environ, **quiet, **environment},
+        env={**os.environ, **quiet, **environment, **backend_environment(backend)},
         start_new_session=True,  # a terminal's Ctrl-C is for the daemon, which then ends its movers
     )

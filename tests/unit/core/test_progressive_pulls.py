@@ -15,7 +15,7 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import TransferRef, Versions
-from kvxferd.wire.peer import PeerHello
+from kvxferd.wire.peer import AskGrant, Consumer, PeerHello
 from tests.support.simulation import Mover, Worker, World, mover_of, spec_of
 
 BLOCK_TOKENS = 4
@@ -558,6 +558,31 @@ def test_a_source_that_dies_ends_the_pull_long_before_its_deadline(world, source
     assert "tcp://p:9441" in failed.message
     world.advance(30)
     assert sink.host.node.is_idle
+
+
+def test_a_peer_that_keeps_a_request_too_long_is_not_taken_for_silent(world, source, sink):
+    """Its other requests go on, and what was learnt of it stays."""
+    requests, answers = sink.host.node.peers, []
+
+    def make(request: int) -> AskGrant:
+        held = pull_request(sink, unpublished(source))
+        return msgspec.structs.replace(held, request=request)
+
+    requests.request(source.host.endpoint, make, 7.0, answers.append, 0, waits=True)
+    world.advance(0.0)  # it greets the peer
+    world.advance(7.1)
+    assert [(answer.code, "cannot wait longer" in answer.message) for answer in answers] == [
+        (Code.DEADLINE, True)
+    ]
+    assert [peer.state for peer in sink.host.node.snapshot().peers] == ["up"]
+
+
+def pull_request(sink: Worker, ref: TransferRef) -> AskGrant:
+    """Return a request for a grant that waits for a transfer that is not published."""
+    consumer = Consumer(sink.spec.engine_id, sink.spec.generation, sink.spec.rank, 1)
+    return AskGrant(
+        request=0, grant="waits", ref=ref, consumer=consumer, reads=(), wait_s=60.0, after_tokens=0
+    )
 
 
 def unpublished(source: Worker, transfer_id: str = "t1") -> TransferRef:

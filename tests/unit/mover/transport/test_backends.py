@@ -16,8 +16,8 @@ from kvxferd.ids import AgentName
 from kvxferd.mover.backends import (
     STORAGE_BACKENDS,
     Backend,
-    backend_of_text,
-    backend_to_text,
+    backend_environment,
+    take_backend,
 )
 from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
 
@@ -127,4 +127,6 @@ def test_an_agent_has_the_chosen_backend_alone_with_its_parameters(api: FakeApi)
 @given(st.text(min_size=1), st.dictionaries(st.text(), st.text()))
 def test_a_mover_reads_the_backend_that_its_daemon_wrote(name: str, parameters: dict[str, str]) -> None:
     backend = Backend(name, parameters)
-    assert backend_of_text(backend_to_text(backend)) == backend
+    environment = {"PATH": "/bin", **backend_environment(backend)}
+    assert take_backend(environment) == backend
+    assert environment == {"PATH": "/bin"}
