@@ -16,13 +16,12 @@ from kvxferd.tooling.subprocesses import CommandProcess
 
 TOOL = "the bench"
 
-WorkerKind = Literal["rank", "raw", "engine", "copy"]
+WorkerKind = Literal["rank", "raw", "engine"]
 
 _WORKER_MODULES: dict[WorkerKind, tuple[str, tuple[str, ...]]] = {
     "rank": ("kvxferd.bench.rank_process", ()),
     "raw": ("kvxferd.bench.nixl_process", ("raw",)),
     "engine": ("kvxferd.bench.nixl_process", ("engine",)),
-    "copy": ("kvxferd.bench.copy_process", ()),
 }
 
 R = TypeVar("R", bound=Line)

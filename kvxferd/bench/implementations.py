@@ -1,4 +1,4 @@
-"""The implementations that the bench compares: kvxferd, NIXL in two set-ups, and a plain copy."""
+"""The implementations that the bench compares: kvxferd, and NIXL in two set-ups."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from typing import Protocol
 
 from kvxferd.bench import protocol
 from kvxferd.bench.cases import Case
-from kvxferd.bench.hosts import WorkerHandle
 from kvxferd.bench.protocol import Sample
 from kvxferd.bench.testbed import EnginePair
 from kvxferd.tooling.async_tasks import gather_or_cancel
 
-KVXFERD, RAW, ENGINE, COPY, ONE_COPY = "kvxferd", "raw", "engine", "copy", "one copy"
+KVXFERD, RAW, ENGINE = "kvxferd", "raw", "engine"
 
 TITLES = {
     KVXFERD: "kvxferd: pull() to Delivered, prepared",
     RAW: "NIXL, two plain processes, the same runs, polled by hand: post to done",
     ENGINE: "NIXL as the in-engine connector sets it up: block ids to done",
-    COPY: "memory copy of the same runs",
-    ONE_COPY: "memory copy of as many bytes in one stretch",
 }
 
 
@@ -30,11 +27,6 @@ class Implementation(Protocol):
         """Its name in results."""
         ...
 
-    @property
-    def is_verifiable(self) -> bool:
-        """Whether the bytes land where the case places them, so that they can be checked."""
-        ...
-
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Move `count` requests; work that is not timed happens before."""
         ...
@@ -44,7 +36,6 @@ class KvxferdPulls:
     """Pulls through two daemons; prepared, so that the grants exist."""
 
     name = KVXFERD
-    is_verifiable = True
 
     def __init__(self, pair: EnginePair, is_prepared: bool = True) -> None:
         self._pair = pair
@@ -64,7 +55,6 @@ class RawNixl:
     """Raw NIXL; its source polls by hand during the reads."""
 
     name = RAW
-    is_verifiable = True
 
     def __init__(self, pair: EnginePair) -> None:
         self._source, self._sink = pair.testbed.raw_workers["source"], pair.testbed.raw_workers["sink"]
@@ -85,7 +75,6 @@ class EngineNixl:
     """NIXL as the in-engine connector sets it up; its progress threads run during its own rounds only."""
 
     name = ENGINE
-    is_verifiable = True
 
     def __init__(self, pair: EnginePair) -> None:
         self._agents = pair.testbed.engine_workers
@@ -101,24 +90,6 @@ class EngineNixl:
         return moved.samples
 
 
-class MemoryCopy:
-    """A plain memory copy."""
-
-    def __init__(self, copier: WorkerHandle, as_one: bool = False) -> None:
-        self._copier = copier
-        self._as_one = as_one
-        self.name = ONE_COPY if as_one else COPY
-        self.is_verifiable = not as_one
-
-    async def move(self, case: Case, count: int, window: int) -> list[Sample]:
-        """Copy the runs, or all bytes as one."""
-        command = protocol.Move(case=case, count=count, window=window, as_one=self._as_one)
-        return (await self._copier.request(command, protocol.Moved)).samples
-
-
 def implementations_of(pair: EnginePair) -> list[Implementation]:
-    """Return every implementation that this pair's testbed has."""
-    found: list[Implementation] = [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]
-    if pair.testbed.copy_worker is not None:
-        found += [MemoryCopy(pair.testbed.copy_worker), MemoryCopy(pair.testbed.copy_worker, as_one=True)]
-    return found
+    """Return every implementation."""
+    return [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]

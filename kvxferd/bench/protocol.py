@@ -126,7 +126,7 @@ class Check(Line, frozen=True, tag="check"):
     whole: bool = False
 
 
-# --- to a NIXL agent of its own, or a plain copy
+# --- to a NIXL agent of its own
 
 
 class AttachMemory(Line, frozen=True, tag="attach"):
@@ -143,19 +143,12 @@ class AddRemote(Line, frozen=True, tag="meet"):
     address: int
 
 
-class MapSourceMemory(Line, frozen=True, tag="meet-memory"):
-    """Map the source's memory, to copy from it."""
-
-    memory: ProcessMemory
-
-
 class Move(Line, frozen=True, tag="move"):
-    """Move `count` requests of the case, at most `window` at a time. `as_one`: as one run of its bytes."""
+    """Move `count` requests of the case, at most `window` at a time."""
 
     case: Case
     count: int
     window: int = 1
-    as_one: bool = False
 
 
 class SetPolling(Line, frozen=True, tag="attend"):
@@ -223,7 +216,7 @@ RankCommand = (
     | Wipe
     | Check
 )
-BaselineCommand = AttachMemory | AddRemote | MapSourceMemory | Move | SetPolling
+BaselineCommand = AttachMemory | AddRemote | Move | SetPolling
 Command = RankCommand | BaselineCommand
 Reply = Done | RankStarted | Published | Extended | Moved | Checked | MemoryAttached | CommandFailed
 

@@ -72,9 +72,8 @@ async def interleave(
             await pair.source.request(protocol.Stamp(case=case, nonce=nonce), protocol.Done)
             samples = await implementation.move(case, count, window)
             found.by_implementation[implementation.name].append(Round(samples, window))
-            if implementation.is_verifiable:
-                check = protocol.Check(case=case, nonce=nonce, slots=min(count, case.slots))
-                await _check(pair, implementation, check)
+            check = protocol.Check(case=case, nonce=nonce, slots=min(count, case.slots))
+            await _check(pair, implementation, check)
     return found
 
 
@@ -97,9 +96,8 @@ async def verify_all_bytes(
         await pair.sink.request(protocol.Wipe(case=case), protocol.Done)
         samples = await implementation.move(case, case.slots, window)
         amounts[implementation.name] = sum(sample.bytes for sample in samples)
-        if implementation.is_verifiable:
-            check = protocol.Check(case=case, nonce=nonce, slots=case.slots, whole=True)
-            await _check(pair, implementation, check)
+        check = protocol.Check(case=case, nonce=nonce, slots=case.slots, whole=True)
+        await _check(pair, implementation, check)
     if len(set(amounts.values())) > 1:
         raise KvxferdError(f"cannot compare: bytes moved differ: {amounts}")
 

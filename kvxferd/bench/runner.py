@@ -165,7 +165,7 @@ async def _measure_transport(
     if wanted - {"first", "crossing"}:
         say(f"starting two daemons ({transport})")
         async with Testbed.open(hosts, environment) as testbed:
-            if transport == "cma" and testbed.can_copy:
+            if transport == "cma" and testbed.is_local:
                 _require_cma(testbed.daemons["source"].pid)
             await _measure_points(testbed, transport, asked.workload, wanted, found, say, is_first)
             if "progressive" in wanted:

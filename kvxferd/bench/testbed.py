@@ -36,7 +36,6 @@ class Testbed:
     daemons: dict[Role, DaemonHandle] = field(default_factory=dict)
     raw_workers: dict[Role, WorkerHandle] = field(default_factory=dict)
     engine_workers: dict[Role, WorkerHandle] = field(default_factory=dict)
-    copy_worker: WorkerHandle | None = None
 
     @classmethod
     @asynccontextmanager
@@ -56,9 +55,9 @@ class Testbed:
             await testbed._stop()
 
     @property
-    def can_copy(self) -> bool:
-        """Whether one process can map both sides' memory."""
-        return self.copy_worker is not None
+    def is_local(self) -> bool:
+        """Whether both sides are on this machine."""
+        return all(host.is_local for host in self.hosts.values())
 
     @asynccontextmanager
     async def pair(self, deployment: Deployment, baselines: bool = True) -> AsyncIterator[EnginePair]:
@@ -84,15 +83,9 @@ class Testbed:
         await gather_or_cancel(*map(start_daemon, ROLES))
         if baselines:
             await gather_or_cancel(*map(agents, ROLES))
-            if all(host.is_local for host in self.hosts.values()):
-                self.copy_worker = await self.hosts["sink"].start_worker("copy", self.environment)
 
     async def _stop(self) -> None:
-        workers = [
-            *self.raw_workers.values(),
-            *self.engine_workers.values(),
-            *([self.copy_worker] if self.copy_worker else []),
-        ]
+        workers = [*self.raw_workers.values(), *self.engine_workers.values()]
         await asyncio.gather(*(worker.stop() for worker in workers))
         await asyncio.gather(*(daemon.stop() for daemon in self.daemons.values()))
 
@@ -112,12 +105,6 @@ class Testbed:
             )
         # Otherwise their progress threads would keep both cores busy.
         await gather_or_cancel(*(self.engine_workers[role].pause() for role in ROLES))
-        if self.copy_worker is not None:
-            sink, source_memory = pair.memory["sink", FIRST_RANK], pair.memory["source", FIRST_RANK]
-            await self.copy_worker.request(
-                protocol.AttachMemory(deployment=pair.deployment, memory=sink), protocol.MemoryAttached
-            )
-            await self.copy_worker.request(protocol.MapSourceMemory(memory=source_memory), protocol.Done)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Numbers as people read them, for the status page and `kvxferd top`."""
+"""Numbers as people read them, for the terminal. `control/status_page.html` writes them by the same rules."""
 
 from __future__ import annotations
 

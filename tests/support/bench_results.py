@@ -2,7 +2,7 @@
 
 from kvxferd.bench.cases import BlockPattern, Case
 from kvxferd.bench.figures import Measurements, figures_of, summary_of
-from kvxferd.bench.implementations import COPY, ENGINE, KVXFERD, RAW
+from kvxferd.bench.implementations import ENGINE, KVXFERD, RAW
 from kvxferd.bench.measures.calls import NUM_IDS, Calls
 from kvxferd.bench.measures.crossing import CROSSINGS, Crossing, CrossingPoint
 from kvxferd.bench.measures.first_pull import FirstPull
@@ -47,7 +47,7 @@ def point(
 
 def steady(ours: float, raw: float) -> dict[str, list[float]]:
     """Three rounds alike."""
-    return {KVXFERD: [ours] * 3, RAW: [raw] * 3, ENGINE: [2 * raw] * 3, COPY: [raw / 2] * 3}
+    return {KVXFERD: [ours] * 3, RAW: [raw] * 3, ENGINE: [2 * raw] * 3}
 
 
 def findings() -> Measurements:

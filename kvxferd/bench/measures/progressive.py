@@ -45,7 +45,6 @@ class WholePulls:
     """Pulls of transfers that are whole."""
 
     name = KVXFERD
-    is_verifiable = True
 
     def __init__(self, pair: EnginePair) -> None:
         self._pulls = KvxferdPulls(pair)
@@ -62,7 +61,6 @@ class ProgressivePulls:
     """Pulls of transfers whose chunks are reported meanwhile. A sample begins with the last report."""
 
     name = PROGRESSIVE
-    is_verifiable = True
 
     def __init__(self, pair: EnginePair, size: ProgressiveSize, beside: WholePulls) -> None:
         self._pair = pair

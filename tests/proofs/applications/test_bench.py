@@ -51,8 +51,8 @@ def test_every_contender_moves_the_same_bytes(place: Path) -> None:
     assert code == 0, err
     assert len(said["points"]) == 2 * 2 * 2
     for point in said["points"]:
-        assert set(point["contenders"]) == {"kvxferd", "raw", "engine", "copy", "one copy"}
-        assert point["interleaved_with"] == ["raw", "engine", "copy", "one copy"]
+        assert set(point["contenders"]) == {"kvxferd", "raw", "engine"}
+        assert point["interleaved_with"] == ["raw", "engine"]
         assert point["rounds"] == 2
         assert abs(point["bytes"] - point["size_bytes"]) <= point["size_bytes"] / 4
         assert all(taken["gb_per_s"] > 0 for taken in point["contenders"].values())
@@ -146,8 +146,6 @@ def test_a_bench_with_another_side(place: Path, other_place: Path) -> None:
         assert left_behind(place) == []
         assert said["peer"] == peer.partition("#")[0]
         assert [point["measure"] for point in said["points"]] == ["latency", "throughput"]
-        for point in said["points"]:  # nobody can copy from a memory that is elsewhere
-            assert set(point["contenders"]) == {"kvxferd", "raw", "engine"}
         assert said["summary"]["first_pull_ms"] > 0
         # What the bench had started on the other side went with it; the side serves the next one.
         code, _, err = run(place, *SMALL, "--blocks", "fragmented", "--in-flight", "1", "--peer", peer)

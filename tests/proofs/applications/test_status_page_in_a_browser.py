@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import signal
 import time
@@ -16,6 +17,7 @@ import pytest
 from kvxferd.core.snapshot import Record, ReleaseRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId, PullId, TransferId
+from kvxferd.telemetry import units
 from kvxferd.telemetry.notable_records import NotableRecords
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from tests.support.browser import Page, browser_page, find_browser
@@ -178,3 +180,27 @@ async def test_texts_from_outside_stay_texts(tmp_path: Path) -> None:
                 shapes[text].append(await page.evaluate(SHAPE))
         assert page.errors == []
     assert all(shape == shapes["plain"] for shape in shapes.values())
+
+
+TIMES = (None, 0.0, 3.21e-7, 0.000999, 0.0123, 0.25, 1.0, 9.87, 99.96, 119.4, 121.0, 7201.0, 1e6)
+SIZES = (0.0, 1.0, 999.4, 1536.0, 99_960.0, 1.234e6, 2.5e9, 1.234e12)
+SHARES = (0.0, 0.0004, 0.0123, 0.333, 0.9997, 1.0)
+
+
+async def test_numbers_are_written_as_in_the_terminal(tmp_path: Path) -> None:
+    assert BROWSER is not None
+    config = config_in(tmp_path)
+    async with serving(config, StillNode()) as server, browser_page(BROWSER) as page:
+        assert server.tcp_address is not None
+        await page.open(f"http://127.0.0.1:{server.tcp_address[1]}/")
+        for name, form, values in (
+            ("formatTime", units.format_time, TIMES),
+            ("formatSize", units.format_size, SIZES),
+            ("formatRate", units.format_rate, SIZES),
+            ("formatShare", units.format_share, SHARES),
+            ("formatCount", units.format_count, (0, 999, 2782, 1_234_567)),
+            ("formatDate", units.format_date, (0, 1_700_000_000.25)),
+            ("formatClock", units.format_clock, (0, 1_700_000_000.25)),
+        ):
+            found = await page.evaluate(f"{json.dumps(values)}.map(value => {name}(value))")
+            assert found == [form(value) for value in values], name  # type: ignore[operator]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -27,16 +25,13 @@ DEADLINE_S = 3.0
 WATCH_EVERY_S = 0.25
 COMMAND_S = 60.0
 
-# Of each node, by a name: the verb and its options. `top` and `page` come where this version has them.
+# Of each node, by a name: the verb and its options. The status page shows what `top` does.
 VERBS = {
     "status": ("status",),
     "history --failed": ("history", "--failed", "--limit", "5"),
     "doctor": ("doctor", "--check", "answering"),
     "top --once": ("top", "--once"),
 }
-PAGE = "page"
-_DROPPED = re.compile(r"<(style|script|svg|head)\b.*?</\1>", re.DOTALL)
-_TAG = re.compile(r"<[^>]+>")
 
 
 class Traffic:
@@ -167,18 +162,5 @@ def _outputs_of(node: Daemon) -> dict[str, str]:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_S, env=environ, check=False
         )
-        if done.returncode == 2 and "No such command" in done.stderr:
-            continue
         found[name] = done.stdout + done.stderr
-    found[PAGE] = text_of_page(node.http("/"))
     return found
-
-
-def text_of_page(page: str) -> str:
-    """Return the text of an HTML page, a line for each row or paragraph."""
-    _, _, body = page.partition("\r\n\r\n")
-    body = _DROPPED.sub("", body)
-    body = re.sub(r"</(td|th|span|b)>", " ", body)
-    body = re.sub(r"</(tr|p|h1|h2|h3|li|div|summary)>|<br>", "\n", body)
-    lines = (" ".join(line.split()) for line in html.unescape(_TAG.sub("", body)).splitlines())
-    return "\n".join(line for line in lines if line)

@@ -104,7 +104,7 @@ def test_a_result_is_one_json_object() -> None:
     said = json.loads(msgspec.json.encode(result))
     assert set(said["summary"]) == KEYS
     assert said["points"][0]["contenders"]["raw"]["rounds"] == 3
-    assert said["points"][0]["interleaved_with"] == ["raw", "engine", "copy"]
+    assert said["points"][0]["interleaved_with"] == ["raw", "engine"]
     assert all(figure["how"] for figure in said["figures"])
 
 

@@ -113,7 +113,7 @@ def a_flood_of_requests(scene: Scene) -> str:
     """The longest answers asked for as fast as they are read, by eight connections, for some seconds."""
     request = b"".join(
         b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path
-        for path in (b"/", b"/metrics", b"/v1/status", b"/v1/history")
+        for path in (b"/v1/samples", b"/metrics", b"/v1/status", b"/v1/history")
     )
     made = [tcp(scene) for _ in range(8)]
     until = time.monotonic() + 4.0
