@@ -171,12 +171,14 @@ def test_rules_are_valid() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", RULE_TESTS, ids=lambda path: path.name)
 def test_rules_do_what_their_tests_expect(path: Path) -> None:
     done = promtool("test", "rules", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.process
 def test_a_rule_that_does_not_fire_is_found(tmp_path: Path) -> None:
     """Each alert in turn can be left out, and the tests fail: every alert has a test."""
     test = next(path for path in RULE_TESTS if path.name.startswith("kvxferd"))

@@ -17,6 +17,7 @@ from kvxferd.tooling.daemon_process import DaemonProcess
 from tests.support.tool_process import tool_directory
 
 
+@pytest.mark.process
 def test_a_daemon_starts_ends_and_starts_again() -> None:
     with tool_directory() as place:
         daemon = DaemonProcess(place / "node", ["--mover-pool-size", "1"])
