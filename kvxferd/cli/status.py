@@ -58,18 +58,13 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
 
 
 def _warnings(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return each warning with its kind and age; of an older daemon, its sentence."""
-    active = answer.get("active_warnings")
-    if active is None:
-        return [("warning", text) for text in answer["warnings"]]
-    warnings = msgspec.convert(active, list[NodeWarning])
+    """Return each warning with its kind and age."""
+    warnings = msgspec.convert(answer["active_warnings"], list[NodeWarning])
     return [("warning", f"{w.kind.value}, {_since(w.since)}: {w.text}") for w in warnings]
 
 
 def _last_minute(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what was moved in the last minute, and what failed; nothing of an older daemon."""
-    if "last_minute" not in answer:
-        return []
+    """Return what was moved in the last minute, and what failed."""
     minute = msgspec.convert(answer["last_minute"], LastMinute)
     failed = describe_failures(minute)
     why = f"{failed}; kvxferd history --failed shows them" if failed else "none"

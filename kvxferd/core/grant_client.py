@@ -131,7 +131,7 @@ class GrantClient:
 
     def _join_trace(self, hold: HeldGrant, span_id: str) -> None:
         """Make the pull's span the parent of the source's, if the request's trace is sampled."""
-        if trace := sampled_trace(self._context.settings, hold.ref.trace, hold.ref.nonce):
+        if trace := sampled_trace(self._context.settings, hold.ref.traceparent, hold.ref.nonce):
             hold.span_id = span_id or span_id_for(hold.grant_id)
             hold.ref_for_source = hold.ref.with_trace(with_parent(trace, hold.span_id))
 
