@@ -15,8 +15,7 @@ from kvxferd.client import BlockList, Client, Event, Publisher, RankHandle, Tran
 from kvxferd.client.fence_slots import FencePageLike, FenceSlots
 from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, RegionId, TransferId
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
-from kvxferd.memory import FencePage, SealedMemory
-from kvxferd.memory.fence import UnmappedFencePage
+from kvxferd.memory import SealedMemory
 from tests.support.scripted_daemon import WAIT_S, DaemonSide, Mover, ScriptedDaemon
 
 REGION = RegionId("kv")
@@ -60,15 +59,6 @@ def slots_on(page: FencePageLike) -> FenceSlots:
     slots.offer_page(page)
     slots.switch_page()
     return slots
-
-
-def fence_page() -> FencePage:
-    """A page that a daemon made, as the client maps it."""
-    page = UnmappedFencePage.create()
-    try:
-        return FencePage.map(page.fd)
-    finally:
-        page.close()
 
 
 def blocks(*ids: int, first_token: int = 0) -> dict[str, BlockList]:

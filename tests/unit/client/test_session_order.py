@@ -18,12 +18,13 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, Generation, RegionId, TransferId
 from kvxferd.memory.fence import FencePage
 from kvxferd.wire import common, worker
-from tests.support.client_harness import LAYOUT, REGION, SPEC, fence_page, slots_on
+from tests.support.client_harness import LAYOUT, REGION, SPEC, slots_on
+from tests.support.fence_page import SharedFencePage
 
 
 @pytest.fixture
 def page() -> Iterator[FencePage]:
-    page = fence_page()
+    page = SharedFencePage()
     yield page
     page.close()
 

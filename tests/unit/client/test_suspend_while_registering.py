@@ -13,7 +13,8 @@ from kvxferd.client.session import ClientSession
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import RegionId
 from kvxferd.wire import worker
-from tests.support.client_harness import LAYOUT, REGION, SPEC, fence_page
+from tests.support.client_harness import LAYOUT, REGION, SPEC
+from tests.support.fence_page import SharedFencePage
 
 
 def exports() -> MemoryExport:
@@ -24,7 +25,7 @@ def exports() -> MemoryExport:
 def test_suspended_waits_for_the_reply_to_a_registration_that_is_under_way() -> None:
     """The daemon has the descriptors of the first memory, and would map it for the resume's."""
     events: list[Event] = []
-    page = fence_page()
+    page = SharedFencePage()
     try:
         session = ClientSession("rank", FenceSlots(), 1, events.append)
         session.register(RankRole(SPEC, LAYOUT, exports()))
