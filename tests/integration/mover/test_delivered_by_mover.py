@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,8 +80,7 @@ async def test_a_full_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], ma
 async def test_what_is_no_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], make_worker: Make) -> None:
     source = await serve(pair[0], make_worker("P"))
     rank = make_worker("D")
-    rank.mover_end.close()
-    with open(os.devnull, "wb", buffering=0) as other:
+    with select.epoll() as other:
         reader = await sink(pair[1], dataclasses.replace(rank, mover_end=other), [source])
     source.page.write(7, WORD)
     outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
