@@ -30,8 +30,7 @@ The client reconnects by itself to a daemon that died or restarted: it registers
 again every transfer that is not released. Pulls that were running end in Failed. Pulls that are called
 meanwhile wait for the next daemon, until their deadline.
 
-Times are seconds, sizes are bytes, block ids are int32. `BlockList(borrowed=)` and
-`RankHandle.memory_in_use` had other names before, `lent=` and `may_be_touched`: both still work.
+Times are seconds, sizes are bytes, block ids are int32.
 
 The engine's side of the contract:
 

@@ -38,7 +38,6 @@ class BlockList:
             million ids as for one. It must then stay unchanged as long as the blocks are the
             transfer's: until the pull's terminal event (`Quiesced`, after a Failed that is not
             `safe_to_reuse`), or until `Released`. A change before that may read into the wrong blocks.
-        lent: the former name of `borrowed`. Setting either sets both.
 
     `publish` and `pull` raise EngineError (code `blocks-invalid`) for ids that are no int32 values or
     have more than one dimension, and for a `borrowed` list that is no buffer. A rank's ids that are not
@@ -50,12 +49,6 @@ class BlockList:
     first_token: int = 0
     state_at: int = -1
     borrowed: bool = False
-    lent: bool = False
-
-    def __post_init__(self) -> None:
-        if self.borrowed != self.lent:
-            object.__setattr__(self, "borrowed", True)
-            object.__setattr__(self, "lent", True)
 
 
 def pack_blocks(

@@ -14,10 +14,9 @@ from kvxferd.client.mover_watch import LaunchMover
 from kvxferd.client.rank import Publisher, RankHandle
 from kvxferd.client.refs import check_name
 from kvxferd.client.registration import PublisherRole, RankRole, SessionRole, validated
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.wire.worker import FIRST_WITH_NEWEST_GENERATION
 
 
 def connect(path: str | os.PathLike[str], *, timeout_s: float = 10.0, name: str = "") -> Client:
@@ -96,15 +95,13 @@ class Client:
             engine_id: the engine, as its ranks register it.
             generation: the engine's present generation, the same as its ranks'. None: the newest one whose
                 ranks are registered with this daemon (`Publisher.generation`). Refused where no rank is
-                (`engine-unknown`), and with a daemon of protocol version 1 (`bad-version`).
+                (`engine-unknown`).
             timeout_s: seconds to wait for the daemon's reply.
 
         Raises:
             EngineError: the daemon refused, with its code and message.
             KvxferdError: no reply within `timeout_s` (`deadline`), or the daemon is gone (`daemon-lost`).
         """
-        if generation is None:
-            self._require_newest_generation(engine_id)
         role = PublisherRole(
             EngineId(check_name(engine_id, "an engine id", Code.RANK_INVALID)),
             Generation(
@@ -113,16 +110,6 @@ class Client:
         )
         self._register(role, timeout_s)
         return Publisher(self._connection)
-
-    def _require_newest_generation(self, engine_id: str) -> None:
-        """Raise EngineError where the daemon would take the empty name for a generation's."""
-        version = self._connection.session.version
-        if version < FIRST_WITH_NEWEST_GENERATION:
-            raise EngineError(
-                f"cannot attach to the newest generation of engine {engine_id}: the daemon has version "
-                f"{version} of the protocol; upgrade it, or name the generation",
-                Code.BAD_VERSION,
-            )
 
     def _register(self, role: SessionRole, timeout_s: float, launch: LaunchMover | None = None) -> None:
         connection = self._connection

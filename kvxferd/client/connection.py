@@ -65,8 +65,7 @@ class Connection:
         self.state_changed = threading.Condition(self.lock)  # the session's state, or a reply came
         self.events = EventQueue()
         self._resources.callback(self.events.close)
-        page = FencePage.create()
-        fence = FenceSlots(page)
+        fence = FenceSlots()
         self._resources.callback(fence.close)
         self._deliveries = DeliverySocketPair()
         self._resources.callback(self._deliveries.close)
@@ -74,8 +73,7 @@ class Connection:
         self._resources.callback(self._events_epoll.close)
         for source in (self.events, self._deliveries):
             self._events_epoll.register(source.fileno(), select.EPOLLIN)
-        hello = (page.fd, self._deliveries.mover_fd)
-        self.session = ClientSession(name, fence, hello, self.events.put)
+        self.session = ClientSession(name, fence, self._deliveries.mover_fd, self.events.put)
         self.connect_error: OSError | None = None  # of the last attempt to connect
         self._selector = selectors.DefaultSelector()
         self._resources.callback(self._selector.close)
@@ -343,14 +341,8 @@ class Connection:
                 self._watch_resident_movers()  # before the session's next message is sent
 
     def _check_num_fds(self, message: worker.DaemonMessage, num_fds: int) -> None:
-        registration = self.session.registration
-        brings_mover = isinstance(message, worker.MoverChanged) or (
-            isinstance(message, worker.Registered) and registration.is_rank
-        )
-        if registration.version >= worker.FIRST_WITH_MOVER_OFFERS:
-            brings_mover = isinstance(message, worker.MoverOffered)
-        wanted = 1 if brings_mover and not registration.is_resident else 0
-        wanted += self.session.carries_fence_page(message)
+        carries_one = isinstance(message, worker.MoverOffered) or self.session.carries_fence_page(message)
+        wanted = 1 if carries_one else 0
         if num_fds != wanted:
             raise ProtocolError(f"{type(message).__name__} carries {wanted} descriptors: {num_fds} came")
 

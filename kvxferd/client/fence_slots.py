@@ -3,7 +3,7 @@
 A reader reads the word after the data: an unchanged word proves the data. So a word is fresh and random
 before its slot is sent to a daemon, and is overwritten before its slot, or its blocks, are released.
 
-The daemon makes the page and sends it with `registered`. The movers of a dead daemon may serve its page
+The daemon makes the page and sends it with `Registered`. The movers of a dead daemon may serve its page
 until they are dead too, so the page stays mapped, and its words count, until the next page comes.
 """
 
@@ -41,17 +41,12 @@ class FenceSlots:
 
     def __init__(
         self,
-        own: FencePageLike,
         num_slots: int = FENCE_SLOTS,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """Begin on `own`, the client's page for daemons of version 1, until a daemon offers another.
-
-        `random_bytes` returns so many bytes that nobody can predict.
-        """
+        """`random_bytes` returns so many bytes that nobody can predict."""
         self._random_bytes = random_bytes
-        self._own_page = own
-        self._page = own
+        self._current_page: FencePageLike | None = None  # None: no daemon has accepted the session yet
         self._offered_page: FencePageLike | None = None
         self._free = deque(range(num_slots))
         self._words: dict[int, bytes] = {}  # the word that was written, by slot
@@ -68,25 +63,31 @@ class FenceSlots:
             self._offered_page.close()
             self._offered_page = None
 
+    @property
+    def _page(self) -> FencePageLike:
+        assert self._current_page is not None, "a session publishes once it is registered"
+        return self._current_page
+
     def switch_page(self) -> None:
-        """Switch to the offered page, else to the client's own; every acquired slot gets a fresh word.
+        """Switch to the offered page; every acquired slot gets a fresh word.
 
         First the old page's words are overwritten: from then on no read that an earlier daemon
         granted counts as delivered, whichever mover still serves that page.
         """
-        old, self._page, self._offered_page = self._page, self._offered_page or self._own_page, None
+        old, self._current_page, self._offered_page = self._current_page, self._offered_page, None
+        if old is None:
+            return
         for slot in self._words:
             old.overwrite(slot)
         for slot in self._words:
             self.refresh(slot)
-        if old not in (self._own_page, self._page):
-            old.close()
+        old.close()
 
     def close(self) -> None:
         """Unmap every page. No slot may be acquired after that."""
         self.discard_offered_page()
-        for page in (self._page, self._own_page):
-            page.close()
+        if self._current_page is not None:
+            self._current_page.close()
 
     def acquire(self, what: str) -> int:
         """Return a slot that holds a fresh word. Raises BusyError when all are in use."""

@@ -15,7 +15,6 @@ from kvxferd.wire import worker
 from kvxferd.wire.block_id_parts import num_id_bytes, split_block_ids
 from kvxferd.wire.common import Message
 from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
-from kvxferd.wire.versions import for_version_1
 
 # 2 * MAX_LIVE_PULLS of client/pulls.py; a daemon this far behind does not read its socket.
 MAX_QUEUED = 1 << 17
@@ -105,10 +104,10 @@ class Outbox:
         self._first.clear()
         self._queue.clear()
 
-    def pop(self, ready: bool, epoch: int, version: int, now: float) -> Outgoing | None:
+    def pop(self, ready: bool, epoch: int, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now. `ready`: the session is READY."""
         while ready and not self._first and self._queue and self.next_unchecked() is None:
-            self._first.extend(self._build_messages(self._queue.popleft(), epoch, version, now))
+            self._first.extend(self._build_messages(self._queue.popleft(), epoch, now))
         return self._first.popleft() if self._first else None
 
     def next_unchecked(self) -> ClientPull | ClientPublish | None:
@@ -116,18 +115,16 @@ class Outbox:
         item = self._queue[0] if self._queue else None
         return item if isinstance(item, ClientPull | ClientPublish) and item.unchecked else None
 
-    def _build_messages(self, item: QueuedItem, epoch: int, version: int, now: float) -> Iterable[Outgoing]:
+    def _build_messages(self, item: QueuedItem, epoch: int, now: float) -> Iterable[Outgoing]:
         match item:
             case ClientPull():
-                request: Request | None = self._pulls.build_message(item, epoch, now, version)
+                request: Request | None = self._pulls.build_message(item, epoch, now)
             case ClientPublish():
-                request = self._publishes.build_message(item, epoch, now, version)
+                request = self._publishes.build_message(item, epoch, now)
             case worker.Extend():
                 request = item
             case _:
-                return [Outgoing(for_version_1(item) if version == 1 else item)]
-        if request is not None and version == 1:
-            request = for_version_1(request)
+                return [Outgoing(item)]
         return [] if request is None else self._split(request)
 
     def _split(self, request: Request) -> list[Outgoing]:

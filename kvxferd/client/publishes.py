@@ -51,7 +51,6 @@ class ClientPublish:
     traceparent: str = ""  # of the request's trace; "": none
     lease_s: float = 0.0  # by which an extension renews the lease
     ready_tokens: int = -1  # how far this session has written it; -1: all
-    is_by_rank: bool = True  # whose own `extend` says when it is whole
     sent_epoch: int = 0  # the connection on which the publish was sent; 0: none yet
     # Groups whose ids are still to be checked, by their number of blocks; empty: all are.
     unchecked: Mapping[GroupName, int] = field(default_factory=dict)
@@ -63,22 +62,6 @@ class _ReadyRecord(NamedTuple):
     at: float
     incarnation: Incarnation  # of the memory that was written
     ready_tokens: int  # so many tokens; -1: all
-
-
-def no_reply_message(transfer_id: TransferId, version: int) -> str:
-    """Return the sentence for a publish whose acceptance the daemon cannot report."""
-    return (
-        f"cannot publish {transfer_id} and wait until it is accepted: the daemon has version {version} of "
-        "the protocol, without such a reply; upgrade it, or publish without waiting"
-    )
-
-
-def no_growth_message(transfer_id: TransferId, version: int) -> str:
-    """Return the sentence for a scheduler's transfer that grows, which the daemon does not know."""
-    return (
-        f"cannot publish {transfer_id} before it is whole: the daemon has version {version} of the protocol, "
-        "without transfers that grow; upgrade it, or publish without `ready_tokens`"
-    )
 
 
 class ClientPublishes:
@@ -95,8 +78,6 @@ class ClientPublishes:
         self._ready: OrderedDict[TransferId, _ReadyRecord] = OrderedDict()
         self._used_ids: OrderedDict[TransferId, None] = OrderedDict()  # the latest ids that are used up
         self._retry_at: dict[TransferId, float] = {}  # refused for now: when to send it again
-        # Those that grow, where the daemon knows no such thing: they are sent once they are whole.
-        self._awaits_whole: dict[TransferId, None] = {}
 
     def __len__(self) -> int:
         return len(self._live)
@@ -144,26 +125,12 @@ class ClientPublishes:
         """Return a transfer of this session that is not released."""
         return self._live.get(transfer_id)
 
-    def build_message(
-        self, publish: ClientPublish, epoch: int, now: float, version: int
-    ) -> worker.Publish | None:
-        """Return the message to send, with the remaining lease; None if the transfer is over.
-
-        A daemon that knows no transfer that grows gets it once it is whole: None until then.
-        """
+    def build_message(self, publish: ClientPublish, epoch: int, now: float) -> worker.Publish | None:
+        """Return the message to send, with the remaining lease; None if the transfer is over."""
         if self._live.get(publish.transfer_id) is not publish:
             return None
         if now >= publish.expires_at:
             self.release_locally(publish.transfer_id, Code.LEASE_EXPIRED)
-            return None
-        if publish.wants_reply and version < worker.FIRST_WITH_PUBLISH_REPLIES:
-            self.refuse(publish, Code.BAD_VERSION, no_reply_message(publish.transfer_id, version))
-            return None
-        if version < worker.FIRST_WITH_PROGRESS and publish.ready_tokens >= 0:
-            if publish.is_by_rank:
-                self._awaits_whole[publish.transfer_id] = None
-            else:
-                self.refuse(publish, Code.BAD_VERSION, no_growth_message(publish.transfer_id, version))
             return None
         publish.sent_epoch = epoch
         return worker.Publish(
@@ -174,26 +141,11 @@ class ClientPublishes:
             fence_slot=publish.slot,
             num_readers=publish.num_readers,
             lease_s=publish.expires_at - now,
-            incarnations=publish.incarnations if version > 1 else (),
+            incarnations=publish.incarnations,
             wants_reply=publish.wants_reply,
-            traceparent=publish.traceparent if version >= worker.FIRST_WITH_TRACEPARENTS else "",
+            traceparent=publish.traceparent,
             ready_tokens=publish.ready_tokens,
         )
-
-    def pop_whole(self, publish: ClientPublish) -> bool:
-        """Return whether a transfer that is whole now was not sent for that."""
-        waited = publish.transfer_id in self._awaits_whole
-        self._awaits_whole.pop(publish.transfer_id, None)
-        return waited
-
-    def expire_unsent(self, now: float) -> None:
-        """Release the transfers that no daemon has, because they are not whole, at the end of their lease."""
-        for transfer_id in [t for t in self._awaits_whole if now >= self._live[t].expires_at]:
-            self.release_locally(transfer_id, Code.LEASE_EXPIRED)
-
-    def next_unsent_deadline(self) -> float | None:
-        """Return when `expire_unsent` is due next."""
-        return min((self._live[t].expires_at for t in self._awaits_whole), default=None)
 
     def add_blocks(self, publish: ClientPublish, blocks: BlocksByGroup, now: float) -> None:
         """Append blocks to a transfer that grows, and renew its lease."""
@@ -223,7 +175,7 @@ class ClientPublishes:
     def withdraw(self, transfer_id: TransferId) -> bool:
         """Mark a transfer as withdrawn by the engine. Return whether `Unpublish` must be sent."""
         held = (publish := self._live.get(transfer_id)) is not None and publish.awaits_gpu
-        if held or transfer_id in self._retry_at or transfer_id in self._awaits_whole:
+        if held or transfer_id in self._retry_at:
             self.release_locally(transfer_id, Code.UNPUBLISHED)
         if publish := self._live.get(transfer_id):
             publish.withdrawn = True
@@ -233,7 +185,6 @@ class ClientPublishes:
         """Release what was withdrawn, because the daemon is gone; the rest waits for the next daemon."""
         self._fence.discard_offered_page()
         self._retry_at.clear()
-        self._awaits_whole.clear()
         for transfer_id in [t for t, p in self._live.items() if p.withdrawn]:
             self.release_locally(transfer_id, Code.UNPUBLISHED)
 
@@ -262,11 +213,8 @@ class ClientPublishes:
             self.release_locally(transfer_id, Code.RELEASED)
         self._fence.switch_page()
 
-    def replay(
-        self, now: float, lease_s: float
-    ) -> tuple[list[ClientPublish], list[tuple[TransferId, Incarnation, int]]]:
-        """Return the transfers to publish again, and those to send `ready` for again: of which incarnation,
-        and how many tokens.
+    def replay(self, now: float, lease_s: float) -> list[ClientPublish | worker.Ready]:
+        """Return the transfers to publish again, and behind them each `Ready` to send again.
 
         Words are fresh: what the last daemon granted cannot be told from what was released. A `ready`
         for another session's transfer is not sent again once a default lease has passed: that
@@ -280,8 +228,11 @@ class ClientPublishes:
         for transfer_id in [t for t, record in self._ready.items() if now >= record.at + lease_s]:
             if transfer_id not in self._live:
                 del self._ready[transfer_id]
-        readies = [(t, record.incarnation, record.ready_tokens) for t, record in self._ready.items()]
-        return [publish for publish in self._live.values() if not publish.awaits_gpu], readies
+        reports = [
+            worker.Ready(transfer_id=t, incarnation=record.incarnation, ready_tokens=record.ready_tokens)
+            for t, record in self._ready.items()
+        ]
+        return [*(publish for publish in self._live.values() if not publish.awaits_gpu), *reports]
 
     def handle_accepted(self, transfer_id: TransferId) -> None:
         """Handle the daemon's PublishAccepted: one event, also where a later daemon receives it again."""
@@ -349,7 +300,6 @@ class ClientPublishes:
     def _forget(self, transfer_id: TransferId) -> None:
         self._ready.pop(transfer_id, None)
         self._retry_at.pop(transfer_id, None)
-        self._awaits_whole.pop(transfer_id, None)
         if publish := self._live.pop(transfer_id, None):
             self._fence.release(publish.slot)
             publish.blocks = {}  # the outbox may still hold the publish, and must not keep its ids alive

@@ -154,7 +154,7 @@ class ClientPulls:
         self._set_timer(pull, deadline)
         return pull
 
-    def build_message(self, pull: ClientPull, epoch: int, now: float, version: int) -> worker.Pull | None:
+    def build_message(self, pull: ClientPull, epoch: int, now: float) -> worker.Pull | None:
         """Return the message to send, with the remaining time; None if the pull has ended meanwhile."""
         if pull.phase is not ClientPullPhase.QUEUED:
             return None
@@ -171,9 +171,8 @@ class ClientPulls:
             blocks=pull.blocks,
             num_tokens=pull.num_tokens,
             deadline_s=pull.deadline - now,
-            # An earlier daemon waits for the whole.
-            progressive=pull.progressive and version >= worker.FIRST_WITH_PROGRESS,
-            wants_progress=pull.wants_progress and version >= worker.FIRST_WITH_PROGRESS,
+            progressive=pull.progressive,
+            wants_progress=pull.wants_progress,
         )
 
     def cancel(self, number: Ticket) -> bool:

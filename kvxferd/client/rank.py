@@ -258,8 +258,6 @@ class RankHandle(Publisher):
         at the end alone: an engine may leave them out until the last call, and free older blocks of a window
         meanwhile. Each call renews the transfer's lease.
 
-        A daemon of an earlier version gets the transfer when it is whole.
-
         Args:
             transfer_id: of a transfer of this engine; `extend` may come before the publish.
             ready_tokens: counted from the request's first; None: all, on the last call.
@@ -320,8 +318,7 @@ class RankHandle(Publisher):
                 that is not valid is ignored.
             progressive: read what is ready, then what becomes ready, also of a transfer that is published
                 later (within the deadline; its engine must be registered). Only the last piece is then
-                waited for after the source's end. A daemon of an earlier version on either side waits for
-                the whole.
+                waited for after the source's end.
             progress: have `Progress` events of a progressive pull.
 
         Returns:
@@ -367,15 +364,9 @@ class RankHandle(Publisher):
         """Whether a mover may still read or write the rank's memory: False after `Suspended`.
 
         After `close` it is False only for a resident rank whose mover has ended. The daemon ends a child
-        mover within moments, but the client is not informed of that any more. The former name of this
-        property is `may_be_touched`.
+        mover within moments, but the client is not informed of that any more.
         """
         return not self._session.registration.is_unmapped_elsewhere
-
-    @property
-    def may_be_touched(self) -> bool:
-        """The former name of `memory_in_use`."""
-        return self.memory_in_use
 
     @property
     def is_suspended(self) -> bool:

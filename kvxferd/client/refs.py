@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -28,16 +27,13 @@ class TransferRef(common.TransferRef, frozen=True):
         generation: that engine's generation.
         transfer_id: as given to `publish`.
         nonce: 32 hex digits that prove the right to read.
-        ready_tokens: not used.
         traceparent: of the request's trace (W3C Trace Context), where the publisher named one. Two
             references that differ in it alone are equal.
     """
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a dict of strings and integers, for a router that builds JSON itself."""
-        fields = msgspec.structs.asdict(self)
-        if self.traceparent is msgspec.UNSET:
-            del fields["traceparent"]
+        fields: dict[str, Any] = msgspec.to_builtins(self)
         return fields
 
     def to_json(self) -> str:
@@ -98,9 +94,8 @@ def read_ref(ref: RefLike) -> common.TransferRef:
             generation=Generation(_text_field(given, "generation")),
             transfer_id=TransferId(_text_field(given, "transfer_id")),
             nonce=_text_field(given, "nonce"),
-            ready_tokens=_ready_tokens(given),
             # A hint: one that is not valid is dropped, and the transfer is pulled all the same.
-            traceparent=read_traceparent(given.get("traceparent")) or msgspec.UNSET,
+            traceparent=read_traceparent(given.get("traceparent")),
         )
     # RecursionError: JSON that is nested as deep as it is long.
     except (msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
@@ -130,13 +125,6 @@ def _text_field(given: Mapping[str, object], name: str, most_chars: int = MAX_NA
     if not 0 < len(value) <= most_chars:
         raise ValueError(f"`{name}` has {len(value)} characters, 1 to {most_chars} go")
     return as_utf8_str(value)
-
-
-def _ready_tokens(given: Mapping[str, object]) -> int:
-    value = given.get("ready_tokens", -1)
-    if isinstance(value, bool) or not -1 <= (number := operator.index(value)) <= MAX_INT:  # type: ignore[arg-type]
-        raise ValueError("`ready_tokens` is no number of tokens")
-    return number
 
 
 def check_name(name: str, what: str, code: Code) -> str:

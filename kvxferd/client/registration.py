@@ -79,14 +79,12 @@ class Registration:
         self.memory_state = MemoryState.SHARED
         self.reply_refusal: Refusal | None = None  # the daemon's refusal, for the caller that waits
         self.caller_waits = False  # a caller waits for the reply
-        self.expects_fence_page = False  # the reply to the last request carries a fence page (version 2)
+        self.expects_fence_page = False  # the reply to the last request carries a fence page
         self.was_registered = False  # from then on the client registers by itself after a loss
         self._request = 0
         self._registered_epoch = 0  # the epoch in which the daemon last accepted
         self._mapped_epochs: set[int] = set()  # epochs whose movers may still map the memory
-        self._unwatched_offer = False  # memory was offered, and no mover's pidfd came back
         self.boot = BootId("")  # of the daemon at the other end
-        self.version = 1  # of the protocol that it speaks
         self._launch: LaunchMover | None = None
         self._unsent_fds: tuple[int, ...] = ()  # descriptors that the daemon has not requested yet
         self._resident_movers: list[ResidentMover] = []  # those that are not quiesced yet
@@ -122,20 +120,12 @@ class Registration:
     def give_up(self) -> None:
         """Drop the role: the reply to the first request did not come in time."""
         self._close_exports()
-        self.role, self._unwatched_offer = None, False
+        self.role = None
 
     @property
     def should_register(self) -> bool:
-        """Whether to register with a daemon that has just welcomed the session.
-
-        Memory that was offered without a reply may be mapped by a mover that this process cannot
-        watch. Only a daemon's `Suspended` proves that it is not, so the session registers once more.
-        """
-        if self.role is None:
-            return False
-        return self.memory_state is MemoryState.SHARED or (
-            self.memory_state is MemoryState.SUSPENDING and self._unwatched_offer
-        )
+        """Whether to register with a daemon that has just welcomed the session."""
+        return self.role is not None and self.memory_state is MemoryState.SHARED
 
     def build_request(self, delivery_fd: int) -> Outgoing:
         """Return `Register` or `Attach`. Only when `should_register`.
@@ -153,13 +143,11 @@ class Registration:
         assert role.exports is not None, "memory that is shared is exported"
         register = _register_message(self._request, role, role.exports)
         offered = self._fds_to_offer(role.exports)
-        if self.version < worker.FIRST_WITH_LATE_FDS:
-            return Outgoing(register, offered)
         num_regions = len(role.exports.fds)
         regions, mover = offered[:num_regions], offered[num_regions:]
         max_fds = MAX_FDS_PER_FRAME - len(mover) - 1
         self._unsent_fds, announced = regions[max_fds:], num_regions if num_regions > max_fds else 0
-        register = msgspec.structs.replace(register, num_descriptors=announced, notices=True)
+        register = msgspec.structs.replace(register, num_descriptors=announced)
         return Outgoing(register, (*regions[:max_fds], *mover, delivery_fd))
 
     def build_fd_batches(self, request: int) -> list[Outgoing]:
@@ -176,8 +164,6 @@ class Registration:
     def _fds_to_offer(self, exports: MemoryExport) -> tuple[int, ...]:
         """Return the descriptors that are sent with the memory's description."""
         if exports.placement != "resident":
-            # From that version on no mover gets the memory before its pidfd is watched here.
-            self._unwatched_offer = self.version < worker.FIRST_WITH_MOVER_OFFERS
             return exports.fds
         return (*exports.fds, self._start_mover(exports))
 
@@ -204,7 +190,6 @@ class Registration:
         self.close_daemon_ends()
         self.was_registered, self.caller_waits, self._registered_epoch = True, False, epoch
         if isinstance(self.role, RankRole):
-            self._unwatched_offer = False
             self._mapped_epochs.add(epoch)
 
     def mark_mapped(self, epoch: int) -> None:
@@ -217,7 +202,6 @@ class Registration:
         If one does, a first registration drops its role, and a later one leaves the memory suspended.
         """
         self._check_request_number(message.request)
-        self._unwatched_offer = False
         self._mapped_epochs.discard(epoch)
         self.close_and_stop_movers()
         if not self.caller_waits:
@@ -236,14 +220,9 @@ class Registration:
         return self._registered_epoch == epoch
 
     @property
-    def is_rank(self) -> bool:
-        """Whether the session has memory, and so a mover."""
-        return isinstance(self.role, RankRole)
-
-    @property
     def expects_mover_offers(self) -> bool:
         """Whether the daemon offers movers of its own and waits until they are watched."""
-        return self.version >= worker.FIRST_WITH_MOVER_OFFERS and self.is_rank and not self.is_resident
+        return isinstance(self.role, RankRole) and not self.is_resident
 
     @property
     def is_resident(self) -> bool:
@@ -293,7 +272,7 @@ class Registration:
     @property
     def is_unmapped_elsewhere(self) -> bool:
         """Whether no process but this one can map the memory."""
-        return not self._mapped_epochs and not self._unwatched_offer and self.resident_movers_quiesced
+        return not self._mapped_epochs and self.resident_movers_quiesced
 
     @property
     def resident_movers_quiesced(self) -> bool:

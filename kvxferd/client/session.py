@@ -72,17 +72,19 @@ class ClientSession(SessionRequests):
         self,
         name: str,
         fence: FenceSlots,
-        hello_fds: tuple[int, ...],
+        delivery_fd: int,
         emit: Emit,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """`random_bytes` returns so many bytes that nobody can predict: nonces are made of them."""
+        """`delivery_fd`: the movers' end of the socket for deliveries.
+
+        `random_bytes` returns so many bytes that nobody can predict: nonces are made of them.
+        """
         super().__init__(fence, emit, random_bytes)
         self._fence = fence
         self._emit = emit
         self._name = name
-        self._hello_fds = hello_fds  # the fence page, and the socket for deliveries
-        self._delivery_fd = hello_fds[-1]
+        self._delivery_fd = delivery_fd
         self._reply_deadline: float | None = None  # when the daemon must have replied
 
     # --- the connection's life
@@ -92,8 +94,7 @@ class ClientSession(SessionRequests):
         self.epoch += 1
         self.state = SessionState.HANDSHAKING
         self._reply_deadline = now + HANDSHAKE_TIMEOUT_S
-        hello = worker.Hello(versions=worker.WORKER_VERSIONS, client=self._name, notices=True)
-        self._outbox.queue_first(hello, self._hello_fds)
+        self._outbox.queue_first(worker.Hello(versions=worker.WORKER_VERSIONS, client=self._name))
 
     def connection_lost(self, now: float, code: Code, why: str) -> None:
         """Handle the connection's end: what was sent is decided, what was not waits for the next."""
@@ -153,7 +154,6 @@ class ClientSession(SessionRequests):
                 self._outbox.queue(worker.Cancel(ticket=ticket))
         for publish in self._publishes.pop_due_retries(now):
             self._outbox.queue(publish)
-        self._publishes.expire_unsent(now)
         if self.state is not SessionState.READY:
             self._publishes.expire(now)
         if self._reply_deadline is not None and now >= self._reply_deadline:
@@ -162,7 +162,7 @@ class ClientSession(SessionRequests):
     def next_deadline(self) -> float | None:
         """Return when `tick` is due next, None when nothing is timed."""
         times = [self._pulls.next_deadline(), self._publishes.next_retry(), self._reply_deadline]
-        times += [self._pending_completions.next_poll(), self._publishes.next_unsent_deadline()]
+        times.append(self._pending_completions.next_poll())
         if self.state is not SessionState.READY:
             times.append(self._publishes.next_deadline())
         return min((t for t in times if t is not None), default=None)
@@ -173,7 +173,7 @@ class ClientSession(SessionRequests):
 
     def pop_outgoing(self, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now."""
-        return self._outbox.pop(self.state is SessionState.READY, self.epoch, self.version, now)
+        return self._outbox.pop(self.state is SessionState.READY, self.epoch, now)
 
     def next_unchecked(self) -> ClientPull | ClientPublish | None:
         """Return the next request whose block ids must be checked before it is sent; None where none is."""
@@ -253,8 +253,7 @@ class ClientSession(SessionRequests):
 
     def carries_fence_page(self, message: worker.DaemonMessage) -> bool:
         """Return whether the message carries the session's fence page, which is offered before `handle`."""
-        makes_pages = self.version >= worker.FIRST_WITH_FENCE_PAGES
-        return makes_pages and isinstance(message, worker.Registered) and self.registration.expects_fence_page
+        return isinstance(message, worker.Registered) and self.registration.expects_fence_page
 
     def offer_fence_page(self, page: FencePageLike) -> None:
         """Keep the page that came with the message that is handled next."""
@@ -306,13 +305,6 @@ class ClientSession(SessionRequests):
                 self._handle_farewell(message)
 
     def _handle_farewell(self, message: worker.Farewell) -> NoReturn:
-        if self.state is SessionState.HANDSHAKING and message.code is Code.BAD_FRAME:
-            # A daemon that is too old to ignore a hello's unknown fields replies like this.
-            raise KvxferdError(
-                f"cannot speak with the daemon: it does not understand hello ({message.message}); "
-                "upgrade the older",
-                Code.BAD_VERSION,
-            )
         if self.registration.was_registered and message.code in RETRIED_ON_REREGISTER:
             text = f"the daemon has ended the session for now: {message.message}"
             raise KvxferdError(text, Code.DAEMON_LOST)
@@ -341,7 +333,6 @@ class ClientSession(SessionRequests):
                 f"the daemon chose protocol version {message.version}, not one offered", Code.BAD_VERSION
             )
         self.state, self._reply_deadline = SessionState.CONNECTED, None
-        self.version = self.registration.version = message.version
         self.registration.boot = BootId(message.boot_id)
         self._lease_s = message.lease_s
         self._register_if_needed(now + REREGISTER_TIMEOUT_S if self.registration.was_registered else None)
@@ -369,20 +360,7 @@ class ClientSession(SessionRequests):
             self._publishes.release_all_locally(Code.SUSPENDED)
             self._outbox.queue(worker.Suspend())
             return
-        if self.version < 2 and not self._is_sole_writer:
-            # Version 1 cannot name the other ranks' memory, and one of them may have slept meanwhile.
-            self._publishes.release_all_locally(Code.RANK_LOST)
-        transfers, ready = self._publishes.replay(now, self._lease_s)
-        messages = [self._ready_message(*one) for one in ready]
-        self._outbox.replay([*transfers, *(message for message in messages if message is not None)])
-
-    @property
-    def _is_sole_writer(self) -> bool:
-        """Whether a publish of this session reports only this rank's memory as written."""
-        role = self.registration.role
-        if not isinstance(role, RankRole):
-            return False
-        return not role.engine.publish_implies_ready or len(role.engine.ranks()) == 1
+        self._outbox.replay(self._publishes.replay(now, self._lease_s))
 
     def _handle_refused(self, message: worker.Refused) -> None:
         self._require_state(SessionState.REGISTERING, message)

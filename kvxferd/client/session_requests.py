@@ -10,7 +10,7 @@ from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.gpu_events import Completion, PendingCompletions
 from kvxferd.client.incarnations import KnownIncarnations
 from kvxferd.client.outbox import Outbox
-from kvxferd.client.publishes import ClientPublish, ClientPublishes, no_reply_message
+from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import ClientPulls
 from kvxferd.client.refs import TransferRef
 from kvxferd.client.registration import MemoryState, RankRole, Registration
@@ -42,7 +42,6 @@ class SessionRequests:
         self.state = SessionState.DISCONNECTED
         self.close_reason: Refusal | None = None  # why the session is over
         self.epoch = 0  # counts connections
-        self.version = 1  # of the worker protocol, as the present daemon chose
         self.registration = Registration()
         self._pulls = ClientPulls(emit)
         self._publishes = ClientPublishes(fence, emit, random_bytes)
@@ -74,9 +73,7 @@ class SessionRequests:
         """
         what = f"publish {transfer_id}"
         self._check_not_suspended(what)
-        if wants_reply and self.version < worker.FIRST_WITH_PUBLISH_REPLIES:
-            raise EngineError(no_reply_message(transfer_id, self.version), Code.BAD_VERSION)
-        if not self._incarnations.all and self.version > 1:
+        if not self._incarnations.all:
             raise EngineError(
                 f"cannot {what}: no rank of {self.registration.role} has been registered; register its ranks "
                 "first",
@@ -88,7 +85,6 @@ class SessionRequests:
             transfer_id, blocks, num_tokens, num_readers, now + lease_s, known, unchecked, nonce
         )
         publish.lease_s, publish.ready_tokens = lease_s, ready_tokens
-        publish.is_by_rank = isinstance(self.registration.role, RankRole)
         publish.wants_reply, publish.traceparent = wants_reply, traceparent
         if after is not None:
             publish.awaits_gpu = True
@@ -195,8 +191,6 @@ class SessionRequests:
                 ready_tokens = -1
             publish.ready_tokens = -1 if ready_tokens < 0 else max(publish.ready_tokens, ready_tokens)
             publish.expires_at = max(publish.expires_at, now + publish.lease_s)
-            if ready_tokens < 0 and self._publishes.pop_whole(publish):
-                self._outbox.queue(publish)
         self._publishes.remember_ready(transfer_id, now, written, ready_tokens)
         if blocks is not None:
             self._outbox.queue(
@@ -205,20 +199,9 @@ class SessionRequests:
                 )
             )
         elif self.state is SessionState.READY:  # else it is sent with the replay
-            self._queue_ready(transfer_id, written, ready_tokens)
-
-    def _queue_ready(self, transfer_id: TransferId, written: Incarnation, ready_tokens: int) -> None:
-        if message := self._ready_message(transfer_id, written, ready_tokens):
-            self._outbox.queue(message)
-
-    def _ready_message(
-        self, transfer_id: TransferId, written: Incarnation, ready_tokens: int
-    ) -> worker.Ready | None:
-        """Return the message; None where the daemon would take a part for the whole."""
-        if ready_tokens >= 0 and self.version < worker.FIRST_WITH_PROGRESS:
-            return None
-        incarnation = written if self.version > 1 else Incarnation("")
-        return worker.Ready(transfer_id=transfer_id, incarnation=incarnation, ready_tokens=ready_tokens)
+            self._outbox.queue(
+                worker.Ready(transfer_id=transfer_id, incarnation=written, ready_tokens=ready_tokens)
+            )
 
     def unpublish(self, transfer_id: TransferId) -> None:
         """Withdraw a transfer. One that is over already is not withdrawn again."""

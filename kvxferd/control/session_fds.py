@@ -10,16 +10,8 @@ from kvxferd.core.fair_share import FairShare
 from kvxferd.core.limits import RETRY_LATER_S
 from kvxferd.errors import Code, EngineError, ProtocolError, count_busy_refusal
 from kvxferd.frame_socket import close_fds
-from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire.common import FdBatch, Refusal
-from kvxferd.wire.worker import (
-    FIRST_WITH_FENCE_PAGES,
-    FIRST_WITH_LATE_FDS,
-    Hello,
-    NewMover,
-    Register,
-    Resume,
-)
+from kvxferd.wire.worker import NewMover, Register, Resume
 
 FD_LIMIT_REFUSAL = Refusal(
     Code.BUSY,
@@ -53,8 +45,6 @@ class SessionFds:
             except EngineError as error:
                 raise ProtocolError(error.message) from error
             return None
-        if isinstance(message, Hello):
-            return self._keep_hello_fds(connection, message, fds)
         if fds:
             raise ProtocolError(f"cannot take descriptors with {type(message).__name__}")
         return None
@@ -63,7 +53,7 @@ class SessionFds:
         self, connection: WorkerConnection, message: Register | Resume, fds: FrameFds
     ) -> Refusal | None:
         if isinstance(message, Resume):
-            connection.set_pending_delivery_fd(None)  # the rank keeps its present ones
+            connection.set_pending_delivery_fd(-1)  # the rank keeps its present one
         elif connection.incomplete_register is not None:
             # The core has the first registration's regions, but the check would use this one's.
             raise ProtocolError(
@@ -72,10 +62,12 @@ class SessionFds:
             )
         close_fds(connection.pending_fds)
         connection.pending_fds, connection.incomplete_register = (), None
-        if isinstance(message, Register) and connection.version >= FIRST_WITH_LATE_FDS:
-            if message.notices and not fds:
-                raise ProtocolError("cannot take notices: their socket is the last descriptor of the frame")
-            connection.set_pending_delivery_fd(fds.detach_last() if message.notices else -1)
+        if isinstance(message, Register):
+            if not fds:
+                raise ProtocolError(
+                    "cannot register without a socket for deliveries, the last descriptor of the frame"
+                )
+            connection.set_pending_delivery_fd(fds.detach_last())
             if message.num_descriptors > len(fds) - (message.placement == "resident"):
                 connection.incomplete_register = message
         fds.prepend(connection.early_fds.pop_all())
@@ -97,11 +89,8 @@ class SessionFds:
     def _keep_late_fds(self, connection: WorkerConnection, part: FdBatch, fds: FrameFds) -> None:
         """Keep descriptors that belong to an admitted registration. An attachment has none."""
         if not connection.has_memory:
-            old = connection.version < FIRST_WITH_LATE_FDS
             raise ProtocolError(
-                "cannot take descriptors before the registration that they belong to"
-                + ("; from version 2 on they come behind it: upgrade the older" if old else ""),
-                Code.BAD_VERSION if old else Code.OUT_OF_PLACE,
+                "cannot take descriptors before the registration that they belong to", Code.OUT_OF_PLACE
             )
         self._add_early_fds(connection, part.first, fds)
         if not self.charge(connection):
@@ -132,20 +121,3 @@ class SessionFds:
         self._shares.add(uid, count - connection.num_charged_fds)
         is_more, connection.num_charged_fds = count > connection.num_charged_fds, count
         return not is_more or self._shares.has_room(uid, 0)
-
-    def _keep_hello_fds(self, connection: WorkerConnection, message: Hello, fds: FrameFds) -> Refusal | None:
-        if connection.is_hello_done or len(fds) != 1 + message.notices:
-            raise ProtocolError(
-                "cannot take hello: it comes once, with the fence page, and the notices where it has any"
-            )
-        connection.is_hello_done = True
-        if connection.version >= FIRST_WITH_FENCE_PAGES:
-            # For a version-1 daemon: this one makes the page, and gets the delivery socket with Register.
-            return None
-        try:
-            connection.fence_page = UnmappedFencePage.from_fd(fds.fds[0])
-        except EngineError as error:
-            return Refusal(error.code, error.message)
-        _, *notices = fds.detach_all()
-        connection.delivery_fd = notices[0] if notices else -1
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass, field
 
@@ -27,10 +28,9 @@ class WorkerConnection:
     credentials: Credentials
     exit_fd: int  # readable once the worker is dead: a pidfd, or else a pipe
     exit_pipe_writer: int  # if `exit_fd` is a pipe, its other end; else -1
-    version: int = 0  # of the protocol, agreed on by hello
-    is_hello_done: bool = False
+    has_first_frame: bool = False  # whose versions were checked
     fence_page: UnmappedFencePage | None = None
-    pending_delivery_fd: int | None = None  # of a registration that is not committed; -1: it has none
+    pending_delivery_fd: int = -1  # of a registration that is not committed; -1: there is none
     delivery_fd: int = -1  # on which movers send Delivered themselves
     is_admitted: bool = False  # its registration or attachment was found valid
     has_memory: bool = False  # it was a registration: more descriptors may follow
@@ -64,21 +64,21 @@ class WorkerConnection:
         """Close the descriptors that do not belong to a committed registration."""
         close_fds([*self.early_fds.pop_all(), *self.pending_fds])
         self.pending_fds, self.incomplete_register = (), None
-        self.set_pending_delivery_fd(None)
+        self.set_pending_delivery_fd(-1)
 
-    def set_pending_delivery_fd(self, fd: int | None) -> None:
-        """Keep the delivery socket of an uncommitted registration; -1: it has none; None: no registration."""
-        if self.pending_delivery_fd is not None and self.pending_delivery_fd >= 0:
-            close_fds([self.pending_delivery_fd])
+    def set_pending_delivery_fd(self, fd: int) -> None:
+        """Keep the delivery socket of an uncommitted registration; -1: there is none."""
+        if self.pending_delivery_fd >= 0:
+            os.close(self.pending_delivery_fd)
         self.pending_delivery_fd = fd
 
     def commit_pending(self) -> None:
         """Make the last descriptors those of the registration."""
         close_fds(self.registered_fds)
         self.registered_fds, self.pending_fds = self.pending_fds, ()
-        if self.pending_delivery_fd is not None:
+        if self.pending_delivery_fd >= 0:
             close_fds([self.delivery_fd] if self.delivery_fd >= 0 else [])
-            self.delivery_fd, self.pending_delivery_fd = self.pending_delivery_fd, None
+            self.delivery_fd, self.pending_delivery_fd = self.pending_delivery_fd, -1
         self.is_admitted = self.has_memory = True
 
     def set_mover_socket(self, mover: socket.socket | None) -> None:

@@ -251,10 +251,11 @@ class WorkerSocket:
         """Handle a message. Descriptors that it keeps are detached from `fds`."""
         if connection.is_closing or connection.is_ended:
             return
-        if connection.version:
+        if connection.has_first_frame:
             message = CLIENT_MESSAGES.decode(payload)
         else:
-            message, connection.version = decode_first_frame(payload)
+            message = decode_first_frame(payload)
+            connection.has_first_frame = True
         problem = self._fds.assign(connection, message, fds)
         fds.close()  # before the core handles the message
         word = b""
@@ -428,12 +429,11 @@ class WorkerSocket:
             self._end(connection)
 
     def bind_fds(self, session: SessionId) -> tuple[int, ...]:
-        """Return copies of what Bind carries: the regions' fds, the delivery socket if any, the exit fd."""
+        """Return what Bind carries: the regions' fds, the delivery socket and the exit fd."""
         connection = self._connections.get(session)
         if connection is None:
             return ()
-        notices = (connection.delivery_fd,) if connection.delivery_fd >= 0 else ()
-        return (*connection.registered_fds, *notices, connection.exit_fd)
+        return (*connection.registered_fds, connection.delivery_fd, connection.exit_fd)
 
     def is_worker_alive(self, session: SessionId) -> bool:
         """Whether the session is open and its worker is not known to be dead."""

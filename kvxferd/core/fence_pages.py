@@ -10,7 +10,6 @@ from kvxferd.core.registry import LocalRank, Registry
 from kvxferd.core.session import Session
 from kvxferd.ids import AgentName, EngineId, EngineKey, MoverId, SessionId
 from kvxferd.wire.mover import FenceMapped, UnmapFence
-from kvxferd.wire.worker import FIRST_WITH_FENCE_PAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +31,9 @@ class FencePages:
         self._requested: dict[SessionId, MoverId] = {}
         self._mapped: dict[SessionId, MappedFencePage] = {}
 
-    def create(self, session: Session) -> bool:
-        """Have the page created that `Registered` carries. A client of version 1 sends its own page."""
-        if session.version < FIRST_WITH_FENCE_PAGES:
-            return False
+    def create(self, session: Session) -> None:
+        """Have the page created that `Registered` carries."""
         self._context.emit(CreateFencePage(session.session_id))
-        return True
 
     def is_served(self, session: SessionId) -> bool:
         """Whether a mover has registered the session's page, or was requested to."""

@@ -10,9 +10,9 @@ from kvxferd.core.effects import CountServed, ReplyToPeer
 from kvxferd.core.fence_pages import FencePages, MappedFencePage
 from kvxferd.core.limits import check_count
 from kvxferd.core.parked_requests import ParkedRequests
+from kvxferd.core.peer_routes import PeerRoutes
 from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.registry import LocalEngine, LocalRank, Registry
-from kvxferd.core.route_versions import RouteVersions
 from kvxferd.core.snapshot import ServedRecord
 from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.tables import decrease, discard
@@ -89,10 +89,10 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         published: PublishedTransfers,
         poll_requests: PollRequests,
         fence_pages: FencePages,
-        route_versions: RouteVersions,
+        peer_routes: PeerRoutes,
     ) -> None:
         super().__init__(context, "asks-due")
-        self._route_versions = route_versions
+        self._peer_routes = peer_routes
         self._registry = registry
         self._published = published
         self._poll_requests = poll_requests
@@ -418,7 +418,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         if consumer.rank in reader.acknowledged:
             return  # it is repeated until it is answered
         num_bytes = min(message.bytes, self._max_bytes_of(transfer))
-        peer = self._route_versions.endpoint_of(route)
+        peer = self._peer_routes.endpoint_of(route)
         reader.acknowledge(consumer.rank, num_bytes, peer)
         served = ServedRecord(
             source=transfer.engine.engine_id, sink=consumer.engine_id, peer=peer, bytes=num_bytes

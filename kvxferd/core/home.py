@@ -95,7 +95,7 @@ class Home:
             # The sender is checked before the layout, which takes much longer.
             self._check_sender(message, identity, present, route)
             joined = check_manifest(message.manifest, self._layout_cache)
-            record = MemberRank(joined, route, message.boot, message.request, identity, self._context.now)
+            record = MemberRank(joined, route, message.boot, identity, message.request, self._context.now)
             self._registry.claim(record, present)
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
@@ -183,7 +183,7 @@ class Home:
         daemon is gone. Silence is no proof, so with another key the rank stays refused until it expires
         (`tombstone_s`).
         """
-        may_speak = identity.may_act_for(present.identity) or present.identity.is_unknown
+        may_speak = identity.may_act_for(present.identity)
         incarnation = message.manifest.binding.incarnation
         if may_speak and (message.boot == present.boot or incarnation == present.incarnation):
             return
@@ -405,9 +405,7 @@ class Home:
         present = self._find_member(engine, message.rank)
         if present is None:
             return  # its mover was replaced, or this daemon restarted: sent again once the rank has joined
-        if not self._accept_from_owner(present, route, message, key) or not self._accept_incarnation(
-            engine, route, message
-        ):
+        if not self._accept_from_owner(present, route, message, key):
             return
         has_ended = (engine, message.transfer_id) in self._published.table.tombstones
         if not self._counted.has(present.boot, message.request) and not has_ended:
@@ -427,25 +425,6 @@ class Home:
             )
         self._context.emit(ReplyToPeer(route, Done(request=message.request)))
         self._on_ready((engine, message.transfer_id))
-
-    def _accept_incarnation(self, engine: EngineKey, route: bytes, message: RankReady) -> bool:
-        """Whether the message or the publish names the mapping that holds the bytes; else refuse.
-
-        A daemon of version 1 cannot name it. Its rank may have slept and joined again while the message was
-        under way.
-        """
-        transfer = self._published.table.live.get((engine, message.transfer_id))
-        if message.incarnation or transfer is None or message.rank in transfer.incarnations:
-            return True
-        refused = PeerRefused(
-            request=message.request,
-            code=Code.BAD_VERSION,
-            message=f"cannot take rank {message.rank} as ready with transfer {message.transfer_id[:80]}: "
-            "neither "
-            "this message nor the publish names the incarnation of its memory; upgrade that node's kvxferd",
-        )
-        self._context.emit(ReplyToPeer(route, refused))
-        return False
 
     def request_polling(self, agent: AgentName, on: bool, on_reply: Callable[[bool], None]) -> None:
         """Have a member's mover poll, or stop. With `on` the reply, whether it polls, goes to `on_reply`."""

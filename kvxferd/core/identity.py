@@ -17,32 +17,18 @@ class MemberIdentity:
     reconnect, and a boot is part of every agent's name, so neither identifies a sender.
     """
 
-    key: str = ""
-    secret: str = ""
-
-    @property
-    def is_unknown(self) -> bool:
-        """Whether nothing identifies this member: a daemon of peer version 1 without CURVE."""
-        return not self.key and not self.secret
+    key: str  # "": without CURVE
+    secret: str
 
     @property
     def holder(self) -> str:
-        """Return its name in `RankHolders`: its key, or a hash of its secret; "" where it is unknown."""
+        """Return its name in `RankHolders`: its key, or a hash of its secret."""
         if self.key:
             return KEY_HOLDER + self.key
-        if self.secret:
-            return SECRET_HOLDER + hashlib.blake2b(self.secret.encode(), digest_size=16).hexdigest()
-        return ""
-
-    def is_same(self, other: MemberIdentity) -> bool:
-        """Whether both are certainly one daemon. A restart changes the secret, so a key counts alone."""
-        if self.key or other.key:
-            return self.key == other.key
-        return bool(self.secret) and self.secret == other.secret
+        return SECRET_HOLDER + hashlib.blake2b(self.secret.encode(), digest_size=16).hexdigest()
 
     def may_act_for(self, owner: MemberIdentity) -> bool:
-        """Whether this daemon may send requests about a rank of that owner."""
-        return self.is_same(owner) or (self.is_unknown and owner.is_unknown)
-
-
-UNKNOWN_MEMBER = MemberIdentity()
+        """Whether both are one daemon. A restart changes the secret, so a key counts alone."""
+        if self.key or owner.key:
+            return self.key == owner.key
+        return self.secret == owner.secret

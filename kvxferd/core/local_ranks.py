@@ -23,14 +23,12 @@ from kvxferd.core.registration_checks import RegistrationChecks, check_exports, 
 from kvxferd.core.registry import LocalRank, RankState, Registry
 from kvxferd.core.session import Session
 from kvxferd.core.ucx_log import TransportsUsed
-from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError, count_busy_refusal
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import EngineId, EngineKey, Generation, MoverId, SessionId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import Bind, Bound, ProbeResult, ReadWay
 from kvxferd.wire.worker import (
-    FIRST_WITH_LATE_FDS,
-    FIRST_WITH_MOVER_OFFERS,
     Attach,
     Farewell,
     FdsWanted,
@@ -105,8 +103,6 @@ class LocalRanks:
             check_exports(message.layout, message.regions)
             self._checks.check_owner(session, spec.engine_id)
             self._checks.check_start(session, spec.key)
-            if session.version >= FIRST_WITH_LATE_FDS:
-                session.has_delivery_socket = message.notices
             rank = LocalRank(
                 session.session_id,
                 spec,
@@ -117,8 +113,6 @@ class LocalRanks:
                 uid=session.uid,
                 pid=session.pid,
                 resident=message.placement == "resident",
-                has_delivery_socket=session.has_delivery_socket,
-                version=session.version,
             )
             self._registry.check_holder(spec)
             self._registry.check_claim(rank)
@@ -130,7 +124,8 @@ class LocalRanks:
         session.rank = rank
         self._published.rank_mapped(rank)
         self._reports.add(session, spec.key)
-        rank.sends_fence_page = self._fence_pages.create(session)
+        self._fence_pages.create(session)
+        rank.sends_fence_page = True
         if awaits_fds:
             rank.awaits_fds = True
             self._context.emit(SendToWorker(session.session_id, FdsWanted(request=message.request)))
@@ -203,7 +198,7 @@ class LocalRanks:
         except EngineError as error:
             self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
             return
-        sends_fence_page = self._fence_pages.create(session)
+        self._fence_pages.create(session)
         self._fence_pages.assign(session.attached, session)
         self._reports.add(session, session.attached)
         registered = Registered(
@@ -211,7 +206,7 @@ class LocalRanks:
             endpoint=self._context.endpoint,
             generation=Generation("") if message.generation else session.attached.generation,
         )
-        self._context.emit(SendToWorker(session.session_id, registered, with_fence_page=sends_fence_page))
+        self._context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
 
     def _newest(self, engine_id: EngineId) -> EngineKey:
         """Return the engine's newest generation. Raises EngineError (engine-unknown): no local rank of it."""
@@ -245,7 +240,7 @@ class LocalRanks:
         rank.mover, rank.agent, rank.library = mover.mover_id, mover.agent, library
         mover.engine = rank.spec.key
         self._placements.reset(rank)
-        if mover.resident or session.version < FIRST_WITH_MOVER_OFFERS:
+        if mover.resident:
             self._bind(session, mover.mover_id, rank)
             return
         session.num_offers += 1
@@ -308,25 +303,16 @@ class LocalRanks:
         self._context.emit(CloseWorkerConnection(session.session_id))
 
     def pidfd_not_sent(self, session: Session, mover: MoverId) -> None:
-        """Offer the mover again: the worker has not received its pidfd. A client of version 1 is closed."""
+        """Offer the mover again: the worker has not received its pidfd."""
         rank = session.rank
-        if rank is None or rank.mover != mover:
-            return
-        if rank.offer_number:
+        if rank is not None and rank.mover == mover and rank.offer_number:
             again = ("offer", session.session_id)
             self._context.after(again, OFFER_RETRY_S, lambda: self._offer(session, mover, rank))
-            return
-        # With version 1 the mover has the memory already, and the worker judges by those that it watches.
-        self._movers.kill(mover)
-        text = "cannot send a mover's pidfd: this daemon has no descriptor left; connect again"
-        count_busy_refusal("open_files")
-        self._close(session, Farewell(code=Code.BUSY, message=text))
 
     def _bind(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
         settings = self._context.settings
         bind = Bind(
             regions=rank.exports,
-            notices=session.has_delivery_socket,
             read_way=ReadWay.DIRECT if rank.resident else settings.read_way,
             always_stage=settings.always_stage and not rank.resident,
         )
@@ -393,22 +379,18 @@ class LocalRanks:
             self._registry.ownerships.rank_holders.set_holder(
                 rank.spec.key, rank.spec.rank, holder_of_user(rank.uid)
             )
-        self._send_registered(session, rank)
+        self._send_registered(rank)
         self._fence_pages.assign(rank.spec.key, session)
         self._pulls.post_waiting(rank)
 
-    def _send_registered(self, session: Session, rank: LocalRank) -> None:
-        # From version 2 on the worker has the pidfd already, and a resident mover is the worker's own.
-        watched = None if rank.resident or session.version >= FIRST_WITH_MOVER_OFFERS else rank.mover
+    def _send_registered(self, rank: LocalRank) -> None:
         if rank.registered_sent:
-            self._context.emit(SendToWorker(rank.session, MoverChanged(), pidfd_of=watched))
+            self._context.emit(SendToWorker(rank.session, MoverChanged()))
             return
         rank.registered_sent = rank.was_registered = True
         home = rank.spec.home or self._context.endpoint
         registered = Registered(request=rank.request, endpoint=home)
-        effect = SendToWorker(
-            rank.session, registered, pidfd_of=watched, with_fence_page=rank.sends_fence_page
-        )
+        effect = SendToWorker(rank.session, registered, with_fence_page=rank.sends_fence_page)
         self._context.emit(effect)
 
     def _refuse_or_close(self, session: Session, refusal: Refusal) -> None:

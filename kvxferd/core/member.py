@@ -15,7 +15,6 @@ from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.peer import (
-    FIRST_WITH_PROGRESS,
     Done,
     JoinRank,
     LeaveRank,
@@ -32,9 +31,6 @@ from kvxferd.wire.worker import Released
 MAX_RELEASED = 16_384
 # Refusals of a home that may end with time, where they carry `retry_after_s`.
 RETRYABLE_CODES = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
-
-# The first version of the peer protocol that has secrets.
-SECRET_VERSION = 2
 
 
 class Member:
@@ -80,7 +76,7 @@ class Member:
             nonlocal number
             self._cancel_join(rank)
             number = self._open_joins[rank.session] = request
-            secret = self._secret_for(rank.spec.home)
+            secret = self._secret
             return JoinRank(request=request, boot=self._context.boot, manifest=joined, secret=secret)
 
         def answered(reply: ReplyMessage) -> None:
@@ -114,10 +110,6 @@ class Member:
         """Return the homes of this node's engines: they send on the connections that this node opened."""
         return {engine.spec.home for engine in self._registry if engine.spec.home}
 
-    def _secret_for(self, home: Endpoint) -> str:
-        """Return this daemon's secret, or "" for a home whose version has no such field."""
-        return self._secret if self._peers.version_of(home) >= SECRET_VERSION else ""
-
     def _schedule_heartbeat(self, rank: LocalRank) -> None:
         self._context.after(
             ("heartbeat", rank.session),
@@ -148,7 +140,7 @@ class Member:
                 generation=spec.generation,
                 rank=spec.rank,
                 agent=agent,
-                secret=self._secret_for(spec.home),
+                secret=self._secret,
             )
 
         timeout_s = self._context.settings.acknowledge_for_s
@@ -161,8 +153,6 @@ class Member:
 
         `ready_tokens`: so many tokens of it; -1: all.
         """
-        if ready_tokens >= 0 and self._peers.version_of(rank.spec.home) < FIRST_WITH_PROGRESS:
-            return  # it would take a part for the whole; the last report is sent
         spec = rank.spec
         self._peers.request(
             spec.home,
@@ -173,7 +163,7 @@ class Member:
                 rank=spec.rank,
                 transfer_id=transfer_id,
                 incarnation=incarnation,
-                secret=self._secret_for(spec.home),
+                secret=self._secret,
                 ready_tokens=ready_tokens,
             ),
             self._context.settings.acknowledge_for_s,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import assert_never
-
-import msgspec
 
 from kvxferd.core.block_id_memory import MAX_BLOCK_ID_BYTES, BlockIdMemory, request_bytes
 from kvxferd.core.chunk_memory import ChunkMemory
@@ -16,7 +13,6 @@ from kvxferd.core.effects import (
     Effect,
     ReplyToPeer,
     SendToMover,
-    SendToPeer,
     SendToWorker,
 )
 from kvxferd.core.events import (
@@ -60,13 +56,13 @@ from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.ownerships import Disownable, Ownerships
 from kvxferd.core.peer_probes import PeerProbes
 from kvxferd.core.peer_requests import PeerRequests
+from kvxferd.core.peer_routes import PeerRoutes
 from kvxferd.core.peers import Peers
 from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.rank_reports import RankReports
 from kvxferd.core.reassembly_memory import ReassemblyMemory
 from kvxferd.core.registry import Registry
-from kvxferd.core.route_versions import RouteVersions
 from kvxferd.core.session import Session
 from kvxferd.core.settings import Settings
 from kvxferd.core.snapshot import EngineSnapshot, LimitSnapshot, NodeSnapshot
@@ -81,7 +77,7 @@ from kvxferd.errors import Code, EngineError, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
-from kvxferd.wire.common import Message, Refusal
+from kvxferd.wire.common import Refusal
 from kvxferd.wire.endpoint import key_of, parse_endpoint
 from kvxferd.wire.mover import (
     BindRefused,
@@ -126,9 +122,7 @@ from kvxferd.wire.peer import (
     TransferReleased,
     refusal_of,
 )
-from kvxferd.wire.versions import for_peer_version, for_version_1
 from kvxferd.wire.worker import (
-    FIRST_WITH_FENCE_PAGES,
     Attach,
     Extend,
     Farewell,
@@ -172,7 +166,7 @@ class Node:
         self.peer_requests = PeerRequests(self.context)
         self.block_id_memory = BlockIdMemory()
         layout_cache = self.layouts = LayoutCache()
-        self.route_versions = RouteVersions()
+        self.peer_routes = PeerRoutes()
         self.peers = Peers(self.context, self.peer_requests)
         self.probes = PeerProbes(self.context, self.peers)
         self.handshake_client = HandshakeClient(self.context, self.peers, layout_cache)
@@ -193,7 +187,7 @@ class Node:
             self.published,
             self.poll_requests,
             self.fence_pages,
-            self.route_versions,
+            self.peer_routes,
         )
         self.published.on_release = self.grant_server.transfer_released
         self.handshake_server = HandshakeServer(self.context, self.registry)
@@ -239,22 +233,7 @@ class Node:
         self.context.now = max(now, self.context.now)
         self._handle(event)
         self.context.run_due()
-        return [self._for_version_spoken(effect) for effect in self.context.pop_effects()]
-
-    def _for_version_spoken(self, effect: Effect) -> Effect:
-        """Return the effect with its message as the receiver's version has it."""
-        match effect:
-            case SendToWorker():
-                session = self.sessions.get(effect.session)
-                is_new = session is not None and session.version > 1
-                message: Message = effect.message if is_new else for_version_1(effect.message)
-            case ReplyToPeer():
-                message = for_peer_version(effect.message, self.route_versions.version_of(effect.route))
-            case SendToPeer():
-                message = for_peer_version(effect.message, self.peers.version_of(effect.endpoint))
-            case _:
-                return effect
-        return effect if message is effect.message else replace(effect, message=message)
+        return self.context.pop_effects()
 
     def next_deadline(self) -> float | None:
         """Return when to feed a `Tick` if no event comes before; None: there is no timer."""
@@ -483,8 +462,6 @@ class Node:
                 raise ProtocolError(
                     f"the first frame must be hello, not {type(message).__name__}", Code.OUT_OF_PLACE
                 )
-            if event.problem is not None:
-                raise ProtocolError(event.problem.message, event.problem.code)
             self.worker_requests.welcome(session, message)
             return
         match message:
@@ -583,9 +560,8 @@ class Node:
             session := self.sessions.get(message.session)
         ):
             text = f"cannot use the session's fence page: {message.message}"
-            # A page that this daemon made is not the client's fault: the client may try again.
-            code = message.code if session.version < FIRST_WITH_FENCE_PAGES else Code.MOVER_LOST
-            self._disconnect(session, ProtocolError(text, code))
+            # This daemon made the page, so it is not the client's fault: the client may try again.
+            self._disconnect(session, ProtocolError(text, Code.MOVER_LOST))
 
     def _mover_died(self, event: MoverDied) -> None:
         self.probes.slot.mover_died(event.mover)
@@ -708,13 +684,14 @@ class Node:
         except ProtocolError as error:
             self.context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
-        endpoint = _claimed_endpoint(message.endpoint, key)
-        self.route_versions.set_version(route, version, endpoint)
-        welcome = PeerWelcome(request=message.request, version=version, boot=self.context.boot)
-        if message.describe:
-            welcome = msgspec.structs.replace(
-                welcome, versions=PEER_VERSIONS, software=self.context.settings.software
-            )
+        self.peer_routes.set_endpoint(route, _claimed_endpoint(message.endpoint, key))
+        welcome = PeerWelcome(
+            request=message.request,
+            version=version,
+            boot=self.context.boot,
+            versions=PEER_VERSIONS,
+            software=self.context.settings.software,
+        )
         self.context.emit(ReplyToPeer(route, welcome))
 
 

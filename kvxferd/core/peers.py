@@ -80,7 +80,6 @@ class Peer:
     last_seen_at: float | None = None  # when its last message arrived
     round_trip_s: float | None = None  # of the last message that a peer answers at once
     checked_at: float | None = None  # when `check` sent its last greeting
-    version: int = 1  # of the peer protocol, once welcomed
     waiting_for_welcome: list[tuple[MakeMessage, float, OnReply, bool]] = field(default_factory=list)
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
     learning: dict[EngineKey, list[EngineWaiter]] = field(default_factory=dict)
@@ -118,7 +117,6 @@ class Peers:
     ) -> None:
         """Send a request for that user, after the greeting. `make_message` gets the request number.
 
-        It may raise KvxferdError where the peer's version has no such request: that is the reply then.
         `waits`: the request may wait at the peer for as long as `timeout_s`; a peer that is silent meanwhile
         is unreachable all the same.
         """
@@ -143,11 +141,6 @@ class Peers:
         peer.waiting_for_welcome.append((make_message, timeout_s, answered, waits))
         if len(peer.waiting_for_welcome) == 1:
             self._send_hello(peer)
-
-    def version_of(self, endpoint: Endpoint) -> int:
-        """Return the protocol version that the peer speaks; 1 before its `PeerWelcome`."""
-        peer = self._peers.get(endpoint)
-        return peer.version if peer is not None else 1
 
     def _check_open_requests(self, endpoint: Endpoint, uid: int) -> None:
         """Raise BusyError where the user has too many open requests. Cancelled pulls leave some, too."""
@@ -272,13 +265,8 @@ class Peers:
             on_reply(reply)
 
         number = self._peer_requests.next_id()
-        try:
-            message = make_message(number)
-        except KvxferdError as error:
-            answered(refusal_of(number, error))
-            return
         self._peer_requests.request(
-            peer.endpoint, message, timeout_s, answered, uid=peer.uid, silent_s=silent_s
+            peer.endpoint, make_message(number), timeout_s, answered, uid=peer.uid, silent_s=silent_s
         )
 
     def _send_hello(self, peer: Peer) -> None:
@@ -289,7 +277,7 @@ class Peers:
         def answered(reply: ReplyMessage) -> None:
             waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
             if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
-                peer.boot, peer.version = reply.boot, reply.version
+                peer.boot = reply.boot
                 peer.round_trip_s = self._context.now - sent_at
                 self._context.run_in_batches(
                     partial(self._send_after_welcome, peer, *wanted) for wanted in waiting
@@ -350,7 +338,7 @@ class Peers:
         """
         if self._peers.get(peer.endpoint) is not peer:
             return
-        peer.boot, peer.version = None, 1
+        peer.boot = None
         peer.assembly.clear()
         peer.engines.clear()
         if self._is_used(peer):
@@ -538,7 +526,7 @@ def as_refusal(reply: ReplyMessage) -> PeerRefused:
             request=reply.request,
             code=Code.BAD_VERSION,
             message=f"cannot speak with the peer: it chose protocol version {reply.version}, "
-            f"not one of {PEER_VERSIONS.oldest} to {PEER_VERSIONS.newest}; upgrade the older",
+            f"and this one speaks {PEER_VERSIONS}; upgrade the older",
         )
     return PeerRefused(
         request=reply.request,

@@ -22,13 +22,11 @@ from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import MAX_PROBE_BYTES, MIN_PROBE_BYTES
 from kvxferd.wire.mover import FromMover, ProbeFailed, ProbeFinished, ProbeServed, ReadProbe, ServeProbe
 from kvxferd.wire.peer import (
-    FIRST_WITH_PROBES,
     EndProbe,
     ProbeReport,
     ProbeStarted,
     ReadProbeBack,
     ReplyMessage,
-    RequestMessage,
     StartProbe,
 )
 from kvxferd.wire.probe import ProbeRegion
@@ -127,18 +125,7 @@ class ProbeClient:
         timeout_s: float,
         on_reply: Callable[[ReplyMessage], None],
     ) -> None:
-        """Send a request, unless the daemon at the endpoint is, or is now, too old to decode it."""
-
-        def make(number: int) -> RequestMessage:
-            if (version := self._peers.version_of(endpoint)) < FIRST_WITH_PROBES:
-                raise PeerError(
-                    f"cannot probe {endpoint}: its daemon speaks version {version} of the protocol between "
-                    f"daemons, and probes came with version {FIRST_WITH_PROBES}; upgrade that daemon",
-                    Code.BAD_VERSION,
-                )
-            return make_message(number)
-
-        self._peers.request(endpoint, make, timeout_s, on_reply, uid=self._context.settings.own_uid)
+        self._peers.request(endpoint, make_message, timeout_s, on_reply, uid=self._context.settings.own_uid)
 
     # --- the first direction
 
@@ -147,9 +134,7 @@ class ProbeClient:
             return
         if not isinstance(reply, ProbeStarted):
             refused = as_refusal(reply)
-            # `doctor` reads not-found as a daemon of this node without probes; no honest peer sends it here.
-            code = Code.BAD_FRAME if refused.code is Code.NOT_FOUND else refused.code
-            self._end(error=PeerError(refused.message, code, retry_after_s=refused.retry_after_s))
+            self._end(error=PeerError(refused.message, refused.code, retry_after_s=refused.retry_after_s))
             return
         run.region = reply.region
         try:

@@ -33,7 +33,6 @@ from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import TransferReleased
 from kvxferd.wire.traceparent import span_id_for
 from kvxferd.wire.worker import (
-    FIRST_WITH_PUBLISH_REPLIES,
     Extend,
     Publish,
     PublishAccepted,
@@ -90,7 +89,7 @@ class PublishedTransfers:
         self.table.add(transfer)
         self._block_id_memory.add(transfer.uid, transfer.charged_bytes)
         self.schedule_lease_check(transfer)
-        if message.wants_reply and session.version >= FIRST_WITH_PUBLISH_REPLIES:
+        if message.wants_reply:
             accepted = PublishAccepted(transfer_id=message.transfer_id)
             self._context.emit(SendToWorker(session.session_id, accepted))
 
@@ -214,8 +213,6 @@ class PublishedTransfers:
         what = f"cannot publish transfer {message.transfer_id}"
         shape = engine.spec.ranks()
         named = message.incarnations
-        if session.version < 2:
-            named = ((session.rank.spec.rank, session.rank.incarnation),) if session.rank else ()
         if len(named) > len(shape) or any(len(incarnation) > MAX_NAME_CHARS for _, incarnation in named):
             raise EngineError(
                 f"{what}: it names {len(named)} incarnations of {len(shape)} ranks; name each rank's once, "
@@ -233,13 +230,7 @@ class PublishedTransfers:
         own = [] if session.own_rank is None else [session.own_rank]
         needed = shape if engine.spec.publish_implies_ready else own
         unknown = [rank for rank in needed if rank not in incarnations]
-        if unknown and session.version < 2:
-            raise EngineError(
-                f"{what}: this client speaks version 1 of the protocol, which cannot name the memory of the "
-                f"engine's {len(shape)} ranks; upgrade the engine's kvxferd",
-                Code.BAD_VERSION,
-            )
-        if unknown or (session.version >= 2 and not incarnations):
+        if unknown or not incarnations:
             ranks = ", ".join(map(str, unknown)) or "any"
             raise EngineError(
                 f"{what}: its publisher did not know rank {ranks} of engine {engine.key} when `publish` was "
@@ -306,7 +297,7 @@ class PublishedTransfers:
         """
         engine, rank = record.spec.key, record.spec.rank
         key: TransferKey = (engine, transfer_id)
-        is_there = incarnation in ("", record.incarnation) and not record.is_asleep
+        is_there = incarnation == record.incarnation and not record.is_asleep
         if transfer := self.table.live.get(key):
             if not (is_there and transfer.set_ready(rank, incarnation, ready_tokens)):
                 self.release(transfer, Code.RANK_LOST)
@@ -474,7 +465,7 @@ class PublishedTransfers:
             engine = self._registry.get(engine_key)
             for rank, early in ranks.items():
                 record = engine.ranks.get(rank) if engine is not None else None
-                assert record is None or early.incarnation in ("", record.incarnation), (
+                assert record is None or early.incarnation == record.incarnation, (
                     f"{transfer_id} of {engine_key}: rank {rank} was ready in another mapping"
                 )
 

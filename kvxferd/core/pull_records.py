@@ -30,7 +30,7 @@ def emit_record(
     """Emit the record of a pull that ended at `ended`, in seconds of the core's clock."""
     known = add_piece(pull.read, pull.outcome or NOTHING_READ)
     is_delivered = outcome == "delivered"
-    trace = sampled_trace(context.settings, pull.ref.trace, pull.ref.nonce)
+    trace = sampled_trace(context.settings, pull.ref.traceparent, pull.ref.nonce)
     record = PullRecord(
         pull=pull.pull_id,
         transfer_id=pull.ref.transfer_id,

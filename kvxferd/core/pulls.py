@@ -84,7 +84,6 @@ from kvxferd.wire.mover import (
     StartPull,
 )
 from kvxferd.wire.worker import (
-    FIRST_WITH_RESUME,
     Delivered,
     Failed,
     Progress,
@@ -425,19 +424,18 @@ class Pulls:
             and pull.num_movers_lost < MAX_MOVERS_LOST
             and pull.deadline - self._context.now > MIN_RETRY_S
             and not rank.is_asleep
-            and (not rank.has_delivery_socket or rank.version >= FIRST_WITH_RESUME)
         )
 
     def _wait_for_next_mover(self, pull: Pull) -> None:
         """Have the pull wait for its rank's next mover.
 
-        With a delivery socket the dead mover may have sent `Delivered`, and the engine may use the blocks:
-        only the worker knows.
+        The dead mover may have sent `Delivered` to the worker alone, and the engine may use the blocks: only
+        the worker knows.
         """
         pull.transition(PullTrigger.RETRY)
         pull.num_movers_lost += 1
         pull.mover = None
-        is_told = pull.rank.has_delivery_socket and (pull.piece is None or pull.piece.is_last)
+        is_told = pull.piece is None or pull.piece.is_last
         pull.interruption = self._last_interruption if is_told else 0
         if pull.held_grant.state is GrantState.HELD:
             self.post(pull)

@@ -25,8 +25,6 @@ class RankReports:
 
     def add(self, session: Session, engine: EngineKey) -> None:
         """Report the engine's ranks to the session from now on. Called before `Registered` is sent."""
-        if session.version < 2:
-            return
         self._sessions.setdefault(engine, {})[session.session_id] = session
         known = self._registry.get(engine)
         if known is not None and self._may_receive(session, engine):

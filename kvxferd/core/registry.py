@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvxferd.core.handshake_metadata import aggregate_metadata
-from kvxferd.core.identity import UNKNOWN_MEMBER, MemberIdentity
+from kvxferd.core.identity import MemberIdentity
 from kvxferd.core.ownerships import Ownerships
 from kvxferd.core.rank_holders import is_local_user
 from kvxferd.core.ucx_log import TransportsUsed
@@ -64,8 +64,6 @@ class LocalRank:
     uid: int = 0  # the worker's user
     pid: int = 0  # and process
     resident: bool = False  # its movers are threads of the worker
-    has_delivery_socket: bool = False  # its movers send Delivered to the worker themselves
-    version: int = 1  # of the worker's protocol
     state: RankState = RankState.MAPPING
     awaits_fds: bool = False  # FdsWanted was sent, and the descriptors have not arrived
     registered_sent: bool = False  # Registered was sent for the present mapping
@@ -118,8 +116,8 @@ class MemberRank:
     joined: RankManifest
     route: bytes
     boot: BootId
+    identity: MemberIdentity
     request: int = 0  # the number of the last `JoinRank` of it
-    identity: MemberIdentity = UNKNOWN_MEMBER
     last_seen_at: float = 0.0  # when it last joined: its heartbeat
     rules: BlockRules = field(init=False)
 

@@ -19,8 +19,6 @@ class Session:
     pid: int
     uid: int
     greeted: bool = False
-    version: int = 1  # of the worker protocol, once greeted
-    has_delivery_socket: bool = False  # its rank's mover sends Delivered to it directly
     rank: LocalRank | None = None
     attached: EngineKey | None = None
     awaits_mover: bool = False  # a child mover was requested and has not come: one at a time

@@ -167,7 +167,7 @@ class ServedRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     source: EngineId
     sink: EngineId
     peer: Endpoint  # the reader's daemon, as it names itself; "": not known
-    bytes: int  # as the reader reports; 0 from a daemon before version 3 of the protocol
+    bytes: int  # as the reader reports
 
 
 class LimitSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,7 +260,7 @@ class TransferSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_acks: int
     lease_left_s: float
     age_s: float
-    ready_tokens: int = -1  # of `num_tokens`: that every rank has written; -1: not reported (version 0.1)
+    ready_tokens: int  # of `num_tokens`: that every rank has written
 
 
 class PullSnapshot(msgspec.Struct, frozen=True, kw_only=True):

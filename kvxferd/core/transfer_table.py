@@ -102,12 +102,12 @@ class Transfer:
         """Record that a rank has written its bytes; False where it wrote in another mapping of its memory.
 
         `ready_tokens`: it has written tokens [0, ready_tokens) alone; -1: all. A late smaller number changes
-        nothing. A member's daemon of version 1 names no mapping (""): then the publisher must have named it.
+        nothing.
         """
         known = self.incarnations.get(rank)
-        if known is None and incarnation:
+        if known is None:
             self.incarnations = {**self.incarnations, rank: incarnation}
-        elif known is None or incarnation not in ("", known):
+        elif incarnation != known:
             return False
         if 0 <= ready_tokens < self.num_tokens:
             self.ready_tokens[rank] = max(self.ready_tokens.get(rank, 0), ready_tokens)

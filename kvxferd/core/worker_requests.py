@@ -35,7 +35,6 @@ from kvxferd.wire.limits import (
 from kvxferd.wire.peer import AbandonTransfer, Consumer, RequestMessage
 from kvxferd.wire.traceparent import read_traceparent
 from kvxferd.wire.worker import (
-    FIRST_WITH_LATE_FDS,
     WORKER_VERSIONS,
     Abandon,
     Attach,
@@ -69,7 +68,6 @@ MAX_PREPARED_PER_NODE = 32 * MAX_PREPARED
 # minutes. An engine that aborts eight requests a second, with a dead source, has 1,024. A transfer whose
 # abandonment is not sent ends with its lease.
 MAX_ABANDONING, MAX_ABANDONING_PER_NODE = 1024, 16 * 1024
-MAX_READY_TOKENS = (1 << 63) - 1  # msgpack has larger numbers, and the reference is passed on to peers
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
 
@@ -99,8 +97,7 @@ class WorkerRequests:
     def welcome(self, session: Session, message: Hello) -> None:
         """Agree on a version. Raises ProtocolError where there is none."""
         version = negotiate_version(WORKER_VERSIONS, message.versions)
-        session.greeted, session.version = True, version
-        session.has_delivery_socket = message.notices and version < FIRST_WITH_LATE_FDS
+        session.greeted = True
         welcome = Welcome(version=version, boot_id=self._context.boot, lease_s=self._context.settings.lease_s)
         self._context.emit(SendToWorker(session.session_id, welcome))
 
@@ -221,14 +218,12 @@ class WorkerRequests:
             raise ProtocolError(f"cannot take {message.ready_tokens} tokens as ready", Code.BLOCKS_INVALID)
         if len(message.transfer_id) > MAX_NAME_CHARS or len(message.incarnation) > MAX_NAME_CHARS:
             return  # no publish can have that name, no rank that incarnation
-        if session.version >= 2 and not message.incarnation:
+        if not message.incarnation:
             raise ProtocolError("cannot take ready without the incarnation of the rank's memory")
-        # A client of version 1 repeats nothing after a `suspend`: its `ready` is of the present mapping.
-        incarnation = message.incarnation or rank.incarnation
         if self._registry.is_home(rank.spec):
-            self._published.rank_ready(rank, incarnation, message.transfer_id, message.ready_tokens)
+            self._published.rank_ready(rank, message.incarnation, message.transfer_id, message.ready_tokens)
         else:
-            self._member.report_ready(rank, incarnation, message.transfer_id, message.ready_tokens)
+            self._member.report_ready(rank, message.incarnation, message.transfer_id, message.ready_tokens)
 
     # --- the sink's side
 
@@ -304,14 +299,10 @@ class WorkerRequests:
                     f"{MAX_NAME_CHARS} is the limit",
                     Code.TRANSFER_UNKNOWN,
                 )
-        if not -1 <= ref.ready_tokens <= MAX_READY_TOKENS:
-            raise EngineError(
-                f"cannot use a reference of which {ref.ready_tokens} tokens are ready", Code.TRANSFER_UNKNOWN
-            )
         endpoint = parse_endpoint(ref.endpoint)
         if endpoint != self._context.endpoint:
             self._context.allowlist.check(endpoint)
-        trace = read_traceparent(ref.trace) or msgspec.UNSET
+        trace = read_traceparent(ref.traceparent)
         return msgspec.structs.replace(ref, endpoint=endpoint, traceparent=trace)
 
     def _pop_prepared(self, session: Session, ref: TransferRef) -> HeldGrant | None:

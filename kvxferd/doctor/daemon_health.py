@@ -30,8 +30,7 @@ def check(node: CheckContext) -> Iterator[Finding]:
         yield warn("daemon", found, "use the command of the daemon's own environment", **facts)
     else:
         yield ok("daemon", f"ready at {facts['endpoint']}", **facts)
-    if "last_minute" in answer:
-        yield _last_minute(msgspec.convert(answer["last_minute"], LastMinute))
+    yield _last_minute(msgspec.convert(answer["last_minute"], LastMinute))
     for found, todo in _warnings(answer):
         yield warn("daemon's warning", found, todo or "see docs/how-to/when-something-is-wrong.md")
 
@@ -47,7 +46,5 @@ def _last_minute(minute: LastMinute) -> Finding:
 
 
 def _warnings(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return each warning's message and remedy; an older daemon sends both as one sentence."""
-    if "active_warnings" in answer:
-        return [(warning["message"], warning["remedy"]) for warning in answer["active_warnings"]]
-    return [(found, todo) for found, _, todo in (text.partition("; ") for text in answer["warnings"])]
+    """Return each warning's message and remedy."""
+    return [(warning["message"], warning["remedy"]) for warning in answer["active_warnings"]]

@@ -72,7 +72,7 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True):
     boot: str = ""  # of the daemon there
     version: int = 0  # of the protocol, which both speak; 0: none
     versions_here: Versions = PEER_VERSIONS
-    versions_there: Versions | None = None  # None: it is of a release that does not tell
+    versions_there: Versions | None = None  # None: it did not reply
     software_there: str = ""
     connect_s: float = 0.0  # until the first reply: TCP, handshake, greeting
     round_trips_s: list[float] = []
@@ -326,7 +326,7 @@ def _broken(has_key: bool) -> _Failed:
 def _round_trip(
     dealer: zmq.Socket[bytes], fd: int, number: int, boot: BootId, timeout_s: float
 ) -> tuple[PeerWelcome, float]:
-    hello = PeerHello(request=number, versions=PEER_VERSIONS, boot=boot, endpoint=Endpoint(""), describe=True)
+    hello = PeerHello(request=number, versions=PEER_VERSIONS, boot=boot, endpoint=Endpoint(""))
     num_before = _received_bytes(fd)
     began = time.perf_counter()
     dealer.send(encode(hello))
@@ -366,9 +366,8 @@ def _received_bytes(fd: int) -> int:
 
 
 def _bad_version(why: str) -> _Failed:
-    ours = f"{PEER_VERSIONS.oldest} to {PEER_VERSIONS.newest}"
     return _Failed(
         Outcome.BAD_VERSION,
-        f"the two speak no version of the peer protocol in common: {why} (this one speaks {ours})",
+        f"the two speak no version of the peer protocol in common: {why} (this one speaks {PEER_VERSIONS})",
         "upgrade the older of the two",
     )

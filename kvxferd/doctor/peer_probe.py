@@ -40,13 +40,8 @@ def _not_probed(error: KvxferdError) -> Finding:
     """Return why no byte was read. Where nothing is wrong with the way between, it is no failure."""
     facts: dict[str, Any] = {"code": error.code.value}
     match error.code:
-        case Code.BAD_VERSION:
-            return warn("probe", error.message, "upgrade the older daemon, or use --no-probe", **facts)
         case Code.BUSY | Code.DRAINING:
             return warn("probe", error.message, "run it again later, or use --no-probe", **facts)
-        case Code.NOT_FOUND:
-            todo = "restart the local daemon with this release, or use --no-probe"
-            return warn("probe", "the local daemon is too old to probe", todo, **facts)
     return fail("probe", error.message, LOOK_AT_LOGS, essential=True, **facts)
 
 

@@ -8,7 +8,6 @@ import kvxferd
 from kvxferd.doctor.peer_ping import Outcome, Ping
 from kvxferd.tooling.exit_codes import EXIT_OK
 from kvxferd.tooling.output import format_duration, plain_text
-from kvxferd.wire.common import Versions
 
 # In the order of the steps, so that a higher code is a later step.
 FIRST_FAILURE = 10
@@ -27,20 +26,15 @@ def print_ping(result: Ping) -> None:
         _print(f"  to do: {result.remedy}")
     if result.outcome is not Outcome.OK:
         return
-    there = _versions(result.versions_there) if result.versions_there else "of an earlier release"
     software = f", kvxferd {result.software_there}" if result.software_there else ""
-    _print(f"  there: boot {result.boot}, protocol versions {there}{software}")
-    _print(f"  here:  protocol versions {_versions(result.versions_here)}, kvxferd {kvxferd.__version__}")
+    _print(f"  there: boot {result.boot}, protocol version {result.versions_there}{software}")
+    _print(f"  here:  protocol version {result.versions_here}, kvxferd {kvxferd.__version__}")
     fastest, slowest = min(result.round_trips_s), max(result.round_trips_s)
     _print(
         f"  round trips: {len(result.round_trips_s)}, median {format_duration(result.median_s)} "
         f"({format_duration(fastest)} to {format_duration(slowest)}); "
         f"connecting took {format_duration(result.connect_s)}"
     )
-
-
-def _versions(versions: Versions) -> str:
-    return f"{versions.oldest} to {versions.newest}"
 
 
 def _print(line: str) -> None:

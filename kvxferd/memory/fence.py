@@ -6,7 +6,6 @@ import fcntl
 import os
 
 from kvxferd.memory.mapping import Mapping, map_memfd
-from kvxferd.memory.memfd import SealedMemory
 from kvxferd.memory.validate import check_fence_page
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_SLOTS, FENCE_WORD_BYTES
 
@@ -19,20 +18,9 @@ class FencePage:
     This is the client's view, which is mapped. Call `overwrite` before a transfer's blocks are released.
     """
 
-    def __init__(self, mapping: Mapping, memory: SealedMemory | None = None) -> None:
+    def __init__(self, mapping: Mapping) -> None:
         self._mapping = mapping
-        self._memory = memory
         self._words = mapping.view()
-
-    @classmethod
-    def create(cls) -> FencePage:
-        """Make a page to share, for a daemon that makes none. Send it `fd`."""
-        memory = SealedMemory.create(FENCE_PAGE_BYTES, "kvxferd-fence")
-        try:
-            return cls(map_memfd(memory.fd, FENCE_PAGE_BYTES), memory)
-        except BaseException:
-            memory.close()
-            raise
 
     @classmethod
     def map(cls, fd: int) -> FencePage:
@@ -42,11 +30,6 @@ class FencePage:
         """
         check_fence_page(fd)
         return cls(map_memfd(fd, FENCE_PAGE_BYTES))
-
-    @property
-    def fd(self) -> int:
-        """The descriptor to share, -1 for a page that was mapped from one."""
-        return self._memory.fd if self._memory is not None else -1
 
     def write(self, slot: int, word: bytes) -> None:
         """Write a transfer's word into its slot. Raises ValueError for a wrong slot or length."""
@@ -68,8 +51,6 @@ class FencePage:
         """Unmap. Idempotent; no other method may be called afterwards."""
         self._words.release()
         self._mapping.unmap()
-        if self._memory is not None:
-            self._memory.close()
 
 
 class UnmappedFencePage:
@@ -92,15 +73,6 @@ class UnmappedFencePage:
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd)
-
-    @classmethod
-    def from_fd(cls, fd: int) -> UnmappedFencePage:
-        """Take over a client's own page (protocol version 1).
-
-        Raises EngineError as `check_fence_page` does; then the descriptor is still the caller's.
-        """
-        check_fence_page(fd)
         return cls(fd)
 
     def read(self, slot: int) -> bytes:

@@ -15,6 +15,7 @@ from kvxferd.wire.limits import (
 from kvxferd.wire.traceparent import TRACEPARENT_CHARS
 
 NAME = msgspec.Meta(max_length=MAX_NAME_CHARS)
+REQUIRED_NAME = msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)
 ENDPOINT = msgspec.Meta(max_length=MAX_ENDPOINT_CHARS)
 REASON = msgspec.Meta(max_length=MAX_REASON_CHARS)
 METADATA = msgspec.Meta(max_length=MAX_METADATA_BYTES)

@@ -61,8 +61,8 @@ _HELLO = Decoder[_HelloVersions](_HelloVersions)
 _PEER_HELLO = Decoder[_PeerHelloVersions](_PeerHelloVersions)
 
 
-def decode_first_frame(payload: bytes) -> tuple[worker.ClientMessage, int]:
-    """Return a session's first message and the negotiated version; 0 where it is no hello.
+def decode_first_frame(payload: bytes) -> worker.ClientMessage:
+    """Return a session's first message.
 
     The versions are decoded before the rest, because a later version's hello may have other fields.
     Raises ProtocolError, with the code bad-version where the sides have none in common.
@@ -75,9 +75,10 @@ def decode_first_frame(payload: bytes) -> tuple[worker.ClientMessage, int]:
     try:
         versions = _HELLO.decode(payload).versions
     except ProtocolError:
-        return CLIENT_MESSAGES.decode(payload), 0
-    version = negotiate_version(worker.WORKER_VERSIONS, versions)
-    return CLIENT_MESSAGES.decode(payload), version
+        pass  # no hello
+    else:
+        negotiate_version(worker.WORKER_VERSIONS, versions)
+    return CLIENT_MESSAGES.decode(payload)
 
 
 def refusal_of_undecodable(payload: bytes, error: ProtocolError) -> peer.PeerRefused:
@@ -100,8 +101,8 @@ def negotiate_version(ours: Versions, theirs: Versions) -> int:
     version = min(ours.newest, theirs.newest)
     if version < max(ours.oldest, theirs.oldest):
         raise ProtocolError(
-            f"cannot speak with a side of protocol versions {theirs.oldest} to {theirs.newest}: "
-            f"this one speaks {ours.oldest} to {ours.newest}; upgrade the older",
+            f"cannot speak with a side of protocol version {theirs}: this one speaks {ours}; "
+            "upgrade the older",
             Code.BAD_VERSION,
         )
     return version

@@ -39,8 +39,11 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
     oldest: int
     newest: int
 
+    def __str__(self) -> str:
+        return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
-class TransferRef(msgspec.Struct, frozen=True, gc=False):
+
+class TransferRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The reference that the router carries from the prefill engine to the decode engine: plain JSON.
 
     The engine that made it may be newer than the one that reads it: unknown fields are ignored, within
@@ -52,10 +55,8 @@ class TransferRef(msgspec.Struct, frozen=True, gc=False):
     generation: Generation
     transfer_id: TransferId
     nonce: str  # 32 hex digits; any process that has it may read the transfer
-    ready_tokens: int = -1  # not used: how far a transfer is, its source tells
-    # Of the request's trace, as `read_traceparent` returns it. Not part of the reference's identity. It is
-    # left out where there is none: such a reference is what earlier versions made, byte for byte.
-    traceparent: Annotated[str, TRACEPARENT] | msgspec.UnsetType = msgspec.UNSET
+    # Of the request's trace, as `read_traceparent` returns it; "": none. Not part of the identity.
+    traceparent: Annotated[str, TRACEPARENT] = ""
 
     def __eq__(self, other: object) -> bool:
         """Whether both name the same transfer, whichever trace they carry."""
@@ -68,39 +69,12 @@ class TransferRef(msgspec.Struct, frozen=True, gc=False):
         """Return the hash of the reference's identity."""
         return hash(self._identity())
 
-    def _identity(self) -> tuple[str, str, str, str, str, int]:
-        return (
-            self.transfer_id,
-            self.nonce,
-            self.engine_id,
-            self.generation,
-            self.endpoint,
-            self.ready_tokens,
-        )
-
-    def __reduce__(self) -> tuple[type[Self], tuple[str | int, ...]]:
-        """Pickle without `msgspec.UNSET`, which has no module: pickle would look for it in every module.
-
-        vLLM pickles references in each step, and in its process that search imports what is imported lazily.
-        """
-        fields = (
-            self.endpoint,
-            self.engine_id,
-            self.generation,
-            self.transfer_id,
-            self.nonce,
-            self.ready_tokens,
-        )
-        return type(self), (*fields, self.traceparent) if self.traceparent else fields
-
-    @property
-    def trace(self) -> str:
-        """The reference's traceparent; "": none."""
-        return self.traceparent or ""
+    def _identity(self) -> tuple[str, str, str, str, str]:
+        return self.transfer_id, self.nonce, self.engine_id, self.generation, self.endpoint
 
     def with_trace(self, traceparent: str) -> Self:
         """Return the reference with that traceparent; "": without one."""
-        return msgspec.structs.replace(self, traceparent=traceparent or msgspec.UNSET)
+        return msgspec.structs.replace(self, traceparent=traceparent)
 
     @property
     def engine(self) -> EngineKey:

@@ -42,12 +42,11 @@ class ReadWay(StrEnum):
 class Bind(Message, frozen=True, tag="bind"):
     """Map and register a rank's regions. Carries the regions' descriptors, then the worker's pidfd.
 
-    The mover exits when the worker dies. With `notices`, the socket of the worker's `Hello` comes
-    before the pidfd. The reply is `Bound` or `BindRefused`.
+    The mover exits when the worker dies. Before the pidfd comes the socket of the worker's `Register`. The
+    reply is `Bound` or `BindRefused`.
     """
 
     regions: tuple[RegionExport, ...]
-    notices: bool = False
     read_way: ReadWay = ReadWay.DIRECT  # how the rank's pulls read
     always_stage: bool = False  # stage GPU memory, whatever the library could read: `mover.placement`
 
@@ -139,7 +138,7 @@ class StartPull(Message, frozen=True, tag="start-pull"):
     fence: FenceLocation
     stream: int = 0
     ticket: Ticket | None = None  # the worker's number of the pull; None: the mover sends it no Delivered
-    before: PiecesRead | None = None  # of the last piece of a progressive pull; workers of version 5 know it
+    before: PiecesRead | None = None  # of the last piece of a progressive pull
 
 
 class AbortPull(Message, frozen=True, tag="abort-pull"):

@@ -16,7 +16,7 @@ from kvxferd.ids import AgentName, BootId, Incarnation
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec
 from kvxferd.layout.validate import MAX_TENSORS
 from kvxferd.wire import peer
-from kvxferd.wire.bounds import METADATA, NAME
+from kvxferd.wire.bounds import METADATA, NAME, REQUIRED_NAME
 from kvxferd.wire.codec import Decoder
 from kvxferd.wire.common import Binding, BlockIds, Message, RankManifest, RegionAddress
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS, MAX_REGIONS
@@ -61,7 +61,7 @@ class JoinRankOutline(Message, frozen=True, tag="join-rank"):
     request: int
     boot: Annotated[BootId, NAME]
     manifest: ManifestOutline
-    secret: Annotated[str, NAME] = ""
+    secret: Annotated[str, REQUIRED_NAME]
 
 
 class EngineManifestOutline(Message, frozen=True, tag="engine-manifest"):

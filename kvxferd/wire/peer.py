@@ -26,14 +26,12 @@ from kvxferd.ids import (
     TransferId,
 )
 from kvxferd.layout import PackedBlocks
-from kvxferd.wire.bounds import ENDPOINT, NAME
+from kvxferd.wire.bounds import ENDPOINT, NAME, REQUIRED_NAME
 from kvxferd.wire.common import BlockIds, Message, RankManifest, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL, MAX_GROUPS_PER_REQUEST, MAX_RANKS
 from kvxferd.wire.probe import ProbeRead, ProbeRegion, ProbeSize
 
-PEER_VERSIONS = Versions(1, 5)
-FIRST_WITH_PROBES = 4
-FIRST_WITH_PROGRESS = 5
+PEER_VERSIONS = Versions(1, 1)
 
 # Lists have a limit besides that of their message: 16 MiB of the shortest names took 0.5 s to decode.
 GrantIds = Annotated[tuple[Annotated[GrantId, NAME], ...], msgspec.Meta(max_length=MAX_GRANTS_PER_RENEWAL)]
@@ -58,19 +56,15 @@ class PeerHello(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
     versions: Versions
     boot: Annotated[BootId, NAME]
     endpoint: Annotated[Endpoint, ENDPOINT]
-    describe: bool = False  # the reply may say which versions that side supports
 
 
 class PeerWelcome(Message, frozen=True, tag="greeting"):
-    """The negotiated version, and the boot id of the daemon that replies.
-
-    The last two only where the greeting asked for them: a side of an earlier release refuses other fields.
-    """
+    """The negotiated version, and the boot id of the daemon that replies."""
 
     request: int
     version: int
     boot: Annotated[BootId, NAME]
-    versions: Versions | None = None  # that this side supports
+    versions: Versions  # that this side supports
     software: Annotated[str, NAME] = ""  # kvxferd's version
 
 
@@ -112,7 +106,7 @@ class AskGrant(Message, frozen=True, tag="ask-grant"):
     consumer: Consumer
     reads: Annotated[tuple[tuple[Rank, Annotated[AgentName, NAME]], ...], msgspec.Meta(max_length=MAX_RANKS)]
     wait_s: float
-    after_tokens: int = -1  # from version 5 on; -1: all must be ready
+    after_tokens: int = -1  # -1: all must be ready
 
 
 class Granted(Message, frozen=True, tag="granted"):
@@ -163,7 +157,7 @@ class Acknowledge(Message, frozen=True, tag="acknowledge"):
     grant: Annotated[GrantId, NAME]
     ref: TransferRef
     consumer: Consumer
-    bytes: Annotated[int, msgspec.Meta(ge=0)] = 0  # version 3: that the rank read; 0: it does not report it
+    bytes: Annotated[int, msgspec.Meta(ge=0)]  # that the rank read
 
 
 class AbandonTransfer(Message, frozen=True, tag="abandon-transfer"):
@@ -205,7 +199,7 @@ class JoinRank(Message, frozen=True, tag="join-rank"):
     boot: Annotated[BootId, NAME]
     manifest: RankManifest
     # The member's own, random. Without CURVE it proves the right to send messages about the rank.
-    secret: Annotated[str, NAME] = ""
+    secret: Annotated[str, REQUIRED_NAME]
 
 
 class LeaveRank(Message, frozen=True, tag="leave-rank"):
@@ -217,7 +211,7 @@ class LeaveRank(Message, frozen=True, tag="leave-rank"):
     generation: Annotated[Generation, NAME]
     rank: Rank
     agent: Annotated[AgentName, NAME]
-    secret: Annotated[str, NAME] = ""  # as in `JoinRank`
+    secret: Annotated[str, REQUIRED_NAME]  # as in `JoinRank`
 
 
 class RankReady(Message, frozen=True, tag="rank-ready"):
@@ -228,9 +222,9 @@ class RankReady(Message, frozen=True, tag="rank-ready"):
     generation: Annotated[Generation, NAME]
     rank: Rank
     transfer_id: Annotated[TransferId, NAME]
-    incarnation: Annotated[Incarnation, NAME] = Incarnation("")  # version 2: of the mapping that was written
-    secret: Annotated[str, NAME] = ""  # as in `JoinRank`
-    ready_tokens: int = -1  # version 5: tokens [0, ready_tokens) are written; -1: all
+    incarnation: Annotated[Incarnation, REQUIRED_NAME]  # of the mapping that was written
+    secret: Annotated[str, REQUIRED_NAME]  # as in `JoinRank`
+    ready_tokens: int = -1  # tokens [0, ready_tokens) are written; -1: all
 
 
 class SetRankPolling(Message, frozen=True, tag="attend-rank"):
@@ -251,7 +245,7 @@ class TransferReleased(Message, frozen=True, tag="transfer-released"):
     why: Code
 
 
-# --- a probe of the way between two daemons, since version 4
+# --- a probe of the way between two daemons
 
 
 class StartProbe(Message, frozen=True, tag="start-probe"):

@@ -13,15 +13,7 @@ from kvxferd.wire.bounds import NAME, PIECES, REGIONS, TRACEPARENT
 from kvxferd.wire.common import BlockIds, FdBatch, Message, RankIncarnations, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
-WORKER_VERSIONS = Versions(1, 5)
-FIRST_WITH_FENCE_PAGES = 2  # the first version in which the daemon makes a session's fence page
-FIRST_WITH_LATE_FDS = 2  # the first version in which no descriptors come before the registration
-FIRST_WITH_RESUME = 2  # the first version in which interrupted pulls are resumed
-FIRST_WITH_NEWEST_GENERATION = 2  # the first version in which `Attach` need not name the generation
-FIRST_WITH_MOVER_OFFERS = 2  # the first version in which a mover is offered before it has the memory
-FIRST_WITH_PUBLISH_REPLIES = 3  # the first version in which a publish may request `PublishAccepted`
-FIRST_WITH_TRACEPARENTS = 4  # the first version in which a publish may name its request's trace
-FIRST_WITH_PROGRESS = 5  # the first version in which a transfer may be published before it is whole
+WORKER_VERSIONS = Versions(1, 1)
 
 # A frame of 1 MiB has room for longer lists than these limits allow: 209,000 incarnations took 230 ms to
 # decode, and 95,000 groups 68 ms.
@@ -51,24 +43,18 @@ class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=False, tag="hello"):
-    """The first frame. Carries a fence page, a sealed memfd, and with `notices` a socket behind it.
-
-    In version 1 the session uses this page. From version 2 on the daemon makes the session's page and
-    closes this one, which the client sends because the daemon may be of version 1.
-
-    The rank's mover writes each `Delivered` into the socket itself, a packet each, and the daemon does
-    not send it. Without the socket, or while it is full, the daemon sends it.
-
-    Fields of a later version are ignored: the version is negotiated first.
-    """
+    """The first frame. Fields of a later version are ignored: the version is negotiated first."""
 
     versions: Versions
     client: str  # name and version, for logs
-    notices: bool = False
 
 
 class Register(Message, frozen=True, tag="register"):
-    """This connection is a rank, with memory. Carries the regions' descriptors."""
+    """This connection is a rank, with memory. Carries the regions' descriptors, and last a socket.
+
+    The rank's mover writes each `Delivered` into the socket itself, a packet each, and the daemon does not
+    send it. Only while the socket is full does the daemon send it.
+    """
 
     request: int
     engine: EngineSpec
@@ -76,9 +62,7 @@ class Register(Message, frozen=True, tag="register"):
     regions: Annotated[tuple[RegionExport, ...], REGIONS]
     incarnation: Incarnation
     placement: Annotated[str, NAME] = "child"  # or "resident": the mover is a thread of this worker
-    # From version 2 on. The regions' descriptors in all, where more follow; 0: all are in this frame.
-    num_descriptors: int = 0
-    notices: bool = False  # the frame's last descriptor is the socket for them
+    num_descriptors: int = 0  # of the regions in all, where more follow; 0: all are in this frame
 
 
 class Attach(Message, frozen=True, tag="attach"):
@@ -97,16 +81,15 @@ class Publish(Message, frozen=True, tag="publish"):
     blocks: LimitedBlocks
     num_tokens: int
     fence_slot: int
+    # Of the ranks that were reported to the session when `publish` was called, not when this is sent.
+    incarnations: LimitedIncarnations
     num_readers: int = 1  # consumer engines that must acknowledge
     lease_s: float = 0.0  # 0: the daemon's default
     stream: int = 0
-    # Version 2: of the ranks reported to the session when `publish` was called, not when this is sent.
-    incarnations: LimitedIncarnations = ()
-    wants_reply: bool = False  # from version 3 on: reply with `PublishAccepted`
-    # From version 4 on: of the request's trace, as in `TransferRef`. One that is not valid is ignored.
+    wants_reply: bool = False  # reply with `PublishAccepted`
+    # Of the request's trace, as in `TransferRef`. One that is not valid is ignored.
     traceparent: Annotated[str, TRACEPARENT] = ""
-    # From version 5 on: tokens [0, ready_tokens) are written, and the transfer is extended until it has
-    # `num_tokens`. -1: all are written.
+    # Tokens [0, ready_tokens) are written, and the transfer is extended until it has `num_tokens`. -1: all.
     ready_tokens: int = -1
 
 
@@ -127,8 +110,8 @@ class Ready(Message, frozen=True, tag="ready"):
     """This rank has finished writing the transfer's blocks."""
 
     transfer_id: TransferId
-    incarnation: Incarnation = Incarnation("")  # version 2: of the mapping that was written
-    ready_tokens: int = -1  # version 5: it has written tokens [0, ready_tokens); -1: all
+    incarnation: Incarnation  # of the mapping that was written
+    ready_tokens: int = -1  # it has written tokens [0, ready_tokens); -1: all
 
 
 class Unpublish(Message, frozen=True, tag="unpublish"):
@@ -152,9 +135,9 @@ class Pull(Message, frozen=True, tag="pull"):
     num_tokens: int
     deadline_s: float  # from now; never a time of day
     stream: int = 0
-    # From version 5 on: read what is ready, then what becomes ready, also of a transfer that comes later.
+    # Read what is ready, then what becomes ready, also of a transfer that comes later.
     progressive: bool = False
-    wants_progress: bool = False  # from version 5 on: send `Progress`
+    wants_progress: bool = False  # send `Progress`
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -205,7 +188,7 @@ class NewMover(Message, frozen=True, tag="new-mover"):
 
 
 class MoverAcknowledged(Message, frozen=True, tag="mover-acknowledged"):
-    """From version 2 on: the client watches the pidfd of `MoverOffered`. The mover may have the memory."""
+    """The client watches the pidfd of `MoverOffered`. The mover may have the memory."""
 
     number: int
 
@@ -222,10 +205,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Registered(Message, frozen=True, tag="registered"):
-    """The rank is readable. In version 1 it carries one descriptor: a pidfd of the rank's mover.
+    """The rank is readable. It is also the reply to `Attach` and to `Resume`.
 
-    It is also the reply to `Attach`, then without a mover, and to `Resume`. From version 2 on the reply to
-    `Register` and to `Attach` carries one descriptor: the session's fence page.
+    The reply to `Register` and to `Attach` carries one descriptor: the session's fence page.
     """
 
     request: int
@@ -234,13 +216,13 @@ class Registered(Message, frozen=True, tag="registered"):
 
 
 class FdsWanted(Message, frozen=True, tag="descriptors-wanted"):
-    """Send the rest of the descriptors: the `Register` that announced them is accepted so far. Version 2."""
+    """Send the rest of the descriptors: the `Register` that announced them is accepted so far."""
 
     request: int
 
 
 class EngineRanks(Message, frozen=True, tag="engine-ranks"):
-    """The new ranks, or new incarnations of ranks, of the session's engine. Version 2.
+    """The new ranks, or new incarnations of ranks, of the session's engine.
 
     Sent before `registered`, and whenever a rank registers or is mapped again. A rank that leaves is not
     reported: transfers of its memory stay bound to that memory.
@@ -250,11 +232,11 @@ class EngineRanks(Message, frozen=True, tag="engine-ranks"):
 
 
 class MoverChanged(Message, frozen=True, tag="mover-changed"):
-    """The rank's mover was replaced. In version 1 it carries a pidfd of the new one."""
+    """The rank's mover was replaced."""
 
 
 class MoverOffered(Message, frozen=True, tag="mover-offered"):
-    """From version 2 on: a mover for the rank. Carries its pidfd, which is readable once it is dead.
+    """A mover for the rank. Carries its pidfd, which is readable once it is dead.
 
     The daemon sends the mover neither memory nor pulls before `MoverAcknowledged` of this number.
     """
@@ -308,7 +290,7 @@ class Quiesced(Message, frozen=True, tag="quiesced"):
 
 
 class PullsInterrupted(Message, frozen=True, tag="pulls-interrupted"):
-    """From version 2 on: the mover of these pulls is dead. It may have sent Delivered to the worker alone.
+    """The mover of these pulls is dead. It may have sent Delivered to the worker alone.
 
     None is read again before `PullsResumed` names it: the engine may use delivered blocks already.
     """
@@ -334,7 +316,7 @@ class PublishRefused(Message, frozen=True, tag="publish-refused"):
 
 
 class PublishAccepted(Message, frozen=True, tag="publish-accepted"):
-    """From version 3 on, to a publish that wants a reply: the transfer is published."""
+    """To a publish that wants a reply: the transfer is published."""
 
     transfer_id: TransferId
 

@@ -99,14 +99,15 @@ def test_a_truncated_frame_is_nobodys_matter(node: Node):
 
 def test_a_wrong_version_is_told_the_right_ones(node: Node):
     connection = Raw(node.socket, hello=False)
-    connection.say(worker.Hello(versions=Versions(40, 50), client="future"), connection.fence.fd)
+    connection.say(worker.Hello(versions=Versions(40, 50), client="future"))
     farewell = connection.farewell()
     assert farewell.code is Code.BAD_VERSION
-    assert "40 to 50" in farewell.message
+    assert "version 40 to 50" in farewell.message
+    assert "upgrade the older" in farewell.message
 
 
 def test_descriptors_that_no_message_wants_cost_the_connection(raw: Raw):
-    raw.say(worker.Ready(transfer_id="t"), raw.fence.fd)
+    raw.say(worker.Ready(transfer_id="t", incarnation="i"), raw.deliveries.fileno())
     assert raw.farewell().code is Code.BAD_FRAME
 
 
@@ -124,7 +125,7 @@ def register(
 ) -> Message:
     region = layout.regions[0]
     export = worker.RegionExport(region.region, size or region.size_bytes, 0, **more)
-    raw.say(
+    raw.register(
         worker.Register(
             request=7, engine=spec, layout=layout, regions=(export,), incarnation=Incarnation("i")
         ),
@@ -196,7 +197,7 @@ def test_another_incarnation_on_the_same_connection_is_refused(raw: Raw):
             regions=(worker.RegionExport(region.region, region.size_bytes, 0),),
             incarnation=Incarnation("another"),
         )
-        raw.say(again, memory.fd)
+        raw.register(again, memory.fd)
         refused = raw.next()
     assert refused.code is Code.INCARNATION_CHANGED
 
@@ -266,6 +267,7 @@ def test_a_wrong_peer_version_is_told_the_right_ones(dealer):
     dealer.send(encode(peer.PeerHello(request=3, versions=Versions(9, 9), boot="b", endpoint="tcp://x:1")))
     refused = PEER_MESSAGES.decode(dealer.recv())
     assert (refused.request, refused.code) == (3, Code.BAD_VERSION)
+    assert "upgrade the older" in refused.message
 
 
 def test_an_answer_that_nobody_asked_for_changes_nothing(dealer):

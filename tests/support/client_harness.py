@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvxferd.client import BlockList, Client, Event, Publisher, RankHandle, TransferRef, connect
+from kvxferd.client.fence_slots import FencePageLike, FenceSlots
 from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, RegionId, TransferId
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.memory import SealedMemory
@@ -50,6 +51,14 @@ REF = TransferRef(
     transfer_id=TransferId("req-1"),
     nonce="ab" * 16,
 )
+
+
+def slots_on(page: FencePageLike) -> FenceSlots:
+    """Fence slots of a session that is registered with that page."""
+    slots = FenceSlots()
+    slots.offer_page(page)
+    slots.switch_page()
+    return slots
 
 
 def blocks(*ids: int, first_token: int = 0) -> dict[str, BlockList]:
@@ -95,25 +104,25 @@ class Stage:
         self.stack.callback(self.mover.close)
         return self.mover
 
-    def client(self, lease_s: float = 30.0, version: int = 1) -> Client:
+    def client(self, lease_s: float = 30.0) -> Client:
         """A client that is greeted; `side` is the daemon's end."""
         connecting = self.calling(connect, self.daemon.path, timeout_s=WAIT_S)
         self.side = self.daemon.accept()
-        self.side.greet(lease_s, version)
+        self.side.greet(lease_s)
         client = connecting.result(WAIT_S)
         self.stack.callback(client.close)
         return client
 
-    def rank(self, lease_s: float = 30.0, version: int = 1) -> RankHandle:
+    def rank(self, lease_s: float = 30.0) -> RankHandle:
         """A rank that is registered."""
-        client = self.client(lease_s, version)
+        client = self.client(lease_s)
         registering = self.calling(client.register, SPEC, LAYOUT, {REGION: self.memory}, WAIT_S)
         self.side.register(self.new_mover())
         return registering.result(WAIT_S)
 
-    def rejoin(self, lease_s: float = 30.0, version: int = 1) -> DaemonSide:
+    def rejoin(self, lease_s: float = 30.0) -> DaemonSide:
         """Take the rank that comes back by itself, with a new mover."""
         self.side = self.daemon.accept()
-        self.side.greet(lease_s, version)
+        self.side.greet(lease_s)
         self.side.register(self.new_mover())
         return self.side

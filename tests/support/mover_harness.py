@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
-from kvxferd.memory import FencePage, SealedMemory
+from kvxferd.memory import SealedMemory
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
@@ -60,6 +61,7 @@ from kvxferd.wire.mover import (
     StartPull,
 )
 from kvxferd.wire.worker import RegionExport
+from tests.support.fence_page import SharedFencePage
 from tests.support.open_fds import num_open_fds
 
 DEADLINE_S = 20.0
@@ -223,6 +225,13 @@ class Worker:
     memory: SealedMemory
     process: subprocess.Popen[bytes]
     pidfd: int
+    deliveries: socket.socket  # what its mover sends it
+    mover_end: socket.socket
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What `Bind` carries."""
+        return self.memory.fd, self.mover_end.fileno(), self.pidfd
 
     @property
     def array(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -249,6 +258,8 @@ class Worker:
         self.process.stdin.close()
         os.close(self.pidfd)
         self.memory.close()
+        self.deliveries.close()
+        self.mover_end.close()
 
 
 def worker(
@@ -280,19 +291,18 @@ def worker(
     )
     process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     memory = SealedMemory.create(own.regions[0].size_bytes, "kvxferd-test")
-    return Worker(spec, own, memory, process, os.pidfd_open(process.pid))
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    return Worker(spec, own, memory, process, os.pidfd_open(process.pid), *sockets)
 
 
 def packed(ids: list[int] | range) -> dict[GroupName, PackedBlocks]:
     return {GROUP: PackedBlocks(pack_ids(list(ids)))}
 
 
-async def bind(node: Node, rank: Worker, notices: int | None = None) -> tuple[MoverHandle, Bound]:
-    """Take a mover and give it the rank's memory, and the socket for its notices."""
+async def bind(node: Node, rank: Worker) -> tuple[MoverHandle, Bound]:
+    """Take a mover and give it the rank's memory."""
     mover = await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
-    more = () if notices is None else (notices,)
-    bind = Bind(regions=rank.export(), notices=notices is not None, read_way=node.read_way)
-    mover.send(bind, (rank.memory.fd, *more, rank.pidfd))
+    mover.send(Bind(regions=rank.export(), read_way=node.read_way), rank.fds)
     return mover, await node.heard(mover, Bound)
 
 
@@ -304,7 +314,7 @@ class Served:
     node: Node
     mover: MoverHandle
     bound: Bound
-    page: FencePage
+    page: SharedFencePage
     fence: FenceMapped
 
     def close(self) -> None:
@@ -317,7 +327,7 @@ class Served:
 async def serve(node: Node, rank: Worker) -> Served:
     """Bind a source, map a fence page in it, and have it polled."""
     mover, bound = await bind(node, rank)
-    page = FencePage.create()
+    page = SharedFencePage()
     mover.send(MapFence(session=SessionId(1), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
     fence = await node.heard(mover, FenceMapped)
     mover.send(SetPolling(on=True, token=5))
@@ -376,9 +386,9 @@ class Sink:
         return done.outcome
 
 
-async def sink(node: Node, rank: Worker, sources: list[Served], notices: int | None = None) -> Sink:
+async def sink(node: Node, rank: Worker, sources: list[Served]) -> Sink:
     """Bind a reader that knows the sources and the plan to read them."""
-    mover, _ = await bind(node, rank, notices)
+    mover, _ = await bind(node, rank)
     remote: dict[Rank, RankLayout] = {s.worker.spec.rank: s.worker.layout for s in sources}
     plan = make_plan(rank.spec, rank.layout, sources[0].worker.spec, remote)
     reader = Sink(rank, node, mover, plan)

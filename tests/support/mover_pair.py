@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Coroutine, Iterator, Mapping
@@ -16,7 +17,7 @@ import numpy as np
 
 from kvxferd.ids import AgentName, GroupName, PullId, Rank, RegionId, SessionId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, RegionSpec
-from kvxferd.memory import FencePage, SealedMemory
+from kvxferd.memory import SealedMemory
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.plan import encode_plan, make_plan
 from kvxferd.wire.common import RegionAddress
@@ -38,6 +39,7 @@ from kvxferd.wire.mover import (
     StartPull,
 )
 from kvxferd.wire.worker import RegionExport
+from tests.support.fence_page import SharedFencePage
 from tests.support.mover_harness import Node
 
 POOL = RegionId("pool")
@@ -54,6 +56,7 @@ class Side:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.memory = SealedMemory.create(POOL_BYTES, "kvxferd-random")
+        self.deliveries = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self.array: Bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8)
         self.mover: MoverHandle
         self.bound: Bound
@@ -61,7 +64,8 @@ class Side:
     async def bind(self, pidfd: int) -> None:
         self.mover = await asyncio.wait_for(self.node.pool.acquire(), WAIT_S)
         export = RegionExport(region=POOL, size_bytes=POOL_BYTES, fd_index=0)
-        self.mover.send(Bind(regions=(export,), read_way=self.node.read_way), (self.memory.fd, pidfd))
+        fds = (self.memory.fd, self.deliveries[1].fileno(), pidfd)
+        self.mover.send(Bind(regions=(export,), read_way=self.node.read_way), fds)
         self.bound = await self.node.heard(self.mover, Bound)
 
     @property
@@ -93,7 +97,7 @@ class Movers:
         for side in (self.source, self.sink):
             await side.node.__aenter__()
             await side.bind(self._pidfd)
-        self.page = FencePage.create()
+        self.page = SharedFencePage()
         self.word = os.urandom(16)
         self.page.write(0, self.word)
         mover = self.source.mover
@@ -116,6 +120,8 @@ class Movers:
     async def _stop(self) -> None:
         for side in (self.source, self.sink):
             await side.node.__aexit__()
+            for end in side.deliveries:
+                end.close()
         self.page.close()
 
     # --- pulling

@@ -58,8 +58,6 @@ def actual_fields(struct: type[msgspec.Struct]) -> list[Field]:
 def _default(field: inspect.Field) -> str:
     if field.required:
         return "required"
-    if field.default is msgspec.NODEFAULT:
-        return "left out"  # msgspec.UNSET
     return msgspec.json.encode(field.default).decode()
 
 

@@ -8,12 +8,10 @@ import socket
 
 from kvxferd.errors import ProtocolError
 from kvxferd.frame_socket import FrameSocket
-from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.framing import HEADER
-from kvxferd.wire.limits import FENCE_PAGE_BYTES
 
 WAIT_S = 10.0
 
@@ -25,20 +23,25 @@ class Raw:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.connect(path)
         self.link = FrameSocket(self.socket.dup())
-        self.fence = SealedMemory.create(FENCE_PAGE_BYTES, "fence")
+        self.deliveries, self._mover_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.heard: list[Message] = []
         self.ended = False
         if hello:
-            self.say(worker.Hello(versions=worker.WORKER_VERSIONS, client="raw"), self.fence.fd)
+            self.say(worker.Hello(versions=worker.WORKER_VERSIONS, client="raw"))
             assert isinstance(self.next(), worker.Welcome)
 
     def close(self) -> None:
         self.socket.close()
         self.link.close()
-        self.fence.close()
+        self.deliveries.close()
+        self._mover_end.close()
 
     def say(self, message: Message, *fds: int) -> None:
         self.raw(HEADER.pack(len(encode(message)), len(fds), 0) + encode(message), *fds)
+
+    def register(self, message: worker.Register, *fds: int) -> None:
+        """Register, with the socket for deliveries behind the descriptors."""
+        self.say(message, *fds, self._mover_end.fileno())
 
     def raw(self, content: bytes, *fds: int) -> None:
         try:

@@ -18,8 +18,6 @@ from kvxferd.wire import worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.framing import Frame, FrameDecoder, encode_frame
-from kvxferd.wire.limits import FENCE_WORD_BYTES
-from tests.support import schema_0_1
 
 WAIT_S = 10.0
 ENDPOINT = "tcp://10.0.0.1:7701"
@@ -66,9 +64,9 @@ class DaemonSide:
         self._socket.settimeout(WAIT_S)
         self._decoder = FrameDecoder()
         self._frames: deque[tuple[Message, tuple[int, ...]]] = deque()
-        self.version = 1
         self.num_offers = 0
-        self.page: UnmappedFencePage | None = None  # that this side made
+        self.delivery_fd = -1  # of the registration
+        self.page = UnmappedFencePage.create()
         self.fds: list[int] = []  # every descriptor that arrived, closed with the connection
 
     def receive(self) -> tuple[Message, tuple[int, ...]]:
@@ -80,9 +78,6 @@ class DaemonSide:
 
     def _read(self) -> bool:
         chunk, frames = self._read_frames()
-        for frame in frames:
-            if self.version == 1:  # a client may send it nothing that 0.1 does not know
-                schema_0_1.CLIENT.decode(frame.payload)
         self._frames.extend((CLIENT_MESSAGES.decode(frame.payload), frame.fds) for frame in frames)
         return bool(chunk)
 
@@ -119,56 +114,37 @@ class DaemonSide:
         for fd in self.fds:
             os.close(fd)
         self.fds.clear()
-        if self.page is not None:
-            self.page.close()
+        self.page.close()
 
-    def word(self, slot: int) -> bytes:
-        """What the session's fence page holds there now; in version 1 the page came with its Hello."""
-        if self.page is not None:
-            return self.page.read(slot)
-        return self.own_word(slot)
-
-    def own_word(self, slot: int) -> bytes:
-        """What the page holds that came with the client's Hello."""
-        return os.pread(self.fds[0], FENCE_WORD_BYTES, slot * FENCE_WORD_BYTES)
-
-    def overwrite(self, slot: int) -> None:
-        """Release a transfer as a daemon does: its word goes first."""
-        if self.page is not None:
-            self.page.overwrite(slot)
-            return
-        os.pwrite(self.fds[0], bytes(FENCE_WORD_BYTES), slot * FENCE_WORD_BYTES)
-
-    def notice(self, raw: bytes) -> None:
-        """Write a packet into the client's notices, as its mover; they came with its Hello."""
-        with socket.socket(fileno=os.dup(self.fds[1])) as notices:
-            notices.send(raw)
+    def deliver(self, raw: bytes) -> None:
+        """Write a packet into the socket for deliveries, as the rank's mover."""
+        with socket.socket(fileno=os.dup(self.delivery_fd)) as deliveries:
+            deliveries.send(raw)
 
     # --- the usual
 
-    def greet(self, lease_s: float = 30.0, version: int = 1) -> worker.Hello:
+    def greet(self, lease_s: float = 30.0) -> worker.Hello:
         hello = self.expect(worker.Hello)
-        self.version = version
-        self.say(worker.Welcome(version=version, boot_id="boot", lease_s=lease_s))
+        self.say(worker.Welcome(version=hello.versions.newest, boot_id="boot", lease_s=lease_s))
         return hello
 
     def register(self, mover: Mover, endpoint: str = ENDPOINT) -> worker.Register:
-        register = self.expect(worker.Register)
-        if self.version >= worker.FIRST_WITH_MOVER_OFFERS:
-            self.offer(mover)
-            self.say_registered(register.request, endpoint)
-            return register
-        self.say(worker.Registered(request=register.request, endpoint=endpoint), mover.pidfd)
+        register, fds = self.receive()
+        assert isinstance(register, worker.Register), register
+        self.delivery_fd = fds[-1]
+        self.offer(mover)
+        self.say_registered(register.request, endpoint)
         return register
 
     def say_registered(self, request: int, endpoint: str = ENDPOINT, generation: str = "") -> None:
-        """Answer `register` or `attach`: in version 2, with the fence page that is made here."""
-        fds = ()
-        if self.version >= worker.FIRST_WITH_FENCE_PAGES:
-            self.page = self.page or UnmappedFencePage.create()
-            fds = (self.page.fd,)
+        """Reply to `Register` or `Attach`, with the fence page."""
         named = Generation(generation)
-        self.say(worker.Registered(request=request, endpoint=endpoint, generation=named), *fds)
+        self.say(worker.Registered(request=request, endpoint=endpoint, generation=named), self.page.fd)
+
+    def accept_resume(self, request: int, mover: Mover) -> None:
+        """Reply to `Resume`: another mover, and no other fence page."""
+        self.offer(mover)
+        self.say(worker.Registered(request=request, endpoint=ENDPOINT))
 
     def offer(self, mover: Mover) -> None:
         """Return once the client watches the mover."""

@@ -44,8 +44,9 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Message, RankIncarnations, RegionAddress, TransferRef, Versions
+from kvxferd.wire.common import Message, RankIncarnations, RegionAddress, TransferRef
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
+from kvxferd.wire.peer import PEER_VERSIONS, PeerWelcome
 from kvxferd.wire.probe import DIGEST_BYTES, ProbeRead, ProbeRegion, num_slices
 
 BLOCK_TOKENS = 4
@@ -68,13 +69,12 @@ class Worker:
     tickets: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     slots: Iterator[int] = field(default_factory=itertools.count)
     connected: bool = True
-    notices: bool = False  # its mover says Delivered to it
+    receives_deliveries: bool = False  # its mover's Delivered finds room in its socket
     spoilt: bool = False  # no mover can map its fence page
     acknowledges: bool = True  # it watches each mover that it is offered
     refuses_binds: Callable[[], bool] = lambda: False  # whether its memory cannot be mapped once more
     pidfds: list[tuple[type[Message], MoverId]] = field(default_factory=list)  # and what brought them
     incarnation: str = ""  # of the present mapping
-    versions: Versions = wk.WORKER_VERSIONS  # that it speaks
 
     @property
     def known(self) -> RankIncarnations:
@@ -84,16 +84,15 @@ class Worker:
             known |= dict(report.ranks)
         return tuple(known.items())
 
-    def say(self, message: Message, word: bytes = b"", *, as_is: bool = False) -> None:
-        """Send a message, with the incarnations that a client of this version names, unless `as_is`."""
-        match message:
-            case wk.Register() | wk.Resume():
-                self.incarnation = message.incarnation
-            case wk.Publish(incarnations=()) if not as_is and self.versions.newest > 1:
-                message = msgspec.structs.replace(message, incarnations=self.known)
-            case wk.Ready(incarnation="") if not as_is and self.versions.newest > 1:
-                message = msgspec.structs.replace(message, incarnation=self.incarnation)
+    def say(self, message: Message, word: bytes = b"") -> None:
+        """Send a message."""
+        if isinstance(message, wk.Register | wk.Resume):
+            self.incarnation = message.incarnation
         self.world.feed(self.host, ev.WorkerMessage(self.session, message, None, word))
+
+    def ready(self, transfer_id: str, ready_tokens: int = -1) -> None:
+        """Say that the rank has written the transfer, or so many tokens of it, in its present memory."""
+        self.say(wk.Ready(transfer_id=transfer_id, incarnation=self.incarnation, ready_tokens=ready_tokens))
 
     def heard(self, kind: type[Message]) -> list[Message]:
         return [m for m in self.inbox if isinstance(m, kind)]
@@ -103,6 +102,7 @@ class Worker:
         word = self.world.rng.randbytes(FENCE_WORD_BYTES)
         self.fence[slot * 16 : slot * 16 + 16] = word
         nonce = more.pop("nonce", None) or self.world.rng.randbytes(16).hex()
+        more.setdefault("incarnations", self.known)
         spec = self.spec
         assert spec is not None
         self.say(
@@ -379,7 +379,7 @@ class Mover:
             )
 
     def _done(self, start: mv.StartPull, outcome: mv.PullOutcome) -> None:
-        is_told = self.worker.notices and start.ticket is not None
+        is_told = self.worker.receives_deliveries and start.ticket is not None
         if outcome.delivered and is_told and self.alive and not self.mute:
             assert start.ticket is not None
             if (
@@ -489,8 +489,7 @@ class World:
         self.keys: dict[str, str] = {}  # the CURVE key of each host that has one
         self.without_descriptors: set[str] = set()  # hosts that can attach no pidfd to a frame
         self.forgotten: dict[str, list[Endpoint]] = {}  # connections closed, by host
-        self.versions = wk.WORKER_VERSIONS  # of workers that connect from now on
-        self.notices = False  # workers that connect from now on are told Delivered by their movers
+        self.receives_deliveries = False  # of workers that connect from now on, as `Worker` has it
         self.covers = False  # movers read stretches that cover the runs, and copy from there
         self.blind = False  # movers believe every fence word: to show that tests can fail
         self._local: deque[Callable[[], None]] = deque()
@@ -514,10 +513,10 @@ class World:
 
     def connect(self, host: Host) -> Worker:
         session = SessionId(next(self._numbers))
-        worker = Worker(self, host, session, notices=self.notices, versions=self.versions)
+        worker = Worker(self, host, session, receives_deliveries=self.receives_deliveries)
         host.workers[worker.session] = worker
         self.feed(host, ev.WorkerConnected(worker.session, 1, 0))
-        worker.say(wk.Hello(versions=self.versions, client="test", notices=self.notices))
+        worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test"))
         return worker
 
     def register(self, host: Host, spec: EngineSpec, layout: str = "HND", **more: int) -> Worker:
@@ -540,7 +539,6 @@ class World:
                 layout=worker.layout,
                 regions=(wk.RegionExport(region.region, region.size_bytes, 0),),
                 incarnation=Incarnation(incarnation),
-                notices=worker.notices and self.versions.newest > 1,
             )
         )
 
@@ -714,6 +712,13 @@ class World:
         self.now = end
         for host in list(self.hosts.values()):
             self.feed(host, ev.Tick())
+
+
+def welcome_of(request: int) -> PeerWelcome:
+    """The reply to a greeting."""
+    return PeerWelcome(
+        request=request, version=PEER_VERSIONS.newest, boot=BootId("b"), versions=PEER_VERSIONS
+    )
 
 
 def spec_of(

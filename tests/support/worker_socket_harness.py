@@ -9,12 +9,10 @@ from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
-from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
-from kvxferd.wire.common import Message, Versions
+from kvxferd.wire.common import Message
 from kvxferd.wire.framing import FrameDecoder, encode_frame
-from kvxferd.wire.limits import FENCE_PAGE_BYTES
 
 SPEC = EngineSpec("e", "g", num_layers=1, num_kv_heads=1)
 
@@ -31,17 +29,21 @@ class Listening:
         self.workers, self.path, self.heard = workers, path, heard
         self.opened: list[socket.socket] = []
 
-    async def session(self, version: int = 2) -> socket.socket:
+    async def session(self) -> socket.socket:
         """A session that has said hello."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         await asyncio.get_running_loop().sock_connect(connection, self.path)
         self.opened.append(connection)
-        with SealedMemory.create(FENCE_PAGE_BYTES, "fence") as fence:
-            await self.say(connection, wk.Hello(versions=Versions(1, version), client="x"), fence.fd)
+        await self.say(connection, wk.Hello(versions=wk.WORKER_VERSIONS, client="x"))
         return connection
 
     async def say(self, connection: socket.socket, message: Message, *fds: int) -> None:
         await self.send(connection, encode_frame(encode(message), len(fds)), *fds)
+
+    async def register(self, connection: socket.socket, num_descriptors: int, *fds: int) -> None:
+        """Register, with a socket for deliveries behind these descriptors."""
+        with socket.socket() as deliveries:
+            await self.say(connection, register(num_descriptors), *fds, deliveries.fileno())
 
     async def send(self, connection: socket.socket, content: bytes, *fds: int) -> None:
         sent = socket.send_fds(connection, [content], list(fds))
@@ -69,7 +71,7 @@ class Listening:
         return message
 
 
-def register(num_descriptors: int = 0, notices: bool = False) -> wk.Register:
+def register(num_descriptors: int = 0) -> wk.Register:
     regions = tuple(wk.RegionExport(r.region, r.size_bytes) for r in LAYOUT.regions)
     return wk.Register(
         request=1,
@@ -78,5 +80,4 @@ def register(num_descriptors: int = 0, notices: bool = False) -> wk.Register:
         regions=regions,
         incarnation="i",
         num_descriptors=num_descriptors,
-        notices=notices,
     )

@@ -78,9 +78,7 @@ class AsyncPublisher:
 
         Raises:
             PublishRefusedError: the daemon refused it; so may the client (`device-error`, `blocks-invalid`).
-            EngineError: as `Publisher.publish` does. The code is `bad-version` where the daemon's protocol
-                has no such reply (before version 3): use `handle.publish` there, and `PublishRefused` comes
-                as an event.
+            EngineError: as `Publisher.publish` does.
             KvxferdError: it ended before it was accepted: its lease expired, or the session did.
         """
         self._check_open()

@@ -38,6 +38,7 @@ from kvxferd.wire.worker import Delivered, RegionExport
 _LOG = logging.getLogger(__name__)
 
 NO_PIECES = wire.PiecesRead(bytes=0, runs=0, wire_s=0.0)
+NUM_WORKER_FDS = 2  # the last of `Bind`: the worker's delivery socket and its pidfd
 IDLE_CHECK_S = 1.0  # between two looks at whether chunks are idle, while there are any
 
 
@@ -274,25 +275,23 @@ class MoverLoop:
 
     def _bind(self, message: wire.Bind, fds: tuple[int, ...]) -> None:
         try:
-            num_last = 2 if message.notices else 1
-            if len(fds) < num_last:
-                raise ProtocolError("cannot bind without the worker's pidfd, and the notices that it has")
+            if len(fds) < NUM_WORKER_FDS:
+                raise ProtocolError("cannot bind without the worker's delivery socket and its pidfd")
             with ExitStack() as undoing:
                 # Before anything is bound: where no descriptor is left, nothing is bound, and the daemon can
                 # try again.
-                delivery_fd, worker = _duplicate_present(fds[-2:] if message.notices else (-1, fds[-1]))
+                delivery_fd, worker = dup_fds(fds[-NUM_WORKER_FDS:])
                 undoing.callback(close_fds, (delivery_fd, worker))
                 bound = self._bindings.bind(
                     message.regions,
-                    fds[:-num_last],
+                    fds[:-NUM_WORKER_FDS],
                     always_stage=message.always_stage,
                     scatters=message.read_way is not wire.ReadWay.DIRECT,
                 )
                 bindings = self._bindings
                 self._engine.bind(bound.regions, bindings.flush, bindings.device_scatterer, message.read_way)
                 undoing.pop_all()
-            if message.notices:
-                self._open_delivery_socket(delivery_fd)
+            self._open_delivery_socket(delivery_fd)
             self._watch_worker(worker)
             self._bind_reply = bound
         except KvxferdError as error:
@@ -348,9 +347,3 @@ class MoverLoop:
         if message.on:
             self._transport.progress()
             self._send(wire.Polling(token=message.token))
-
-
-def _duplicate_present(fds: Sequence[int]) -> tuple[int, ...]:
-    """Return copies of the descriptors, -1 for -1. Raises OSError, and then keeps none."""
-    copies = iter(dup_fds(fd for fd in fds if fd >= 0))
-    return tuple(next(copies) if fd >= 0 else -1 for fd in fds)

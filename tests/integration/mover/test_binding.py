@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -24,10 +25,12 @@ F_SEAL_FUTURE_WRITE = 0x10  # Python names it from 3.13 on
 
 
 @pytest.fixture
-def pidfd() -> Iterator[int]:
-    """This process stands for the worker."""
+def worker_fds() -> Iterator[tuple[int, int]]:
+    """Its socket for deliveries and its pidfd: this process stands for the worker."""
     fd = os.pidfd_open(os.getpid())
-    yield fd
+    for_worker, for_mover = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with for_worker, for_mover:
+        yield for_mover.fileno(), fd
     os.close(fd)
 
 
@@ -55,12 +58,12 @@ def maps_of(pid: int, name: str) -> int:
     ],
 )
 async def test_regions_that_cannot_be_mapped(
-    node: Node, pidfd: int, region: RegionExport, code: Code
+    node: Node, worker_fds: tuple[int, int], region: RegionExport, code: Code
 ) -> None:
     mover = await node.pool.acquire()
     with SealedMemory.create(SIZE, "kvxferd-binding") as memory:
         good = RegionExport(region=RegionId("other"), size_bytes=SIZE, fd_index=0)
-        mover.send(Bind(regions=(good, region)), (memory.fd, pidfd))
+        mover.send(Bind(regions=(good, region)), (memory.fd, *worker_fds))
         refused = await node.heard(mover, BindRefused)
         assert refused.code is code
         assert "kv" in refused.message
@@ -68,21 +71,21 @@ async def test_regions_that_cannot_be_mapped(
     assert mover.is_alive
 
 
-async def test_memory_that_could_shrink(node: Node, pidfd: int) -> None:
+async def test_memory_that_could_shrink(node: Node, worker_fds: tuple[int, int]) -> None:
     mover = await node.pool.acquire()
     fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, SIZE)
-    mover.send(Bind(regions=(export(),)), (fd, pidfd))
+    mover.send(Bind(regions=(export(),)), (fd, *worker_fds))
     assert (await node.heard(mover, BindRefused)).code is Code.REGION_UNSEALED
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    mover.send(Bind(regions=(export(),)), (fd, pidfd))
+    mover.send(Bind(regions=(export(),)), (fd, *worker_fds))
     await node.heard(mover, Bound)
     os.close(fd)
 
 
-async def test_a_bind_without_regions_or_without_a_worker(node: Node, pidfd: int) -> None:
+async def test_a_bind_without_regions_or_without_a_worker(node: Node, worker_fds: tuple[int, int]) -> None:
     mover = await node.pool.acquire()
-    mover.send(Bind(regions=()), (pidfd,))
+    mover.send(Bind(regions=()), worker_fds)
     assert (await node.heard(mover, BindRefused)).code is Code.REGION_INVALID
     mover.send(Bind(regions=(export(),)))
     assert (await node.heard(mover, BindRefused)).code is Code.BAD_FRAME
@@ -91,19 +94,19 @@ async def test_a_bind_without_regions_or_without_a_worker(node: Node, pidfd: int
 async def test_a_second_bind_is_refused_and_the_first_stays(node: Node, make_worker: Make) -> None:
     rank = make_worker("E")
     mover, _ = await bind(node, rank)
-    mover.send(Bind(regions=rank.export()), (rank.memory.fd, rank.pidfd))
+    mover.send(Bind(regions=rank.export()), rank.fds)
     assert (await node.heard(mover, BindRefused)).code is Code.OUT_OF_PLACE
     assert maps_of(mover.pid, "kvxferd-test") == 1
 
 
-async def test_several_regions_of_one_descriptor(node: Node, pidfd: int) -> None:
+async def test_several_regions_of_one_descriptor(node: Node, worker_fds: tuple[int, int]) -> None:
     mover = await node.pool.acquire()
     with SealedMemory.create(3 * SIZE, "kvxferd-binding") as memory:
         regions = tuple(
             RegionExport(region=RegionId(f"r{n}"), size_bytes=SIZE, fd_index=0, fd_offset=n * SIZE)
             for n in range(3)
         )
-        mover.send(Bind(regions=regions), (memory.fd, pidfd))
+        mover.send(Bind(regions=regions), (memory.fd, *worker_fds))
         bound = await node.heard(mover, Bound)
         assert [(r.region, r.size_bytes, r.mem_type) for r in bound.regions] == [
             (f"r{n}", SIZE, "DRAM") for n in range(3)

@@ -85,7 +85,7 @@ async def test_a_worker_that_is_dead_already(node: Node, make_worker: Make) -> N
     rank = make_worker("E")
     mover = await node.pool.acquire()
     rank.process.kill()
-    mover.send(Bind(regions=rank.export()), (rank.memory.fd, rank.pidfd))
+    mover.send(Bind(regions=rank.export()), rank.fds)
     await node.gone(mover)
     assert node.exits == [mover.mover_id]
 
@@ -205,7 +205,7 @@ async def test_movers_go_when_their_parent_is_killed_and_new_ones_come(make_work
         os.kill(parent_of(mover.pid), signal.SIGKILL)
         await node.gone(mover)
         again = await take_again(node)
-        again.send(Bind(regions=rank.export()), (rank.memory.fd, rank.pidfd))
+        again.send(Bind(regions=rank.export()), rank.fds)
         await node.heard(again, Bound)
         assert again.agent != mover.agent
         assert node.exits == [mover.mover_id]

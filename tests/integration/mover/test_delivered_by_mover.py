@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -20,39 +22,30 @@ WORD = bytes(range(16))
 Make = Callable[..., Worker]
 
 
-@pytest.fixture
-def notices() -> Iterator[tuple[socket.socket, socket.socket]]:
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    with here, there:
-        yield here, there
-
-
-async def test_the_worker_hears_of_what_is_delivered(
-    pair: tuple[Node, Node], make_worker: Make, notices: tuple[socket.socket, socket.socket]
-) -> None:
+async def test_the_worker_hears_of_what_is_delivered(pair: tuple[Node, Node], make_worker: Make) -> None:
     source = await serve(pair[0], make_worker("P"))
-    reader = await sink(pair[1], make_worker("D"), [source], notices[1].fileno())
+    reader = await sink(pair[1], make_worker("D"), [source])
     source.page.write(7, WORD)
     number = reader.start([source], source.place(7, WORD), [1, 2], [3, 4])
     outcome = await reader.outcome(number)
     assert outcome.delivered
     assert outcome.told
-    assert MOVER_DELIVERIES.decode(notices[0].recv(MAX_NOTICE_BYTES)) == wk.Delivered(
+    assert MOVER_DELIVERIES.decode(reader.worker.deliveries.recv(MAX_NOTICE_BYTES)) == wk.Delivered(
         ticket=number + 1000, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s
     )
     source.close()
 
 
 async def test_the_last_piece_is_reported_with_those_before(
-    pair: tuple[Node, Node], make_worker: Make, notices: tuple[socket.socket, socket.socket]
+    pair: tuple[Node, Node], make_worker: Make
 ) -> None:
     source = await serve(pair[0], make_worker("P"))
-    reader = await sink(pair[1], make_worker("D"), [source], notices[1].fileno())
+    reader = await sink(pair[1], make_worker("D"), [source])
     source.page.write(7, WORD)
     before = PiecesRead(bytes=1 << 40, runs=7, wire_s=2.0)
     number = reader.start([source], source.place(7, WORD), [1, 2], [3, 4], before=before)
     outcome = await reader.outcome(number)
-    told = MOVER_DELIVERIES.decode(notices[0].recv(MAX_NOTICE_BYTES))
+    told = MOVER_DELIVERIES.decode(reader.worker.deliveries.recv(MAX_NOTICE_BYTES))
     assert isinstance(told, wk.Delivered)
     assert (told.bytes, told.runs) == ((1 << 40) + outcome.bytes, 7 + outcome.runs)
     assert told.wire_s == 2.0 + outcome.wire_s
@@ -60,28 +53,24 @@ async def test_the_last_piece_is_reported_with_those_before(
     source.close()
 
 
-async def test_of_what_failed_the_daemon_speaks(
-    pair: tuple[Node, Node], make_worker: Make, notices: tuple[socket.socket, socket.socket]
-) -> None:
+async def test_of_what_failed_the_daemon_speaks(pair: tuple[Node, Node], make_worker: Make) -> None:
     source = await serve(pair[0], make_worker("P"))
-    reader = await sink(pair[1], make_worker("D"), [source], notices[1].fileno())
+    reader = await sink(pair[1], make_worker("D"), [source])
     outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
     assert outcome.code is Code.RELEASED
     assert not outcome.told
     with pytest.raises(BlockingIOError):
-        notices[0].recv(MAX_NOTICE_BYTES)
+        reader.worker.deliveries.recv(MAX_NOTICE_BYTES)
     source.close()
 
 
-async def test_full_notices_leave_it_to_the_daemon(
-    pair: tuple[Node, Node], make_worker: Make, notices: tuple[socket.socket, socket.socket]
-) -> None:
+async def test_a_full_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], make_worker: Make) -> None:
     source = await serve(pair[0], make_worker("P"))
-    reader = await sink(pair[1], make_worker("D"), [source], notices[1].fileno())
+    reader = await sink(pair[1], make_worker("D"), [source])
     source.page.write(7, WORD)
     with suppress(BlockingIOError):
         while True:
-            notices[1].send(b"x")
+            reader.worker.mover_end.send(b"x")
     outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
     assert outcome.delivered
     assert not outcome.told
@@ -90,12 +79,9 @@ async def test_full_notices_leave_it_to_the_daemon(
 
 async def test_what_is_no_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], make_worker: Make) -> None:
     source = await serve(pair[0], make_worker("P"))
-    read, write = os.pipe()
-    try:
-        reader = await sink(pair[1], make_worker("D"), [source], write)
-    finally:
-        os.close(read)
-        os.close(write)
+    rank = make_worker("D")
+    with select.epoll() as other:
+        reader = await sink(pair[1], dataclasses.replace(rank, mover_end=other), [source])
     source.page.write(7, WORD)
     outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
     assert outcome.delivered
@@ -103,24 +89,24 @@ async def test_what_is_no_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node]
     source.close()
 
 
-async def test_a_second_bind_leaves_the_notices_of_the_first(
-    pair: tuple[Node, Node], make_worker: Make, notices: tuple[socket.socket, socket.socket]
+async def test_a_second_bind_leaves_the_socket_of_the_first(
+    pair: tuple[Node, Node], make_worker: Make
 ) -> None:
     source = await serve(pair[0], make_worker("P"))
-    reader = await sink(pair[1], make_worker("D"), [source], notices[1].fileno())
+    reader = await sink(pair[1], make_worker("D"), [source])
     source.page.write(7, WORD)
     assert (await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))).told
-    notices[0].recv(MAX_NOTICE_BYTES)
+    reader.worker.deliveries.recv(MAX_NOTICE_BYTES)
     before = open_files(reader.mover.pid)  # connected by now
     others_end, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     with others_end, others:
-        again = Bind(regions=reader.worker.export(), notices=True)
+        again = Bind(regions=reader.worker.export())
         reader.mover.send(again, (reader.worker.memory.fd, others.fileno(), reader.worker.pidfd))
         assert (await pair[1].heard(reader.mover, BindRefused)).code is Code.OUT_OF_PLACE
     assert open_files(reader.mover.pid) == before
     outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
     assert outcome.told
-    assert MOVER_DELIVERIES.decode(notices[0].recv(MAX_NOTICE_BYTES))
+    assert MOVER_DELIVERIES.decode(reader.worker.deliveries.recv(MAX_NOTICE_BYTES))
     source.close()
 
 

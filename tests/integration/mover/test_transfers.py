@@ -10,7 +10,6 @@ import pytest
 
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Digest, PullId, SessionId
-from kvxferd.memory import FencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from kvxferd.wire.mover import (
     AbortPull,
@@ -23,6 +22,7 @@ from kvxferd.wire.mover import (
     StartPull,
     UnmapFence,
 )
+from tests.support.fence_page import SharedFencePage
 from tests.support.mover_harness import Node, Served, Worker, bind, packed, serve, sink, worker
 
 WORD = bytes(range(16))
@@ -100,7 +100,7 @@ async def test_a_second_fence_page_reaches_readers_that_know_the_agent(
     reader = await sink(here, make_worker("D"), [source])
     source.page.write(0, WORD)
     assert (await reader.outcome(reader.start([source], source.place(0, WORD), range(2), range(2)))).delivered
-    page = FencePage.create()
+    page = SharedFencePage()
     page.write(9, WORD)
     source.mover.send(MapFence(session=SessionId(2), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
     fence = await there.heard(source.mover, FenceMapped)

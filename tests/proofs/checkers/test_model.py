@@ -42,7 +42,7 @@ def test_every_move_of_a_pull_is_made(monkeypatch):
 
 GROWING = {
     "and is withdrawn": Scenario(grows=True),
-    "while movers die": Scenario(grows=True, deaths=1, cancel=False, notices=True),
+    "while movers die": Scenario(grows=True, deaths=1, cancel=False, deliveries=True),
     "while reads are in doubt": Scenario(grows=True, doubt=True, clocks=(0, 1), cancel=False),
     "while messages are lost": Scenario(grows=True, drops=1, cancel=False),
     "while messages are doubled": Scenario(grows=True, duplicates=1, cancel=False),
@@ -127,7 +127,7 @@ def test_a_word_that_is_said_twice_is_found(monkeypatch):
 
     monkeypatch.setattr(Host, "_report", silent)
     with pytest.raises(Broken, match="ended twice"):
-        Search(Scenario(notices=True)).run()
+        Search(Scenario(deliveries=True)).run()
 
 
 def test_a_fence_word_that_is_not_overwritten_is_found(monkeypatch):

@@ -26,7 +26,7 @@ class Mischief:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.world = World(seed, SETTINGS)
-        self.world.notices = seed % 2 == 1
+        self.world.receives_deliveries = seed % 2 == 1
         self.world.covers = seed % 4 >= 2
         self.world.hold_network = True
         self.counts: Counter[str] = Counter()

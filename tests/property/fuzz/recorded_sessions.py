@@ -95,7 +95,7 @@ def _spread() -> list[Tape]:
     second = world.register(other, msgspec.structs.replace(spec, pp_rank=1))
     sink = world.engine(world.host("d"), "decode", layers=4)[0]
     ref = first.publish("t1", IDS, TOKENS)
-    second.say(wk.Ready(transfer_id="t1"))
+    second.ready("t1")
     sink.pull(ref, SINK_IDS, TOKENS)
     world.advance(4.0)
     second.close()

@@ -132,8 +132,7 @@ class Host:
         region = layout.regions[0]
         exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
         self._feed(ev.WorkerConnected(worker.session, 1, 0))
-        hello = wk.Hello(versions=wk.WORKER_VERSIONS, client="", notices=self.scenario.notices)
-        self._say(worker, hello)
+        self._say(worker, wk.Hello(versions=wk.WORKER_VERSIONS, client=""))
         self._say(
             worker,
             wk.Register(
@@ -142,7 +141,6 @@ class Host:
                 layout=layout,
                 regions=exports,
                 incarnation="first",
-                notices=self.scenario.notices,
             ),
         )
 
@@ -288,7 +286,7 @@ class Host:
                 mover, job, delivered=False, agent=job.fence.agent, message="gone", code=Code.TRANSPORT
             )
         elif word == job.fence.word or self.scenario.blind:
-            if (self.scenario.notices or self.scenario.clients) and not job.is_piece:
+            if (self.scenario.deliveries or self.scenario.clients) and not job.is_piece:
                 job.told = True
                 self._notice(mover.worker, job.ticket)
             else:

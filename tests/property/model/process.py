@@ -56,9 +56,9 @@ class Process:
         self.is_mapped = True  # the engine has not freed its memory
         self.num_mappings = 0
         self._words = itertools.count(1)
-        self.fence = FenceSlots(self.new_page(), NUM_SLOTS)
+        self.fence = FenceSlots(NUM_SLOTS)
         self.events: deque[Event] = deque()
-        self.client = ClientSession(name, self.fence, (0, 1), self.events.append)
+        self.client = ClientSession(name, self.fence, -1, self.events.append)
         self.said: set[str] = set()  # what it does once only
         self.num_sleeps = 0
         self.released: set[int] = set()

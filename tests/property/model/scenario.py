@@ -40,7 +40,7 @@ class Scenario:
     close: bool = False  # a worker may die
     deaths: int = 0  # movers that may die, on each node
     doubt: bool = False  # movers may say that they do not know whether a read has ended
-    notices: bool = False  # movers tell their worker what is delivered, and then their daemon
+    deliveries: bool = False  # movers have room to tell their worker first, and then their daemon
     cold: bool = False  # with the handshake; else it is over when the exploration starts
     clients: bool = False  # processes hold the real client session, and a scheduler publishes
     lag: bool = False  # what the scheduler and its daemon send each other arrives later, in order

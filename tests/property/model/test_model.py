@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 SIZES = [
     Scenario(clocks=(1, 1)),
-    Scenario(notices=True, deaths=1, drops=1),
+    Scenario(deliveries=True, deaths=1, drops=1),
     Scenario(clients=True, ready=True, sleeps=1, cancel=False),
 ]
 

@@ -15,7 +15,7 @@ from kvxferd.mover.backends import Backend
 from kvxferd.mover.disconnects import transports_prove_over
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import Message, Refusal, Versions
+from kvxferd.wire.common import Message, Refusal
 from kvxferd.wire.peer import JoinRank
 from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.memory import Buffer, FencePage
@@ -376,8 +376,3 @@ def endpoint_of(node_name: str) -> Endpoint:
 def message_name(message: Message) -> str:
     """Return a message's kind, for the trace."""
     return type(message).__name__
-
-
-def one_older(versions: Versions) -> Versions:
-    """Return what a release before this one supports."""
-    return Versions(versions.oldest, max(versions.oldest, versions.newest - 1))

@@ -121,14 +121,12 @@ class Episode:
         self._striker = Faults(self.world, self._struck)
 
     def _draw_traits(self, names: list[str]) -> Traits:
-        is_mixed = self.rng.random() < 0.25
         return Traits(
             transport=self.rng.choice(TRANSPORTS),
             read_ways=self._draw_read_ways(names),
             num_chunks=self.rng.choice((1, 1, 2, 3, 64)),
             has_low_limits=self.rng.random() < 0.15,
             has_short_leases=self.rng.random() < 0.2,
-            old_nodes=frozenset(name for name in names if is_mixed and self.rng.random() < 0.5),
             drifts=self.rng.random() < 0.3,
             part_bytes=self.rng.choice((4, 8, IDS_PART_BYTES, IDS_PART_BYTES)),
         )

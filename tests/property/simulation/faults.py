@@ -283,13 +283,6 @@ class Faults:
         del self._world.network.tenants[node_name]
         self._world.start_daemon(node_name)
 
-    def _change_version(self, rng: random.Random) -> None:
-        """A node's daemon is upgraded, or rolled back."""
-        if len(self._world.daemons) == len(self._world.node_names):
-            name = rng.choice(self._world.node_names)
-            self._world.old_nodes ^= {name}
-            self._kill_daemon_of(rng, "change-version", [name])
-
     # --- memory
 
     def _sleep(self, rng: random.Random) -> None:
@@ -592,7 +585,7 @@ OTHER_KINDS = {
     "stop-daemon": 2, "stop-worker": 1, "kill-engine": 1, "replace-rank": 1, "scale": 1, "kill-member": 1,
     "sleep": 2, "sleep-without-daemon": 2, "cancel": 3, "abandon": 2, "lose-reader": 1, "unpublish": 3,
     "lose-connection": 2, "fail-read": 3, "stall-reads": 2, "republish": 1, "slow-node": 2,
-    "cut-frame": 2, "no-descriptors": 1, "jump-clock": 1, "reuse-address": 1, "change-version": 1,
+    "cut-frame": 2, "no-descriptors": 1, "jump-clock": 1, "reuse-address": 1,
     "cancel-at-delivery": 2, "slow-cancel": 3, "deadly-pull": 1, "hang-mover": 1, "sleep-before-mover": 1,
     "late-acknowledgement": 1, "kill-mover-at-delivery": 1, "sleep-engine": 2, "sleep-when-offered": 1,
 }  # fmt: skip

@@ -80,7 +80,6 @@ class Mover(Actor):
         self._is_step_due = False
         self._is_poll_due = False
         self._is_idle_check_due = False
-        self._notices = False
 
     @property
     def serves(self) -> bool:
@@ -129,7 +128,6 @@ class Mover(Actor):
 
     def bind(self, message: mv.Bind, memory: Buffer) -> None:
         """Map the worker's memory."""
-        self._notices = message.notices
         (export,) = message.regions
         self.bound = memory
         address = self.transport.map(memory)
@@ -246,7 +244,7 @@ class Mover(Actor):
                 at_delivery, self.at_delivery = self.at_delivery, None
                 if at_delivery is not None and (pull := self._pull_of(ticket)) is not None:
                     at_delivery(pull)
-            if ticket is not None and outcome.delivered and self._notices:
+            if ticket is not None and outcome.delivered:
                 told = Delivered(ticket=ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s)
                 if self.process.receive_delivery(told):
                     outcome = msgspec.structs.replace(outcome, told=True)

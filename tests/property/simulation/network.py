@@ -6,13 +6,11 @@ import random
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvxferd.core import events as ev
 from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire.common import BlockIds, Message
-from kvxferd.wire.peer import LeaveRank, PeerHello, SetRankPolling
-from tests.property.simulation.daemon import Daemon, message_name, one_older
+from kvxferd.wire.peer import LeaveRank, SetRankPolling
+from tests.property.simulation.daemon import Daemon, message_name
 from tests.property.simulation.told import check_left, joined_agent
 
 if TYPE_CHECKING:
@@ -43,10 +41,6 @@ class Network:
     def request(self, sender: Daemon, endpoint: Endpoint, message: Message) -> None:
         """Send over the connection that the sender has opened."""
         target = endpoint.removeprefix("tcp://").removesuffix(":9441")
-        if isinstance(message, PeerHello) and not self._world.old_nodes.isdisjoint(
-            (sender.node_name, target)
-        ):
-            message = msgspec.structs.replace(message, versions=one_older(message.versions))
         route = f"{sender.name}/{self._connections[sender.name, target]}/{target}".encode()
         self._post(sender.node_name, target, message, self._request_arrives, (target, route, message))
 

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvxferd.client.events import Event, Released
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.memory_export import MemoryExport
@@ -20,7 +18,7 @@ from kvxferd.layout import EngineSpec
 from kvxferd.wire import worker as wk
 from kvxferd.wire.worker import RegionExport
 from tests.property.simulation.agenda import Actor
-from tests.property.simulation.daemon import Connection, one_older
+from tests.property.simulation.daemon import Connection
 from tests.property.simulation.memory import NUM_SLOTS, Buffer, FencePage, content_of, layout_of
 from tests.property.simulation.mover import Mover
 from tests.property.simulation.oracle import Violation
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
 
 RECONNECT_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 STABLE_S = 2.0
+DELIVERY_FD = -1  # of the socket for deliveries, which is not one of the memory's descriptors
 NO_ROOM_SHARE = 0.15  # of the movers' packets: the socket is full
 
 
@@ -74,10 +73,9 @@ class Process(Actor):
         self._num_attempts = 0
         self._connected_at = 0.0
         self._tick_at: float | None = None
-        page = FencePage(f"{name}/page", self.rng)
-        self._pages = [page]  # all that it has had
-        self._fence = FenceSlots(page, NUM_SLOTS, self.rng.randbytes)
-        self.session = ClientSession(name, self._fence, (-1, -2), self._emitted, self.rng.randbytes)
+        self._pages: list[FencePage] = []  # all that it has had
+        self._fence = FenceSlots(NUM_SLOTS, self.rng.randbytes)
+        self.session = ClientSession(name, self._fence, DELIVERY_FD, self._emitted, self.rng.randbytes)
 
     # --- what its engine has it do
 
@@ -258,7 +256,7 @@ class Process(Actor):
     def _check_pages(self) -> None:
         """Words of an earlier page prove nothing: whoever read them was granted that by an earlier daemon."""
         for page in self._pages:
-            if page.live_slots and page is not self._fence._page:
+            if page.live_slots and page is not self._fence._current_page:
                 raise Violation(
                     "violations", f"{self.name} has another page, and words of {page.buffer.name}"
                 )
@@ -271,8 +269,6 @@ class Process(Actor):
             connection is not None and (outgoing := self.session.pop_outgoing(self.clock.now())) is not None
         ):
             message, memory = outgoing.message, None
-            if isinstance(message, wk.Hello) and self.node_name in self.engine.world.traits.old_nodes:
-                message = msgspec.structs.replace(message, versions=one_older(message.versions))
             if isinstance(message, wk.Register) and self.spec is not None:
                 self._check_is_shared()
             if isinstance(outgoing.message, wk.Register | wk.Resume):

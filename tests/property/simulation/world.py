@@ -46,7 +46,6 @@ class Traits:
     read_ways: Mapping[str, ReadWay] = field(default_factory=dict)  # of each node's movers
     num_chunks: int = 64  # that a node's movers may have for covering reads
     has_low_limits: bool = False
-    old_nodes: frozenset[str] = frozenset()  # whose daemons and clients have the version before this one
     has_short_leases: bool = False  # which end while reads are under way: all are slow
     part_bytes: int = IDS_PART_BYTES  # of block ids in a message: few, so that most requests need parts
     drifts: bool = False  # each node's clock has another rate and another start
@@ -112,7 +111,6 @@ class World:
         self.planned_at_read: deque[tuple[float, Callable[[Mover], None]]] = deque()
         self._saved: dict[str, tuple] = dict.fromkeys(node_names, ((), ()))
         self._eras = dict.fromkeys(node_names, 0)
-        self.old_nodes = set(traits.old_nodes)  # whose daemon has the version before this one, at present
         self._last_number = 0
         self.node_names = node_names
         for name in node_names:

@@ -15,7 +15,7 @@ from kvxferd.client.aio import session as aio_session
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.wire import worker
 from tests.support.client_harness import LAYOUT, REF, REGION, SPEC, Stage, blocks
-from tests.support.scripted_daemon import ENDPOINT, WAIT_S
+from tests.support.scripted_daemon import WAIT_S
 
 DELIVERED = {"bytes": 1, "runs": 1, "wire_s": 0.1}
 FAILED = {"code": Code.CANCELLED, "message": "cannot pull"}
@@ -30,8 +30,8 @@ async def aside(call: Callable[..., Any], *args: Any) -> Any:
     return await soon(asyncio.to_thread(call, *args))
 
 
-async def rank_of(stage: Stage, version: int = worker.WORKER_VERSIONS.newest) -> AsyncRank:
-    return AsyncRank(await asyncio.to_thread(stage.rank, version=version))
+async def rank_of(stage: Stage) -> AsyncRank:
+    return AsyncRank(await asyncio.to_thread(stage.rank))
 
 
 async def pulled(stage: Stage, rank: AsyncRank) -> tuple[AsyncPull, worker.Pull]:
@@ -56,7 +56,7 @@ async def test_from_connect_to_delivered(stage: Stage) -> None:
 
     running = asyncio.create_task(engine())
     side = stage.side = await aside(stage.daemon.accept)
-    await aside(side.greet, 30.0, 3)
+    await aside(side.greet)
     await aside(side.register, stage.new_mover())
     asked = await aside(side.expect, worker.Pull)
     side.say(worker.Delivered(ticket=asked.ticket, bytes=7, runs=1, wire_s=0.1))
@@ -72,7 +72,7 @@ async def test_connect_that_is_cancelled_leaves_nothing(stage: Stage) -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await aside(side.greet, 30.0, 3)
+    await aside(side.greet)
     while True:  # the connection that came late is closed
         try:
             await aside(side.receive)
@@ -155,14 +155,6 @@ class TestPublish:
             stage.side.say(worker.Released(transfer_id="a", why=Code.LEASE_EXPIRED))
             assert await soon(rank.released(refs["a"])) is Code.LEASE_EXPIRED
 
-    async def test_a_daemon_that_does_not_reply_is_named(self, stage: Stage) -> None:
-        async with await rank_of(stage, version=2) as rank:
-            with pytest.raises(EngineError, match="version 2") as raised:
-                await rank.publish("t", blocks(), num_tokens=48)
-            assert raised.value.code is Code.BAD_VERSION
-            rank.handle.publish("t", blocks(), num_tokens=48)
-            assert not (await aside(stage.side.expect, worker.Publish)).wants_reply
-
     async def test_one_reply_over_a_restart(self, stage: Stage) -> None:
         async with await rank_of(stage) as rank:
             kept = asyncio.create_task(rank.publish("kept", blocks(), num_tokens=48))
@@ -173,22 +165,11 @@ class TestPublish:
             await aside(stage.side.expect, worker.Publish)
             stage.daemon.stop()
             stage.daemon.start()
-            await asyncio.to_thread(stage.rejoin, 30.0, 3)
+            await asyncio.to_thread(stage.rejoin)
             again = [await aside(stage.side.expect, worker.Publish) for _ in range(2)]
             assert {one.transfer_id: one.wants_reply for one in again} == {"kept": False, "waits": True}
             stage.side.say(worker.PublishAccepted(transfer_id="waits"))
             await soon(waits)
-
-    async def test_an_older_daemon_that_comes_meanwhile_is_not_waited_for(self, stage: Stage) -> None:
-        async with await rank_of(stage) as rank:
-            publishing = asyncio.create_task(rank.publish("t", blocks(), num_tokens=48))
-            await aside(stage.side.expect, worker.Publish)
-            stage.daemon.stop()
-            stage.daemon.start()
-            await asyncio.to_thread(stage.rejoin, 30.0, 2)
-            with pytest.raises(PublishRefusedError, match="version 2") as raised:
-                await soon(publishing)
-            assert raised.value.code is Code.BAD_VERSION
 
     async def test_the_session_ends_meanwhile(self, stage: Stage) -> None:
         rank = await rank_of(stage)
@@ -327,7 +308,7 @@ async def test_suspend_returns_when_the_memory_is_free(stage: Stage) -> None:
 
 async def test_suspend_waits_for_a_resume_whose_task_was_cancelled(stage: Stage) -> None:
     """Its thread goes on, and would have the memory mapped after `suspend` has returned."""
-    async with await rank_of(stage, 1) as rank:
+    async with await rank_of(stage) as rank:
         suspending = asyncio.create_task(rank.suspend())
         await aside(stage.side.expect, worker.Suspend)
         stage.side.say(worker.Suspended())
@@ -348,8 +329,7 @@ async def test_suspend_waits_for_a_resume_whose_task_was_cancelled(stage: Stage)
         assert not suspending.done()
         may_begin.set()
         asked = await aside(stage.side.expect, worker.Resume)
-        accepted = worker.Registered(request=asked.request, endpoint=ENDPOINT)
-        stage.side.say(accepted, stage.new_mover().pidfd)
+        await aside(stage.side.accept_resume, asked.request, stage.new_mover())
         await aside(stage.side.expect, worker.Suspend)
         assert not suspending.done()
         stage.side.say(worker.Suspended())

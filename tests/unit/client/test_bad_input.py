@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,10 +24,9 @@ from tests.support.scripted_daemon import WAIT_S
 
 LONE = "a\ud800"  # a lone surrogate: Python has it, UTF-8 has not
 FIELDS = msgspec.structs.asdict(REF)
-TEXTS = [name for name in FIELDS if name not in ("ready_tokens", "traceparent")]
+TEXTS = [name for name in FIELDS if name != "traceparent"]
 BAD_TEXTS = [LONE, "", "x" * (2 * MAX_NAME_CHARS + 1), 7, None, b"abc", ["x"]]
-BAD_COUNTS = [1 << 64, 1 << 63, -2, -(1 << 63), 1.5, "7", None, True, [1], 10**5000]
-BAD_FIELDS = [(n, v) for n in TEXTS for v in BAD_TEXTS] + [("ready_tokens", v) for v in BAD_COUNTS]
+BAD_FIELDS = [(n, v) for n in TEXTS for v in BAD_TEXTS]
 
 
 class Text(str):
@@ -63,9 +61,8 @@ def test_what_is_no_reference_at_all(form: Any) -> None:
 
 
 def test_what_a_reference_holds_becomes_plain() -> None:
-    odd = REF.__class__(**FIELDS | {"nonce": Text(REF.nonce), "ready_tokens": np.int64(48)})
-    read = read_ref(odd)
-    assert (type(read.nonce), type(read.ready_tokens), read.ready_tokens) == (str, int, 48)
+    odd = REF.__class__(**FIELDS | {"nonce": Text(REF.nonce)})
+    assert type(read_ref(odd).nonce) is str
 
 
 SCRAP = st.one_of(

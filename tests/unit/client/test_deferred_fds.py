@@ -1,4 +1,4 @@
-"""From version 2 on a registration announces its descriptors, and most of them come when they are wanted."""
+"""A registration announces its descriptors, and most of them come when they are wanted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_rest_comes_when_it_is_wanted(stage: Stage) -> None:
     layout = msgspec.structs.replace(LAYOUT, regions=tuple(specs))
     connecting = stage.calling(connect, stage.daemon.path, timeout_s=WAIT_S)
     side = stage.side = stage.daemon.accept()
-    side.greet(version=2)
+    side.greet()
     client = connecting.result(WAIT_S)
     stage.stack.callback(client.close)
     registering = stage.calling(
@@ -38,7 +38,7 @@ def test_the_rest_comes_when_it_is_wanted(stage: Stage) -> None:
     )
     register, first = side.receive()
     assert isinstance(register, worker.Register)
-    assert (register.num_descriptors, register.notices, len(first)) == (NUM, True, MAX_FDS_PER_FRAME)
+    assert (register.num_descriptors, len(first)) == (NUM, MAX_FDS_PER_FRAME)
     assert side.is_silent()
     side.say(worker.FdsWanted(request=register.request))
     part, rest = side.receive()
@@ -52,12 +52,12 @@ def test_the_rest_comes_when_it_is_wanted(stage: Stage) -> None:
 def test_a_few_come_with_it(stage: Stage) -> None:
     connecting = stage.calling(connect, stage.daemon.path, timeout_s=WAIT_S)
     side = stage.side = stage.daemon.accept()
-    side.greet(version=2)
+    side.greet()
     client = connecting.result(WAIT_S)
     stage.stack.callback(client.close)
     registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory}, WAIT_S)
     register, fds = side.receive()
     assert isinstance(register, worker.Register)
-    assert (register.num_descriptors, register.notices, len(fds)) == (0, True, 2)
+    assert (register.num_descriptors, len(fds)) == (0, 2)
     side.say(worker.Refused(request=register.request, code=Code.BUSY, message="no", retry_after_s=1.0))
     assert registering.exception(WAIT_S) is not None

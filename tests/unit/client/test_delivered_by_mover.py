@@ -32,7 +32,7 @@ def noticed_in_doubt(stage: Stage, rank: RankHandle) -> None:
     failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
     stage.side.say(failed)
     assert isinstance(one_event(rank), Failed)
-    stage.side.notice(word_of(ticket))
+    stage.side.deliver(word_of(ticket))
 
 
 def word_of(ticket: PullTicket) -> bytes:
@@ -42,7 +42,7 @@ def word_of(ticket: PullTicket) -> bytes:
 def test_a_notice_is_an_event(stage: Stage) -> None:
     rank = stage.rank()
     ticket = pulled(stage, rank)
-    stage.side.notice(word_of(ticket))
+    stage.side.deliver(word_of(ticket))
     assert select.select([rank.fileno()], [], [], 10.0)[0]
     assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
     assert not select.select([rank.fileno()], [], [], 0.0)[0]
@@ -52,7 +52,7 @@ def test_a_notice_is_an_event(stage: Stage) -> None:
 def test_what_the_daemon_says_of_it_later_means_nothing(stage: Stage) -> None:
     rank = stage.rank()
     ticket, other = pulled(stage, rank), pulled(stage, rank)
-    stage.side.notice(word_of(ticket))
+    stage.side.deliver(word_of(ticket))
     failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
     stage.side.say(failed)
     stage.side.say(worker.Quiesced(ticket=ticket.number))
@@ -64,7 +64,7 @@ def test_what_the_daemon_says_of_it_later_means_nothing(stage: Stage) -> None:
 def test_a_notice_counts_before_the_daemons_end(stage: Stage) -> None:
     rank = stage.rank()
     told, untold = pulled(stage, rank), pulled(stage, rank)
-    stage.side.notice(word_of(told))
+    stage.side.deliver(word_of(told))
     stage.daemon.stop()
     stage.mover.die()
     delivered, failed = events_of(rank, 2)
@@ -83,7 +83,7 @@ def test_a_mover_that_outlives_its_daemon_is_believed(stage: Stage) -> None:
     while rank.is_connected:
         assert time.monotonic() < deadline
     side.fds = fds
-    side.notice(word_of(ticket))
+    side.deliver(word_of(ticket))
     stage.mover.die()
     assert one_event(rank) == Delivered(ticket, 3, 2, 0.5)
     side.close()
@@ -92,8 +92,8 @@ def test_a_mover_that_outlives_its_daemon_is_believed(stage: Stage) -> None:
 def test_what_came_before_nonsense_counts(stage: Stage) -> None:
     rank = stage.rank()
     ticket = pulled(stage, rank)
-    stage.side.notice(word_of(ticket))
-    stage.side.notice(b"nonsense")
+    stage.side.deliver(word_of(ticket))
+    stage.side.deliver(b"nonsense")
     assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
 
 
@@ -109,7 +109,7 @@ def test_one_that_failed_in_doubt_is_not_among_the_last_words(stage: Stage) -> N
 def test_a_notice_counts_before_the_deadline(stage: Stage) -> None:
     rank = stage.rank()
     ticket = pulled(stage, rank, deadline_s=0.05)
-    stage.side.notice(word_of(ticket))
+    stage.side.deliver(word_of(ticket))
     # No event tells when the client's own timer is due too: by the notice its descriptor is readable already.
     time.sleep(0.05 + DEADLINE_GRACE_S + 0.25)
     assert rank.poll() == [Delivered(ticket, 3, 2, 0.5)]
@@ -125,7 +125,7 @@ def test_a_notice_after_a_failure_in_doubt_gives_the_blocks_back(stage: Stage) -
 def test_nonsense_ends_the_connection(stage: Stage, raw: bytes) -> None:
     rank = stage.rank()
     pulled(stage, rank)
-    stage.side.notice(raw)
+    stage.side.deliver(raw)
     rank.poll()
     with pytest.raises(ConnectionError):
         stage.side.receive()
@@ -136,7 +136,7 @@ def test_nonsense_ends_the_connection(stage: Stage, raw: bytes) -> None:
 def test_a_ticket_that_was_never_asked_ends_the_connection(stage: Stage) -> None:
     rank = stage.rank()
     pulled(stage, rank)
-    stage.side.notice(encode(worker.Delivered(ticket=Ticket(99), bytes=0, runs=0, wire_s=0.0)))
+    stage.side.deliver(encode(worker.Delivered(ticket=Ticket(99), bytes=0, runs=0, wire_s=0.0)))
     rank.poll()
     with pytest.raises(ConnectionError):
         stage.side.receive()
@@ -147,7 +147,7 @@ def test_a_ticket_that_was_never_asked_ends_the_connection(stage: Stage) -> None
 def test_the_daemon_hears_of_them_before_suspend(stage: Stage) -> None:
     rank = stage.rank()
     ticket = pulled(stage, rank)
-    stage.side.notice(word_of(ticket))
+    stage.side.deliver(word_of(ticket))
     assert isinstance(one_event(rank), Delivered)
     rank.suspend()
     assert stage.side.expect(worker.DeliveredByMover).tickets == (ticket.number,)
@@ -160,9 +160,9 @@ def test_the_daemon_hears_of_them_before_suspend(stage: Stage) -> None:
 def test_the_daemon_hears_of_them_before_the_end(stage: Stage) -> None:
     rank = stage.rank()
     told, unread = pulled(stage, rank), pulled(stage, rank)
-    stage.side.notice(word_of(told))
+    stage.side.deliver(word_of(told))
     assert isinstance(one_event(rank), Delivered)
-    stage.side.notice(word_of(unread))
+    stage.side.deliver(word_of(unread))
     rank.close()
     assert stage.side.expect(worker.DeliveredByMover).tickets == (told.number, unread.number)
     with pytest.raises(ConnectionError):
@@ -188,21 +188,21 @@ def test_notices_are_packets_and_end_with_close() -> None:
 
 
 def test_of_pulls_whose_mover_died_the_client_says_which_have_not_ended(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     delivered, open_, cancelled = (pulled(stage, rank) for _ in range(3))
     failed = worker.Failed(ticket=cancelled.number, code=Code.CANCELLED, message="no", safe_to_reuse=True)
     stage.side.say(failed)
-    stage.side.notice(word_of(delivered))
+    stage.side.deliver(word_of(delivered))
     tickets = (delivered.number, open_.number, cancelled.number)
     stage.side.say(worker.PullsInterrupted(number=3, tickets=tickets))
     resumed = stage.side.expect(worker.PullsResumed)
     assert resumed == worker.PullsResumed(number=3, tickets=(open_.number,), arrived=(delivered.number,))
-    stage.side.notice(word_of(open_))  # by the next mover
+    stage.side.deliver(word_of(open_))  # by the next mover
     assert len(events_of(rank, 3)) == 3
 
 
 def test_a_pull_that_the_client_has_given_up_is_not_read_again(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     ticket = pulled(stage, rank, deadline_s=0.01)
     assert isinstance(one_event(rank), Failed)
     stage.side.expect(worker.Cancel)
@@ -211,7 +211,7 @@ def test_a_pull_that_the_client_has_given_up_is_not_read_again(stage: Stage) -> 
 
 
 def test_a_pull_that_was_never_asked_cannot_be_interrupted(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     stage.side.say(worker.PullsInterrupted(number=3, tickets=(7,)))
     with pytest.raises(ConnectionError):
         stage.side.receive()

@@ -24,7 +24,7 @@ EMPTY = bytes(16)
 @contextmanager
 def page_of(side: DaemonSide) -> Iterator[UnmappedFencePage]:
     """The page that a side's movers go on serving when the side itself is gone."""
-    page = UnmappedFencePage(os.dup(side.page.fd if side.page is not None else side.fds[0]))
+    page = UnmappedFencePage(os.dup(side.page.fd))
     try:
         yield page
     finally:
@@ -36,50 +36,48 @@ def publish(stage: Stage, rank, name: str = "t1") -> worker.Publish:
     return stage.side.expect(worker.Publish)
 
 
-def test_a_word_is_in_the_daemons_page_and_nowhere_else(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+def test_a_word_is_in_the_daemons_page(stage: Stage) -> None:
+    rank = stage.rank()
     slot = publish(stage, rank).fence_slot
-    assert stage.side.word(slot) != EMPTY
-    assert stage.side.own_word(slot) == EMPTY
+    assert stage.side.page.read(slot) != EMPTY
 
 
 def test_a_publisher_gets_its_page_with_the_answer_to_attach(stage: Stage) -> None:
-    client = stage.client(version=2)
+    client = stage.client()
     attaching = stage.calling(client.attach, "decode-0", "g1", 10.0)
     attach = stage.side.expect(worker.Attach)
     stage.side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
     stage.side.say_registered(attach.request)
     publisher = attaching.result(10.0)
     publisher.publish("t1", blocks(1, 2), num_tokens=32)
-    assert stage.side.word(stage.side.expect(worker.Publish).fence_slot) != EMPTY
+    assert stage.side.page.read(stage.side.expect(worker.Publish).fence_slot) != EMPTY
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2), (2, 1), (1, 1)])
-def test_after_a_reconnect_the_old_words_are_gone_before_a_replay(stage: Stage, before, after) -> None:
+def test_after_a_reconnect_the_old_words_are_gone_before_a_replay(stage: Stage) -> None:
     """The dead daemon's movers may serve the old page still, to readers that hold the old word."""
-    rank = stage.rank(version=before)
+    rank = stage.rank()
     slot = publish(stage, rank).fence_slot
-    old_word = stage.side.word(slot)
+    old_word = stage.side.page.read(slot)
     with page_of(stage.side) as old:
         stage.daemon.stop()
         until(lambda: not rank.is_connected, "loss noticed")
         rank.publish("t2", blocks(3, 4), num_tokens=32)
         assert old.read(slot) == old_word  # nothing is released: what reads now is right
         stage.daemon.start()
-        side = stage.rejoin(version=after)
+        side = stage.rejoin()
         slots = {said.transfer_id: said.fence_slot for said in (side.expect(worker.Publish) for _ in "12")}
         assert slots["t1"] == slot
         assert old.read(slot) not in (old_word, EMPTY)
-        words = {side.word(slots[name]) for name in ("t1", "t2")}
+        words = {side.page.read(slots[name]) for name in ("t1", "t2")}
         assert len(words) == 2
         assert not words & {old_word, EMPTY}
 
 
 def test_what_is_released_without_a_daemon_is_void_in_the_page_that_movers_serve(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     ref = rank.publish("t1", blocks(1, 2), num_tokens=32)
     slot = stage.side.expect(worker.Publish).fence_slot
-    word = stage.side.word(slot)
+    word = stage.side.page.read(slot)
     with page_of(stage.side) as page:
         stage.daemon.stop()
         until(lambda: not rank.is_connected, "loss noticed")
@@ -91,35 +89,34 @@ def test_what_is_released_without_a_daemon_is_void_in_the_page_that_movers_serve
 
 
 def test_several_daemons_in_a_row_each_with_a_page_of_its_own(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     slot = publish(stage, rank).fence_slot
-    words = {stage.side.word(slot)}
+    words = {stage.side.page.read(slot)}
     for _ in range(3):
         stage.daemon.stop()
         stage.daemon.start()
-        stage.daemon.accept().greet(version=2)  # one that dies before it has registered anybody
+        stage.daemon.accept().greet()  # one that dies before it has registered anybody
         stage.daemon.stop()
         stage.daemon.start()
-        side = stage.rejoin(version=2)
+        side = stage.rejoin()
         assert side.expect(worker.Publish).fence_slot == slot
-        words.add(side.word(slot))
+        words.add(side.page.read(slot))
     assert len(words) == 4
     rank.close()
-    assert side.word(slot) not in words
+    assert side.page.read(slot) not in words
 
 
 def test_a_rank_that_resumes_keeps_its_page(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     rank.suspend()
     stage.side.expect(worker.Suspend)
     stage.side.say(worker.Suspended())
     one_event(rank)
     resuming = stage.calling(rank.resume, {"kv": stage.memory}, 10.0)
     resume = stage.side.expect(worker.Resume)
-    stage.side.offer(stage.new_mover())
-    stage.side.say(worker.Registered(request=resume.request, endpoint="tcp://a:1"))
+    stage.side.accept_resume(resume.request, stage.new_mover())
     resuming.result(10.0)
-    assert stage.side.word(publish(stage, rank).fence_slot) != EMPTY
+    assert stage.side.page.read(publish(stage, rank).fence_slot) != EMPTY
 
 
 def test_a_page_that_cannot_be_mapped_for_whatever_reason_leaves_no_descriptor(
@@ -134,16 +131,16 @@ def test_a_page_that_cannot_be_mapped_for_whatever_reason_leaves_no_descriptor(
         return real(fd)
 
     monkeypatch.setattr(FencePage, "map", map_page)
-    client = stage.client(version=2)
+    client = stage.client()
     joining = stage.calling(client.attach, "decode-0", "g1", 10.0)
     stage.side.say_registered(stage.side.expect(worker.Attach).request)
     side = stage.daemon.accept()
-    side.greet(version=2)
+    side.greet()
     again = side.expect(worker.Attach)
     side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
     side.say_registered(again.request)
     joining.result(10.0).publish("t1", blocks(1, 2), num_tokens=32)
-    assert side.word(side.expect(worker.Publish).fence_slot) != EMPTY
+    assert side.page.read(side.expect(worker.Publish).fence_slot) != EMPTY
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -154,7 +151,7 @@ def test_a_defect_of_ours_ends_the_session_and_leaves_no_descriptor(
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(FencePage, "map", map_page)
-    client = stage.client(version=2)
+    client = stage.client()
     joining = stage.calling(client.attach, "decode-0", "g1", 10.0)
     stage.side.say_registered(stage.side.expect(worker.Attach).request)
     with pytest.raises(KvxferdError) as raised:
@@ -163,16 +160,16 @@ def test_a_defect_of_ours_ends_the_session_and_leaves_no_descriptor(
 
 
 def test_a_page_that_is_none_ends_the_connection_and_the_next_is_taken(stage: Stage) -> None:
-    client = stage.client(version=2)
+    client = stage.client()
     joining = stage.calling(client.attach, "decode-0", "g1", 10.0)
     attach = stage.side.expect(worker.Attach)
     bad = os.memfd_create("page")
     stage.side.say(worker.Registered(request=attach.request, endpoint="tcp://a:1"), bad)
     os.close(bad)
     side = stage.daemon.accept()
-    side.greet(version=2)
+    side.greet()
     again = side.expect(worker.Attach)
     side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
     side.say_registered(again.request)
     joining.result(10.0).publish("t1", blocks(1, 2), num_tokens=32)
-    assert side.word(side.expect(worker.Publish).fence_slot) != EMPTY
+    assert side.page.read(side.expect(worker.Publish).fence_slot) != EMPTY

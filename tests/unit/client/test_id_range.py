@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvxferd.client import BlockList, Delivered, Failed, PublishRefused
 from kvxferd.client.id_range import SHORT_BYTES, SLICE_BYTES, find_out_of_range
 from kvxferd.errors import Code, EngineError
-from kvxferd.ids import GroupName
+from kvxferd.ids import GroupName, Rank
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire import worker
 from kvxferd.wire.common import BlockIds
@@ -132,9 +132,10 @@ def test_a_list_of_several_parts(stage: Stage) -> None:
 
 def test_a_scheduler_knows_no_groups(stage: Stage) -> None:
     """Only the engine's ranks have layouts: the daemon checks."""
-    client = stage.client(version=1)
+    client = stage.client()
     joining = stage.calling(client.attach, "prefill-0", "g9")
     attach = stage.side.expect(worker.Attach)
-    stage.side.say(worker.Registered(request=attach.request, endpoint="tcp://10.0.0.1:7701"))
+    stage.side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
+    stage.side.say_registered(attach.request)
     joining.result(10.0).publish("t", blocks(99), num_tokens=16)
     stage.side.expect(worker.Publish)

@@ -10,8 +10,8 @@ from kvxferd.client import Publisher, RankHandle, Released, Suspended
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Rank
 from kvxferd.wire import worker
-from tests.support.client_harness import REGION, Stage, blocks, events_of, one_event
-from tests.support.scripted_daemon import ENDPOINT, WAIT_S, DaemonSide, until
+from tests.support.client_harness import REGION, Stage, blocks, events_of
+from tests.support.scripted_daemon import WAIT_S, DaemonSide, until
 
 FIRST, SECOND = Rank(0, 0), Rank(0, 1)
 BOTH = ((FIRST, "a1"), (SECOND, "b1"))
@@ -27,9 +27,9 @@ class Kernel:
         return self.done.is_set()
 
 
-def take(side: DaemonSide, *ranks: tuple[Rank, str], version: int = 2) -> None:
+def take(side: DaemonSide, *ranks: tuple[Rank, str]) -> None:
     """Take a publisher that comes back."""
-    side.greet(version=version)
+    side.greet()
     attach = side.expect(worker.Attach)
     if ranks:
         side.say(worker.EngineRanks(ranks=ranks))
@@ -37,7 +37,7 @@ def take(side: DaemonSide, *ranks: tuple[Rank, str], version: int = 2) -> None:
 
 
 def publisher(stage: Stage, *ranks: tuple[Rank, str]) -> Publisher:
-    client = stage.client(version=2)
+    client = stage.client()
     attaching = stage.calling(client.attach, "prefill-0", "g7")
     attach = stage.side.expect(worker.Attach)
     if ranks:
@@ -98,14 +98,13 @@ def resumed(stage: Stage, rank: RankHandle) -> worker.Resume:
         events += events_of(rank)
     resuming = stage.calling(rank.resume, {REGION: stage.memory}, WAIT_S)
     resume = stage.side.expect(worker.Resume)
-    stage.side.offer(stage.new_mover())
-    stage.side.say(worker.Registered(request=resume.request, endpoint=ENDPOINT))
+    stage.side.accept_resume(resume.request, stage.new_mover())
     resuming.result(WAIT_S)
     return resume
 
 
 def test_of_its_own_rank_a_session_knows_best(stage: Stage) -> None:
-    rank, kernel = stage.rank(version=2), Kernel()
+    rank, kernel = stage.rank(), Kernel()
     own = rank._session._incarnations.own
     stage.side.say(worker.EngineRanks(ranks=((FIRST, "nonsense"), (SECOND, "b1"))))
     until(lambda: len(rank._session._incarnations.all) == 2, "the report is taken")
@@ -127,7 +126,7 @@ def test_of_its_own_rank_a_session_knows_best(stage: Stage) -> None:
 
 
 def test_a_rank_that_is_refused_while_it_sleeps_keeps_nothing_to_publish_again(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     rank.publish("t", blocks(), num_tokens=48)
     stage.side.expect(worker.Publish)
     stage.mover.die()
@@ -135,21 +134,8 @@ def test_a_rank_that_is_refused_while_it_sleeps_keeps_nothing_to_publish_again(s
     until(lambda: not rank.is_connected, "loss noticed")
     stage.daemon.start()
     side = stage.daemon.accept()
-    side.greet(version=2)
+    side.greet()
     register = side.expect(worker.Register)
     rank.suspend()
     side.say(worker.Refused(request=register.request, code=Code.BUSY, message="later"))
     assert events_of(rank, 2) == [Released("t", Code.SUSPENDED), Suspended()]
-
-
-def test_a_daemon_of_version_1_is_given_nothing_that_it_cannot_judge(stage: Stage) -> None:
-    scheduler = publisher(stage, *BOTH)
-    scheduler.publish("t", blocks(), num_tokens=48)
-    stage.side.expect(worker.Publish)
-    stage.daemon.stop()
-    stage.daemon.start()
-    side = stage.daemon.accept()
-    take(side, version=1)
-    assert one_event(scheduler) == Released("t", Code.RANK_LOST)
-    scheduler.publish("new", blocks(), num_tokens=48)
-    assert side.expect(worker.Publish).incarnations == ()

@@ -19,7 +19,7 @@ def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTick
 
 
 def test_the_pidfd_comes_with_the_offer_and_with_nothing_else(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     assert rank.is_connected
     stage.side.offer(stage.new_mover())
     stage.side.say(worker.MoverChanged())
@@ -28,7 +28,7 @@ def test_the_pidfd_comes_with_the_offer_and_with_nothing_else(stage: Stage) -> N
 
 
 def test_a_mover_that_was_acknowledged_must_be_dead_too(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     first = stage.mover
     pulled(stage, rank)
     stage.side.offer(stage.new_mover())  # nobody has told of a change yet
@@ -43,7 +43,7 @@ def test_a_mover_that_was_acknowledged_must_be_dead_too(stage: Stage) -> None:
 
 
 def test_an_acknowledged_mover_that_lives_on_leaves_doubt(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     first = stage.mover
     pulled(stage, rank)
     stage.side.offer(stage.new_mover())
@@ -57,27 +57,18 @@ def test_an_acknowledged_mover_that_lives_on_leaves_doubt(stage: Stage) -> None:
 
 
 def test_what_cannot_be_watched_is_not_acknowledged(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     stage.side.say(worker.MoverOffered(number=2), stage.memory.fd)  # a file is always readable
     with pytest.raises(ConnectionError):
         stage.side.receive()
-    stage.rejoin(version=2)
+    stage.rejoin()
     until(lambda: rank.is_connected, "back")
 
 
 @pytest.mark.parametrize("num_fds", [0, 2])
 def test_an_offer_carries_one_descriptor(stage: Stage, num_fds: int) -> None:
-    rank = stage.rank(version=2)
-    stage.side.say(worker.MoverOffered(number=2), *[stage.new_mover().pidfd] * num_fds)
-    with pytest.raises(ConnectionError):
-        stage.side.receive()
-    stage.rejoin(version=2)
-    until(lambda: rank.is_connected, "back")
-
-
-def test_version_1_offers_nothing(stage: Stage) -> None:
     rank = stage.rank()
-    stage.side.say(worker.MoverOffered(number=1))
+    stage.side.say(worker.MoverOffered(number=2), *[stage.new_mover().pidfd] * num_fds)
     with pytest.raises(ConnectionError):
         stage.side.receive()
     stage.rejoin()
@@ -85,7 +76,7 @@ def test_version_1_offers_nothing(stage: Stage) -> None:
 
 
 def test_a_publisher_is_offered_nothing(stage: Stage) -> None:
-    client = stage.client(version=2)
+    client = stage.client()
     attaching = stage.calling(client.attach, "decode-0", "g1", WAIT_S)
     attach = stage.side.expect(worker.Attach)
     stage.side.say_registered(attach.request)
@@ -96,13 +87,12 @@ def test_a_publisher_is_offered_nothing(stage: Stage) -> None:
 
 
 def test_memory_that_no_mover_was_offered_for_is_let_go_at_once(stage: Stage) -> None:
-    """In version 1 a mover may have it that nobody here knows of, and only a daemon can say that none has."""
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     stage.daemon.stop()
     stage.mover.die()
     stage.daemon.start()
     side = stage.daemon.accept()
-    side.greet(version=2)
+    side.greet()
     side.expect(worker.Register)  # the memory is offered
     rank.suspend()
     stage.daemon.stop()
@@ -110,12 +100,12 @@ def test_memory_that_no_mover_was_offered_for_is_let_go_at_once(stage: Stage) ->
 
 
 def test_memory_that_a_watched_mover_may_have_is_let_go_when_that_is_dead(stage: Stage) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     stage.daemon.stop()
     stage.mover.die()
     stage.daemon.start()
     side = stage.daemon.accept()
-    side.greet(version=2)
+    side.greet()
     side.expect(worker.Register)
     side.offer(stage.new_mover())
     rank.suspend()
@@ -127,7 +117,7 @@ def test_memory_that_a_watched_mover_may_have_is_let_go_when_that_is_dead(stage:
 
 
 def test_a_refusal_after_the_offer_leaves_nothing_mapped(stage: Stage) -> None:
-    client = stage.client(version=2)
+    client = stage.client()
     registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory}, WAIT_S)
     register = stage.side.expect(worker.Register)
     stage.side.offer(stage.new_mover())

@@ -10,7 +10,6 @@ import pytest
 from kvxferd.client import outbox
 from kvxferd.client.blocks import BlockList, pack_blocks
 from kvxferd.client.events import Event, Failed, PublishRefused, Released
-from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.outbox import MIN_PRUNED, Outbox
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import MIN_STALE_TIMERS, ClientPull, ClientPullPhase, ClientPulls
@@ -21,6 +20,7 @@ from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.wire import worker
 from kvxferd.wire.common import Message
 from kvxferd.wire.limits import FENCE_WORD_BYTES
+from tests.support.client_harness import slots_on
 
 REF = TransferRef(
     Endpoint("tcp://10.0.0.9:7701"), EngineId("prefill-0"), Generation("g9"), TransferId("req-1"), "ab" * 16
@@ -53,7 +53,7 @@ class Queue:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.pulls = ClientPulls(self.events.append)
-        self.publishes = ClientPublishes(FenceSlots(Page()), self.events.append)
+        self.publishes = ClientPublishes(slots_on(Page()), self.events.append)
         self.outbox = Outbox(self.pulls, self.publishes)
 
     def pull(self, deadline: float) -> ClientPull:
@@ -68,7 +68,7 @@ class Queue:
 
     def sent(self, now: float) -> list[Message]:
         messages: list[Message] = []
-        while (outgoing := self.outbox.pop(True, 1, 2, now)) is not None:
+        while (outgoing := self.outbox.pop(True, 1, now)) is not None:
             messages.append(outgoing.message)
         return messages
 
@@ -77,28 +77,11 @@ def test_deadlines_and_leases_are_those_of_the_moment_of_sending() -> None:
     queue = Queue()
     queue.pull(deadline=30.0)
     queue.publish(expires_at=60.0)
-    assert queue.outbox.pop(False, 1, 2, now=2.0) is None  # no daemon takes requests yet
+    assert queue.outbox.pop(False, 1, now=2.0) is None  # no daemon takes requests yet
     pull, publish = queue.sent(now=12.5)
     assert isinstance(pull, worker.Pull)
     assert isinstance(publish, worker.Publish)
     assert (pull.deadline_s, publish.lease_s) == (17.5, 47.5)
-
-
-def test_a_daemon_of_an_older_version_is_sent_no_field_that_it_does_not_know() -> None:
-    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
-    for version, of_pull, of_publish in ((1, "", ""), (2, traceparent, ""), (4, traceparent, traceparent)):
-        queue = Queue()
-        queue.outbox.queue(
-            queue.pulls.add(REF.with_trace(traceparent), BLOCKS, 32, 30.0, lambda number: None)
-        )
-        queue.publish(expires_at=60.0).traceparent = traceparent
-        queue.outbox.queue(worker.Prepare(ref=REF.with_trace(traceparent)))
-        sent = [queue.outbox.pop(True, 1, version, 2.0) for _ in range(3)]
-        pull, publish, prepare = (outgoing.message for outgoing in sent if outgoing is not None)
-        assert isinstance(pull, worker.Pull)
-        assert isinstance(publish, worker.Publish)
-        assert isinstance(prepare, worker.Prepare)
-        assert (pull.ref.trace, prepare.ref.trace, publish.traceparent) == (of_pull, of_pull, of_publish)
 
 
 def test_what_has_ended_before_its_turn_is_not_sent() -> None:

@@ -58,7 +58,7 @@ def test_timers_follow_the_phase() -> None:
     pulls = ClientPulls(events.append)
     pull = add(pulls, deadline=10.0)
     assert pulls.next_deadline() == 10.0
-    assert pulls.build_message(pull, epoch=1, now=1.0, version=5).deadline_s == 9.0
+    assert pulls.build_message(pull, epoch=1, now=1.0).deadline_s == 9.0
     assert pulls.expire(10.0) == []  # the daemon may still say how it ended
     assert pulls.next_deadline() == 10.0 + DEADLINE_GRACE_S
     pulls.connection_lost(1, 10.1, Code.DAEMON_LOST, "gone")
@@ -74,7 +74,7 @@ def test_timers_follow_the_phase() -> None:
 def test_a_lost_pull_is_judged_within_a_second() -> None:
     events: list[Event] = []
     pulls = ClientPulls(events.append)
-    pulls.build_message(add(pulls, deadline=1000.0), epoch=1, now=0.0, version=5)
+    pulls.build_message(add(pulls, deadline=1000.0), epoch=1, now=0.0)
     pulls.connection_lost(1, 5.0, Code.DAEMON_LOST, "gone")
     assert pulls.next_deadline() == 5.0 + MOVER_DEATH_S
 
@@ -82,7 +82,7 @@ def test_a_lost_pull_is_judged_within_a_second() -> None:
 def test_a_pull_whose_deadline_passed_is_not_sent() -> None:
     events: list[Event] = []
     pulls = ClientPulls(events.append)
-    assert pulls.build_message(add(pulls, deadline=1.0), epoch=1, now=1.0, version=5) is None
+    assert pulls.build_message(add(pulls, deadline=1.0), epoch=1, now=1.0) is None
     (event,) = events
     assert isinstance(event, Failed)
     assert event.safe_to_reuse
@@ -91,8 +91,8 @@ def test_a_pull_whose_deadline_passed_is_not_sent() -> None:
 def test_other_epochs_are_left_alone() -> None:
     events: list[Event] = []
     pulls = ClientPulls(events.append)
-    pulls.build_message(add(pulls, deadline=9.0), epoch=1, now=0.0, version=5)
-    pulls.build_message(add(pulls, deadline=9.0), epoch=2, now=0.0, version=5)
+    pulls.build_message(add(pulls, deadline=9.0), epoch=1, now=0.0)
+    pulls.build_message(add(pulls, deadline=9.0), epoch=2, now=0.0)
     pulls.connection_lost(1, 0.0, Code.DAEMON_LOST, "gone")
     pulls.movers_exited(1)
     assert [event.ticket.number for event in events] == [1]
@@ -119,7 +119,7 @@ class Life:
         self.now = 0.0
 
     def send(self) -> None:
-        self.pulls.build_message(self.pull, 1, self.now, 5)
+        self.pulls.build_message(self.pull, 1, self.now)
 
     def cancel(self) -> None:
         self.pulls.cancel(self.number)

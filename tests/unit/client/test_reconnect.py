@@ -158,7 +158,7 @@ def test_a_restarted_daemon_gets_everything_that_is_not_released(stage: Stage) -
     kept = stage.side.expect(worker.Publish)
     rank.ready("kept")
     rank.ready("of-the-scheduler")
-    lost_word = stage.side.word(kept.fence_slot)
+    lost_word = stage.side.page.read(kept.fence_slot)
     stage.daemon.stop()
     until(lambda: not rank.is_connected, "loss noticed")
     meanwhile = rank.publish("meanwhile", blocks(6), num_tokens=16)
@@ -171,7 +171,7 @@ def test_a_restarted_daemon_gets_everything_that_is_not_released(stage: Stage) -
     assert (again.transfer_id, again.nonce, again.fence_slot) == ("kept", ref.nonce, kept.fence_slot)
     assert (again.blocks, again.num_readers) == (kept.blocks, 3)
     assert 15.0 < again.lease_s < 20.0
-    assert side.word(kept.fence_slot) not in (lost_word, bytes(16))
+    assert side.page.read(kept.fence_slot) not in (lost_word, bytes(16))
     assert (new.transfer_id, new.nonce) == ("meanwhile", meanwhile.nonce)
     assert [side.expect(worker.Ready).transfer_id for _ in range(2)] == ["kept", "of-the-scheduler"]
     assert side.is_silent()
@@ -189,7 +189,7 @@ def test_the_same_incarnation_is_registered_again(stage: Stage) -> None:
     side.greet()
     after = side.register(stage.new_mover())
     assert (after.incarnation, after.regions) == (before.incarnation, before.regions)
-    assert os.fstat(side.fds[-1]).st_ino == os.fstat(stage.memory.fd).st_ino
+    assert os.fstat(side.fds[0]).st_ino == os.fstat(stage.memory.fd).st_ino
 
 
 def test_readiness_for_others_is_not_said_again_after_a_lease(stage: Stage) -> None:
@@ -212,7 +212,7 @@ def test_a_lease_that_ends_without_a_daemon(stage: Stage) -> None:
     rank = stage.rank()
     rank.publish("req-1", blocks(), num_tokens=48, lease_s=0.3)
     publish = stage.side.expect(worker.Publish)
-    word = stage.side.word(publish.fence_slot)
+    word = stage.side.page.read(publish.fence_slot)
     page = os.dup(stage.side.fds[0])
     stage.daemon.stop()
     event = one_event(rank)
@@ -248,17 +248,16 @@ def test_unpublish_without_a_daemon_is_done_at_once(stage: Stage) -> None:
     assert stage.rejoin().expect(worker.Publish).transfer_id == "kept"
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_what_the_last_daemon_released_is_not_published_again(stage: Stage, version: int) -> None:
+def test_what_the_last_daemon_released_is_not_published_again(stage: Stage) -> None:
     """It had told a rank, which reuses the blocks, and died before it told the publisher."""
-    rank = stage.rank(version=version)
+    rank = stage.rank()
     rank.publish("released", blocks(), num_tokens=48)
     rank.publish("kept", blocks(4, 5), num_tokens=32)
-    stage.side.overwrite(stage.side.expect(worker.Publish).fence_slot)
+    stage.side.page.overwrite(stage.side.expect(worker.Publish).fence_slot)
     stage.side.expect(worker.Publish)
     stage.daemon.stop()
     stage.daemon.start()
-    side = stage.rejoin(version=version)
+    side = stage.rejoin()
     assert side.expect(worker.Publish).transfer_id == "kept"
     assert side.is_silent()
     assert one_event(rank) == Released("released", Code.RELEASED)
@@ -379,7 +378,7 @@ def _unknown_field(stage: Stage) -> None:
 
 
 def _no_descriptor(stage: Stage) -> None:
-    stage.side.say(worker.MoverChanged())
+    stage.side.say(worker.MoverOffered(number=2))
 
 
 def _unannounced_descriptor(stage: Stage) -> None:
@@ -387,11 +386,13 @@ def _unannounced_descriptor(stage: Stage) -> None:
 
 
 def _descriptor_of_nothing(stage: Stage) -> None:
-    stage.side.say(worker.MoverChanged(), stage.memory.fd)  # a file is always readable: epoll refuses it
+    stage.side.say(
+        worker.MoverOffered(number=2), stage.memory.fd
+    )  # a file is always readable: epoll refuses it
 
 
 def _second_welcome(stage: Stage) -> None:
-    stage.side.say(worker.Welcome(version=1, boot_id="b", lease_s=1.0))
+    stage.side.say(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="b", lease_s=1.0))
 
 
 def _unasked_answer(stage: Stage) -> None:

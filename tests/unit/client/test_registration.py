@@ -15,22 +15,18 @@ from kvxferd.ids import RegionId
 from kvxferd.layout import RegionSpec
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
-from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from tests.support.client_harness import LAYOUT, REGION, SIZE, SPEC, Stage
-from tests.support.scripted_daemon import ENDPOINT, WAIT_S, until
+from tests.support.scripted_daemon import WAIT_S, until
 
 
-def test_hello_carries_the_fence_page(stage: Stage) -> None:
+def test_hello_names_the_client_and_its_versions(stage: Stage) -> None:
     connecting = stage.calling(connect, stage.daemon.path, name="vllm 0.33")
     side = stage.daemon.accept()
     hello, fds = side.receive()
     assert hello.versions == worker.WORKER_VERSIONS
     assert hello.client.startswith("vllm 0.33 (kvxferd ")
-    assert hello.notices
-    page, notices = fds
-    assert os.fstat(page).st_size == FENCE_PAGE_BYTES
-    assert stat.S_ISSOCK(os.fstat(notices).st_mode)
-    side.say(worker.Welcome(version=1, boot_id="b", lease_s=30.0))
+    assert fds == ()
+    side.say(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="b", lease_s=30.0))
     connecting.result(WAIT_S).close()
 
 
@@ -41,8 +37,11 @@ def test_register_sends_the_memory(stage: Stage) -> None:
     register, fds = stage.side.receive()
     assert (register.engine, register.layout) == (SPEC, LAYOUT)
     assert register.regions == (worker.RegionExport(REGION, SIZE, 0, 0),)
-    assert os.pread(fds[0], 5, 0) == b"cache"
-    stage.side.say(worker.Registered(request=register.request, endpoint=ENDPOINT), stage.new_mover().pidfd)
+    memory, deliveries = fds
+    assert os.pread(memory, 5, 0) == b"cache"
+    assert stat.S_ISSOCK(os.fstat(deliveries).st_mode)
+    stage.side.offer(stage.new_mover())
+    stage.side.say_registered(register.request)
     rank = registering.result(WAIT_S)
     assert rank.is_connected
     assert rank.poll() == []
@@ -55,7 +54,7 @@ def test_regions_of_one_memory_share_a_descriptor(stage: Stage) -> None:
     regions = [Region(RegionId("b"), stage.memory, 4096), Region(RegionId("a"), stage.memory)]
     registering = stage.calling(client.register, SPEC, layout, regions)
     register, fds = stage.side.receive()
-    assert len(fds) == 1
+    assert len(fds) == 1 + 1  # and the socket for deliveries
     assert [(r.region, r.fd_index, r.fd_offset) for r in register.regions] == [("a", 0, 0), ("b", 0, 4096)]
     stage.side.say(worker.Refused(request=register.request, code=Code.BUSY, message="no"))
     with pytest.raises(EngineError):
@@ -81,7 +80,7 @@ def test_attach_has_no_memory(stage: Stage) -> None:
     attaching = stage.calling(client.attach, "prefill-0", "g7")
     attach, fds = stage.side.receive()
     assert (attach.engine_id, attach.generation, fds) == ("prefill-0", "g7", ())
-    stage.side.say(worker.Registered(request=attach.request, endpoint=ENDPOINT))
+    stage.side.say_registered(attach.request)
     assert attaching.result(WAIT_S).is_connected
 
 
@@ -206,25 +205,21 @@ def test_the_session_keeps_the_memory_alive_no_longer_than_itself(stage: Stage) 
     rank = stage.rank()
     held = SealedMemory.create(4096)
     held.close()
-    assert os.fstat(stage.side.fds[-1]).st_size == SIZE
+    assert os.fstat(stage.side.fds[0]).st_size == SIZE
     rank.close()
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_version_that_the_daemon_chose_is_kept(stage: Stage, version: int) -> None:
-    connecting = stage.calling(connect, stage.daemon.path)
-    stage.daemon.accept().greet(version=version)
-    client = connecting.result(WAIT_S)
-    assert client._connection.session.version == version
-    client.close()
-
-
-def test_a_daemon_too_old_to_understand_hello_is_not_asked_again(stage: Stage) -> None:
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_a_daemon_that_shares_no_version_is_not_asked_again(stage: Stage, is_chosen: bool) -> None:
+    """It refuses the client, or chooses a version that the client did not offer."""
     connecting = stage.calling(connect, stage.daemon.path)
     side = stage.daemon.accept()
-    side.expect(worker.Hello)
-    side.say(worker.Farewell(code=Code.BAD_FRAME, message="Object contains unknown field `notices`"))
-    with pytest.raises(KvxferdError, match="upgrade the older") as failed:
+    theirs = side.expect(worker.Hello).versions.newest + 1
+    if is_chosen:
+        side.say(worker.Welcome(version=theirs, boot_id="b", lease_s=30.0))
+    else:
+        side.say(worker.Farewell(code=Code.BAD_VERSION, message=f"this one speaks {theirs}"))
+    with pytest.raises(KvxferdError, match=str(theirs)) as failed:
         connecting.result(WAIT_S)
     assert failed.value.code is Code.BAD_VERSION
     assert stage.daemon.nobody_comes(0.3)
@@ -242,9 +237,9 @@ PASSING = [
 
 @pytest.mark.parametrize("code", PASSING)
 def test_a_farewell_that_another_may_have_caused_is_not_for_good(stage: Stage, code: Code) -> None:
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     stage.side.say(worker.Farewell(code=code, message="another daemon has that rank"))
-    stage.rejoin(version=2)
+    stage.rejoin()
     until(lambda: rank.is_connected, "taken again")
     assert rank.poll() == []
 
@@ -252,15 +247,15 @@ def test_a_farewell_that_another_may_have_caused_is_not_for_good(stage: Stage, c
 @pytest.mark.parametrize("code", PASSING)
 def test_who_was_taken_before_is_not_refused_for_good(stage: Stage, code: Code) -> None:
     """Somebody else has its engine id for a moment, after a restart of the daemon."""
-    rank = stage.rank(version=2)
+    rank = stage.rank()
     stage.daemon.stop()
     stage.daemon.start()
     for _ in range(2):
         side = stage.daemon.accept()
-        side.greet(version=2)
+        side.greet()
         register = side.expect(worker.Register)
         text = "its ranks here are of uid 1001"
         side.say(worker.Refused(request=register.request, code=code, message=text))
-    stage.rejoin(version=2)
+    stage.rejoin()
     until(lambda: rank.is_connected, "taken again")
     assert rank.poll() == []

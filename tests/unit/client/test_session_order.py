@@ -18,29 +18,30 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, Generation, RegionId, TransferId
 from kvxferd.memory.fence import FencePage
 from kvxferd.wire import common, worker
-from tests.support.client_harness import LAYOUT, REGION, SPEC
+from tests.support.client_harness import LAYOUT, REGION, SPEC, slots_on
+from tests.support.fence_page import SharedFencePage
 
 
 @pytest.fixture
 def page() -> Iterator[FencePage]:
-    page = FencePage.create()
+    page = SharedFencePage()
     yield page
     page.close()
 
 
-def connected(page: FencePage, events: list[Event]) -> ClientSession:
+def connected(events: list[Event]) -> ClientSession:
     """Return a session whose registration is under way."""
     exports = MemoryExport((worker.RegionExport(RegionId(REGION), 4096),), ())
-    session = ClientSession("rank", FenceSlots(page), (0, 1), events.append)
+    session = ClientSession("rank", FenceSlots(), 1, events.append)
     session.register(RankRole(SPEC, LAYOUT, exports))
     session.connection_made(0.0)
-    session.handle(worker.Welcome(version=2, boot_id="boot", lease_s=30.0), 0.0)
+    session.handle(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="boot", lease_s=30.0), 0.0)
     return session
 
 
 def test_without_a_daemon_the_word_is_overwritten_before_the_event(page: FencePage) -> None:
     words: list[bytes] = []
-    publishes = ClientPublishes(FenceSlots(page), lambda event: words.append(page.read(publish.slot)))
+    publishes = ClientPublishes(slots_on(page), lambda event: words.append(page.read(publish.slot)))
     publish = publishes.add(TransferId("t1"), {}, 1, 1, 10.0, ())
     word = page.read(publish.slot)
     publishes.release_locally(TransferId("t1"), Code.LEASE_EXPIRED)
@@ -48,10 +49,10 @@ def test_without_a_daemon_the_word_is_overwritten_before_the_event(page: FencePa
     assert words[0] != word
 
 
-def test_a_mover_that_was_offered_maps_the_memory_until_it_is_dead(page: FencePage) -> None:
+def test_a_mover_that_was_offered_maps_the_memory_until_it_is_dead() -> None:
     """Its daemon may have bound it, and died before `Registered`."""
     events: list[Event] = []
-    session = connected(page, events)
+    session = connected(events)
     session.handle(worker.MoverOffered(number=1), 0.1)
     session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
     session.suspend()
@@ -61,14 +62,14 @@ def test_a_mover_that_was_offered_maps_the_memory_until_it_is_dead(page: FencePa
     assert events == [Suspended()]
 
 
-def test_memory_that_was_taken_back_is_offered_to_no_other_daemon(page: FencePage) -> None:
+def test_memory_that_was_taken_back_is_offered_to_no_other_daemon() -> None:
     events: list[Event] = []
-    session = connected(page, events)
+    session = connected(events)
     session.handle(worker.MoverOffered(number=1), 0.1)
     session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
     session.suspend()
     session.connection_made(0.3)
-    session.handle(worker.Welcome(version=2, boot_id="next", lease_s=30.0), 0.3)
+    session.handle(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="next", lease_s=30.0), 0.3)
     sent = []
     while outgoing := session.pop_outgoing(0.3):
         sent.append(type(outgoing.message))
@@ -82,7 +83,7 @@ def test_a_daemons_doubt_ends_no_doubt() -> None:
     ref = common.TransferRef(Endpoint("tcp://n:1"), EngineId("e"), Generation("g"), TransferId("t"), "n")
     pull = pulls.add(ref, {}, 1, 1.0, lambda ticket: None)
     assert isinstance(pull.ticket, PullTicket)
-    assert pulls.build_message(pull, 1, 0.0, 5) is not None
+    assert pulls.build_message(pull, 1, 0.0) is not None
     pulls.expire(2.0)
     late = worker.Failed(
         ticket=pull.ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False, retry_after_s=0.0
@@ -93,8 +94,8 @@ def test_a_daemons_doubt_ends_no_doubt() -> None:
     assert [type(event) for event in events] == [Failed, Quiesced]
 
 
-def test_a_daemon_that_does_not_reply_to_hello_is_given_up(page: FencePage) -> None:
-    session = ClientSession("rank", FenceSlots(page), (0, 1), lambda event: None)
+def test_a_daemon_that_does_not_reply_to_hello_is_given_up() -> None:
+    session = ClientSession("rank", FenceSlots(), 1, lambda event: None)
     session.connection_made(1.0)
     assert session.next_deadline() == 1.0 + HANDSHAKE_TIMEOUT_S
     session.tick(0.9 + HANDSHAKE_TIMEOUT_S)
@@ -105,14 +106,15 @@ def test_a_daemon_that_does_not_reply_to_hello_is_given_up(page: FencePage) -> N
 def test_a_daemon_that_does_not_reply_to_a_registration_after_a_reconnect_is_given_up(
     page: FencePage,
 ) -> None:
-    session = connected(page, [])
+    session = connected([])
     _, register = [session.pop_outgoing(0.0) for _ in range(2)]
     assert register is not None
     assert isinstance(register.message, worker.Register)
+    session.offer_fence_page(page)
     session.handle(worker.Registered(request=register.message.request, endpoint=Endpoint("tcp://n:1")), 0.1)
     session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
     session.connection_made(0.3)
-    session.handle(worker.Welcome(version=2, boot_id="next", lease_s=30.0), 0.4)
+    session.handle(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="next", lease_s=30.0), 0.4)
     session.tick(0.3 + REREGISTER_TIMEOUT_S)
     with pytest.raises(KvxferdError):
         session.tick(0.4 + REREGISTER_TIMEOUT_S)

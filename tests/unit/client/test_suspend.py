@@ -11,7 +11,7 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
 from tests.support.client_harness import REF, REGION, SIZE, Stage, blocks, events_of, one_event
-from tests.support.scripted_daemon import ENDPOINT, WAIT_S, until
+from tests.support.scripted_daemon import WAIT_S, until
 
 
 def suspended(stage: Stage) -> RankHandle:
@@ -78,7 +78,7 @@ def test_resume_sends_the_new_memory(stage: Stage) -> None:
     resume, fds = stage.side.receive()
     assert isinstance(resume, worker.Resume)
     assert os.fstat(fds[0]).st_ino == os.fstat(new.fd).st_ino
-    stage.side.say(worker.Registered(request=resume.request, endpoint=ENDPOINT), stage.new_mover().pidfd)
+    stage.side.accept_resume(resume.request, stage.new_mover())
     resuming.result(WAIT_S)
     rank.pull(REF, blocks(), num_tokens=48, deadline_s=9.0)
     stage.side.expect(worker.Pull)
@@ -96,7 +96,7 @@ def test_a_refused_resume_leaves_the_rank_suspended(stage: Stage) -> None:
         rank.publish("req-1", blocks(), num_tokens=48)
     again = stage.calling(rank.resume, {REGION: stage.memory}, WAIT_S)
     resume = stage.side.expect(worker.Resume)
-    stage.side.say(worker.Registered(request=resume.request, endpoint=ENDPOINT), stage.new_mover().pidfd)
+    stage.side.accept_resume(resume.request, stage.new_mover())
     again.result(WAIT_S)
 
 
@@ -115,7 +115,7 @@ def test_a_resume_that_times_out_goes_on(stage: Stage) -> None:
     assert late.value.code is Code.DEADLINE
     rank.pull(REF, blocks(), num_tokens=48, deadline_s=9.0)
     resume = stage.side.expect(worker.Resume)
-    stage.side.say(worker.Registered(request=resume.request, endpoint=ENDPOINT), stage.new_mover().pidfd)
+    stage.side.accept_resume(resume.request, stage.new_mover())
     stage.side.expect(worker.Pull)
 
 
@@ -155,29 +155,11 @@ def test_a_dead_mover_is_as_good_as_the_daemons_word(stage: Stage, asked: str) -
     resuming.result(WAIT_S)
 
 
-def test_memory_that_an_unknown_mover_may_map_is_asked_back_from_the_next_daemon(stage: Stage) -> None:
+def test_memory_is_in_use_until_the_rank_is_suspended(stage: Stage) -> None:
     rank = stage.rank()
-    stage.mover.die()
-    stage.daemon.stop()
-    stage.daemon.start()
-    side = stage.daemon.accept()
-    side.greet()
-    side.expect(worker.Register)  # its mover maps the memory now, and nobody knows its pidfd
-    side.close()
-    rank.suspend()
-    assert rank.poll() == []
-    side = stage.rejoin()
-    side.expect(worker.Suspend)
-    assert rank.poll() == []
-    side.say(worker.Suspended())
-    assert one_event(rank) == Suspended()
-
-
-def test_the_former_name_of_memory_in_use_is_equal(stage: Stage) -> None:
-    rank = stage.rank()
-    assert (rank.memory_in_use, rank.may_be_touched) == (True, True)
+    assert rank.memory_in_use
     rank.suspend()
     stage.side.expect(worker.Suspend)
     stage.side.say(worker.Suspended())
     assert one_event(rank) == Suspended()
-    assert (rank.memory_in_use, rank.may_be_touched) == (False, False)
+    assert not rank.memory_in_use

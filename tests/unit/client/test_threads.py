@@ -97,7 +97,7 @@ def test_a_bug_in_the_thread_leaves_nobody_waiting(stage: Stage, monkeypatch: py
 
 
 def test_a_publisher_comes_back_too(stage: Stage) -> None:
-    client = stage.client(version=2)
+    client = stage.client()
     attaching = stage.calling(client.attach, "prefill-0", "g7")
     attach = stage.side.expect(worker.Attach)
     stage.side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
@@ -107,7 +107,7 @@ def test_a_publisher_comes_back_too(stage: Stage) -> None:
     stage.daemon.stop()
     stage.daemon.start()
     side = stage.daemon.accept()
-    side.greet(version=2)
+    side.greet()
     again = side.expect(worker.Attach)
     assert (again.engine_id, again.generation) == ("prefill-0", "g7")
     side.say_registered(again.request)

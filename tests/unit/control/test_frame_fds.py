@@ -15,7 +15,7 @@ from kvxferd.control.registration_fds import check_registration, detach_mover_so
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import EngineError
-from kvxferd.ids import TransferId
+from kvxferd.ids import Incarnation, TransferId
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import FdBatch, Message
@@ -96,7 +96,7 @@ async def released(socket_: Listening) -> None:
 async def admitted(socket_: Listening, memory: SealedMemory, num_descriptors: int) -> socket.socket:
     """A session whose registration has its first descriptor; the others are wanted."""
     connection = await socket_.session()
-    await socket_.say(connection, register(num_descriptors), memory.fd)
+    await socket_.register(connection, num_descriptors, memory.fd)
     session = (await socket_.said(wk.Register)).session
     socket_.workers.send(session, wk.FdsWanted(request=1))
     return connection
@@ -135,7 +135,7 @@ async def test_a_part_that_cannot_be_placed_is_closed_with_what_came_before(
 
 @pytest.mark.parametrize(
     "message",
-    [wk.NewMover(), register(), wk.Ready(transfer_id=TransferId("t"))],
+    [wk.NewMover(), register(), wk.Ready(transfer_id=TransferId("t"), incarnation=Incarnation("i"))],
     ids=lambda m: type(m).__name__,
 )
 @pytest.mark.parametrize("count", [2, 5])

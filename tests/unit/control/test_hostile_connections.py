@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,9 +31,10 @@ from kvxferd.ids import Endpoint, GroupName
 from kvxferd.layout import EngineSpec, PackedBlocks
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Binding, BlockIds, RankManifest, RegionAddress, Versions
+from kvxferd.wire.common import Binding, BlockIds, RankManifest, RegionAddress
 from kvxferd.wire.limits import MAX_PEER_QUESTION_BYTES
 from kvxferd.wire.peer import (
+    PEER_VERSIONS,
     Done,
     EngineManifest,
     FetchEngine,
@@ -43,7 +45,7 @@ from kvxferd.wire.peer import (
     RankReady,
 )
 
-QUESTION = PeerHello(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
+QUESTION = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 CURVE = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
 NULL = GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -350,7 +352,8 @@ async def test_a_message_of_many_parts_holds_no_loop(node, context, monkeypatch)
     with await speaking(node, {b"Socket-Type": b"DEALER"}, b"") as greedy:
         assert await send_all(greedy, part_of(b"") * 20_000 + part_of(b"", is_last=True))
         await until(lambda: len(turns) >= 20, "all of it was read")
-        assert len(set(turns)) == len(turns), "other work runs between"
+        # In one turn the rest's own call may come, and one because more has arrived.
+        assert max(Counter(turns).values()) <= 2, "other work runs between"
     await honest.send(encode(QUESTION))
     assert (await node.next()).message == QUESTION
     assert not node.socket._router.is_skipping
@@ -426,7 +429,7 @@ def manifest_of(name: str = "spread", layers: int = 2, **more: object) -> RankMa
 
 
 def join_of(**more: object) -> JoinRank:
-    return JoinRank(request=7, boot="boot", manifest=manifest_of(**more))
+    return JoinRank(request=7, boot="boot", manifest=manifest_of(**more), secret="s")
 
 
 async def test_a_rank_is_joined_with_its_layout_checked_elsewhere(node, context):
@@ -443,7 +446,13 @@ async def test_a_rank_is_joined_with_its_layout_checked_elsewhere(node, context)
 async def test_what_follows_a_rank_on_its_connection_stays_behind_it(node, context):
     member = dealer_to(context, node)
     ready = RankReady(
-        request=8, engine_id="spread", generation="g1", rank=join_of().manifest.rank, transfer_id="t"
+        request=8,
+        engine_id="spread",
+        generation="g1",
+        rank=join_of().manifest.rank,
+        transfer_id="t",
+        incarnation="first",
+        secret="s",
     )
     await member.send(encode(join_of(layers=500)))
     await member.send(encode(ready))

@@ -15,10 +15,10 @@ from kvxferd.ids import Endpoint
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress, Versions
-from kvxferd.wire.peer import JoinRank, PeerHello
+from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress
+from kvxferd.wire.peer import PEER_VERSIONS, JoinRank, PeerHello
 
-QUESTION = PeerHello(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
+QUESTION = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 MEMBER = Sender(route=b"\0abcd", key="0a" * 32, address="127.0.0.1")
 
 
@@ -29,7 +29,7 @@ def join() -> JoinRank:
     )
     regions = tuple(RegionAddress(r.region, 4096, r.size_bytes) for r in layout.regions)
     manifest = RankManifest(spec, layout, Binding("boot/1", b"meta", regions, "first"))
-    return JoinRank(request=7, boot="boot", manifest=manifest)
+    return JoinRank(request=7, boot="boot", manifest=manifest, secret="s")
 
 
 class Harness:

@@ -15,10 +15,9 @@ from kvxferd.core import events as ev
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.fair_share import FairShare
 from kvxferd.ids import Endpoint
-from kvxferd.wire.common import Versions
-from kvxferd.wire.peer import PeerHello
+from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 
-QUESTION = PeerHello(request=1, versions=Versions(1, 2), boot="b", endpoint=Endpoint("tcp://x:1"))
+QUESTION = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 Answers = asyncio.Queue[tuple[str, str]]
 
 

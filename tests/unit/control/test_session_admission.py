@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from kvxferd.config import WorkerConfig
@@ -17,7 +19,7 @@ from kvxferd.errors import Code
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import FdBatch
-from kvxferd.wire.framing import HEADER
+from kvxferd.wire.framing import HEADER, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 from tests.support.open_fds import num_open_fds
 from tests.support.other_user import open_directory
@@ -64,14 +66,36 @@ async def test_hello_leaves_no_descriptor_behind(socket_: Listening) -> None:
     assert num_open_fds() - before == 8 * 3
 
 
-@pytest.mark.parametrize(("version", "code"), [(1, Code.BAD_VERSION), (2, Code.OUT_OF_PLACE)])
-async def test_no_descriptors_come_before_a_registration(
-    socket_: Listening, memory: SealedMemory, version: int, code: Code
-) -> None:
-    connection = await socket_.session(version)
+async def test_no_descriptors_come_before_a_registration(socket_: Listening, memory: SealedMemory) -> None:
+    connection = await socket_.session()
     await socket_.said(wk.Hello)
     await socket_.say(connection, FdBatch(first=0), memory.fd)
-    assert (await socket_.farewell(connection)).code is code
+    assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
+
+
+async def test_hello_carries_no_descriptors(socket_: Listening, memory: SealedMemory) -> None:
+    connection = await socket_.session()
+    await socket_.said(wk.Hello)
+    await socket_.say(connection, wk.Hello(versions=wk.WORKER_VERSIONS, client="x"), memory.fd)
+    assert (await socket_.farewell(connection)).code is Code.BAD_FRAME
+
+
+async def test_a_hello_that_shares_no_version_is_refused(socket_: Listening) -> None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    socket_.opened.append(connection)
+    await asyncio.get_running_loop().sock_connect(connection, socket_.path)
+    future = {"t": "hello", "versions": [7, 9], "client": {"name": "x"}, "shape": "another"}
+    await socket_.send(connection, encode_frame(msgspec.msgpack.encode(future), 0))
+    refused = await socket_.farewell(connection)
+    assert refused.code is Code.BAD_VERSION
+    assert f"version 7 to 9: this one speaks {wk.WORKER_VERSIONS}; upgrade the older" in refused.message
+
+
+async def test_a_registration_without_a_socket_for_deliveries_is_refused(socket_: Listening) -> None:
+    connection = await socket_.session()
+    await socket_.said(wk.Hello)
+    await socket_.say(connection, register())
+    assert (await socket_.farewell(connection)).code is Code.BAD_FRAME
 
 
 async def test_what_a_refused_registration_brought_is_closed(
@@ -80,9 +104,9 @@ async def test_what_a_refused_registration_brought_is_closed(
     connection = await socket_.session()
     await socket_.said(wk.Hello)
     before = num_open_fds()
-    await socket_.say(connection, register(), memory.fd)
+    await socket_.register(connection, 0, memory.fd)
     session = (await socket_.said(wk.Register)).session
-    assert num_open_fds() == before + 1
+    assert num_open_fds() == before + 2
     socket_.workers.send(session, wk.Refused(request=1, code=Code.BUSY, message="no"))
     assert num_open_fds() == before
 
@@ -91,7 +115,7 @@ async def test_descriptors_behind_a_registration_come_once_it_is_admitted(
     socket_: Listening, memory: SealedMemory
 ) -> None:
     connection = await socket_.session()
-    await socket_.say(connection, register(num_descriptors=3, notices=True), memory.fd, memory.fd)
+    await socket_.register(connection, 3, memory.fd)
     said = await socket_.said(wk.Register)
     assert (said.problem, said.awaits_fds) == (None, True)
     socket_.workers.send(said.session, wk.FdsWanted(request=1))
@@ -106,7 +130,7 @@ async def test_descriptors_behind_a_registration_come_once_it_is_admitted(
 async def test_a_user_may_not_hold_all_descriptors(socket_: Listening, memory: SealedMemory) -> None:
     socket_.workers._admission.memory_fds.limit = 16
     connection = await socket_.session()
-    await socket_.say(connection, register(num_descriptors=15), memory.fd)
+    await socket_.register(connection, 15, memory.fd)
     said = await socket_.said(wk.Register)
     assert said.problem is not None
     assert said.problem.code is Code.BUSY
@@ -184,30 +208,28 @@ async def test_another_registration_while_descriptors_are_awaited_ends_the_sessi
 ) -> None:
     """Its regions would be checked against the descriptors, and those of the first be mapped."""
     connection = await socket_.session()
-    await socket_.say(connection, register(num_descriptors=3), memory.fd)
+    await socket_.register(connection, 3, memory.fd)
     session = (await socket_.said(wk.Register)).session
     socket_.workers.send(session, wk.FdsWanted(request=1))
     await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
-    await socket_.say(connection, register(num_descriptors=2), memory.fd)
+    await socket_.register(connection, 2, memory.fd)
     assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE
 
 
-@pytest.mark.parametrize("notices", [True, False])
-async def test_a_rank_that_resumes_keeps_the_notices_that_it_registered_with(
-    socket_: Listening, memory: SealedMemory, notices: bool
+async def test_a_rank_that_resumes_keeps_the_socket_that_it_registered_with(
+    socket_: Listening, memory: SealedMemory
 ) -> None:
-    """The mover takes a descriptor for them where the registration said so, and else for a region's."""
     connection = await socket_.session()
     with socket.socket() as own, socket.socket() as other:
-        for flag, notice in ((notices, own), (not notices, other)):
-            behind = [notice.fileno()] * flag
-            await socket_.say(connection, register(notices=flag), memory.fd, *behind)
+        kept = os.fstat(own.fileno()).st_ino
+        for deliveries in (own, other):
+            await socket_.say(connection, register(), memory.fd, deliveries.fileno())
             session = (await socket_.said(wk.Register)).session
-            if flag is notices:
+            if deliveries is own:
                 socket_.workers.commit_region_fds(session)
-    before = len(socket_.workers.bind_fds(session))
     resume = wk.Resume(request=2, regions=register().regions, incarnation="second")
     await socket_.say(connection, resume, memory.fd)
     await socket_.said(wk.Resume)
     socket_.workers.commit_region_fds(session)
-    assert len(socket_.workers.bind_fds(session)) == before == 2 + notices
+    _, deliveries_fd, _ = socket_.workers.bind_fds(session)
+    assert os.fstat(deliveries_fd).st_ino == kept

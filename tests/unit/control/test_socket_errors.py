@@ -18,12 +18,11 @@ from kvxferd.core import events as ev
 from kvxferd.daemon import Daemon
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, SessionId
-from kvxferd.wire.common import Versions
 from kvxferd.wire.limits import MAX_FRAME_BYTES
-from kvxferd.wire.peer import PeerHello
+from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 from kvxferd.wire.worker import Farewell
 
-QUESTION = PeerHello(request=1, versions=Versions(1, 1), boot="b", endpoint=Endpoint("tcp://x:1"))
+QUESTION = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 
 
 Heard = asyncio.Queue[ev.Event]

@@ -14,11 +14,9 @@ from kvxferd.config import WorkerConfig
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
-from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
-from kvxferd.wire.framing import HEADER, FrameDecoder
-from kvxferd.wire.limits import FENCE_PAGE_BYTES
+from kvxferd.wire.framing import HEADER, FrameDecoder, encode_frame
 from tests.support.other_user import NOBODY, needs_root, open_directory, script
 
 # Connects, and prints what the socket says: nothing within a moment, or the farewell's code.
@@ -37,7 +35,9 @@ except TimeoutError:
 else:
     print(DAEMON_MESSAGES.decode(said[HEADER.size:]).code)
 """
-IMPORTS = "from kvxferd.wire.codec import DAEMON_MESSAGES\nfrom kvxferd.wire.framing import HEADER"
+IMPORTS = (
+    "from kvxferd.wire.codec import DAEMON_MESSAGES\nfrom kvxferd.wire.framing import HEADER, encode_frame"
+)
 
 
 @asynccontextmanager
@@ -140,8 +140,6 @@ async def test_the_credentials_are_the_kernels_word():
         mine = await connect(path)
         opened = await asyncio.wait_for(heard.get(), 20)
         assert (opened.pid, opened.uid) == (os.getpid(), os.geteuid())
-        with SealedMemory.create(FENCE_PAGE_BYTES, "fence") as fence:
-            hello = encode(wk.Hello(versions=wk.WORKER_VERSIONS, client="x"))
-            socket.send_fds(mine, [HEADER.pack(len(hello), 1, 0) + hello], [fence.fd])
-            said = await asyncio.wait_for(heard.get(), 20)
+        mine.send(encode_frame(encode(wk.Hello(versions=wk.WORKER_VERSIONS, client="x")), 0))
+        said = await asyncio.wait_for(heard.get(), 20)
         assert isinstance(said.message, wk.Hello)

@@ -11,7 +11,7 @@ from tests.support.simulation import IDS, TOKENS, Worker, World
 def world(request: pytest.FixtureRequest) -> World:
     """Workers hear of what is delivered from their daemon, or from their movers."""
     world = World()
-    world.notices = request.param == "by-mover"
+    world.receives_deliveries = request.param == "by-mover"
     return world
 
 

@@ -25,11 +25,11 @@ def test_a_rank_of_another_engine_can_neither_complete_nor_end_a_transfer(world)
     sink = world.engine(world.host("d"), "decode")[0]
     ref = first.publish("t1", IDS, TOKENS)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
-    stranger.say(wk.Ready(transfer_id="t1"))
+    stranger.ready("t1")
     stranger.say(wk.Unpublish(transfer_id="t1"))
     assert sink.ended(ticket) is None
     assert not first.heard(wk.Released)
-    second.say(wk.Ready(transfer_id="t1"))
+    second.ready("t1")
     assert isinstance(sink.ended(ticket), wk.Delivered)
 
 
@@ -38,9 +38,9 @@ def test_a_rank_says_ready_for_itself_alone(world):
     sink = world.engine(world.host("d"), "decode")[0]
     ticket = sink.pull(first.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     for _ in range(3):
-        second.say(wk.Ready(transfer_id="t1"))
+        second.ready("t1")
     assert sink.ended(ticket) is None
-    third.say(wk.Ready(transfer_id="t1"))
+    third.ready("t1")
     assert isinstance(sink.ended(ticket), wk.Delivered)
 
 

@@ -12,7 +12,7 @@ from kvxferd.ids import Rank, SessionId
 from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
-from kvxferd.wire.common import TransferRef, Versions
+from kvxferd.wire.common import TransferRef
 from kvxferd.wire.peer import RankReady
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
 
@@ -44,7 +44,7 @@ def replay(world: World, worker: Worker, ref: TransferRef, incarnations: tuple) 
         fence_slot=0,
         incarnations=incarnations,
     )
-    worker.say(publish, word, as_is=True)
+    worker.say(publish, word)
     return word
 
 
@@ -207,14 +207,14 @@ def test_a_resume_in_the_same_incarnation_is_refused(world: World) -> None:
 def test_readiness_ends_when_its_rank_sleeps(world: World) -> None:
     host = world.host("p")
     first, second = world.engine(host, "prefill", tp=2)
-    second.say(wk.Ready(transfer_id="early"))
+    second.ready("early")
     suspend(second)
     resume(second)
     ref = first.publish("early", IDS, TOKENS)
     (sink,) = world.engine(world.host("d"), "decode")
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=20.0)
     assert sink.ended(ticket) is None
-    second.say(wk.Ready(transfer_id="early"))
+    second.ready("early")
     assert isinstance(sink.ended(ticket), wk.Delivered)
 
 
@@ -236,7 +236,7 @@ def test_a_members_readiness_that_is_late_speaks_for_the_memory_that_it_names(wo
     first = world.register(home, spec)
     second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
     world.hold_network = True
-    second.say(wk.Ready(transfer_id="t1"))
+    second.ready("t1")
     late = [e for e in world.network if isinstance(PEER_MESSAGES.decode(e.payload), RankReady)]
     assert late
     world.network.clear()
@@ -271,29 +271,8 @@ def test_a_publish_that_implies_readiness_names_every_rank(world: World, incarna
 
 def test_ready_without_an_incarnation_costs_the_connection(world: World) -> None:
     (rank,) = world.engine(world.host("p"), "prefill")
-    rank.say(wk.Ready(transfer_id="t1"), as_is=True)
+    rank.say(wk.Ready(transfer_id="t1", incarnation=""))
     assert [m.code for m in rank.heard(wk.Farewell)] == [Code.BAD_FRAME]
-
-
-def test_what_version_1_cannot_say_safely_is_refused(world: World) -> None:
-    host = world.host("p")
-    world.versions = Versions(1, 1)
-    (alone,) = world.engine(host, "one", publish_implies_ready=True)
-    pair = world.engine(host, "two", tp=2, publish_implies_ready=True)
-    for worker in (attach(world, host, alone.spec), pair[0], attach(world, host, pair[0].spec)):
-        worker.publish("t1", IDS, TOKENS)
-        (refused,) = worker.heard(wk.PublishRefused)
-        assert refused.code is Code.BAD_VERSION
-        assert "upgrade" in refused.message
-    alone.publish("t2", IDS, TOKENS)  # its own rank's memory, which it forgets when that sleeps
-    assert ended(alone) == []
-    slow = world.engine(host, "three", tp=2)
-    ref = attach(world, host, slow[0].spec).publish("t3", IDS, TOKENS)  # each rank has its own word
-    for rank in slow:
-        rank.say(wk.Ready(transfer_id="t3"))
-    world.versions = Versions(1, 2)
-    (sink,) = world.engine(world.host("d"), "decode")
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
 
 
 def test_transfers_that_name_the_same_share_one_object(world: World) -> None:

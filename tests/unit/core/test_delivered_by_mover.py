@@ -13,7 +13,7 @@ from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover
 @pytest.fixture
 def world() -> World:
     world = World()
-    world.notices = True
+    world.receives_deliveries = True
     return world
 
 
@@ -24,7 +24,7 @@ def test_the_daemon_does_not_say_it_again(world: World, source: Worker, sink: Wo
 
 
 def test_the_daemon_says_it_where_the_mover_could_not(world: World, source: Worker, sink: Worker) -> None:
-    sink.notices = False  # full: the mover's word does not fit in
+    sink.receives_deliveries = False  # full: the mover's word does not fit in
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     assert isinstance(sink.ended(ticket), wk.Delivered)
 
@@ -104,12 +104,3 @@ def test_a_word_that_comes_after_the_deadline_gives_the_blocks_back(
     mover.copy()
     mover.finish()
     assert sink.heard(wk.Quiesced) == [wk.Quiesced(ticket=Ticket(ticket))]
-
-
-@pytest.mark.parametrize("notices", [False, True])
-def test_a_mover_is_bound_with_the_notices_of_its_session(world: World, notices: bool) -> None:
-    world.notices = notices
-    worker = world.engine(world.host("d"), "decode")[0]
-    bind = mover_of(worker).bound_by
-    assert bind is not None
-    assert bind.notices is notices

@@ -7,7 +7,6 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import Versions
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, mover_of, spec_of
 from tests.support.user_sessions import connect_as, register_as
 
@@ -45,22 +44,15 @@ def test_root_is_told_that_it_cannot_publish_for_anothers_engine(world):
     assert "1000" in refused.message
 
 
-@pytest.mark.parametrize(
-    ("versions", "code"),
-    [(Versions(1, 1), Code.REGION_INVALID), (Versions(1, 2), Code.MOVER_LOST)],
-    ids=["the client's own", "the daemon's"],
-)
-def test_a_page_that_no_mover_can_use_ends_its_session_alone(world, versions, code):
+def test_a_page_that_no_mover_can_use_ends_its_session_alone(world):
     host = world.host("p")
     (rank,) = world.engine(host, "prefill", publish_implies_ready=True)
     mover = mover_of(rank)
-    world.versions = versions
     bad = world.connect(host)
-    world.versions = wk.WORKER_VERSIONS
     bad.spoilt = True
     attach(bad)
     (farewell,) = bad.heard(wk.Farewell)
-    assert farewell.code is code
+    assert farewell.code is Code.MOVER_LOST
     assert "fence page" in farewell.message
     assert not bad.connected
     assert mover.alive
@@ -83,6 +75,9 @@ def test_a_refusal_of_a_mover_that_was_not_asked_changes_nothing(world):
 
 def test_a_slot_without_a_word_publishes_nothing(world):
     (rank,) = world.engine(world.host("p"), "prefill")
-    rank.say(wk.Publish(transfer_id="t1", nonce="0" * 32, blocks={}, num_tokens=1, fence_slot=3), bytes(16))
+    rank.say(
+        wk.Publish(transfer_id="t1", nonce="0" * 32, blocks={}, num_tokens=1, fence_slot=3, incarnations=()),
+        bytes(16),
+    )
     (refused,) = rank.heard(wk.PublishRefused)
     assert "slot 3 holds no word" in refused.message

@@ -53,7 +53,7 @@ def pull(sources: list[Worker], sink: Worker) -> wk.Delivered | wk.PullFailed | 
     """Publish at the source, read at the sink; return how the pull ended."""
     ref = sources[0].publish("t1", IDS, TOKENS)
     for source in sources[1:]:
-        source.say(wk.Ready(transfer_id="t1"))
+        source.ready("t1")
     return sink.ended(sink.pull(ref, SINK_IDS, TOKENS))
 
 

@@ -56,7 +56,7 @@ def test_any_parallelism_is_read_by_any_other(world):
         source.fill(IDS, TOKENS, seed=1)
     ref = sources[0].publish("t1", IDS, TOKENS)
     for source in sources[1:]:
-        source.say(wk.Ready(transfer_id="t1"))
+        source.ready("t1")
     ids = [8, 6, 4, 2]
     for sink in sinks:
         assert isinstance(sink.ended(sink.pull(ref, ids, TOKENS)), wk.Delivered)
@@ -89,7 +89,7 @@ def test_a_pull_goes_on_when_the_last_rank_comes(world):
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     assert sink.ended(ticket) is None
     last = world.register(host, msgspec.structs.replace(spec, tp_rank=1))
-    last.say(wk.Ready(transfer_id="t1"))
+    last.ready("t1")
     assert isinstance(sink.ended(ticket), wk.Delivered)
 
 
@@ -180,7 +180,7 @@ def test_the_ranks_topology_knows_every_stage_and_says_so_once(world):
     for number in range(2):
         ref = sources[0].publish(f"t{number}", IDS, TOKENS)
         for source in sources[1:]:
-            source.say(wk.Ready(transfer_id=f"t{number}"))
+            source.ready(f"t{number}")
         assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
     topology = sink.host.node.sessions[sink.session].rank.topology
     infos = [topology.get_engine_info("prefill", stage) for stage in range(2)]

@@ -48,7 +48,7 @@ def test_a_third_node_reads_both_stages(world, spread):
     ref = stages[0].publish("t1", IDS, TOKENS)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     assert sink.ended(ticket) is None  # the other stage has not finished writing
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     assert isinstance(sink.ended(ticket), wk.Delivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
     assert [[m.why for m in s.heard(wk.Released)] for s in stages] == [[Code.COMPLETED]] * 2
@@ -59,7 +59,7 @@ def test_every_source_mover_polls_before_the_grant(world, spread):
     movers = [m for s in stages for m in s.host.movers.values()]
     assert not any(m.attended for m in movers)
     ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     sink.say(wk.Prepare(ref=ref))
     assert all(m.attended for m in movers)
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
@@ -159,12 +159,12 @@ def test_a_home_refuses_a_rank_that_disagrees(world):
 def test_a_members_mover_that_is_replaced_is_joined_anew(world, spread):
     stages, sink = spread
     first = stages[0].publish("t0", IDS, TOKENS)
-    stages[1].say(wk.Ready(transfer_id="t0"))
+    stages[1].ready("t0")
     assert isinstance(sink.ended(sink.pull(first, SINK_IDS, TOKENS)), wk.Delivered)
     next(iter(stages[1].host.movers.values())).die()
     world.advance(1)
     ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
@@ -207,7 +207,7 @@ def test_a_late_join_of_a_former_generation_does_not_bring_it_back(world, spread
     for stage in stages:
         stage.fill(IDS, TOKENS, seed=2)
     ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
 
 
@@ -216,7 +216,7 @@ def test_a_mover_whose_node_was_silent_when_it_could_stop_stops_once_the_node_is
     stages, sink = spread
     member = stages[1].host
     ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     sink.say(wk.Prepare(ref=ref))
     (mover,) = member.movers.values()
     assert mover.attended
@@ -270,7 +270,7 @@ def test_ready_that_was_said_before_the_rank_joined_again_is_not_lost(world, spr
     stages, sink = spread
     next(iter(stages[1].host.movers.values())).die()
     ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].say(wk.Ready(transfer_id="t1"))  # its mover is not there yet, nor known at home
+    stages[1].ready("t1")  # its mover is not there yet, nor known at home
     world.advance(5)
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
 
@@ -280,7 +280,7 @@ def test_a_late_ready_does_not_speak_for_another_transfer_of_the_same_id(world, 
     stages, sink = spread
     stages[0].publish("t1", IDS, TOKENS)
     world.hold_network = True
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     late = [e for e in world.network if isinstance(PEER_MESSAGES.decode(e.payload), RankReady)]
     world.network.clear()
     world.hold_network = False
@@ -327,7 +327,7 @@ def test_a_member_that_connects_anew_is_told_what_it_was_to_be_told(world, sprea
 
 def test_a_member_that_could_not_be_asked_to_poll_is_asked_again_by_the_next_reader(world, spread):
     stages, sink = spread
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     ref = stages[0].publish("t1", IDS, TOKENS, lease_s=600.0)
     world.cut.add(("p0", "p1"))
     sink.say(wk.Prepare(ref=ref))
@@ -354,7 +354,7 @@ def test_a_member_of_a_home_that_restarted_lets_its_mover_rest(world, spread):
     stages, sink = spread
     (mover,) = stages[1].host.movers.values()
     ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     sink.say(wk.Prepare(ref=ref))
     assert mover.attended
     world.host("p0")  # another daemon on the same endpoint
@@ -366,7 +366,7 @@ def test_the_last_word_on_polling_counts_whatever_is_asked_again(world, spread):
     """A lost "rest" that is sent again after a "poll" would leave a reader without a source that polls."""
     stages, sink = spread
     (mover,) = stages[1].host.movers.values()
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     ref = stages[0].publish("t1", IDS, TOKENS, lease_s=600.0)
     sink.say(wk.Prepare(ref=ref))
     assert mover.attended
@@ -375,7 +375,7 @@ def test_the_last_word_on_polling_counts_whatever_is_asked_again(world, spread):
     world.advance(world.settings.polling_linger_s + 0.5)  # "rest" is said, and lost
     world.cut.clear()
     again = stages[0].publish("t2", IDS, TOKENS)
-    stages[1].say(wk.Ready(transfer_id="t2"))
+    stages[1].ready("t2")
     sink.say(wk.Prepare(ref=again))
     world.advance(10)
     assert mover.attended
@@ -387,6 +387,6 @@ def test_an_agent_that_is_another_ranks_is_not_joined(world, spread):
     record = next(iter(home.node.registry)).ranks[1, 0]
     spec = msgspec.structs.replace(record.spec, engine_id="other")
     manifest = msgspec.structs.replace(record.manifest(), spec=spec)
-    said = JoinRank(request=9, boot="evil", manifest=manifest)
+    said = JoinRank(request=9, boot="evil", manifest=manifest, secret="guessed")
     (effect,) = home.node.feed(ev.PeerRequest(b"evil", said), world.now)
     assert effect.message.code is Code.RANK_TAKEN

@@ -579,7 +579,9 @@ def test_an_acknowledgement_ends_no_grant_of_another_transfer(world, source, gra
     _, transfer = granted
     other = source.publish("t2", [4], 4)
     consumer = Consumer("decode", "g1", Rank(0, 0), 2)
-    with_key(world, source.host, Acknowledge(request=1, grant="g", ref=other, consumer=consumer), "0a")
+    with_key(
+        world, source.host, Acknowledge(request=1, grant="g", ref=other, consumer=consumer, bytes=0), "0a"
+    )
     assert len(transfer.grants) == 1
 
 
@@ -587,7 +589,7 @@ def test_made_up_readers_are_not_kept_without_end(world, source, granted):
     ref, transfer = granted
     for number in range(MAX_READERS + 10):
         consumer = Consumer(f"made-up-{number}", "g1", Rank(0, 0), 2)
-        acknowledge = Acknowledge(request=1, grant="x", ref=ref, consumer=consumer)
+        acknowledge = Acknowledge(request=1, grant="x", ref=ref, consumer=consumer, bytes=0)
         assert with_key(world, source.host, acknowledge, "0b")
     assert len(transfer.readers) == MAX_READERS
 

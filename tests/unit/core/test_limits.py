@@ -61,9 +61,9 @@ def test_ready_for_transfers_that_nobody_publishes_is_bounded_engine_by_engine()
     host = world.host("p")
     loud, quiet = world.engine(host, "loud", tp=2), world.engine(host, "quiet", tp=2)
     for number in range(100):
-        loud[1].say(wk.Ready(transfer_id=f"never-{number}"))
+        loud[1].ready(f"never-{number}")
     assert len(host.node.published.table.early_ready) == 4
-    quiet[1].say(wk.Ready(transfer_id="t1"))
+    quiet[1].ready("t1")
     sink = world.engine(world.host("d"), "decode")[0]
     assert delivers(world, quiet[0], sink, "t1")
 
@@ -178,9 +178,9 @@ def test_grants_that_wait_are_bounded_and_the_pull_is_told():
     failed = sink.ended(tickets[2])
     assert (failed.code, failed.retry_after_s) == (Code.BUSY, RETRY_AFTER_S)
     for number in range(2):
-        stages[1].say(wk.Ready(transfer_id=f"t{number}"))
+        stages[1].ready(f"t{number}")
         assert isinstance(sink.ended(tickets[number]), wk.Delivered)
-    stages[1].say(wk.Ready(transfer_id="t2"))
+    stages[1].ready("t2")
     assert isinstance(sink.ended(sink.pull(refs[2], SINK_IDS, TOKENS)), wk.Delivered)
 
 

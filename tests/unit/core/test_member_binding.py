@@ -59,17 +59,22 @@ def as_stranger(world: World, home: Host, message: Message) -> Message:
     return answer
 
 
-@pytest.mark.parametrize("secret", ["", "guessed"])
-def test_a_strangers_rank_ready_does_not_make_a_transfer_readable(world, stages, sink, secret):
+def test_a_strangers_rank_ready_does_not_make_a_transfer_readable(world, stages, sink):
     ref = stages[0].publish("t1", IDS, TOKENS)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     ready = RankReady(
-        request=7, engine_id=KEY.engine_id, generation="g1", rank=SECOND, transfer_id="t1", secret=secret
+        request=7,
+        engine_id=KEY.engine_id,
+        generation="g1",
+        rank=SECOND,
+        transfer_id="t1",
+        incarnation=stages[1].incarnation,
+        secret="guessed",
     )
     assert is_not_allowed(as_stranger(world, stages[0].host, ready))
     world.settle()
     assert sink.ended(ticket) is None
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     assert isinstance(sink.ended(ticket), wk.Delivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
@@ -89,7 +94,7 @@ def test_a_strangers_leave_rank_ends_nothing(world, stages, sink):
     assert is_not_allowed(as_stranger(world, stages[0].host, leave))
     assert record_of(stages[0].host) is record
     assert not stages[0].heard(wk.Released)
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
 
 
@@ -100,7 +105,7 @@ def test_a_replayed_join_redirects_nothing(world, stages, incarnation):
     stages[0].publish("t1", IDS, TOKENS)
     binding = msgspec.structs.replace(record.joined.binding, incarnation=Incarnation(incarnation))
     manifest = msgspec.structs.replace(record.joined, binding=binding)
-    join = JoinRank(request=7, boot=record.boot, manifest=manifest)
+    join = JoinRank(request=7, boot=record.boot, manifest=manifest, secret="guessed")
     assert is_not_allowed(as_stranger(world, stages[0].host, join))
     assert record_of(stages[0].host) is record
     assert (record.route, record.incarnation) == (b"p1", "first")
@@ -110,7 +115,7 @@ def test_a_replayed_join_redirects_nothing(world, stages, incarnation):
 def test_an_answer_counts_from_the_member_that_was_asked_alone(world, stages, sink):
     """Not from another route, and not from another key on the same route."""
     home = stages[0].host
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     ref = stages[0].publish("t1", IDS, TOKENS)
     world.cut.add(("p0", "p1"))
     sink.say(wk.Prepare(ref=ref))
@@ -134,7 +139,7 @@ def test_a_members_daemon_that_restarts_has_its_rank_back(world, stages, sink):
     assert not again.heard(wk.Refused)
     assert record_of(stages[0].host).boot == restarted.node.context.boot
     ref = stages[0].publish("t1", IDS, TOKENS)
-    again.say(wk.Ready(transfer_id="t1"))
+    again.ready("t1")
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
 
 
@@ -164,7 +169,7 @@ def test_two_daemons_with_one_rank_by_mistake_do_not_take_it_from_each_other(wor
 def test_a_stranger_cannot_replace_an_engine_by_a_generation_of_its_own(world, stages, sink):
     record, home = record_of(stages[0].host), stages[0].host
     ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     spec = msgspec.structs.replace(record.spec, generation=Generation("g2"))
     binding = msgspec.structs.replace(record.joined.binding, agent="evil/1")
     manifest = msgspec.structs.replace(record.joined, spec=spec, binding=binding)
@@ -202,7 +207,9 @@ def test_a_rank_whose_mover_is_replaced_is_kept_for_its_key(world, stages):
     mover.die()  # its rank leaves, and joins again with another mover
     binding = msgspec.structs.replace(record.joined.binding, agent="evil/1")
     manifest = msgspec.structs.replace(record.joined, binding=binding)
-    assert is_not_allowed(as_stranger(world, home, JoinRank(request=7, boot="evil", manifest=manifest)))
+    assert is_not_allowed(
+        as_stranger(world, home, JoinRank(request=7, boot="evil", manifest=manifest, secret="guessed"))
+    )
     world.advance(2)
     assert record_of(home).route == b"p1"
 
@@ -264,7 +271,10 @@ def test_who_joined_first_has_no_rank_refused_for_good(world, stages, is_of_othe
     home = restarted.host("p0")
     assert home.endpoint == stages[0].host.endpoint
     restarted.feed(
-        home, ev.PeerRequest(b"evil", JoinRank(request=7, boot="b", manifest=joined), STRANGER_KEY)
+        home,
+        ev.PeerRequest(
+            b"evil", JoinRank(request=7, boot="b", manifest=joined, secret="guessed"), STRANGER_KEY
+        ),
     )
     assert home.node.registry.get(KEY) is not None
     (refused,) = restarted.register(home, stages[0].spec).heard(wk.Refused)

@@ -64,7 +64,8 @@ def test_more_groups_than_a_request_has_end_the_session(kind: str) -> None:
     (sink,) = world.engine(world.host("b"), "decode")
     blocks = {f"g{n}": PackedBlocks(b"") for n in range(MAX_GROUPS_PER_REQUEST + 1)}
     if kind == "publish":
-        sink.say(wk.Publish(transfer_id="t", nonce="n", blocks=blocks, num_tokens=1, fence_slot=0), b"x" * 16)
+        facts = {"num_tokens": 1, "fence_slot": 0, "incarnations": ()}
+        sink.say(wk.Publish(transfer_id="t", nonce="n", blocks=blocks, **facts), b"x" * 16)
     else:
         ref = TransferRef("tcp://a:9441", "e", "g", "t", "n")
         sink.say(wk.Pull(ticket=1, ref=ref, blocks=blocks, num_tokens=1, deadline_s=1.0))
@@ -74,7 +75,7 @@ def test_more_groups_than_a_request_has_end_the_session(kind: str) -> None:
 def test_a_reference_of_the_wire_is_looked_at_too() -> None:
     world = World()
     (sink,) = world.engine(world.host("b"), "decode")
-    ref = TransferRef("tcp://a:9441", "e", "g", "t", "n", ready_tokens=1 << 63)
+    ref = TransferRef("tcp://a:9441", "e", "g", "t", "n" * (MAX_NAME_CHARS + 1))
     sink.say(wk.Pull(ticket=1, ref=ref, blocks={"full": PackedBlocks(b"")}, num_tokens=1, deadline_s=1.0))
     (failed,) = sink.heard(wk.Failed)
     assert isinstance(failed, wk.Failed)

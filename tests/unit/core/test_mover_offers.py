@@ -10,7 +10,6 @@ from kvxferd.core.local_ranks import MAX_UNACKNOWLEDGED, OFFER_RETRY_S, OFFER_TI
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import Versions
 from kvxferd.wire.mover import ReadWay
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of, spec_of
 
@@ -130,27 +129,6 @@ def test_a_rank_is_suspended_while_its_mover_waits_to_be_acknowledged(world, sil
     assert not [m for m in silent.host.movers.values() if m.alive and m.worker is silent]
     world.advance(OFFER_TIMEOUT_S + 1)
     assert silent.connected
-
-
-def test_version_1_gets_its_pidfd_as_ever(world):
-    world.versions = Versions(1, 1)
-    worker = world.register(world.host("d"), spec_of("decode"))
-    first = mover_of(worker).mover
-    mover_of(worker).die()
-    world.advance(1)
-    assert worker.pidfds == [(wk.Registered, first), (wk.MoverChanged, mover_of(worker).mover)]
-    worker.say(wk.MoverAcknowledged(number=1))
-    assert not worker.connected
-
-
-def test_version_1_without_its_pidfd_is_closed_and_its_mover_killed(world):
-    world.versions = Versions(1, 1)
-    worker = world.register(world.host("d"), spec_of("decode"))
-    mover_of(worker).die()
-    world.without_descriptors.add("d")
-    world.advance(1)
-    assert [m.code for m in worker.heard(wk.Farewell)] == [Code.BUSY]
-    assert not [m for m in worker.host.movers.values() if m.alive and m.worker is worker]
 
 
 def resume_resident(world, worker):

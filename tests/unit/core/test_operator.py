@@ -131,5 +131,5 @@ def test_dropping_an_engines_home_does_not_end_the_engine(world):
     world.advance(10)
     sink = world.engine(world.host("d"), "decode", layers=4)[0]
     ref = stages[0].publish("t1", IDS, TOKENS)
-    stages[1].say(wk.Ready(transfer_id="t1"))
+    stages[1].ready("t1")
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)

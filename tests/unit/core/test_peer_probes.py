@@ -19,7 +19,7 @@ from kvxferd.ids import Endpoint, ProbeId
 from kvxferd.wire import mover as mv
 from kvxferd.wire import peer
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Message, Refusal, Versions
+from kvxferd.wire.common import Message, Refusal
 from kvxferd.wire.probe import ProbeRead, ProbeRegion
 from tests.support.simulation import Envelope, Host, World
 
@@ -331,30 +331,6 @@ def test_a_mover_that_comes_too_late_is_killed(world: World) -> None:
     assert_nothing_is_left(b)
 
 
-class OldWorld(World):
-    """The host "old" speaks version 3, and never sees a frame of version 4."""
-
-    def arrive(self, envelope: Envelope) -> None:
-        message = PEER_MESSAGES.decode(envelope.payload)
-        if envelope.source == "old" and isinstance(message, peer.PeerHello):
-            envelope.payload = encode(msgspec.structs.replace(message, versions=Versions(1, 3)))
-        if envelope.target == "old":
-            assert not isinstance(message, peer.StartProbe | peer.ReadProbeBack | peer.EndProbe)
-            if isinstance(message, peer.PeerHello):
-                envelope.payload = encode(msgspec.structs.replace(message, versions=Versions(1, 3)))
-        super().arrive(envelope)
-
-
-def test_a_peer_of_the_former_version_is_told_apart_from_a_failure() -> None:
-    world = OldWorld()
-    a, old = world.host("a"), world.host("old")
-    request(world, a, old.endpoint)
-    found = only_record(a)
-    assert found.code is Code.BAD_VERSION
-    assert "upgrade" in found.message
-    assert_nothing_is_left(a, old)
-
-
 class LyingPeer(World):
     """The host "b" sends something else in place of each message of one type."""
 
@@ -413,16 +389,6 @@ def test_a_peer_that_lies_about_what_it_read(lie: Message) -> None:
     assert_nothing_is_left(a, b)
 
 
-def test_a_refusal_as_not_found_is_not_taken_for_an_old_daemon_here() -> None:
-    world = LyingPeer()
-    a, b = world.host("a"), world.host("b")
-    world.lie = (peer.ProbeStarted, peer.PeerRefused(request=0, code=Code.NOT_FOUND, message="no"))
-    request(world, a, b.endpoint)
-    assert only_record(a).code is Code.BAD_FRAME
-    world.advance(LONG_S)
-    assert_nothing_is_left(a, b)
-
-
 def test_the_operator_is_answered_in_time_also_where_a_greeting_may_take_long() -> None:
     world = World(settings=Settings(silent_after_s=1000.0))
     a, b = world.host("a"), world.host("b")
@@ -436,38 +402,6 @@ def test_the_operator_is_answered_in_time_also_where_a_greeting_may_take_long() 
     assert only_record(a).code is Code.DEADLINE
     world.advance(LONG_S)
     assert_nothing_is_left(a, b)
-
-
-class RolledBackPeer(World):
-    """The host "b" restarts with version 3 once it has provided its region, and is greeted again."""
-
-    is_old = False
-
-    def arrive(self, envelope: Envelope) -> None:
-        message = PEER_MESSAGES.decode(envelope.payload)
-        if envelope.target == "b" and self.is_old:
-            assert not isinstance(message, peer.StartProbe | peer.ReadProbeBack | peer.EndProbe)
-        if isinstance(message, peer.PeerHello) and self.is_old:
-            envelope.payload = encode(msgspec.structs.replace(message, versions=Versions(1, 3)))
-        super().arrive(envelope)
-
-
-def test_a_peer_that_is_rolled_back_meanwhile_is_sent_nothing_of_probes() -> None:
-    world = RolledBackPeer()
-    a, b = world.host("a"), world.host("b")
-    a.next_probe_mover = {"mute": True}
-    request(world, a, b.endpoint)
-    (mover,) = a.probe_movers.values()
-    world.is_old = True
-    b = world.host("b")
-    world.feed(a, ev.PeerUnreachable(b.endpoint, "connection refused"))
-    mover.mute = False
-    mover.hear(mover.heard[-1])
-    world.advance(LONG_S)
-    read_back = only_record(a).read_back
-    assert read_back is not None
-    assert read_back.code is Code.BAD_VERSION
-    assert_nothing_is_left(a)
 
 
 def test_a_reply_out_of_place_is_refused(world: World) -> None:

@@ -12,8 +12,8 @@ from kvxferd.ids import Endpoint
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import Done, FetchEngine, PeerHello, PeerRefused, PeerWelcome
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
+from kvxferd.wire.peer import Done, FetchEngine, PeerHello, PeerRefused
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of, welcome_of
 
 FIRST, SECOND = 1000, 2000
 LAYOUT = attention_layout(
@@ -266,9 +266,7 @@ def test_a_source_that_refuses_at_once_is_asked_again_once() -> None:
                 refused = PeerRefused(request=request, code=Code.ENGINE_INCOMPLETE, message="no")
                 world.feed(first.host, ev.PeerReply(asked.address, refused))
             elif isinstance(asked.message, PeerHello):
-                world.feed(
-                    first.host, ev.PeerReply(asked.address, PeerWelcome(request=request, version=2, boot="b"))
-                )
+                world.feed(first.host, ev.PeerReply(asked.address, welcome_of(request)))
     assert num_refused == 2
     ended = [sink.ended(ticket) for sink, ticket in zip((first, second, first), tickets, strict=True)]
     assert [e.code for e in ended if isinstance(e, wk.Failed)] == [Code.ENGINE_INCOMPLETE] * 3

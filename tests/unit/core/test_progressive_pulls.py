@@ -13,9 +13,8 @@ from kvxferd.layout import Group, PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import TransferRef, Versions
-from kvxferd.wire.peer import AskGrant, Consumer, PeerHello
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.peer import AskGrant, Consumer
 from tests.support.simulation import Mover, Worker, World, mover_of, spec_of
 
 BLOCK_TOKENS = 4
@@ -57,7 +56,7 @@ def extend(source: Worker, before: int, ready: int, transfer_id: str = "t1") -> 
     if added:
         say_extend(source, added, report, transfer_id)
     else:
-        source.say(wk.Ready(transfer_id=transfer_id, ready_tokens=report))
+        source.ready(transfer_id, report)
 
 
 def say_extend(source: Worker, ids: list[int], ready: int, transfer_id: str = "t1") -> None:
@@ -194,11 +193,11 @@ def test_no_reader_gets_what_one_rank_has_not_written(world, sink):
     ref = ranks[0].publish("t1", SOURCE_IDS, TOKENS, ready_tokens=8)
     ticket = pull(sink, ref)
     assert progress_of(sink) == []
-    ranks[1].say(wk.Ready(transfer_id="t1", ready_tokens=4))
+    ranks[1].ready("t1", 4)
     assert progress_of(sink) == [4]
     for rank in ranks:
         write(rank, TOKENS)
-        rank.say(wk.Ready(transfer_id="t1"))
+        rank.ready("t1")
     check_delivered(sink, ticket)
 
 
@@ -206,7 +205,7 @@ def test_a_rank_may_report_before_the_publish(world, sink):
     ranks = world.engine(world.host("p"), "prefill", tp=2)
     for rank in ranks:
         write(rank, 8)
-    ranks[1].say(wk.Ready(transfer_id="t1", ready_tokens=8))
+    ranks[1].ready("t1", 8)
     ticket = pull(sink, ranks[0].publish("t1", SOURCE_IDS, TOKENS, ready_tokens=8))
     assert progress_of(sink) == [8]
     assert sink.ended(ticket) is None
@@ -216,14 +215,14 @@ def test_a_late_report_before_the_publish_takes_nothing_back(world, sink):
     ranks = world.engine(world.host("p"), "prefill", tp=2)
     for rank in ranks:
         write(rank, TOKENS)
-    ranks[1].say(wk.Ready(transfer_id="t1"))
-    ranks[1].say(wk.Ready(transfer_id="t1", ready_tokens=8))
+    ranks[1].ready("t1")
+    ranks[1].ready("t1", 8)
     check_delivered(sink, pull(sink, ranks[0].publish("t1", SOURCE_IDS, TOKENS)))
 
 
 def test_late_reports_take_nothing_back(world, source, sink):
     ticket = pull(sink, publish(source, ready=12))
-    source.say(wk.Ready(transfer_id="t1", ready_tokens=4))
+    source.ready("t1", 4)
     assert progress_of(sink) == [12]
     extend(source, 12, TOKENS)
     check_delivered(sink, ticket)
@@ -232,7 +231,7 @@ def test_late_reports_take_nothing_back(world, source, sink):
 def test_more_tokens_than_blocks_are_not_read(world, source, sink):
     ticket = pull(sink, publish(source, ready=8))
     write(source, 16)
-    source.say(wk.Ready(transfer_id="t1", ready_tokens=16))
+    source.ready("t1", 16)
     assert progress_of(sink) == [8]
     source.say(wk.Extend(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(SOURCE_IDS[2:4]))}))
     assert progress_of(sink) == [8, 16]
@@ -320,7 +319,7 @@ def test_a_publish_with_an_impossible_number_is_refused(world, source, ready):
 
 def test_an_impossible_report_ends_its_session_alone(world, source, sink):
     other = world.engine(world.hosts["p"], "other")[0]
-    source.say(wk.Ready(transfer_id="t1", ready_tokens=-2))
+    source.ready("t1", -2)
     assert source.heard(wk.Farewell)
     ref = other.publish("t1", SOURCE_IDS, TOKENS)
     assert isinstance(sink.ended(pull(sink, ref)), wk.Delivered)
@@ -492,7 +491,7 @@ def test_pieces_of_an_earlier_publish_are_read_anew(world, source, sink):
     again.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=12, nonce=ref.nonce)
     world.advance(3)
     again.fill(SOURCE_IDS, TOKENS, seed=2)
-    again.say(wk.Ready(transfer_id="t1"))
+    again.ready("t1")
     world.advance(1)
     assert isinstance(sink.ended(ticket), wk.Delivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, 2) == 0
@@ -597,25 +596,6 @@ def test_a_source_that_restarts_ends_the_pull_safely(world, source, sink):
     assert sink.ended(ticket).safe_to_reuse
 
 
-def test_with_a_daemon_of_the_last_version_the_whole_is_waited_for():
-    world = World()
-    source = world.engine(world.host("p"), "prefill")[0]
-    sink = world.engine(world.host("d"), "decode")[0]
-    ref = publish(source, ready=8)
-    world.hold_network = True
-    ticket = pull(sink, ref)
-    while world.network:
-        envelope = world.network.popleft()
-        message = PEER_MESSAGES.decode(envelope.payload)
-        if isinstance(message, PeerHello):  # whichever side is old, this is the version on which they agree
-            envelope.payload = encode(msgspec.structs.replace(message, versions=Versions(1, 4)))
-        world.arrive(envelope)
-    world.hold_network = False
-    assert progress_of(sink) == []
-    extend(source, 8, TOKENS)
-    check_delivered(sink, ticket)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_any_chunks_in_any_order_are_delivered_once_and_whole(world, source, sink, seed):
     """Extensions of any size, pulls at any time, messages doubled: what is delivered is right."""
@@ -630,7 +610,7 @@ def test_any_chunks_in_any_order_are_delivered_once_and_whole(world, source, sin
             ticket = pull(sink, ref)
         extend(source, ready, tokens)
         if rng.random() < 0.3:
-            source.say(wk.Ready(transfer_id="t1", ready_tokens=rng.randint(0, ready)))
+            source.ready("t1", rng.randint(0, ready))
         ready = tokens
         read = progress_of(sink)
         assert sink.num_wrong(SINK_IDS, read[-1] if read else 0, SEED) == 0
@@ -711,7 +691,7 @@ def test_what_an_earlier_publish_had_is_not_counted(world, source, sink):
     again.fill(SOURCE_IDS, TOKENS, SEED)
     again.publish("t1", SOURCE_IDS, TOKENS, nonce=ref.nonce)
     world.advance(3)
-    again.say(wk.Ready(transfer_id="t1"))
+    again.ready("t1")
     world.advance(1)
     check_delivered(sink, ticket)
     assert sink.ended(ticket).bytes == 1
@@ -722,7 +702,7 @@ def test_what_an_earlier_publish_had_is_not_counted(world, source, sink):
 @pytest.mark.parametrize("progressive", [True, False])
 def test_only_a_progressive_delivery_has_a_handover(world, source, sink, progressive):
     ref = publish(source, ready=TOKENS)
-    source.say(wk.Ready(transfer_id="t1"))
+    source.ready("t1")
     pull(sink, ref, progressive=progressive)
     record = record_of(sink)
     assert record.outcome == "delivered"
@@ -794,7 +774,7 @@ def test_the_handover_of_another_publish_is_its_own(world, source, sink):
     end_read(sink, code=Code.TRANSPORT)
     world.advance(1.5)
     read_slowly(world, sink, 0.125)
-    again.say(wk.Ready(transfer_id="t1"))
+    again.ready("t1")
     read_slowly(world, sink, 0.25)
     check_delivered(sink, ticket)
     record = record_of(sink)

@@ -56,7 +56,12 @@ def publish_groups(worker: Worker, transfer_id: str, *groups: str) -> None:
     slot = next(worker.slots)
     worker.say(
         wk.Publish(
-            transfer_id=transfer_id, nonce="ab" * 16, blocks=blocks, num_tokens=TOKENS, fence_slot=slot
+            transfer_id=transfer_id,
+            nonce="ab" * 16,
+            blocks=blocks,
+            num_tokens=TOKENS,
+            fence_slot=slot,
+            incarnations=worker.known,
         ),
         b"w" * 16,
     )

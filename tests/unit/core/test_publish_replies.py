@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import Versions
 from tests.support.simulation import World
 
 IDS, TOKENS = [3, 1], 8
@@ -31,13 +28,3 @@ def test_a_refusal_is_the_only_reply() -> None:
     rank.publish("t1", [1, 1], TOKENS, wants_reply=True)
     assert not rank.heard(wk.PublishAccepted)
     assert [m.code for m in rank.heard(wk.PublishRefused)] == [Code.BLOCKS_INVALID]
-
-
-@pytest.mark.parametrize("newest", [1, 2])
-def test_an_older_session_gets_no_message_that_it_cannot_decode(newest: int) -> None:
-    world = World()
-    world.versions = Versions(1, newest)
-    (rank,) = world.engine(world.host("p"), "prefill")
-    rank.publish("t1", IDS, TOKENS, wants_reply=True)
-    assert not rank.heard(wk.PublishAccepted)
-    assert not rank.heard(wk.PublishRefused)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from kvxferd.core import events as ev
@@ -12,9 +11,7 @@ from kvxferd.ids import Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import peer
 from kvxferd.wire import worker as wk
-from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Versions
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Envelope, World, mover_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
 
 
 def record_of(sink) -> PullRecord:
@@ -177,37 +174,6 @@ def test_the_source_records_who_has_read_and_how_much(world, source, sink):
     assert released.peer == sink.host.endpoint
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_source_of_an_earlier_version_is_not_sent_the_bytes(version):
-    world = OlderWorld(version)
-    (source,) = world.engine(world.host("p"), "prefill")
-    (sink,) = world.engine(world.host("d"), "decode")
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    world.settle()
-    assert isinstance(sink.ended(ticket), wk.Delivered)
-    assert world.acknowledged
-    assert all("bytes" not in message for message in world.acknowledged)
-    assert release_of(source).readers[0].bytes == 0
-
-
-class OlderWorld(World):
-    """The daemons agree on an earlier version; acknowledgements are kept as they are sent."""
-
-    def __init__(self, version: int) -> None:
-        super().__init__()
-        self.version = version
-        self.acknowledged: list[dict[str, object]] = []
-
-    def arrive(self, envelope: Envelope) -> None:
-        message = PEER_MESSAGES.decode(envelope.payload)
-        if isinstance(message, peer.PeerHello):
-            versions = Versions(1, self.version)
-            envelope.payload = encode(msgspec.structs.replace(message, versions=versions))
-        elif isinstance(message, peer.Acknowledge):
-            self.acknowledged.append(msgspec.msgpack.decode(envelope.payload))
-        super().arrive(envelope)
-
-
 def test_a_peer_cannot_report_more_than_there_is_nor_twice(world, source, sink):
     ref = source.publish("t1", IDS, TOKENS, num_readers=2)
     sink.pull(ref, SINK_IDS, TOKENS)
@@ -232,6 +198,6 @@ def test_a_peer_cannot_report_more_than_there_is_nor_twice(world, source, sink):
     ],
 )
 def test_a_peer_cannot_claim_anothers_key_nor_odd_text(world, source, endpoint, key, kept):
-    hello = peer.PeerHello(request=1, versions=Versions(1, 3), boot="b", endpoint=endpoint)
+    hello = peer.PeerHello(request=1, versions=peer.PEER_VERSIONS, boot="b", endpoint=endpoint)
     world.feed(source.host, ev.PeerRequest(b"odd", hello, key))
-    assert source.host.node.route_versions.endpoint_of(b"odd") == (endpoint if kept else "")
+    assert source.host.node.peer_routes.endpoint_of(b"odd") == (endpoint if kept else "")

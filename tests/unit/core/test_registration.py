@@ -178,7 +178,7 @@ def test_a_frame_before_hello_costs_the_connection_and_nobody_elses(world):
     fresh = type(stranger)(world, host, 999)
     host.workers[999] = fresh
     world.feed(host, ev.WorkerConnected(999, 1, 0))
-    fresh.say(wk.Ready(transfer_id="t"))
+    fresh.ready("t")
     assert [m.code for m in fresh.heard(wk.Farewell)] == [Code.OUT_OF_PLACE]
     assert 999 not in host.node.sessions
     assert neighbour.connected
@@ -193,7 +193,7 @@ def test_a_client_of_another_version_is_told_which_are_spoken(world):
     fresh.say(wk.Hello(versions=Versions(6, 7), client="future"))
     (farewell,) = fresh.heard(wk.Farewell)
     assert farewell.code is Code.BAD_VERSION
-    assert "6 to 7" in farewell.message
+    assert "version 6 to 7: this one speaks 1; upgrade the older" in farewell.message
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kvxferd.core.source_breaker import MAX_SOURCES, MAX_STALLS, REFUSED_S, WIND
 from kvxferd.errors import Code, EngineError
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import TransferRef, Versions
+from kvxferd.wire.common import TransferRef
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, World, mover_of, spec_of
 
 OTHER_IDS = [12, 14, 16]
@@ -245,7 +245,7 @@ def test_doubt_that_nothing_but_death_ends_retires_the_mover_at_once(world, sour
 
 def test_a_delivery_that_only_the_worker_knows_of_is_not_read_again(world, source, sink):
     """Its engine uses the blocks already: whoever wrote them again would write over that."""
-    if not world.notices:
+    if not world.receives_deliveries:
         return
     old = mover_of(sink)
     old.hold = True
@@ -260,7 +260,7 @@ def test_a_delivery_that_only_the_worker_knows_of_is_not_read_again(world, sourc
 
 
 def test_a_worker_that_does_not_say_what_it_knows_has_its_pulls_fail(world, source, sink):
-    if not world.notices:
+    if not world.receives_deliveries:
         return
     sink.resume_pulls = lambda number, tickets: None
     mover_of(sink).hold = True
@@ -274,7 +274,7 @@ def test_a_worker_that_does_not_say_what_it_knows_has_its_pulls_fail(world, sour
 
 def test_an_answer_is_to_one_interruption_alone(world, source, sink):
     """The next mover may die before the worker has answered for the pulls of the first."""
-    if not world.notices:
+    if not world.receives_deliveries:
         return
     asked: list[tuple[int, tuple[int, ...]]] = []
     answer = sink.resume_pulls
@@ -304,7 +304,7 @@ def test_an_answer_has_as_many_tickets_as_pulls_may_run(world, sink, name):
 
 
 def test_a_grant_that_ended_while_its_pull_waited_is_asked_for_anew(world, source, sink):
-    if not world.notices:
+    if not world.receives_deliveries:
         return
     asked: list[tuple[int, tuple[int, ...]]] = []
     answer = sink.resume_pulls
@@ -336,19 +336,6 @@ def test_a_grant_that_ended_before_the_next_mover_came_is_asked_for_anew(world, 
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.RELEASED, True)
 
 
-def test_version_1_with_notices_is_not_read_again(world, source):
-    world.versions = Versions(1, 1)
-    sink = world.engine(world.host("d"), "decode")[0]
-    mover_of(sink).hold = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=30)
-    mover_of(sink).die()
-    world.advance(1)
-    if world.notices:
-        assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.MOVER_LOST, True)
-    else:
-        assert isinstance(sink.ended(ticket), wk.Delivered)
-
-
 # --- sources that do it again and again
 
 
@@ -366,16 +353,6 @@ def test_a_source_that_stalls_again_and_again_is_refused_for_a_while(world, sour
     world.advance(refused.retry_after_s + 0.1)
     again = sink.pull(source.publish("t10", IDS, TOKENS), SINK_IDS, TOKENS)
     assert isinstance(sink.ended(again), wk.Delivered)
-
-
-def test_version_1_gets_a_code_that_it_knows(world, source):
-    world.versions = Versions(1, 1)
-    sink = world.engine(world.host("d"), "decode")[0]
-    for _ in range(MAX_STALLS):
-        retire(world, source, sink)
-        world.advance(1)
-    refused = sink.ended(sink.pull(source.publish("t9", IDS, TOKENS), SINK_IDS, TOKENS))
-    assert refused.code is Code.BUSY
 
 
 def test_short_deadlines_are_no_stalls(world, source, sink):

@@ -79,7 +79,7 @@ def test_a_node_that_exports_nothing_hands_the_trace_on_as_it_is() -> None:
     asked: list[str] = []
     seen = pair.prefill.node.grant_server.acquire
     pair.prefill.node.grant_server.acquire = (  # type: ignore[method-assign]
-        lambda route, message, key="": (asked.append(message.ref.trace), seen(route, message, key))[1]
+        lambda route, message, key="": (asked.append(message.ref.traceparent), seen(route, message, key))[1]
     )
     assert isinstance(pair.pull(pair.publish()), wk.Delivered)
     assert asked == [DECODE]

@@ -106,7 +106,7 @@ def test_a_publish_of_many_ranks_waits_for_each_to_be_ready(world):
     ref = ranks[0].publish("t1", IDS, TOKENS)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     assert sink.ended(ticket) is None
-    ranks[1].say(wk.Ready(transfer_id="t1"))
+    ranks[1].ready("t1")
     assert isinstance(sink.ended(ticket), wk.Delivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
     assert all(len(rank.heard(wk.Released)) == 1 for rank in ranks)
@@ -115,7 +115,7 @@ def test_a_publish_of_many_ranks_waits_for_each_to_be_ready(world):
 def test_ready_may_come_before_the_publish(world):
     ranks = world.engine(world.host("p"), "prefill", tp=2)
     sink = world.engine(world.host("d"), "decode")[0]
-    ranks[1].say(wk.Ready(transfer_id="t1"))
+    ranks[1].ready("t1")
     ref = ranks[0].publish("t1", IDS, TOKENS)
     assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
 

@@ -19,9 +19,8 @@ from kvxferd.wire.peer import (
     FetchEngine,
     Granted,
     PeerRefused,
-    PeerWelcome,
 )
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of, welcome_of
 
 FIRST, SECOND = 1000, 2000
 
@@ -53,7 +52,7 @@ def fake_peer(world: World, worker: Worker, name: str) -> Endpoint:
     host = worker.host
     worker.pull(TransferRef(endpoint, "e", "g", "t", "n"), SINK_IDS, TOKENS)
     (greet,) = host.node.peer_requests._open_by_address[endpoint]
-    world.feed(host, ev.PeerReply(endpoint, PeerWelcome(request=greet, version=2, boot="b")))
+    world.feed(host, ev.PeerReply(endpoint, welcome_of(greet)))
     return endpoint
 
 
@@ -132,8 +131,8 @@ def test_early_readiness_has_a_share_of_each_user(monkeypatch) -> None:
     first, second = two_users(world)
     early = first.host.node.published.table
     for number in range(40):
-        first.say(wk.Ready(transfer_id=f"never-{number}"))
-    second.say(wk.Ready(transfer_id="soon"))
+        first.ready(f"never-{number}")
+    second.ready("soon")
     assert early._early_share.held_by(FIRST) == 14
     assert early._early_share.held_by(SECOND) == 1
     (sink,) = world.engine(world.host("s"), "decode")
@@ -147,7 +146,7 @@ def test_early_readiness_has_a_share_of_each_user(monkeypatch) -> None:
 
 def acknowledge(world: World, worker: Worker, ref: TransferRef, number: int, key: str) -> None:
     consumer = Consumer(f"c{number // 8}", "g", Rank(0, number % 8), 4096)
-    question = Acknowledge(request=number, grant=f"g{number}", ref=ref, consumer=consumer)
+    question = Acknowledge(request=number, grant=f"g{number}", ref=ref, consumer=consumer, bytes=0)
     effects = worker.host.node.feed(ev.PeerRequest(b"route", question, key), world.now)
     assert [e.message for e in effects if isinstance(e, fx.ReplyToPeer)] == [Done(request=number)]
 

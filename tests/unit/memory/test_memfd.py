@@ -14,6 +14,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.memory import FencePage, SealedMemory, check_memfd, map_memfd
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_SLOTS
+from tests.support.fence_page import SharedFencePage
 from tests.support.open_fds import num_open_fds
 
 F_SEAL_FUTURE_WRITE = 0x10  # Python names it from 3.13 on
@@ -124,7 +125,7 @@ def test_a_tensor_outlives_close() -> None:
 
 
 def test_a_fence_word_is_seen_until_it_is_overwritten() -> None:
-    client = FencePage.create()
+    client = SharedFencePage()
     daemon = FencePage.map(client.fd)
     word = bytes(range(16))
     client.write(FENCE_SLOTS - 1, word)
@@ -139,7 +140,7 @@ def test_a_fence_word_is_seen_until_it_is_overwritten() -> None:
 
 @pytest.mark.parametrize("slot", [-1, FENCE_SLOTS])
 def test_a_fence_slot_out_of_range_is_refused(slot: int) -> None:
-    page = FencePage.create()
+    page = SharedFencePage()
     with pytest.raises(ValueError, match="fence slot"):
         page.write(slot, bytes(16))
     with pytest.raises(ValueError, match="15 bytes"):
@@ -169,7 +170,7 @@ def made_page(size: int = FENCE_PAGE_BYTES, seals: int = fcntl.F_SEAL_SHRINK, fl
 def test_a_fence_page_that_is_none_is_refused(page: dict[str, int], code: Code) -> None:
     fd = made_page(**page)
     with pytest.raises(EngineError) as raised:
-        UnmappedFencePage.from_fd(fd)
+        FencePage.map(fd)
     assert raised.value.code is code
     os.close(fd)
 
@@ -178,7 +179,7 @@ def test_huge_pages_are_refused_by_what_they_are() -> None:
     """Not by their size alone: a pool that is exhausted is SIGBUS for whoever touches one."""
     fd = made_page(2 << 20, flags=os.MFD_HUGETLB)
     with pytest.raises(EngineError, match="MFD_HUGETLB"):
-        UnmappedFencePage.from_fd(fd)
+        FencePage.map(fd)
     os.close(fd)
 
 
@@ -199,7 +200,7 @@ def test_a_page_to_hand_out_has_its_memory_and_can_be_sealed_no_further() -> Non
 
 def test_a_page_that_its_client_seals_later_is_an_error_and_no_signal() -> None:
     fd = made_page()
-    page = UnmappedFencePage.from_fd(fd)
+    page = UnmappedFencePage(fd)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
     with pytest.raises(PermissionError):
         page.overwrite(0)

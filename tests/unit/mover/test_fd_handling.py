@@ -108,10 +108,10 @@ def test_a_bind_without_descriptors_binds_nothing_and_may_come_again(monkeypatch
     transport, watched = MemoryTransport(Fabric(), AgentName("a")), []
     mover = MoverLoop(stream, transport, PollBackoff(lambda: False), watched.append)
     answers: list[str] = []
-    with SealedMemory.create(4096) as memory, socket.socket() as notices:
-        bind = Bind(regions=(RegionExport(region=RegionId("r"), size_bytes=4096, fd_index=0),), notices=True)
+    with SealedMemory.create(4096) as memory, socket.socket() as deliveries:
+        bind = Bind(regions=(RegionExport(region=RegionId("r"), size_bytes=4096, fd_index=0),))
         monkeypatch.setattr(mover, "_send", lambda message: answers.append(type(message).__name__))
-        frame = Frame(encode(bind), (memory.fd, notices.fileno(), os.pidfd_open(os.getpid())))
+        frame = Frame(encode(bind), (memory.fd, deliveries.fileno(), os.pidfd_open(os.getpid())))
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Room for one copy of the two.
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free() + 1, limits[1]))

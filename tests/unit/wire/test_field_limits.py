@@ -139,9 +139,16 @@ MANY = tuple(range(10_000))
             worker.RegionExport(region="kv", size_bytes=1, kind="vmm", device=LONG),))),
         (CLIENT_MESSAGES, worker.Resume(request=1, incarnation="i", regions=(
             worker.RegionExport(region="kv", size_bytes=1, pieces=MANY),))),
-        (PEER_MESSAGES, peer.PeerWelcome(request=1, version=1, boot=LONG)),
+        (PEER_MESSAGES, peer.PeerWelcome(request=1, version=1, boot=LONG, versions=peer.PEER_VERSIONS)),
         (PEER_MESSAGES, peer.RankReady(
-            request=1, engine_id="e", generation="g", rank=(0, 0), transfer_id=LONG)),
+            request=1, engine_id="e", generation="g", rank=(0, 0), transfer_id=LONG, incarnation="i",
+            secret="s")),
+        (PEER_MESSAGES, peer.RankReady(
+            request=1, engine_id="e", generation="g", rank=(0, 0), transfer_id="t", incarnation="",
+            secret="s")),
+        (PEER_MESSAGES, peer.RankReady(
+            request=1, engine_id="e", generation="g", rank=(0, 0), transfer_id="t", incarnation="i",
+            secret="")),
         (PEER_MESSAGES, peer.ReturnGrant(request=1, grant=LONG)),
         (PEER_MESSAGES, peer.TransferReleased(
             request=1, engine_id="e", generation="g", transfer_id=LONG, why="released")),

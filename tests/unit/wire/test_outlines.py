@@ -52,7 +52,7 @@ def dense(count: int) -> bytes:
 
 
 def test_one_entry_is_not_decoded_where_it_is_too_long():
-    join = JoinRank(request=7, boot="b", manifest=manifest())
+    join = JoinRank(request=7, boot="b", manifest=manifest(), secret="s")
     plain = msgspec.msgpack.decode(encode(join))
     plain["manifest"]["binding"]["regions"][0][6:] = [msgspec.Raw(dense(MAX_ENTRY_BYTES // 3))]
     payload = msgspec.msgpack.encode(plain)
@@ -64,7 +64,7 @@ def test_one_entry_is_not_decoded_where_it_is_too_long():
 
 @pytest.mark.parametrize("kind", ["binding", "layout"])
 def test_more_entries_than_there_can_be_are_not_decoded(kind: str):
-    plain = msgspec.msgpack.decode(encode(JoinRank(request=7, boot="b", manifest=manifest())))
+    plain = msgspec.msgpack.decode(encode(JoinRank(request=7, boot="b", manifest=manifest(), secret="s")))
     plain["manifest"][kind]["regions"] = [1] * 1025
     with pytest.raises(ProtocolError, match="length <= 1024"):
         decode_join_rank(PEER_OUTLINES.decode(msgspec.msgpack.encode(plain)))  # type: ignore[arg-type]

@@ -52,9 +52,10 @@ def test_a_rank_is_bound_with_the_way_in_which_its_pulls_read(read_way: ReadWay)
     transport = MemoryTransport(Fabric(), AgentName("a"))
     loop = MoverLoop(stream, transport, PollBackoff(lambda: False), os.close)
     region = RegionExport(region=RegionId("kv"), size_bytes=4096, fd_index=0)
-    with SealedMemory.create(4096) as memory:
+    with SealedMemory.create(4096) as memory, socket.socket() as deliveries:
         worker = os.pidfd_open(os.getpid())
-        daemon.send(encode(Bind(regions=(region,), read_way=read_way)), dup_fds([memory.fd, worker]))
+        fds = dup_fds([memory.fd, deliveries.fileno(), worker])
+        daemon.send(encode(Bind(regions=(region,), read_way=read_way)), fds)
         daemon.flush()
         os.close(worker)
         assert not loop._receive()
