@@ -25,12 +25,9 @@ from kvxferd.wire.codec import DAEMON_MESSAGES, PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, Versions
 from kvxferd.wire.endpoint import address_of, key_of
 from kvxferd.wire.framing import HEADER
-from kvxferd.wire.limits import FENCE_PAGE_BYTES
-from kvxferd.wire.peer import PeerHello
+from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 
 WAIT_S = 8.0
-FIRST = Versions(1, 1)
-SECOND = Versions(2, 2)
 FACTS: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "block_tokens": 16, "num_blocks": 16}
 
 
@@ -51,23 +48,18 @@ def connected(path: str) -> socket.socket:
 class WorkerByHand:
     """A connection to a worker socket that says whatever an attack wants."""
 
-    def __init__(
-        self, path: str, hello: bool = True, page: int | None = None, versions: Versions = FIRST
-    ) -> None:
+    def __init__(self, path: str, hello: bool = True) -> None:
         self.socket = connected(path)
         self._link = FrameSocket(self.socket.dup())  # which makes both non-blocking: each waits by itself
         self._heard: list[Message] = []
         self.fds: list[int] = []  # that came along
         self.ended = False
-        self._page = page
         self.acknowledges = True  # each mover that is offered
         if hello:
-            self.hello(versions)
+            self.hello()
 
-    def hello(self, versions: Versions = FIRST) -> Message | None:
-        with SealedMemory.create(FENCE_PAGE_BYTES, "fence") as fence:
-            page = fence.fd if self._page is None else self._page
-            self.say(worker.Hello(versions=versions, client="by hand"), page)
+    def hello(self, versions: Versions = worker.WORKER_VERSIONS) -> Message | None:
+        self.say(worker.Hello(versions=versions, client="by hand"))
         return self.next()
 
     def say(self, message: Message, *fds: int) -> None:
@@ -124,13 +116,14 @@ class WorkerByHand:
     ) -> Any:
         """Be a rank of an engine of that name. Returns the answer.
 
-        `behind`: descriptors behind the region's; `answers`: what is waited for, at most `wait_s`.
+        `deliveries`: the descriptor behind the region's, in place of a socket; `answers`: what is waited
+        for, at most `wait_s`.
         """
         spec = EngineSpec(
             engine_id=name, generation=more.pop("generation", "g1"), num_layers=2, num_kv_heads=2
         )
         spec = more.pop("spec", spec)
-        behind, wait_s = more.pop("behind", ()), more.pop("wait_s", 20.0)
+        wait_s, deliveries = more.pop("wait_s", 20.0), more.pop("deliveries", None)
         answers = more.pop("answers", (worker.Registered, worker.Refused, worker.Farewell))
         layout = layout or attention_layout(spec=spec, **FACTS)
         region = layout.regions[0]
@@ -143,7 +136,8 @@ class WorkerByHand:
             regions=(exported,),
             **({"incarnation": os.urandom(8).hex()} | more),
         )
-        self.say(register, own.fd, *behind)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unread:
+            self.say(register, own.fd, unread.fileno() if deliveries is None else deliveries)
         if memory is None:
             own.close()
         return self.await_one(answers, wait_s)
@@ -159,9 +153,7 @@ class WorkerByHand:
 class PeerByHand:
     """A DEALER to a daemon's peer socket."""
 
-    def __init__(
-        self, endpoint: str, key: CurveKeyPair | None, greet: bool = True, versions: Versions = FIRST
-    ) -> None:
+    def __init__(self, endpoint: str, key: CurveKeyPair | None, greet: bool = True) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -173,12 +165,12 @@ class PeerByHand:
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
         self.socket.connect(address_of(endpoint))
         if greet:
-            self.say(self.greeting(versions=versions))
+            self.say(self.greeting())
             self.next()
 
     @staticmethod
     def greeting(
-        request: int = 1, endpoint: str = "tcp://127.0.0.1:1", versions: Versions = FIRST
+        request: int = 1, endpoint: str = "tcp://127.0.0.1:1", versions: Versions = PEER_VERSIONS
     ) -> PeerHello:
         return PeerHello(request=request, versions=versions, boot="by-hand", endpoint=endpoint)
 

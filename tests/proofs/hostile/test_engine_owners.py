@@ -11,7 +11,6 @@ from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
 
 # Attaches to the engine, and prints what it is told.
 SQUATTER = """
-page = os.memfd_create("page", os.MFD_ALLOW_SEALING)
 connected = socket.socket(socket.AF_UNIX)
 connected.connect(sys.argv[1])
 link = FrameSocket(connected)
@@ -21,7 +20,7 @@ def ask(message, *fds):
     while not (frames := link.receive()):
         select.select([link], [], [], 10)
     return DAEMON_MESSAGES.decode(frames[0].payload)
-ask(worker.Hello(versions=Versions(2, 2), client="squatter"), page)
+ask(worker.Hello(versions=worker.WORKER_VERSIONS, client="squatter"))
 answer = ask(worker.Attach(request=1, engine_id="prefill", generation="squatted"))
 print(getattr(answer, "code", type(answer).__name__))
 """
@@ -29,7 +28,6 @@ IMPORTS = """
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
-from kvxferd.wire.common import Versions
 """
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxferd.cli.transfers import format_handover, format_read, format_ready, format_ways
-from kvxferd.core.snapshot import PullSnapshot, TransferSnapshot
-from tests.support.node_samples import StillNode, node_snapshot, pull_record
+from kvxferd.cli.transfers import format_handover, format_ways
+from tests.support.node_samples import StillNode, pull_record
 from tests.support.verb_harness import daemon, run
 
 TABLES = ["status", "engines", "peers", "transfers", "history"]
@@ -182,17 +181,6 @@ async def test_transfers_has_the_last_pulls_with_their_ways(tmp_path: Path) -> N
     ended = json.loads(result.stdout)["ended_pulls"]
     assert ended
     assert {"direct": 1 << 18, "covering": 3 << 18} in [one["ways"] for one in ended]
-
-
-def test_a_daemon_of_an_earlier_version_is_shown_too() -> None:
-    """Its responses have none of the fields of progressive pulls."""
-    node = node_snapshot()
-    added = {"ready_tokens", "progressive", "num_tokens", "tokens_read", "bytes_read"}
-    old = {key: value for key, value in msgspec.to_builtins(node.pulls[0]).items() if key not in added}
-    assert format_read(msgspec.convert(old, PullSnapshot)) == "-"
-    transfer = msgspec.to_builtins(node.transfers[1])
-    del transfer["ready_tokens"]
-    assert format_ready(msgspec.convert(transfer, TransferSnapshot)) == "1000"
 
 
 def test_a_handover_in_words() -> None:

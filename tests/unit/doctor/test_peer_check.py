@@ -179,7 +179,7 @@ async def test_each_direction_is_judged(
 
 @pytest.mark.parametrize(
     ("code", "verdict"),
-    [(Code.BAD_VERSION, "warn"), (Code.BUSY, "warn"), (Code.DRAINING, "warn"), (Code.NOT_ALLOWED, "no")],
+    [(Code.BAD_VERSION, "no"), (Code.BUSY, "warn"), (Code.DRAINING, "warn"), (Code.NOT_ALLOWED, "no")],
 )
 async def test_a_probe_that_did_not_begin(tmp_path: Path, code: Code, verdict: str) -> None:
     (found,) = await probe_findings(ProbingNode(KvxferdError("cannot probe it", code)), tmp_path)

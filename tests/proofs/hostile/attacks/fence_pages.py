@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import socket
 
 from kvxferd.layout import PackedBlocks
 from kvxferd.memory import SealedMemory
@@ -29,55 +28,12 @@ def page(size: int = FENCE_PAGE_BYTES, seals: int = fcntl.F_SEAL_SHRINK, flags: 
 
 
 @attack("user")
-def a_page_that_nobody_may_write(scene: Scene) -> str:
-    """Attached first to an engine's id with a page sealed against writing, before its ranks register."""
-    own = page()
-    session = scene.worker(page=own)
-    fcntl.fcntl(own, fcntl.F_ADD_SEALS, SEAL_FUTURE_WRITE)  # after the daemon has mapped it
-    session.say(worker.Attach(request=1, engine_id="late-page", generation="g1"))
-    session.await_one((worker.Registered, worker.Refused, worker.Farewell))
-    return newcomer(scene, "late-page")
-
-
-@attack("user")
 def an_id_attached_first(scene: Scene) -> str:
     """Attached first to an engine's id, with a good page, before its ranks register."""
     session = scene.worker()
     session.say(worker.Attach(request=1, engine_id="late-attached", generation="g1"))
     session.await_one((worker.Registered, worker.Refused, worker.Farewell))
     return newcomer(scene, "late-attached")
-
-
-@attack("user")
-def strange_pages(scene: Scene) -> str:
-    """Fence pages that are short, unsealed, sealed, on huge pages, directories, sockets, pipes, devices."""
-    read, write = os.pipe()
-    left, right = socket.socketpair()
-    strange = [
-        page(100),
-        page(0),
-        page(1 << 30),
-        page(seals=0),
-        page(seals=SEAL_WRITE | fcntl.F_SEAL_SHRINK),
-        os.open("/", os.O_RDONLY),
-        os.open("/", os.O_PATH),
-        read,
-        write,
-        left.fileno(),
-        right.fileno(),
-        os.open("/dev/zero", os.O_RDWR),
-        os.open("/dev/null", os.O_RDONLY),
-    ]
-    for size in (1 << 21, FENCE_PAGE_BYTES):
-        with contextlib.suppress(OSError):
-            strange.append(page(size, flags=MFD_HUGETLB))
-    for fd in strange:
-        with contextlib.suppress(OSError):
-            made = WorkerByHand(scene.a.worker_socket, page=fd)
-            made.say(worker.Attach(request=1, engine_id="odd", generation="g1"))
-            made.next(0.3)
-            made.close()
-    return ""
 
 
 @attack("user")
@@ -137,6 +93,7 @@ def a_page_written_by_its_session(scene: Scene) -> str:
                 nonce="0" * 32,
                 num_tokens=16,
                 fence_slot=number % 5000,
+                incarnations=(),
                 blocks={"full": PackedBlocks(ids=bytes(4))},
             )
         )

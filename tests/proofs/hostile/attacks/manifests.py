@@ -50,7 +50,7 @@ class DaemonByHand:
             self.routes.add(route)
             question: Any = PEER_MESSAGES.decode(content)
             if isinstance(question, peer.PeerHello):
-                greeting = {"t": "greeting", "request": question.request, "boot": "evil"}
+                greeting = {"t": "greeting", "request": question.request, "boot": "evil", "versions": [1, 1]}
                 self.socket.send_multipart(
                     [route, msgspec.msgpack.encode(greeting | {"version": self._version})]
                 )

@@ -182,9 +182,12 @@ def large_manifest(engine_id: str, home: str, num_tensors: int, agent: str) -> R
 def _joins(scene: Scene, home: str, reps: int) -> None:
     one = scene.peer()
     manifest = large_manifest("joined", home, 8_000, "by-hand/1")
-    joins = [encode(peer.JoinRank(request=10 + n, boot="by-hand", manifest=manifest)) for n in range(reps)]
-    for join in joins:
-        one.socket.send(join)
+    joins = [
+        encode(peer.JoinRank(request=10 + n, boot="by-hand", manifest=manifest, secret="s"))
+        for n in range(reps)
+    ]
+    for content in joins:
+        one.socket.send(content)
     scene.rest(4.0)
 
 
@@ -270,7 +273,12 @@ def ready_said_for_another(scene: Scene) -> str:
 
 def _ready(engine: str, transfer: str, request: int, **more: Any) -> Any:
     return peer.RankReady(
-        request=request, engine_id=engine, generation="g1", rank=(1, 0), transfer_id=transfer, **more
+        request=request,
+        engine_id=engine,
+        generation="g1",
+        rank=(1, 0),
+        transfer_id=transfer,
+        **({"incarnation": "i", "secret": "guessed"} | more),
     )
 
 
@@ -285,7 +293,13 @@ def leaving_said_for_another(scene: Scene) -> str:
         (agent,) = [rank["agent"] for rank in engine["ranks"]]
         one = scene.peer()
         leave = peer.LeaveRank(
-            request=5, boot=status["boot"], engine_id="spread-l", generation="g1", rank=(1, 0), agent=agent
+            request=5,
+            boot=status["boot"],
+            engine_id="spread-l",
+            generation="g1",
+            rank=(1, 0),
+            agent=agent,
+            secret="guessed",
         )
         one.ask(leave, 3.0)
         home = scene.ask("status", node="a")
@@ -311,7 +325,7 @@ def joining_replayed(scene: Scene) -> str:
             member,
             msgspec.structs.replace(member, binding=msgspec.structs.replace(member.binding, metadata=b"x")),
         ):
-            one.ask(peer.JoinRank(request=6, boot=boot, manifest=changed), 3.0)
+            one.ask(peer.JoinRank(request=6, boot=boot, manifest=changed, secret="guessed"), 3.0)
         made = scene.honest("spread_publish", name="spread-j")
         scene.honest("spread_ready", name="spread-j", transfer=made["transfer"], request=made["request"])
         came = scene.honest("pull", sink=1, ref=made["ref"], deadline_s=8.0, request=made["request"])

@@ -170,27 +170,46 @@ def odd_numbers_from_a_worker(scene: Scene) -> str:
         ),
         *(
             worker.Publish(
-                transfer_id="x", nonce="0" * 32, num_tokens=16, fence_slot=slot, blocks=blocks, lease_s=lease
+                transfer_id="x",
+                nonce="0" * 32,
+                num_tokens=16,
+                fence_slot=slot,
+                incarnations=(),
+                blocks=blocks,
+                lease_s=lease,
             )
             for slot in (-1, 4096, 2**40)
             for lease in (nan, inf, -1.0, 1e300, 0.0)
         ),
         *(
-            worker.Publish(transfer_id=name, nonce=nonce, num_tokens=16, fence_slot=0, blocks={group: packed})
+            worker.Publish(
+                transfer_id=name,
+                nonce=nonce,
+                num_tokens=16,
+                fence_slot=0,
+                incarnations=(),
+                blocks={group: packed},
+            )
             for name in ("", "n" * 5000)
             for nonce in ("", "n" * 5000)
             for group in ("full", "g" * 5000)
             for packed in (PackedBlocks(ids=b"abc"), PackedBlocks(ids=bytes(4), first_token=-5))
         ),
         worker.Publish(
-            transfer_id="y", nonce="0" * 32, num_tokens=16, fence_slot=0, blocks=blocks, num_readers=-(2**60)
+            transfer_id="y",
+            nonce="0" * 32,
+            num_tokens=16,
+            fence_slot=0,
+            incarnations=(),
+            blocks=blocks,
+            num_readers=-(2**60),
         ),
         worker.Resume(request=1, regions=(), incarnation=""),
         worker.Suspend(),
         worker.Suspend(),
         worker.NewMover(),
         worker.Unpublish(transfer_id=""),
-        worker.Ready(transfer_id="q" * 100_000),
+        worker.Ready(transfer_id="q" * 100_000, incarnation="i"),
     ]
     session = scene.worker()
     session.register("odd")

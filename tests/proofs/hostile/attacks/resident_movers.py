@@ -41,6 +41,7 @@ class MoverByHand:
                 placement="resident",
             ),
             theirs.fileno(),
+            theirs.fileno(),  # also as the socket for deliveries
         )
         theirs.close()
         self.link = FrameSocket(ours)

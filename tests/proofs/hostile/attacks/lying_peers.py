@@ -1,4 +1,4 @@
-"""Daemons that speak version 2: their secrets change, their greetings lie, they are ready without end."""
+"""Daemons: their secrets change, their greetings lie, they are ready without end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvxferd.wire.common import Message, RankManifest, Versions
 from tests.proofs.hostile.attacker import Scene
 from tests.proofs.hostile.attacks.manifests import DaemonByHand, ref_to
 from tests.proofs.hostile.attacks.peers import CLEAR, large_manifest
-from tests.proofs.hostile.raw_protocol import FIRST, SECOND, PeerByHand
+from tests.proofs.hostile.raw_protocol import PeerByHand
 from tests.proofs.hostile.registry import attack
 
 NUMBERS = itertools.count(1000)
@@ -55,7 +55,7 @@ def _speak_for(scene: Scene, engine: str) -> str:
     if came["outcome"] != "done":
         return f"no engine on two nodes: {came}"
     try:
-        one = scene.peer(versions=SECOND)
+        one = scene.peer()
         answer = one.ask(peer.FetchEngine(request=4, engine_id=engine, generation="g1", wait_s=3.0))
         if not isinstance(answer, peer.EngineManifest):
             return f"no manifest: {answer}"
@@ -91,7 +91,7 @@ def secrets_of_another_key(scene: Scene) -> str:
 @attack("stranger", setup=CLEAR, limit_s=60.0)
 def secrets_that_change(scene: Scene) -> str:
     """A member's secret changes in the middle of its life, is left out, and is 100 KB long."""
-    one = scene.peer(versions=SECOND)
+    one = scene.peer()
     manifest = _own_rank(scene, "changes", "first", one)
     if isinstance(manifest, str):
         return manifest
@@ -112,7 +112,7 @@ def secrets_that_change(scene: Scene) -> str:
 @attack("stranger", setup=CLEAR, fresh=True, limit_s=60.0)
 def ready_without_end(scene: Scene) -> str:
     """A member is ready with transfers of names of megabytes, and with fifty thousand that never come."""
-    one = scene.peer(versions=SECOND)
+    one = scene.peer()
     manifest = _own_rank(scene, "ready-ever", "own", one)
     if isinstance(manifest, str):
         return manifest
@@ -135,7 +135,7 @@ def ready_without_end(scene: Scene) -> str:
 
 @attack("peer", limit_s=90.0)
 def greetings_that_lie(scene: Scene) -> str:
-    """Peers agree on one version and speak the other, change it, and offer versions that there are not."""
+    """Peers greet again and again, and offer versions that there are not."""
     unknown = (peer.PEER_VERSIONS.newest + 1, 99)
     for versions in (unknown, (0, 0), (2, 1), (-9, -1)):
         one = scene.peer(greet=False)
@@ -144,9 +144,9 @@ def greetings_that_lie(scene: Scene) -> str:
             return f"versions {versions}: {answer}"
         one.close()
         scene.opened.remove(one)
-    one = scene.peer(versions=SECOND)
+    one = scene.peer()
     for number in range(200):
-        one.say(one.greeting(request=100 + number, versions=(FIRST, SECOND, Versions(1, 99))[number % 3]))
+        one.say(one.greeting(request=100 + number, versions=Versions(1, 99 - number % 3)))
     late = peer.RankReady(
         request=7,
         engine_id="honest-0",
@@ -156,11 +156,10 @@ def greetings_that_lie(scene: Scene) -> str:
         incarnation="i",
         secret="s",
     )
-    for versions in (FIRST, SECOND):
-        two = scene.peer(versions=versions)
-        two.say(late)
-        two.say(msgspec.structs.replace(late, incarnation="", secret=""))
-    long_greet = {"t": "greet", "request": 1, "versions": [1, 2], "boot": "b", "endpoint": "e"}
+    two = scene.peer()
+    two.say(late)
+    two.say(msgspec.structs.replace(late, incarnation="", secret=""))
+    long_greet = {"t": "greet", "request": 1, "versions": [1, 1], "boot": "b", "endpoint": "e"}
     for later in ("x" * 4_000_000, [None] * 3_900_000, {"a": ["b"] * 900_000}):
         three = scene.peer(greet=False)
         three.socket.send(msgspec.msgpack.encode(long_greet | {"later": later}))

@@ -1,4 +1,4 @@
-"""A worker that speaks version 2: what it acknowledges, announces, names and promises is not so."""
+"""A worker: what it acknowledges, announces, names and promises is not so."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.proofs.hostile.attacker import Scene
 from tests.proofs.hostile.attacks.fence_pages import page
 from tests.proofs.hostile.attacks.floods import newcomer
 from tests.proofs.hostile.honest_pair import FACTS, NUM_BLOCKS, TOKENS, spec_of
-from tests.proofs.hostile.raw_protocol import SECOND, WorkerByHand, connected, frame
+from tests.proofs.hostile.raw_protocol import WorkerByHand, connected, frame
 from tests.proofs.hostile.registry import Setup, attack
 
 ANSWERS = (worker.Registered, worker.Refused, worker.Farewell)
@@ -33,7 +33,7 @@ ONE_BLOCK = {"full": PackedBlocks(ids=bytes(4))}
 
 def _rank(scene: Scene, name: str, **more: Any) -> WorkerByHand:
     """A registered rank that acknowledges its mover."""
-    session = scene.worker(versions=SECOND)
+    session = scene.worker()
     answer = session.register(name, incarnation="own", **more)
     assert isinstance(answer, worker.Registered), answer
     return session
@@ -54,7 +54,7 @@ def movers_never_acknowledged(scene: Scene) -> str:
     """Ranks that acknowledge no mover: none may have their memory, and their sessions must end."""
     made = []
     for number in range(4):
-        session = scene.worker(versions=SECOND)
+        session = scene.worker()
         session.acknowledges = False
         memory = SealedMemory.create(1 << 20, "unwatched")
         session.register(f"unwatched-{number}", memory, wait_s=0.5)
@@ -74,7 +74,7 @@ def movers_never_acknowledged(scene: Scene) -> str:
 @attack("worker", limit_s=60.0)
 def acknowledgements_of_everything(scene: Scene) -> str:
     """Movers acknowledged before any was offered, twice, late, by numbers that were never given."""
-    early = scene.worker(versions=SECOND)
+    early = scene.worker()
     if _say(early, worker.MoverAcknowledged(number=1)) is None:
         return "a mover that was never offered was acknowledged"
     again = _rank(scene, "acks-again")
@@ -98,13 +98,13 @@ def _full_socket(kept: list[socket.socket]) -> int:
 
 
 @attack("worker", limit_s=80.0)
-def strange_notices(scene: Scene) -> str:
-    """Notices that are a file, a pipe, a socket of another kind, the session's own, or that nobody reads."""
-    nothing = scene.worker(versions=SECOND)
+def strange_delivery_sockets(scene: Scene) -> str:
+    """A delivery socket that is a file, a pipe, another kind of socket, or that nobody reads."""
+    nothing = scene.worker()
     with contextlib.suppress(OSError):
-        nothing.raw(frame(_empty_register("no-notices")))
+        nothing.raw(frame(_empty_register("no-deliveries")))
         if not isinstance(nothing.await_one(ANSWERS, 3.0), worker.Farewell):
-            return "notices without a socket were taken"
+            return "a registration without a socket was taken"
     read, write = os.pipe()
     kept: list[socket.socket] = []
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -135,17 +135,17 @@ def strange_notices(scene: Scene) -> str:
 def _empty_register(name: str) -> worker.Register:
     spec = spec_of(name)
     layout = attention_layout(spec=spec, **FACTS)
-    return worker.Register(request=1, engine=spec, layout=layout, regions=(), incarnation="i", notices=True)
+    return worker.Register(request=1, engine=spec, layout=layout, regions=(), incarnation="i")
 
 
-def _pull_with(scene: Scene, name: str, notices: int) -> str:
-    """Be an engine like the honest ones, with these notices, and pull from one of them."""
+def _pull_with(scene: Scene, name: str, deliveries: int) -> str:
+    """Be an engine like the honest ones, with this delivery socket, and pull from one of them."""
     spec = spec_of(name)
     layout = attention_layout(spec=spec, **FACTS)
-    session = scene.worker(scene.b, versions=SECOND)
+    session = scene.worker(scene.b)
     memory = SealedMemory.create(layout.regions[0].size_bytes, "noticed")
     with memory:
-        answer = session.register(name, memory, layout, spec=spec, notices=True, behind=(notices,))
+        answer = session.register(name, memory, layout, spec=spec, deliveries=deliveries)
         if not isinstance(answer, worker.Registered):
             return ""  # refused: as good
         for ticket in (1, 2):
@@ -165,7 +165,7 @@ def _pull_with(scene: Scene, name: str, notices: int) -> str:
             ended = session.await_one((worker.Delivered, worker.Failed, worker.Farewell), 10.0)
             # Into a socket that takes packets the mover has said it, wherever they go.
             if isinstance(ended, worker.Failed):
-                return f"a pull with notices {name} failed: {ended.code} {ended.message}"
+                return f"a pull with a delivery socket of {name} failed: {ended.code} {ended.message}"
     session.close()
     return ""
 
@@ -175,7 +175,7 @@ def descriptors_that_were_promised(scene: Scene) -> str:
     """Registrations announce descriptors and send fewer, more, others, or register again meanwhile."""
     with SealedMemory.create(1 << 20, "promised") as memory:
         for number in (-1, 8193, 1 << 31, 1 << 62):
-            session = scene.worker(versions=SECOND)
+            session = scene.worker()
             answer = session.register(f"promised{number}", memory, num_descriptors=number)
             if number > 0 and isinstance(answer, worker.Registered):
                 return f"a registration of {number} descriptors was taken with one"
@@ -204,7 +204,7 @@ def descriptors_that_were_promised(scene: Scene) -> str:
 
 
 def _promising(scene: Scene, name: str, memory: SealedMemory) -> WorkerByHand:
-    session = scene.worker(versions=SECOND)
+    session = scene.worker()
     session.register(name, memory, incarnation="own", num_descriptors=3, answers=(worker.FdsWanted, *ANSWERS))
     return session
 
@@ -214,7 +214,7 @@ def descriptors_after_attach(scene: Scene) -> str:
     """Sessions attached to engines that do not exist send descriptors that belong to nothing."""
     with open("/dev/null", "rb") as null:
         for number in range(6):
-            session = scene.worker(versions=SECOND)
+            session = scene.worker()
             session.say(worker.Attach(request=1, engine_id=f"nobody-{number}", generation="g"))
             session.await_one(ANSWERS)
             with contextlib.suppress(OSError):
@@ -232,6 +232,7 @@ def _publish(number: int, **more: Any) -> worker.Publish:
         "num_tokens": 16,
         "fence_slot": number % 4000,
         "blocks": ONE_BLOCK,
+        "incarnations": (),
     }
     return worker.Publish(**(facts | more))
 
@@ -294,40 +295,25 @@ def ready_of_another_incarnation(scene: Scene) -> str:
         session.say(worker.Ready(transfer_id=f"t{number}", incarnation=("own", "tomorrow", "")[number % 2]))
     before = scene.ask("traffic")["done"]
     scene.rest(1.0)
-    if _say(session, worker.Ready(transfer_id="t")) is None:
+    if _say(session, worker.Ready(transfer_id="t", incarnation="")) is None:
         return "ready without an incarnation was taken"
     return "" if scene.ask("traffic")["done"] > before else "the honest pair stands still"
 
 
 @attack("user")
 def versions_that_lie(scene: Scene) -> str:
-    """Sessions that agree on one version and speak the other, and versions that there are not."""
+    """Versions that there are not, and a second hello."""
     newest = worker.WORKER_VERSIONS.newest
-    for versions in ((1, 99), (-5, 1 << 40), (newest, newest), (1, 2), (2, 2), (1, 1)):
+    for versions in ((1, 99), (-5, 1 << 40), (newest, newest)):
         if not isinstance(_hello(scene, Versions(*versions)), worker.Welcome):
             return f"versions {versions} were not taken"
     for versions in ((newest + 1, 99), (0, 0), (-9, -1), (2, 1), (99, 1)):
         answer = _hello(scene, Versions(*versions))
         if not isinstance(answer, worker.Farewell) or answer.code is not Code.BAD_VERSION:
             return f"versions {versions}: {answer}"
-    ref = TransferRef("tcp://127.0.0.1:9", "e", "g", "t", "0" * 32)
-    second = [
-        worker.MoverAcknowledged(number=1),
-        worker.Ready(transfer_id="t", incarnation="i"),
-        worker.PullsResumed(number=1, tickets=(1, 2), arrived=(3,)),
-        FdBatch(first=0),
-        _publish(1, incarnations=((Rank(0, 0), "i"),)),
-        worker.Hello(versions=SECOND, client="again"),
-    ]
-    first = [worker.Ready(transfer_id="t"), _publish(2), worker.Prepare(ref=ref), worker.NewMover()]
-    for versions, messages in ((Versions(1, 1), second), (SECOND, first)):
-        for message in messages:
-            session = scene.worker(versions=versions)
-            with contextlib.suppress(OSError):
-                session.say(message)
-                session.register("speaks-the-other", num_descriptors=2, wait_s=0.3)
-                session.say(message)
-            session.close()
+    session = scene.worker()
+    if _say(session, worker.Hello(versions=worker.WORKER_VERSIONS, client="again")) is None:
+        return "a second hello was taken"
     return newcomer(scene, "late-versions")
 
 
@@ -350,12 +336,12 @@ def hellos_with_more_fields(scene: Scene) -> str:
         ({str(n): None for n in range(500)}, True),
     ]
     for number, (value, is_welcome) in enumerate(fields):
-        said = {"t": "hello", "versions": [1, 2], "client": "x", "later": value}
+        said = {"t": "hello", "versions": [1, 1], "client": "x", "later": value}
         answer = _raw_hello(scene, msgspec.msgpack.encode(said))
         if isinstance(answer, worker.Welcome) is not is_welcome:
             return f"hello {number}: {answer}"
     for nested in (b"\x91" * 3900, b"\x81" * 3900, b"\xdf\xff\xff\xff\xff" * 700):
-        said_raw = msgspec.msgpack.encode({"t": "hello", "versions": [1, 2], "client": "x"})
+        said_raw = msgspec.msgpack.encode({"t": "hello", "versions": [1, 1], "client": "x"})
         _raw_hello(scene, b"\x84" + said_raw[1:] + b"\xa1z" + nested)
     return newcomer(scene, "late-hello")
 
@@ -363,8 +349,8 @@ def hellos_with_more_fields(scene: Scene) -> str:
 def _raw_hello(scene: Scene, payload: bytes) -> Message | None:
     made = WorkerByHand(scene.a.worker_socket, hello=False)
     try:
-        with SealedMemory.create(FENCE_PAGE_BYTES, "fence") as fence, contextlib.suppress(OSError):
-            made.raw(HEADER.pack(len(payload), 1, 0) + payload, fence.fd)
+        with contextlib.suppress(OSError):
+            made.raw(HEADER.pack(len(payload), 0, 0) + payload)
         return made.next(3.0)
     finally:
         made.close()
@@ -374,7 +360,7 @@ def _raw_hello(scene: Scene, payload: bytes) -> Message | None:
 def transfer_ids_again(scene: Scene) -> str:
     """A transfer's id is published twice, after its end, by another session, and where others have it."""
     session = _rank(scene, "ids-again")
-    other = scene.worker(versions=SECOND)
+    other = scene.worker()
     other.say(worker.Attach(request=1, engine_id="ids-again", generation="g1"))
     other.await_one(ANSWERS)
     named = ((Rank(0, 0), "own"),)
@@ -440,7 +426,7 @@ def tiny_frames(scene: Scene) -> str:
     made = []
     with contextlib.suppress(OSError):
         for _ in range(60):
-            made.append(scene.worker(versions=SECOND))
+            made.append(scene.worker())
     until = time.monotonic() + 4.0
     while time.monotonic() < until and made:
         for session in list(made):
