@@ -51,7 +51,14 @@ class Daemon:
 
     def __init__(self, **more: object) -> None:
         node = {"endpoint": PEER}
-        self.answer = {"version": "0", "ready": True, "reasons": [], "warnings": [], "node": node} | more
+        self.answer = {
+            "version": "0",
+            "ready": True,
+            "reasons": [],
+            "warnings": [],
+            "active_warnings": [],
+            "node": node,
+        } | more
 
     def get(self, path: str) -> dict[str, object]:
         """The status."""
