@@ -73,5 +73,3 @@ def test_doctor_says_that_pulls_fail() -> None:
         (found,) = [f for f in check(CheckContext(None, daemon, {})) if f.check == "last minute"]  # type: ignore[arg-type]
         assert found.verdict is verdict
         assert found.found.startswith("pulls fail: 3 of ") == (verdict is Verdict.WARN)
-    older = check(CheckContext(None, Daemon(), {}))  # type: ignore[arg-type]
-    assert "last minute" not in [finding.check for finding in older]
