@@ -106,6 +106,7 @@ def topologies(heads: int) -> Iterator[tuple[int, int, TransferTopology]]:
             yield local_tp, rank, made
 
 
+@pytest.mark.slow  # nine seconds together
 @pytest.mark.parametrize("heads", range(17))
 def test_every_rank_of_every_pair_of_sizes(heads: int) -> None:
     """All answers; those of latents for 0 heads."""
