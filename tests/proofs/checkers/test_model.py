@@ -14,7 +14,7 @@ from kvxferd.core.pull import TRANSITIONS, Pull, PullPhase, PullTrigger
 from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalEngine
 from kvxferd.core.session import Session
-from kvxferd.core.transfer_table import TransferTable
+from kvxferd.core.transfer_table import Transfer, TransferTable
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.wire.worker import Publish
@@ -99,7 +99,7 @@ def test_a_ready_that_outlives_its_memory_is_found(monkeypatch):
         lambda source, rank, _, name, tokens=-1: ready(source, rank, rank.incarnation, name, tokens),
     )
     monkeypatch.setattr(TransferTable, "end_early_ready", lambda *_: None)
-    with pytest.raises(Broken, match="was delivered|was ready in another mapping"):
+    with pytest.raises(Broken, match=r"was delivered|was ready in another mapping"):
         Search(Scenario(clients=True, ready=True, sleeps=1, cancel=False)).run()
 
 
