@@ -63,8 +63,9 @@ class PeerRequests:
     ) -> None:
         """Send the message, repeatedly until a reply arrives. After `timeout_s`: `peer-unreachable`.
 
-        `silent_s`: of a request that may wait at the peer; as soon as the peer has sent neither a reply nor
-        `StillWaiting` to it for so long, it is unreachable as well.
+        `silent_s`: of a request that may wait at the peer. The peer is unreachable as soon as it has sent
+        neither a reply nor `StillWaiting` for so long; one that keeps the request until `timeout_s` is not,
+        and the code is `deadline`.
         """
         number, now = message.request, self._context.now
         self._open[number] = _OpenRequest(
