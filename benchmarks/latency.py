@@ -70,7 +70,7 @@ class PullTimer:
 
     def blocks(self) -> dict[str, client.BlockList]:
         """Return the block list that is published and pulled."""
-        return {"full": client.BlockList(ids=self._ids)}
+        return {"full": client.BlockList(ids=self._ids.data)}
 
     def prepare(self, count: int) -> list[client.TransferRef]:
         """Publish `count` transfers and prepare them."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from kvxferd.ids import Incarnation, Rank
+from kvxferd.ids import GroupName, Incarnation, Rank, TransferId
 from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.layout.validate import MAX_TENSORS, validate_layout
@@ -36,9 +37,9 @@ def publish_of(num_ranks: int) -> Publish:
     """Return a publish that names the incarnations of `num_ranks` ranks."""
     named = tuple((Rank(0, tp), Incarnation(f"{tp:016x}")) for tp in range(num_ranks))
     return Publish(
-        transfer_id="cmpl-0123456789abcdef",
+        transfer_id=TransferId("cmpl-0123456789abcdef"),
         nonce="0" * 32,
-        blocks={"full": PackedBlocks(pack_ids(range(512)))},
+        blocks={GroupName("full"): PackedBlocks(pack_ids(range(512)))},
         num_tokens=8192,
         fence_slot=0,
         incarnations=named,
@@ -50,8 +51,8 @@ def main() -> None:
     for num_ranks in (0, 1, 8, 64):
         publish = publish_of(num_ranks)
         payload = encode(publish)
-        encoding = least_us(lambda publish=publish: encode(publish), 2000)
-        decoding = least_us(lambda payload=payload: CLIENT_MESSAGES.decode(payload), 2000)
+        encoding = least_us(partial(encode, publish), 2000)
+        decoding = least_us(partial(CLIENT_MESSAGES.decode, payload), 2000)
         print(
             f"publish, {num_ranks:2} ranks named: {len(payload)} bytes, {encoding:.1f} us to encode, "
             f"{decoding:.1f} us to decode"

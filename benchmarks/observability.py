@@ -71,7 +71,7 @@ class Pair:
             self._controls[name] = directory / name / "control.sock"
             ranks[name] = latency.register_rank(stack, worker, name, NUM_BLOCKS)
         self._source, self._sink = ranks["source"], ranks["sink"]
-        self._blocks = {"full": client.BlockList(ids=np.arange(NUM_BLOCKS, dtype=np.int32))}
+        self._blocks = {"full": client.BlockList(ids=np.arange(NUM_BLOCKS, dtype=np.int32).data)}
         self._number = 0
 
     @staticmethod

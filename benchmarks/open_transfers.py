@@ -74,7 +74,7 @@ class LoopWatch:
 
 def publish(stack: ExitStack, worker: str, num_transfers: int) -> None:
     """Publish so many transfers by two engines, whose leases outlast the benchmark."""
-    blocks = {"full": client.BlockList(ids=np.arange(NUM_BLOCKS, dtype=np.int32))}
+    blocks = {"full": client.BlockList(ids=np.arange(NUM_BLOCKS, dtype=np.int32).data)}
     for name in ("one", "other"):
         rank = latency.register_rank(stack, worker, name, NUM_BLOCKS)
         for number in range(num_transfers // 2):

@@ -49,10 +49,12 @@ class Peer:
         import latency  # this one's, over the checkout's kvxferd
         import zmq
 
+        from kvxferd.ids import BootId, Endpoint, EngineId, Generation
         from kvxferd.wire import peer
         from kvxferd.wire.codec import PEER_MESSAGES, encode
 
-        self._peer, self._encode, self._decode = peer, encode, PEER_MESSAGES.decode
+        self._peer: Any = peer  # the messages as this checkout calls them
+        self._encode, self._decode = encode, PEER_MESSAGES.decode
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "daemon"
         rank = latency.register_rank(stack, latency.start_daemon(stack, directory), "prefill", 4)
         self._ref = rank.publish("t1", latency.PullTimer(rank, rank, 4).blocks(), 64)
@@ -62,13 +64,15 @@ class Peer:
         self._dealer.linger = 0
         self._dealer.connect(self._ref.endpoint)
         self._number = 2
-        greet = peer.PeerHello(request=1, versions=peer.PEER_VERSIONS, boot="b", endpoint="tcp://127.0.0.1:1")
+        greet = peer.PeerHello(
+            request=1, versions=peer.PEER_VERSIONS, boot=BootId("b"), endpoint=Endpoint("tcp://127.0.0.1:1")
+        )
         self.request(greet)
         engine, generation = self._ref.engine_id, self._ref.generation
         fetch = peer.FetchEngine(request=2, engine_id=engine, generation=generation, wait_s=5.0)
         manifest = self.request(fetch).ranks[0]
         self._reads = ((manifest.spec.rank, manifest.binding.agent),)
-        self._consumer = peer.Consumer("decode", "g", manifest.spec.rank, 1)
+        self._consumer = peer.Consumer(EngineId("decode"), Generation("g"), manifest.spec.rank, 1)
 
     def request(self, question: Any) -> Any:
         """Send one request; return its reply."""

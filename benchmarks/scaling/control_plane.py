@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -96,7 +97,9 @@ class SimulatedPeers:
     def _reply_to(self, asked: Message, endpoint: Endpoint) -> peer.ReplyMessage:
         match asked:
             case peer.PeerHello():
-                return peer.PeerWelcome(request=asked.request, version=1, boot=BootId("far"))
+                return peer.PeerWelcome(
+                    request=asked.request, version=1, versions=peer.PEER_VERSIONS, boot=BootId("far")
+                )
             case peer.FetchEngine():
                 said = PEER_MESSAGES.decode(self._engines[endpoint])  # new objects, as in production
                 assert isinstance(said, peer.EngineManifest)
@@ -141,7 +144,7 @@ class SimulatedPeers:
         asked = self._pending.pop(message.request)
         renew = peer.RenewGrants(request=next(self._numbers), grants=(asked.grant,))
         done = peer.Acknowledge(
-            request=next(self._numbers), grant=asked.grant, ref=asked.ref, consumer=asked.consumer
+            request=next(self._numbers), grant=asked.grant, ref=asked.ref, consumer=asked.consumer, bytes=0
         )
         self._clock.after(5.0, lambda: station.feed(ev.PeerRequest(route, renew)))
         self._clock.after(HOLD_S, lambda: station.feed(ev.PeerRequest(route, done)))
@@ -208,8 +211,8 @@ class ControlPlaneRun:
         step = 1.0 / self._load.transfers_per_rank
         for number, (sink, source) in enumerate(zip(self._sinks, self._sources, strict=True)):
             offset = step * number / len(self._sinks)
-            self._clock.after(offset, lambda s=sink: self._every(step, lambda: self._pull_some(s)))
-            self._clock.after(offset, lambda s=source: self._every(step, lambda: self._publish(s)))
+            self._clock.after(offset, partial(self._every, step, partial(self._pull_some, sink)))
+            self._clock.after(offset, partial(self._every, step, partial(self._publish, source)))
         self._clock.run(self._load.seconds)
 
     def _every(self, step: float, act: Callable[[], None]) -> None:

@@ -101,6 +101,7 @@ def _aggregate_ms(shape: DeploymentShape) -> float:
                 request=number,
                 boot=BootId(f"member-{number // 8}"),
                 manifest=msgspec.structs.replace(one, spec=renamed(one.spec, "engine", home)),
+                secret="s" * 16,
             ),
         )
         for number, one in enumerate(manifest(shape, "engine"))

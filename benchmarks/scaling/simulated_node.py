@@ -6,7 +6,7 @@ import heapq
 import itertools
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from kvxferd.core import effects as fx
@@ -62,7 +62,7 @@ class Cost:
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def add(self, kind: str, seconds: float) -> None:
         """Count one event."""

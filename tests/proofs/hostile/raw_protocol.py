@@ -182,7 +182,7 @@ class PeerByHand:
             return None
         return PEER_MESSAGES.decode(self.socket.recv())
 
-    def ask(self, message: Message, wait_s: float = WAIT_S) -> Any:
+    def ask(self, message: Any, wait_s: float = WAIT_S) -> Any:
         """Say it; return the answer to that request."""
         self.say(message)
         until = time.monotonic() + wait_s

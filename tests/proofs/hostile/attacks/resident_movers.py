@@ -12,7 +12,7 @@ from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover, worker
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import Message, RegionAddress
+from kvxferd.wire.common import Message, Placement, RegionAddress
 from kvxferd.wire.framing import HEADER
 from tests.proofs.hostile.attacker import Scene
 from tests.proofs.hostile.raw_protocol import FACTS, WorkerByHand
@@ -101,7 +101,7 @@ def a_mover_that_never_stops(scene: Scene) -> str:
     scene.rest(0.3)
     for _ in range(5):
         one.push(_frames(mover.Polling(token=1), 20_000))
-    one.push(_frames(mover.ProbeResult(placement=mover.Placement()), 5_000))
+    one.push(_frames(mover.ProbeResult(placement=Placement()), 5_000))
     one.push(_frames(mover.MoverLeaving(code=Code.INTERNAL, message="x" * 10_000), 200))
     scene.rest(1.0)
     return ""
