@@ -48,9 +48,7 @@ from kvxferd.core.effects import (
     KillMover,
     OverwriteFenceWord,
     ReplyToPeer,
-    ReportProbe,
     RequestMover,
-    RequestProbeMover,
     SaveOwnerships,
     SendToMover,
     SendToPeer,
@@ -73,7 +71,7 @@ from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
 from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
 from kvxferd.telemetry.history import History, stamped
-from kvxferd.telemetry.logs import log_probe, log_record, operator_log, set_log_level
+from kvxferd.telemetry.logs import log_record, operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.sampler import Sampler
 from kvxferd.telemetry.samples import Gauges, Samples
@@ -408,8 +406,6 @@ class Daemon:
                 self._worker_socket.overwrite_fence_word(effect.session, effect.slot)
             case RequestMover():
                 self._movers.acquire(effect)
-            case RequestProbeMover():
-                self._movers.acquire_for_probe(effect)
             case KillMover():
                 self._movers.kill(effect.mover)
             case SendToMover():
@@ -431,10 +427,6 @@ class Daemon:
             case CountServed():
                 self._metrics.record_served(effect.served)
                 self._samples.add_served(effect.served.bytes)
-            case ReportProbe():
-                self._metrics.record_probe(effect.record)
-                log_probe(effect.record)
-                self._admin.report_probe(effect.record)
             case _:
                 assert_never(effect)
 

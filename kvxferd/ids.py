@@ -17,7 +17,6 @@ SessionId = NewType("SessionId", int)  # one connection on the worker socket
 MoverId = NewType("MoverId", int)  # one mover of this daemon, never reused
 PullId = NewType("PullId", int)  # one pull of this daemon, never reused
 Ticket = NewType("Ticket", int)  # one pull, as its client numbers it
-ProbeId = NewType("ProbeId", str)  # one probe of the way between two daemons, random
 GrantId = NewType("GrantId", str)  # one reader's entry on a transfer's lease
 
 

@@ -7,7 +7,7 @@ contender's first move is onto wiped memory and compared whole. A small pull tha
 one ends counts with all of its time; left out, a mover that starved small pulls would have the best ratio.
 Absolute figures of two runs cannot be compared, their ratios can.
 
-`runner` starts both sides (`testbed`, on `hosts`) and takes every measure of `measures/`, in which the
-`implementations` take turns (`rounds`). Commands to the child processes are in `protocol`, those to
-another machine in `remote_protocol`. `figures` and `report` turn points into results.
+`runner` starts both sides (`testbed`) and takes every measure of `measures/`, in which the `implementations`
+take turns (`rounds`). Commands to the child processes (`processes`) are in `protocol`. `figures` and `report`
+turn points into results. Both sides are on this machine; `kvxferd doctor --serve` measures a link to another.
 """

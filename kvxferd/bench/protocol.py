@@ -20,7 +20,7 @@ class ProcessMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One moved request. Times are of the monotonic clock of the sink's machine, in seconds."""
+    """One moved request. Times are of the monotonic clock, in seconds."""
 
     began: float  # the request is known: its block ids
     built: float  # the timed part begins: `began`, or when the request that raw NIXL posts is built
@@ -180,7 +180,7 @@ class Published(Line, frozen=True, tag="published"):
 class Extended(Line, frozen=True, tag="extended"):
     """The chunks are reported."""
 
-    last_at: float  # when the last was reported, of the monotonic clock of the source's machine, in seconds
+    last_at: float  # when the last was reported, of the monotonic clock, in seconds
 
 
 class Moved(Line, frozen=True, tag="moved"):

@@ -49,7 +49,6 @@ class Result(msgspec.Struct, kw_only=True):
 
     machine: Machine
     quick: bool
-    peer: str
     seconds: float
     load_after: float
     points: list[Point]

@@ -8,12 +8,11 @@ import shutil
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvxferd.bench.figures import Measurements, figures_of, summary_of
-from kvxferd.bench.hosts import TOOL, Host, LocalHost
 from kvxferd.bench.implementations import KVXFERD
 from kvxferd.bench.measures import (
     calls,
@@ -26,10 +25,9 @@ from kvxferd.bench.measures import (
     throughput,
 )
 from kvxferd.bench.proc_stats import available_bytes
-from kvxferd.bench.remote_client import RemoteHost
+from kvxferd.bench.processes import TOOL, BenchProcesses
 from kvxferd.bench.results import Result, describe_machine
-from kvxferd.bench.shapes import Role
-from kvxferd.bench.testbed import Hosts, Testbed
+from kvxferd.bench.testbed import Testbed
 from kvxferd.bench.workload import GIB, TRANSPORT_ENVIRONMENTS, Workload
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.async_tasks import run_until_signal
@@ -43,8 +41,6 @@ _HEADROOM_BYTES = 2 * GIB
 
 MEASURES = frozenset(("latency", "throughput", "calls", "behind", "idle", "first", "crossing", "progressive"))
 POINT_MEASURES = frozenset(("latency", "throughput", "crossing", "progressive"))  # over every transport
-# They compare the clocks of both sides.
-ONE_MACHINE_MEASURES = frozenset(("progressive",))
 
 ReportProgress = Callable[[str], None]
 
@@ -57,7 +53,6 @@ class BenchOptions:
     transports: tuple[str, ...]
     is_quick: bool
     measures: frozenset[str] = MEASURES
-    peer: str = ""
 
 
 def run_bench(options: BenchOptions, report_progress: ReportProgress) -> Result:
@@ -105,9 +100,9 @@ async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
     found = Measurements()
     error = ""
     try:
-        async with _open_hosts(asked.peer) as hosts:
+        async with _bench_processes() as processes:
             for number, transport in enumerate(asked.transports):
-                await _measure_transport(hosts, transport, asked, found, say, is_first=number == 0)
+                await _measure_transport(processes, transport, asked, found, say, is_first=number == 0)
     except Exception as failure:
         if found == Measurements():
             raise
@@ -121,7 +116,6 @@ async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
     return Result(
         machine=machine,
         quick=asked.is_quick,
-        peer=asked.peer.partition("#")[0],
         seconds=round(time.monotonic() - began, 1),
         load_after=round(os.getloadavg()[0], 2),
         points=found.points,
@@ -134,25 +128,18 @@ async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
 
 
 @asynccontextmanager
-async def _open_hosts(peer: str) -> AsyncIterator[Hosts]:
-    """Give the hosts of both sides: `peer` is ``host:port#token``, or "" for this machine alone."""
+async def _bench_processes() -> AsyncIterator[BenchProcesses]:
     directory = make_work_directory("kvxferd-bench-")
-    async with AsyncExitStack() as stack:
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        here = LocalHost(directory)
-        hosts: dict[Role, Host] = {"source": here, "sink": here}
-        if peer:
-            address, _, token = peer.partition("#")
-            there = await RemoteHost.connect(address, token)
-            stack.push_async_callback(there.stop)
-            here = LocalHost(directory, there.local_address)
-            hosts = {"source": there, "sink": here}
-        stack.push_async_callback(here.stop)
-        yield hosts
+    processes = BenchProcesses(directory)
+    try:
+        yield processes
+    finally:
+        await processes.stop()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 async def _measure_transport(
-    hosts: Hosts,
+    processes: BenchProcesses,
     transport: str,
     asked: BenchOptions,
     found: Measurements,
@@ -164,22 +151,22 @@ async def _measure_transport(
     wanted = asked.measures if is_first else asked.measures & POINT_MEASURES
     if wanted - {"first", "crossing"}:
         say(f"starting two daemons ({transport})")
-        async with Testbed.open(hosts, environment) as testbed:
-            if transport == "cma" and testbed.is_local:
+        async with Testbed.open(processes, environment) as testbed:
+            if transport == "cma":
                 _require_cma(testbed.daemons["source"].pid)
             await _measure_points(testbed, transport, asked.workload, wanted, found, say, is_first)
             if "progressive" in wanted:
                 await _measure_progressive(testbed, transport, asked.workload, found, say)
             await _measure_rest(testbed, asked.workload, wanted, found, say)
     if "crossing" in wanted:
-        await _measure_crossing(hosts, transport, asked.workload, found, say)
+        await _measure_crossing(processes, transport, asked.workload, found, say)
     if "first" in wanted:
         say("first pulls")
-        found.first_pull = await first_pull.measure_first_pull(hosts, environment, asked.workload)
+        found.first_pull = await first_pull.measure_first_pull(processes, environment, asked.workload)
 
 
 async def _measure_crossing(
-    hosts: Hosts, transport: str, workload: Workload, found: Measurements, say: ReportProgress
+    processes: BenchProcesses, transport: str, workload: Workload, found: Measurements, say: ReportProgress
 ) -> None:
     say(f"layouts that differ ({transport}), {len(os.sched_getaffinity(0))} cores")
     sizes = []
@@ -192,7 +179,7 @@ async def _measure_crossing(
     if not sizes:
         return
     environment = TRANSPORT_ENVIRONMENTS[transport]
-    async for point in crossing.measure_crossing(hosts, transport, environment, sizes):
+    async for point in crossing.measure_crossing(processes, transport, environment, sizes):
         found.crossing.append(point)
         rate = point.bytes / point.auto_s / 1e9
         say(

@@ -12,16 +12,17 @@ from typing import Any
 
 from kvxferd.bench import protocol
 from kvxferd.bench.cases import Case
-from kvxferd.bench.hosts import TOOL, DaemonHandle, Host, WorkerHandle
+from kvxferd.bench.processes import TOOL, BenchProcesses
 from kvxferd.bench.shapes import FIRST_RANK, ROLES, Deployment, Role
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Rank
 from kvxferd.tooling.async_tasks import gather_or_cancel
+from kvxferd.tooling.daemon_process import DaemonProcess
+from kvxferd.tooling.owned_process import stop_all
+from kvxferd.tooling.subprocesses import CommandProcess
 
 GRANT_TIMEOUT_S = 30.0
 _GRANT_POLL_S = 0.002
-
-Hosts = Mapping[Role, Host]
 
 _names = itertools.count()
 
@@ -30,34 +31,33 @@ _names = itertools.count()
 class Testbed:
     """Daemons and baselines of one transport. `environment` has the transport library's settings."""
 
-    hosts: Hosts
+    processes: BenchProcesses
     environment: Mapping[str, str]
     sink_settings: Mapping[str, str] = field(default_factory=dict)  # of the sink's daemon alone
-    daemons: dict[Role, DaemonHandle] = field(default_factory=dict)
-    raw_workers: dict[Role, WorkerHandle] = field(default_factory=dict)
-    engine_workers: dict[Role, WorkerHandle] = field(default_factory=dict)
+    daemons: dict[Role, DaemonProcess] = field(default_factory=dict)
+    raw_workers: dict[Role, CommandProcess] = field(default_factory=dict)
+    engine_workers: dict[Role, CommandProcess] = field(default_factory=dict)
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls,
-        hosts: Hosts,
+        processes: BenchProcesses,
         environment: Mapping[str, str],
         baselines: bool = True,
         sink_settings: Mapping[str, str] | None = None,
     ) -> AsyncIterator[Testbed]:
         """Start the testbed; everything on it ends with the block."""
-        testbed = cls(hosts, environment, sink_settings or {})
+        testbed = cls(processes, environment, sink_settings or {})
         try:
             await testbed._start(baselines)
             yield testbed
         finally:
             await testbed._stop()
 
-    @property
-    def is_local(self) -> bool:
-        """Whether both sides are on this machine."""
-        return all(host.is_local for host in self.hosts.values())
+    async def get(self, role: Role, path: str) -> Any:
+        """Return the response of that side's daemon. Raises KvxferdError."""
+        return await asyncio.to_thread(self.daemons[role].control.get, path)
 
     @asynccontextmanager
     async def pair(self, deployment: Deployment, baselines: bool = True) -> AsyncIterator[EnginePair]:
@@ -74,11 +74,11 @@ class Testbed:
     async def _start(self, baselines: bool) -> None:
         async def start_daemon(role: Role) -> None:
             settings = self.sink_settings if role == "sink" else {}
-            self.daemons[role] = await self.hosts[role].start_daemon({**self.environment, **settings})
+            self.daemons[role] = await self.processes.start_daemon({**self.environment, **settings})
 
         async def agents(role: Role) -> None:
-            self.raw_workers[role] = await self.hosts[role].start_worker("raw", self.environment)
-            self.engine_workers[role] = await self.hosts[role].start_worker("engine", self.environment)
+            self.raw_workers[role] = await self.processes.start_worker("raw", self.environment)
+            self.engine_workers[role] = await self.processes.start_worker("engine", self.environment)
 
         await gather_or_cancel(*map(start_daemon, ROLES))
         if baselines:
@@ -87,7 +87,7 @@ class Testbed:
     async def _stop(self) -> None:
         workers = [*self.raw_workers.values(), *self.engine_workers.values()]
         await asyncio.gather(*(worker.stop() for worker in workers))
-        await asyncio.gather(*(daemon.stop() for daemon in self.daemons.values()))
+        await asyncio.to_thread(stop_all, self.daemons.values())
 
     async def _attach(self, pair: EnginePair) -> None:
         """Give the baselines the memory of the pair's first ranks."""
@@ -121,7 +121,7 @@ class EnginePair:
     def __init__(self, testbed: Testbed, deployment: Deployment) -> None:
         self.testbed = testbed
         self.deployment = deployment
-        self.workers: dict[tuple[Role, Rank], WorkerHandle] = {}
+        self.workers: dict[tuple[Role, Rank], CommandProcess] = {}
         self.memory: dict[tuple[Role, Rank], protocol.ProcessMemory] = {}
 
     @property
@@ -138,7 +138,7 @@ class EnginePair:
         places = [(role, rank) for role in ROLES for rank in self.ranks_of(role)]
 
         async def begin(role: Role, rank: Rank) -> None:
-            worker = await self.testbed.hosts[role].start_worker("rank", {})
+            worker = await self.testbed.processes.start_worker("rank", {})
             self.workers[role, rank] = worker
             socket = self.testbed.daemons[role].worker_socket
             command = protocol.StartRank(
@@ -177,7 +177,7 @@ class EnginePair:
 
     async def num_grants(self) -> int:
         """Return how many grants the sink's daemon holds."""
-        answer = await self.testbed.daemons["sink"].get("/v1/peers")
+        answer = await self.testbed.get("sink", "/v1/peers")
         return sum(peer["num_grants"] for peer in answer["peers"])
 
     async def await_grants(self, count: int) -> None:
@@ -211,11 +211,11 @@ class EnginePair:
                 )
 
     @property
-    def source(self) -> WorkerHandle:
+    def source(self) -> CommandProcess:
         """The rank that publishes."""
         return self.workers["source", FIRST_RANK]
 
     @property
-    def sink(self) -> WorkerHandle:
+    def sink(self) -> CommandProcess:
         """The first rank that pulls."""
         return self.workers["sink", FIRST_RANK]

@@ -56,8 +56,7 @@ class Size(click.ParamType[int]):
     "measures",
     type=click.Choice(MEASURE_NAMES),
     multiple=True,
-    help="Only these measures. Default: all; with --peer all but progressive, which compares the clocks of "
-    "both sides.",
+    help="Only these measures. Default: all.",
 )
 @click.option(
     "--shape",
@@ -92,28 +91,16 @@ class Size(click.ParamType[int]):
     "transports",
     type=click.Choice(TRANSPORT_NAMES),
     multiple=True,
-    help="The transport of movers and baselines. Default: cma, and tcp unless --quick; with --peer "
-    "any, which is what UCX chooses.",
-)
-@click.option(
-    "--peer", metavar="HOST:PORT#TOKEN", default="", help="The other machine, as --serve printed it there."
-)
-@click.option(
-    "--serve", metavar="HOST:PORT", default="", help="Run as the other machine of a bench. Port 0 takes any."
+    help="The transport of movers and baselines. Default: cma, and tcp unless --quick.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
-def bench(ctx: click.Context, /, as_json: bool, serve: str, **options: Any) -> None:
+def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     """Measure the cost of a daemon against NIXL inside the engine, side by side.
 
     Starts two daemons, their workers, and plain processes that move the same bytes by NIXL alone,
     in turn. Everything that it started ends with it.
     """
-    if serve:
-        if as_json or any(options.values()):
-            raise click.UsageError("--serve takes no other flag: the other side says what is measured")
-        _serve_remote(ctx, serve)
-        return
     asked = _bench_options(options)
     # Imported here, so that the other verbs do not load numpy and asyncio.
     from kvxferd.bench.runner import run_bench
@@ -137,38 +124,20 @@ def bench(ctx: click.Context, /, as_json: bool, serve: str, **options: Any) -> N
         ctx.exit(EXIT_ERROR)
 
 
-def _serve_remote(ctx: click.Context, bind: str) -> None:
-    from kvxferd.bench.remote_server import serve_benches
-
-    try:
-        serve_benches(bind, lambda what: click.echo(f"kvxferd: {what}", err=True))
-    except KeyboardInterrupt:
-        click.echo("kvxferd: no longer serving; everything that was started is gone", err=True)
-        ctx.exit(EXIT_INTERRUPTED)
-
-
 def _bench_options(options: dict[str, Any]) -> BenchOptions:
     from dataclasses import replace
 
     from kvxferd.bench.cases import BlockPattern
-    from kvxferd.bench.runner import ONE_MACHINE_MEASURES, BenchOptions
+    from kvxferd.bench.runner import BenchOptions
     from kvxferd.bench.workload import ALL_IN_FLIGHT, ALL_SIZES, full_workload, quick_workload
 
-    peer = options["peer"]
-    if peer and "#" not in peer:
-        raise click.BadParameter("write HOST:PORT#TOKEN, as --serve printed it", param_hint="--peer")
     measures = frozenset(options["measures"] or MEASURE_NAMES)
-    if peer and options["measures"] and (local := sorted(measures & ONE_MACHINE_MEASURES)):
-        raise click.UsageError(
-            f"--measure {local[0]} compares the clocks of both sides, which differ with --peer: leave one out"
-        )
-    measures -= ONE_MACHINE_MEASURES if peer else frozenset()
     if options["quick"]:
         for name in ("shapes", "lists", "sizes", "in_flight", "rounds"):
             if options[name]:
                 raise click.UsageError("--quick has its own shapes, sizes and rounds: leave theirs out")
-        transports = options["transports"] or (("any",) if peer else ("cma",))
-        return BenchOptions(quick_workload(), transports, is_quick=True, measures=measures, peer=peer)
+        transports = options["transports"] or ("cma",)
+        return BenchOptions(quick_workload(), transports, is_quick=True, measures=measures)
     workload = full_workload(
         options["shapes"] or SHAPE_NAMES,
         options["sizes"] or ALL_SIZES,
@@ -181,5 +150,5 @@ def _bench_options(options: dict[str, Any]) -> BenchOptions:
     if rounds := options["rounds"]:
         crossing = tuple(replace(one, rounds=rounds) for one in workload.crossing)
         workload = replace(workload, crossing=crossing)
-    transports = options["transports"] or (("any",) if peer else ("cma", "tcp"))
-    return BenchOptions(workload, transports, is_quick=False, measures=measures, peer=peer)
+    transports = options["transports"] or ("cma", "tcp")
+    return BenchOptions(workload, transports, is_quick=False, measures=measures)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,8 +16,10 @@ from kvxferd.doctor.runner import CHECKS, load_config_or_finding, run_check, sel
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import print_json
 
+if TYPE_CHECKING:
+    from kvxferd.client import TransferRef
+
 RESPONSE_TIMEOUT_S = 5.0
-MAX_PROBE_MIB = 64
 
 
 @click.command()
@@ -34,14 +39,12 @@ MAX_PROBE_MIB = 64
     help="Examine the way to this daemon instead, tcp://HOST:PORT#KEY: from here, and through the daemon.",
 )
 @click.option(
-    "--no-probe", is_flag=True, help="With --peer: read nothing from the peer, and let it read nothing."
+    "--ref", metavar="REF", help="With --peer: pull this a few times, and measure; --serve prints it there."
 )
 @click.option(
-    "--probe-mib",
-    type=click.IntRange(1, MAX_PROBE_MIB),
-    default=MAX_PROBE_MIB,
-    show_default=True,
-    help="With --peer: how much memory a probe reads, in MiB.",
+    "--serve",
+    is_flag=True,
+    help="Let other nodes measure the link to this one, until Ctrl-C, for an hour at most.",
 )
 @click.option("--driver", hidden=True, help="Another GPU driver, for tests without a GPU.")
 @socket_option
@@ -53,17 +56,18 @@ def doctor(
     gpu: bool,
     names: tuple[str, ...],
     peer: str | None,
-    no_probe: bool,
-    probe_mib: int,
+    ref: str | None,
+    serve: bool,
     driver: str | None,
     socket_path: str | None,
     config_path: Path | None,
 ) -> None:
     """Examine this node: what works, what does not and why, and how to fix it.
 
-    Run it as the daemon's user, where the daemon runs (in its container). Exit status: 0 if everything
-    essential works; 1 if something essential does not, or with --gpu a placement does not; 3 if with
-    --gpu there is no GPU.
+    Run it as the daemon's user, where the daemon runs (in its container). To measure the link between
+    two nodes, run it with --serve on one of them, and on the other one what that prints. Exit status: 0
+    if everything essential works; 1 if something essential does not, or with --gpu a placement does not;
+    3 if with --gpu there is no GPU.
     """
     # Imported here, so that a completion does not load numpy and rich.
     from kvxferd.doctor import gpus, report
@@ -81,10 +85,19 @@ def doctor(
             **({DRIVER_VARIABLE: driver} if driver else {}),
         },
     )
+    if (serve or peer is not None) and (gpu or names):
+        raise click.UsageError(
+            "--peer and --serve are about the way to a daemon: leave out --gpu and --check"
+        )
+    if serve:
+        if as_json or peer is not None or ref is not None:
+            raise click.UsageError("--serve measures nothing here: leave out --json, --peer and --ref")
+        _serve(node)
+        return
+    if ref is not None and peer is None:
+        raise click.UsageError("--ref is what --serve printed on another node: give --peer of it too")
     if peer is not None:
-        if gpu or names:
-            raise click.UsageError("--peer examines the way to a daemon: leave out --gpu and --check")
-        findings += _peer_findings(node, peer, 0 if no_probe else probe_mib << 20)
+        findings += _peer_findings(node, peer, ref)
     else:
         for name, check in select_checks(names):
             findings += run_check(name, check, node)
@@ -100,9 +113,22 @@ def doctor(
     ctx.exit(report.exit_status(findings, tried))
 
 
-def _peer_findings(node: CheckContext, peer: str, probe_bytes: int) -> list[Finding]:
-    from kvxferd.doctor.peer_check import check_peer
+def _peer_findings(node: CheckContext, peer: str, ref: str | None) -> list[Finding]:
+    from kvxferd.doctor.peer_check import check_peer, read_ref_of
     from kvxferd.wire.endpoint import parse_endpoint
 
     endpoint = parse_endpoint(peer if "://" in peer else f"tcp://{peer}")
-    return run_check("peer", lambda context: check_peer(context, endpoint, probe_bytes), node)
+    source = None if ref is None else read_ref_of(endpoint, ref)
+    return run_check("peer", lambda context: check_peer(context, endpoint, source), node)
+
+
+def _serve(node: CheckContext) -> None:
+    from kvxferd.doctor.link import serve_link
+    from kvxferd.tooling.interrupts import interrupted_once
+
+    def print_command(ref: TransferRef) -> None:
+        click.echo(shlex.join(["kvxferd", "doctor", "--peer", ref.endpoint, "--ref", ref.to_json()]))
+
+    click.echo("kvxferd: serving until Ctrl-C; run this on another node:", err=True)
+    with interrupted_once(), suppress(KeyboardInterrupt):
+        serve_link(node, print_command)

@@ -11,7 +11,6 @@ from kvxferd.control.node_api import NODE_API
 from kvxferd.control.responses import error_response, json_response
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineId, PullId, TransferId
-from kvxferd.wire.limits import MAX_PROBE_BYTES
 
 RequestBody = TypeVar("RequestBody", bound=msgspec.Struct)
 
@@ -30,13 +29,6 @@ class DropPeerRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A peer's endpoint as `kvxferd peers` shows it; its key may be left out."""
 
     endpoint: str
-
-
-class ProbePeerRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A peer's endpoint, and how many bytes the region has that is read in each direction."""
-
-    endpoint: str
-    size_bytes: int = MAX_PROBE_BYTES
 
 
 class DisownRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,12 +75,6 @@ async def drop_peer(request: web.Request) -> web.StreamResponse:
         return json_response({"dropped": dropped})
     text = f"cannot drop peer {body.endpoint}: no such peer is known; `kvxferd peers` lists them"
     return error_response(404, Code.NOT_FOUND, text)
-
-
-async def probe_peer(request: web.Request) -> web.StreamResponse:
-    """Read a region of another daemon's mover, and have it read one of this node; reply with both results."""
-    body = await _read_request(request, ProbePeerRequest)
-    return json_response(await request.app[NODE_API].probe_peer(body.endpoint, body.size_bytes))
 
 
 async def disown(request: web.Request) -> web.StreamResponse:

@@ -219,7 +219,6 @@ ROUTES = [
     Route("POST", "/v1/reload", Access.ADMIN, admin_handlers.reload),
     Route("POST", "/v1/drain", Access.ADMIN, admin_handlers.drain),
     Route("POST", "/v1/peers/drop", Access.ADMIN, admin_handlers.drop_peer),
-    Route("POST", "/v1/peers/probe", Access.ADMIN, admin_handlers.probe_peer),
     Route("POST", "/v1/engines/disown", Access.ADMIN, admin_handlers.disown),
     Route("POST", "/v1/transfers/cancel", Access.ADMIN, admin_handlers.cancel_transfer),
     Route("POST", "/v1/pulls/cancel", Access.ADMIN, admin_handlers.cancel_pull),

@@ -11,20 +11,18 @@ import structlog
 
 from kvxferd.config import MoverConfig
 from kvxferd.control.worker_socket import WorkerSocket
-from kvxferd.core.effects import BindMover, RequestMover, RequestProbeMover, ShareFencePage
+from kvxferd.core.effects import BindMover, RequestMover, ShareFencePage
 from kvxferd.core.events import (
     Event,
     MoverAssigned,
     MoverDied,
     MoverMessage,
     MoverUnavailable,
-    ProbeMoverAssigned,
-    ProbeMoverUnavailable,
     TransportsSeen,
 )
 from kvxferd.core.node import Node
 from kvxferd.errors import Code, MoverError, count_busy_refusal
-from kvxferd.ids import BootId, MoverId, ProbeId, SessionId
+from kvxferd.ids import BootId, MoverId, SessionId
 from kvxferd.mover.backends import UCX, Backend
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
@@ -130,10 +128,6 @@ class MoverAssignment:
         else:
             self.pool.request(on_result)
 
-    def acquire_for_probe(self, effect: RequestProbeMover) -> None:
-        """Find a child mover for a probe."""
-        self.pool.request(lambda result: self._assign_to_probe(effect.probe, result))
-
     def kill(self, mover: MoverId) -> None:
         """Kill the mover, if it has not exited."""
         if handle := self._handles.get(mover):
@@ -197,8 +191,6 @@ class MoverAssignment:
         self._on_event(MoverDied(mover))
 
     def _cause_of_exit(self, handle: MoverHandle) -> MoverExit:
-        if self._node.probes.slot.runs_on(handle.mover_id):
-            return MoverExit.DIED
         mover = self._node.movers.get(handle.mover_id)
         if mover is None or mover.dying:
             return MoverExit.REQUESTED
@@ -221,13 +213,6 @@ class MoverAssignment:
         engine = mover.engine.engine_id if mover is not None and mover.engine is not None else ""
         log.warning("mover died", limit_by=engine, engine=engine, agent=handle.agent, pid=handle.pid)
         self._on_crash(engine)
-
-    def _assign_to_probe(self, probe: ProbeId, result: MoverHandle | MoverError) -> None:
-        if isinstance(result, MoverHandle):
-            self._handles[result.mover_id] = result
-            self._on_event(ProbeMoverAssigned(probe, result.mover_id))
-        elif not self._is_stopping:
-            self._on_event(ProbeMoverUnavailable(probe, Refusal(result.code, result.message)))
 
     def _assign(self, session: SessionId, result: MoverHandle | MoverError) -> None:
         if isinstance(result, MoverHandle):

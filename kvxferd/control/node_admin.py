@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,18 +16,16 @@ from kvxferd.core.events import (
     DisownRequested,
     Event,
     PeerDropRequested,
-    ProbeRequested,
     PullCancelRequested,
     Tick,
     TransferCancelRequested,
 )
 from kvxferd.core.node import Node
 from kvxferd.core.ownerships import Disownable
-from kvxferd.core.probe_record import ProbeRecord
 from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import NodeSnapshot, Record
-from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import Endpoint, EngineId, EngineKey, ProbeId, PullId, TransferId
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.plan import TransferTopology
@@ -39,7 +36,6 @@ from kvxferd.telemetry.samples import Samples
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.telemetry.warnings.warning_list import Finding, NodeWarning, finding_of
 from kvxferd.telemetry.warnings.warning_watch import WarningWatch
-from kvxferd.wire.endpoint import parse_endpoint
 
 # Of the topology: 16 ranks that read 8 engines of 8 stages of 8 ranks. They take 24 ms of the loop, which all
 # clients but an operator share. One engine may have 4,096 ranks in a stage.
@@ -72,7 +68,6 @@ class NodeAdmin:
         self._samples = samples or Samples()
         self._cards = active_rdma_cards()
         self._warning_watch = WarningWatch((self._configuration, *checks, self._placements))
-        self._probes: dict[ProbeId, asyncio.Future[ProbeRecord]] = {}
         self._drain_result: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
 
     # --- reading
@@ -159,31 +154,6 @@ class NodeAdmin:
             operator_log.warning("peer dropped by an operator", endpoint=peer)
             self._on_event(PeerDropRequested(peer))
         return known
-
-    async def probe_peer(self, endpoint: str, size_bytes: int) -> ProbeRecord:
-        """Read a region of that peer, and have it read one of this node. Return what was found.
-
-        Raises KvxferdError where the endpoint is invalid, and where the probe did not begin or was ended.
-        """
-        known = self._node.peers.find(endpoint)
-        peer = known[0] if len(known) == 1 else parse_endpoint(endpoint)
-        probe = ProbeId(secrets.token_hex(16))
-        ended: asyncio.Future[ProbeRecord] = asyncio.get_running_loop().create_future()
-        self._probes[probe] = ended
-        try:
-            self._on_event(ProbeRequested(probe, peer, size_bytes))
-            record = await ended
-        finally:
-            del self._probes[probe]
-        if record.code is not None:
-            raise KvxferdError(record.message, record.code, retry_after_s=record.retry_after_s)
-        return record
-
-    def report_probe(self, record: ProbeRecord) -> None:
-        """Answer the request for a probe that has ended."""
-        ended = self._probes.get(record.probe)
-        if ended is not None and not ended.done():
-            ended.set_result(record)
 
     def disown(self, engine_id: EngineId) -> Disownable:
         """Forget the owner of an engine id and its absent ranks. Return what was forgotten; falsy if nothing.

@@ -9,7 +9,6 @@ import msgspec
 from aiohttp import web
 
 from kvxferd.core.ownerships import Disownable
-from kvxferd.core.probe_record import ProbeRecord
 from kvxferd.core.snapshot import NodeSnapshot, Record
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
@@ -71,13 +70,6 @@ class NodeApi(Protocol):
 
     def drop_peer(self, endpoint: str) -> list[Endpoint]:
         """Forget the daemon of that endpoint, with or without its key. Return the forgotten endpoints."""
-        ...
-
-    async def probe_peer(self, endpoint: str, size_bytes: int) -> ProbeRecord:
-        """Read a region of that peer, and have it read one of this node. Return what was found.
-
-        Raises KvxferdError where the endpoint is invalid, and where the probe did not begin or was ended.
-        """
         ...
 
     def disown(self, engine_id: EngineId) -> Disownable:

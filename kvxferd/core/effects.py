@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.core.probe_record import ProbeRecord
 from kvxferd.core.snapshot import Record, ServedRecord
-from kvxferd.ids import Endpoint, MoverId, ProbeId, SessionId
+from kvxferd.ids import Endpoint, MoverId, SessionId
 from kvxferd.wire.common import Message
 
 NO_USER = -1  # no user: the node acts for itself
@@ -64,13 +63,6 @@ class RequestMover:
 
     session: SessionId
     resident: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RequestProbeMover:
-    """Find a mover for a probe. `ProbeMoverAssigned` or `ProbeMoverUnavailable` follows."""
-
-    probe: ProbeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +144,6 @@ class CountServed:
     served: ServedRecord
 
 
-@dataclass(frozen=True, slots=True)
-class ReportProbe:
-    """Log and count a probe that has ended, and answer the operator who requested it."""
-
-    record: ProbeRecord
-
-
 Effect = (
     SendToWorker
     | CloseWorkerConnection
@@ -166,7 +151,6 @@ Effect = (
     | CreateFencePage
     | OverwriteFenceWord
     | RequestMover
-    | RequestProbeMover
     | KillMover
     | SendToMover
     | BindMover
@@ -177,5 +161,4 @@ Effect = (
     | SaveOwnerships
     | EmitRecord
     | CountServed
-    | ReportProbe
 )

@@ -14,7 +14,6 @@ from kvxferd.ids import (
     EngineId,
     EngineKey,
     MoverId,
-    ProbeId,
     PullId,
     SessionId,
     TransferId,
@@ -80,22 +79,6 @@ class MoverUnavailable:
     """No mover is available for the session's rank."""
 
     session: SessionId
-    refusal: Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeMoverAssigned:
-    """A mover is available for the probe."""
-
-    probe: ProbeId
-    mover: MoverId
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeMoverUnavailable:
-    """No mover is available for the probe."""
-
-    probe: ProbeId
     refusal: Refusal
 
 
@@ -218,15 +201,6 @@ class PullCancelRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeRequested:
-    """The operator requests a probe of the way to a peer. `ReportProbe` follows, exactly once."""
-
-    probe: ProbeId
-    endpoint: Endpoint
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: run the timers that are due."""
 
@@ -238,8 +212,6 @@ Event = (
     | WorkerDisconnected
     | MoverAssigned
     | MoverUnavailable
-    | ProbeMoverAssigned
-    | ProbeMoverUnavailable
     | MoverMessage
     | TransportsSeen
     | MoverDied
@@ -255,6 +227,5 @@ Event = (
     | PeerDropRequested
     | TransferCancelRequested
     | PullCancelRequested
-    | ProbeRequested
     | Tick
 )

@@ -32,9 +32,6 @@ from kvxferd.core.events import (
     PeerRequest,
     PeerUnreachable,
     PidfdNotSent,
-    ProbeMoverAssigned,
-    ProbeMoverUnavailable,
-    ProbeRequested,
     PullCancelRequested,
     Tick,
     TransferCancelRequested,
@@ -54,7 +51,6 @@ from kvxferd.core.local_ranks import LocalRanks
 from kvxferd.core.member import Member
 from kvxferd.core.movers import Mover, Movers
 from kvxferd.core.ownerships import Disownable, Ownerships
-from kvxferd.core.peer_probes import PeerProbes
 from kvxferd.core.peer_requests import PeerRequests
 from kvxferd.core.peer_routes import PeerRoutes
 from kvxferd.core.peers import Peers
@@ -90,10 +86,7 @@ from kvxferd.wire.mover import (
     MoverLeaving,
     MoverUp,
     Polling,
-    ProbeFailed,
-    ProbeFinished,
     ProbeResult,
-    ProbeServed,
     PullDone,
     PullProgress,
     PullQuiesced,
@@ -105,7 +98,6 @@ from kvxferd.wire.peer import (
     AbandonTransfer,
     Acknowledge,
     AskGrant,
-    EndProbe,
     FetchEngine,
     JoinRank,
     LeaveRank,
@@ -114,11 +106,9 @@ from kvxferd.wire.peer import (
     PeerRefused,
     PeerWelcome,
     RankReady,
-    ReadProbeBack,
     RenewGrants,
     ReturnGrant,
     SetRankPolling,
-    StartProbe,
     TransferReleased,
     refusal_of,
 )
@@ -168,7 +158,6 @@ class Node:
         layout_cache = self.layouts = LayoutCache()
         self.peer_routes = PeerRoutes()
         self.peers = Peers(self.context, self.peer_requests)
-        self.probes = PeerProbes(self.context, self.peers)
         self.handshake_client = HandshakeClient(self.context, self.peers, layout_cache)
         self.poll_requests = PollRequests(self.context, self._request_polling)
         self.rank_reports = RankReports(self.context, self.registry)
@@ -325,7 +314,6 @@ class Node:
         self.home.check_integrity()
         self.peers.check_integrity()
         self.poll_requests.check_integrity()
-        self.probes.check_integrity()
         self.chunk_memory.check_integrity()
         self._check_block_id_memory()
         num_ranks = sum(session.rank is not None for session in self.sessions.values())
@@ -367,12 +355,9 @@ class Node:
             case MoverUnavailable():
                 if session := self.sessions.get(event.session):
                     self.local_ranks.mover_unavailable(session, event.refusal)
-            case ProbeMoverAssigned() | ProbeMoverUnavailable():
-                self.probes.handle_mover_found(event)
             case MoverMessage():
                 self._handle_mover_message(event)
             case TransportsSeen():
-                self.probes.slot.transports_seen(event.mover, event.lanes)
                 if seen := self.movers.get(event.mover):
                     self.local_ranks.transports_seen(
                         self.sessions.get(seen.session), seen.mover_id, event.lanes
@@ -396,7 +381,7 @@ class Node:
                 self.ownerships.rank_holders.restore(event.ranks)
             case (
                 DisownRequested() | DrainRequested() | AllowlistChanged()
-                | PeerDropRequested() | TransferCancelRequested() | PullCancelRequested() | ProbeRequested()
+                | PeerDropRequested() | TransferCancelRequested() | PullCancelRequested()
             ):  # fmt: skip
                 self._handle_operator_request(event)
             case Tick():
@@ -411,8 +396,7 @@ class Node:
         | AllowlistChanged
         | PeerDropRequested
         | TransferCancelRequested
-        | PullCancelRequested
-        | ProbeRequested,
+        | PullCancelRequested,
     ) -> None:
         """Handle an event that the operator requested."""
         match event:
@@ -423,19 +407,15 @@ class Node:
                 self.home.disown(event.engine_id)
             case DrainRequested():
                 self.context.draining = True
-                self.probes.drain()
             case AllowlistChanged():
                 self.context.allowlist = event.allowlist
                 self.peers.allowlist_changed()
-                self.probes.allowlist_changed()
             case PeerDropRequested():
                 self.peers.drop(event.endpoint)
             case TransferCancelRequested():
                 self.published.cancel(event.engine, event.transfer_id)
             case PullCancelRequested():
                 self.pulls.cancel_pull(event.pull)
-            case ProbeRequested():
-                self.probes.client.request(event)
             case _:
                 assert_never(event)
 
@@ -501,9 +481,6 @@ class Node:
     # --- movers
 
     def _handle_mover_message(self, event: MoverMessage) -> None:
-        if self.probes.slot.owns(event.mover):
-            self.probes.slot.handle_mover_message(event.mover, event.message)
-            return
         mover = self.movers.get(event.mover)
         if mover is None:
             return  # a late message of a dead mover is void
@@ -549,8 +526,6 @@ class Node:
                     self._replace_if_idle(mover.mover_id)
             case MoverLeaving():
                 self.movers.kill(mover.mover_id)
-            case ProbeServed() | ProbeFinished() | ProbeFailed():
-                pass  # a rank's mover has no probe
             case _:
                 assert_never(message)
 
@@ -564,7 +539,6 @@ class Node:
             self._disconnect(session, ProtocolError(text, Code.MOVER_LOST))
 
     def _mover_died(self, event: MoverDied) -> None:
-        self.probes.slot.mover_died(event.mover)
         mover = self.movers.remove(event.mover)
         if mover is None:
             return
@@ -669,12 +643,6 @@ class Node:
                 self.home.leave(route, message, key)
             case RankReady():
                 self.home.rank_ready(route, message, key)
-            case StartProbe():
-                self.probes.server.start(route, message, key)
-            case ReadProbeBack():
-                self.probes.server.read_back(route, message, key)
-            case EndProbe():
-                self.probes.server.end(route, message, key)
             case _:
                 self.peer_requests.handle_inbound_reply(route, message, key)
 

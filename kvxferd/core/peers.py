@@ -35,8 +35,6 @@ from kvxferd.wire.peer import (
     PeerMessage,
     PeerRefused,
     PeerWelcome,
-    ProbeReport,
-    ProbeStarted,
     ReplyMessage,
     RequestMessage,
     StillWaiting,
@@ -376,15 +374,7 @@ class Peers:
             case PeerRefused():
                 clipped = message.message[:MAX_SENTENCE_CHARS]
                 self._peer_requests.handle_reply(endpoint, msgspec.structs.replace(message, message=clipped))
-            case (
-                PeerWelcome()
-                | EngineManifest()
-                | GrantsRenewed()
-                | Done()
-                | StillWaiting()
-                | ProbeStarted()
-                | ProbeReport()
-            ):
+            case PeerWelcome() | EngineManifest() | GrantsRenewed() | Done() | StillWaiting():
                 self._peer_requests.handle_reply(endpoint, message)
             case _:
                 raise ProtocolError(f"cannot take a {type(message).__name__} as an answer", Code.OUT_OF_PLACE)

@@ -1,8 +1,8 @@
 """Examines the way to one other daemon, for `kvxferd doctor --peer`.
 
 First from this process, as `kvxferd ping` does. Then by what the local daemon has: its own connection to that
-peer, the pulls that read from it and the transfers that it read, with what they really took. At last the
-local daemon probes: both daemons read bounded, random memory of one another.
+peer, the pulls that read from it and the transfers that it read, with what they really took. At last, with a
+reference that `kvxferd doctor --serve` printed there, by pulls (`link`).
 """
 
 from __future__ import annotations
@@ -13,31 +13,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from kvxferd.client.refs import read_ref
 from kvxferd.control.allowed_keys_file import read_allowed_keys
 from kvxferd.control.curve_keys import allowlist_of, read_key
 from kvxferd.doctor.finding import CheckContext, Finding, Verdict, fail, ok, warn
+from kvxferd.doctor.link import measure_link, not_measured
 from kvxferd.doctor.peer_ping import Outcome, ping
-from kvxferd.doctor.peer_probe import probe_peer
-from kvxferd.errors import KvxferdError
+from kvxferd.errors import EngineError, KvxferdError
 from kvxferd.ids import Endpoint
 from kvxferd.tooling.output import format_bytes, format_duration
+from kvxferd.wire.common import TransferRef
 from kvxferd.wire.endpoint import address_of
-from kvxferd.wire.limits import MAX_PROBE_BYTES
 
 # A link that answers so late has no business in a rack; a pull takes three round trips.
 SLOW_ROUND_TRIP_S = 0.05
 # Pulls that are too short say nothing of the link.
 MIN_MEASURED_BYTES = 1 << 20
-MEASURE_TODO = (
-    "to measure without an engine: `kvxferd bench --serve HOST:PORT` there, then `kvxferd bench --peer` here "
-    "with what it prints"
-)
 
 
-def check_peer(node: CheckContext, peer: Endpoint, probe_bytes: int = MAX_PROBE_BYTES) -> Iterator[Finding]:
-    """Yield what is found between this node and the daemon at that endpoint. `probe_bytes` 0: no probe."""
+def check_peer(node: CheckContext, peer: Endpoint, ref: TransferRef | None = None) -> Iterator[Finding]:
+    """Yield what is found between this node and the daemon at that endpoint, with `ref` by pulls too."""
     reach = _reach(node, peer)
     yield reach
     try:
@@ -50,8 +45,18 @@ def check_peer(node: CheckContext, peer: Endpoint, probe_bytes: int = MAX_PROBE_
     yield _connection(peers, peer)
     yield _reads_from(records, peer)
     yield _reads_by(records, peer)
-    if probe_bytes and reach.verdict is not Verdict.FAIL:
-        yield from probe_peer(node, peer, probe_bytes)
+    if ref is None:
+        yield not_measured()
+    elif reach.verdict is not Verdict.FAIL:
+        yield from measure_link(node, ref)
+
+
+def read_ref_of(peer: Endpoint, text: str) -> TransferRef:
+    """Return the reference that was printed at the peer. Raises EngineError if it is none, or another's."""
+    ref = read_ref(text)
+    if not _is_at(ref.endpoint, peer):
+        raise EngineError(f"cannot measure the link to {peer}: the reference is of {ref.endpoint:.300}")
+    return ref
 
 
 def _reach(node: CheckContext, peer: Endpoint) -> Finding:
@@ -99,8 +104,7 @@ def _reads_from(records: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding
     failed = [pull for pull in pulls if pull["outcome"] == "failed"]
     facts: dict[str, Any] = {"delivered": len(delivered), "failed": len(failed)}
     if not pulls:
-        quiet = ok("reads from it", "none in the history", **facts)
-        return msgspec.structs.replace(quiet, todo=MEASURE_TODO)
+        return ok("reads from it", "none in the history", **facts)
     found = f"{len(delivered)} delivered, {len(failed)} failed"
     speeds = [
         pull["bytes"] / pull["phases_s"]["wire"] / 1e9

@@ -13,7 +13,6 @@ from typing import Any, TextIO, assert_never
 import structlog
 
 from kvxferd.config import LogConfig
-from kvxferd.core.probe_record import ProbeRecord
 from kvxferd.core.snapshot import (
     HandshakeRecord,
     PlacementRecord,
@@ -214,33 +213,6 @@ def log_record(record: Record) -> None:
             )
         case _:
             assert_never(record)
-
-
-def log_probe(record: ProbeRecord) -> None:
-    """Log a probe that has ended."""
-    log: Any = structlog.get_logger()
-    speeds = {
-        f"{name}_gigabytes_per_s": round(one.gigabytes_per_s, 3)
-        for name, one in (("read", record.read), ("read_back", record.read_back))
-        if one is not None and one.code is None
-    }
-    write = log.info if record.is_ok else log.warning
-    write(
-        "probe ended",
-        role=record.role,
-        peer=record.peer,
-        bytes=record.size_bytes,
-        elapsed_s=round(record.elapsed_s, 6),
-        **_first_failure(record),
-        **speeds,
-    )
-
-
-def _first_failure(record: ProbeRecord) -> dict[str, str]:
-    for one in (record, record.read, record.read_back):
-        if one is not None and one.code is not None:
-            return {"code": one.code.value, **_unless_empty("message", one.message)}
-    return {}
 
 
 def _placement_fields(record: PlacementRecord) -> dict[str, object]:

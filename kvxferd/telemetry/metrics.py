@@ -16,7 +16,6 @@ from prometheus_client.registry import Collector
 
 import kvxferd
 from kvxferd.core.limits import BUSY_LIMITS
-from kvxferd.core.probe_record import PROBE_ROLES, ProbeRecord
 from kvxferd.core.snapshot import (
     PHASES,
     PULL_OUTCOMES,
@@ -186,10 +185,6 @@ class Metrics:
             "kvxferd_probe_bytes_per_second", "Speed of the read that proved a rank's memory.", ["placement"],
             buckets=SPEED_BUCKETS, registry=registry,
         )  # fmt: skip
-        self._peer_probes = Counter(
-            "kvxferd_peer_probes", "Probes of the way to another daemon that ended.", ["role", "outcome"],
-            registry=registry,
-        )  # fmt: skip
         self._late_timers = Counter(
             "kvxferd_late_timers", "Timers of the daemon that were late by more than 0.5 s.", ["cause"],
             registry=registry,
@@ -246,10 +241,6 @@ class Metrics:
         self._served_pulls.inc()
         if self._engines_and_peers is not None:
             self._engines_and_peers.record_served(served)
-
-    def record_probe(self, record: ProbeRecord) -> None:
-        """Count a probe that has ended."""
-        self._peer_probes.labels(record.role, "ok" if record.is_ok else "failed").inc()
 
     def record_loop_lag(self, lag_s: float) -> None:
         """Count by how much one of the daemon's timers was late."""
@@ -317,9 +308,6 @@ class Metrics:
         self._delivered_seconds = self._pull_seconds.labels("delivered")
         for placement in PLACEMENTS:
             self._probe_speed.labels(placement)
-        for role in PROBE_ROLES:
-            for outcome in ("ok", "failed"):
-                self._peer_probes.labels(role, outcome)
         for cause in Cause:
             self._late_timers.labels(cause.value)
             self._late_timer_seconds.labels(cause.value)

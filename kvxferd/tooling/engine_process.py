@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvxferd import client
+from kvxferd.client.refs import RefLike
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
@@ -62,6 +63,7 @@ class Pulled:
     elapsed_s: float  # as the engine measures it: from the call of `pull` to its event
     bytes: int
     runs: int
+    wire_s: float  # of it, while bytes were read
 
 
 class EngineRank:
@@ -120,10 +122,13 @@ class EngineRank:
         """Withdraw a transfer; `await_release` waits."""
         self.rank.unpublish(ref)
 
-    def await_release(self, names: Iterable[str]) -> Counter[str]:
-        """Wait until the blocks of these transfers are released; return how many were for each reason."""
+    def await_release(self, names: Iterable[str], limit_s: float = RELEASE_TIMEOUT_S) -> Counter[str]:
+        """Wait until the blocks of these transfers are released; return how many were for each reason.
+
+        Raises KvxferdError if the daemon refuses one, or with `deadline` after `limit_s`.
+        """
         wanted = set(names)
-        deadline = time.monotonic() + RELEASE_TIMEOUT_S
+        deadline = time.monotonic() + limit_s
         while not wanted <= self._released.keys():
             match self.events.next_event(deadline):
                 case client.Released(transfer_id, why):
@@ -142,7 +147,7 @@ class EngineRank:
         """Report that this engine will not pull a transfer."""
         self.rank.abandon(ref)
 
-    def pull(self, ref: client.TransferRef, request: RequestBlocks, progressive: bool = False) -> Pulled:
+    def pull(self, ref: RefLike, request: RequestBlocks, progressive: bool = False) -> Pulled:
         """Pull a transfer into the request's blocks.
 
         Raises KvxferdError with the pull's code if it fails; then no write can come any more.
@@ -156,7 +161,7 @@ class EngineRank:
         while True:
             match self.events.next_event(deadline):
                 case client.Delivered() as end if end.ticket is ticket:
-                    return Pulled(time.monotonic() - began, end.bytes, end.runs)
+                    return Pulled(time.monotonic() - began, end.bytes, end.runs, end.wire_s)
                 case client.Failed() as end if end.ticket is ticket:
                     if end.safe_to_reuse:
                         raise KvxferdError(end.message, end.code)

@@ -70,14 +70,9 @@ class CommandProcess:
         return self._process.pid
 
     async def request(self, command: Any, kind: type[R]) -> R:
-        """Return its reply to a command. Raises KvxferdError if that fails, and as `request_line`."""
-        line = await self.request_line(encode_line(command))
-        return self._protocol.decode_reply(line, kind, self._tool, self.name)
-
-    async def request_line(self, line: bytes) -> bytes:
-        """Return its reply to an encoded command. Raises KvxferdError if it ends or sends no line."""
+        """Return its reply to a command. Raises KvxferdError if that fails, it ends or sends no line."""
         try:
-            answer = await asyncio.wait_for(self._exchange_lines(line), REPLY_TIMEOUT_S)
+            answer = await asyncio.wait_for(self._exchange_lines(encode_line(command)), REPLY_TIMEOUT_S)
         except TimeoutError:
             raise KvxferdError(
                 f"cannot run {self._tool}: process {self.name} has not answered for {REPLY_TIMEOUT_S:.0f} s",
@@ -92,7 +87,7 @@ class CommandProcess:
             raise KvxferdError(
                 f"cannot run {self._tool}: process {self.name} ended: {_last_lines(self._log)}"
             )
-        return answer
+        return self._protocol.decode_reply(answer, kind, self._tool, self.name)
 
     async def pause(self) -> None:
         """Stop its execution: some processes would spin a core while others are timed."""

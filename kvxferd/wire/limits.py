@@ -74,12 +74,3 @@ MAX_NOTICE_BYTES = 1024
 # What a mover reads a covering read into; memory for it is granted in multiples. 64 MiB are sixteen reads,
 # each of a few milliseconds.
 CHUNK_BYTES = 4 << 20
-
-# What one daemon reads of another when an operator probes the way between them. 64 MiB take 5 ms at 12 GB/s,
-# and 0.5 s on a link of 1 Gbit/s. The reader checks the time, and verifies, by slices: 4 MiB are 0.3 s on a
-# link of 100 Mbit/s.
-MIN_PROBE_BYTES = 1 << 20
-MAX_PROBE_BYTES = 64 << 20
-PROBE_SLICE_BYTES = 4 << 20
-# NIXL's metadata of one region: about 1 KiB, and some for each NIC.
-MAX_PROBE_METADATA_BYTES = 64 << 10

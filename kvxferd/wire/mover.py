@@ -20,7 +20,6 @@ from kvxferd.ids import AgentName, Digest, GroupName, PullId, Rank, SessionId, T
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.bounds import METADATA, NAME, REASON, REGIONS
 from kvxferd.wire.common import BlockIds, FdBatch, Message, Placement, RegionAddress
-from kvxferd.wire.probe import ProbeRead, ProbeRegion, ProbeSize
 from kvxferd.wire.worker import RegionExport
 
 
@@ -174,22 +173,6 @@ class ChunkMemoryGranted(Message, frozen=True, tag="chunk-memory-granted"):
     number: int = 0  # later grants have larger ones
 
 
-class ServeProbe(Message, frozen=True, tag="serve-probe"):
-    """Fill a region of the mover's own with random bytes, and poll.
-
-    The reply is `ProbeServed` or `ProbeFailed`. Sent to child movers alone, which have no rank.
-    """
-
-    size_bytes: ProbeSize
-
-
-class ReadProbe(Message, frozen=True, tag="read-probe"):
-    """Read that region for `for_s` seconds, and verify it. The reply is `ProbeFinished` or `ProbeFailed`."""
-
-    region: ProbeRegion
-    for_s: float
-
-
 # --- mover to daemon
 
 
@@ -310,25 +293,6 @@ class ChunkMemoryWanted(Message, frozen=True, tag="chunk-memory-wanted"):
     number: int = 0  # of the last `ChunkMemoryGranted` that the mover has; 0: it has none
 
 
-class ProbeServed(Message, frozen=True, tag="probe-served"):
-    """Another mover may read this region."""
-
-    region: ProbeRegion
-
-
-class ProbeFinished(Message, frozen=True, tag="probe-finished"):
-    """How the region was read; the transports are not known to the mover."""
-
-    read: ProbeRead
-
-
-class ProbeFailed(Message, frozen=True, tag="probe-failed"):
-    """The region cannot be made, or a read of it failed. The mover is of no more use."""
-
-    code: Code
-    message: Annotated[str, REASON]
-
-
 class MoverLeaving(Message, frozen=True, tag="leaving"):
     """A resident mover ends and accepts nothing more. When the stream ends, its agent is gone."""
 
@@ -350,8 +314,6 @@ ToMover = (
     | ReportPull
     | DisconnectJudged
     | ChunkMemoryGranted
-    | ServeProbe
-    | ReadProbe
     | BlockIds
 )
 FromMover = (
@@ -367,8 +329,5 @@ FromMover = (
     | PullQuiesced
     | DisconnectSeen
     | ChunkMemoryWanted
-    | ProbeServed
-    | ProbeFinished
-    | ProbeFailed
     | MoverLeaving
 )

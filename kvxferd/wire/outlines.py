@@ -85,9 +85,6 @@ PeerOutline = (
     | peer.RankReady
     | peer.SetRankPolling
     | peer.TransferReleased
-    | peer.StartProbe
-    | peer.ReadProbeBack
-    | peer.EndProbe
     | peer.PeerWelcome
     | EngineManifestOutline
     | peer.Granted
@@ -95,8 +92,6 @@ PeerOutline = (
     | peer.Done
     | peer.StillWaiting
     | peer.PeerRefused
-    | peer.ProbeStarted
-    | peer.ProbeReport
     | BlockIds
 )
 

@@ -21,7 +21,6 @@ from kvxferd.ids import (
     GrantId,
     GroupName,
     Incarnation,
-    ProbeId,
     Rank,
     TransferId,
 )
@@ -29,7 +28,6 @@ from kvxferd.layout import PackedBlocks
 from kvxferd.wire.bounds import ENDPOINT, NAME, REQUIRED_NAME
 from kvxferd.wire.common import BlockIds, Message, RankManifest, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL, MAX_GROUPS_PER_REQUEST, MAX_RANKS
-from kvxferd.wire.probe import ProbeRead, ProbeRegion, ProbeSize
 
 PEER_VERSIONS = Versions(1, 1)
 
@@ -245,46 +243,6 @@ class TransferReleased(Message, frozen=True, tag="transfer-released"):
     why: Code
 
 
-# --- a probe of the way between two daemons
-
-
-class StartProbe(Message, frozen=True, tag="start-probe"):
-    """Provide a region of random bytes, for this daemon to read. The same `probe` starts one probe."""
-
-    request: int
-    probe: Annotated[ProbeId, NAME]
-    size_bytes: ProbeSize
-
-
-class ProbeStarted(Message, frozen=True, tag="probe-started"):
-    """The reply to `StartProbe`: the region can be read until `EndProbe`, or for some seconds."""
-
-    request: int
-    region: ProbeRegion
-
-
-class ReadProbeBack(Message, frozen=True, tag="read-probe-back"):
-    """Read this region of the requesting side, for the other direction."""
-
-    request: int
-    probe: Annotated[ProbeId, NAME]
-    region: ProbeRegion
-
-
-class ProbeReport(Message, frozen=True, tag="probe-report"):
-    """The reply to `ReadProbeBack`."""
-
-    request: int
-    read: ProbeRead
-
-
-class EndProbe(Message, frozen=True, tag="end-probe"):
-    """The probe is over: end its mover. The reply is `Done`, also where there is no such probe."""
-
-    request: int
-    probe: Annotated[ProbeId, NAME]
-
-
 RequestMessage = (
     PeerHello
     | FetchEngine
@@ -298,21 +256,8 @@ RequestMessage = (
     | RankReady
     | SetRankPolling
     | TransferReleased
-    | StartProbe
-    | ReadProbeBack
-    | EndProbe
 )
-ReplyMessage = (
-    PeerWelcome
-    | EngineManifest
-    | Granted
-    | GrantsRenewed
-    | Done
-    | StillWaiting
-    | PeerRefused
-    | ProbeStarted
-    | ProbeReport
-)
+ReplyMessage = PeerWelcome | EngineManifest | Granted | GrantsRenewed | Done | StillWaiting | PeerRefused
 PeerMessage = RequestMessage | ReplyMessage | BlockIds
 
 

@@ -146,7 +146,6 @@ def result() -> Result:
     return Result(
         machine=machine,
         quick=True,
-        peer="",
         seconds=100.0,
         load_after=0.2,
         points=found.points,

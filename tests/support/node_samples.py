@@ -5,7 +5,6 @@ from typing import Any
 
 from kvxferd.control.node_api import ReloadResult
 from kvxferd.core.ownerships import Disownable
-from kvxferd.core.probe_record import REQUESTED, ProbeDirection, ProbeRecord
 from kvxferd.core.snapshot import (
     LIMIT_NAMES,
     EngineSnapshot,
@@ -27,7 +26,7 @@ from kvxferd.core.snapshot import (
     TransportsRecord,
     TransportsSnapshot,
 )
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError
 from kvxferd.ids import (
     AgentName,
     BootId,
@@ -36,7 +35,6 @@ from kvxferd.ids import (
     EngineKey,
     Generation,
     GrantId,
-    ProbeId,
     PullId,
     Rank,
     TransferId,
@@ -285,18 +283,6 @@ class StillNode:
     def drop_peer(self, endpoint: str) -> list[Endpoint]:
         """The one that it knows."""
         return [PEER] if endpoint == PEER else []
-
-    async def probe_peer(self, endpoint: str, size_bytes: int) -> ProbeRecord:
-        """One direction by TCP, and one that failed."""
-        if endpoint != PEER:
-            raise KvxferdError(f"cannot reach {endpoint}: no daemon is there", Code.PEER_UNREACHABLE)
-        return ProbeRecord(
-            probe=ProbeId("p"), role=REQUESTED, peer=PEER, size_bytes=size_bytes, elapsed_s=1.5,
-            read=ProbeDirection(
-                verified_bytes=size_bytes, gigabytes_per_s=1.5, first_s=0.01, transports="tcp", reach="node"
-            ),
-            read_back=ProbeDirection(code=Code.DEADLINE, message="cannot probe: it did not come in time"),
-        )  # fmt: skip
 
     def disown(self, engine_id: EngineId) -> Disownable:
         """One that has no ranks here."""

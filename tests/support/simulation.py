@@ -19,9 +19,7 @@ import numpy as np
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.probe_record import ProbeRecord
 from kvxferd.core.snapshot import Record, ServedRecord
-from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import Code
 from kvxferd.ids import (
     AgentName,
@@ -47,7 +45,6 @@ from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RankIncarnations, RegionAddress, TransferRef
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 from kvxferd.wire.peer import PEER_VERSIONS, PeerWelcome
-from kvxferd.wire.probe import DIGEST_BYTES, ProbeRead, ProbeRegion, num_slices
 
 BLOCK_TOKENS = 4
 # A request of 11 tokens, and where it lies at either end.
@@ -406,49 +403,6 @@ class Mover:
 
 
 @dataclass
-class ProbeMover:
-    """A mover of a probe. `mute`: it answers nothing; `fails`: it cannot do what it is told."""
-
-    world: World
-    host: Host
-    mover: MoverId
-    alive: bool = True
-    mute: bool = False
-    fails: bool = False
-    spoils: bool = False  # what it reads is not what the source has
-    heard: list[Message] = field(default_factory=list)
-
-    def hear(self, message: Message) -> None:
-        self.heard.append(message)
-        if not self.mute:
-            self.say(self.reply(message))
-
-    def reply(self, message: Message) -> Message:
-        if self.fails:
-            return mv.ProbeFailed(code=Code.TRANSPORT, message="cannot read")
-        if isinstance(message, mv.ServeProbe):
-            size = message.size_bytes
-            digests = bytes(DIGEST_BYTES * num_slices(size))
-            agent = AgentName(f"{self.host.name}/{self.mover}")
-            return mv.ProbeServed(region=ProbeRegion(agent, 4096, size, b"meta", digests))
-        assert isinstance(message, mv.ReadProbe)
-        used = TransportsUsed("network", ("tcp/eth0",))
-        self.world.feed(self.host, ev.TransportsSeen(self.mover, used))
-        size = message.region.size_bytes
-        right, wrong = (0, size) if self.spoils else (size, 0)
-        return mv.ProbeFinished(read=ProbeRead(right, wrong, 0.5, size, 0.01))
-
-    def say(self, message: Message) -> None:
-        if self.alive:
-            self.world.feed(self.host, ev.MoverMessage(self.mover, message))
-
-    def die(self) -> None:
-        if self.alive:
-            self.alive = False
-            self.world.feed(self.host, ev.MoverDied(self.mover))
-
-
-@dataclass
 class Host:
     """One node with its workers and movers."""
 
@@ -460,9 +414,6 @@ class Host:
     records: list[Record] = field(default_factory=list)
     served: list[ServedRecord] = field(default_factory=list)
     give_movers: bool = True
-    probes: list[ProbeRecord] = field(default_factory=list)
-    probe_movers: dict[MoverId, ProbeMover] = field(default_factory=dict)
-    next_probe_mover: dict[str, bool] = field(default_factory=dict)  # fields of those made from now on
 
 
 @dataclass
@@ -606,16 +557,6 @@ class World:
                 page[effect.slot * 16 : effect.slot * 16 + 16] = self.rng.randbytes(16)
             case fx.RequestMover():
                 self._give_mover(host, effect.session)
-            case fx.RequestProbeMover():
-                if host.give_movers:
-                    made = ProbeMover(self, host, MoverId(next(self._numbers)), **host.next_probe_mover)
-                    host.probe_movers[made.mover] = made
-                    self._later(host, ev.ProbeMoverAssigned(effect.probe, made.mover))
-            case fx.KillMover() if effect.mover in host.probe_movers:
-                self._run_later(host.probe_movers[effect.mover].die)
-            case fx.SendToMover() if effect.mover in host.probe_movers:
-                prober = host.probe_movers[effect.mover]
-                self._run_later(lambda: prober.hear(effect.message) if prober.alive else None)
             case fx.KillMover():
                 self._run_later(host.movers[effect.mover].die)
             case fx.SendToMover() | fx.BindMover():
@@ -641,8 +582,6 @@ class World:
                 host.records.append(effect.record)
             case fx.CountServed():
                 host.served.append(effect.served)
-            case fx.ReportProbe():
-                host.probes.append(effect.record)
             case fx.ClosePeerConnection():
                 self.forgotten.setdefault(host.name, []).append(effect.endpoint)
             case fx.CommitRegionFds() | fx.CreateFencePage() | fx.SaveOwnerships():

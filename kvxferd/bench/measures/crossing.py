@@ -12,8 +12,9 @@ import msgspec
 from kvxferd.bench import protocol
 from kvxferd.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case
 from kvxferd.bench.points import median
+from kvxferd.bench.processes import BenchProcesses
 from kvxferd.bench.shapes import Deployment, EngineOptions, footprint
-from kvxferd.bench.testbed import EnginePair, Hosts, Testbed
+from kvxferd.bench.testbed import EnginePair, Testbed
 from kvxferd.bench.workload import MIB, CrossingSize
 from kvxferd.core.snapshot import PullRecord
 from kvxferd.errors import KvxferdError
@@ -82,7 +83,7 @@ class _Contender:
 
 
 async def measure_crossing(
-    hosts: Hosts, transport: str, environment: Mapping[str, str], sizes: Sequence[CrossingSize]
+    processes: BenchProcesses, transport: str, environment: Mapping[str, str], sizes: Sequence[CrossingSize]
 ) -> AsyncIterator[CrossingPoint]:
     """Yield a point for each pair of layouts and each size."""
     together = [one for one in sizes if one.size_bytes <= _MAX_CHECKED_BYTES]
@@ -90,7 +91,7 @@ async def measure_crossing(
     async with AsyncExitStack() as stack:
         testbeds = {
             way: await stack.enter_async_context(
-                Testbed.open(hosts, environment, baselines=False, sink_settings={WAY_VARIABLE: way})
+                Testbed.open(processes, environment, baselines=False, sink_settings={WAY_VARIABLE: way})
             )
             for way in (AUTO, DIRECT)
         }
@@ -214,7 +215,7 @@ async def _move(
 
 async def _covered_bytes(pair: EnginePair) -> int:
     """Return how many bytes of this pair's pulls in the sink's history were not read directly."""
-    answer = await pair.testbed.daemons["sink"].get("/v1/history")
+    answer = await pair.testbed.get("sink", "/v1/history")
     records = [record_from_json(one) for one in answer["records"]]
     return sum(
         num_bytes

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from kvxferd.bench import protocol
 from kvxferd.bench.cases import BlockPattern, Case, blocks_for
 from kvxferd.bench.points import median
+from kvxferd.bench.processes import BenchProcesses
 from kvxferd.bench.shapes import Deployment, layers_for
-from kvxferd.bench.testbed import EnginePair, Hosts, PublishedBatch, Testbed
+from kvxferd.bench.testbed import EnginePair, PublishedBatch, Testbed
 from kvxferd.bench.workload import FIRST_BYTES, Workload
 
 SHAPE = "llama-3-70b"
@@ -28,12 +29,14 @@ class FirstPull:
         return median(self.first_s)
 
 
-async def measure_first_pull(hosts: Hosts, environment: Mapping[str, str], workload: Workload) -> FirstPull:
+async def measure_first_pull(
+    processes: BenchProcesses, environment: Mapping[str, str], workload: Workload
+) -> FirstPull:
     """Measure first pulls of 64 MiB."""
     found = FirstPull(FIRST_BYTES)
     for nonce in range(1, workload.first_rounds + 1):
         async with (
-            Testbed.open(hosts, environment, baselines=False) as testbed,
+            Testbed.open(processes, environment, baselines=False) as testbed,
             testbed.pair(_deployment(f"first-{nonce}"), baselines=False) as pair,
         ):
             await pair.source.request(protocol.Stamp(case=_case(pair), nonce=nonce), protocol.Done)

@@ -20,7 +20,6 @@ from kvxferd.ids import PullId, Ticket
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
 from kvxferd.mover.process.chunks import ChunkPool
-from kvxferd.mover.process.peer_probe import PeerProbe
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import ThreadScatterer
 from kvxferd.mover.transport.base import Transport
@@ -94,7 +93,6 @@ class MoverLoop:
         self._early_block_ids = BlockIdAssembly()
         self._early_fds = FdBatchAssembly()
         self._backoff = backoff
-        self._probe = PeerProbe(transport, backoff)
         self._is_polling = False
         self._next_idle_check = 0.0
         self._delivery_socket: DeliverySocket | None = None  # None: the daemon reports deliveries
@@ -244,8 +242,6 @@ class MoverLoop:
                 self._engine.report_progress(message.pull)
             case wire.ChunkMemoryGranted():
                 self._engine.set_chunk_memory(message)
-            case wire.ServeProbe() | wire.ReadProbe():
-                self._send(self._run_probe(message))
             case wire.DisconnectJudged():
                 self._disconnects.handle_reply(message.number, message.over)
             case _:
@@ -259,19 +255,6 @@ class MoverLoop:
             close_fds(copies)
             raise
         close_fds(void)
-
-    def _run_probe(self, message: wire.ServeProbe | wire.ReadProbe) -> Message:
-        """Return the result of a step of a probe. The daemon kills a mover that fails, or takes too long."""
-        try:
-            if isinstance(message, wire.ReadProbe):
-                return wire.ProbeFinished(read=self._probe.read(message.region, message.for_s))
-            self._is_polling = True
-            return wire.ProbeServed(region=self._probe.serve(message.size_bytes))
-        except KvxferdError as error:
-            return wire.ProbeFailed(code=error.code, message=error.message)
-        except Exception as error:
-            _LOG.exception("probe failed")
-            return wire.ProbeFailed(code=Code.INTERNAL, message=f"cannot probe: {error!r}")
 
     def _bind(self, message: wire.Bind, fds: tuple[int, ...]) -> None:
         try:

@@ -57,7 +57,7 @@ from kvxferd.mover.supervisor.pool_events import (
     UcxLineRead,
     UcxLinesLost,
 )
-from kvxferd.wire.mover import DisconnectSeen, FromMover, ProbeFinished
+from kvxferd.wire.mover import DisconnectSeen, FromMover
 
 _LOG = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class MoverPool:
         self._feed(ForkserverExited())
 
     def _on_mover_message(self, mover: MoverHandle, message: FromMover) -> None:
-        if isinstance(message, DisconnectSeen | ProbeFinished) and self._forkserver is not None:
+        if isinstance(message, DisconnectSeen) and self._forkserver is not None:
             self._forkserver.read_stderr()  # what the mover logged before it sent this is fed before it
         self._feed(MoverReported(mover.mover_id, message, mover.num_queued_bytes))
 

@@ -1,11 +1,9 @@
 """The bench as processes: it fills its summary, it says what is wrong, and it leaves nothing behind."""
 
 import json
-import re
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,80 +112,3 @@ def test_a_bench_without_a_transfer_library_says_so(place: Path, tmp_path: Path)
     assert "no nixl on this machine" in err
     assert "Traceback" not in err
     assert left_behind(place) == []
-
-
-@contextmanager
-def serving(place: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The other side, in a directory of its own, and what --peer takes."""
-    process = start(place, "--serve", "127.0.0.1:0")
-    try:
-        assert process.stderr is not None
-        found = re.search(r"--peer (\S+)", process.stderr.readline())
-        assert found is not None
-        yield process, found[1]
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=BENCH_S)
-    assert process.returncode == 130
-    assert left_behind(place) == []
-
-
-@pytest.fixture
-def other_place() -> Iterator[Path]:
-    with tool_directory() as path:
-        yield path
-
-
-def test_a_bench_with_another_side(place: Path, other_place: Path) -> None:
-    with serving(other_place) as (_, peer):
-        flags = ("--blocks", "fragmented", "--in-flight", "1", "--measure", "latency", "--measure", "first")
-        code, said, err = run(place, *SMALL, *flags, "--peer", peer)
-        assert code == 0, err
-        assert left_behind(place) == []
-        assert said["peer"] == peer.partition("#")[0]
-        assert [point["measure"] for point in said["points"]] == ["latency", "throughput"]
-        assert said["summary"]["first_pull_ms"] > 0
-        # What the bench had started on the other side went with it; the side serves the next one.
-        code, _, err = run(place, *SMALL, "--blocks", "fragmented", "--in-flight", "1", "--peer", peer)
-        assert code == 0, err
-
-
-def test_a_wrong_token_and_a_second_bench_are_refused(place: Path, other_place: Path) -> None:
-    with serving(other_place) as (_, peer):
-        address = peer.partition("#")[0]
-        code, _, err = run(place, *SMALL, "--peer", f"{address}#{'0' * 16}")
-        assert code == 2
-        assert "the token is wrong" in err
-        first = start(place, "--measure", "throughput", "--rounds", "99", "--peer", peer)
-        try:
-            assert first.stderr is not None
-            while "starting two daemons" not in first.stderr.readline():
-                assert first.poll() is None
-            code, _, err = run(place, *SMALL, "--peer", peer)
-            assert code == 2
-            assert "another one is being served" in err
-        finally:
-            first.send_signal(signal.SIGINT)
-            first.communicate(timeout=BENCH_S)
-    assert left_behind(place) == []
-
-
-def test_nobody_on_the_other_side(place: Path) -> None:
-    code, _, err = run(place, *SMALL, "--peer", "127.0.0.1:1#0")
-    assert code == 2
-    assert "cannot reach 127.0.0.1:1" in err
-    assert left_behind(place) == []
-
-
-def test_the_other_side_dies(place: Path, other_place: Path) -> None:
-    with serving(other_place) as (server, peer):
-        bench = start(place, *SMALL, "--rounds", "9", "--peer", peer)
-        assert bench.stderr is not None
-        while "of raw NIXL" not in (line := bench.stderr.readline()):
-            assert line, "it ended before it was measuring"
-        server.send_signal(signal.SIGINT)
-        out, err = bench.communicate(timeout=BENCH_S)
-        assert bench.returncode == 2
-        assert "Traceback" not in err
-        assert "qwen3-8b" in out  # what was measured until then
-        assert left_behind(place) == []

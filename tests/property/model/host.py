@@ -392,8 +392,6 @@ class Host:
                 | fx.SaveOwnerships()
                 | fx.ClosePeerConnection()
                 | fx.EmitRecord()
-                | fx.RequestProbeMover()
-                | fx.ReportProbe()
             ):
                 pass
 

@@ -10,7 +10,7 @@ from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import Code, MoverError
-from kvxferd.ids import BootId, Endpoint, GrantId, MoverId, ProbeId, SessionId
+from kvxferd.ids import BootId, Endpoint, GrantId, MoverId, SessionId
 from kvxferd.mover.backends import Backend
 from kvxferd.mover.disconnects import transports_prove_over
 from kvxferd.wire import mover as mv
@@ -21,7 +21,6 @@ from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.memory import Buffer, FencePage
 from tests.property.simulation.mover import Mover
 from tests.property.simulation.oracle import Violation
-from tests.property.simulation.probes import ProbeMover
 from tests.property.simulation.shells.mover_pool import SimulatedHandle, SimulatedPool
 from tests.property.simulation.told import ToldWorker, check_ended, check_new_grants, check_word
 
@@ -94,7 +93,6 @@ class Daemon(Actor):
         self.clock = world.clocks[node_name]
         self.connections: dict[SessionId, Connection] = {}
         self.movers: dict[MoverId, Mover] = {}
-        self.probe_movers: dict[MoverId, ProbeMover] = {}
         self.pool = SimulatedPool(
             self,
             random.Random(self.rng.random()),
@@ -197,7 +195,6 @@ class Daemon(Actor):
     def _mover_died(self, mover: MoverId) -> None:
         """Handle a mover's death, after its last message."""
         self.movers.pop(mover, None)
-        self.probe_movers.pop(mover, None)
         self.feed(ev.MoverDied(mover))
 
     def feed(self, event: ev.Event) -> None:
@@ -256,7 +253,7 @@ class Daemon(Actor):
                 if handle := self.pool.handles.get(effect.mover):
                     handle.process.kill()
             case fx.SendToMover():
-                if mover := self.movers.get(effect.mover) or self.probe_movers.get(effect.mover):
+                if mover := self.movers.get(effect.mover):
                     mover.from_daemon.send(mover.handle, effect.message)
             case fx.BindMover():
                 mover, connection = self.movers.get(effect.mover), self.connections[effect.session]
@@ -281,10 +278,6 @@ class Daemon(Actor):
                 self.saved = self.node.ownerships.saved_state()
             case fx.EmitRecord() | fx.CountServed():
                 pass
-            case fx.RequestProbeMover():
-                self.after(0.0, self._request_probe_mover, effect.probe)
-            case fx.ReportProbe():
-                self.world.probes.reported(self, effect.record)
 
     def _send_to_worker(self, effect: fx.SendToWorker) -> None:
         connection = self.connections.get(effect.session)
@@ -316,20 +309,6 @@ class Daemon(Actor):
             connection.process.movers[mover] = None
         self.feed(ev.MoverAssigned(session, result.mover_id, result.agent, "simulated"))
 
-    def _request_probe_mover(self, probe: ProbeId) -> None:
-        self.pool.request(lambda result: self._give_probe_mover(probe, result))
-
-    def _give_probe_mover(self, probe: ProbeId, result: SimulatedHandle | MoverError) -> None:
-        if isinstance(result, MoverError):
-            self.feed(ev.ProbeMoverUnavailable(probe, Refusal(result.code, result.message)))
-            return
-        self.probe_movers[result.mover_id] = ProbeMover(self, result)
-        self.feed(ev.ProbeMoverAssigned(probe, result.mover_id))
-
-    def handle_probe_mover_message(self, mover: ProbeMover, message: mv.FromMover) -> None:
-        """Handle a message of a probe's mover."""
-        self.feed(ev.MoverMessage(mover.mover_id, message))
-
     # --- at rest
 
     def leftovers(self) -> list[str]:
@@ -345,7 +324,6 @@ class Daemon(Actor):
             "waiting grants": len(node.grant_server._pending),
             "waiting fetches": len(node.handshake_server._pending),
             "refused sources": node.pulls.source_breaker.num_refused,
-            "probes": not node.probes.slot.is_free,
             "polled movers": len(node.poll_requests._states),
             "chunks": node.chunk_memory.num_bytes,
             "bytes of parts": node.reassembly_memory.num_bytes,

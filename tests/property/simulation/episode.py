@@ -20,7 +20,6 @@ from tests.property.simulation.engine import Engine, EngineShape, Transfer
 from tests.property.simulation.faults import (
     MESSAGE_KINDS,
     OTHER_KINDS,
-    PROBE_KINDS,
     Fault,
     Faults,
 )
@@ -105,7 +104,6 @@ class Episode:
         names = [f"n{number}" for number in range(size.nodes)]
         traits = self._draw_traits(names)
         shapes = self._draw_engines(names)
-        self._probes_share = self.rng.choice((0.0, 0.0, 0.3))
         self.drawn = self._draw_faults()
         self.faults = self.drawn if faults is None else list(faults)
         self._by_pull: dict[int, list[Fault]] = {}
@@ -165,7 +163,7 @@ class Episode:
     def _draw_faults(self) -> list[Fault]:
         """Draw which kinds this episode has, how often, and when each strikes."""
         messages = self._some(MESSAGE_KINDS)
-        others = self._some(OTHER_KINDS | (PROBE_KINDS if self._probes_share else {}))
+        others = self._some(OTHER_KINDS)
         spread = self.rng.choice((0.5, 1.0, 2.0))  # pulls a fault
         faults = []
         for _ in range(self.size.faults):
@@ -254,8 +252,6 @@ class Episode:
                 self._have_pulled(sinks, transfer)
         if rng.random() < 0.02:
             self._pull_again()
-        if rng.random() < self._probes_share:
-            self._probe()
         self.agenda.after(rng.choice((0.002, 0.01, 0.03, 0.3)), self._traffic)
 
     def _have_pulled(self, sinks: list[Engine], transfer: Transfer) -> None:
@@ -266,12 +262,6 @@ class Episode:
         for sink in sinks:
             delays_s = (0.0, 0.0, 0.003) if sink is sinks[0] else (0.0, 0.003, 0.03, 0.5)
             self.agenda.after(rng.choice(delays_s), self._pull, sink, transfer)
-
-    def _probe(self) -> None:
-        """Have an operator probe the way between two nodes."""
-        daemons = list(self.world.daemons.values())
-        if len(daemons) > 1:
-            self.world.probes.request(*self.rng.sample(daemons, 2))
 
     def _pull_again(self) -> None:
         """Have a transfer pulled that is over, maybe of an earlier life in which another had its id."""

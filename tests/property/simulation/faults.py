@@ -234,21 +234,6 @@ class Faults:
         else:
             self._kill_daemon(rng)
 
-    def _kill_probe_mover(self, rng: random.Random) -> None:
-        mover = self._pick(rng, list(self._world.probes.movers.values()))
-        if mover is None:
-            self._kill_mover(rng)
-        else:
-            self._count("kill-probe-mover", mover.name)
-            mover.die("a fault")
-
-    def _stop_probe_mover(self, rng: random.Random) -> None:
-        movers = list(self._world.probes.movers.values())
-        if movers:
-            self._stop(rng, "stop-probe-mover", movers, (0.3, 4.0, 20.0))
-        else:
-            self._stop_mover(rng)
-
     # --- nodes
 
     def _no_descriptors(self, rng: random.Random) -> None:
@@ -578,7 +563,6 @@ class Faults:
 
 
 MESSAGE_KINDS = {LOST: 4, "lose-grant": 1, DOUBLED: 3, DELAYED: 4, "delay-worker": 1, "delay-mover": 1}
-PROBE_KINDS = {"kill-probe-mover": 2, "stop-probe-mover": 1}
 OTHER_KINDS = {
     "cut-peer": 2, "partition": 1, "cut-worker": 2, "kill-mover": 2, "stop-mover": 2, "kill-daemon": 1,
     "kill-forkserver": 1, "stop-forkserver": 1,

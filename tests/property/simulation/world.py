@@ -20,7 +20,6 @@ from tests.property.simulation.engine import Engine, EngineShape, Transfer
 from tests.property.simulation.mover import Mover
 from tests.property.simulation.network import Network
 from tests.property.simulation.oracle import Oracle, Pull
-from tests.property.simulation.probes import Probes
 from tests.property.simulation.transport import Fabric
 from tests.property.simulation.watcher import Watcher
 
@@ -105,7 +104,6 @@ class World:
         self.fabric.on_write = self.oracle.on_write
         self.network = Network(self, random.Random(agenda.rng.random()))
         self.daemons: dict[str, Daemon] = {}
-        self.probes = Probes()
         self.transfer_of: dict[Pull, Transfer] = {}
         self.on_pull: Callable[[], None] = lambda: None
         self.planned_at_read: deque[tuple[float, Callable[[Mover], None]]] = deque()

@@ -28,11 +28,6 @@ from tests.support import bench_results
         (["--measure", "speed"], "latency"),
         (["--quick", "--size", "4M"], "--quick has its own shapes, sizes and rounds"),
         (["--size", "2G", "--in-flight", "64"], "no size fits"),
-        (["--peer", "other:4000"], "HOST:PORT#TOKEN"),
-        (["--peer", "other:4000#0", "--measure", "progressive"], "the clocks of both sides"),
-        (["--serve", "127.0.0.1:0", "--quick"], "--serve takes no other flag"),
-        (["--serve", "nonsense"], "write HOST:PORT"),
-        (["--serve", "203.0.113.1:0"], "cannot serve on 203.0.113.1:0"),
     ],
 )
 def test_what_cannot_be_done_is_said(flags: list[str], says: str) -> None:
@@ -53,20 +48,6 @@ def test_what_flags_offer_is_what_there_is() -> None:
     assert tuple(lists.value for lists in BlockPattern) == bench.LIST_NAMES
     assert tuple(workload.TRANSPORT_ENVIRONMENTS) == bench.TRANSPORT_NAMES
     assert set(bench.MEASURE_NAMES) == runner.MEASURES
-
-
-def test_with_another_machine_all_is_measured_but_what_compares_clocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[runner.BenchOptions] = []
-
-    def run(options: runner.BenchOptions, say: object) -> object:
-        asked.append(options)
-        return bench_results.result()
-
-    monkeypatch.setattr(runner, "run_bench", run)
-    assert CliRunner().invoke(root, ["bench", "--quick", "--json", "--peer", "other:4000#0"]).exit_code == 0
-    assert asked[0].measures == runner.MEASURES - {"progressive"}
 
 
 def test_too_much_for_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

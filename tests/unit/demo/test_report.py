@@ -31,7 +31,7 @@ EQUAL = PAIR.equal("demo-equal")
 def results_of(pair: EnginePair, runs: int, covering: int, wrong: int = 0, spilled: int = 0) -> DemoResults:
     """One request, a second for each pull of 1 MB."""
     results = DemoResults(pair, wanted=1)
-    one = RankResult(1.0, Pulled(1.0, 1_000_000, runs), ("", ""), ContentCheck(10, wrong, ""), spilled)
+    one = RankResult(1.0, Pulled(1.0, 1_000_000, runs, 0.5), ("", ""), ContentCheck(10, wrong, ""), spilled)
     results.add_request(dict.fromkeys(pair.engine("decode"), one))
     results.add_records(
         [

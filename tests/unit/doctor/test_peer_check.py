@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +11,11 @@ import msgspec
 import pytest
 
 from kvxferd.config import Config
-from kvxferd.core.probe_record import ProbeDirection, ProbeRecord
 from kvxferd.core.snapshot import PeerSnapshot, PullRecord, ReaderRecord, Record, ReleaseRecord
 from kvxferd.doctor.finding import CheckContext, Finding, Verdict
 from kvxferd.doctor.peer_check import check_peer
-from kvxferd.doctor.peer_probe import probe_peer
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import BootId, Endpoint, ProbeId
+from kvxferd.ids import BootId, Endpoint
 from kvxferd.telemetry.history import record_to_json
 from kvxferd.tooling.control_client import ControlClient
 from tests.support.node_samples import StillNode, pull_record, records
@@ -61,7 +58,7 @@ def pull(peer: Endpoint, outcome: str = "delivered", code: Code | None = None) -
 
 def findings(peer: Endpoint, local: ControlClient) -> dict[str, Finding]:
     context = CheckContext(Config(), local, {})
-    return {found.check: found for found in check_peer(context, peer, probe_bytes=0)}
+    return {found.check: found for found in check_peer(context, peer)}
 
 
 def test_a_peer_that_is_well() -> None:
@@ -102,18 +99,18 @@ def test_without_a_daemon_and_without_traffic() -> None:
         assert nobody["its daemon's view"].verdict is Verdict.FAIL
         quiet = findings(served.address, Daemon([], []))
     assert {one.verdict for one in quiet.values()} == {Verdict.OK}
-    assert "kvxferd bench" in quiet["reads from it"].todo
+    assert "kvxferd doctor --serve" in quiet["link"].todo
 
 
 async def test_the_verb(tmp_path: Path) -> None:
     with served_peer() as served:
         async with daemon(tmp_path, StillNode()) as local:
             socket = local.control.socket
-            done = await run("doctor", "--peer", served.address, "--socket", socket, "--json", "--no-probe")
+            done = await run("doctor", "--peer", served.address, "--socket", socket, "--json")
             assert done.exit_code == 0, done.output
             found = json.loads(done.stdout)["findings"]
-            assert [one["name"] for one in found] == ["peer"] * 4
-            shown = await run("doctor", "--peer", served.address, "--socket", socket, "--no-probe")
+            assert [one["name"] for one in found] == ["peer"] * 5
+            shown = await run("doctor", "--peer", served.address, "--socket", socket)
             assert f"The way to {served.address}" in shown.stdout
     gone = await run("doctor", "--peer", served.address, "--socket", str(tmp_path / "no.sock"))
     assert gone.exit_code == 1
@@ -123,81 +120,26 @@ async def test_the_verb(tmp_path: Path) -> None:
     assert not isinstance(wrong.exception, KvxferdError)
 
 
-class ProbingNode(StillNode):
-    """A node whose probe has this result."""
-
-    def __init__(self, result: ProbeRecord | KvxferdError) -> None:
-        super().__init__()
-        self._result = result
-        self.asked: list[tuple[str, int]] = []
-
-    async def probe_peer(self, endpoint: str, size_bytes: int) -> ProbeRecord:
-        self.asked.append((endpoint, size_bytes))
-        if isinstance(self._result, KvxferdError):
-            raise self._result
-        return self._result
-
-
-FAST = ProbeDirection(verified_bytes=1 << 20, gigabytes_per_s=9.0, transports="cma", reach="node")
-
-
-def probed(read: ProbeDirection, read_back: ProbeDirection) -> ProbeRecord:
-    return ProbeRecord(
-        probe=ProbeId("p"), role="requested", peer=ELSEWHERE, size_bytes=1 << 20, elapsed_s=1.0, read=read,
-        read_back=read_back,
-    )  # fmt: skip
-
-
-async def probe_findings(node: ProbingNode, directory: Path) -> list[dict[str, Any]]:
-    async with daemon(directory, node) as local:
-        context = CheckContext(Config(), ControlClient(local.control.socket), {})
-        found = await asyncio.to_thread(lambda: list(probe_peer(context, ELSEWHERE, 1 << 20)))
-    assert node.asked == [(ELSEWHERE, 1 << 20)]
-    return msgspec.to_builtins(found)
+REF = {
+    "endpoint": ELSEWHERE, "engine_id": "doctor-1", "generation": "preset", "transfer_id": "t",
+    "nonce": "0" * 32,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("direction", "verdict", "words"),
+    ("flags", "message"),
     [
-        (FAST, "ok", "9 GB/s by cma within one machine"),
-        (ProbeDirection(gigabytes_per_s=1.0, transports="tcp", reach="node", is_slow=True), "warn", "faster"),
-        (ProbeDirection(wrong_bytes=1 << 20, transports="cma"), "no", "differ"),
-        (ProbeDirection(code=Code.DEADLINE, message="cannot probe: late"), "no", "late [deadline]"),
+        (("--peer", ELSEWHERE, "--ref", "{}"), "cannot read the transfer reference"),
+        (("--peer", ELSEWHERE, "--ref", "kv"), "cannot read the transfer reference"),
+        (("--peer", ELSEWHERE, "--ref", json.dumps(REF | {"nonce": 1})), "cannot read the transfer"),
+        (("--peer", "tcp://10.9.9.9:2", "--ref", json.dumps(REF)), f"the reference is of {ELSEWHERE}"),
+        (("--ref", json.dumps(REF)), "give --peer"),
+        (("--serve", "--ref", json.dumps(REF)), "--serve measures nothing here"),
+        (("--serve", "--json"), "--serve measures nothing here"),
+        (("--serve", "--gpu"), "leave out --gpu"),
     ],
 )
-async def test_each_direction_is_judged(
-    tmp_path: Path, direction: ProbeDirection, verdict: str, words: str
-) -> None:
-    first, second = await probe_findings(ProbingNode(probed(FAST, direction)), tmp_path)
-    assert (first["check"], first["verdict"]) == ("probe from it", "ok")
-    assert (second["check"], second["verdict"]) == ("probe by it", verdict)
-    assert words in second["found"]
-    assert ("todo" in second) == (verdict != "ok")
-    # The exit status of `doctor --peer` tells that the nodes cannot read each other.
-    assert second.get("essential", False) == (verdict == "no")
-
-
-@pytest.mark.parametrize(
-    ("code", "verdict"),
-    [(Code.BAD_VERSION, "no"), (Code.BUSY, "warn"), (Code.DRAINING, "warn"), (Code.NOT_ALLOWED, "no")],
-)
-async def test_a_probe_that_did_not_begin(tmp_path: Path, code: Code, verdict: str) -> None:
-    (found,) = await probe_findings(ProbingNode(KvxferdError("cannot probe it", code)), tmp_path)
-    assert (found["verdict"], found["found"], found["facts"]) == (
-        verdict, "cannot probe it", {"code": code.value}
-    )  # fmt: skip
-
-
-async def test_the_verb_probes_unless_told_not_to(tmp_path: Path) -> None:
-    with served_peer() as served:
-        node = ProbingNode(probed(FAST, FAST))
-        async with daemon(tmp_path, node) as local:
-            flags = ("doctor", "--peer", served.address, "--socket", local.control.socket, "--json")
-            done = await run(*flags, "--probe-mib", "3")
-            assert node.asked == [(served.address, 3 << 20)]
-            assert [one["check"] for one in json.loads(done.stdout)["findings"]][-2:] == [
-                "probe from it", "probe by it"
-            ]  # fmt: skip
-            await run(*flags, "--no-probe")
-            assert len(node.asked) == 1
-            assert (await run(*flags, "--probe-mib", "65")).exit_code == 2
+async def test_what_is_no_measurement_is_refused(flags: tuple[str, ...], message: str) -> None:
+    refused = await run("doctor", *flags)
+    assert refused.exit_code == 2 or isinstance(refused.exception, KvxferdError)
+    assert message in refused.output + str(refused.exception)

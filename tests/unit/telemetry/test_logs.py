@@ -9,11 +9,9 @@ import pytest
 import structlog
 
 from kvxferd.config import LogConfig
-from kvxferd.core.probe_record import ProbeDirection, ProbeRecord
 from kvxferd.core.snapshot import PlacementRecord
 from kvxferd.errors import Code
-from kvxferd.ids import ProbeId
-from kvxferd.telemetry.logs import configure_logs, log_probe, log_record, operator_log
+from kvxferd.telemetry.logs import configure_logs, log_record, operator_log
 from tests.support.node_samples import pull_record, records
 
 
@@ -45,23 +43,6 @@ def test_one_json_line_for_each_record() -> None:
     assert "why" not in placement
     assert (connected["event"], connected["level"], connected["lanes"]) == ("connected", "warning", "tcp")
     assert "hostPID" in str(connected["message"])
-
-
-def test_a_probe_that_fails_says_why() -> None:
-    stream = io.StringIO()
-    configure_logs(LogConfig(format="json"), stream)
-    lost = ProbeDirection(code=Code.TRANSPORT, message="cannot read\nlevel=info")
-    record = ProbeRecord(
-        probe=ProbeId("p"), role="requested", peer="tcp://b:1", size_bytes=1, elapsed_s=1.0, read_back=lost
-    )
-    log_probe(record)
-    log_probe(msgspec.structs.replace(record, code=Code.DEADLINE, message="cannot probe: late"))
-    log_probe(msgspec.structs.replace(record, read_back=ProbeDirection(gigabytes_per_s=2.0)))
-    one_way, neither, fine = lines(stream)
-    assert (one_way["code"], one_way["message"]) == ("transport", "cannot read\nlevel=info")
-    assert (neither["level"], neither["message"]) == ("warning", "cannot probe: late")
-    assert (fine["level"], fine["read_back_gigabytes_per_s"]) == ("info", 2.0)
-    assert "message" not in fine
 
 
 def test_memory_that_is_not_proved_is_a_warning():

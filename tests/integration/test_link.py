@@ -1,0 +1,119 @@
+"""`kvxferd doctor --serve` and `--peer --ref`: a link between two real daemons, measured by pulls."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvxferd.doctor import link
+from kvxferd.layout.presets import deploy
+from kvxferd.tooling.engine_process import EngineRank
+from tests.support.doctor_harness import Examination, examine
+from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.requests import publish, spec_of
+from tests.support.tool_process import start_tool, tool_directory
+
+pytestmark = pytest.mark.timeout(180)
+
+LIMIT_S = 60.0
+
+
+@contextmanager
+def serving(there: Daemon) -> Iterator[subprocess.Popen[str]]:
+    """A server that is ended by Ctrl-C, unless the test has ended it."""
+    with tool_directory() as place:
+        server = start_tool(place, "doctor", "--serve", KVXFERD_NODE_RUN_DIR=str(there.directory))
+        try:
+            yield server
+            server.send_signal(signal.SIGINT)
+            _, err = server.communicate(timeout=LIMIT_S)
+            assert (server.returncode, "Traceback" in err) == (0, False), err
+        finally:
+            server.kill()
+            server.wait()
+
+
+def printed(server: subprocess.Popen[str]) -> tuple[str, ...]:
+    """The flags of the next command that it prints."""
+    assert server.stdout is not None
+    program, verb, *flags = shlex.split(server.stdout.readline())
+    assert (program, verb) == ("kvxferd", "doctor")
+    return tuple(flags)
+
+
+def measure(here: Daemon, *flags: str) -> Examination:
+    return examine(*flags, environment={"KVXFERD_NODE_RUN_DIR": str(here.directory)})
+
+
+def failure(here: Daemon, ref: Any, peer: str) -> dict[str, Any]:
+    found = measure(here, "--peer", peer, "--ref", json.dumps(ref))
+    assert found.status == 1
+    failed = found.of("link")
+    assert failed["verdict"] == "no"
+    return failed
+
+
+def test_a_link_is_measured_as_often_as_wanted_and_nothing_is_left(fleet: Fleet) -> None:
+    here, there = fleet.shared("decode"), fleet.shared("prefill")
+    with serving(there) as server:
+        flags = printed(server)
+        for _ in range(2):
+            found = measure(here, *flags)
+            assert found.status == 0, found.findings
+            facts = found.of("link")["facts"]
+            assert facts["gigabytes_per_s"] > 0
+            assert (facts["bytes"], facts["pulls"]) == (64 << 20, link.NUM_PULLS)
+            assert sum(facts["ways"].values()) == facts["bytes"] * facts["pulls"]
+            assert (facts["transports"], facts["reach"]) == ("cma", "node")
+        peer, ref = flags[1], json.loads(flags[3])
+        done = there.control.post("/v1/transfers/cancel", {"transfer_id": ref["transfer_id"]})
+        assert done["engines"] == [f"{ref['engine_id']}@{ref['generation']}"]
+        again = json.loads(printed(server)[3])
+        assert again["transfer_id"] != ref["transfer_id"]
+        assert failure(here, ref, peer)["facts"]["code"] == "released"
+        assert failure(here, again | {"nonce": "0" * 32}, peer)["facts"]["code"] == "nonce-wrong"
+    released = there.history(transfer=again["transfer_id"])
+    assert [record["why"] for record in released] == ["unpublished"]
+    gone = failure(here, again, peer)
+    assert "doctor --serve" in gone["todo"]
+
+
+def test_blocks_of_another_engine_are_no_measure(fleet: Fleet) -> None:
+    here, there = fleet.shared("decode"), fleet.shared("prefill")
+    ref = publish(fleet.engine(there, spec_of("other")), 1)
+    failed = failure(here, ref, there.endpoint)
+    assert failed["facts"]["code"] == "layout-incompatible"
+    assert "doctor --serve" in failed["todo"]
+
+
+def test_wrong_bytes_are_found(fleet: Fleet) -> None:
+    here, there = fleet.shared("decode"), fleet.shared("prefill")
+    ((spec, layout),) = deploy(
+        link.MODEL, block_tokens=link.BLOCK_TOKENS, num_blocks=link.NUM_BLOCKS, engine_id="liar",
+        generation=fleet.generation(),
+    ).values()  # fmt: skip
+    with closing(EngineRank()) as liar:
+        liar.register(there.worker_socket, spec, layout)
+        liar.write(link.REQUEST)
+        liar.store.bytes[-1] ^= 1
+        ref = liar.publish("one-bit", link.REQUEST)
+        failed = failure(here, msgspec.to_builtins(ref), there.endpoint)
+        assert failed["facts"]["wrong_items"] == 1
+        assert "layer 15" in failed["found"]
+
+
+def test_without_a_daemon_there_is_no_server(tmp_path: Any) -> None:
+    command = [sys.executable, "-m", "kvxferd.cli", "doctor", "--serve", "--socket", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "[daemon-lost]" in done.stderr
