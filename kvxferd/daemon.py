@@ -30,7 +30,6 @@ from kvxferd.control.http_server import HttpServer
 from kvxferd.control.mover_assignment import MoverAssignment
 from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.node_api import ReloadResult
-from kvxferd.control.node_checks import NodeChecks
 from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.control.peer_admission import PeerAdmission
 from kvxferd.control.peer_socket import PeerSocket
@@ -79,7 +78,6 @@ from kvxferd.telemetry.timer_watch import TimerWatch
 from kvxferd.telemetry.traces.collector import TraceCollector
 from kvxferd.telemetry.traces.tracer import TraceOutcome, Tracer
 from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.record_checks import RecordChecks
 from kvxferd.telemetry.warnings.warning_watch import WarningCollector
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.worker import Farewell
@@ -98,9 +96,14 @@ class Daemon:
         config: Config,
         read_config: Callable[[], Config] | None = None,
         early_hangups: Sequence[int] = (),
+        config_path: str = "",
     ) -> None:
-        """`read_config` reads the same sources again for a reload. `early_hangups`: SIGHUPs before `run`."""
+        """`read_config` reads the same sources again for a reload. `early_hangups`: SIGHUPs before `run`.
+
+        `config_path`: of the file among those sources, "" where there is none.
+        """
         self._config = config
+        self._config_path = config_path
         self._read_config = read_config or (lambda: config)
         self._early_hangups = early_hangups
         self._is_reload_pending = False  # a SIGHUP arrived before the daemon served
@@ -194,8 +197,6 @@ class Daemon:
             settings=settings_of(self._config, self._peer_admission.allowlist),
             new_token=lambda: secrets.token_hex(16),
         )
-        self._record_checks = RecordChecks(self._node.context.endpoint)
-        self._node_checks = NodeChecks(self._node, self._engines_by_pid)
         self._has_node = True
         self._ownership_file = OwnershipFile(run_directory.ownership_path, self._node.ownerships.saved_state)
         closing.push_async_callback(self._ownership_file.close)
@@ -229,7 +230,6 @@ class Daemon:
             self._worker_socket,
             self._on_event,
             lock_fds,
-            self._node_checks.record_crash,
         )
 
     async def _start_http(self, fd_limit: int, closing: AsyncExitStack) -> None:
@@ -243,12 +243,11 @@ class Daemon:
             self.reload,
             self._samples,
             checks=(
-                self._record_checks.findings,
-                self._node_checks.findings,
                 self._timer_watch.findings,
                 lambda: self._peer_socket.turned_away.findings(time.monotonic()),
                 self._peer_admission.findings,
             ),
+            config_path=self._config_path,
         )
         http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(fd_limit))
         closing.push_async_callback(http.stop)
@@ -448,7 +447,6 @@ class Daemon:
         self._history.add(record)
         self._metrics.record(record)
         self._samples.add(record)
-        self._record_checks.record(record)
         log_record(record)
         if self._tracer is not None and isinstance(record, PullRecord | ReleaseRecord) and record.traceparent:
             self._tracer.add(record)
@@ -458,9 +456,6 @@ class Daemon:
         age_s = time.monotonic() - oldest if num_running else 0.0
         num_warnings = sum(map(self._count_warnings, WarningKind))
         return Gauges(running_pulls=num_running, oldest_pull_s=age_s, warnings=num_warnings)
-
-    def _engines_by_pid(self) -> dict[int, str]:
-        return self._movers.engines_by_pid()
 
     def _count_warnings(self, kind: WarningKind) -> int:
         return self._admin.warning_watch.count(kind)
@@ -519,7 +514,12 @@ def _log_ignored_signal(number: signal.Signals) -> None:
     operator_log.info("signal ignored", signal=number.name)
 
 
-def serve(config: Config, read_config: Callable[[], Config], early_hangups: Sequence[int] = ()) -> int:
+def serve(
+    config: Config,
+    read_config: Callable[[], Config],
+    early_hangups: Sequence[int] = (),
+    config_path: str = "",
+) -> int:
     """Run the daemon of this node until it is stopped. Raises ConfigError if it cannot start.
 
     `early_hangups` grows with each SIGHUP that arrives before the daemon has its own handlers.
@@ -528,7 +528,7 @@ def serve(config: Config, read_config: Callable[[], Config], early_hangups: Sequ
 
     async def run() -> int:
         try:
-            return await Daemon(config, read_config, early_hangups).run()
+            return await Daemon(config, read_config, early_hangups, config_path).run()
         finally:
             release_reserved_fds()  # the loop opens a socket pair when it closes
 

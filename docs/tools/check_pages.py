@@ -1,4 +1,6 @@
-"""Print what is wrong with the documents: links, files in code spans, long lines. Exits with 1 for a fault.
+"""Print what is wrong with the documents: links, files in code spans, long lines, and the alerts' runbooks.
+
+Exits with 1 for a fault.
 
     python -m docs.tools.check_pages
 
@@ -20,6 +22,10 @@ from docs.tools.markdown_parts import WIDTH
 from tests.support.repository import ROOT
 
 AT_THE_ROOT = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+
+# Of the site that `make docs` makes: a reserved name (RFC 2606), as docs/how-to/monitor.md explains.
+SITE = "https://docs.kvxferd.example/"
+ALERTS = "deploy/monitoring/rules/kvxferd-alerts.yml"
 
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
@@ -55,6 +61,15 @@ def faults(page: Path, root: Path = ROOT) -> Iterator[str]:
             yield f"{name}:{number}: more than {WIDTH} columns"
 
 
+def runbook_faults(rules: str, root: Path = ROOT) -> Iterator[str]:
+    """Yield what is wrong with the addresses of the alerts' runbooks, a line each."""
+    for url in re.findall(r"runbook_url: *(\S+)", rules):
+        page, _, anchor = url.removeprefix(SITE).partition("#")
+        source = root / "docs" / re.sub(r"\.html$", ".md", page)
+        if not url.startswith(SITE) or not source.is_file() or anchor not in anchors_of(source):
+            yield f"{ALERTS}: {url}: the site has no such section"
+
+
 @cache
 def prose_of(page: Path) -> str:
     """Return the page with empty lines in place of its code blocks."""
@@ -86,6 +101,7 @@ def is_wide(line: str) -> bool:
 def main() -> int:
     """Print the faults of every document. Returns the exit status."""
     found = [fault for page in documents() for fault in faults(page)]
+    found += runbook_faults((ROOT / ALERTS).read_text())
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 

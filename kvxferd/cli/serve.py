@@ -115,7 +115,7 @@ def serve(
     from kvxferd.daemon import serve as run_daemon
 
     freeze_imports()
-    ctx.exit(run_daemon(config, lambda: load_config(path, environ, given), early))
+    ctx.exit(run_daemon(config, lambda: load_config(path, environ, given), early, str(path or "")))
 
 
 def import_logs() -> ModuleType:

@@ -15,7 +15,7 @@ from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.sample_report import LastMinute
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import format_bytes, format_count, print_fields, print_json
+from kvxferd.tooling.output import format_bytes, format_count, print_fields, print_json, print_line
 
 
 @click.command()
@@ -30,6 +30,8 @@ def status(daemon: ControlClient, as_json: bool) -> None:
         return
     node = msgspec.convert(answer["node"], NodeSnapshot)
     print_fields(_lines(answer, node))
+    if remedy := answer["verdict"]["remedy"]:
+        print_line(f"to do: {remedy}")
 
 
 def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:

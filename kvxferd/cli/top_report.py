@@ -25,7 +25,7 @@ from kvxferd.telemetry.units import (
     format_time,
 )
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
-from kvxferd.tooling.output import console, plain_text, print_fitted, print_table
+from kvxferd.tooling.output import console, plain_text, print_fitted, print_line, print_table
 from kvxferd.wire.endpoint import address_of
 
 # A terminal shows some dozen lines: the page has more of each.
@@ -47,6 +47,8 @@ def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
     out = console()
     out.print(Text(f"{address_of(node.endpoint)}, version {status['version']}", style="bold"), soft_wrap=True)
     out.print(Text(plain_text(verdict.text).plain, style=_STYLES[verdict.level]))
+    if verdict.remedy:
+        print_line(f"to do: {verdict.remedy}")
     for warning in reversed(warnings):
         since = f"{warning.kind.value} since {format_clock(warning.since)} UTC: "
         out.print(Text.assemble((since, "yellow"), plain_text(warning.text)))

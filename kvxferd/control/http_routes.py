@@ -96,7 +96,9 @@ async def status(request: web.Request) -> web.StreamResponse:
             "version": kvxferd.__version__,
             "ready": not reasons,
             "reasons": reasons,
-            "verdict": verdict_of(draining=node.draining, reasons=reasons, warnings=kinds, minute=minute),
+            "verdict": verdict_of(
+                node, reasons=reasons, warnings=kinds, minute=minute, config_path=view.config_path
+            ),
             **warnings,
             "last_minute": minute,
             "node": node,

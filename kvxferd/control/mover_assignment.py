@@ -48,13 +48,8 @@ class MoverAssignment:
         worker_socket: WorkerSocket,
         on_event: Callable[[Event], None],
         lock_fds: tuple[int, ...] = (),
-        on_crash: Callable[[str], None] = lambda engine: None,
     ) -> None:
-        """`on_event` feeds the core. Movers inherit `lock_fds`.
-
-        `on_crash` gets the engine of each mover that ended unexpectedly, "" for one without a rank.
-        """
-        self._on_crash = on_crash
+        """`on_event` feeds the core. Movers inherit `lock_fds`."""
         self._backend_name = config.backend
         self._node = node
         self._worker_socket = worker_socket
@@ -77,7 +72,6 @@ class MoverAssignment:
             on_message=self._on_message,
             on_exit=self._on_exit,
             on_transports=lambda mover, lanes: on_event(TransportsSeen(mover, lanes)),
-            on_crash=lambda: on_crash(""),
             lock_fds=lock_fds,
             environment=config.environment,
             library=config.library,
@@ -137,15 +131,6 @@ class MoverAssignment:
         """Return a copy of the mover's pidfd; none if it has exited. Raises OSError."""
         handle = self._handles.get(mover)
         return (os.dup(handle.pidfd),) if handle is not None else ()
-
-    def engines_by_pid(self) -> dict[int, str]:
-        """Return the engine of each child mover that has a rank; a resident one is a worker's thread."""
-        engines = {}
-        for mover_id, handle in self._handles.items():
-            mover = self._node.movers.get(mover_id)
-            if mover is not None and mover.engine is not None and not mover.resident:
-                engines[handle.pid] = str(mover.engine.engine_id)
-        return engines
 
     def set_busy(self, is_busy: bool) -> None:
         """Report whether pulls run."""
@@ -212,7 +197,6 @@ class MoverAssignment:
         mover = self._node.movers.get(handle.mover_id)
         engine = mover.engine.engine_id if mover is not None and mover.engine is not None else ""
         log.warning("mover died", limit_by=engine, engine=engine, agent=handle.agent, pid=handle.pid)
-        self._on_crash(engine)
 
     def _assign(self, session: SessionId, result: MoverHandle | MoverError) -> None:
         if isinstance(result, MoverHandle):

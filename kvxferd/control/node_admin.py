@@ -10,8 +10,7 @@ from typing import Any
 from kvxferd.config import Config
 from kvxferd.control.curve_keys import exposure_warnings
 from kvxferd.control.node_api import ReloadResult
-from kvxferd.control.node_checks import active_rdma_cards
-from kvxferd.control.placement_warnings import findings_of
+from kvxferd.control.placement_warnings import active_rdma_cards, findings_of
 from kvxferd.core.events import (
     DisownRequested,
     Event,
@@ -56,9 +55,14 @@ class NodeAdmin:
         reload: Callable[[], ReloadResult],
         samples: Samples | None = None,
         checks: Iterable[Callable[[], Iterable[Finding]]] = (),
+        config_path: str = "",
     ) -> None:
-        """`checks` find what is to be warned of, beside the configuration and the ranks' placements."""
+        """`checks` find what is to be warned of, beside the configuration and the ranks' placements.
+
+        `config_path`: of the file with the daemon's settings, "" where there is none.
+        """
         self._config = config
+        self.config_path = config_path
         self._node = node
         self._pool = pool
         self._history = history

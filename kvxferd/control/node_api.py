@@ -32,6 +32,8 @@ class ReloadResult(msgspec.Struct, frozen=True, kw_only=True):
 class NodeApi(Protocol):
     """The node as HTTP uses it."""
 
+    config_path: str  # of the file with the daemon's settings; "": there is none
+
     def snapshot_steps(self) -> Iterator[NodeSnapshot | None]:
         """Yield None where the loop may run other work, and at last the node's state."""
         ...

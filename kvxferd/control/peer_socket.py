@@ -29,7 +29,7 @@ from kvxferd.core.effects import NO_USER
 from kvxferd.core.events import Event, PeerUnreachable
 from kvxferd.errors import Code, ConfigError
 from kvxferd.ids import Endpoint
-from kvxferd.telemetry.warnings.limit_checks import TurnedAwayPeers
+from kvxferd.telemetry.warnings.turned_away_peers import TurnedAwayPeers
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import BlockIds, Message
 from kvxferd.wire.endpoint import address_of, host_of, key_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot
@@ -10,6 +11,8 @@ from kvxferd.core.ucx_log import NETWORK, NODE
 from kvxferd.telemetry.logs import SAME_NODE_TCP_WARNING
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.telemetry.warnings.warning_list import Finding, finding_of
+
+_CARDS = Path("/sys/class/infiniband")
 
 SETTINGS_TCP_WARNING = (
     "data between two processes of this node goes over TCP, several times slower than a copy, and UCX has "
@@ -42,6 +45,19 @@ def findings_of(engines: Iterable[EngineSnapshot], cards: Sequence[str] = ()) ->
         for problem in _problems(rank, cards):
             found.setdefault(problem, []).append(f"{engine_id} {rank.rank}")
     return [finding_of(p.kind, p.subject, f"{p.sentence} ({_some(names)})") for p, names in found.items()]
+
+
+def active_rdma_cards(cards: Path = _CARDS) -> list[str]:
+    """Return the names of the RDMA devices with an active port. Only read at start: sysfs may be slow."""
+    found = []
+    for card in sorted(cards.glob("*")):
+        try:
+            is_active = any("ACTIVE" in state.read_text() for state in card.glob("ports/*/state"))
+        except OSError:
+            continue
+        if is_active:
+            found.append(card.name)
+    return found
 
 
 def _problems(rank: RankSnapshot, cards: Sequence[str]) -> Iterator[Problem]:

@@ -86,11 +86,6 @@ class PullAdmission:
         """Return the local bytes of all running pulls."""
         return self._bytes.held
 
-    @property
-    def most_of_a_rank(self) -> int:
-        """Return how many pulls run of the rank with the most."""
-        return max(self._num_pulls.values(), default=0)
-
     def check(self, session: SessionId, uid: int, size_bytes: int, what: str) -> None:
         """Raise BusyError if one more pull passes a limit. A user's only pull may be of any size."""
         limits, running = self._limits, self._num_pulls[session]

@@ -271,7 +271,7 @@ class Node:
         used = {
             "max_sessions": len(self.sessions),
             "max_ranks": self.registry.num_ranks_by_user().total(),
-            "max_transfers_per_engine": self.published.table.largest_engine()[1],
+            "max_transfers_per_engine": self.published.table.most_of_engine,
             "max_pulls_per_rank": admission.most_pulls,
             "max_inflight_bytes": admission.inflight_bytes,
             "max_peers": self.peers.num_peers,

@@ -282,10 +282,10 @@ class TransferTable:
         """Return how many live transfers the engine has."""
         return len(self._by_engine.get(engine, ()))
 
-    def largest_engine(self) -> tuple[EngineKey | None, int]:
-        """Return the engine with the most live transfers, and their number."""
-        engine = max(self._by_engine, key=lambda key: len(self._by_engine[key]), default=None)
-        return engine, self.num_of_engine(engine) if engine is not None else 0
+    @property
+    def most_of_engine(self) -> int:
+        """The live transfers of the engine that has most."""
+        return max(map(len, self._by_engine.values()), default=0)
 
     def charge_reader(self, transfer: Transfer, peer_id: str, consumer: Consumer, acknowledges: bool) -> bool:
         """Charge a reader's acknowledgement or abandonment to its peer; False where there is no room."""

@@ -30,15 +30,14 @@ def check(node: CheckContext) -> Iterator[Finding]:
         yield warn("daemon", found, "use the command of the daemon's own environment", **facts)
     else:
         yield ok("daemon", f"ready at {facts['endpoint']}", **facts)
-    yield _last_minute(msgspec.convert(answer["last_minute"], LastMinute))
+    yield _last_minute(msgspec.convert(answer["last_minute"], LastMinute), answer["verdict"]["remedy"])
     for found, todo in _warnings(answer):
         yield warn("daemon's warning", found, todo or "see docs/how-to/when-something-is-wrong.md")
 
 
-def _last_minute(minute: LastMinute) -> Finding:
-    """Return whether pulls failed in the last minute."""
+def _last_minute(minute: LastMinute, todo: str) -> Finding:
+    """Return whether pulls failed in the last minute. `todo`: the daemon's own advice then."""
     if failures := describe_failures(minute):
-        todo = "`kvxferd history --failed` names each, with its peer and who did not reply"
         return warn(
             "last minute", f"pulls fail: {failures}", todo, failed=minute.failed, delivered=minute.delivered
         )

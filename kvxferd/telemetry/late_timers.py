@@ -73,7 +73,7 @@ class ThreadClocks:
         waited_s = None
         if self._fd >= 0:
             with suppress(OSError):
-                waited_s = _waited_s_of(os.pread(self._fd, 256, 0))
+                waited_s = waited_s_of(os.pread(self._fd, 256, 0))
         return ClockReading(time.monotonic(), time.process_time(), waited_s)
 
     def close(self) -> None:
@@ -85,12 +85,13 @@ class ThreadClocks:
 
 def _read_waited_s() -> float | None:
     try:
-        return _waited_s_of(_SCHEDSTAT.read_bytes())
+        return waited_s_of(_SCHEDSTAT.read_bytes())
     except OSError:
         return None
 
 
-def _waited_s_of(schedstat: bytes) -> float | None:
+def waited_s_of(schedstat: bytes) -> float | None:
+    """Return a schedstat file's seconds without a processor; None where the kernel does not count."""
     try:
         ran_ns, waited_ns, num_turns = map(int, schedstat.split())
     except ValueError:
@@ -142,12 +143,8 @@ class LateTimers:
         episode = self._episodes[lateness.cause] = _Episode(before.logged_at if before else None)
         return episode.add(lateness, now)
 
-    def warnings(self, now: float) -> list[str]:
+    def warnings(self, now: float) -> dict[Cause, str]:
         """Return a sentence for each cause that an operator can act on, with what to do."""
-        return list(self.warnings_by_cause(now).values())
-
-    def warnings_by_cause(self, now: float) -> dict[Cause, str]:
-        """Return the same sentences, each under its cause."""
         found: dict[Cause, str] = {}
         for cause, episode in sorted(self._episodes.items()):
             if cause is Cause.STOPPED or episode.is_over(now):

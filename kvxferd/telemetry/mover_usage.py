@@ -12,6 +12,8 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvxferd.telemetry.late_timers import waited_s_of
+
 MOVER_STATES = ("starting", "ready", "assigned")
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -92,12 +94,42 @@ class MoverUsage:
         return self._cpu_s, parent.memory_bytes + sum(usage.memory_bytes for usage in movers)
 
 
+def read_waited_s(pid: int, proc: Path = Path("/proc")) -> float | None:
+    """Return for how long a process's first thread, a mover's loop, was ready without a processor.
+
+    None where it is gone, and where the kernel does not count.
+    """
+    try:
+        return waited_s_of((proc / str(pid) / "schedstat").read_bytes())
+    except OSError:
+        return None
+
+
+class MoverWaits:
+    """Sums the movers' waits for a processor. What one waited after the last reading goes with it."""
+
+    def __init__(self, read: Callable[[int], float | None] = read_waited_s) -> None:
+        self._read = read
+        self._last_s: dict[int, float] = {}  # by pid
+        self._total_s = 0.0
+
+    def update(self, pids: list[int]) -> float:
+        """Return the seconds since the daemon began, over all movers."""
+        before = self._last_s
+        self._last_s = {pid: waited_s for pid in pids if (waited_s := self._read(pid)) is not None}
+        for pid, waited_s in self._last_s.items():
+            # A pid that was used again begins anew.
+            self._total_s += max(0.0, waited_s - before.get(pid, 0.0))
+        return self._total_s
+
+
 class MoverCollector(Collector):
     """Reads the movers at each scrape."""
 
     def __init__(self, read: Callable[[], MoverReading] = lambda: NO_MOVERS) -> None:
         self._read = read
         self._usage = MoverUsage()
+        self._waits = MoverWaits()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, at 0 where there is no mover."""
@@ -117,6 +149,11 @@ class MoverCollector(Collector):
             "kvxferd_mover_cpu_seconds",
             "Processor time of all mover processes and their forkserver.",
             value=cpu_s,
+        )
+        yield CounterMetricFamily(
+            "kvxferd_mover_wait_seconds",
+            "For how long movers were ready to run, and the node gave them no processor; summed.",
+            value=self._waits.update(reading.pids),
         )
         yield GaugeMetricFamily(
             "kvxferd_mover_memory_bytes",

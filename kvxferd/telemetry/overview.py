@@ -10,15 +10,17 @@ from enum import StrEnum
 
 import msgspec
 
-from kvxferd.core.snapshot import NodeSnapshot, PeerSnapshot, PullRecord
+from kvxferd.core.snapshot import LimitSnapshot, NodeSnapshot, PeerSnapshot, PullRecord
 from kvxferd.ids import Endpoint
+from kvxferd.telemetry.remedies import remedy_of
 from kvxferd.telemetry.sample_report import LastMinute, PeerRow
 from kvxferd.telemetry.units import format_count, format_share, format_time
-from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.wire.endpoint import address_of, host_of
 
 # A share of failed pulls from which a node counts as failing; below, one is still named.
 FAILING_SHARE = 0.01
+# One user gets seven eighths of a limit, and then `busy`: KvxferdLimitNear has the same share.
+NEAR_LIMIT_SHARE = 0.8
 # A pull that takes this long is worth a line, long before its deadline of 30 s or more.
 LONG_PULL_S = 3.0
 
@@ -36,27 +38,46 @@ class Verdict(msgspec.Struct, frozen=True):
 
     level: Level
     text: str
+    remedy: str = ""  # what to do about the pulls that fail; "" where none does
 
 
 def verdict_of(
-    *, draining: bool, reasons: Sequence[str], warnings: Sequence[str], minute: LastMinute
+    node: NodeSnapshot,
+    *,
+    reasons: Sequence[str],
+    warnings: Sequence[str],
+    minute: LastMinute,
+    config_path: str = "",
 ) -> Verdict:
-    """Return what an operator must know first. `warnings`: the kinds of the current ones."""
-    if draining:
+    """Return what an operator must know first.
+
+    `reasons`: why the node is not ready. `warnings`: the kinds of the current ones. `config_path`: of the
+    daemon's configuration file, for commands that need it; "": it has none.
+    """
+    if node.draining:
         return Verdict(Level.WARN, f"Draining: nothing new is taken. {_pulls(minute)}")
     if reasons:
         return Verdict(Level.BAD, f"Not ready: {'; '.join(reasons)}.")
-    if minute.failed:
-        warnings = [kind for kind in warnings if kind != WarningKind.PULLS_FAIL]  # the sentence says it
     kinds = ", ".join(dict.fromkeys(warnings))
     noun = "warning" if len(warnings) == 1 else "warnings"
-    others = f" {len(warnings)} {noun}: {kinds}." if warnings else ""
+    others = f"{_long_pull(minute)}{_near_limits(node.limits)}"
+    if warnings:
+        others += f" {len(warnings)} {noun}: {kinds}."
     if minute.failed:
         level = Level.BAD if minute.failure_share >= FAILING_SHARE else Level.WARN
-        return Verdict(level, f"Pulls fail: {_pulls(minute)}{_long_pull(minute)}{others}")
-    if warnings or _long_pull(minute):
-        return Verdict(Level.WARN, f"Ready, but:{_long_pull(minute)}{others} {_pulls(minute)}")
+        remedy = remedy_of(minute.worst_code, Endpoint(minute.worst_peer), config_path)
+        return Verdict(level, f"Pulls fail: {_pulls(minute)}{others}", remedy)
+    if others:
+        return Verdict(Level.WARN, f"Ready, but:{others} {_pulls(minute)}")
     return Verdict(Level.GOOD, f"Ready. {_pulls(minute)}")
+
+
+def _near_limits(limits: Iterable[LimitSnapshot]) -> str:
+    near = [limit for limit in limits if limit.used and limit.used >= NEAR_LIMIT_SHARE * limit.limit]
+    return "".join(
+        f" {format_count(limit.used)} of {limit.name} = {format_count(limit.limit)} are used."
+        for limit in near
+    )
 
 
 def _pulls(minute: LastMinute) -> str:

@@ -59,13 +59,9 @@ class TimerWatch:
         if self._clocks is not None:
             self._clocks.close()
 
-    def warnings(self) -> list[str]:
-        """Return what an operator should know of late timers of the last minutes."""
-        return self._late_timers.warnings(self._read().now)
-
     def findings(self) -> list[Finding]:
-        """Return the same as findings, one for each cause."""
-        by_cause = self._late_timers.warnings_by_cause(self._read().now)
+        """Return what an operator should know of late timers of the last minutes, one for each cause."""
+        by_cause = self._late_timers.warnings(self._read().now)
         return [finding_of(WarningKind.TIMERS_LATE, cause.value, text) for cause, text in by_cause.items()]
 
     def _set(self, before: ClockReading) -> None:

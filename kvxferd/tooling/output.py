@@ -82,6 +82,11 @@ def print_fields(fields: Iterable[tuple[str, str]]) -> None:
     print_fitted(console(), table)
 
 
+def print_line(text: str) -> None:
+    """Print a text that the terminal alone breaks: a command in it can be copied and pasted."""
+    console().print(plain_text(text), soft_wrap=True)
+
+
 def print_fitted(out: Console, *parts: RenderableType) -> None:
     """Print the parts. A table becomes as narrow as its longest words allow, else a list of its rows."""
     from rich.console import Group

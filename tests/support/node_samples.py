@@ -45,7 +45,7 @@ from kvxferd.plan import TransferTopology
 from kvxferd.telemetry.history import History, HistoryPage, HistoryQuery
 from kvxferd.telemetry.notable_records import NotableRecords
 from kvxferd.telemetry.samples import Gauges, Samples
-from kvxferd.telemetry.warnings.kinds import KINDS, WarningKind
+from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from tests.support.fetched_engine import register
 
@@ -251,12 +251,14 @@ def node_warning(text: str, kind: WarningKind = WarningKind.PEER_SOCKET_OPEN) ->
         since=1_790_000_000.0,
         message=message,
         remedy=remedy,
-        page=KINDS[kind].page,
+        page=kind.page,
     )
 
 
 class StillNode:
     """A node that never changes, but for being drained: what `HttpServer` asks of one."""
+
+    config_path = "/etc/kvxferd/kvxferd.toml"
 
     def __init__(self, reasons: list[str] | None = None) -> None:
         self.reasons = reasons or []

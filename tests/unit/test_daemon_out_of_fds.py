@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvxferd.config import Config
-from kvxferd.control.node_checks import NodeChecks
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.daemon import Daemon
@@ -69,7 +68,6 @@ def do(effect: fx.Effect) -> tuple[list[Any], Handle]:
     """Have a daemon without descriptors do it; return what the core is fed then, and the mover."""
     daemon, core, handle = Daemon(Config()), Core(effect), Handle()
     daemon._node = core  # type: ignore[assignment]
-    daemon._node_checks = NodeChecks(core, daemon._engines_by_pid)  # type: ignore[arg-type]
     daemon._worker_socket = Workers()  # type: ignore[assignment]
     daemon._make_movers(())
     daemon._movers._handles[MOVER] = handle  # type: ignore[assignment]

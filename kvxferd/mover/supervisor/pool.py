@@ -70,7 +70,6 @@ class MoverPool:
     `on_message` gets the messages of assigned movers, in order. `on_exit` is called once for each assigned
     mover, after its last message, when its process is gone and nothing that it posted writes any more.
     `on_transports` gets the transports of each connection of an assigned mover, also of the earlier ones.
-    `on_crash` is called for the forkserver and for each mover that died before it was assigned.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class MoverPool:
         on_message: Callable[[MoverId, FromMover], None],
         on_exit: Callable[[MoverId], None],
         on_transports: Callable[[MoverId, TransportsUsed], None] = lambda mover, lanes: None,
-        on_crash: Callable[[], None] = lambda: None,
         lock_fds: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
         library: str = "auto",
@@ -92,7 +90,6 @@ class MoverPool:
         self._on_message = on_message
         self._on_exit = on_exit
         self._on_transports = on_transports
-        self._on_crash = on_crash
         self._lock_fds = tuple(lock_fds)
         # By which the movers make their agents, and by which their lost connections are judged.
         self._backend = backend
@@ -246,11 +243,11 @@ class MoverPool:
                 self._on_exit(effect.mover)
             case ReportForkserverDeath():
                 _LOG.error("forkserver died")  # and its movers with it; it is started again
-                self._on_crash()
             case ReportEarlyDeath():
                 if effect.was_starting:
                     _LOG.error("mover died before its agent was made: mover=%d", effect.mover)
-                self._on_crash()
+                else:
+                    _LOG.error("mover died before a rank had it: mover=%d", effect.mover)
             case ReportStopped():
                 self._stopped.set()
             case _:

@@ -1,5 +1,6 @@
 """What an operator should fix although the node works: found by the daemon itself, and logged once.
 
-It needs no Prometheus, and sees what is no series: the speed from each peer, a mover's wait for a
-processor. A warning does not make a node unready: its pulls to other peers still work.
+A warning is a state that the daemon knows exactly, and needs no Prometheus. Rates, shares and limits are for
+alerts and for the verdict of `kvxferd status`. A warning does not make a node unready: its pulls from other
+peers still work. `kinds.py` has them; `warning_list.py` decides when one begins and ends.
 """

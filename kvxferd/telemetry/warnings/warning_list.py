@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvxferd.telemetry.warnings.kinds import KINDS, WarningKind
+from kvxferd.telemetry.warnings.kinds import WarningKind
 
-# Of one kind, as peers and engines have no limit; the first that were found stay.
+# Of one kind, as reasons of a placement have no limit; the first that were found stay.
 MAX_WARNINGS_PER_KIND = 16
 MAX_SUBJECT_CHARS = 200
 # A placement's warning names four ranks beside a reason of the library.
@@ -24,7 +24,7 @@ class NodeWarning(msgspec.Struct, frozen=True, kw_only=True):
     """One thing to fix, as `/readyz` and `/v1/status` list it under `active_warnings`."""
 
     kind: WarningKind
-    subject: str  # which engine, peer, rank or limit; "": the node
+    subject: str  # which cause or placement; "": the node
     since: float  # Unix time at which it was found first
     message: str  # what is wrong, and where
     remedy: str  # what to do; "": the message has it
@@ -86,7 +86,7 @@ class WarningList:
                 changes.append(Change("began", began, 0.0))
         for key, active in list(self._active.items()):
             missing_s = now - active.found_at
-            if missing_s > 0 and missing_s >= KINDS[key[0]].hold_s:
+            if missing_s > 0 and missing_s >= key[0].hold_s:
                 del self._active[key]
                 self._counts[key[0]] -= 1
                 changes.append(Change("ended", active.warning, now - active.started))
@@ -118,7 +118,7 @@ class WarningList:
             since=unix_now,
             message=finding.message,
             remedy=finding.remedy,
-            page=KINDS[finding.kind].page,
+            page=finding.kind.page,
         )
         self._active[key] = _Active(warning, now)
         self._counts[finding.kind] += 1

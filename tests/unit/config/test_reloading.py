@@ -14,7 +14,6 @@ import pytest
 from kvxferd.config import RELOADABLE, SETTINGS, Config, load_config, merge_reloaded
 from kvxferd.control.core_settings import settings_of
 from kvxferd.control.node_admin import NodeAdmin
-from kvxferd.control.node_checks import NodeChecks
 from kvxferd.core.allowlist import ALLOW_ALL
 from kvxferd.core.node import Node
 from kvxferd.daemon import Daemon
@@ -76,7 +75,6 @@ async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daem
         settings=settings_of(running, daemon._peer_admission.allowlist),
         new_token=lambda: "token",
     )
-    daemon._node_checks = NodeChecks(daemon._node, daemon._engines_by_pid)
     daemon._has_node = daemon._is_serving = True
     daemon._make_movers(())
     daemon._admin = NodeAdmin(

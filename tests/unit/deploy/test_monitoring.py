@@ -145,7 +145,7 @@ def sections() -> dict[str, str]:
 def test_an_alert_leads_to_its_runbook(alert: dict[str, Any]) -> None:
     name = alert["alert"]
     assert alert["labels"]["severity"] in SEVERITIES
-    assert alert["annotations"]["runbook_url"] == f"docs/how-to/when-something-is-wrong.md#{name.lower()}"
+    assert alert["annotations"]["runbook_url"].endswith(f"#{name.lower()}")  # `check_pages` has the rest
     assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
     section = sections()[name]
     assert [section.count(f"**{part}**:") for part in ("Means", "Find out", "Do")] == [1, 1, 1]

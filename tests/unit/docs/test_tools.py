@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from docs.tools import reference_pages, surfaces
-from docs.tools.check_pages import faults
+from docs.tools.check_pages import SITE, faults, runbook_faults
 from tests.support.repository import ROOT
 
 
@@ -25,6 +25,20 @@ def test_each_fault_of_a_page_is_found(tmp_path: Path) -> None:
         "page.md: `tests/no_such_test.py`: there is no such file",
         "page.md:10: more than 100 columns",
     ]
+
+
+def test_a_runbook_that_is_not_there_is_found(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("# A page\n\n## KvxferdDown\n")
+    good = f"{SITE}page.html#kvxferddown"
+    wrong = [
+        f"{SITE}page.html",
+        f"{SITE}page.html#up",
+        f"{SITE}none.html#kvxferddown",
+        "docs/page.md#kvxferddown",
+    ]
+    rules = "\n".join(f"  runbook_url: {url}" for url in (good, *wrong))
+    assert [fault.split(": ")[1] for fault in runbook_faults(rules, tmp_path)] == wrong
 
 
 def test_a_stale_part_is_made_anew() -> None:

@@ -27,6 +27,8 @@ from kvxferd.telemetry.late_timers import (
 )
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.timer_watch import TimerWatch
+from kvxferd.telemetry.warnings.kinds import WarningKind
+from kvxferd.telemetry.warnings.warning_list import Finding
 from tests.support.node_samples import node_snapshot
 
 SLEEP_S = 0.25
@@ -114,27 +116,27 @@ def test_the_clocks_of_a_thread_are_those_of_one_reading() -> None:
 
 def test_a_starved_daemon_warns_until_it_has_not_happened_for_a_while() -> None:
     timers = LateTimers()
-    assert timers.warnings(0.0) == []
+    assert timers.warnings(0.0) == {}
     timers.add(Lateness(1.5, Cause.STARVED), 1000.0)
     timers.add(Lateness(9.25, Cause.STARVED), 1010.0)
-    (warning,) = timers.warnings(1022.0)
+    warning = timers.warnings(1022.0)[Cause.STARVED]
     found, _, todo = warning.partition("; ")
     assert "the node starves this daemon" in found
     assert "by up to 9.2 s, 2 times, last 12 s ago" in found
     assert "AllowedCPUs=" in todo
     assert timers.warnings(1010.0 + CLEAR_AFTER_S)
-    assert timers.warnings(1010.1 + CLEAR_AFTER_S) == []
+    assert timers.warnings(1010.1 + CLEAR_AFTER_S) == {}
     # The next one begins anew.
     timers.add(Lateness(0.6, Cause.STARVED), 5000.0)
-    assert "by up to 0.6 s, once, last 0 s ago" in timers.warnings(5000.0)[0]
+    assert "by up to 0.6 s, once, last 0 s ago" in timers.warnings(5000.0)[Cause.STARVED]
 
 
 def test_the_daemon_s_own_work_is_named_as_such_and_a_stop_is_no_warning() -> None:
     timers = LateTimers()
     timers.add(Lateness(60.0, Cause.STOPPED), 10.0)
-    assert timers.warnings(10.0) == []
+    assert timers.warnings(10.0) == {}
     timers.add(Lateness(0.8, Cause.BUSY), 11.0)
-    (warning,) = timers.warnings(11.0)
+    warning = timers.warnings(11.0)[Cause.BUSY]
     assert "computed" in warning
     assert "starves" not in warning
 
@@ -173,7 +175,7 @@ def test_the_watch_warns_logs_and_counts() -> None:
 
     metrics, readings = Metrics(node_snapshot), clocks()
 
-    async def run() -> list[str]:
+    async def run() -> list[Finding]:
         done = asyncio.Event()
 
         def on_late(lateness: Lateness) -> None:
@@ -185,13 +187,14 @@ def test_the_watch_warns_logs_and_counts() -> None:
         watch.start()
         try:
             await asyncio.wait_for(done.wait(), 30)
-            return watch.warnings()
+            return watch.findings()
         finally:
             watch.stop()
 
     with structlog.testing.capture_logs() as lines:
         (warning,) = asyncio.run(run())
-    assert "starves" in warning
+    assert (warning.kind, warning.subject) == (WarningKind.TIMERS_LATE, "starved")
+    assert "starves" in warning.message
     assert [(line["log_level"], line["event"], line["cause"]) for line in lines] == [
         ("warning", "timers late", "starved"),
         ("info", "timers late", "stopped"),

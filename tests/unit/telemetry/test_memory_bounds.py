@@ -12,9 +12,6 @@ from kvxferd.telemetry.bounded_series import MAX_SERIES, MAX_WAITING, EngineAndP
 from kvxferd.telemetry.history import MAX_BYTES, MAX_KEPT, MAX_RECORDS, History
 from kvxferd.telemetry.notable_records import MAX_EXPIRED, MAX_FAILED, MAX_SLOWEST_A_MINUTE, NUM_MINUTES
 from kvxferd.telemetry.samples import MAX_KEYS, Gauges, Samples
-from kvxferd.telemetry.warnings.failing_pulls import MAX_REASONS, FailingPulls
-from kvxferd.telemetry.warnings.first_pulls import MAX_FOUND, MAX_PAIRS, SlowFirstPulls
-from kvxferd.telemetry.warnings.read_speed import MAX_PEERS, MispredictedReads, SlowPeers
 from tests.support.node_samples import pull_record
 
 NUM_ENGINES = 10_000
@@ -28,8 +25,6 @@ def test_ten_thousand_engines_and_peers_take_no_more_than_the_bounds() -> None:
     number = 0
     history, samples = History(), Samples()
     series = EngineAndPeerCollector(by_engine=True, by_peer=True, clock=lambda: float(number))
-    failing, first, slow = FailingPulls(), SlowFirstPulls(), SlowPeers(Endpoint("tcp://10.0.0.1:1"))
-    mispredicted = MispredictedReads()
     samples.start(0.0)
     tables = (samples._pairs, samples._peers)
     arrays = [array_bytes(one) for one in (samples, *tables)]
@@ -51,8 +46,6 @@ def test_ten_thousand_engines_and_peers_take_no_more_than_the_bounds() -> None:
         samples.add(record)
         series.record_pull(record)
         series.record_served(ServedRecord(source=record.source, sink=record.sink, peer=record.peer, bytes=1))
-        for check in (failing, first, slow, mispredicted):
-            check.record(record, now)
         if number % 100 == 0:
             samples.finish_second(now, now, Gauges())
     assert len(history._entries) <= MAX_RECORDS
@@ -69,8 +62,3 @@ def test_ten_thousand_engines_and_peers_take_no_more_than_the_bounds() -> None:
         assert rows is not None
         assert len(rows.rows) <= MAX_SERIES + 1
         assert len(rows._waiting) <= MAX_WAITING
-    assert len(failing._seconds) <= 61
-    assert max(len(second.reasons) for second in failing._seconds) <= MAX_REASONS + len(Code)
-    assert len(first._firsts) <= MAX_PAIRS
-    assert len(first._found) <= MAX_FOUND
-    assert len(slow._peers) <= MAX_PEERS

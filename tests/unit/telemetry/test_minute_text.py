@@ -69,7 +69,8 @@ class Daemon:
 def test_doctor_says_that_pulls_fail() -> None:
     failing = msgspec.to_builtins(minute(failed=3, failures={"deadline": 3}))
     for last, verdict in ((failing, Verdict.WARN), (msgspec.to_builtins(minute(failed=0)), Verdict.OK)):
-        daemon = Daemon(last_minute=last)
+        daemon = Daemon(last_minute=last, verdict={"remedy": "look at it"})
         (found,) = [f for f in check(CheckContext(None, daemon, {})) if f.check == "last minute"]  # type: ignore[arg-type]
         assert found.verdict is verdict
         assert found.found.startswith("pulls fail: 3 of ") == (verdict is Verdict.WARN)
+        assert (found.todo == "look at it") == (verdict is Verdict.WARN)

@@ -14,8 +14,10 @@ from kvxferd.telemetry.mover_usage import (
     MoverExit,
     MoverReading,
     MoverUsage,
+    MoverWaits,
     ProcessUsage,
     read_usage,
+    read_waited_s,
 )
 
 
@@ -56,6 +58,26 @@ def test_the_time_never_falls(moments: list[dict[int, float]]) -> None:
         cpu_s, _ = usage.update(pids[0] if pids else None, pids[1:])
         assert cpu_s >= before
         before = cpu_s
+
+
+def test_waits_of_movers_are_summed_and_those_of_dead_ones_stay() -> None:
+    table: dict[int, float | None] = {1: 2.0, 2: 0.5, 3: None}
+    waits = MoverWaits(table.get)
+    assert waits.update([1, 2, 3]) == 2.5
+    table |= {1: 2.25, 3: 1.0}
+    assert waits.update([1, 3]) == 3.75
+    table[1] = 0.25  # another process with that pid
+    assert waits.update([1]) == 3.75
+    table[1] = 0.5
+    assert waits.update([1]) == 4.0
+    assert waits.update([]) == 4.0
+
+
+def test_a_wait_is_that_of_the_kernel() -> None:
+    own = read_waited_s(os.getpid())
+    with open("/proc/self/schedstat") as file:
+        assert own is None or own <= int(file.read().split()[1]) / 1e9
+    assert read_waited_s(0) is None
 
 
 def test_all_states_and_causes_are_there_before_the_first_mover() -> None:

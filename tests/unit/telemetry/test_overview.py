@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvxferd.core.snapshot import PullRecord
+from kvxferd.core.snapshot import LimitSnapshot, PullRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
 from kvxferd.telemetry.overview import Level, Verdict, failure_reasons, peer_lines, verdict_of
@@ -22,7 +22,11 @@ def pull(code: Code | None = None, **changes: object) -> PullRecord:
 
 
 def verdict(
-    *records: PullRecord, draining: bool = False, oldest_s: float = 0.25, **facts: list[str]
+    *records: PullRecord,
+    draining: bool = False,
+    oldest_s: float = 0.25,
+    limits: tuple[LimitSnapshot, ...] = (),
+    **facts: list[str],
 ) -> Verdict:
     samples = Samples()
     samples.start(0)
@@ -30,7 +34,12 @@ def verdict(
         samples.add(record)
     samples.finish_second(1.0, NOW, Gauges(running_pulls=1, oldest_pull_s=oldest_s))
     found = {"reasons": [], "warnings": [], **facts}
-    return verdict_of(draining=draining, minute=samples.last_minute(), **found)
+    node = msgspec.structs.replace(node_snapshot(draining=draining), limits=limits)
+    return verdict_of(node, minute=samples.last_minute(), config_path="/etc/k.toml", **found)
+
+
+def limit(used: int, limit: int) -> LimitSnapshot:
+    return LimitSnapshot(name="max_ranks", limit=limit, used=used)
 
 
 ELSEWHERE = pull(Code.DEADLINE, peer=Endpoint("tcp://10.9.9.9:1#KEY"))
@@ -48,12 +57,12 @@ ELSEWHERE = pull(Code.DEADLINE, peer=Endpoint("tcp://10.9.9.9:1#KEY"))
             "Draining: nothing new is taken. 1 pull delivered in the last 1 s, none failed.",
         ),
         (
-            verdict(*[pull()] * 9, ELSEWHERE, warnings=["pulls-fail"]),
+            verdict(*[pull()] * 9, ELSEWHERE),
             Level.BAD,
             "Pulls fail: 1 of 10 failed in the last 1 s (10.0 %), most with deadline from tcp://10.9.9.9:1.",
         ),
         (
-            verdict(*[pull()] * 199, ELSEWHERE, oldest_s=8.0, warnings=["pulls-fail", "placement"]),
+            verdict(*[pull()] * 199, ELSEWHERE, oldest_s=8.0, warnings=["placement"]),
             Level.WARN,
             "Pulls fail: 1 of 200 failed in the last 1 s (0.5 %), most with deadline from tcp://10.9.9.9:1."
             " The one running pull has run for 8 s. 1 warning: placement.",
@@ -63,10 +72,21 @@ ELSEWHERE = pull(Code.DEADLINE, peer=Endpoint("tcp://10.9.9.9:1#KEY"))
             Level.WARN,
             "Ready, but: 2 warnings: placement. No pull ended in the last 1 s.",
         ),
+        (
+            verdict(pull(), limits=(limit(7, 10), limit(8, 10), limit(0, 0))),
+            Level.WARN,
+            "Ready, but: 8 of max_ranks = 10 are used. 1 pull delivered in the last 1 s, none failed.",
+        ),
     ],
 )
 def test_the_first_sentence_names_what_is_worst(found: Verdict, level: Level, text: str) -> None:
-    assert found == Verdict(level, text)
+    assert (found.level, found.text) == (level, text)
+    assert bool(found.remedy) == text.startswith("Pulls fail")
+
+
+def test_a_failing_pull_s_remedy_is_a_command_with_the_peer_s_key_and_this_node_s_settings() -> None:
+    found = verdict(pull(Code.PEER_UNREACHABLE, peer=ELSEWHERE.peer))
+    assert "run `kvxferd ping 'tcp://10.9.9.9:1#KEY' --config /etc/k.toml`:" in found.remedy
 
 
 def test_failed_pulls_of_one_reason_are_one_row() -> None:

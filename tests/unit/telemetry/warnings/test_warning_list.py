@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.telemetry.warnings.kinds import HOLD_S, KINDS, WarningKind
+from kvxferd.telemetry.warnings.kinds import HOLD_S, WarningKind
 from kvxferd.telemetry.warnings.warning_list import (
     MAX_SUBJECT_CHARS,
     MAX_WARNINGS_PER_KIND,
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[4]
 UNIX = 1_790_000_000.0
 
 
-def slow_peer(subject: str = "tcp://a:1", message: str = "it is slow") -> Finding:
-    return Finding(WarningKind.SLOW_PEER, subject, message, "look at it")
+def placement(subject: str = "staged: 1", message: str = "it is slow") -> Finding:
+    return Finding(WarningKind.PLACEMENT, subject, message, "look at it")
 
 
 def changes_of(warnings: WarningList, now: float, *findings: Finding) -> list[tuple[str, str]]:
@@ -30,25 +30,25 @@ def changes_of(warnings: WarningList, now: float, *findings: Finding) -> list[tu
 
 def test_a_warning_begins_once_and_keeps_its_time_while_its_message_is_renewed() -> None:
     warnings = WarningList()
-    assert changes_of(warnings, 5.0, slow_peer()) == [("began", "tcp://a:1")]
-    assert changes_of(warnings, 6.0, slow_peer(message="it is slower")) == []
+    assert changes_of(warnings, 5.0, placement()) == [("began", "staged: 1")]
+    assert changes_of(warnings, 6.0, placement(message="it is slow still")) == []
     (warning,) = warnings.warnings()
     assert warning.since == UNIX + 5.0
-    assert warning.text == "it is slower; look at it"
-    assert warning.page == "docs/how-to/when-something-is-wrong.md#slow-peer"
-    assert warnings.count(WarningKind.SLOW_PEER) == 1
+    assert warning.text == "it is slow still; look at it"
+    assert warning.page == "docs/how-to/when-something-is-wrong.md#placement"
+    assert warnings.count(WarningKind.PLACEMENT) == 1
 
 
 def test_a_warning_ends_once_after_its_hold_and_a_gap_below_it_is_none() -> None:
     warnings = WarningList()
-    changes_of(warnings, 0.0, slow_peer())
+    changes_of(warnings, 0.0, placement())
     assert changes_of(warnings, HOLD_S - 0.1) == []
-    assert changes_of(warnings, HOLD_S, slow_peer()) == []
+    assert changes_of(warnings, HOLD_S, placement()) == []
     assert changes_of(warnings, 2 * HOLD_S - 0.1) == []
     (change,) = warnings.update([], 2 * HOLD_S, UNIX)
     assert (change.what, change.lasted_s) == ("ended", 2 * HOLD_S)
     assert warnings.warnings() == []
-    assert warnings.count(WarningKind.SLOW_PEER) == 0
+    assert warnings.count(WarningKind.PLACEMENT) == 0
 
 
 def test_a_setting_s_warning_ends_with_the_setting() -> None:
@@ -59,22 +59,22 @@ def test_a_setting_s_warning_ends_with_the_setting() -> None:
 
 def test_warnings_of_a_kind_are_bounded_and_the_first_stay() -> None:
     warnings = WarningList()
-    peers = [slow_peer(f"tcp://a:{n}") for n in range(2 * MAX_WARNINGS_PER_KIND)]
-    assert len(changes_of(warnings, 0.0, *peers)) == MAX_WARNINGS_PER_KIND
-    assert changes_of(warnings, 1.0, *reversed(peers)) == []
-    assert [w.subject for w in warnings.warnings()] == [p.subject for p in peers[:MAX_WARNINGS_PER_KIND]]
-    assert changes_of(warnings, 1.0, Finding(WarningKind.MOVER_STARVED, "x", "starved")) == [("began", "x")]
+    found = [placement(f"staged: {n}") for n in range(2 * MAX_WARNINGS_PER_KIND)]
+    assert len(changes_of(warnings, 0.0, *found)) == MAX_WARNINGS_PER_KIND
+    assert changes_of(warnings, 1.0, *reversed(found)) == []
+    assert [w.subject for w in warnings.warnings()] == [p.subject for p in found[:MAX_WARNINGS_PER_KIND]]
+    assert changes_of(warnings, 1.0, Finding(WarningKind.CARD_UNUSED, "x", "unused")) == [("began", "x")]
 
 
 def test_a_stranger_s_name_is_cut_and_without_control_characters() -> None:
     warnings = WarningList()
-    warnings.update([slow_peer("\x1b[31m" + "x" * 5000, "red \x1b[31m\nline")], 0.0, UNIX)
+    warnings.update([placement("\x1b[31m" + "x" * 5000, "red \x1b[31m\nline")], 0.0, UNIX)
     (warning,) = warnings.warnings()
     assert len(warning.subject) == MAX_SUBJECT_CHARS
     assert warning.subject.isprintable()
     assert warning.message.isprintable()
     # The same name is the same warning the next time.
-    assert warnings.update([slow_peer("\x1b[31m" + "x" * 5000)], 1.0, UNIX) == []
+    assert warnings.update([placement("\x1b[31m" + "x" * 5000)], 1.0, UNIX) == []
 
 
 def test_a_sentence_is_split_at_its_remedy_and_joined_again() -> None:
@@ -95,22 +95,17 @@ def test_each_end_follows_its_beginning_and_the_counts_are_those_of_the_list(
     warnings, now, open_warnings = WarningList(), 0.0, set()
     for step_s, found in steps:
         now += step_s
-        for change in warnings.update([slow_peer(f"p{n}") for n in sorted(found)], now, UNIX):
+        for change in warnings.update([placement(f"p{n}") for n in sorted(found)], now, UNIX):
             if change.what == "began":
                 assert change.warning.subject not in open_warnings
                 open_warnings.add(change.warning.subject)
             else:
                 open_warnings.remove(change.warning.subject)
         assert {w.subject for w in warnings.warnings()} == open_warnings
-        assert warnings.count(WarningKind.SLOW_PEER) == len(open_warnings) <= MAX_WARNINGS_PER_KIND
-
-
-def test_every_kind_has_its_page() -> None:
-    assert set(KINDS) == set(WarningKind)
+        assert warnings.count(WarningKind.PLACEMENT) == len(open_warnings) <= MAX_WARNINGS_PER_KIND
 
 
 def test_every_page_has_a_heading_of_its_kind() -> None:
-    for kind, facts in KINDS.items():
-        path, _, anchor = facts.page.partition("#")
-        assert anchor == kind.value
+    for kind in WarningKind:
+        path, _, anchor = kind.page.partition("#")
         assert f"\n### {anchor}\n" in (ROOT / path).read_text()

@@ -11,7 +11,7 @@ from kvxferd.telemetry.warnings.kinds import HOLD_S, WarningKind
 from kvxferd.telemetry.warnings.warning_list import Finding
 from kvxferd.telemetry.warnings.warning_watch import MAX_AGE_S, WarningCollector, WarningWatch
 
-FINDING = Finding(WarningKind.SLOW_PEER, "tcp://a:1", "it is slow", "look at it")
+FINDING = Finding(WarningKind.PLACEMENT, "staged", "it is slow", "look at it")
 
 
 class Node:
@@ -43,7 +43,7 @@ def test_beginning_and_end_are_one_line_each_though_another_check_fails() -> Non
         ("warning ended", "info"),
     ]
     began, ended = lines
-    assert began["kind"] == "slow-peer"
+    assert began["kind"] == "placement"
     assert began["text"] == "it is slow; look at it"
     assert ended["lasted_s"] == 2 * HOLD_S
     assert {line["event"] for line in logged} - {"warning began", "warning ended"} == {"warning check failed"}
@@ -66,5 +66,5 @@ def test_every_kind_is_a_series_from_the_start() -> None:
         assert registry.get_sample_value("kvxferd_warnings", {"kind": kind.value}) == 0
     node.found = [FINDING]
     node.watch.renew()
-    assert registry.get_sample_value("kvxferd_warnings", {"kind": "slow-peer"}) == 1
+    assert registry.get_sample_value("kvxferd_warnings", {"kind": "placement"}) == 1
     assert registry.get_sample_value("kvxferd_ready") == 1
