@@ -11,16 +11,15 @@ from kvxferd.client.blocks import BlockList, as_int, pack_blocks
 from kvxferd.client.connection import Connection
 from kvxferd.client.events import Event, PullTicket
 from kvxferd.client.gpu_events import Completion, unfinished
-from kvxferd.client.id_range import SHORT_BYTES, find_out_of_range, out_of_range_message
 from kvxferd.client.memory_export import Regions, export_memory
 from kvxferd.client.refs import RefLike, TransferRef, check_name, check_nonce, read_ref
 from kvxferd.client.registration import MemoryState
 from kvxferd.client.session_requests import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import GroupName, TransferId
+from kvxferd.ids import TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire import worker
-from kvxferd.wire.block_id_parts import BlocksByGroup, num_id_bytes
+from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.traceparent import read_traceparent
 
 MAX_SECONDS = 10 * 365 * 24 * 3600.0  # a time beyond this is a mistake in units; clocks and timers take it
@@ -33,16 +32,10 @@ class Publisher:
     invalid argument or a call out of place, and BusyError (with `retry_after_s`) where a limit is reached.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        groups: frozenset[str] | None = None,
-        num_blocks: Mapping[GroupName, int] | None = None,
-    ) -> None:
+    def __init__(self, connection: Connection, groups: frozenset[str] | None = None) -> None:
         self._connection = connection
         self._session = connection.session
         self._groups = groups  # of the engine; None where they are not known here
-        self._num_blocks = num_blocks or {}  # of each group that is known here
 
     @property
     def generation(self) -> str:
@@ -127,7 +120,6 @@ class Publisher:
                 lease_s=lease,
                 now=time.monotonic(),
                 after=unfinished(after),
-                unchecked=self._unchecked(packed, what),
                 wants_reply=reply_when_accepted,
                 traceparent=read_traceparent(traceparent),
                 ready_tokens=ready,
@@ -153,27 +145,7 @@ class Publisher:
 
     def _pack_more(self, transfer_id: TransferId, blocks: Mapping[str, BlockList]) -> BlocksByGroup:
         """Return blocks to add, checked. Raises EngineError(blocks-invalid)."""
-        what = f"extend {transfer_id:.80}"
-        packed = pack_blocks(blocks, self._groups, what)
-        self._require_in_range(packed, what)
-        return packed
-
-    def _unchecked(self, blocks: BlocksByGroup, what: str) -> Mapping[GroupName, int]:
-        """Check short block lists; return what the I/O thread must check of long ones, before it sends them.
-
-        Raises EngineError(blocks-invalid).
-        """
-        if num_id_bytes(blocks) > SHORT_BYTES:
-            return self._num_blocks
-        self._require_in_range(blocks, what)
-        return {}
-
-    def _require_in_range(self, blocks: BlocksByGroup, what: str) -> None:
-        """Raise EngineError(blocks-invalid) for an id that its group does not have."""
-        for found in find_out_of_range(blocks, self._num_blocks):
-            if found is not None:
-                message = out_of_range_message(what, *found, self._num_blocks[found[0]])
-                raise EngineError(message, Code.BLOCKS_INVALID)
+        return pack_blocks(blocks, self._groups, f"extend {transfer_id:.80}")
 
     def unpublish(self, ref: RefLike) -> None:
         """Withdraw a transfer. The engine may use its blocks again at `Released`, not before."""
@@ -220,8 +192,7 @@ class RankHandle(Publisher):
     def __init__(self, connection: Connection, engine: EngineSpec, layout: RankLayout) -> None:
         groups = frozenset(group.name for group in layout.groups)
         # It publishes for all stages, which may hold other groups: only the daemon has the list of them.
-        num_blocks = {group.name: group.num_blocks for group in layout.groups}
-        super().__init__(connection, groups if engine.pp_size == 1 else None, num_blocks)
+        super().__init__(connection, groups if engine.pp_size == 1 else None)
         self._layout, self._own_groups = layout, groups
 
     def __enter__(self) -> RankHandle:
@@ -345,7 +316,6 @@ class RankHandle(Publisher):
                 deadline,
                 self._connection.cancel,
                 unfinished(after),
-                self._unchecked(packed, what),
                 progressive=progressive,
                 wants_progress=progress,
             )

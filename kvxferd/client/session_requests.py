@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum, auto
 
 from kvxferd.client.events import Emit, PullTicket
@@ -15,7 +15,7 @@ from kvxferd.client.pulls import ClientPulls
 from kvxferd.client.refs import TransferRef
 from kvxferd.client.registration import MemoryState, RankRole, Registration
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import Endpoint, GroupName, Incarnation, Ticket, TransferId
+from kvxferd.ids import Endpoint, Incarnation, Ticket, TransferId
 from kvxferd.layout import check_continues
 from kvxferd.wire import common, worker
 from kvxferd.wire.block_id_parts import BlocksByGroup
@@ -61,7 +61,6 @@ class SessionRequests:
         lease_s: float | None,
         now: float,
         after: Completion | None = None,
-        unchecked: Mapping[GroupName, int] | None = None,
         wants_reply: bool = False,
         traceparent: str = "",
         ready_tokens: int = -1,
@@ -82,7 +81,7 @@ class SessionRequests:
         lease_s = self._lease_s if lease_s is None else lease_s
         known = self._incarnations.all
         publish = self._publishes.add(
-            transfer_id, blocks, num_tokens, num_readers, now + lease_s, known, unchecked, nonce
+            transfer_id, blocks, num_tokens, num_readers, now + lease_s, known, nonce
         )
         publish.lease_s, publish.ready_tokens = lease_s, ready_tokens
         publish.wants_reply, publish.traceparent = wants_reply, traceparent
@@ -225,14 +224,13 @@ class SessionRequests:
         deadline: float,
         cancel: CancelPull,
         after: Completion | None = None,
-        unchecked: Mapping[GroupName, int] | None = None,
         *,
         progressive: bool = False,
         wants_progress: bool = False,
     ) -> PullTicket:
         """Start a pull; it is sent once `after` is done. Raises EngineError, BusyError."""
         self._check_not_suspended(f"pull {ref.transfer_id}")
-        pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel, unchecked)
+        pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel)
         pull.progressive, pull.wants_progress = progressive, wants_progress
         if after is None:
             self._outbox.queue(pull)
