@@ -132,17 +132,6 @@ class PublishRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishAccepted:
-    """The daemon has accepted a publish that was called with `reply_when_accepted`.
-
-    Attributes:
-        transfer_id: as given to `publish`.
-    """
-
-    transfer_id: TransferId
-
-
-@dataclass(frozen=True, slots=True)
 class Suspended:
     """No other process maps the rank's memory: it may be freed now."""
 
@@ -158,17 +147,7 @@ class Disconnected:
     message: str
 
 
-Event = (
-    Progress
-    | Delivered
-    | Failed
-    | Quiesced
-    | Released
-    | PublishRefused
-    | PublishAccepted
-    | Suspended
-    | Disconnected
-)
+Event = Progress | Delivered | Failed | Quiesced | Released | PublishRefused | Suspended | Disconnected
 Emit = Callable[[Event], None]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvxferd.client.events import Emit, PublishAccepted, PublishRefused, Released
+from kvxferd.client.events import Emit, PublishRefused, Released
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, TransferId
@@ -47,7 +47,6 @@ class ClientPublish:
     withdrawn: bool = False  # Unpublish is sent; the daemon owes a Released
     replayed: bool = False  # an earlier daemon had it
     awaits_gpu: bool = False  # its blocks are being written: no daemon has received it
-    wants_reply: bool = False  # the daemon owes a PublishAccepted
     traceparent: str = ""  # of the request's trace; "": none
     lease_s: float = 0.0  # by which an extension renews the lease
     ready_tokens: int = -1  # how far this session has written it; -1: all
@@ -138,7 +137,6 @@ class ClientPublishes:
             num_readers=publish.num_readers,
             lease_s=publish.expires_at - now,
             incarnations=publish.incarnations,
-            wants_reply=publish.wants_reply,
             traceparent=publish.traceparent,
             ready_tokens=publish.ready_tokens,
         )
@@ -225,13 +223,6 @@ class ClientPublishes:
             for t, record in self._ready.items()
         ]
         return [*(publish for publish in self._live.values() if not publish.awaits_gpu), *reports]
-
-    def handle_accepted(self, transfer_id: TransferId) -> None:
-        """Handle the daemon's PublishAccepted: one event, also where a later daemon receives it again."""
-        publish = self._live.get(transfer_id)
-        if publish is not None and publish.wants_reply:
-            publish.wants_reply = False
-            self._emit(PublishAccepted(transfer_id))
 
     def handle_released(self, transfer_id: TransferId, why: Code) -> None:
         """Handle the daemon's Released, also of a transfer that another session of this engine published."""

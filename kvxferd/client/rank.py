@@ -51,7 +51,6 @@ class Publisher:
         num_readers: int = 1,
         lease_s: float | None = None,
         after: Completion | None = None,
-        reply_when_accepted: bool = False,
         traceparent: str | None = None,
         ready_tokens: int | None = None,
         nonce: str | None = None,
@@ -84,8 +83,6 @@ class Publisher:
             num_readers: the engines that will read it; the transfer is released once all have.
             lease_s: seconds until the transfer expires unread; readers extend it. None: the daemon's default.
             after: an event recorded behind the last kernel that writes the blocks (`torch.cuda.Event`).
-            reply_when_accepted: True: the event `PublishAccepted` comes once the daemon has accepted the
-                transfer, at most once. `kvxferd.client.aio` waits for it.
             traceparent: the header of that name of the request (W3C Trace Context). The reference carries
                 it, and the daemons of both nodes join their spans to that trace. One that is not valid is
                 ignored.
@@ -120,7 +117,6 @@ class Publisher:
                 lease_s=lease,
                 now=time.monotonic(),
                 after=unfinished(after),
-                wants_reply=reply_when_accepted,
                 traceparent=read_traceparent(traceparent),
                 ready_tokens=ready,
                 nonce=given_nonce,
@@ -166,6 +162,11 @@ class Publisher:
     def is_connected(self) -> bool:
         """Whether a daemon takes requests now. Requests without one are accepted and sent to the next."""
         return self._session.state is SessionState.READY
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether `Suspended` was emitted, and `resume` was not called since: of a rank alone."""
+        return self._session.registration.memory_state is MemoryState.SUSPENDED
 
     def close(self) -> None:
         """End the session: transfers are released, pulls fail. `poll` still returns the events that are left.
@@ -337,11 +338,6 @@ class RankHandle(Publisher):
         mover within moments, but the client is not informed of that any more.
         """
         return not self._session.registration.is_unmapped_elsewhere
-
-    @property
-    def is_suspended(self) -> bool:
-        """Whether `Suspended` was emitted, and `resume` was not called since."""
-        return self._session.registration.memory_state is MemoryState.SUSPENDED
 
     def suspend(self) -> None:
         """Request that the daemon unmaps the rank's memory, which may be freed only after `Suspended`."""

@@ -281,8 +281,6 @@ class ClientSession(SessionRequests):
                 self._publishes.handle_released(message.transfer_id, message.why)
             case worker.PublishRefused():
                 self._publishes.handle_refused(message, now)
-            case worker.PublishAccepted():
-                self._publishes.handle_accepted(message.transfer_id)
             case worker.Suspended():
                 self._handle_suspended(now)
             case worker.Farewell():

@@ -61,7 +61,6 @@ class SessionRequests:
         lease_s: float | None,
         now: float,
         after: Completion | None = None,
-        wants_reply: bool = False,
         traceparent: str = "",
         ready_tokens: int = -1,
         nonce: str = "",
@@ -84,7 +83,7 @@ class SessionRequests:
             transfer_id, blocks, num_tokens, num_readers, now + lease_s, known, nonce
         )
         publish.lease_s, publish.ready_tokens = lease_s, ready_tokens
-        publish.wants_reply, publish.traceparent = wants_reply, traceparent
+        publish.traceparent = traceparent
         if after is not None:
             publish.awaits_gpu = True
             self._pending_completions.add(

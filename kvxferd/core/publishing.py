@@ -35,7 +35,6 @@ from kvxferd.wire.traceparent import span_id_for
 from kvxferd.wire.worker import (
     Extend,
     Publish,
-    PublishAccepted,
     PublishRefused,
     Released,
 )
@@ -89,9 +88,6 @@ class PublishedTransfers:
         self.table.add(transfer)
         self._block_id_memory.add(transfer.uid, transfer.charged_bytes)
         self.schedule_lease_check(transfer)
-        if message.wants_reply:
-            accepted = PublishAccepted(transfer_id=message.transfer_id)
-            self._context.emit(SendToWorker(session.session_id, accepted))
 
     def _admit(
         self,

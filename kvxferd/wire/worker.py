@@ -86,7 +86,6 @@ class Publish(Message, frozen=True, tag="publish"):
     num_readers: int = 1  # consumer engines that must acknowledge
     lease_s: float = 0.0  # 0: the daemon's default
     stream: int = 0
-    wants_reply: bool = False  # reply with `PublishAccepted`
     # Of the request's trace, as in `TransferRef`. One that is not valid is ignored.
     traceparent: Annotated[str, TRACEPARENT] = ""
     # Tokens [0, ready_tokens) are written, and the transfer is extended until it has `num_tokens`. -1: all.
@@ -315,12 +314,6 @@ class PublishRefused(Message, frozen=True, tag="publish-refused"):
     retry_after_s: float = 0.0  # with the code `busy`
 
 
-class PublishAccepted(Message, frozen=True, tag="publish-accepted"):
-    """To a publish that wants a reply: the transfer is published."""
-
-    transfer_id: TransferId
-
-
 class Suspended(Message, frozen=True, tag="suspended"):
     """No process but the worker maps the rank's memory."""
 
@@ -369,7 +362,6 @@ DaemonMessage = (
     | PullsInterrupted
     | Released
     | PublishRefused
-    | PublishAccepted
     | Suspended
     | Farewell
 )

@@ -64,9 +64,7 @@ CHECKED_ELSEWHERE = {
     **dict.fromkeys(["Welcome.boot_id", "Registered.endpoint", "EngineRanks.ranks"], OURS),
     **dict.fromkeys(["Refused.message", "Failed.message", "PublishRefused.message"], OURS),
     **dict.fromkeys(["Farewell.message", "PullsInterrupted.tickets", "Released.transfer_id"], OURS),
-    **dict.fromkeys(
-        ["PublishRefused.transfer_id", "PublishAccepted.transfer_id", "Bind.regions", "LoadPlan.digest"], OURS
-    ),
+    **dict.fromkeys(["PublishRefused.transfer_id", "Bind.regions", "LoadPlan.digest"], OURS),
     **dict.fromkeys(["LoadPlan.encoded", "LoadRemote.agent", "LoadRemote.metadata"], OURS),
     **dict.fromkeys(["DropRemote.agent", "StartPull.plan", "StartPull.sources", "SourceRank.agent"], OURS),
     **dict.fromkeys(["SourceRank.regions", "StartPull.local", "StartPull.remote"], OURS),
