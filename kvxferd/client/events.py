@@ -76,19 +76,6 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """A progressive pull has read more; on request. The bytes count once `Delivered` comes.
-
-    Attributes:
-        ticket: the pull, as `pull` returned it.
-        tokens: tokens [0, tokens) are read.
-    """
-
-    ticket: PullTicket
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Quiesced:
     """Nothing writes these blocks of a failed pull any more. At most once, after an unsafe Failed.
 
@@ -147,7 +134,7 @@ class Disconnected:
     message: str
 
 
-Event = Progress | Delivered | Failed | Quiesced | Released | PublishRefused | Suspended | Disconnected
+Event = Delivered | Failed | Quiesced | Released | PublishRefused | Suspended | Disconnected
 Emit = Callable[[Event], None]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvxferd.client.blocks import unpack_blocks
-from kvxferd.client.events import Delivered, Emit, Failed, Progress, PullTicket, Quiesced
+from kvxferd.client.events import Delivered, Emit, Failed, PullTicket, Quiesced
 from kvxferd.errors import BusyError, Code, ProtocolError
 from kvxferd.ids import Ticket
 from kvxferd.wire import common, worker
@@ -114,7 +114,6 @@ class ClientPull:
     message: str = ""
     retry_after_s: float = 0.0
     progressive: bool = False
-    wants_progress: bool = False
 
 
 class ClientPulls:
@@ -168,7 +167,6 @@ class ClientPulls:
             num_tokens=pull.num_tokens,
             deadline_s=pull.deadline - now,
             progressive=pull.progressive,
-            wants_progress=pull.wants_progress,
         )
 
     def cancel(self, number: Ticket) -> bool:
@@ -181,12 +179,6 @@ class ClientPulls:
             self._move(pull, ClientPullSignal.CANCELLED)
             return False
         return pull.phase is ClientPullPhase.SENT
-
-    def handle_progress(self, message: worker.Progress) -> None:
-        """Handle the daemon's Progress. A late one, of a pull that has ended, is dropped."""
-        pull = self._live.get(message.ticket)
-        if pull is not None and pull.phase is ClientPullPhase.SENT:
-            self._emit(Progress(pull.ticket, message.tokens))
 
     def handle_delivered(self, message: worker.Delivered) -> None:
         """Handle the daemon's Delivered."""

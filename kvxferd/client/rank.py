@@ -264,9 +264,7 @@ class RankHandle(Publisher):
         num_tokens: int,
         deadline_s: float,
         after: Completion | None = None,
-        traceparent: str | None = None,
         progressive: bool = False,
-        progress: bool = False,
     ) -> PullTicket:
         """Read a transfer into these blocks. One terminal event follows: Delivered or Failed.
 
@@ -286,12 +284,9 @@ class RankHandle(Publisher):
             after: where earlier kernels still use the blocks (to zero them, or for the request that had
                 them before), an event recorded behind the last: the read begins when `after.query()` is
                 true.
-            traceparent: the header of that name of this engine's request, in place of the reference's. One
-                that is not valid is ignored.
             progressive: read what is ready, then what becomes ready, also of a transfer that is published
                 later (within the deadline; its engine must be registered). Only the last piece is then
                 waited for after the source's end.
-            progress: have `Progress` events of a progressive pull.
 
         Returns:
             The ticket that every event of this pull carries.
@@ -303,8 +298,6 @@ class RankHandle(Publisher):
             KvxferdError: the session is over.
         """
         source = read_ref(ref)
-        if trace := read_traceparent(traceparent):
-            source = source.with_trace(trace)
         what = f"pull {source.transfer_id}"
         packed = pack_blocks(blocks, self._own_groups, what)
         tokens = as_int(num_tokens, "num_tokens", 1, what)
@@ -318,7 +311,6 @@ class RankHandle(Publisher):
                 self._connection.cancel,
                 unfinished(after),
                 progressive=progressive,
-                wants_progress=progress,
             )
             self._connection.flush()
         return ticket

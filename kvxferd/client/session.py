@@ -266,8 +266,6 @@ class ClientSession(SessionRequests):
                 self._require_state(SessionState.READY, message)
                 if outgoing := self.registration.build_new_mover():
                     self._outbox.queue_first(outgoing.message, outgoing.fds)
-            case worker.Progress():
-                self._pulls.handle_progress(message)
             case worker.Delivered():
                 self._pulls.handle_delivered(message)
             case worker.Failed():

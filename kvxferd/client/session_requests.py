@@ -225,12 +225,11 @@ class SessionRequests:
         after: Completion | None = None,
         *,
         progressive: bool = False,
-        wants_progress: bool = False,
     ) -> PullTicket:
         """Start a pull; it is sent once `after` is done. Raises EngineError, BusyError."""
         self._check_not_suspended(f"pull {ref.transfer_id}")
         pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel)
-        pull.progressive, pull.wants_progress = progressive, wants_progress
+        pull.progressive = progressive
         if after is None:
             self._outbox.queue(pull)
         else:

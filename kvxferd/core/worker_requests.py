@@ -257,7 +257,6 @@ class WorkerRequests:
             received_at=self._context.now,
             held_grant=hold,
             progressive=message.progressive,
-            wants_progress=message.wants_progress,
         )
         self._pulls.start(pull)
 

@@ -136,7 +136,6 @@ class Pull(Message, frozen=True, tag="pull"):
     stream: int = 0
     # Read what is ready, then what becomes ready, also of a transfer that comes later.
     progressive: bool = False
-    wants_progress: bool = False  # send `Progress`
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -256,13 +255,6 @@ class Refused(Message, frozen=True, tag="refused"):
     retry_after_s: float = 0.0  # with the code `busy`
 
 
-class Progress(Message, frozen=True, tag="progress"):
-    """A progressive pull has read tokens [0, tokens), and goes on. They count once it is delivered."""
-
-    ticket: Ticket
-    tokens: int
-
-
 class Delivered(Message, frozen=True, tag="delivered"):
     """The pull's blocks hold exactly the published bytes."""
 
@@ -355,7 +347,6 @@ DaemonMessage = (
     | MoverOffered
     | MoverWanted
     | Refused
-    | Progress
     | Delivered
     | Failed
     | Quiesced
