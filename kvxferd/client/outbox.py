@@ -31,7 +31,7 @@ class Outgoing:
     fds: tuple[int, ...] = ()
 
 
-Request = worker.Pull | worker.Publish | worker.Extend  # those with block ids
+Request = worker.Pull | worker.Publish | worker.Ready  # those with block ids
 # The message of a pull or publish is built when it is sent, with the deadline or lease that remains then;
 # one that has ended meanwhile is skipped.
 QueuedItem = Message | ClientPull | ClientPublish
@@ -82,7 +82,7 @@ class Outbox:
             return False
         item = self._queue[0]
         match item:
-            case ClientPull() | ClientPublish() | worker.Extend():
+            case ClientPull() | ClientPublish() | worker.Ready():
                 return num_id_bytes(item.blocks) <= most_bytes
             case _:
                 return True
@@ -114,7 +114,7 @@ class Outbox:
                 request: Request | None = self._pulls.build_message(item, epoch, now)
             case ClientPublish():
                 request = self._publishes.build_message(item, epoch, now)
-            case worker.Extend():
+            case worker.Ready():
                 request = item
             case _:
                 return [Outgoing(item)]

@@ -19,7 +19,6 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire import worker
-from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.traceparent import read_traceparent
 
 MAX_SECONDS = 10 * 365 * 24 * 3600.0  # a time beyond this is a mistake in units; clocks and timers take it
@@ -87,7 +86,7 @@ class Publisher:
                 it, and the daemons of both nodes join their spans to that trace. One that is not valid is
                 ignored.
             ready_tokens: how many of `num_tokens` are written; the rest follows with `add_blocks` and, on
-                every rank, `RankHandle.extend`. None: all of them. See `RankHandle.extend`.
+                every rank, `RankHandle.ready`. None: all of them.
             nonce: chosen by the router, which made the reference with `make_ref` before the prefill began:
                 32 to 256 characters that nobody can guess. None: a new one.
 
@@ -128,20 +127,16 @@ class Publisher:
         """Add blocks to a transfer that was published with `ready_tokens`: those behind the earlier ones.
 
         A list's `first_token` is 0, or the token at which the group's earlier blocks end. Nobody reads the
-        blocks before every rank has called `RankHandle.extend` for their tokens. In the end each group of
+        blocks before every rank has called `RankHandle.ready` for their tokens. In the end each group of
         the engine must have its blocks, for all of `num_tokens`. Blocks that the daemon finds not to fit, an
         id that is wrong or listed twice among them, end the whole transfer (`Released` with the code
         `blocks-invalid`). Raises EngineError (`transfer-unknown`, `blocks-invalid`).
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
-        packed = self._pack_more(name, blocks)
+        packed = pack_blocks(blocks, self._groups, f"add blocks to {name:.80}")
         with self._connection.lock:
             self._session.add_blocks(name, packed, time.monotonic())
             self._connection.flush()
-
-    def _pack_more(self, transfer_id: TransferId, blocks: Mapping[str, BlockList]) -> BlocksByGroup:
-        """Return blocks to add, checked. Raises EngineError(blocks-invalid)."""
-        return pack_blocks(blocks, self._groups, f"extend {transfer_id:.80}")
 
     def unpublish(self, ref: RefLike) -> None:
         """Withdraw a transfer. The engine may use its blocks again at `Released`, not before."""
@@ -199,52 +194,44 @@ class RankHandle(Publisher):
     def __enter__(self) -> RankHandle:
         return self
 
-    def ready(self, transfer_id: str, after: Completion | None = None) -> None:
-        """Report that this rank has finished writing a transfer's blocks: every layer, draft layers too.
-
-        Kernels that are launched are not done: `after` is an event behind the last of them, as in `publish`.
-
-        It may be called before the transfer is published; `publish` implies it for the rank that publishes.
-        No reader gets the transfer until every rank has reported, unless the engine declares
-        `publish_implies_ready`. The report holds for the memory that the rank has now, and ends when the
-        rank sleeps. Raises EngineError (`suspended`, or `bad-request` for an `after` without `query`).
-        """
-        name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
-        with self._connection.lock:
-            self._session.ready(name, time.monotonic(), unfinished(after))
-            self._connection.flush()
-
-    def extend(
+    def ready(
         self,
         transfer_id: str,
-        ready_tokens: int | None = None,
+        tokens: int | None = None,
         blocks: Mapping[str, BlockList] | None = None,
         after: Completion | None = None,
     ) -> None:
-        """Report how far this rank has written a transfer that was published with `ready_tokens`.
+        """Report that this rank has written a transfer's blocks, or so many tokens of them.
 
-        Tokens [0, ready_tokens) are written in every layer and will not change. No reader gets a token
-        before every rank has reported it; where the engine declares `publish_implies_ready`, the publisher
-        reports for all ranks. What an engine must take back (preemption, recomputation) it unpublishes, and
-        uses the blocks again at `Released`, not before. States, and the blocks of a sliding window, are read
-        at the end alone: an engine may leave them out until the last call, and free older blocks of a window
-        meanwhile. Each call renews the transfer's lease.
+        Tokens [0, tokens) are written in every layer, draft layers too, and will not change. Kernels that are
+        launched are not done: `after` is an event behind the last of them, as in `publish`. The report holds
+        for the memory that the rank has now, and ends when the rank sleeps.
+
+        It may come before the publish, and `publish` implies it for the rank that publishes. No reader gets
+        a token before every rank has reported it; where the engine declares `publish_implies_ready`, the
+        publisher reports for all ranks.
+
+        Of a transfer that was published with `ready_tokens` each call renews the lease. What an engine must
+        take back (preemption, recomputation) it unpublishes, and uses the blocks again at `Released`, not
+        before. States, and the blocks of a sliding window, are read at the end alone: an engine may leave
+        them out until the last call, and free older blocks of a window meanwhile.
 
         Args:
-            transfer_id: of a transfer of this engine; `extend` may come before the publish.
-            ready_tokens: counted from the request's first; None: all, on the last call.
+            transfer_id: of a transfer of this engine.
+            tokens: counted from the request's first; None: all, on the last call.
             blocks: more blocks of the request, as for `add_blocks`, where this session has published it.
             after: an event behind the last kernel that writes those tokens, as in `publish`.
 
         Raises:
             EngineError: `transfer-unknown` or `blocks-invalid` for `blocks`, more tokens than the transfer
-                has, a suspended rank (`suspended`).
+                has, a suspended rank (`suspended`), `bad-request` for an `after` without `query`.
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
-        tokens = -1 if ready_tokens is None else as_int(ready_tokens, "ready_tokens", 0, f"extend {name:.80}")
-        packed = self._pack_more(name, blocks) if blocks else None
+        what = f"report {name:.80} as ready"
+        ready_tokens = -1 if tokens is None else as_int(tokens, "tokens", 0, what)
+        packed = pack_blocks(blocks, self._groups, what) if blocks else None
         with self._connection.lock:
-            self._session.extend(name, tokens, time.monotonic(), unfinished(after), packed)
+            self._session.ready(name, time.monotonic(), ready_tokens, unfinished(after), packed)
             self._connection.flush()
 
     def prepare(self, ref: RefLike) -> None:

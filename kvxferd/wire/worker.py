@@ -88,29 +88,22 @@ class Publish(Message, frozen=True, tag="publish"):
     stream: int = 0
     # Of the request's trace, as in `TransferRef`. One that is not valid is ignored.
     traceparent: Annotated[str, TRACEPARENT] = ""
-    # Tokens [0, ready_tokens) are written, and the transfer is extended until it has `num_tokens`. -1: all.
-    ready_tokens: int = -1
-
-
-class Extend(Message, frozen=True, tag="extend"):
-    """The publisher adds blocks to a transfer that is not whole: `ids` follow those that were sent before.
-
-    A rank that publishes and has written them sends its report along, as in `Ready`.
-    """
-
-    transfer_id: TransferId
-    blocks: LimitedBlocks
-    stream: int = 0
-    incarnation: Incarnation = Incarnation("")  # "": there is no report
+    # Tokens [0, ready_tokens) are written, and `Ready` adds the rest. -1: all.
     ready_tokens: int = -1
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """This rank has finished writing the transfer's blocks."""
+    """This rank has written the transfer's blocks, or so many tokens of them.
+
+    The session that published may add blocks: `ids` follow those that were sent before. It may send them
+    without a report: a scheduler always does.
+    """
 
     transfer_id: TransferId
-    incarnation: Incarnation  # of the mapping that was written
+    incarnation: Incarnation = Incarnation("")  # of the mapping that was written; "": there is no report
     ready_tokens: int = -1  # it has written tokens [0, ready_tokens); -1: all
+    blocks: LimitedBlocks = msgspec.field(default_factory=dict)
+    stream: int = 0
 
 
 class Unpublish(Message, frozen=True, tag="unpublish"):
@@ -324,7 +317,6 @@ ClientMessage = (
     | Attach
     | BlockIds
     | Publish
-    | Extend
     | Ready
     | Unpublish
     | Prepare

@@ -68,7 +68,7 @@ async def test_two_engines_on_one_loop(fleet: Fleet) -> None:
         # A transfer is published before it is whole, and pulled meanwhile.
         grows = source.publish("req-3", of(6), num_tokens=32, ready_tokens=16)
         ticket = sink.pull(grows, of(4, 6), num_tokens=32, deadline_s=30, progressive=True)
-        source.extend("req-3", None, of(7))
+        source.ready("req-3", None, of(7))
         await pulled.pull(ticket)
         assert (await published.released("req-3")).why is Code.COMPLETED
         # A reference may come before its publish, and is waited for: time to cancel.

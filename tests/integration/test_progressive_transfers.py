@@ -99,7 +99,7 @@ def extend(source: Rank, content: torch.Tensor, before: int, ready: int) -> None
     """Write the tokens, then report them and the blocks that they add."""
     source.write(SOURCE_IDS, content, before, ready)
     first, last = -(-before // 16), -(-ready // 16)
-    source.handle.extend("t1", None if ready == NUM_TOKENS else ready, blocks(SOURCE_IDS, first, last))
+    source.handle.ready("t1", None if ready == NUM_TOKENS else ready, blocks(SOURCE_IDS, first, last))
 
 
 def wait_until_read(sink: Rank, num_tokens: int) -> None:

@@ -169,9 +169,9 @@ class Agent:
         blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(chunk.ids[had:have], np.int32))}
         try:
             if not chunk.publishes:
-                self._rank.extend(chunk.name, ready)
+                self._rank.ready(chunk.name, ready)
             elif chunk.begin >= 0:
-                self._rank.extend(chunk.name, ready, blocks if have > had else None)
+                self._rank.ready(chunk.name, ready, blocks if have > had else None)
             else:
                 ref = self._rank.publish(
                     chunk.name, blocks, chunk.num_tokens, lease_s=chunk.lease_s,

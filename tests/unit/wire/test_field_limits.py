@@ -48,15 +48,14 @@ CHECKED_ELSEWHERE = {
     "Resume.incarnation": "core.ranks, before it is kept",
     **dict.fromkeys(["BlockIds.ids", "PackedBlocks.ids"], IDS),
     **dict.fromkeys(["Publish.transfer_id", "Publish.incarnations"], PUBLISHED),
-    **dict.fromkeys(["Ready.transfer_id", "Ready.incarnation", "Extend.incarnation"], PUBLISHED),
+    **dict.fromkeys(["Ready.transfer_id", "Ready.incarnation"], PUBLISHED),
     **dict.fromkeys(["DeliveredByMover.tickets", "PullsResumed.tickets", "PullsResumed.arrived"], TICKETS),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("endpoint", "engine_id", "generation")], REF),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("transfer_id", "nonce")], REF),
     **dict.fromkeys(
-        ["Publish.blocks", "Pull.blocks", "Extend.blocks"], "layout.blocks: a group that is none is refused"
+        ["Publish.blocks", "Pull.blocks", "Ready.blocks"], "layout.blocks: a group that is none is refused"
     ),
     "Unpublish.transfer_id": "compared alone",
-    "Extend.transfer_id": "compared alone",
     **dict.fromkeys([f"Granted.fence_{name}" for name in ("agent", "word", "metadata")], "core.holds"),
     "EngineManifest.ranks": "wire.outlines.EngineOutline",
     "PeerRefused.message": "core.peers clips it to MAX_SENTENCE_CHARS",
