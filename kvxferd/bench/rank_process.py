@@ -96,7 +96,7 @@ class BenchRank:
         for number, blocks in enumerate(chunks, 1):
             _wait_until(began + number * command.gap_s)
             last_at = time.perf_counter()
-            self._rank.extend(command.name, None if number == num_chunks else number * tokens, blocks)
+            self._rank.ready(command.name, None if number == num_chunks else number * tokens, blocks)
         return protocol.Extended(last_at=last_at)
 
     def await_release(self, command: protocol.AwaitRelease) -> protocol.Done:

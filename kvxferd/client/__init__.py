@@ -44,7 +44,7 @@ The engine's side of the contract:
 * A process that forks does so before `connect`: a child that inherits the socket keeps the
   registration alive.
 
-It needs msgspec and the standard library alone. `kvxferd.client.aio` is the same for asyncio.
+It needs msgspec and the standard library alone. `kvxferd.client.aio` awaits its events with asyncio.
 """
 
 from kvxferd.client.blocks import BlockList
@@ -54,8 +54,6 @@ from kvxferd.client.events import (
     Disconnected,
     Event,
     Failed,
-    Progress,
-    PublishAccepted,
     PublishRefused,
     PullTicket,
     Quiesced,
@@ -73,8 +71,6 @@ __all__ = [
     "Disconnected",
     "Event",
     "Failed",
-    "Progress",
-    "PublishAccepted",
     "PublishRefused",
     "Publisher",
     "PullTicket",

@@ -40,9 +40,8 @@ class BlockList:
             `safe_to_reuse`), or until `Released`. A change before that may read into the wrong blocks.
 
     `publish` and `pull` raise EngineError (code `blocks-invalid`) for ids that are no int32 values or
-    have more than one dimension, and for a `borrowed` list that is no buffer. A rank's ids that are not
-    0 to `num_blocks` - 1 of their group are refused too: up to 2,048 ids at once, by the same error; more
-    by the client's own thread before it sends them, as `PublishRefused` or `Failed` with that code.
+    have more than one dimension, and for a `borrowed` list that is no buffer. The daemon refuses ids that
+    the group does not have, with the same code: by `PublishRefused` or `Failed`.
     """
 
     ids: Buffer | Sequence[int]

@@ -17,9 +17,7 @@ from pathlib import Path
 
 from kvxferd.client.events import Event, EventQueue
 from kvxferd.client.fence_slots import FenceSlots
-from kvxferd.client.id_range import find_out_of_range, out_of_range_message
 from kvxferd.client.mover_watch import MoverWatch, wait_all_quiesced
-from kvxferd.client.publishes import ClientPublish
 from kvxferd.client.session import PERMANENT_REFUSALS, ClientSession
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.frame_socket import FrameSocket, close_fds
@@ -42,9 +40,6 @@ DIRECT_BYTES = 32 << 10
 BUSY_S = 5.0
 BUSY_POLL_S = 1.0
 MAX_PAUSE_S = 3600.0
-# A pause after each slice of ids that is checked. Without it an engine's thread that waits for the
-# interpreter would get it after the switch interval only, 5 ms.
-CHECK_PAUSE_S = 20e-6
 STABLE_S = 2.0  # a connection that lasted this long resets the backoff
 
 
@@ -253,33 +248,12 @@ class Connection:
         sock = self._socket
         if sock is None:
             return
-        while not self._send_one(sock) or self._check_next_ids():
+        while not self._send_one(sock):
             pass
         mask = selectors.EVENT_READ | (0 if sock.is_flushed else selectors.EVENT_WRITE)
         if mask != self._selector_mask:
             self._selector_mask = mask
             self._selector.modify(sock, mask, self._handle_readable)
-
-    def _check_next_ids(self) -> bool:
-        """Check the long block lists of the next request; return whether there was one."""
-        with self.lock:
-            request = self.session.next_unchecked()
-            if request is None:
-                return False
-            blocks, limits = request.blocks, request.unchecked  # a request that ends drops its blocks
-        problem = ""
-        for found in find_out_of_range(blocks, limits):
-            if found is not None:
-                what = (
-                    f"publish {request.transfer_id!r}"
-                    if isinstance(request, ClientPublish)
-                    else f"pull {request.ref.transfer_id}"
-                )
-                problem = out_of_range_message(what, *found, limits[found[0]])
-            time.sleep(CHECK_PAUSE_S)
-        with self.lock:
-            self.session.checked(request, problem)
-        return True
 
     def _send_one(self, sock: FrameSocket) -> bool:
         """Flush the socket, then send one message; return whether nothing more can be sent now."""

@@ -76,19 +76,6 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """A progressive pull has read more; on request. The bytes count once `Delivered` comes.
-
-    Attributes:
-        ticket: the pull, as `pull` returned it.
-        tokens: tokens [0, tokens) are read.
-    """
-
-    ticket: PullTicket
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Quiesced:
     """Nothing writes these blocks of a failed pull any more. At most once, after an unsafe Failed.
 
@@ -132,17 +119,6 @@ class PublishRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishAccepted:
-    """The daemon has accepted a publish that was called with `reply_when_accepted`.
-
-    Attributes:
-        transfer_id: as given to `publish`.
-    """
-
-    transfer_id: TransferId
-
-
-@dataclass(frozen=True, slots=True)
 class Suspended:
     """No other process maps the rank's memory: it may be freed now."""
 
@@ -158,17 +134,7 @@ class Disconnected:
     message: str
 
 
-Event = (
-    Progress
-    | Delivered
-    | Failed
-    | Quiesced
-    | Released
-    | PublishRefused
-    | PublishAccepted
-    | Suspended
-    | Disconnected
-)
+Event = Delivered | Failed | Quiesced | Released | PublishRefused | Suspended | Disconnected
 Emit = Callable[[Event], None]
 
 

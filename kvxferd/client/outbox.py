@@ -31,7 +31,7 @@ class Outgoing:
     fds: tuple[int, ...] = ()
 
 
-Request = worker.Pull | worker.Publish | worker.Extend  # those with block ids
+Request = worker.Pull | worker.Publish | worker.Ready  # those with block ids
 # The message of a pull or publish is built when it is sent, with the deadline or lease that remains then;
 # one that has ended meanwhile is skipped.
 QueuedItem = Message | ClientPull | ClientPublish
@@ -82,9 +82,7 @@ class Outbox:
             return False
         item = self._queue[0]
         match item:
-            case ClientPull() | ClientPublish():
-                return not item.unchecked and num_id_bytes(item.blocks) <= most_bytes
-            case worker.Extend():
+            case ClientPull() | ClientPublish() | worker.Ready():
                 return num_id_bytes(item.blocks) <= most_bytes
             case _:
                 return True
@@ -106,14 +104,9 @@ class Outbox:
 
     def pop(self, ready: bool, epoch: int, now: float) -> Outgoing | None:
         """Return the next message to send, None when there is none now. `ready`: the session is READY."""
-        while ready and not self._first and self._queue and self.next_unchecked() is None:
+        while ready and not self._first and self._queue:
             self._first.extend(self._build_messages(self._queue.popleft(), epoch, now))
         return self._first.popleft() if self._first else None
-
-    def next_unchecked(self) -> ClientPull | ClientPublish | None:
-        """Return the request whose block ids must be checked before anything else of the queue is sent."""
-        item = self._queue[0] if self._queue else None
-        return item if isinstance(item, ClientPull | ClientPublish) and item.unchecked else None
 
     def _build_messages(self, item: QueuedItem, epoch: int, now: float) -> Iterable[Outgoing]:
         match item:
@@ -121,7 +114,7 @@ class Outbox:
                 request: Request | None = self._pulls.build_message(item, epoch, now)
             case ClientPublish():
                 request = self._publishes.build_message(item, epoch, now)
-            case worker.Extend():
+            case worker.Ready():
                 request = item
             case _:
                 return [Outgoing(item)]

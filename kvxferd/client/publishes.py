@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvxferd.client.events import Emit, PublishAccepted, PublishRefused, Released
+from kvxferd.client.events import Emit, PublishRefused, Released
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
-from kvxferd.ids import GroupName, Incarnation, TransferId
+from kvxferd.ids import Incarnation, TransferId
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire import worker
 from kvxferd.wire.block_id_parts import BlocksByGroup
@@ -47,13 +47,10 @@ class ClientPublish:
     withdrawn: bool = False  # Unpublish is sent; the daemon owes a Released
     replayed: bool = False  # an earlier daemon had it
     awaits_gpu: bool = False  # its blocks are being written: no daemon has received it
-    wants_reply: bool = False  # the daemon owes a PublishAccepted
     traceparent: str = ""  # of the request's trace; "": none
     lease_s: float = 0.0  # by which an extension renews the lease
     ready_tokens: int = -1  # how far this session has written it; -1: all
     sent_epoch: int = 0  # the connection on which the publish was sent; 0: none yet
-    # Groups whose ids are still to be checked, by their number of blocks; empty: all are.
-    unchecked: Mapping[GroupName, int] = field(default_factory=dict)
 
 
 class _ReadyRecord(NamedTuple):
@@ -93,7 +90,6 @@ class ClientPublishes:
         num_readers: int,
         expires_at: float,
         incarnations: RankIncarnations,
-        unchecked: Mapping[GroupName, int] | None = None,
         nonce: str = "",
     ) -> ClientPublish:
         """Add a transfer and write its fence word. Raises EngineError(transfer-exists), BusyError.
@@ -117,7 +113,6 @@ class ClientPublishes:
         publish = ClientPublish(
             transfer_id, nonce, slot, blocks, num_tokens, num_readers, expires_at, incarnations
         )
-        publish.unchecked = unchecked or {}
         self._live[transfer_id] = publish
         return publish
 
@@ -142,7 +137,6 @@ class ClientPublishes:
             num_readers=publish.num_readers,
             lease_s=publish.expires_at - now,
             incarnations=publish.incarnations,
-            wants_reply=publish.wants_reply,
             traceparent=publish.traceparent,
             ready_tokens=publish.ready_tokens,
         )
@@ -164,13 +158,9 @@ class ClientPublishes:
     def gpu_failed(self, publish: ClientPublish, why: str) -> None:
         """Refuse a transfer whose blocks will never be written; no daemon has received it."""
         if self.gpu_done(publish):
-            self.refuse(publish, Code.DEVICE_ERROR, f"cannot publish {publish.transfer_id}: {why}")
-
-    def refuse(self, publish: ClientPublish, code: Code, message: str) -> None:
-        """Refuse a transfer that no daemon has received, if it is not over."""
-        if self._live.get(publish.transfer_id) is publish:
             self._forget(publish.transfer_id)
-            self._emit(PublishRefused(publish.transfer_id, code, message, 0.0))
+            message = f"cannot publish {publish.transfer_id}: {why}"
+            self._emit(PublishRefused(publish.transfer_id, Code.DEVICE_ERROR, message, 0.0))
 
     def withdraw(self, transfer_id: TransferId) -> bool:
         """Mark a transfer as withdrawn by the engine. Return whether `Unpublish` must be sent."""
@@ -233,13 +223,6 @@ class ClientPublishes:
             for t, record in self._ready.items()
         ]
         return [*(publish for publish in self._live.values() if not publish.awaits_gpu), *reports]
-
-    def handle_accepted(self, transfer_id: TransferId) -> None:
-        """Handle the daemon's PublishAccepted: one event, also where a later daemon receives it again."""
-        publish = self._live.get(transfer_id)
-        if publish is not None and publish.wants_reply:
-            publish.wants_reply = False
-            self._emit(PublishAccepted(transfer_id))
 
     def handle_released(self, transfer_id: TransferId, why: Code) -> None:
         """Handle the daemon's Released, also of a transfer that another session of this engine published."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvxferd.client.blocks import unpack_blocks
-from kvxferd.client.events import Delivered, Emit, Failed, Progress, PullTicket, Quiesced
+from kvxferd.client.events import Delivered, Emit, Failed, PullTicket, Quiesced
 from kvxferd.errors import BusyError, Code, ProtocolError
-from kvxferd.ids import GroupName, Ticket
+from kvxferd.ids import Ticket
 from kvxferd.wire import common, worker
 from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.limits import MAX_NOTICED
@@ -114,9 +114,6 @@ class ClientPull:
     message: str = ""
     retry_after_s: float = 0.0
     progressive: bool = False
-    wants_progress: bool = False
-    # Groups whose ids are still to be checked, by their number of blocks; empty: all are.
-    unchecked: Mapping[GroupName, int] = field(default_factory=dict)
 
 
 class ClientPulls:
@@ -140,7 +137,6 @@ class ClientPulls:
         num_tokens: int,
         deadline: float,
         cancel: Callable[[Ticket], None],
-        unchecked: Mapping[GroupName, int] | None = None,
     ) -> ClientPull:
         """Add a pull, which the outbox sends. Raises BusyError where a limit is reached."""
         if len(self._live) >= MAX_LIVE_PULLS:
@@ -149,7 +145,6 @@ class ClientPulls:
         self._next_number += 1
         message = f"cannot pull {ref.transfer_id}: its deadline passed before a daemon could take it"
         pull = ClientPull(ticket, ref, blocks, num_tokens, deadline, message=message)
-        pull.unchecked = unchecked or {}
         self._live[ticket.number] = pull
         self._set_timer(pull, deadline)
         return pull
@@ -172,7 +167,6 @@ class ClientPulls:
             num_tokens=pull.num_tokens,
             deadline_s=pull.deadline - now,
             progressive=pull.progressive,
-            wants_progress=pull.wants_progress,
         )
 
     def cancel(self, number: Ticket) -> bool:
@@ -185,12 +179,6 @@ class ClientPulls:
             self._move(pull, ClientPullSignal.CANCELLED)
             return False
         return pull.phase is ClientPullPhase.SENT
-
-    def handle_progress(self, message: worker.Progress) -> None:
-        """Handle the daemon's Progress. A late one, of a pull that has ended, is dropped."""
-        pull = self._live.get(message.ticket)
-        if pull is not None and pull.phase is ClientPullPhase.SENT:
-            self._emit(Progress(pull.ticket, message.tokens))
 
     def handle_delivered(self, message: worker.Delivered) -> None:
         """Handle the daemon's Delivered."""
@@ -262,12 +250,6 @@ class ClientPulls:
         """Fail a pull that was never sent, if it has not ended."""
         if pull.phase is ClientPullPhase.QUEUED:
             _set_reason(pull, Code.DEVICE_ERROR, why)
-            self._move(pull, ClientPullSignal.DROPPED)
-
-    def refuse(self, pull: ClientPull, code: Code, message: str) -> None:
-        """Fail a pull that was never sent, if it has not ended."""
-        if pull.phase is ClientPullPhase.QUEUED:
-            pull.code, pull.message = code, message
             self._move(pull, ClientPullSignal.DROPPED)
 
     def fail_queued(self, code: Code, why: str) -> None:

@@ -11,16 +11,14 @@ from kvxferd.client.blocks import BlockList, as_int, pack_blocks
 from kvxferd.client.connection import Connection
 from kvxferd.client.events import Event, PullTicket
 from kvxferd.client.gpu_events import Completion, unfinished
-from kvxferd.client.id_range import SHORT_BYTES, find_out_of_range, out_of_range_message
 from kvxferd.client.memory_export import Regions, export_memory
 from kvxferd.client.refs import RefLike, TransferRef, check_name, check_nonce, read_ref
 from kvxferd.client.registration import MemoryState
 from kvxferd.client.session_requests import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import GroupName, TransferId
+from kvxferd.ids import TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire import worker
-from kvxferd.wire.block_id_parts import BlocksByGroup, num_id_bytes
 from kvxferd.wire.traceparent import read_traceparent
 
 MAX_SECONDS = 10 * 365 * 24 * 3600.0  # a time beyond this is a mistake in units; clocks and timers take it
@@ -33,16 +31,10 @@ class Publisher:
     invalid argument or a call out of place, and BusyError (with `retry_after_s`) where a limit is reached.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        groups: frozenset[str] | None = None,
-        num_blocks: Mapping[GroupName, int] | None = None,
-    ) -> None:
+    def __init__(self, connection: Connection, groups: frozenset[str] | None = None) -> None:
         self._connection = connection
         self._session = connection.session
         self._groups = groups  # of the engine; None where they are not known here
-        self._num_blocks = num_blocks or {}  # of each group that is known here
 
     @property
     def generation(self) -> str:
@@ -58,7 +50,6 @@ class Publisher:
         num_readers: int = 1,
         lease_s: float | None = None,
         after: Completion | None = None,
-        reply_when_accepted: bool = False,
         traceparent: str | None = None,
         ready_tokens: int | None = None,
         nonce: str | None = None,
@@ -91,13 +82,11 @@ class Publisher:
             num_readers: the engines that will read it; the transfer is released once all have.
             lease_s: seconds until the transfer expires unread; readers extend it. None: the daemon's default.
             after: an event recorded behind the last kernel that writes the blocks (`torch.cuda.Event`).
-            reply_when_accepted: True: the event `PublishAccepted` comes once the daemon has accepted the
-                transfer, at most once. `kvxferd.client.aio` waits for it.
             traceparent: the header of that name of the request (W3C Trace Context). The reference carries
                 it, and the daemons of both nodes join their spans to that trace. One that is not valid is
                 ignored.
             ready_tokens: how many of `num_tokens` are written; the rest follows with `add_blocks` and, on
-                every rank, `RankHandle.extend`. None: all of them. See `RankHandle.extend`.
+                every rank, `RankHandle.ready`. None: all of them.
             nonce: chosen by the router, which made the reference with `make_ref` before the prefill began:
                 32 to 256 characters that nobody can guess. None: a new one.
 
@@ -127,8 +116,6 @@ class Publisher:
                 lease_s=lease,
                 now=time.monotonic(),
                 after=unfinished(after),
-                unchecked=self._unchecked(packed, what),
-                wants_reply=reply_when_accepted,
                 traceparent=read_traceparent(traceparent),
                 ready_tokens=ready,
                 nonce=given_nonce,
@@ -140,40 +127,16 @@ class Publisher:
         """Add blocks to a transfer that was published with `ready_tokens`: those behind the earlier ones.
 
         A list's `first_token` is 0, or the token at which the group's earlier blocks end. Nobody reads the
-        blocks before every rank has called `RankHandle.extend` for their tokens. In the end each group of
+        blocks before every rank has called `RankHandle.ready` for their tokens. In the end each group of
         the engine must have its blocks, for all of `num_tokens`. Blocks that the daemon finds not to fit, an
         id that is wrong or listed twice among them, end the whole transfer (`Released` with the code
         `blocks-invalid`). Raises EngineError (`transfer-unknown`, `blocks-invalid`).
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
-        packed = self._pack_more(name, blocks)
+        packed = pack_blocks(blocks, self._groups, f"add blocks to {name:.80}")
         with self._connection.lock:
             self._session.add_blocks(name, packed, time.monotonic())
             self._connection.flush()
-
-    def _pack_more(self, transfer_id: TransferId, blocks: Mapping[str, BlockList]) -> BlocksByGroup:
-        """Return blocks to add, checked. Raises EngineError(blocks-invalid)."""
-        what = f"extend {transfer_id:.80}"
-        packed = pack_blocks(blocks, self._groups, what)
-        self._require_in_range(packed, what)
-        return packed
-
-    def _unchecked(self, blocks: BlocksByGroup, what: str) -> Mapping[GroupName, int]:
-        """Check short block lists; return what the I/O thread must check of long ones, before it sends them.
-
-        Raises EngineError(blocks-invalid).
-        """
-        if num_id_bytes(blocks) > SHORT_BYTES:
-            return self._num_blocks
-        self._require_in_range(blocks, what)
-        return {}
-
-    def _require_in_range(self, blocks: BlocksByGroup, what: str) -> None:
-        """Raise EngineError(blocks-invalid) for an id that its group does not have."""
-        for found in find_out_of_range(blocks, self._num_blocks):
-            if found is not None:
-                message = out_of_range_message(what, *found, self._num_blocks[found[0]])
-                raise EngineError(message, Code.BLOCKS_INVALID)
 
     def unpublish(self, ref: RefLike) -> None:
         """Withdraw a transfer. The engine may use its blocks again at `Released`, not before."""
@@ -194,6 +157,11 @@ class Publisher:
     def is_connected(self) -> bool:
         """Whether a daemon takes requests now. Requests without one are accepted and sent to the next."""
         return self._session.state is SessionState.READY
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether `Suspended` was emitted, and `resume` was not called since: of a rank alone."""
+        return self._session.registration.memory_state is MemoryState.SUSPENDED
 
     def close(self) -> None:
         """End the session: transfers are released, pulls fail. `poll` still returns the events that are left.
@@ -220,59 +188,50 @@ class RankHandle(Publisher):
     def __init__(self, connection: Connection, engine: EngineSpec, layout: RankLayout) -> None:
         groups = frozenset(group.name for group in layout.groups)
         # It publishes for all stages, which may hold other groups: only the daemon has the list of them.
-        num_blocks = {group.name: group.num_blocks for group in layout.groups}
-        super().__init__(connection, groups if engine.pp_size == 1 else None, num_blocks)
+        super().__init__(connection, groups if engine.pp_size == 1 else None)
         self._layout, self._own_groups = layout, groups
 
     def __enter__(self) -> RankHandle:
         return self
 
-    def ready(self, transfer_id: str, after: Completion | None = None) -> None:
-        """Report that this rank has finished writing a transfer's blocks: every layer, draft layers too.
-
-        Kernels that are launched are not done: `after` is an event behind the last of them, as in `publish`.
-
-        It may be called before the transfer is published; `publish` implies it for the rank that publishes.
-        No reader gets the transfer until every rank has reported, unless the engine declares
-        `publish_implies_ready`. The report holds for the memory that the rank has now, and ends when the
-        rank sleeps. Raises EngineError (`suspended`, or `bad-request` for an `after` without `query`).
-        """
-        name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
-        with self._connection.lock:
-            self._session.ready(name, time.monotonic(), unfinished(after))
-            self._connection.flush()
-
-    def extend(
+    def ready(
         self,
         transfer_id: str,
-        ready_tokens: int | None = None,
+        tokens: int | None = None,
         blocks: Mapping[str, BlockList] | None = None,
         after: Completion | None = None,
     ) -> None:
-        """Report how far this rank has written a transfer that was published with `ready_tokens`.
+        """Report that this rank has written a transfer's blocks, or so many tokens of them.
 
-        Tokens [0, ready_tokens) are written in every layer and will not change. No reader gets a token
-        before every rank has reported it; where the engine declares `publish_implies_ready`, the publisher
-        reports for all ranks. What an engine must take back (preemption, recomputation) it unpublishes, and
-        uses the blocks again at `Released`, not before. States, and the blocks of a sliding window, are read
-        at the end alone: an engine may leave them out until the last call, and free older blocks of a window
-        meanwhile. Each call renews the transfer's lease.
+        Tokens [0, tokens) are written in every layer, draft layers too, and will not change. Kernels that are
+        launched are not done: `after` is an event behind the last of them, as in `publish`. The report holds
+        for the memory that the rank has now, and ends when the rank sleeps.
+
+        It may come before the publish, and `publish` implies it for the rank that publishes. No reader gets
+        a token before every rank has reported it; where the engine declares `publish_implies_ready`, the
+        publisher reports for all ranks.
+
+        Of a transfer that was published with `ready_tokens` each call renews the lease. What an engine must
+        take back (preemption, recomputation) it unpublishes, and uses the blocks again at `Released`, not
+        before. States, and the blocks of a sliding window, are read at the end alone: an engine may leave
+        them out until the last call, and free older blocks of a window meanwhile.
 
         Args:
-            transfer_id: of a transfer of this engine; `extend` may come before the publish.
-            ready_tokens: counted from the request's first; None: all, on the last call.
+            transfer_id: of a transfer of this engine.
+            tokens: counted from the request's first; None: all, on the last call.
             blocks: more blocks of the request, as for `add_blocks`, where this session has published it.
             after: an event behind the last kernel that writes those tokens, as in `publish`.
 
         Raises:
             EngineError: `transfer-unknown` or `blocks-invalid` for `blocks`, more tokens than the transfer
-                has, a suspended rank (`suspended`).
+                has, a suspended rank (`suspended`), `bad-request` for an `after` without `query`.
         """
         name = TransferId(check_name(transfer_id, "a transfer id", Code.BLOCKS_INVALID))
-        tokens = -1 if ready_tokens is None else as_int(ready_tokens, "ready_tokens", 0, f"extend {name:.80}")
-        packed = self._pack_more(name, blocks) if blocks else None
+        what = f"report {name:.80} as ready"
+        ready_tokens = -1 if tokens is None else as_int(tokens, "tokens", 0, what)
+        packed = pack_blocks(blocks, self._groups, what) if blocks else None
         with self._connection.lock:
-            self._session.extend(name, tokens, time.monotonic(), unfinished(after), packed)
+            self._session.ready(name, time.monotonic(), ready_tokens, unfinished(after), packed)
             self._connection.flush()
 
     def prepare(self, ref: RefLike) -> None:
@@ -292,9 +251,7 @@ class RankHandle(Publisher):
         num_tokens: int,
         deadline_s: float,
         after: Completion | None = None,
-        traceparent: str | None = None,
         progressive: bool = False,
-        progress: bool = False,
     ) -> PullTicket:
         """Read a transfer into these blocks. One terminal event follows: Delivered or Failed.
 
@@ -314,12 +271,9 @@ class RankHandle(Publisher):
             after: where earlier kernels still use the blocks (to zero them, or for the request that had
                 them before), an event recorded behind the last: the read begins when `after.query()` is
                 true.
-            traceparent: the header of that name of this engine's request, in place of the reference's. One
-                that is not valid is ignored.
             progressive: read what is ready, then what becomes ready, also of a transfer that is published
                 later (within the deadline; its engine must be registered). Only the last piece is then
                 waited for after the source's end.
-            progress: have `Progress` events of a progressive pull.
 
         Returns:
             The ticket that every event of this pull carries.
@@ -331,8 +285,6 @@ class RankHandle(Publisher):
             KvxferdError: the session is over.
         """
         source = read_ref(ref)
-        if trace := read_traceparent(traceparent):
-            source = source.with_trace(trace)
         what = f"pull {source.transfer_id}"
         packed = pack_blocks(blocks, self._own_groups, what)
         tokens = as_int(num_tokens, "num_tokens", 1, what)
@@ -345,9 +297,7 @@ class RankHandle(Publisher):
                 deadline,
                 self._connection.cancel,
                 unfinished(after),
-                self._unchecked(packed, what),
                 progressive=progressive,
-                wants_progress=progress,
             )
             self._connection.flush()
         return ticket
@@ -367,11 +317,6 @@ class RankHandle(Publisher):
         mover within moments, but the client is not informed of that any more.
         """
         return not self._session.registration.is_unmapped_elsewhere
-
-    @property
-    def is_suspended(self) -> bool:
-        """Whether `Suspended` was emitted, and `resume` was not called since."""
-        return self._session.registration.memory_state is MemoryState.SUSPENDED
 
     def suspend(self) -> None:
         """Request that the daemon unmaps the rank's memory, which may be freed only after `Suspended`."""

@@ -17,8 +17,6 @@ from kvxferd.client.incarnations import KnownIncarnations
 from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.mover_watch import LaunchMover
 from kvxferd.client.outbox import Outgoing
-from kvxferd.client.publishes import ClientPublish
-from kvxferd.client.pulls import ClientPull
 from kvxferd.client.registration import MemoryState, RankRole, SessionRole
 from kvxferd.client.session_requests import SessionRequests, SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
@@ -175,20 +173,6 @@ class ClientSession(SessionRequests):
         """Return the next message to send, None when there is none now."""
         return self._outbox.pop(self.state is SessionState.READY, self.epoch, now)
 
-    def next_unchecked(self) -> ClientPull | ClientPublish | None:
-        """Return the next request whose block ids must be checked before it is sent; None where none is."""
-        return self._outbox.next_unchecked()
-
-    def checked(self, request: ClientPull | ClientPublish, problem: str) -> None:
-        """Let the request be sent, or refuse it where there is a problem with its block ids."""
-        request.unchecked = {}
-        if not problem:
-            return
-        if isinstance(request, ClientPull):
-            self._pulls.refuse(request, Code.BLOCKS_INVALID, problem)
-        else:
-            self._publishes.refuse(request, Code.BLOCKS_INVALID, problem)
-
     # --- being a rank or a publisher
 
     def register(self, role: SessionRole, launch: LaunchMover | None = None) -> None:
@@ -282,8 +266,6 @@ class ClientSession(SessionRequests):
                 self._require_state(SessionState.READY, message)
                 if outgoing := self.registration.build_new_mover():
                     self._outbox.queue_first(outgoing.message, outgoing.fds)
-            case worker.Progress():
-                self._pulls.handle_progress(message)
             case worker.Delivered():
                 self._pulls.handle_delivered(message)
             case worker.Failed():
@@ -297,8 +279,6 @@ class ClientSession(SessionRequests):
                 self._publishes.handle_released(message.transfer_id, message.why)
             case worker.PublishRefused():
                 self._publishes.handle_refused(message, now)
-            case worker.PublishAccepted():
-                self._publishes.handle_accepted(message.transfer_id)
             case worker.Suspended():
                 self._handle_suspended(now)
             case worker.Farewell():

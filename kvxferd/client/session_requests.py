@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum, auto
 
 from kvxferd.client.events import Emit, PullTicket
@@ -15,7 +15,7 @@ from kvxferd.client.pulls import ClientPulls
 from kvxferd.client.refs import TransferRef
 from kvxferd.client.registration import MemoryState, RankRole, Registration
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import Endpoint, GroupName, Incarnation, Ticket, TransferId
+from kvxferd.ids import Endpoint, Incarnation, Ticket, TransferId
 from kvxferd.layout import check_continues
 from kvxferd.wire import common, worker
 from kvxferd.wire.block_id_parts import BlocksByGroup
@@ -61,15 +61,13 @@ class SessionRequests:
         lease_s: float | None,
         now: float,
         after: Completion | None = None,
-        unchecked: Mapping[GroupName, int] | None = None,
-        wants_reply: bool = False,
         traceparent: str = "",
         ready_tokens: int = -1,
         nonce: str = "",
     ) -> TransferRef:
         """Publish a transfer; it is sent once `after` is done. Raises EngineError, BusyError.
 
-        `ready_tokens`: of `num_tokens`; the rest follows with `extend`. -1: all. `nonce`: the router's.
+        `ready_tokens`: of `num_tokens`; the rest follows with `ready`. -1: all. `nonce`: the router's.
         """
         what = f"publish {transfer_id}"
         self._check_not_suspended(what)
@@ -82,10 +80,10 @@ class SessionRequests:
         lease_s = self._lease_s if lease_s is None else lease_s
         known = self._incarnations.all
         publish = self._publishes.add(
-            transfer_id, blocks, num_tokens, num_readers, now + lease_s, known, unchecked, nonce
+            transfer_id, blocks, num_tokens, num_readers, now + lease_s, known, nonce
         )
         publish.lease_s, publish.ready_tokens = lease_s, ready_tokens
-        publish.wants_reply, publish.traceparent = wants_reply, traceparent
+        publish.traceparent = traceparent
         if after is not None:
             publish.awaits_gpu = True
             self._pending_completions.add(
@@ -102,17 +100,17 @@ class SessionRequests:
 
     def add_blocks(self, transfer_id: TransferId, blocks: BlocksByGroup, now: float) -> None:
         """Add blocks to a transfer of this session that grows. Raises EngineError."""
-        self._check_not_suspended(f"extend {transfer_id}")
-        if self._keep_blocks(transfer_id, blocks, now):
-            self._outbox.queue(worker.Extend(transfer_id=transfer_id, blocks=blocks))
+        self._check_not_suspended(f"add blocks to {transfer_id}")
+        if self._keep_blocks(transfer_id, blocks, now) and blocks:
+            self._outbox.queue(worker.Ready(transfer_id=transfer_id, blocks=blocks))
 
     def _keep_blocks(self, transfer_id: TransferId, blocks: BlocksByGroup, now: float) -> bool:
         """Add blocks to those that are kept; return whether to send them. Else they go with the publish."""
         publish = self._publishes.get(transfer_id)
         if publish is None or publish.ready_tokens < 0:
             raise EngineError(
-                f"cannot extend {transfer_id}: this session has published no transfer of that id that grows, "
-                "or it is over",
+                f"cannot add blocks to {transfer_id}: this session has published no transfer of that id that "
+                "grows, or it is over",
                 Code.TRANSFER_UNKNOWN,
             )
         if isinstance(self.registration.role, RankRole):  # another session does not know the groups
@@ -124,11 +122,11 @@ class SessionRequests:
         self._publishes.add_blocks(publish, blocks, now)
         return publish.sent_epoch == self.epoch and self.state is SessionState.READY
 
-    def extend(
+    def ready(
         self,
         transfer_id: TransferId,
-        ready_tokens: int,
         now: float,
+        ready_tokens: int = -1,
         after: Completion | None = None,
         blocks: BlocksByGroup | None = None,
     ) -> None:
@@ -137,21 +135,21 @@ class SessionRequests:
         `blocks` are sent at once, and where nothing is waited for in one message with the report, so that
         the daemon is woken once. Raises EngineError.
         """
-        what = f"extend {transfer_id}"
+        what = f"report {transfer_id} as ready"
         self._check_not_suspended(what)
         publish = self._publishes.get(transfer_id)
         if publish is not None and ready_tokens > publish.num_tokens:
             raise EngineError(f"cannot {what} to {ready_tokens} tokens: it has {publish.num_tokens}")
         written = self._incarnations.own
         if after is None:
-            to_send = blocks if blocks is not None and self._keep_blocks(transfer_id, blocks, now) else None
+            to_send = blocks if blocks and self._keep_blocks(transfer_id, blocks, now) else {}
             self._send_ready(transfer_id, now, written, ready_tokens, to_send)
             return
-        if blocks is not None:
+        if blocks:
             self.add_blocks(transfer_id, blocks, now)
         # Work that fails is never ready: the lease ends the transfer.
         self._pending_completions.add(
-            after, lambda: self._send_ready(transfer_id, now, written, ready_tokens), lambda why: None
+            after, lambda: self._send_ready(transfer_id, now, written, ready_tokens, {}), lambda why: None
         )
 
     def _publish_written(self, publish: ClientPublish) -> None:
@@ -163,25 +161,13 @@ class SessionRequests:
     def _takes_requests(self) -> bool:
         return self.state is SessionState.READY and self.registration.memory_state is MemoryState.SHARED
 
-    def ready(self, transfer_id: TransferId, now: float, after: Completion | None = None) -> None:
-        """Send that this rank has finished writing a transfer, once `after` is done."""
-        self._check_not_suspended(f"say that {transfer_id} is ready")
-        written = self._incarnations.own
-        if after is not None:
-            # Work that fails is never ready: the publisher's lease ends the transfer.
-            self._pending_completions.add(
-                after, lambda: self._send_ready(transfer_id, now, written), lambda why: None
-            )
-            return
-        self._send_ready(transfer_id, now, written)
-
     def _send_ready(
         self,
         transfer_id: TransferId,
         now: float,
         written: Incarnation,
-        ready_tokens: int = -1,
-        blocks: BlocksByGroup | None = None,
+        ready_tokens: int,
+        blocks: BlocksByGroup,
     ) -> None:
         if written != self._incarnations.own or self.registration.memory_state is not MemoryState.SHARED:
             return  # the rank has slept since, and the bytes are gone
@@ -192,15 +178,11 @@ class SessionRequests:
             publish.ready_tokens = -1 if ready_tokens < 0 else max(publish.ready_tokens, ready_tokens)
             publish.expires_at = max(publish.expires_at, now + publish.lease_s)
         self._publishes.remember_ready(transfer_id, now, written, ready_tokens)
-        if blocks is not None:
+        if self.state is SessionState.READY:  # else it is sent with the replay
             self._outbox.queue(
-                worker.Extend(
-                    transfer_id=transfer_id, blocks=blocks, incarnation=written, ready_tokens=ready_tokens
+                worker.Ready(
+                    transfer_id=transfer_id, incarnation=written, ready_tokens=ready_tokens, blocks=blocks
                 )
-            )
-        elif self.state is SessionState.READY:  # else it is sent with the replay
-            self._outbox.queue(
-                worker.Ready(transfer_id=transfer_id, incarnation=written, ready_tokens=ready_tokens)
             )
 
     def unpublish(self, transfer_id: TransferId) -> None:
@@ -225,15 +207,13 @@ class SessionRequests:
         deadline: float,
         cancel: CancelPull,
         after: Completion | None = None,
-        unchecked: Mapping[GroupName, int] | None = None,
         *,
         progressive: bool = False,
-        wants_progress: bool = False,
     ) -> PullTicket:
         """Start a pull; it is sent once `after` is done. Raises EngineError, BusyError."""
         self._check_not_suspended(f"pull {ref.transfer_id}")
-        pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel, unchecked)
-        pull.progressive, pull.wants_progress = progressive, wants_progress
+        pull = self._pulls.add(ref, blocks, num_tokens, deadline, cancel)
+        pull.progressive = progressive
         if after is None:
             self._outbox.queue(pull)
         else:

@@ -114,7 +114,6 @@ from kvxferd.wire.peer import (
 )
 from kvxferd.wire.worker import (
     Attach,
-    Extend,
     Farewell,
     Hello,
     MoverAcknowledged,
@@ -459,7 +458,7 @@ class Node:
                 self.local_ranks.mover_acknowledged(session, message)
             case _:
                 self.worker_requests.handle(session, message, event.fence_word)
-                if isinstance(message, Publish | Extend | Ready) and (engine := session.engine) is not None:
+                if isinstance(message, Publish | Ready) and (engine := session.engine) is not None:
                     self.grant_server.reconsider_transfer((engine, message.transfer_id))
 
     def _disconnect(self, session: Session, error: ProtocolError) -> None:

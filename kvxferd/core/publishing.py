@@ -33,9 +33,7 @@ from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import TransferReleased
 from kvxferd.wire.traceparent import span_id_for
 from kvxferd.wire.worker import (
-    Extend,
     Publish,
-    PublishAccepted,
     PublishRefused,
     Released,
 )
@@ -89,9 +87,6 @@ class PublishedTransfers:
         self.table.add(transfer)
         self._block_id_memory.add(transfer.uid, transfer.charged_bytes)
         self.schedule_lease_check(transfer)
-        if message.wants_reply:
-            accepted = PublishAccepted(transfer_id=message.transfer_id)
-            self._context.emit(SendToWorker(session.session_id, accepted))
 
     def _admit(
         self,
@@ -170,16 +165,20 @@ class PublishedTransfers:
             )
         return check_open_blocks(engine.rules, blocks, message.num_tokens)
 
-    def extend(
-        self, session: Session, engine_key: EngineKey, message: Extend, blocks: dict[GroupName, PackedBlocks]
+    def add_blocks(
+        self,
+        session: SessionId,
+        engine_key: EngineKey,
+        transfer_id: TransferId,
+        blocks: dict[GroupName, PackedBlocks],
     ) -> None:
         """Add blocks to a transfer of this session. One that is over, or not there yet, changes nothing.
 
         A list that does not fit ends the transfer, because its ranks already write there.
         """
         engine = self._registry.get(engine_key)
-        transfer = self.table.live.get((engine_key, message.transfer_id))
-        if transfer is None or engine is None or transfer.session != session.session_id:
+        transfer = self.table.live.get((engine_key, transfer_id))
+        if transfer is None or engine is None or transfer.session != session:
             return
         rules = engine.rules
         merged = _appended(rules, transfer.blocks, blocks)

@@ -100,7 +100,6 @@ class Pull:
     failed_phase: str = ""  # as `PullRecord.failed_phase`
     silent: str = ""  # as `PullRecord.silent`
     progressive: bool = False  # it is read in pieces, while its source writes it
-    wants_progress: bool = False  # its worker wants `Progress`
     piece: Piece | None = None  # that the mover reads
     tokens_read: int = 0  # of the pieces that are there
     read: PullOutcome = NOTHING_READ  # the sum of these pieces

@@ -86,7 +86,6 @@ from kvxferd.wire.mover import (
 from kvxferd.wire.worker import (
     Delivered,
     Failed,
-    Progress,
     PullsInterrupted,
     PullsResumed,
     Quiesced,
@@ -318,8 +317,6 @@ class Pulls:
         pull.transition(PullTrigger.CONTINUE)
         pull.mover, pull.piece, pull.outcome = None, None, None
         pull.tokens_read, pull.read = piece.end, add_piece(pull.read, outcome)
-        if pull.wants_progress:
-            self._send_to_worker(pull, Progress(ticket=pull.ticket, tokens=piece.end))
         self._movers.reconsider(mover)
         self._post_or_reacquire(pull)
 

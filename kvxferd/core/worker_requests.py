@@ -41,7 +41,6 @@ from kvxferd.wire.worker import (
     Cancel,
     ClientMessage,
     DeliveredByMover,
-    Extend,
     Failed,
     Hello,
     MoverAcknowledged,
@@ -115,8 +114,6 @@ class WorkerRequests:
                 pass  # the shell keeps them for the registration that follows
             case Publish():
                 self._publish(session, message, fence_word)
-            case Extend():
-                self._extend(session, message)
             case Ready():
                 self._ready(session, message)
             case Unpublish():
@@ -185,18 +182,6 @@ class WorkerRequests:
             return
         self._published.publish(session, session.engine, message, blocks, fence_word)
 
-    def _extend(self, session: Session, message: Extend) -> None:
-        _check_groups(message.blocks)
-        try:
-            blocks = session.assembly.complete(message.blocks, message.stream)
-        except BusyError:
-            self._withdraw(session, message.transfer_id)  # its blocks are not known any more
-            return
-        if (engine := session.engine) is not None:
-            self._published.extend(session, engine, message, blocks)
-        if message.incarnation:
-            self._ready(session, message)
-
     def _withdraw(self, session: Session, transfer_id: TransferId) -> None:
         if session.engine is not None:
             self._published.unpublish(session.session_id, session.engine, transfer_id)
@@ -210,7 +195,19 @@ class WorkerRequests:
         )
         self._context.emit(SendToWorker(session.session_id, refused))
 
-    def _ready(self, session: Session, message: Ready | Extend) -> None:
+    def _ready(self, session: Session, message: Ready) -> None:
+        _check_groups(message.blocks)
+        try:
+            blocks = session.assembly.complete(message.blocks, message.stream)
+        except BusyError:
+            self._withdraw(session, message.transfer_id)  # its blocks are not known any more
+            return
+        if blocks and session.engine is not None:
+            self._published.add_blocks(session.session_id, session.engine, message.transfer_id, blocks)
+        if message.incarnation or not blocks:
+            self._report_ready(session, message)
+
+    def _report_ready(self, session: Session, message: Ready) -> None:
         rank = session.rank
         if rank is None:
             raise ProtocolError("cannot take ready: this connection is not a rank", Code.OUT_OF_PLACE)
@@ -257,7 +254,6 @@ class WorkerRequests:
             received_at=self._context.now,
             held_grant=hold,
             progressive=message.progressive,
-            wants_progress=message.wants_progress,
         )
         self._pulls.start(pull)
 

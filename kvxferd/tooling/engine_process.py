@@ -110,13 +110,9 @@ class EngineRank:
         """Publish the request's blocks, which this rank has written. `options`: of `RankHandle.publish`."""
         return self.rank.publish(name, self.block_lists(request), request.num_tokens, **options)
 
-    def ready(self, name: str) -> None:
-        """Report that this rank has written a transfer that another one publishes."""
-        self.rank.ready(name)
-
-    def extend(self, name: str, upto: int | None, request: RequestBlocks | None = None) -> None:
-        """Report the tokens before `upto` as written, None: all; `request` has the blocks that are new."""
-        self.rank.extend(name, upto, None if request is None else self.block_lists(request))
+    def ready(self, name: str, tokens: int | None = None, request: RequestBlocks | None = None) -> None:
+        """Report so many tokens as written, None: all; `request` has the blocks that are new."""
+        self.rank.ready(name, tokens, None if request is None else self.block_lists(request))
 
     def unpublish(self, ref: client.TransferRef) -> None:
         """Withdraw a transfer; `await_release` waits."""

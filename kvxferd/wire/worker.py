@@ -86,32 +86,24 @@ class Publish(Message, frozen=True, tag="publish"):
     num_readers: int = 1  # consumer engines that must acknowledge
     lease_s: float = 0.0  # 0: the daemon's default
     stream: int = 0
-    wants_reply: bool = False  # reply with `PublishAccepted`
     # Of the request's trace, as in `TransferRef`. One that is not valid is ignored.
     traceparent: Annotated[str, TRACEPARENT] = ""
-    # Tokens [0, ready_tokens) are written, and the transfer is extended until it has `num_tokens`. -1: all.
-    ready_tokens: int = -1
-
-
-class Extend(Message, frozen=True, tag="extend"):
-    """The publisher adds blocks to a transfer that is not whole: `ids` follow those that were sent before.
-
-    A rank that publishes and has written them sends its report along, as in `Ready`.
-    """
-
-    transfer_id: TransferId
-    blocks: LimitedBlocks
-    stream: int = 0
-    incarnation: Incarnation = Incarnation("")  # "": there is no report
+    # Tokens [0, ready_tokens) are written, and `Ready` adds the rest. -1: all.
     ready_tokens: int = -1
 
 
 class Ready(Message, frozen=True, tag="ready"):
-    """This rank has finished writing the transfer's blocks."""
+    """This rank has written the transfer's blocks, or so many tokens of them.
+
+    The session that published may add blocks: `ids` follow those that were sent before. It may send them
+    without a report: a scheduler always does.
+    """
 
     transfer_id: TransferId
-    incarnation: Incarnation  # of the mapping that was written
+    incarnation: Incarnation = Incarnation("")  # of the mapping that was written; "": there is no report
     ready_tokens: int = -1  # it has written tokens [0, ready_tokens); -1: all
+    blocks: LimitedBlocks = msgspec.field(default_factory=dict)
+    stream: int = 0
 
 
 class Unpublish(Message, frozen=True, tag="unpublish"):
@@ -137,7 +129,6 @@ class Pull(Message, frozen=True, tag="pull"):
     stream: int = 0
     # Read what is ready, then what becomes ready, also of a transfer that comes later.
     progressive: bool = False
-    wants_progress: bool = False  # send `Progress`
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -257,13 +248,6 @@ class Refused(Message, frozen=True, tag="refused"):
     retry_after_s: float = 0.0  # with the code `busy`
 
 
-class Progress(Message, frozen=True, tag="progress"):
-    """A progressive pull has read tokens [0, tokens), and goes on. They count once it is delivered."""
-
-    ticket: Ticket
-    tokens: int
-
-
 class Delivered(Message, frozen=True, tag="delivered"):
     """The pull's blocks hold exactly the published bytes."""
 
@@ -315,12 +299,6 @@ class PublishRefused(Message, frozen=True, tag="publish-refused"):
     retry_after_s: float = 0.0  # with the code `busy`
 
 
-class PublishAccepted(Message, frozen=True, tag="publish-accepted"):
-    """To a publish that wants a reply: the transfer is published."""
-
-    transfer_id: TransferId
-
-
 class Suspended(Message, frozen=True, tag="suspended"):
     """No process but the worker maps the rank's memory."""
 
@@ -339,7 +317,6 @@ ClientMessage = (
     | Attach
     | BlockIds
     | Publish
-    | Extend
     | Ready
     | Unpublish
     | Prepare
@@ -362,14 +339,12 @@ DaemonMessage = (
     | MoverOffered
     | MoverWanted
     | Refused
-    | Progress
     | Delivered
     | Failed
     | Quiesced
     | PullsInterrupted
     | Released
     | PublishRefused
-    | PublishAccepted
     | Suspended
     | Farewell
 )

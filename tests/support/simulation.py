@@ -72,6 +72,7 @@ class Worker:
     refuses_binds: Callable[[], bool] = lambda: False  # whether its memory cannot be mapped once more
     pidfds: list[tuple[type[Message], MoverId]] = field(default_factory=list)  # and what brought them
     incarnation: str = ""  # of the present mapping
+    pieces_read: list[int] = field(default_factory=list)  # up to which tokens its mover read, each time
 
     @property
     def known(self) -> RankIncarnations:
@@ -376,6 +377,8 @@ class Mover:
             )
 
     def _done(self, start: mv.StartPull, outcome: mv.PullOutcome) -> None:
+        if outcome.delivered:
+            self.worker.pieces_read.append(start.num_tokens)
         is_told = self.worker.receives_deliveries and start.ticket is not None
         if outcome.delivered and is_told and self.alive and not self.mute:
             assert start.ticket is not None

@@ -37,7 +37,7 @@ class ProgressivePoint(msgspec.Struct, frozen=True, kw_only=True):
     pace: float
     gap_s: float  # between two chunks: `pace` times as long as the plain pull takes for one
     plain_s: float  # pull() of the transfer that is whole, prepared, to Delivered
-    handover_s: float  # `extend` for the last chunk to Delivered
+    handover_s: float  # `ready` for the last chunk to Delivered
     ratio: float  # median of the rounds: the handover divided by the plain pull of the same round
 
 

@@ -211,7 +211,7 @@ class OpenTransfers:
         if num_tokens == opened.num_published or publisher is None:
             return None
         block_ids = self._cache.get_block_ids(request_id)
-        if self._add_blocks(publisher, opened, block_ids, num_tokens) is None:
+        if not self._add_blocks(publisher, opened, block_ids, num_tokens):
             self._withdraw(publisher, request_id)
             return None
         return ExtendSpec(str(opened.ref.transfer_id), num_tokens)
@@ -223,13 +223,14 @@ class OpenTransfers:
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if publisher is None or num_tokens != opened.num_tokens:
             return None
-        blocks = self._add_blocks(publisher, opened, block_ids, num_tokens)
-        return None if blocks is None else LastPart(opened.ref, blocks, num_tokens)
+        if not self._add_blocks(publisher, opened, block_ids, num_tokens):
+            return None
+        return LastPart(opened.ref, self._groups.select_blocks(block_ids, num_tokens), num_tokens)
 
     def _add_blocks(
         self, publisher: Publisher, opened: _OpenTransfer, block_ids: Sequence[Sequence[int]], num_tokens: int
-    ) -> Mapping[str, BlockList] | None:
-        """Publish the blocks up to `num_tokens`; return all of the request's so far, None if that failed."""
+    ) -> bool:
+        """Publish the blocks up to `num_tokens` that are not published yet; return whether that worked."""
         assert self._cache is not None
         transfer_id = str(opened.ref.transfer_id)
         try:
@@ -238,13 +239,13 @@ class OpenTransfers:
         except KvxferdError as error:
             _LOG.warning("request %s cannot be read before it ends: %s",
                          opened.request.request_id, error.message)  # fmt: skip
-            return None
+            return False
         pool = self._cache.block_pool
         listed = [int(block) for one in added.values() for block in one.ids]  # type: ignore[union-attr]
         pool.touch([pool.blocks[block] for block in listed])
         self._references[transfer_id] += listed
         opened.num_published = num_tokens
-        return self._groups.select_blocks(block_ids, num_tokens)
+        return True
 
     def _withdraw(self, publisher: Publisher | None, request_id: str) -> None:
         """Take a request's transfer back: its blocks are kept until it is released."""

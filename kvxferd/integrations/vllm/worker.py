@@ -201,7 +201,7 @@ class ConnectorWorker:
     def _report_part(self, spec: ExtendSpec, after: Completion | None) -> None:
         """Report how far a request is written. A rank that copies blocks out reports it when it is whole."""
         if self._copier is None:
-            report = partial(self._rank.extend, ready_tokens=spec.ready_tokens, after=after)
+            report = partial(self._rank.ready, tokens=spec.ready_tokens, after=after)
             self._send_best_effort(report, spec.transfer_id)
 
     def _report_ready(self, spec: PublishSpec, after: Completion | None) -> None:

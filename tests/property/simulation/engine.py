@@ -433,7 +433,6 @@ class Engine:
                 session.cancel,
                 after=unfinished(after),
                 progressive=self.rng.random() < (0.8 if transfer.grows else 0.3),
-                wants_progress=self.rng.random() < 0.5,
             ).number
         except KvxferdError:
             return

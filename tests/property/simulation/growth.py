@@ -60,7 +60,7 @@ class Growth:
             blocks = {GroupName("full"): PackedBlocks(pack_ids(ids))}
         try:
             ready = -1 if is_last else tokens
-            process.session.extend(transfer.transfer_id, ready, now, unfinished(work), blocks)
+            process.session.ready(transfer.transfer_id, now, ready, unfinished(work), blocks)
         except KvxferdError:
             return  # it is over, or the rank is to sleep
         process.act(f"extends {transfer.transfer_id} to {tokens} tokens")

@@ -125,8 +125,6 @@ class Fleet:
                 self._ended(pull, "full")
             case "ended":
                 self._pull_ended(*args)
-            case "progress":
-                self.tally.progressive["pieces"] += 1
             case "extend refused":
                 self.tally.mischief[f"extend refused: {args[0]}"] += 1
             case "quiesced":

@@ -169,9 +169,9 @@ class Agent:
         blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(chunk.ids[had:have], np.int32))}
         try:
             if not chunk.publishes:
-                self._rank.extend(chunk.name, ready)
+                self._rank.ready(chunk.name, ready)
             elif chunk.begin >= 0:
-                self._rank.extend(chunk.name, ready, blocks if have > had else None)
+                self._rank.ready(chunk.name, ready, blocks if have > had else None)
             else:
                 ref = self._rank.publish(
                     chunk.name, blocks, chunk.num_tokens, lease_s=chunk.lease_s,
@@ -212,9 +212,7 @@ class Agent:
             return
         blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(ids, np.int32))}
         try:
-            ticket = self._rank.pull(
-                ref, blocks, tokens, deadline_s, progressive=is_progressive, progress=is_progressive
-            )
+            ticket = self._rank.pull(ref, blocks, tokens, deadline_s, progressive=is_progressive)
         except KvxferdError as error:
             self._yard.park(ids)
             self._say("ended", number, str(error.code), 0, True, 0.0)
@@ -249,8 +247,6 @@ class Agent:
                 why = event.why if isinstance(event, client.Released) else event.code
                 self._drop(event.transfer_id)
                 self._say("released", event.transfer_id, str(why))
-            case client.Progress():
-                self._say("progress")
             case client.Delivered():
                 self._delivered(self._numbers[event.ticket.number])
             case client.Failed():

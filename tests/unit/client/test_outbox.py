@@ -171,6 +171,6 @@ def test_a_request_is_short_by_its_block_ids() -> None:
 def test_an_extension_is_short_by_its_block_ids() -> None:
     queue = Queue()
     blocks = {GroupName("full"): PackedBlocks(pack_ids([1, 2]))}
-    queue.outbox.queue(worker.Extend(transfer_id=TransferId("req-1"), blocks=blocks))
+    queue.outbox.queue(worker.Ready(transfer_id=TransferId("req-1"), blocks=blocks))
     assert queue.outbox.has_one_short_item(8)
     assert not queue.outbox.has_one_short_item(7)

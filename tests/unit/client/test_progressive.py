@@ -1,16 +1,16 @@
-"""`publish(ready_tokens=)`, `extend` and progressive pulls."""
+"""`publish(ready_tokens=)`, `ready` with blocks, and progressive pulls."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvxferd.client import BlockList, Progress, make_ref
+from kvxferd.client import BlockList, make_ref
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
 from kvxferd.wire.common import BlockIds
 from kvxferd.wire.limits import IDS_PART_BYTES
-from tests.support.client_harness import Stage, one_event
+from tests.support.client_harness import Stage
 from tests.support.scripted_daemon import until
 
 
@@ -18,7 +18,7 @@ def lists(*ids: int) -> dict[str, BlockList]:
     return {"full": BlockList(ids=list(ids))}
 
 
-def ids_of(message: worker.Publish | worker.Extend) -> list[int]:
+def ids_of(message: worker.Publish | worker.Ready) -> list[int]:
     return list(unpack_ids(message.blocks["full"].ids))
 
 
@@ -27,14 +27,14 @@ def test_a_transfer_grows(stage: Stage) -> None:
     rank.publish("t1", lists(3), 40, ready_tokens=16)
     published = stage.side.expect(worker.Publish)
     assert (ids_of(published), published.num_tokens, published.ready_tokens) == ([3], 40, 16)
-    rank.extend("t1", 32, lists(1))
-    extended = stage.side.expect(worker.Extend)
+    rank.ready("t1", 32, lists(1))
+    extended = stage.side.expect(worker.Ready)
     assert (ids_of(extended), extended.ready_tokens) == ([1], 32)
     assert extended.incarnation  # the report goes with the blocks
     rank.add_blocks("t1", lists(2))
-    added = stage.side.expect(worker.Extend)
+    added = stage.side.expect(worker.Ready)
     assert (ids_of(added), added.incarnation) == ([2], "")
-    rank.extend("t1")
+    rank.ready("t1")
     report = stage.side.expect(worker.Ready)
     assert (report.ready_tokens, report.incarnation) == (-1, extended.incarnation)
 
@@ -48,11 +48,11 @@ def test_many_blocks_are_sent_at_once_and_whole(stage: Stage, is_report: bool) -
     rank.publish("t1", {}, num_ids * 16, ready_tokens=0)
     stage.side.expect(worker.Publish)
     if is_report:
-        rank.extend("t1", 16, many)
+        rank.ready("t1", 16, many)
     else:
         rank.add_blocks("t1", many)
     parts = [stage.side.expect(BlockIds).ids for _ in range(2)]
-    extended = stage.side.expect(worker.Extend)
+    extended = stage.side.expect(worker.Ready)
     assert len(b"".join(parts)) == 4 * num_ids
     assert extended.ready_tokens == (16 if is_report else -1)
 
@@ -63,10 +63,10 @@ def test_blocks_that_do_not_continue_the_list_are_refused(stage: Stage, first: i
     rank.publish("t1", lists(3, 4), 80, ready_tokens=32)
     stage.side.expect(worker.Publish)
     with pytest.raises(EngineError, match=f"from token {first} on: those before end at token 32") as refused:
-        rank.extend("t1", 48, {"full": BlockList(ids=[5], first_token=first)})
+        rank.ready("t1", 48, {"full": BlockList(ids=[5], first_token=first)})
     assert refused.value.code is Code.BLOCKS_INVALID
-    rank.extend("t1", 48, {"full": BlockList(ids=[1], first_token=32)})
-    assert ids_of(stage.side.expect(worker.Extend)) == [1]
+    rank.ready("t1", 48, {"full": BlockList(ids=[1], first_token=32)})
+    assert ids_of(stage.side.expect(worker.Ready)) == [1]
 
 
 def test_a_report_of_too_much_adds_no_blocks(stage: Stage) -> None:
@@ -74,16 +74,16 @@ def test_a_report_of_too_much_adds_no_blocks(stage: Stage) -> None:
     rank.publish("t1", lists(3), 40, ready_tokens=16)
     stage.side.expect(worker.Publish)
     with pytest.raises(EngineError, match="to 41 tokens: it has 40"):
-        rank.extend("t1", 41, lists(1))
-    rank.extend("t1", 32, lists(2))
-    assert ids_of(stage.side.expect(worker.Extend)) == [2]
+        rank.ready("t1", 41, lists(1))
+    rank.ready("t1", 32, lists(2))
+    assert ids_of(stage.side.expect(worker.Ready)) == [2]
 
 
 def test_all_tokens_are_the_whole(stage: Stage) -> None:
     rank = stage.rank()
     rank.publish("t1", lists(3, 1, 2), 40, ready_tokens=16)
     stage.side.expect(worker.Publish)
-    rank.extend("t1", 40)
+    rank.ready("t1", 40)
     assert stage.side.expect(worker.Ready).ready_tokens == -1
 
 
@@ -93,14 +93,14 @@ def test_the_next_daemon_gets_all_that_is_there(stage: Stage) -> None:
     stage.side.expect(worker.Publish)
     stage.daemon.stop()
     until(lambda: not rank.is_connected, "the daemon is gone")
-    rank.extend("t1", 32, lists(1))
+    rank.ready("t1", 32, lists(1))
     stage.daemon.start()
     side = stage.rejoin()
     published = side.expect(worker.Publish)
     assert (ids_of(published), published.ready_tokens) == ([3, 1], 32)
     assert side.expect(worker.Ready).ready_tokens == 32
-    rank.extend("t1", None, lists(2))
-    assert ids_of(side.expect(worker.Extend)) == [2]
+    rank.ready("t1", None, lists(2))
+    assert ids_of(side.expect(worker.Ready)) == [2]
 
 
 def test_tokens_are_reported_when_they_are_written(stage: Stage) -> None:
@@ -113,9 +113,9 @@ def test_tokens_are_reported_when_they_are_written(stage: Stage) -> None:
     rank, event = stage.rank(), Event()
     rank.publish("t1", lists(3, 1), 40, ready_tokens=0)
     stage.side.expect(worker.Publish)
-    rank.extend("t1", 16, lists(2), after=event)
-    stage.side.expect(worker.Extend)
-    rank.extend("t2", 8)  # of another session's transfer: what was asked for later, and is written
+    rank.ready("t1", 16, lists(2), after=event)
+    stage.side.expect(worker.Ready)
+    rank.ready("t2", 8)  # of another session's transfer: what was asked for later, and is written
     assert stage.side.expect(worker.Ready).transfer_id == "t2"
     event.is_done = True
     assert stage.side.expect(worker.Ready).ready_tokens == 16
@@ -129,8 +129,8 @@ def test_a_late_event_takes_nothing_back(stage: Stage) -> None:
             return self.is_done
 
     rank, event = stage.rank(), Event()
-    rank.extend("t1", 16, after=event)  # of another session's transfer
-    rank.extend("t1")
+    rank.ready("t1", 16, after=event)  # of another session's transfer
+    rank.ready("t1")
     assert stage.side.expect(worker.Ready).ready_tokens == -1
     event.is_done = True
     stage.side.expect(worker.Ready)  # late
@@ -145,7 +145,7 @@ def test_blocks_of_no_transfer_that_grows_are_refused(stage: Stage, transfer_id:
     rank = stage.rank()
     rank.publish("whole", lists(3), 16)
     with pytest.raises(EngineError) as refused:
-        rank.extend(transfer_id, 16, lists(1))
+        rank.ready(transfer_id, 16, lists(1))
     assert refused.value.code is Code.TRANSFER_UNKNOWN
 
 
@@ -156,7 +156,7 @@ def test_impossible_numbers_are_refused(stage: Stage, ready: int) -> None:
         rank.publish("t1", lists(3), 40, ready_tokens=ready)
     rank.publish("t1", lists(3), 40, ready_tokens=0)
     with pytest.raises(EngineError):
-        rank.extend("t1", ready)
+        rank.ready("t1", ready)
 
 
 def test_a_router_makes_the_reference(stage: Stage) -> None:
@@ -169,11 +169,7 @@ def test_a_router_makes_the_reference(stage: Stage) -> None:
         make_ref("tcp://10.0.0.1:9441", "e", "g1", "t1", nonce="0" * 31)
 
 
-def test_a_progressive_pull_reports_how_far_it_is(stage: Stage) -> None:
+def test_a_progressive_pull_is_sent_as_one(stage: Stage) -> None:
     rank = stage.rank()
-    ref = make_ref("tcp://10.0.0.1:9441", "e", "g1", "t1")
-    ticket = rank.pull(ref, lists(3), 16, deadline_s=30, progressive=True, progress=True)
-    asked = stage.side.expect(worker.Pull)
-    assert (asked.progressive, asked.wants_progress) == (True, True)
-    stage.side.say(worker.Progress(ticket=asked.ticket, tokens=8))
-    assert one_event(rank) == Progress(ticket, 8)
+    rank.pull(make_ref("tcp://10.0.0.1:9441", "e", "g1", "t1"), lists(3), 16, deadline_s=30, progressive=True)
+    assert stage.side.expect(worker.Pull).progressive

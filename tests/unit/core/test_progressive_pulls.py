@@ -62,7 +62,7 @@ def extend(source: Worker, before: int, ready: int, transfer_id: str = "t1") -> 
 def say_extend(source: Worker, ids: list[int], ready: int, transfer_id: str = "t1") -> None:
     """Send blocks with a report of so many tokens, as a rank does that publishes."""
     blocks = {"full": PackedBlocks(pack_ids(ids))}
-    extended = wk.Extend(
+    extended = wk.Ready(
         transfer_id=transfer_id, blocks=blocks, incarnation=source.incarnation, ready_tokens=ready
     )
     source.say(extended)
@@ -78,14 +78,14 @@ def pull(sink: Worker, ref: TransferRef, deadline_s: float = 30.0, first: int = 
         num_tokens=TOKENS,
         deadline_s=deadline_s,
         progressive=True,
-        wants_progress=True,
     )
     sink.say(msgspec.structs.replace(request, **more))
     return ticket
 
 
 def progress_of(sink: Worker) -> list[int]:
-    return [message.tokens for message in sink.heard(wk.Progress)]
+    """Return up to which tokens each piece was read, but the last."""
+    return [tokens for tokens in sink.pieces_read if tokens != TOKENS]
 
 
 def check_delivered(sink: Worker, ticket: int) -> None:
@@ -233,7 +233,7 @@ def test_more_tokens_than_blocks_are_not_read(world, source, sink):
     write(source, 16)
     source.ready("t1", 16)
     assert progress_of(sink) == [8]
-    source.say(wk.Extend(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(SOURCE_IDS[2:4]))}))
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(SOURCE_IDS[2:4]))}))
     assert progress_of(sink) == [8, 16]
     assert sink.ended(ticket) is None
 
@@ -244,7 +244,7 @@ def test_more_tokens_than_blocks_are_not_read(world, source, sink):
 def test_a_wrong_extension_ends_the_transfer_alone(world, source, sink, ids):
     ticket = pull(sink, publish(source, ready=8))
     other = publish(source, ready=8, transfer_id="t2")
-    source.say(wk.Extend(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(ids))}))
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(ids))}))
     assert [(m.transfer_id, m.why) for m in source.heard(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
     assert sink.ended(ticket).code is Code.RELEASED
     second = pull(sink, other)
@@ -259,7 +259,7 @@ def test_a_window_may_be_left_out_until_the_end(world):
     assert progress_of(sink) == [8]
     write(source, TOKENS)
     rest = both(SOURCE_IDS) | {"full": PackedBlocks(pack_ids(SOURCE_IDS[2:]))}
-    source.say(wk.Extend(transfer_id="t1", blocks=rest, incarnation=source.incarnation))
+    source.say(wk.Ready(transfer_id="t1", blocks=rest, incarnation=source.incarnation))
     check_delivered(sink, ticket)
 
 
@@ -286,7 +286,7 @@ def test_blocks_that_do_not_continue_the_list_end_the_transfer(world, source, si
     """Appended as they come they would be delivered as the tokens of others."""
     ticket = pull(sink, publish(source, ready=8))
     more = PackedBlocks(pack_ids(SOURCE_IDS[2:]), first)
-    source.say(wk.Extend(transfer_id="t1", blocks={"full": more}, incarnation=source.incarnation))
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": more}, incarnation=source.incarnation))
     assert [(m.transfer_id, m.why) for m in source.heard(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
     assert sink.ended(ticket).code is Code.RELEASED
 
@@ -295,7 +295,7 @@ def test_blocks_may_say_at_which_token_they_continue_the_list(world, source, sin
     ticket = pull(sink, publish(source, ready=8))
     write(source, TOKENS)
     more = PackedBlocks(pack_ids(SOURCE_IDS[2:]), 8)
-    source.say(wk.Extend(transfer_id="t1", blocks={"full": more}, incarnation=source.incarnation))
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": more}, incarnation=source.incarnation))
     check_delivered(sink, ticket)
 
 
@@ -328,7 +328,7 @@ def test_an_impossible_report_ends_its_session_alone(world, source, sink):
 def test_blocks_of_another_mapping_of_the_memory_end_the_transfer(world, source, sink):
     ticket = pull(sink, publish(source, ready=8))
     blocks = {"full": PackedBlocks(pack_ids(SOURCE_IDS[2:]))}
-    source.say(wk.Extend(transfer_id="t1", blocks=blocks, incarnation="before", ready_tokens=-1))
+    source.say(wk.Ready(transfer_id="t1", blocks=blocks, incarnation="before", ready_tokens=-1))
     assert source.heard(wk.Released)[0].why is Code.RANK_LOST
     assert sink.ended(ticket).code is Code.RELEASED
 
@@ -345,17 +345,17 @@ def test_a_source_that_answers_without_progress_fails_that_pull(world, source, s
 def test_an_extension_replaces_no_block_that_may_have_been_read(world, source, sink):
     ticket = pull(sink, publish(source, ready=8))
     other = PackedBlocks(pack_ids([20, 21]), state_at=TOKENS)  # as a state's list would
-    source.say(wk.Extend(transfer_id="t1", blocks={"full": other}))
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": other}))
     (transfer,) = world.hosts["p"].node.published.table.live.values()
     assert transfer.blocks["full"].ids == pack_ids([*SOURCE_IDS[:2], 20, 21])
     assert sink.ended(ticket) is None
 
 
 def test_extensions_of_nothing_change_nothing(world, source, sink):
-    source.say(wk.Extend(transfer_id="t9", blocks={"full": PackedBlocks(pack_ids([1]))}))
+    source.say(wk.Ready(transfer_id="t9", blocks={"full": PackedBlocks(pack_ids([1]))}))
     other = world.engine(world.host("q"), "other")[0]
     ticket = pull(sink, publish(source, ready=8))
-    other.say(wk.Extend(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids([1]))}))
+    other.say(wk.Ready(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids([1]))}))
     extend(source, 8, TOKENS)
     check_delivered(sink, ticket)
 

@@ -48,15 +48,14 @@ CHECKED_ELSEWHERE = {
     "Resume.incarnation": "core.ranks, before it is kept",
     **dict.fromkeys(["BlockIds.ids", "PackedBlocks.ids"], IDS),
     **dict.fromkeys(["Publish.transfer_id", "Publish.incarnations"], PUBLISHED),
-    **dict.fromkeys(["Ready.transfer_id", "Ready.incarnation", "Extend.incarnation"], PUBLISHED),
+    **dict.fromkeys(["Ready.transfer_id", "Ready.incarnation"], PUBLISHED),
     **dict.fromkeys(["DeliveredByMover.tickets", "PullsResumed.tickets", "PullsResumed.arrived"], TICKETS),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("endpoint", "engine_id", "generation")], REF),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("transfer_id", "nonce")], REF),
     **dict.fromkeys(
-        ["Publish.blocks", "Pull.blocks", "Extend.blocks"], "layout.blocks: a group that is none is refused"
+        ["Publish.blocks", "Pull.blocks", "Ready.blocks"], "layout.blocks: a group that is none is refused"
     ),
     "Unpublish.transfer_id": "compared alone",
-    "Extend.transfer_id": "compared alone",
     **dict.fromkeys([f"Granted.fence_{name}" for name in ("agent", "word", "metadata")], "core.holds"),
     "EngineManifest.ranks": "wire.outlines.EngineOutline",
     "PeerRefused.message": "core.peers clips it to MAX_SENTENCE_CHARS",
@@ -64,9 +63,7 @@ CHECKED_ELSEWHERE = {
     **dict.fromkeys(["Welcome.boot_id", "Registered.endpoint", "EngineRanks.ranks"], OURS),
     **dict.fromkeys(["Refused.message", "Failed.message", "PublishRefused.message"], OURS),
     **dict.fromkeys(["Farewell.message", "PullsInterrupted.tickets", "Released.transfer_id"], OURS),
-    **dict.fromkeys(
-        ["PublishRefused.transfer_id", "PublishAccepted.transfer_id", "Bind.regions", "LoadPlan.digest"], OURS
-    ),
+    **dict.fromkeys(["PublishRefused.transfer_id", "Bind.regions", "LoadPlan.digest"], OURS),
     **dict.fromkeys(["LoadPlan.encoded", "LoadRemote.agent", "LoadRemote.metadata"], OURS),
     **dict.fromkeys(["DropRemote.agent", "StartPull.plan", "StartPull.sources", "SourceRank.agent"], OURS),
     **dict.fromkeys(["SourceRank.regions", "StartPull.local", "StartPull.remote"], OURS),

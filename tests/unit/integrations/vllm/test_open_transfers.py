@@ -112,6 +112,30 @@ def test_the_last_part_has_all_blocks_and_adds_those_that_were_not_published(sch
     assert scheduler.pool.kept == [1, 2, 3, 4]
 
 
+class CountedIds(list[int]):
+    """Block ids that count how many of them are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_a_step_reads_the_blocks_that_it_adds(scheduler: Scheduler) -> None:
+    """Steps that read all the blocks of a prompt so far would be quadratic over its prefill."""
+    ids = CountedIds([1, 2, 3, 4, 5] * 20)
+    request = scheduler.request = Request("long", 400, {})
+    scheduler.pool.of_request["long"] = ids
+    scheduler.open.expect(request, make_ref("tcp://10.0.0.1:9441", "e", "g1", "long"))
+    scheduler.open.advance(scheduler.session, ["long"], [])
+    for computed in range(8, 400, 8):
+        request.num_computed_tokens = computed
+        assert scheduler.open.advance(scheduler.session, ["long"], [])
+    assert ids.num_read == 98
+
+
 FULL = CacheGroup(0, CacheKind.FULL, 4)
 
 
