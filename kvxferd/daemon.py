@@ -162,7 +162,7 @@ class Daemon:
                 return 0
             self._start_node(run_directory, closing)
             self._start_tracer(closing)
-            await self._start_movers(run_directory.mover_lock_fds, closing)
+            await self._start_movers(run_directory.movers_lock_fd, closing)
             fd_limit = raise_fd_limit()
             await self._start_http(fd_limit, closing)
             self._start_worker_socket(closing)
@@ -218,19 +218,19 @@ class Daemon:
     def _trace_counts(self) -> Mapping[TraceOutcome, int]:
         return self._tracer.counts if self._tracer is not None else {}
 
-    async def _start_movers(self, lock_fds: tuple[int, ...], closing: AsyncExitStack) -> None:
-        self._make_movers(lock_fds)
+    async def _start_movers(self, lock_fd: int, closing: AsyncExitStack) -> None:
+        self._make_movers(lock_fd)
         closing.push_async_callback(self._stop_movers)
         await self._movers.pool.start()
 
-    def _make_movers(self, lock_fds: tuple[int, ...]) -> None:
+    def _make_movers(self, lock_fd: int) -> None:
         self._movers = MoverAssignment(
             self._config.mover,
             self._boot,
             self._node,
             self._worker_socket,
             self._on_event,
-            lock_fds,
+            lock_fd,
             self._node_checks.record_crash,
         )
 

@@ -49,10 +49,10 @@ class MoverAssignment:
         node: Node,
         worker_socket: WorkerSocket,
         on_event: Callable[[Event], None],
-        lock_fds: tuple[int, ...] = (),
+        lock_fd: int | None = None,
         on_crash: Callable[[str], None] = lambda engine: None,
     ) -> None:
-        """`on_event` feeds the core. Movers inherit `lock_fds`.
+        """`on_event` feeds the core. Movers inherit `lock_fd`.
 
         `on_crash` gets the engine of each mover that ended unexpectedly, "" for one without a rank.
         """
@@ -80,7 +80,7 @@ class MoverAssignment:
             on_exit=self._on_exit,
             on_transports=lambda mover, lanes: on_event(TransportsSeen(mover, lanes)),
             on_crash=lambda: on_crash(""),
-            lock_fds=lock_fds,
+            lock_fd=lock_fd,
             environment=config.environment,
             library=config.library,
             backend=Backend(config.backend, config.backend_parameters),
