@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvxferd.errors import DeviceError
 from kvxferd.ids import AgentName
-from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from kvxferd.mover.transport import staging, staging_source
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds, Span, TransportError
 from kvxferd.mover.transport.runs import single_run
@@ -30,6 +29,7 @@ from kvxferd.wire.staging import (
     ChunkRequest,
 )
 from tests.support.devices import Segment
+from tests.support.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from tests.support.memory_transport import Fabric, MemoryTransport
 
 UUID = FAKE_DEVICES[0].uuid
