@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from kvxferd import client
-from kvxferd.die_with_parent import die_with_parent
 from kvxferd.doctor.placements import DEVICE_COPY
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import EngineId, Generation, RegionId
@@ -218,7 +217,6 @@ def _reported_placement(daemon: DaemonProcess) -> dict[str, Any]:
 
 def main() -> None:
     """Run the trial. An error prints one line on standard error."""
-    die_with_parent(os.getppid())
     placement, uuid, directory = sys.argv[1:]
     try:
         device = TrialDevice(open_driver(), uuid)
