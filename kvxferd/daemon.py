@@ -252,9 +252,9 @@ class Daemon:
                 self._peer_admission.findings,
             ),
         )
-        http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(fd_limit))
-        closing.push_async_callback(http.stop)
-        await http.start()
+        self._http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(fd_limit))
+        closing.push_async_callback(self._http.stop)
+        await self._http.start()
 
     def _start_worker_socket(self, closing: AsyncExitStack) -> None:
         # Before the first session: the first to register must not get another user's engine id.
@@ -272,6 +272,7 @@ class Daemon:
             boot=self._boot,
             endpoint=self._node.context.endpoint,
             worker_socket=self._config.worker.socket,
+            http="{}:{}".format(*self._http.tcp_address) if self._http.tcp_address else "",
             pid=os.getpid(),
         )
         self._sd_notifier.send("READY=1", f"STATUS=serving {self._node.context.endpoint}")
