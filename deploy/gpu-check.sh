@@ -29,6 +29,10 @@ if [ $# -gt 1 ]; then
 	fi
 	export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH}
 fi
+if [ "$driver" = fake ]; then
+	driver=tests.support.fake_driver:FakeDriver
+	export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+fi
 if ! "$python" -P -c 'import kvxferd.cli.root' 2>/dev/null; then
 	echo "gpu-check: $python cannot import kvxferd: run 'make test' first, or name the Python of another environment" >&2
 	exit 2

@@ -163,7 +163,7 @@ class Daemon:
                 return 0
             self._start_node(run_directory, closing)
             self._start_tracer(closing)
-            await self._start_movers(run_directory.mover_lock_fds, closing)
+            await self._start_movers(run_directory.movers_lock_fd, closing)
             fd_limit = raise_fd_limit()
             await self._start_http(fd_limit, closing)
             self._start_worker_socket(closing)
@@ -217,19 +217,19 @@ class Daemon:
     def _trace_counts(self) -> Mapping[TraceOutcome, int]:
         return self._tracer.counts if self._tracer is not None else {}
 
-    async def _start_movers(self, lock_fds: tuple[int, ...], closing: AsyncExitStack) -> None:
-        self._make_movers(lock_fds)
+    async def _start_movers(self, lock_fd: int, closing: AsyncExitStack) -> None:
+        self._make_movers(lock_fd)
         closing.push_async_callback(self._stop_movers)
         await self._movers.pool.start()
 
-    def _make_movers(self, lock_fds: tuple[int, ...]) -> None:
+    def _make_movers(self, lock_fd: int) -> None:
         self._movers = MoverAssignment(
             self._config.mover,
             self._boot,
             self._node,
             self._worker_socket,
             self._on_event,
-            lock_fds,
+            lock_fd,
         )
 
     async def _start_http(self, fd_limit: int, closing: AsyncExitStack) -> None:
@@ -249,9 +249,9 @@ class Daemon:
             ),
             config_path=self._config_path,
         )
-        http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(fd_limit))
-        closing.push_async_callback(http.stop)
-        await http.start()
+        self._http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(fd_limit))
+        closing.push_async_callback(self._http.stop)
+        await self._http.start()
 
     def _start_worker_socket(self, closing: AsyncExitStack) -> None:
         # Before the first session: the first to register must not get another user's engine id.
@@ -269,6 +269,7 @@ class Daemon:
             boot=self._boot,
             endpoint=self._node.context.endpoint,
             worker_socket=self._config.worker.socket,
+            http="{}:{}".format(*self._http.tcp_address) if self._http.tcp_address else "",
             pid=os.getpid(),
         )
         self._sd_notifier.send("READY=1", f"STATUS=serving {self._node.context.endpoint}")

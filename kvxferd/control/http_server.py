@@ -52,12 +52,8 @@ class HttpServer:
         self._max_connections = max_connections
         self._app = _make_app(view, metrics)
         self._closing = AsyncExitStack()
-        self._tcp_address: tuple[str, int] | None = None
-
-    @property
-    def tcp_address(self) -> tuple[str, int] | None:
-        """The host and port that TCP is bound to; None while stopped, or if it is off."""
-        return self._tcp_address
+        # The host and port that TCP is bound to; None while stopped, or if it is off.
+        self.tcp_address: tuple[str, int] | None = None
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if an address cannot be bound; then nothing listens."""
@@ -77,12 +73,12 @@ class HttpServer:
                 listener = _listen_tcp(self._config.http.bind)
                 host, port = listener.getsockname()[:2]
                 listeners.listen(listener)
-                self._tcp_address = (host, port)
+                self.tcp_address = (host, port)
             self._closing = closing.pop_all()
 
     async def stop(self) -> None:
         """Remove the socket file and stop listening. Idempotent."""
-        self._tcp_address = None
+        self.tcp_address = None
         await self._closing.aclose()
 
 

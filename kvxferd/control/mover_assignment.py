@@ -47,9 +47,9 @@ class MoverAssignment:
         node: Node,
         worker_socket: WorkerSocket,
         on_event: Callable[[Event], None],
-        lock_fds: tuple[int, ...] = (),
+        lock_fd: int | None = None,
     ) -> None:
-        """`on_event` feeds the core. Movers inherit `lock_fds`."""
+        """`on_event` feeds the core. Movers inherit `lock_fd`."""
         self._backend_name = config.backend
         self._node = node
         self._worker_socket = worker_socket
@@ -72,7 +72,7 @@ class MoverAssignment:
             on_message=self._on_message,
             on_exit=self._on_exit,
             on_transports=lambda mover, lanes: on_event(TransportsSeen(mover, lanes)),
-            lock_fds=lock_fds,
+            lock_fd=lock_fd,
             environment=config.environment,
             library=config.library,
             backend=Backend(config.backend, config.backend_parameters),

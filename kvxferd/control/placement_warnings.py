@@ -29,14 +29,6 @@ class Problem(NamedTuple):
     sentence: str
 
 
-def placement_warnings(engines: Iterable[EngineSnapshot]) -> list[str]:
-    """Return one sentence for each problem, however many ranks have it."""
-    return [
-        f"{found.message}; {found.remedy}" if found.remedy else found.message
-        for found in findings_of(engines)
-    ]
-
-
 def findings_of(engines: Iterable[EngineSnapshot], cards: Sequence[str] = ()) -> list[Finding]:
     """Return one finding for each problem, however many ranks have it. `cards`: with an active RDMA port."""
     ranks = [(engine.engine_id, rank) for engine in engines for rank in engine.ranks]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
+
+import msgspec
 
 from kvxferd.core.snapshot import PullRecord
 from kvxferd.demo.rank import DemoRank
@@ -31,6 +33,13 @@ PUBLISHER_RANK = Rank(0, 0)
 PULLS_PER_HISTORY_FETCH = 256
 # With `--keep`: what an operator looks at moves, and a core stays free.
 KEEP_GAP_S = 0.25
+LOG_POLL_S = 0.02
+
+
+class _Serving(msgspec.Struct, tag_field="event", tag="serving"):
+    """The log line of a daemon that serves."""
+
+    http: str
 
 
 class Demo:
@@ -44,7 +53,6 @@ class Demo:
         self._places = {(role, rank) for pair in pairs for role in ROLES for rank in pair.engine(role)}
         self._say = say
         self._directory = make_work_directory("kvxferd-demo-")
-        self._http = f"127.0.0.1:{_free_port()}"
         self._num_requests = 0
         self._began = time.monotonic()
         self._daemons_ready_s = 0.0  # 0: they have not been ready yet
@@ -55,7 +63,7 @@ class Demo:
         """Start every process; `run` waits for them."""
         self._say(f"starting two daemons and {len(self._places)} processes of engines")
         for role in ROLES:
-            flags = ["--http-bind", self._http] if role == "decode" else []
+            flags = ["--http-bind", "127.0.0.1:0"] if role == "decode" else []
             self.daemons[role] = DaemonProcess(self._directory / role, flags)
         for role, rank in sorted(self._places):
             log = self._directory / f"{role}.{rank.pp_rank}.{rank.tp_rank}.log"
@@ -101,7 +109,7 @@ class Demo:
             for daemon in self.daemons.values():
                 daemon.wait_ready()
             self._daemons_ready_s = time.monotonic() - self._began
-            self._say(f"look: http://{self._http}")
+            self._say(f"look: http://{self._http_address()}")
         results.daemons_ready_s = self._daemons_ready_s
         began = time.monotonic()
         for pending in [rank.start(DemoRank.close) for rank in self._ranks.values()]:
@@ -155,11 +163,16 @@ class Demo:
         sink = results.pair.engine("decode")[PUBLISHER_RANK][0].engine_id
         results.add_records([one for one in records if isinstance(one, PullRecord) and one.sink == sink])
 
+    def _http_address(self) -> str:
+        """Return where the decode daemon serves HTTP: it has taken a free port, and logs it."""
+        daemon = self.daemons["decode"]
+        while daemon.exit_code is None:
+            for line in daemon.log.read_bytes().splitlines():
+                with suppress(msgspec.DecodeError):  # a library's, or one that is half written
+                    return msgspec.json.decode(line, type=_Serving).http
+            time.sleep(LOG_POLL_S)
+        raise KvxferdError(f"cannot go on: the {daemon.name} daemon ended with {daemon.exit_code}")
+
     def _log_tails(self) -> str:
         """Return the last lines of both daemons' logs."""
         return "\n".join(f"--- {role} daemon\n{daemon.log_tail()}" for role, daemon in self.daemons.items())
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 
-from kvxferd.die_with_parent import die_with_parent
 from kvxferd.errors import KvxferdError
 from kvxferd.memory.driver_registry import open_driver
 
 
 def main() -> None:
     """Print the devices as one line of JSON."""
-    die_with_parent(os.getppid())
     try:
         driver = open_driver()
         said = {

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
-from kvxferd.memory.driver import DRIVER_VARIABLE
 from kvxferd.tooling.isolated_process import run_isolated
 from kvxferd.tooling.output import format_bytes
 
@@ -36,8 +35,8 @@ def check(node: CheckContext) -> Iterator[Finding]:
         able = next((text for key, text in described.items() if key.startswith(uuid)), "")
         found = f"{uuid}, {device['name']}, {format_bytes(device['total_bytes'])}, driver {name}"
         facts = {"able": able, "kernel_module": _kernel_module(), **device}
-        if EXPORTS_FD in able or node.environment.get(DRIVER_VARIABLE) == "fake":
-            yield ok("gpu", f"{found}: {able or 'fake'}", **facts)
+        if EXPORTS_FD in able:
+            yield ok("gpu", f"{found}: {able}", **facts)
         else:
             todo = "its memory cannot go to a mover: use resident movers (docs/how-to/gpu-nodes.md)"
             yield warn("gpu", f"{found}: {able}", todo, **facts)

@@ -18,8 +18,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvxferd.die_with_parent import die_with_parent
-
 if TYPE_CHECKING:
     from kvxferd.mover.transport.base import Span, Transport
 
@@ -31,7 +29,6 @@ def main() -> None:
 
     Arguments: role, size in bytes, library ("auto", "nixl", "rixl").
     """
-    die_with_parent(os.getppid())
     role, size = sys.argv[1], int(sys.argv[2])
     # The libraries log to standard output, which is for the result.
     answer = os.fdopen(os.dup(1), "w")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from kvxferd import client
-from kvxferd.die_with_parent import die_with_parent
 from kvxferd.doctor.placements import DEVICE_COPY
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import EngineId, Generation, RegionId
@@ -32,11 +31,12 @@ from kvxferd.tooling.event_waiter import EventWaiter
 NUM_PULLS = 4  # the first one connects
 EVENT_TIMEOUT_S = 30.0
 BLOCK_TOKENS = 16
-# 512 KiB a block, and 256 MiB in all: enough to measure a link's speed.
+# 256 MiB in all: enough to measure a link's speed.
 NUM_HEADS, HEAD_DIM = 8, 128
 NUM_BLOCKS = 512
 NUM_LAYERS = 8
-FAKE_BLOCKS = 16  # the fake driver's memfds are tried for function, not for speed
+BLOCK_BYTES = 512 << 10
+MAX_SHARE = 64  # a cache has at most this part of the device: a slice of a card (MIG) is small
 
 
 class TrialDevice:
@@ -217,11 +217,11 @@ def _reported_placement(daemon: DaemonProcess) -> dict[str, Any]:
 
 def main() -> None:
     """Run the trial. An error prints one line on standard error."""
-    die_with_parent(os.getppid())
     placement, uuid, directory = sys.argv[1:]
     try:
         device = TrialDevice(open_driver(), uuid)
-        num_blocks = FAKE_BLOCKS if device.driver.name == "fake" else NUM_BLOCKS
+        total_bytes = device.driver.device(uuid).total_bytes
+        num_blocks = min(NUM_BLOCKS, total_bytes // MAX_SHARE // BLOCK_BYTES)
         if placement == DEVICE_COPY:
             said = measure_copy(device, num_blocks)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvxferd.ids import GroupName, RegionId
@@ -47,34 +47,32 @@ def get_transfer_cache_regions(
     of a page that holds K and V. A state has all of its bytes in one block. `bases` are the addresses of
     the exported regions; without them every one begins at 0.
     """
-    return [region for _, region in _tensor_regions(layout, bases)]
+    groups = {group.name: group for group in layout.groups}
+    regions = []
+    for tensor in _filled_tensors(layout):
+        group, items = groups[tensor.group], 1
+        if group.kind is GroupKind.ATTENTION:
+            items = group.block_tokens // group.physical_blocks_per_logical // tensor.granule_tokens
+        base = 0 if bases is None else bases[tensor.region]
+        payload = items * tensor.num_units * tensor.content_bytes
+        regions.append(TransferRegion(base + tensor.offset, tensor.block_stride, payload))
+    return regions
 
 
 def block_bytes(layout: RankLayout) -> dict[GroupName, int]:
     """Return the bytes that one block id of each group stands for on this rank."""
     groups = {group.name: group for group in layout.groups}
     sizes = dict.fromkeys(groups, 0)
-    for tensor, region in _tensor_regions(layout):
+    for tensor, region in zip(_filled_tensors(layout), get_transfer_cache_regions(layout), strict=True):
         group = groups[tensor.group]
         per_id = 1 if group.kind is GroupKind.STATE else group.physical_blocks_per_logical
         sizes[group.name] += region.kv_block_len * per_id
     return sizes
 
 
-def _tensor_regions(
-    layout: RankLayout, bases: Mapping[RegionId, int] | None = None
-) -> Iterator[tuple[CacheTensor, TransferRegion]]:
-    """Yield every tensor that holds bytes with its region, in order of layer and offset."""
-    groups = {group.name: group for group in layout.groups}
-    for tensor in sorted(layout.tensors, key=lambda t: (t.layer, t.offset)):
-        if not tensor.num_units:
-            continue
-        group, items = groups[tensor.group], 1
-        if group.kind is GroupKind.ATTENTION:
-            items = group.block_tokens // group.physical_blocks_per_logical // tensor.granule_tokens
-        base = 0 if bases is None else bases[tensor.region]
-        payload = items * tensor.num_units * tensor.content_bytes
-        yield tensor, TransferRegion(base + tensor.offset, tensor.block_stride, payload)
+def _filled_tensors(layout: RankLayout) -> list[CacheTensor]:
+    """Return the tensors that hold bytes, in order of layer and offset."""
+    return sorted((t for t in layout.tensors if t.num_units), key=lambda t: (t.layer, t.offset))
 
 
 def _attention_layers(layout: RankLayout) -> dict[int, list[CacheTensor]]:

@@ -237,10 +237,6 @@ class CudaDriver:
         with self.on(uuid):
             return int(self._call("cuMemAlloc", size_bytes))
 
-    def free_plain(self, address: int) -> None:
-        with self.on(self.device_of(address)):
-            self._call("cuMemFree", address)
-
     # --- copies
 
     def allocate_host(self, size_bytes: int) -> int:
@@ -316,11 +312,6 @@ class CudaDriver:
 
     def synchronize(self, stream: Any) -> None:
         self._call("cuStreamSynchronize", stream)
-
-    def used_bytes(self, uuid: str) -> int:
-        with self.on(uuid):
-            free, total = self._call("cuMemGetInfo")
-        return int(total) - int(free)
 
 
 def _describe_rows(form: Any, one: StridedCopy) -> None:

@@ -1,8 +1,7 @@
 """The contract of a GPU's driver: all that kvxferd needs of one. `driver_registry` chooses it.
 
-Two implementations keep this contract and pass one suite: `kvxferd.memory.cuda`, the only file that
-calls CUDA, and `kvxferd.memory.fake_driver`, where device memory is memfds. Addresses and handles
-are plain ints; a device is named by its UUID, because its number differs between processes.
+`kvxferd.memory.cuda` keeps it, the only file that calls CUDA. Addresses and handles are plain ints; a
+device is named by its UUID, because its number differs between processes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
-# For tests, and for a node whose movers must leave its GPUs alone ("none").
+# "none" for a node whose movers must leave its GPUs alone; MODULE:CLASS for another driver.
 DRIVER_VARIABLE = "KVXFERD_DRIVER"
 
 
@@ -86,12 +85,12 @@ class StridedCopy(NamedTuple):
 class Driver(Protocol):
     """Every method raises DeviceError, with the call's name and the driver's own text.
 
-    Methods that concern a device need it to be current on the calling thread: call them inside `on`. None
-    stays current beyond that: the transfer library, called with one, pins host memory for the device too,
-    and fails where the device refuses.
+    Methods that concern a device need it to be current on the calling thread, as a stream's copies and
+    events need the stream's: call them inside `on`. None stays current beyond that: the transfer library,
+    called with one, pins host memory for the device too, and fails where the device refuses.
     """
 
-    name: str  # for people: "cuda 13.0", "fake"
+    name: str  # for people: "cuda 13.0"
     mem_type: str  # what NIXL calls its memory
 
     def devices(self) -> tuple[Device, ...]:
@@ -179,11 +178,7 @@ class Driver(Protocol):
         ...
 
     def allocate_plain(self, uuid: str, size_bytes: int) -> int:
-        """Allocate as cudaMalloc does: memory that cannot be exported."""
-        ...
-
-    def free_plain(self, address: int) -> None:
-        """Undo `allocate_plain`."""
+        """Allocate as cudaMalloc does: memory that cannot be exported. It is freed with this process."""
         ...
 
     # --- copies
@@ -233,8 +228,4 @@ class Driver(Protocol):
 
     def synchronize(self, stream: Any) -> None:
         """Wait for all copies of the stream. For tests and probes; a mover that serves never waits."""
-        ...
-
-    def used_bytes(self, uuid: str) -> int:
-        """Return how much of the device's memory all processes use, as the driver counts it."""
         ...

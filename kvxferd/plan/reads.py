@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind, UnitRange
-from kvxferd.plan.assignment import shared_fraction
 from kvxferd.plan.plan import Plan
 
 
@@ -17,8 +16,6 @@ class Read(NamedTuple):
     kind: GroupKind
     layers: tuple[int, ...]  # ascending
     units: dict[str, tuple[UnitRange, ...]]  # by component, of all layers together
-    bytes_per_token: float  # of an attention cache, over all shards of the tokens; 0 for a state
-    bytes_per_state: int  # of one request's state; 0 for attention
 
     @property
     def start_layer(self) -> int:
@@ -35,13 +32,9 @@ def plan_reads(plan: Plan) -> list[Read]:
     """Return the plan's reads in order of source, attention before state."""
     layers: dict[tuple[Rank, GroupKind], set[int]] = {}
     units: dict[tuple[Rank, GroupKind], dict[str, set[tuple[int, int]]]] = {}
-    sizes: dict[tuple[Rank, GroupKind], float] = {}
     for read in plan.group_reads:
         key = (read.rank, read.local.kind)
-        items_per_token = float(shared_fraction(read.local.shard, read.remote.shard) / read.granule_tokens)
         for pattern in read.patterns:
-            content = pattern.local.num_chunks * pattern.local.chunk_bytes * pattern.num_units
-            sizes[key] = sizes.get(key, 0.0) + content * len(pattern.extents) * items_per_token
             for extent in pattern.extents:
                 layers.setdefault(key, set()).add(extent.layer)
                 held = units.setdefault(key, {}).setdefault(extent.component, set())
@@ -52,10 +45,8 @@ def plan_reads(plan: Plan) -> list[Read]:
             kind,
             tuple(sorted(layers[source, kind])),
             {name: _merge_ranges(ranges) for name, ranges in sorted(units[source, kind].items())},
-            size if kind is GroupKind.ATTENTION else 0.0,
-            0 if kind is GroupKind.ATTENTION else int(size),
         )
-        for (source, kind), size in sorted(sizes.items(), key=lambda entry: entry[0])
+        for source, kind in sorted(layers)
     ]
 
 

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from kvxferd.die_with_parent import die_with_parent
+from kvxferd.die_with_parent import module_command
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.owned_process import OwnedProcess
 
@@ -79,9 +79,7 @@ class ChildProcess(OwnedProcess, Generic[Obj]):
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            # -P: nothing is imported from the working directory in place of what is installed.
-            command = [sys.executable, "-P", "-m", "kvxferd.tooling.child_process", str(os.getpid()), str(fd)]
-            self._launch(command, pass_fds=[fd])
+            self._launch(module_command("kvxferd.tooling.child_process", str(fd)), pass_fds=[fd])
         self._connection = Connection(ours.detach())
         self._is_paused = False
         self._in_progress: Pending[Any] | None = None
@@ -147,9 +145,8 @@ class ChildProcess(OwnedProcess, Generic[Obj]):
 
 
 def main() -> None:
-    """Serve the calls of the parent until it closes its end: `... -m MODULE PARENT_PID FD`."""
-    parent, fd = map(int, sys.argv[1:])
-    die_with_parent(parent)
+    """Serve the calls of the parent until it closes its end, a descriptor that the argument names."""
+    fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     with Connection(fd) as connection:
         sys.path += [path for path in connection.recv() if path not in sys.path]

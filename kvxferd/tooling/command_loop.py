@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from kvxferd.die_with_parent import die_with_parent
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.line_protocol import LineProtocol, encode_line
 
@@ -39,8 +38,6 @@ def serve_commands(
     protocol: LineProtocol[C_contra, R_co], make: Callable[[], CommandHandler[C_contra, R_co]]
 ) -> None:
     """Handle every command until standard input is closed; in between make progress, or sleep."""
-    # SIGKILL, because a process that is stopped (SIGSTOP) would not act on any other signal.
-    die_with_parent(os.getppid())
     # Transfer libraries print to standard output, so replies go to a duplicate of it.
     replies = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -7,12 +7,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+
+from kvxferd.die_with_parent import module_command
 
 EXIT_TIMEOUT_S = 5.0
 _ERROR_CHARS = 300
@@ -31,8 +32,7 @@ class IsolatedProcess:
 
     def __init__(self, module: str, flags: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            # -P: nothing is imported from the working directory.
-            [sys.executable, "-P", "-u", "-m", module, *flags],  # -u: a killed one leaves what UCX logged
+            module_command(module, *flags),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvxferd.die_with_parent import module_command
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.line_protocol import LineProtocol, encode_line
 
@@ -54,7 +54,7 @@ class CommandProcess:
         path = directory / f"{name}.log"
         with path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", module, *flags),
+                *module_command(module, *flags),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,

@@ -5,25 +5,25 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from types import TracebackType
 
 import pytest
 
 from kvxferd.errors import DeviceError
+from kvxferd.memory.cuda import CudaDriver
 from kvxferd.memory.driver import Driver
 from kvxferd.memory.driver_registry import open_driver
-from kvxferd.memory.fake_driver import FakeDriver
-from kvxferd.memory.fake_driver import _fake_memory_of as fake_memory_of
+from tests.support import fake_driver
 from tests.support.cluster.processes import descendants
+from tests.support.fake_driver import FAKE, FakeDriver
 
 # Every test that takes a driver runs over both; without a GPU the second skips and says why.
-DRIVERS = [pytest.param("fake"), pytest.param("cuda", marks=pytest.mark.gpu)]
+DRIVERS = [pytest.param(FAKE, id="fake"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def driver_or_skip(name: str) -> Driver:
     """Return a driver; skip the test with the driver's own reason where there is none."""
-    if name == "fake":
+    if name == FAKE:
         return FakeDriver()
     try:
         return open_driver(name)
@@ -36,13 +36,20 @@ def used_bytes(driver: Driver, uuid: str) -> int:
 
     Every process of the machine has the same fake devices, those of other tests too.
     """
-    if not isinstance(driver, FakeDriver):
-        return driver.used_bytes(uuid)
-    held: set[str] = set()
-    for pid in (os.getpid(), *descendants(os.getpid())):
-        with suppress(FileNotFoundError):  # it has ended
-            held |= fake_memory_of(str(pid))
-    return sum(int(size) for _, of, size, *_ in (name.split(":") for name in held) if of == uuid)
+    if not isinstance(driver, CudaDriver):
+        return fake_driver.used_bytes(uuid, (os.getpid(), *descendants(os.getpid())))
+    with driver.on(uuid):
+        free, total = driver._call("cuMemGetInfo")
+    return int(total) - int(free)
+
+
+def free_plain(driver: Driver, address: int) -> None:
+    """Undo `allocate_plain`."""
+    if isinstance(driver, FakeDriver):
+        driver.free_plain(address)
+    elif isinstance(driver, CudaDriver):
+        with driver.on(driver.device_of(address)):
+            driver._call("cuMemFree", address)
 
 
 class HostBuffer:

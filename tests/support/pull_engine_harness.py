@@ -14,7 +14,6 @@ from kvxferd.ids import AgentName, Digest, EngineId, Generation, PullId, Rank, R
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory.device_pool import DevicePool
-from kvxferd.memory.fake_driver import FakeDriver
 from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.mover.process.device_scatter import DeviceScatterer
 from kvxferd.mover.process.pull_engine import PullEngine
@@ -34,6 +33,7 @@ from kvxferd.wire.mover import (
     SourceRank,
     StartPull,
 )
+from tests.support.fake_driver import FakeDriver
 from tests.support.memory_transport import Fabric, MemoryTransport
 from tests.support.mover_harness import packed
 

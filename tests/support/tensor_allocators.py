@@ -16,7 +16,7 @@ from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import DRIVER_VARIABLE
 from kvxferd.memory.driver_registry import open_driver
 from kvxferd.resident import memory_of
-from tests.support.devices import Segment
+from tests.support.devices import Segment, free_plain
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ def _faked(kind: str) -> Make:
         driver = store.driver
         if kind == "default":
             address = driver.allocate_plain(store.device, store.size_bytes)
-            return _tensor_at(address, store.size_bytes), lambda: driver.free_plain(address)
+            return _tensor_at(address, store.size_bytes), lambda: free_plain(driver, address)
         if kind == "pool":
             pool = DevicePool(store.device, driver)
             return _tensor_at(pool.allocate(store.size_bytes).address, store.size_bytes), pool.close

@@ -24,7 +24,6 @@ SHAPE = "qwen3-8b"  # eight heads of 128, so that a head of a token is 256 bytes
 LAYERS = 4  # 16 KiB a token, so that also a small request has many blocks
 WAY_VARIABLE = "KVXFERD_MOVER_READ"
 AUTO, DIRECT, EQUAL = "auto", "direct", "equal"
-CONTENDERS = (AUTO, DIRECT, EQUAL)
 # More bytes are compared where they are first moved, and no more in each round.
 _MAX_CHECKED_BYTES = 256 * MIB
 

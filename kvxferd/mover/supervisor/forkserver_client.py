@@ -53,7 +53,7 @@ class ForkserverClient:
         environment: Mapping[str, str],
         library: str,
         backend: Backend,
-        lock_fds: tuple[int, ...],
+        lock_fd: int | None,
         on_message: Callable[[ForkserverMessage, int], None],
         on_exit: Callable[[], None],
         on_ucx_line: Callable[[UcxLine], None],
@@ -69,7 +69,7 @@ class ForkserverClient:
                 reading, writing = _stderr_pipe()
                 undoing.callback(os.close, reading)
                 try:
-                    self._process = _spawn(theirs.fileno(), writing, library, backend, lock_fds, environment)
+                    self._process = _spawn(theirs.fileno(), writing, library, backend, lock_fd, environment)
                 finally:
                     os.close(writing)
             undoing.callback(_kill_at_once, self._process)
@@ -187,7 +187,7 @@ def _spawn(
     stderr: int,
     library: str,
     backend: Backend,
-    lock_fds: tuple[int, ...],
+    lock_fd: int | None,
     environment: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     # -P: modules in the daemon's working directory are not imported. -u, for C's buffers too: UCX logs
@@ -195,7 +195,7 @@ def _spawn(
     command = [sys.executable, "-P", "-u", "-m", "kvxferd.mover.process.forkserver"]
     command += ["--control-fd", str(control), "--library", library]
     inherited = [control]
-    for lock_fd in lock_fds:
+    if lock_fd is not None:
         command += ["--lock-fd", str(lock_fd)]
         inherited.append(lock_fd)
     # numpy's linear algebra would start a thread per core, and a process with threads must not fork.

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import assert_never
 
 from kvxferd.core.ucx_log import TransportsUsed
@@ -80,7 +80,7 @@ class MoverPool:
         on_message: Callable[[MoverId, FromMover], None],
         on_exit: Callable[[MoverId], None],
         on_transports: Callable[[MoverId, TransportsUsed], None] = lambda mover, lanes: None,
-        lock_fds: Sequence[int] = (),
+        lock_fd: int | None = None,
         environment: Mapping[str, str] | None = None,
         library: str = "auto",
         backend: Backend = DEFAULT_BACKEND,
@@ -90,7 +90,7 @@ class MoverPool:
         self._on_message = on_message
         self._on_exit = on_exit
         self._on_transports = on_transports
-        self._lock_fds = tuple(lock_fds)
+        self._lock_fd = lock_fd
         # By which the movers make their agents, and by which their lost connections are judged.
         self._backend = backend
         self._environment = environment or {}
@@ -259,7 +259,7 @@ class MoverPool:
                 self._environment,
                 self._library_choice,
                 self._backend,
-                self._lock_fds,
+                self._lock_fd,
                 self._on_forkserver_message,
                 self._on_forkserver_exit,
                 lambda line: self._feed(UcxLineRead(line)),

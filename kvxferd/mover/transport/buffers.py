@@ -45,11 +45,6 @@ class SlotPool:
         self._acquired.remove(slot)
 
     @property
-    def num_free(self) -> int:
-        """The number of free slots."""
-        return len(self._free)
-
-    @property
     def is_exhausted(self) -> bool:
         """Whether every slot is quarantined."""
         return not self._free and not self._acquired

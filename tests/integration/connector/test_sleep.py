@@ -16,8 +16,8 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.integrations.vllm import sleep
 from kvxferd.integrations.vllm.worker import ConnectorWorker
 from kvxferd.memory.device import DeviceMemory
-from kvxferd.memory.fake_driver import FakeDriver
 from tests.support.connector_harness import EngineUnderTest
+from tests.support.fake_driver import FakeDriver
 from tests.support.nodes.daemon import Daemon
 
 Make = Callable[..., EngineUnderTest]

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from tests.support.device_daemon import daemon
+from tests.support.fake_driver import FAKE
 from tests.support.nodes.fleet import Fleet
 
 
@@ -44,13 +45,13 @@ def test_the_first_placement_that_works_delivers(fleet: Fleet, driver: str, verd
         fleet,
         driver,
         driver,
-        "auto:pool:nixl,rixl" if driver == "fake" else "auto:pool",  # nixl is not needed here
+        "auto:pool:nixl,rixl" if driver == FAKE else "auto:pool",  # nixl is not needed here
         "auto:default",
         "resident:pool",
         "exported:default",
     )
     assert exported.get("is_right"), exported
-    if driver == "fake":
+    if driver == FAKE:
         assert [": exported. Its mover is a process" in r for r in exported["reports"]] == [True] * 2
     else:
         verdicts += exported["reports"]

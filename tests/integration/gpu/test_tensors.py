@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.device_daemon import BIG, daemon
 from tests.support.devices import driver_or_skip, used_bytes
+from tests.support.fake_driver import FAKE
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
@@ -33,7 +34,7 @@ def test_a_tensor_of_any_allocator_is_read_and_written(fleet: Fleet, driver: str
     for request in range(2):
         pull_and_check(sinks, publish(sources, request), request)
     found = placement_of(node, "decode")
-    if driver == "fake":
+    if driver == FAKE:
         assert found["kind"] == PLACEMENTS[allocator]
     else:
         assert found["kind"] in ("direct", "resident", "staged")
@@ -64,7 +65,7 @@ def test_a_tensor_that_must_be_staged(fleet: Fleet, driver: str, allocator: str)
     sinks = fleet.engine(node, spec_of("decode"), store=store, **BIG)
     pull_and_check(sinks, publish(sources, 1), 1)
     found = placement_of(node, "prefill")
-    if driver == "fake":
+    if driver == FAKE:
         assert found["kind"] == "staged"
         assert "mover.placement" in found["why"]
 

@@ -219,7 +219,7 @@ async def main():
     lock = open(sys.argv[1])
     import fcntl
     fcntl.flock(lock, fcntl.LOCK_EX)
-    pool = AwaitedPool(boot="b", size=2, on_message=print, on_exit=print, lock_fds=(lock.fileno(),))
+    pool = AwaitedPool(boot="b", size=2, on_message=print, on_exit=print, lock_fd=lock.fileno())
     await pool.start()
     movers = [await pool.acquire() for _ in range(3)]
     print(*(m.pid for m in movers), flush=True)

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 import pytest
 
 from kvxferd.ids import AgentName
-from kvxferd.memory.fake_driver import FakeDriver
 from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, TransportError
 from kvxferd.mover.transport.probe import LIMIT_S, TIMED_BYTES, probe_span
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Runs
+from tests.support.devices import used_bytes
+from tests.support.fake_driver import FakeDriver
 from tests.support.memory_transport import Fabric, MemoryTransport
 from tests.support.mover_harness import MARK
 
@@ -133,11 +134,11 @@ def test_device_memory_is_looked_at_by_copies_and_nothing_of_it_is_kept() -> Non
     ctypes.memmove(address, content, SIZE)
     span = Span(address, SIZE, driver.mem_type, driver.device(uuid).ordinal)
     transport.register(span)
-    used = driver.used_bytes(uuid)
+    used = used_bytes(driver, uuid)
     proof = probe_span(transport, span, driver)
     assert (proof.ok, proof.why) == (True, "")
     assert ctypes.string_at(address, SIZE) == content
-    assert driver.used_bytes(uuid) == used
+    assert used_bytes(driver, uuid) == used
     broken = Empty(Fabric(), ME)
     broken.register(span)
     assert "other than those that lie there" in probe_span(broken, span, driver).why

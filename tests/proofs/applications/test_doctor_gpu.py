@@ -12,15 +12,16 @@ import pytest
 
 from kvxferd.doctor.placement_trial import unique_pages
 from tests.support.doctor_harness import LIMIT_S, examine
+from tests.support.fake_driver import FAKE
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-ROOT = Path(__file__).parents[3]
-FAKE = ("--gpu", "--driver", "fake", "--check", "gpus")
+FLAGS = ("--gpu", "--driver", FAKE, "--check", "gpus")
 ALL = ["device copy", "direct", "resident", "staged"]
 
 
 def test_every_placement_is_tried_checked_and_timed():
-    found = examine(*FAKE)
+    found = examine(*FLAGS, environment={"PYTHONPATH": str(ROOT)})
     tried = {one["placement"]: one for one in found.said["placements"]}
     assert list(tried) == ALL
     assert [one.get("refusal", "") for one in tried.values()] == [""] * 4
@@ -68,7 +69,9 @@ def test_the_table_is_printed_after_tests_that_failed_and_a_placement_that_crash
         "    os.kill(os.getpid(), signal.SIGSEGV)\n"
     )
     done = check_gpu(
-        GPU_CHECK_DRIVER="fake", GPU_CHECK_TESTS="tests/there_is_no_such_test.py", PYTHONPATH=str(tmp_path)
+        GPU_CHECK_DRIVER="fake",
+        GPU_CHECK_TESTS="tests/there_is_no_such_test.py",
+        PYTHONPATH=str(tmp_path),
     )
     assert done.returncode == 1
     assert placements_of(done.stdout) == dict.fromkeys(ALL, "yes") | {"direct": "it was killed by SIGSEGV"}

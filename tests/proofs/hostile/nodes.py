@@ -164,9 +164,8 @@ class Node:
 
     @property
     def worker_socket(self) -> str:
-        """Where it listens; the directory of its own where it has one."""
-        found = [*self.run_directory.glob("**/worker.sock")]
-        return str(found[0] if found else self.run_directory / "worker.sock")
+        """The path of its worker socket."""
+        return str(self.run_directory / "worker" / "worker.sock")
 
     def status(self) -> dict[str, Any] | None:
         with suppress(KvxferdError):

@@ -18,10 +18,10 @@ from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec
 from kvxferd.memory.device import ResidentMemory
 from kvxferd.memory.driver import DRIVER_VARIABLE
-from kvxferd.memory.fake_driver import FakeDriver
 from kvxferd.tooling import content
 from kvxferd.tooling.content import RequestBlocks
 from kvxferd.tooling.engine_process import EngineRank
+from tests.support.fake_driver import FakeDriver
 
 WAIT_S = 30.0
 

@@ -28,11 +28,17 @@ STOP_S = 60.0
 class Daemon(DaemonProcess):
     """A daemon in a directory, with the settings of `environ` and of `flags`, and what it tells of a test."""
 
-    def __init__(self, directory: Path, environ: Mapping[str, str], flags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        environ: Mapping[str, str],
+        flags: tuple[str, ...] = (),
+        module: str = "kvxferd.cli",
+    ) -> None:
         self._log_begin = 0  # of this test's part of the log, in bytes
         self._counted: dict[str, float] = {}  # by series, when this test began
         self._began_at = 0.0
-        super().__init__(directory, flags, environ)
+        super().__init__(directory, flags, environ, module=module)
 
     @property
     def endpoint(self) -> str:

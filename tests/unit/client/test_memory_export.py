@@ -12,10 +12,10 @@ from kvxferd.ids import RegionId
 from kvxferd.layout import RankLayout, RegionSpec
 from kvxferd.memory import SealedMemory
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
-from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from kvxferd.memory.validate import check_exports
 from kvxferd.wire.worker import RegionExport
 from tests.support.devices import Segment
+from tests.support.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from tests.support.open_fds import num_open_fds
 
 UNIT = GRANULARITY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvxferd.control.placement_warnings import placement_warnings
+from kvxferd.control.placement_warnings import findings_of
 from kvxferd.core.snapshot import NodeSnapshot, PlacementSnapshot
 from tests.support.node_samples import node_snapshot
 
@@ -23,23 +23,23 @@ def with_placement(kind: str, why: str) -> NodeSnapshot:
 
 
 def test_a_slow_path_on_one_node_is_one_sentence_that_names_the_ranks():
-    (warning,) = placement_warnings(node_snapshot().engines)
-    assert "goes over TCP" in warning
-    assert "hostPID" in warning
-    assert warning.endswith("(decode-0 pp0.tp0, decode-0 pp0.tp1)")
+    (found,) = findings_of(node_snapshot().engines)
+    assert "goes over TCP" in found.message
+    assert "hostPID" in found.remedy
+    assert found.remedy.endswith("(decode-0 pp0.tp0, decode-0 pp0.tp1)")
 
 
 def test_memory_that_is_not_proved_says_why():
-    (warning,) = placement_warnings(with_placement("direct", "a read brought other bytes").engines)
-    assert "a read brought other bytes" in warning
-    assert "kvxferd doctor" in warning
+    (found,) = findings_of(with_placement("direct", "a read brought other bytes").engines)
+    assert "a read brought other bytes" in found.message
+    assert "kvxferd doctor" in found.remedy
 
 
 def test_a_fallback_says_why():
-    (warning,) = placement_warnings(with_placement("staged", "no dma-buf").engines)
-    assert "staged way" in warning
-    assert "no dma-buf" in warning
+    (found,) = findings_of(with_placement("staged", "no dma-buf").engines)
+    assert "staged way" in found.message
+    assert "no dma-buf" in found.message
 
 
 def test_nothing_is_wrong_where_nothing_is():
-    assert placement_warnings(with_placement("direct", "").engines) == []
+    assert findings_of(with_placement("direct", "").engines) == []

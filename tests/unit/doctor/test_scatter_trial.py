@@ -7,12 +7,14 @@ import sys
 
 import pytest
 
+from tests.support.fake_driver import FAKE
+
 pytestmark = pytest.mark.process
 
 
 def test_scatters_are_measured_and_compared() -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "kvxferd.doctor.scatter_trial", "fake"],
+        [sys.executable, "-m", "kvxferd.doctor.scatter_trial", FAKE],
         capture_output=True,
         text=True,
         timeout=120,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import cuda_stub
+from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.process
 
@@ -62,6 +63,7 @@ def said_by(stub: Path, program: str, **settings: object) -> str:
     ran = subprocess.run(
         [sys.executable, "-c", program],
         env=cuda_stub.environment(stub, **settings),
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
@@ -81,6 +83,7 @@ IMPORT = """
 import os
 from kvxferd.errors import DeviceError
 from kvxferd.memory.cuda import CudaDriver
+from tests.support.devices import used_bytes
 driver = CudaDriver()
 uuid = driver.devices()[0].uuid
 handle = driver.create(uuid, driver.granularity(uuid))
@@ -92,7 +95,7 @@ try:
 except DeviceError as error:
     print(error.code.value, error.message)
 os.close(fd)
-print(driver.used_bytes(uuid))
+print(used_bytes(driver, uuid))
 """
 
 

@@ -18,8 +18,8 @@ import pytest
 from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.device import DeviceMemory
 from kvxferd.memory.device_pool import DevicePool
-from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
-from tests.support.devices import read, write
+from tests.support.devices import read, used_bytes, write
+from tests.support.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 
 ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
@@ -163,18 +163,18 @@ def test_memory_goes_and_comes_back_at_the_same_addresses(driver: FakeDriver) ->
     own, tensor = pool.allocate(GRANULARITY).address, torchs.allocate(2 * GRANULARITY, 0)
     assert tensor is not None
     write(driver, tensor, b"lost")
-    before = driver.used_bytes(uuid)
+    before = used_bytes(driver, uuid)
     for _ in range(2):
         pool.release_memory()
     assert pool.num_bytes == 0
-    assert driver.used_bytes(uuid) == before - 3 * GRANULARITY
+    assert used_bytes(driver, uuid) == before - 3 * GRANULARITY
     for address in (own, tensor):
         with pytest.raises(DeviceError):
             driver.allocation_range(address)
     for _ in range(2):
         pool.restore_memory()
     assert pool.num_bytes == 3 * GRANULARITY
-    assert driver.used_bytes(uuid) == before
+    assert used_bytes(driver, uuid) == before
     assert read(driver, tensor, 4) == bytes(4), "new memory"
     assert DeviceMemory(tensor, 2 * GRANULARITY, driver).allocations == ((tensor, 2 * GRANULARITY),)
     torchs.functions[1](tensor, 2 * GRANULARITY, 0, None)

@@ -15,7 +15,17 @@ from kvxferd.memory.device import DeviceMapping, DeviceMemory
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import Driver, StridedCopy, WriteOrder
 from kvxferd.memory.driver_registry import open_driver
-from tests.support.devices import DRIVERS, HostBuffer, Segment, driver_or_skip, read, write
+from tests.support.devices import (
+    DRIVERS,
+    HostBuffer,
+    Segment,
+    driver_or_skip,
+    free_plain,
+    read,
+    used_bytes,
+    write,
+)
+from tests.support.fake_driver import FAKE, GRANULARITY, FakeDriver
 from tests.support.open_fds import num_open_fds
 
 
@@ -110,7 +120,7 @@ def test_exported_memory_is_the_same_memory(driver: Driver, uuid: str, unit: int
 
 
 def test_memory_lives_until_the_last_mapping_goes(driver: Driver, uuid: str, unit: int) -> None:
-    before = driver.used_bytes(uuid)
+    before = used_bytes(driver, uuid)
     size = 32 * unit
     segment = Segment(driver, uuid, [size])
     segment.write(b"kept")
@@ -120,17 +130,17 @@ def test_memory_lives_until_the_last_mapping_goes(driver: Driver, uuid: str, uni
     os.close(fd)
     segment.close()
     assert read(driver, mapping.allocations[0].address, 4) == b"kept"
-    assert driver.used_bytes(uuid) >= before + size
+    assert used_bytes(driver, uuid) >= before + size
     mapping.unmap()
-    assert driver.used_bytes(uuid) < before + size
+    assert used_bytes(driver, uuid) < before + size
 
 
 def test_what_does_not_fit_is_refused(driver: Driver, uuid: str, unit: int) -> None:
     total = next(device.total_bytes for device in driver.devices() if device.uuid == uuid)
-    before = driver.used_bytes(uuid)
+    before = used_bytes(driver, uuid)
     with Segment(driver, uuid, [unit]), pytest.raises(DeviceError, match="out of memory"):
         driver.create(uuid, total // unit * unit)
-    assert driver.used_bytes(uuid) <= before
+    assert used_bytes(driver, uuid) <= before
 
 
 def test_plain_memory_cannot_be_exported(driver: Driver, uuid: str, unit: int) -> None:
@@ -140,7 +150,7 @@ def test_plain_memory_cannot_be_exported(driver: Driver, uuid: str, unit: int) -
     assert raised.value.code is Code.REGION_NOT_EXPORTABLE
     write(driver, address, b"plain")
     assert read(driver, address, 5) == b"plain"
-    driver.free_plain(address)
+    free_plain(driver, address)
 
 
 def test_what_is_no_device_memory_is_refused(driver: Driver, uuid: str, unit: int) -> None:
@@ -229,7 +239,7 @@ def test_a_strided_copy_writes_its_rows_and_nothing_else(
 )
 def test_the_fake_driver_refuses_strides_that_no_device_copies(shape: StridedCopy) -> None:
     """CUDA refuses the first three. Past the end, it writes other memory, or faults."""
-    driver = driver_or_skip("fake")
+    driver = driver_or_skip(FAKE)
     uuid = driver.devices()[0].uuid
     assert driver.max_pitch_bytes(uuid) == (1 << 31) - 1
     pool = DevicePool(uuid, driver)
@@ -240,6 +250,25 @@ def test_the_fake_driver_refuses_strides_that_no_device_copies(shape: StridedCop
             driver.copy_strided([shape._replace(to=block.address, source=block.address + 32768)], stream)
         driver.close_stream(stream)
     pool.close()
+
+
+def test_the_fake_driver_refuses_a_stream_whose_device_is_not_current() -> None:
+    driver = FakeDriver()
+    first, second = (device.uuid for device in driver.devices())
+    with driver.on(first):
+        stream = driver.open_stream()
+    with driver.on(second):
+        for call in (
+            lambda: driver.copy([1], [2], [3], stream),
+            lambda: driver.record(stream),
+        ):
+            with pytest.raises(DeviceError, match=f"{second} is current"):
+                call()
+        copy = StridedCopy(address := driver.allocate_plain(second, GRANULARITY), address + 512, 256)
+    with driver.on(first), pytest.raises(DeviceError, match=f"memory of {second}"):
+        driver.copy_strided([copy], stream)
+    driver.free_plain(address)
+    driver.close_stream(stream)
 
 
 def test_a_pool_gives_memory_that_can_be_exported(driver: Driver, uuid: str, unit: int) -> None:
@@ -257,12 +286,13 @@ def test_a_pool_gives_memory_that_can_be_exported(driver: Driver, uuid: str, uni
 
 
 def test_the_environment_chooses_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("none", "metal"):
+    for name in ("none", "metal", "kvxferd.memory.driver:Metal"):
         with pytest.raises(DeviceError) as raised:
             open_driver(name)
         assert raised.value.code is Code.DEVICE_UNAVAILABLE
         assert name in raised.value.message
-    assert open_driver("fake") is open_driver("fake")
+    assert isinstance(open_driver(FAKE), FakeDriver)
+    assert open_driver(FAKE) is open_driver(FAKE)
 
 
 def test_writes_of_network_cards_can_be_flushed_where_that_is_asked_for(driver: Driver) -> None:

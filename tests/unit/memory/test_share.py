@@ -21,8 +21,8 @@ from kvxferd.memory import Placement, SealedMemory, SharedMemory, map_memfd, map
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import DRIVER_VARIABLE
 from kvxferd.memory.driver_registry import open_driver
-from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from tests.support.devices import Segment
+from tests.support.fake_driver import FAKE, FAKE_DEVICES, GRANULARITY, FakeDriver
 
 MIB = 1 << 20
 UUID = FAKE_DEVICES[0].uuid
@@ -183,7 +183,7 @@ class DeviceTensor:
 class TestDeviceMemory:
     @pytest.fixture(autouse=True)
     def fake(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(DRIVER_VARIABLE, "fake")
+        monkeypatch.setenv(DRIVER_VARIABLE, FAKE)
 
     def test_memory_that_can_be_exported(self) -> None:
         with Segment(open_driver(), UUID, [2 * GRANULARITY, GRANULARITY]) as segment:

@@ -198,7 +198,7 @@ def test_registration_from_layouts_fills_every_fact() -> None:
 
 
 def test_reads_sum_up_a_plan() -> None:
-    """What explain prints: layers, heads and bytes by source."""
+    """What explain prints: layers and heads by source."""
     plan = plan_between(engine(layers=3, heads=4), engine(tp=2, pp=2, layers=3, heads=4))
     reads = plan_reads(plan)
     assert [(r.source, r.start_layer, r.end_layer) for r in reads] == [
@@ -208,4 +208,3 @@ def test_reads_sum_up_a_plan() -> None:
         (Rank(1, 1), 2, 3),
     ]
     assert [[(u.start, u.stop) for u in r.units["k"]] for r in reads] == [[(0, 2)], [(2, 4)]] * 2
-    assert [r.bytes_per_token for r in reads] == [32, 32, 16, 16]  # K, V, 2 heads, 4 bytes, layers

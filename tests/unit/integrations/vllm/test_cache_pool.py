@@ -16,7 +16,8 @@ from kvxferd.errors import Code, DeviceError
 from kvxferd.integrations.vllm.cache_pool import CachePool, PoolOffer, offer_pool, open_pool
 from kvxferd.memory import driver_registry
 from kvxferd.memory.driver_registry import open_driver
-from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
+from tests.support.devices import used_bytes
+from tests.support.fake_driver import FAKE, FAKE_DEVICES, GRANULARITY, FakeDriver
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("KVXFERD_DRIVER", "fake")
+    monkeypatch.setenv("KVXFERD_DRIVER", FAKE)
     monkeypatch.setattr(torch._C, "_cuda_customAllocator", lambda *functions: functions, raising=False)
     monkeypatch.setattr(
         torch,
@@ -82,11 +83,11 @@ def test_a_device_that_cannot_export_has_no_pool_and_keeps_nothing(monkeypatch: 
         raise DeviceError("cannot export", Code.REGION_NOT_EXPORTABLE)
 
     monkeypatch.setattr(driver, "export", refuse)
-    before = driver.used_bytes(FAKE_DEVICES[0].uuid)
+    before = used_bytes(driver, FAKE_DEVICES[0].uuid)
     fds = len(os.listdir("/proc/self/fd"))
     with pytest.raises(DeviceError, match="cannot export"):
         CachePool(FAKE_DEVICES[0].uuid, driver)
-    assert driver.used_bytes(FAKE_DEVICES[0].uuid) == before
+    assert used_bytes(driver, FAKE_DEVICES[0].uuid) == before
     assert len(os.listdir("/proc/self/fd")) == fds
 
 

@@ -19,7 +19,8 @@ from kvxferd.integrations.vllm.memory_sharing import SharedCaches, device_region
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import Driver
 from kvxferd.memory.driver_registry import open_driver
-from tests.support.devices import Segment
+from tests.support.devices import Segment, free_plain
+from tests.support.fake_driver import FAKE
 from tests.support.vllm_caches import layer_views
 
 BLOCKS, LAYERS = 64, 3
@@ -143,7 +144,7 @@ class TestDevices:
 
     @pytest.fixture
     def driver(self, monkeypatch: pytest.MonkeyPatch) -> Driver:
-        monkeypatch.setenv("KVXFERD_DRIVER", "fake")
+        monkeypatch.setenv("KVXFERD_DRIVER", FAKE)
         return open_driver()
 
     def storage(self, address: int, size_bytes: int) -> CacheStorage:
@@ -178,7 +179,7 @@ class TestDevices:
             assert shared.is_resident
             assert shared.export_again() == (region,), "it wakes in the placement in which it slept"
         finally:
-            driver.free_plain(address)
+            free_plain(driver, address)
 
     def test_memory_that_could_be_exported_may_be_resident_too(self, driver: Driver) -> None:
         uuid = driver.devices()[0].uuid

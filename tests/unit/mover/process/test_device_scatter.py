@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import RegionId
 from kvxferd.memory.driver import StridedCopy
-from kvxferd.memory.fake_driver import FakeDriver
 from kvxferd.mover.process.chunks import IDLE_S, ChunkState
 from kvxferd.mover.process.covering import ChunkFill, PlacedStretches, scatter
 from kvxferd.mover.process.device_scatter import CALLS_PER_STEP, strided_copies
@@ -23,6 +22,7 @@ from kvxferd.plan.copy_patterns import form_patterns
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm
 from kvxferd.wire.common import RegionAddress
+from tests.support.fake_driver import FakeDriver
 from tests.support.open_fds import num_open_fds
 from tests.support.pull_engine_harness import (
     BLOCKS,

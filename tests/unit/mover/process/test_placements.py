@@ -10,7 +10,6 @@ import pytest
 from kvxferd.errors import Code, DeviceError, KvxferdError
 from kvxferd.ids import AgentName, RegionId
 from kvxferd.memory.device import DeviceMemory
-from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, WRITE_ORDER_VARIABLE, FakeDriver
 from kvxferd.mover.process.binding import Bindings
 from kvxferd.mover.transport import probe
 from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, TransportError
@@ -19,6 +18,7 @@ from kvxferd.plan import Runs
 from kvxferd.wire.mover import Bound
 from kvxferd.wire.worker import RegionExport
 from tests.support.devices import Segment
+from tests.support.fake_driver import FAKE_DEVICES, GRANULARITY, WRITE_ORDER_VARIABLE, FakeDriver
 from tests.support.memory_transport import Fabric, MemoryTransport
 
 ME = AgentName("me")
@@ -220,15 +220,17 @@ def test_a_driver_that_runs_out_in_the_probe_leaves_nothing(
 # --- in which order a GPU sees what a network card writes
 
 
-@pytest.mark.parametrize(("order", "is_flushed"), [("native", False), ("flush", True)])
+@pytest.mark.parametrize(("order", "flushed"), [("native", {}), ("flush", {UUID: 1})])
 def test_a_gpu_is_flushed_where_it_asks_for_it(
-    order: str, is_flushed: bool, monkeypatch: pytest.MonkeyPatch
+    order: str, flushed: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WRITE_ORDER_VARIABLE, order)
     worker = Worker()
     try:
         assert worker.bind().placement.kind == "direct"
-        assert (worker.bindings.flush is not None) is is_flushed
+        if (flush := worker.bindings.flush) is not None:
+            flush()
+        assert worker.driver.flushed == flushed
     finally:
         worker.close()
 

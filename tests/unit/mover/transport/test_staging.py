@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvxferd.errors import DeviceError
 from kvxferd.ids import AgentName
-from kvxferd.memory.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from kvxferd.mover.transport import staging, staging_source
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds, Span, TransportError
 from kvxferd.mover.transport.runs import single_run
@@ -30,6 +29,7 @@ from kvxferd.wire.staging import (
     ChunkRequest,
 )
 from tests.support.devices import Segment
+from tests.support.fake_driver import FAKE_DEVICES, GRANULARITY, FakeDriver
 from tests.support.memory_transport import Fabric, MemoryTransport
 
 UUID = FAKE_DEVICES[0].uuid
@@ -110,7 +110,7 @@ class World:
             rings.append(self.sink.transport._slots)
         if self.source.transport._source is not None:
             rings.append(self.source.transport._source.slots)
-        return [ring.num_free for ring in rings]
+        return [len(ring._free) for ring in rings]
 
     def close(self) -> None:
         self.sink.close()
@@ -216,7 +216,7 @@ def test_a_source_that_dies_settles_the_read_and_frees_the_slots(world: World) -
         world.run(handle, source_serves=False)
     assert raised.value.settled
     if world.sink.transport._slots is not None:
-        assert world.sink.transport._slots.num_free == NUM_SLOTS
+        assert len(world.sink.transport._slots._free) == NUM_SLOTS
 
 
 def test_a_read_in_doubt_costs_slots_but_touches_nothing() -> None:

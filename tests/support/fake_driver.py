@@ -1,7 +1,8 @@
 """A driver without a GPU: physical memory is memfds, mapping them is mmap. For tests of real processes.
 
 It is as strict as a real driver: mapped memory faults until `set_access`, a copy lands no sooner than its
-event is polled, and sizes must be multiples of the granularity.
+event is polled, a stream's device must be current, and sizes must be multiples of the granularity.
+`KVXFERD_DRIVER` names it in processes that have the repository on their path.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import mmap
 import os
 import secrets
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +24,10 @@ from kvxferd.memory.driver import AddressRange, Device, StridedCopy, WriteOrder
 from kvxferd.memory.memfd import SealedMemory
 from kvxferd.memory.validate import check_memfd
 
+FAKE = "tests.support.fake_driver:FakeDriver"
 FAKE_DEVICES = (
-    Device("GPU-fake-0", 0, "fake 0", 8 << 30),
-    Device("GPU-fake-1", 1, "fake 1", 8 << 30),
+    Device("GPU-fake-0", 0, "fake 0", 1 << 30),
+    Device("GPU-fake-1", 1, "fake 1", 1 << 30),
 )
 GRANULARITY = 64 << 10
 MAX_PITCH_BYTES = (1 << 31) - 1  # as NVIDIA's devices have it
@@ -54,6 +56,7 @@ class _Physical:
 
 @dataclass
 class _Stream:
+    uuid: str
     pending: deque[tuple[Sequence[int], Sequence[int], Sequence[int]]] = field(default_factory=deque)
     started: int = 0
     done: int = 0
@@ -73,7 +76,7 @@ class FakeDriver:
     mem_type = "DRAM"
 
     def __init__(self) -> None:
-        self.num_flushes = 0
+        self.flushed: Counter[str] = Counter()
         self.polls_per_copy = 1  # polls of an event that report False before its copies land
         self._thread = threading.local()  # `current`: its device
         self._handles: dict[int, _Physical] = {}
@@ -87,7 +90,9 @@ class FakeDriver:
         return FAKE_DEVICES
 
     def describe(self) -> dict[str, str]:
-        return {"driver": "fake: memfds instead of device memory"}
+        return {"driver": self.name} | {
+            f"{device.uuid} ({device.name})": "export as descriptor" for device in FAKE_DEVICES
+        }
 
     def device(self, uuid: str) -> Device:
         for device in FAKE_DEVICES:
@@ -106,9 +111,14 @@ class FakeDriver:
     def _current(self) -> Device | None:
         return getattr(self._thread, "current", None)
 
-    def _check_current(self) -> None:
-        if self._current() is None:
+    def _current_uuid(self) -> str:
+        if (device := self._current()) is None:
             raise DeviceError("cannot use a device: none is current on this thread")
+        return device.uuid
+
+    def _check_current(self, stream: _Stream) -> None:
+        if self._current_uuid() != stream.uuid:
+            raise DeviceError(f"cannot use a stream of {stream.uuid}: {self._current_uuid()} is current")
 
     def device_of(self, address: int) -> str:
         base = self.allocation_range(address).base
@@ -119,8 +129,7 @@ class FakeDriver:
         return WriteOrder(os.environ.get(WRITE_ORDER_VARIABLE, WriteOrder.NATIVE))
 
     def flush_writes(self) -> None:
-        self._check_current()
-        self.num_flushes += 1
+        self.flushed[self._current_uuid()] += 1
 
     # --- physical memory
 
@@ -256,7 +265,7 @@ class FakeDriver:
     # --- copies
 
     def allocate_host(self, size_bytes: int) -> int:
-        self._check_current()
+        self._current_uuid()
         address = _mmap(None, size_bytes, _READ_WRITE, _ANONYMOUS)
         self._host[address] = size_bytes
         return address
@@ -265,15 +274,14 @@ class FakeDriver:
         _LIBC.munmap(address, self._host.pop(address))
 
     def open_stream(self) -> Any:
-        self._check_current()
-        return _Stream()
+        return _Stream(self._current_uuid())
 
     def close_stream(self, stream: Any) -> None:
         if stream.pending:
             raise DeviceError("cannot close a stream: copies are under way on it")
 
     def copy(self, to: Sequence[int], source: Sequence[int], length: Sequence[int], stream: Any) -> None:
-        self._check_current()
+        self._check_current(stream)
         stream.pending.append((to, source, length))
         stream.started += 1
 
@@ -283,12 +291,12 @@ class FakeDriver:
 
     def copy_strided(self, copies: Sequence[StridedCopy], stream: Any) -> None:
         for one in copies:
-            self._check_strided(one)
+            self._check_strided(one, stream)
             to, source, length = zip(*one.each_row(), strict=True)
             self.copy(to, source, length, stream)
 
-    def _check_strided(self, one: StridedCopy) -> None:
-        """Refuse what CUDA refuses, and what is no memory of a device."""
+    def _check_strided(self, one: StridedCopy, stream: _Stream) -> None:
+        """Refuse what CUDA refuses, and what is not the device's memory."""
         pitches = (one.to_pitch, one.source_pitch) if one.rows > 1 or one.planes > 1 else ()
         plane_rows = (one.to_plane_rows, one.source_plane_rows) if one.planes > 1 else ()
         if (
@@ -298,11 +306,12 @@ class FakeDriver:
         ):
             raise DeviceError(f"cannot copy {one}: rows, or planes, lie inside one another")
         for first, end in ((one.to, one.to_end), (one.source, one.source_end)):
-            self.allocation_range(first)
-            self.allocation_range(end - 1)
+            for address in (first, end - 1):
+                if (uuid := self.device_of(address)) != stream.uuid:
+                    raise DeviceError(f"cannot copy {one}: memory of {uuid} is no device memory here")
 
     def record(self, stream: Any) -> Any:
-        self._check_current()
+        self._check_current(stream)
         return _Event(stream, stream.started)
 
     def is_done(self, event: Any) -> bool:
@@ -326,13 +335,6 @@ class FakeDriver:
             for to, source, length in zip(*stream.pending.popleft(), strict=True):
                 ctypes.memmove(to, source, length)
             stream.done += 1
-
-    def used_bytes(self, uuid: str) -> int:
-        found: set[str] = set()
-        for process in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                found |= _fake_memory_of(process)
-        return sum(int(name.split(":")[2]) for name in found if name.split(":")[1] == uuid)
 
 
 def _check_size(what: str, size_bytes: int) -> None:
@@ -367,7 +369,16 @@ def _describe_fd(fd: int) -> tuple[str, int] | None:
     return None
 
 
-def _fake_memory_of(process: str) -> set[str]:
+def used_bytes(uuid: str, pids: Iterable[int]) -> int:
+    """Return how much of a fake device's memory these processes hold."""
+    held: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            held |= _fake_memory_of(pid)
+    return sum(int(size) for _, of, size, *_ in (name.split(":") for name in held) if of == uuid)
+
+
+def _fake_memory_of(process: int) -> set[str]:
     # A process that maps memory keeps its descriptor (`_Physical`), and has fewer of these than mappings.
     names: set[str] = set()
     for fd in os.listdir(f"/proc/{process}/fd"):
