@@ -49,6 +49,8 @@ from kvxferd.wire.probe import DIGEST_BYTES, ProbeRead, ProbeRegion, num_slices
 BLOCK_TOKENS = 4
 # A request of 11 tokens, and where it lies at either end.
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
+# Two users.
+FIRST, SECOND = 1000, 2000
 
 
 @dataclass
@@ -94,6 +96,21 @@ class Worker:
     def heard(self, kind: type[Message]) -> list[Message]:
         return [m for m in self.inbox if isinstance(m, kind)]
 
+    def exports(self) -> tuple[wk.RegionExport, ...]:
+        """Its memory, as it is exported."""
+        assert self.layout is not None
+        region = self.layout.regions[0]
+        return (wk.RegionExport(region.region, region.size_bytes, 0),)
+
+    def resume(self, incarnation: str = "second", request: int = 2) -> None:
+        """Wake with memory that is mapped anew."""
+        self.say(wk.Resume(request=request, regions=self.exports(), incarnation=Incarnation(incarnation)))
+
+    def over(self) -> list[tuple[str, Code]]:
+        """Each transfer that is over for the session, and why."""
+        found = [m for m in self.inbox if isinstance(m, wk.Released | wk.PublishRefused)]
+        return [(m.transfer_id, m.why if isinstance(m, wk.Released) else m.code) for m in found]
+
     def publish(self, transfer_id: str, ids: list[int], num_tokens: int, **more: object) -> TransferRef:
         slot = next(self.slots)
         word = self.world.rng.randbytes(FENCE_WORD_BYTES)
@@ -123,6 +140,10 @@ class Worker:
         blocks = {"full": PackedBlocks(pack_ids(ids), first)}
         self.say(wk.Pull(ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=deadline_s))
         return ticket
+
+    def reads(self, ref: TransferRef) -> bool:
+        """Pull three blocks, and return whether they are delivered at once."""
+        return isinstance(self.ended(self.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
 
     def ended(self, ticket: int) -> Message | None:
         """The ticket's terminal event; more than one is a failure."""
@@ -424,16 +445,26 @@ class World:
         self.hosts[name] = Host(name, endpoint, node)
         return self.hosts[name]
 
-    def connect(self, host: Host) -> Worker:
+    def connect(self, host: Host, uid: int = 0) -> Worker:
+        """A session of a user's that has greeted."""
         session = SessionId(next(self._numbers))
         worker = Worker(self, host, session, receives_deliveries=self.receives_deliveries)
         host.workers[worker.session] = worker
-        self.feed(host, ev.WorkerConnected(worker.session, 1, 0))
+        self.feed(host, ev.WorkerConnected(worker.session, 1, uid))
         worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test"))
         return worker
 
-    def register(self, host: Host, spec: EngineSpec, layout: str = "HND", **more: int) -> Worker:
-        worker = self.connect(host)
+    def attach(self, host: Host, spec: EngineSpec, uid: int = 0) -> Worker:
+        """A scheduler of the engine: it has no memory, and publishes."""
+        scheduler = self.connect(host, uid)
+        scheduler.spec = spec
+        scheduler.say(wk.Attach(request=1, engine_id=spec.engine_id, generation=spec.generation))
+        return scheduler
+
+    def register(
+        self, host: Host, spec: EngineSpec, layout: str = "HND", *, uid: int = 0, **more: int
+    ) -> Worker:
+        worker = self.connect(host, uid)
         worker.spec = spec
         facts = {"num_kv_heads": 2, "head_dim": 2, "block_tokens": BLOCK_TOKENS, "num_blocks": 32} | more
         worker.layout = attention_layout(spec=spec, layout=layout, **facts)
@@ -444,13 +475,12 @@ class World:
     def register_again(self, worker: Worker, incarnation: str = "first", request: int = 1) -> None:
         assert worker.spec is not None
         assert worker.layout is not None
-        region = worker.layout.regions[0]
         worker.say(
             wk.Register(
                 request=request,
                 engine=worker.spec,
                 layout=worker.layout,
-                regions=(wk.RegionExport(region.region, region.size_bytes, 0),),
+                regions=worker.exports(),
                 incarnation=Incarnation(incarnation),
             )
         )
@@ -495,6 +525,12 @@ class World:
             self._do(host, effect)
         host.node.check_integrity()
         self.settle()
+
+    def ask(self, host: Host, message: Message, route: bytes = b"stranger", key: str = "") -> list[Message]:
+        """Send as a bare peer that has proved that key; return what came back at once."""
+        effects = host.node.feed(ev.PeerRequest(route, message, key), self.now)
+        host.node.check_integrity()
+        return [effect.message for effect in effects if getattr(effect, "route", None) == route]
 
     def _do(self, host: Host, effect: fx.Effect) -> None:
         match effect:
@@ -647,6 +683,21 @@ def spec_of(
         num_kv_heads=2,
         **more,
     )
+
+
+def delivers(source: Worker, sink: Worker, transfer_id: str = "t1") -> bool:
+    """Publish three blocks, and return whether the sink has them at once."""
+    return sink.reads(source.publish(transfer_id, IDS, TOKENS))
+
+
+def two_users(world: World) -> tuple[Worker, Worker]:
+    """Ranks of two engines on one host, each of its own user."""
+    host = world.host("d")
+    first, second = (
+        world.register(host, spec_of(f"decode-{number}"), uid=uid)
+        for number, uid in enumerate((FIRST, SECOND), 1)
+    )
+    return first, second
 
 
 def mover_of(worker: Worker) -> Mover:

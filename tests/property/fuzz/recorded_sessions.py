@@ -98,8 +98,7 @@ def _grown() -> list[Tape]:
     source = world.engine(world.host("p"), "prefill", tp=2)[0]
     other = source.host.workers[max(source.host.workers)]
     sink = world.engine(world.host("d"), "decode")[0]
-    scheduler = world.connect(source.host)
-    scheduler.say(wk.Attach(request=1, engine_id="prefill", generation="g1"))
+    scheduler = world.attach(source.host, source.spec)
     source.say(BlockIds(stream=1, group="full", offset=0, ids=pack_ids(IDS[:1])))
     ref = source.publish("t1", IDS[1:2], TOKENS, ready_tokens=4, stream=1)
     blocks = {"full": PackedBlocks(pack_ids(SINK_IDS))}
@@ -120,10 +119,8 @@ def _grown() -> list[Tape]:
     world.advance(2.0)
     for worker in (sink, other):
         worker.say(wk.Suspend())
-        region = worker.layout.regions[0]
-        exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
         worker.host.give_movers = worker is other
-        worker.say(wk.Resume(request=2, regions=exports, incarnation="second"))
+        worker.resume()
     world.feed(sink.host, ev.MoverUnavailable(sink.session, Refusal(Code.MOVER_LOST, "none")))
     sink.say(wk.NewMover())
     world.cut = {("d", "p")}
