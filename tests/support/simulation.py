@@ -2,7 +2,7 @@
 
 Workers, movers and memory are simulated with bytes that really move: a simulated mover expands the
 plan, copies from the address space of the source's mover, and reads the fence word, each step when
-the test says so. A mover that covers reads longer stretches first, and copies from there in a later step.
+the test says so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
@@ -35,9 +34,7 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
-from kvxferd.mover.process.covering import ChunkFill, PlacedStretches, scatter
 from kvxferd.plan import Expander, decode_plan
-from kvxferd.plan.covering import CoverExpander, Stretches
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.block_id_parts import BlockIdAssembly
@@ -49,6 +46,8 @@ from kvxferd.wire.peer import PEER_VERSIONS, PeerWelcome
 BLOCK_TOKENS = 4
 # A request of 11 tokens, and where it lies at either end.
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
+# Two users.
+FIRST, SECOND = 1000, 2000
 
 
 @dataclass
@@ -95,6 +94,21 @@ class Worker:
     def heard(self, kind: type[Message]) -> list[Message]:
         return [m for m in self.inbox if isinstance(m, kind)]
 
+    def exports(self) -> tuple[wk.RegionExport, ...]:
+        """Its memory, as it is exported."""
+        assert self.layout is not None
+        region = self.layout.regions[0]
+        return (wk.RegionExport(region.region, region.size_bytes, 0),)
+
+    def resume(self, incarnation: str = "second", request: int = 2) -> None:
+        """Wake with memory that is mapped anew."""
+        self.say(wk.Resume(request=request, regions=self.exports(), incarnation=Incarnation(incarnation)))
+
+    def over(self) -> list[tuple[str, Code]]:
+        """Each transfer that is over for the session, and why."""
+        found = [m for m in self.inbox if isinstance(m, wk.Released | wk.PublishRefused)]
+        return [(m.transfer_id, m.why if isinstance(m, wk.Released) else m.code) for m in found]
+
     def publish(self, transfer_id: str, ids: list[int], num_tokens: int, **more: object) -> TransferRef:
         slot = next(self.slots)
         word = self.world.rng.randbytes(FENCE_WORD_BYTES)
@@ -124,6 +138,10 @@ class Worker:
         blocks = {"full": PackedBlocks(pack_ids(ids), first)}
         self.say(wk.Pull(ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=deadline_s))
         return ticket
+
+    def reads(self, ref: TransferRef) -> bool:
+        """Pull three blocks, and return whether they are delivered at once."""
+        return isinstance(self.ended(self.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
 
     def ended(self, ticket: int) -> Message | None:
         """The ticket's terminal event; more than one is a failure."""
@@ -172,16 +190,6 @@ class Worker:
 
 
 @dataclass
-class ReadChunks:
-    """What a covering pull has read, and not copied into its blocks."""
-
-    start: mv.StartPull
-    stretches: list[tuple[Stretches, bytes]] = field(default_factory=list)  # with their images
-    is_word_read: bool = False
-    word: bytes | None = None
-
-
-@dataclass
 class Mover:
     """A mover process. `hold` keeps it from working on pulls until the test steps it."""
 
@@ -201,16 +209,9 @@ class Mover:
     remotes: set[AgentName] = field(default_factory=set)
     base: int = 0
     started: deque[mv.StartPull] = field(default_factory=deque)
-    chunks: deque[ReadChunks] = field(default_factory=deque)
-    cover_plans: dict[str, CoverExpander] = field(default_factory=dict)
     copied: deque[mv.StartPull] = field(default_factory=deque)
     aborted: set[int] = field(default_factory=set)
     assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a pull waits for a step."""
-        return bool(self.started or self.chunks or self.copied)
 
     def say(self, message: Message) -> None:
         if self.alive and not self.mute:
@@ -235,9 +236,7 @@ class Mover:
                 if message.on:
                     self.say(mv.Polling(token=message.token))
             case mv.LoadPlan():
-                plan = decode_plan(message.encoded)
-                self.plans[message.digest] = Expander(plan)
-                self.cover_plans[message.digest] = CoverExpander(plan)
+                self.plans[message.digest] = Expander(decode_plan(message.encoded))
             case mv.LoadRemote():
                 self.remotes.add(message.agent)
             case mv.DropRemote():
@@ -248,17 +247,12 @@ class Mover:
                 self.started.append(msgspec.structs.replace(message, local=local, remote=remote))
                 if not self.hold:
                     self.copy()
-                    self.copy()
                     self.finish()
             case mv.AbortPull():
                 self.aborted.add(message.pull)
                 for start in [s for s in self.started if s.pull == message.pull and not self.hold]:
                     self.started.remove(start)
                     self._done(start, mv.PullOutcome(delivered=False, started=False))
-                # Nothing that was read can reach the blocks, unless it is copied there: which it never is.
-                for read in [read for read in self.chunks if read.start.pull == message.pull]:
-                    self.chunks.remove(read)
-                    self._done(read.start, mv.PullOutcome(delivered=False, started=False))
             case mv.ReportPull():
                 for start in [s for s in (*self.started, *self.copied) if s.pull == message.pull]:
                     agents = tuple(source.agent for source in start.sources if not self.hold)
@@ -281,14 +275,8 @@ class Mover:
         self.say(mv.Bound(regions=(address,), metadata=b"meta"))
 
     def copy(self) -> None:
-        """Do all data reads of the oldest pull that has not been copied; where it covers, its next step."""
-        if self.chunks:
-            self._scatter(self.chunks.popleft())
-            return
+        """Do all data reads of the oldest pull that has not been copied."""
         if not self.started:
-            return
-        if self.world.covers:
-            self._read_chunks()
             return
         start = self.started.popleft()
         expander = self.plans[start.plan]
@@ -310,66 +298,14 @@ class Mover:
                 self.worker.memory[at : at + int(length)] = content
         self.copied.append(start)
 
-    def _read_chunks(self) -> None:
-        """Do the network's part of the oldest pull."""
-        start = self.started.popleft()
-        regions = {source.rank: {r.region: r.address for r in source.regions} for source in start.sources}
-        agents = {source.rank: source.agent for source in start.sources}
-        assert set(agents.values()) <= self.remotes, "an agent was never loaded"
-        request = self.cover_plans[start.plan].prepare(start.local, start.remote)
-        assert request is not None
-        read = ReadChunks(start)
-        for part in request.parts({RegionId("kv"): self.base}, regions):
-            for rank, covered in part.items():
-                for one in covered.stretches:
-                    size = one.form.size_bytes
-                    images = [self.world.read(agents[rank], at, size) for at in one.remote.tolist()]
-                    if None in images:
-                        outcome = mv.PullOutcome(
-                            delivered=False,
-                            started=False,
-                            agent=agents[rank],
-                            message="gone",
-                            code=Code.TRANSPORT,
-                        )
-                        self._done(start, outcome)
-                        return
-                    read.stretches.append((one, b"".join(image for image in images if image is not None)))
-                assert not covered.runs, "blocks of these layouts repeat"
-        self.chunks.append(read)
-
-    def _scatter(self, read: ReadChunks) -> None:
-        """Copy from the chunks into the blocks. The word may have been read before."""
-        memory = np.frombuffer(self.worker.memory, dtype=np.uint8)
-        for stretches, image in read.stretches:
-            nothing = stretches.remote[:0]
-            fill = ChunkFill(nothing, nothing, nothing, (PlacedStretches(stretches, 0),), stretches.num_bytes)
-            for _ in scatter(fill, np.frombuffer(image, dtype=np.uint8), {RegionId("kv"): memory}):
-                pass
-        if read.is_word_read:
-            self._judge(read.start, read.word)
-        else:
-            self.copied.append(read.start)
-
     def finish(self) -> None:
-        """Read the fence word of the oldest copied pull and say how it ended.
-
-        Where none is copied, the word of one whose chunks are read: it may be scattered later.
-        """
-        unread = [read for read in self.chunks if not read.is_word_read]
-        if not self.copied and unread:
-            fence = unread[0].start.fence
-            unread[0].is_word_read = True
-            unread[0].word = self.world.read(fence.agent, fence.address, FENCE_WORD_BYTES)
+        """Read the fence word of the oldest copied pull and say how it ended."""
         if not self.copied:
             return
         start = self.copied.popleft()
         assert start.fence.agent in self.remotes, "the fence's agent was never loaded"
         word = self.world.read(start.fence.agent, start.fence.address, FENCE_WORD_BYTES)
-        self._judge(start, word)
-
-    def _judge(self, start: mv.StartPull, word: bytes | None) -> None:
-        if word == start.fence.word or self.world.blind:
+        if word == start.fence.word:
             self._done(start, mv.PullOutcome(delivered=True, bytes=1, runs=1))
         else:
             self._done(
@@ -444,8 +380,6 @@ class World:
         self.without_descriptors: set[str] = set()  # hosts that can attach no pidfd to a frame
         self.forgotten: dict[str, list[Endpoint]] = {}  # connections closed, by host
         self.receives_deliveries = False  # of workers that connect from now on, as `Worker` has it
-        self.covers = False  # movers read stretches that cover the runs, and copy from there
-        self.blind = False  # movers believe every fence word: to show that tests can fail
         self._local: deque[Callable[[], None]] = deque()
         self._settling = False
         self._memory: dict[int, tuple[Mover, bytearray]] = {}
@@ -465,16 +399,26 @@ class World:
         self.hosts[name] = Host(name, endpoint, node)
         return self.hosts[name]
 
-    def connect(self, host: Host) -> Worker:
+    def connect(self, host: Host, uid: int = 0) -> Worker:
+        """A session of a user's that has greeted."""
         session = SessionId(next(self._numbers))
         worker = Worker(self, host, session, receives_deliveries=self.receives_deliveries)
         host.workers[worker.session] = worker
-        self.feed(host, ev.WorkerConnected(worker.session, 1, 0))
+        self.feed(host, ev.WorkerConnected(worker.session, 1, uid))
         worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test"))
         return worker
 
-    def register(self, host: Host, spec: EngineSpec, layout: str = "HND", **more: int) -> Worker:
-        worker = self.connect(host)
+    def attach(self, host: Host, spec: EngineSpec, uid: int = 0) -> Worker:
+        """A scheduler of the engine: it has no memory, and publishes."""
+        scheduler = self.connect(host, uid)
+        scheduler.spec = spec
+        scheduler.say(wk.Attach(request=1, engine_id=spec.engine_id, generation=spec.generation))
+        return scheduler
+
+    def register(
+        self, host: Host, spec: EngineSpec, layout: str = "HND", *, uid: int = 0, **more: int
+    ) -> Worker:
+        worker = self.connect(host, uid)
         worker.spec = spec
         facts = {"num_kv_heads": 2, "head_dim": 2, "block_tokens": BLOCK_TOKENS, "num_blocks": 32} | more
         worker.layout = attention_layout(spec=spec, layout=layout, **facts)
@@ -485,13 +429,12 @@ class World:
     def register_again(self, worker: Worker, incarnation: str = "first", request: int = 1) -> None:
         assert worker.spec is not None
         assert worker.layout is not None
-        region = worker.layout.regions[0]
         worker.say(
             wk.Register(
                 request=request,
                 engine=worker.spec,
                 layout=worker.layout,
-                regions=(wk.RegionExport(region.region, region.size_bytes, 0),),
+                regions=worker.exports(),
                 incarnation=Incarnation(incarnation),
             )
         )
@@ -536,6 +479,12 @@ class World:
             self._do(host, effect)
         host.node.check_integrity()
         self.settle()
+
+    def ask(self, host: Host, message: Message, route: bytes = b"stranger", key: str = "") -> list[Message]:
+        """Send as a bare peer that has proved that key; return what came back at once."""
+        effects = host.node.feed(ev.PeerRequest(route, message, key), self.now)
+        host.node.check_integrity()
+        return [effect.message for effect in effects if getattr(effect, "route", None) == route]
 
     def _do(self, host: Host, effect: fx.Effect) -> None:
         match effect:
@@ -676,6 +625,21 @@ def spec_of(
         num_kv_heads=2,
         **more,
     )
+
+
+def delivers(source: Worker, sink: Worker, transfer_id: str = "t1") -> bool:
+    """Publish three blocks, and return whether the sink has them at once."""
+    return sink.reads(source.publish(transfer_id, IDS, TOKENS))
+
+
+def two_users(world: World) -> tuple[Worker, Worker]:
+    """Ranks of two engines on one host, each of its own user."""
+    host = world.host("d")
+    first, second = (
+        world.register(host, spec_of(f"decode-{number}"), uid=uid)
+        for number, uid in enumerate((FIRST, SECOND), 1)
+    )
+    return first, second
 
 
 def mover_of(worker: Worker) -> Mover:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import array
 import os
+import resource
 import socket
 from collections.abc import Iterator
 
 import pytest
 
 from kvxferd.errors import ProtocolError
-from kvxferd.frame_socket import FrameSocket, dup_fds
+from kvxferd.frame_socket import LOST_FD, FrameSocket, dup_fds
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 from tests.support.open_fds import num_open_fds
@@ -122,6 +123,24 @@ def test_descriptors_that_no_frame_takes_are_closed() -> None:
     for fd in pipe:
         os.close(fd)
     assert num_open_fds() == before
+
+
+def test_a_reader_may_accept_a_frame_whose_descriptor_it_has_no_room_for(
+    ends: tuple[FrameSocket, FrameSocket],
+) -> None:
+    left, right = ends
+    left.send(b"with", dup_fds((0,)))
+    left.flush()
+    right.accept_lost_fds()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        ((payload, fds),) = right.receive() or []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (payload, fds) == (b"with", (LOST_FD,))
 
 
 @pytest.mark.parametrize(

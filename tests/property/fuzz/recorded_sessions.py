@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
+from kvxferd.errors import Code
+from kvxferd.layout import PackedBlocks, pack_ids
+from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from tests.support.simulation import Host, World, spec_of
+from kvxferd.wire.common import BlockIds, Refusal
+from tests.support.simulation import Host, World, mover_of, spec_of
 
 SETTINGS = Settings()
 IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
@@ -59,8 +63,8 @@ class _Recording(World):
 
 @functools.cache
 def tapes() -> tuple[Tape, ...]:
-    """The nodes of a pair of engines, and those of an engine that spans nodes with its reader."""
-    return (*_pair(), *_spread())
+    """The nodes of a pair of engines, of one that grows and sleeps, and of one that spans nodes."""
+    return (*_pair(), *_grown(), *_spread())
 
 
 def _pair() -> list[Tape]:
@@ -87,12 +91,51 @@ def _pair() -> list[Tape]:
     return world.tapes()
 
 
+def _grown() -> list[Tape]:
+    """A transfer that grows, and ids in parts; movers that die or were never there; ranks that sleep."""
+    world = _Recording()
+    world.receives_deliveries = True
+    source = world.engine(world.host("p"), "prefill", tp=2)[0]
+    other = source.host.workers[max(source.host.workers)]
+    sink = world.engine(world.host("d"), "decode")[0]
+    scheduler = world.attach(source.host, source.spec)
+    source.say(BlockIds(stream=1, group="full", offset=0, ids=pack_ids(IDS[:1])))
+    ref = source.publish("t1", IDS[1:2], TOKENS, ready_tokens=4, stream=1)
+    blocks = {"full": PackedBlocks(pack_ids(SINK_IDS))}
+    pull = wk.Pull(
+        ticket=9, ref=ref, blocks=blocks, num_tokens=TOKENS, deadline_s=9.0, progressive=True,
+        wants_progress=True,
+    )  # fmt: skip
+    sink.say(pull)
+    other.ready("t1", 8)
+    more = {"full": PackedBlocks(pack_ids(IDS[2:]))}
+    source.say(wk.Extend(transfer_id="t1", blocks=more, incarnation=source.incarnation, ready_tokens=-1))
+    mover = mover_of(sink)
+    mover.say(mv.ChunkMemoryWanted(wanted_bytes=1 << 30))
+    mover.hold = True
+    other.ready("t1")
+    sink.say(wk.DeliveredByMover(tickets=(77,)))
+    mover.die()
+    world.advance(2.0)
+    for worker in (sink, other):
+        worker.say(wk.Suspend())
+        worker.host.give_movers = worker is other
+        worker.resume()
+    world.feed(sink.host, ev.MoverUnavailable(sink.session, Refusal(Code.MOVER_LOST, "none")))
+    sink.say(wk.NewMover())
+    world.cut = {("d", "p")}
+    sink.say(wk.Prepare(ref=replace(ref, transfer_id="t2")))
+    world.advance(3.0)
+    scheduler.close()
+    return world.tapes()
+
+
 def _spread() -> list[Tape]:
     world = _Recording()
     home, other = world.host("p0"), world.host("p1")
     spec = spec_of("spread", pp=2, layers=4, home=home.endpoint)
     first = world.register(home, spec)
-    second = world.register(other, msgspec.structs.replace(spec, pp_rank=1))
+    second = world.register(other, replace(spec, pp_rank=1))
     sink = world.engine(world.host("d"), "decode", layers=4)[0]
     ref = first.publish("t1", IDS, TOKENS)
     second.ready("t1")

@@ -79,6 +79,10 @@ class Replay:
         found = {
             "sessions": node.sessions,
             "engines": list(node.registry),
+            "movers": node.movers._movers,
+            "peers": node.peers._peers,
+            "members": node.home._members,
+            "fence pages": node.fence_pages._requested,
             "pulls": node.pulls,
             "questions": node.peer_requests,
             "transfers": node.published.table.live,
@@ -86,7 +90,9 @@ class Replay:
             "grants": node.published.table.by_grant,
             "asks": node.grant_server._pending,
             "fetches": node.handshake_server._pending,
+            "early ready": node.published.table.early_ready,
             "attendants": node.poll_requests._states,
+            "waiting for attendants": node.member._pending,
             "holds": node.grant_client.num_grants(),
         }
         return [f"{len(entries)} {name}" for name, entries in found.items() if len(entries)]

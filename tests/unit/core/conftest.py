@@ -7,11 +7,16 @@ import pytest
 from tests.support.simulation import IDS, TOKENS, Worker, World
 
 
-@pytest.fixture(params=["by-daemon", "by-mover"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Where ends of pulls are tried, workers hear of them from their daemon, or from their movers."""
+    if "world" in metafunc.fixturenames and getattr(metafunc.module, "DELIVERED_BOTH_WAYS", False):
+        metafunc.parametrize("world", [False, True], indirect=True, ids=["by-daemon", "by-mover"])
+
+
+@pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
-    """Workers hear of what is delivered from their daemon, or from their movers."""
     world = World()
-    world.receives_deliveries = request.param == "by-mover"
+    world.receives_deliveries = getattr(request, "param", False)
     return world
 
 

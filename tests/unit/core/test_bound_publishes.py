@@ -9,27 +9,14 @@ from kvxferd.core import events as ev
 from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.errors import Code
 from kvxferd.ids import Rank, SessionId
-from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
+from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.peer import RankReady
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of, spec_of
 
 FIRST, SECOND = Rank(0, 0), Rank(0, 1)
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-def attach(world: World, host: Host, spec: EngineSpec, uid: int = 0) -> Worker:
-    scheduler = world.connect(host)
-    scheduler.spec = spec
-    host.node.sessions[scheduler.session].uid = uid
-    scheduler.say(wk.Attach(request=1, engine_id=spec.engine_id, generation=spec.generation))
-    return scheduler
 
 
 def replay(world: World, worker: Worker, ref: TransferRef, incarnations: tuple) -> bytes:
@@ -53,18 +40,6 @@ def suspend(worker: Worker) -> None:
     assert worker.heard(wk.Suspended)
 
 
-def resume(worker: Worker, incarnation: str = "second") -> None:
-    region = worker.layout.regions[0]
-    exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
-    worker.say(wk.Resume(request=2, regions=exports, incarnation=incarnation))
-
-
-def ended(worker: Worker) -> list[tuple[str, Code]]:
-    """Each transfer that is over for the session, and why."""
-    found = [m for m in worker.inbox if isinstance(m, wk.Released | wk.PublishRefused)]
-    return [(m.transfer_id, m.why if isinstance(m, wk.Released) else m.code) for m in found]
-
-
 def failure(world: World, sink: Worker, ref: TransferRef) -> Code:
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=60.0)
     world.advance(61.0)
@@ -78,14 +53,14 @@ def test_a_rank_that_slept_while_its_daemon_was_away(world: World, first_back: s
     spec = spec_of("prefill", tp=2, publish_implies_ready=True)
     host = world.host("p")
     world.engine(host, "prefill", tp=2, publish_implies_ready=True)
-    scheduler = attach(world, host, spec)
+    scheduler = world.attach(host, spec)
     known = scheduler.known
     assert set(known) == {(FIRST, "first"), (SECOND, "first")}
     ref = scheduler.publish("t1", IDS, TOKENS)
 
     host = world.host("p")  # another daemon on the same endpoint; one rank has slept meanwhile
     ranks = [world.connect(host) for _ in range(2)]
-    scheduler = attach(world, host, spec)
+    scheduler = world.attach(host, spec)
 
     def come_back(number: int, incarnation: str) -> None:
         worker = ranks[number]
@@ -98,29 +73,29 @@ def test_a_rank_that_slept_while_its_daemon_was_away(world: World, first_back: s
         come_back(1, "second")
     word = replay(world, scheduler, ref, known)
     if first_back == "scheduler":
-        assert ended(scheduler) == []
+        assert scheduler.over() == []
         come_back(1, "second")
-    assert ended(scheduler) == [("t1", Code.RANK_LOST)]
+    assert scheduler.over() == [("t1", Code.RANK_LOST)]
     assert scheduler.fence[:16] != word
     (sink,) = world.engine(world.host("d"), "decode")
     assert failure(world, sink, ref) in (Code.RELEASED, Code.TRANSFER_UNKNOWN)
     for rank in ranks:
         rank.fill(IDS, TOKENS, seed=1)
     again = scheduler.publish("t2", IDS, TOKENS)
-    assert isinstance(sink.ended(sink.pull(again, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(again)
 
 
 def test_a_replay_of_memory_that_stayed_is_delivered(world: World) -> None:
     host = world.host("p")
     (rank,) = world.engine(host, "prefill", publish_implies_ready=True)
-    scheduler = attach(world, host, rank.spec)
+    scheduler = world.attach(host, rank.spec)
     known, ref = scheduler.known, scheduler.publish("t1", IDS, TOKENS)
     host = world.host("p")
     back = world.register(host, rank.spec)
     back.fill(IDS, TOKENS, seed=1)
-    replay(world, attach(world, host, rank.spec), ref, known)
+    replay(world, world.attach(host, rank.spec), ref, known)
     (sink,) = world.engine(world.host("d"), "decode")
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
 
 
 @pytest.mark.parametrize("first_back", ["scheduler", "member"])
@@ -129,7 +104,7 @@ def test_a_member_that_slept_while_its_home_was_away(world: World, first_back: s
     spec = spec_of("prefill", pp=2, home=home.endpoint, publish_implies_ready=True)
     world.register(home, spec)
     second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
-    scheduler = attach(world, home, spec)
+    scheduler = world.attach(home, spec)
     known, ref = scheduler.known, scheduler.publish("t1", IDS, TOKENS)
     assert set(known) == {(Rank(0, 0), "first"), (Rank(1, 0), "first")}
 
@@ -138,17 +113,17 @@ def test_a_member_that_slept_while_its_home_was_away(world: World, first_back: s
     world.advance(1.0)
     home = world.host("p0")
     world.register(home, spec)
-    scheduler = attach(world, home, spec)
+    scheduler = world.attach(home, spec)
     if first_back == "scheduler":
         replay(world, scheduler, ref, known)
-        assert ended(scheduler) == []
-    resume(second)
+        assert scheduler.over() == []
+    second.resume()
     world.cut.clear()
     world.advance(10.0)
     assert len(second.heard(wk.Registered)) == 2
     if first_back == "member":
         replay(world, scheduler, ref, known)
-    assert ended(scheduler) == [("t1", Code.RANK_LOST)]
+    assert scheduler.over() == [("t1", Code.RANK_LOST)]
     (sink,) = world.engine(world.host("d"), "decode")
     assert failure(world, sink, ref) in (Code.RELEASED, Code.TRANSFER_UNKNOWN)
 
@@ -158,11 +133,11 @@ def test_a_rank_publishes_for_an_engine_whose_other_rank_slept(world: World) -> 
     first, second = world.engine(host, "prefill", tp=2, publish_implies_ready=True)
     known = first.known
     suspend(second)
-    resume(second)
+    second.resume()
     first.publish("old", IDS, TOKENS, incarnations=known)  # it was queued, or waited for the GPU
-    assert ended(first) == [("old", Code.RANK_LOST)]
+    assert first.over() == [("old", Code.RANK_LOST)]
     first.publish("new", IDS, TOKENS)
-    assert ended(first) == [("old", Code.RANK_LOST)]
+    assert first.over() == [("old", Code.RANK_LOST)]
 
 
 def test_what_is_published_while_a_rank_sleeps_is_refused(world: World) -> None:
@@ -170,22 +145,22 @@ def test_what_is_published_while_a_rank_sleeps_is_refused(world: World) -> None:
     first, second = world.engine(host, "prefill", tp=2, publish_implies_ready=True)
     suspend(second)
     first.publish("t1", IDS, TOKENS)
-    assert ended(first) == [("t1", Code.RANK_LOST)]
+    assert first.over() == [("t1", Code.RANK_LOST)]
 
 
 def test_sessions_are_reported_the_ranks_and_what_changes(world: World) -> None:
     host = world.host("p")
     spec = spec_of("prefill", tp=2)
-    scheduler, stranger = attach(world, host, spec), attach(world, host, spec, uid=7)
+    scheduler, stranger = world.attach(host, spec), world.attach(host, spec, uid=7)
     assert scheduler.heard(wk.EngineRanks) == []
     first, second = world.engine(host, "prefill", tp=2)
     suspend(second)
-    resume(second)
+    second.resume()
     reports = [((FIRST, "first"),), ((SECOND, "first"),), ((SECOND, "second"),)]
     assert [m.ranks for m in scheduler.heard(wk.EngineRanks)] == reports
     assert [m.ranks for m in first.heard(wk.EngineRanks)] == reports
     assert stranger.heard(wk.EngineRanks) == []  # another user's, attached before the engine had ranks
-    late = attach(world, host, spec)
+    late = world.attach(host, spec)
     kinds = [type(m) for m in late.inbox]
     assert kinds.index(wk.EngineRanks) < kinds.index(wk.Registered)
     assert late.known == ((FIRST, "first"), (SECOND, "second"))
@@ -197,10 +172,10 @@ def test_sessions_are_reported_the_ranks_and_what_changes(world: World) -> None:
 def test_a_resume_in_the_same_incarnation_is_refused(world: World) -> None:
     (rank,) = world.engine(world.host("p"), "prefill")
     suspend(rank)
-    resume(rank, "first")
+    rank.resume("first")
     (refused,) = rank.heard(wk.Refused)
     assert refused.code is Code.REGION_INVALID
-    resume(rank)
+    rank.resume()
     assert len(rank.heard(wk.Registered)) == 2
 
 
@@ -209,7 +184,7 @@ def test_readiness_ends_when_its_rank_sleeps(world: World) -> None:
     first, second = world.engine(host, "prefill", tp=2)
     second.ready("early")
     suspend(second)
-    resume(second)
+    second.resume()
     ref = first.publish("early", IDS, TOKENS)
     (sink,) = world.engine(world.host("d"), "decode")
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=20.0)
@@ -222,10 +197,10 @@ def test_ready_of_memory_that_is_gone_releases_the_transfer(world: World) -> Non
     host = world.host("p")
     first, second = world.engine(host, "prefill", tp=2)
     suspend(second)
-    resume(second)
+    second.resume()
     first.publish("t1", IDS, TOKENS)
     second.say(wk.Ready(transfer_id="t1", incarnation="first"))
-    assert ended(first) == [("t1", Code.RANK_LOST)]
+    assert first.over() == [("t1", Code.RANK_LOST)]
     second.say(wk.Ready(transfer_id="t2", incarnation="first"))
     assert ("prefill", "g1") not in {key[0] for key in host.node.published.table.early_ready}
 
@@ -242,12 +217,12 @@ def test_a_members_readiness_that_is_late_speaks_for_the_memory_that_it_names(wo
     world.network.clear()
     world.hold_network = False
     suspend(second)
-    resume(second)
+    second.resume()
     world.advance(1.0)
     first.publish("t1", IDS, TOKENS, incarnations=((Rank(0, 0), "first"),))  # it does not name the member
     for envelope in late:
         world.arrive(envelope)
-    assert ended(first) == [("t1", Code.RANK_LOST)]
+    assert first.over() == [("t1", Code.RANK_LOST)]
 
 
 @pytest.mark.parametrize(
@@ -264,9 +239,9 @@ def test_a_members_readiness_that_is_late_speaks_for_the_memory_that_it_names(wo
 def test_a_publish_that_implies_readiness_names_every_rank(world: World, incarnations, code: Code) -> None:
     host = world.host("p")
     rank, _ = world.engine(host, "prefill", tp=2, publish_implies_ready=True)
-    for worker in (rank, attach(world, host, rank.spec)):
+    for worker in (rank, world.attach(host, rank.spec)):
         replay(world, worker, TransferRef(host.endpoint, "prefill", "g1", "t1", "ab" * 16), incarnations)
-        assert ended(worker) == [("t1", code)]
+        assert worker.over() == [("t1", code)]
 
 
 def test_ready_without_an_incarnation_costs_the_connection(world: World) -> None:
@@ -293,6 +268,6 @@ def test_a_grant_is_refused_where_a_rank_was_mapped_anew(world: World, monkeypat
     host.node.sessions[SessionId(rank.session)].rank.incarnation = "another"
     (sink,) = world.engine(world.host("d"), "decode")
     assert failure(world, sink, ref) is Code.RANK_LOST
-    assert ended(rank) == [("t1", Code.RANK_LOST)]
+    assert rank.over() == [("t1", Code.RANK_LOST)]
     assert mover_of(rank).alive
     world.feed(host, ev.Tick())

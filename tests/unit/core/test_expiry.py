@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.core import Settings
-from kvxferd.plan import topology
 from kvxferd.wire import worker as wk
-from tests.support.simulation import World
+from tests.support.simulation import IDS, TOKENS, World
 
-IDS, TOKENS = [3, 1, 2], 11
 HOLD_S = 60.0
 
 
@@ -34,18 +32,6 @@ def test_engines_and_agents_that_nobody_wants_are_forgotten_when_others_are_lear
     assert len(list(rank.topology.engines())) <= 2
     with pytest.raises(Exception, match="prefill-0"):
         rank.topology.get_engine_info("prefill-0")
-
-
-def test_a_rank_knows_its_reads_of_so_many_engines(world, monkeypatch):
-    monkeypatch.setattr(topology, "MAX_REMOTE_ENGINES", 3)
-    prefill, decode = world.host("p"), world.host("d")
-    (sink,) = world.engine(decode, "decode")
-    for number in range(8):
-        (source,) = world.engine(prefill, f"prefill-{number}")
-        ticket = sink.pull(source.publish("t", IDS, TOKENS), IDS, TOKENS)
-        assert isinstance(sink.ended(ticket), wk.Delivered)
-    rank = decode.node.sessions[sink.session].rank
-    assert [e.engine_id for e in rank.topology.engines()] == ["prefill-5", "prefill-6", "prefill-7"]
 
 
 def test_what_is_wanted_again_and_again_is_kept(world):

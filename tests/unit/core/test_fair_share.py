@@ -12,8 +12,7 @@ from kvxferd.errors import BusyError, Code
 from kvxferd.ids import SessionId
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from tests.support.fair_share_users import FIRST, SECOND, register
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of
+from tests.support.simulation import FIRST, IDS, SECOND, SINK_IDS, TOKENS, Worker, World, spec_of, two_users
 
 
 def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
@@ -25,7 +24,10 @@ def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
     assert shares.held == 112
 
 
-def test_a_small_limit_is_nobodys_reserve() -> None:
+def test_a_small_limit_has_a_place_for_a_second_user_too_and_two_have_no_reserve() -> None:
+    shares = FairShare(8)
+    assert [shares.acquire(FIRST) for _ in range(8)] == [True] * 7 + [False]
+    assert [shares.acquire(uid) for uid in (SECOND, 3000)] == [True, False]
     shares = FairShare(2)
     assert [shares.acquire(FIRST) for _ in range(3)] == [True, True, False]
 
@@ -33,12 +35,12 @@ def test_a_small_limit_is_nobodys_reserve() -> None:
 def test_ranks_have_a_share_of_each_user() -> None:
     world = World(settings=Settings(limits=LimitsConfig(max_ranks=16)))
     host = world.host("p")
-    first = [register(world, host, f"a{n}", FIRST) for n in range(16)]
+    first = [world.register(host, spec_of(f"a{n}"), uid=FIRST) for n in range(16)]
     refused = [w.heard(wk.Refused) for w in first]
     assert [bool(r) for r in refused] == [False] * 14 + [True] * 2
     assert refused[-1][0].code is Code.BUSY
     assert "uid 1000" in refused[-1][0].message
-    second = register(world, host, "b", SECOND)
+    second = world.register(host, spec_of("b"), uid=SECOND)
     assert second.heard(wk.Registered)
 
 
@@ -54,43 +56,14 @@ def test_bytes_in_flight_have_a_share_of_each_user() -> None:
     assert load.inflight_bytes == 0
 
 
-def test_pulls_are_counted_for_the_ranks_user() -> None:
-    world = World()
-    (source,) = world.engine(world.host("a"), "prefill")
-    (sink,) = world.engine(world.host("b"), "decode")
-    mover_of(sink).hold = True
-    sink.pull(source.publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert sink.host.node.pulls.admission.inflight_bytes > 0
-    mover_of(sink).die()
-
-
 def ref_to(endpoint: str, transfer: str = "t", engine: str = "prefill") -> TransferRef:
     return TransferRef(f"tcp://{endpoint}:9441", engine, "g1", transfer, "n")
-
-
-def two_users(world: World) -> tuple[Worker, Worker]:
-    host = world.host("d")
-    return register(world, host, "decode-1", FIRST), register(world, host, "decode-2", SECOND)
 
 
 def failed_of(worker: Worker, ticket: int) -> wk.Failed | None:
     found = worker.ended(ticket)
     assert found is None or isinstance(found, wk.Failed)
     return found
-
-
-def test_made_up_references_leave_peers_for_others() -> None:
-    world = World(settings=Settings(limits=LimitsConfig(max_peers=16)))
-    first, second = two_users(world)
-    tickets = [first.pull(ref_to(f"nobody-{n}"), SINK_IDS, TOKENS) for n in range(16)]
-    failed = [failed_of(first, ticket) for ticket in tickets]
-    assert [bool(f) for f in failed] == [False] * 14 + [True] * 2
-    assert failed[-1] is not None
-    assert failed[-1].code is Code.BUSY
-    assert failed_of(second, second.pull(ref_to("other"), SINK_IDS, TOKENS)) is None
-    world.advance(30.0)
-    assert first.host.node.peers._peer_share.held == 0
-    assert first.host.node.handshake_client._learning_share.held == 0
 
 
 def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
@@ -155,11 +128,3 @@ def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
     world.advance(130.0)
     assert node.worker_requests._abandoning_share.held == 0
     assert not node.sessions[first.session].abandoning
-
-
-def test_a_small_limit_has_a_place_for_a_second_user_too():
-    shares = FairShare(8)
-    assert all(shares.acquire(1000) for _ in range(7))
-    assert not shares.acquire(1000)
-    assert shares.acquire(1001)
-    assert not shares.acquire(1002)

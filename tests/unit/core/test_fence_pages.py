@@ -7,13 +7,7 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, mover_of, spec_of
-from tests.support.user_sessions import connect_as, register_as
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of, spec_of
 
 
 def attach(worker, engine_id: str = "prefill") -> None:
@@ -25,9 +19,9 @@ def attach(worker, engine_id: str = "prefill") -> None:
 def test_a_page_of_another_user_is_registered_by_no_mover_of_the_engine(world, uid):
     """Root is an owner of its own: it publishes for engines of its own."""
     host = world.host("p")
-    stranger = connect_as(world, host, uid)
+    stranger = world.connect(host, uid)
     attach(stranger)
-    rank = register_as(world, host, 1000, spec_of("prefill", publish_implies_ready=True))
+    rank = world.register(host, spec_of("prefill", publish_implies_ready=True), uid=1000)
     assert host.node.fence_pages.is_served(rank.session)
     assert not host.node.fence_pages.is_served(stranger.session)
     stranger.publish("t1", IDS, TOKENS)
@@ -36,8 +30,8 @@ def test_a_page_of_another_user_is_registered_by_no_mover_of_the_engine(world, u
 
 def test_root_is_told_that_it_cannot_publish_for_anothers_engine(world):
     host = world.host("p")
-    register_as(world, host, 1000, spec_of("prefill"))
-    root = connect_as(world, host, 0)
+    world.register(host, spec_of("prefill"), uid=1000)
+    root = world.connect(host, 0)
     attach(root)
     (refused,) = root.heard(wk.Refused)
     assert refused.code is Code.NOT_ALLOWED

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvxferd.core import events as ev
 from kvxferd.core import generation_order
 from kvxferd.core.generation_order import GenerationOrder
 from kvxferd.ids import EngineId, EngineKey, Generation
 from kvxferd.wire import worker as wk
-from tests.support.simulation import World, spec_of
+from tests.support.simulation import spec_of
 
 
 def key(generation: str, engine_id: str = "e") -> EngineKey:
     return EngineKey(EngineId(engine_id), Generation(generation))
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
 
 
 def test_a_replaced_generation_that_connects_again_replaces_nothing(world):

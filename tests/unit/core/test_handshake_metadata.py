@@ -17,9 +17,8 @@ from kvxferd.ids import Rank
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.peer import FetchEngine
-from tests.support.simulation import Host, Worker, World
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World
 
-IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 PLACES = st.builds(Rank, st.integers(0, 3), st.integers(0, 3))
 
 

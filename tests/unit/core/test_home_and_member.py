@@ -10,14 +10,7 @@ from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.peer import JoinRank, RankReady
-from tests.support.simulation import World, mover_of, spec_of
-
-IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of, spec_of
 
 
 @pytest.fixture
@@ -62,7 +55,7 @@ def test_every_source_mover_polls_before_the_grant(world, spread):
     stages[1].ready("t1")
     sink.say(wk.Prepare(ref=ref))
     assert all(m.attended for m in movers)
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
     world.advance(2 * world.settings.polling_linger_s + 0.1)  # at home, then at the member
     assert not any(m.attended for m in movers)
 
@@ -129,22 +122,20 @@ def test_a_rank_that_wakes_without_its_home_stays_suspended_and_wakes_with_it(wo
     member.say(wk.Suspend())
     assert member.heard(wk.Suspended)
     world.cut |= {("p0", "p1"), ("p1", "p0")}
-    region = member.layout.regions[0]
-    exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
-    member.say(wk.Resume(request=2, regions=exports, incarnation="second"))
+    member.resume()
     world.advance(11)
     (refused,) = member.heard(wk.Refused)
     assert (refused.request, refused.code) == (2, Code.HOME_UNREACHABLE)
     assert not [mover for mover in member.host.movers.values() if mover.alive]
     world.cut.clear()
-    member.say(wk.Resume(request=3, regions=exports, incarnation="third"))
+    member.resume("third", request=3)
     world.advance(2)
     assert [reply.request for reply in member.heard(wk.Registered)] == [1, 3]
     for stage in stages:
         stage.fill(IDS, TOKENS, seed=1)
     ref = stages[0].publish("t1", IDS, TOKENS)
     member.say(wk.Ready(transfer_id="t1", incarnation="third"))
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
 
 
 def test_a_home_refuses_a_rank_that_disagrees(world):
@@ -160,12 +151,12 @@ def test_a_members_mover_that_is_replaced_is_joined_anew(world, spread):
     stages, sink = spread
     first = stages[0].publish("t0", IDS, TOKENS)
     stages[1].ready("t0")
-    assert isinstance(sink.ended(sink.pull(first, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(first)
     next(iter(stages[1].host.movers.values())).die()
     world.advance(1)
     ref = stages[0].publish("t1", IDS, TOKENS)
     stages[1].ready("t1")
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
@@ -208,7 +199,7 @@ def test_a_late_join_of_a_former_generation_does_not_bring_it_back(world, spread
         stage.fill(IDS, TOKENS, seed=2)
     ref = stages[0].publish("t1", IDS, TOKENS)
     stages[1].ready("t1")
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
 
 
 def test_a_mover_whose_node_was_silent_when_it_could_stop_stops_once_the_node_is_back(world, spread):
@@ -272,7 +263,7 @@ def test_ready_that_was_said_before_the_rank_joined_again_is_not_lost(world, spr
     ref = stages[0].publish("t1", IDS, TOKENS)
     stages[1].ready("t1")  # its mover is not there yet, nor known at home
     world.advance(5)
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
 
 
 def test_a_late_ready_does_not_speak_for_another_transfer_of_the_same_id(world, spread):

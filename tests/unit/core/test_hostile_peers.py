@@ -45,14 +45,7 @@ from kvxferd.wire.peer import (
     SetRankPolling,
     TransferReleased,
 )
-from tests.support.simulation import Host, Worker, World, spec_of
-
-IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, delivers, spec_of
 
 
 def tamper(world: World, kind: type[Message], **changes: object) -> None:
@@ -63,13 +56,6 @@ def tamper(world: World, kind: type[Message], **changes: object) -> None:
         if isinstance(message, kind):
             envelope.payload = encode(msgspec.structs.replace(message, **changes))
         world.arrive(envelope)
-
-
-def ask(world: World, host: Host, question: Message, route: bytes = b"stranger") -> list[Message]:
-    """Ask as a bare peer; return what came back at once."""
-    effects = host.node.feed(ev.PeerRequest(route, question), world.now)
-    host.node.check_integrity()
-    return [effect.message for effect in effects if getattr(effect, "route", None) == route]
 
 
 @pytest.mark.parametrize(
@@ -142,11 +128,11 @@ def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world
     sources = [world.engine(world.host(f"p{number}"), f"prefill{number}")[0] for number in range(4)]
     refs = [source.publish("t1", IDS, TOKENS) for source in sources]
     shares = sink.host.node.handshake_client._learnt_bytes_share
-    assert isinstance(sink.ended(sink.pull(refs[0], SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(refs[0])
     one = shares.held
     shares.limit = 3 * one  # of which the last eighth is for other users
     for ref in refs[1:]:
-        assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+        assert sink.reads(ref)
     assert shares.held == 2 * one
     refs = [source.publish("t2", IDS, TOKENS) for source in sources]
     for ref in refs[:2]:
@@ -155,7 +141,7 @@ def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world
     assert isinstance(failed, wk.Failed)
     assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
     sink.say(wk.Abandon(ref=refs[0]))
-    assert isinstance(sink.ended(sink.pull(refs[2], SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(refs[2])
     sink.close()
     for source in sources:
         sink.host.node.peers.drop(source.host.endpoint)
@@ -172,9 +158,7 @@ def test_lists_that_never_end_leave_room_for_others(world, source, sink):
             ids = BlockIds(stream=stream, group="full", offset=offset, ids=part)
             world.feed(sink.host, ev.PeerReply(liar, ids))
     assert len(part) <= peers._reassembly_share.held <= 2 * MAX_REQUEST_IDS_BYTES
-    assert isinstance(
-        sink.ended(sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
-    )
+    assert delivers(source, sink, "t1")
     peers.drop(liar)
     assert peers._reassembly_share.held == 0
 
@@ -308,7 +292,7 @@ def joining(world: World, worker: Worker, **changes: object) -> JoinRank:
 )
 def test_a_rank_that_cannot_be_is_not_joined(world, stages, changes, code):
     home = stages[0].host
-    (refused,) = ask(world, home, joining(world, stages[1], **changes))
+    (refused,) = world.ask(home, joining(world, stages[1], **changes))
     assert refused.code is code
     assert len(list(home.node.registry)) == 1
 
@@ -317,7 +301,7 @@ def test_a_binding_of_other_regions_than_the_layouts_is_not_joined(world, stages
     question = joining(world, stages[1])
     binding = msgspec.structs.replace(question.manifest.binding, regions=())
     manifest = msgspec.structs.replace(question.manifest, binding=binding)
-    (refused,) = ask(world, stages[0].host, msgspec.structs.replace(question, manifest=manifest))
+    (refused,) = world.ask(stages[0].host, msgspec.structs.replace(question, manifest=manifest))
     assert refused.code is Code.REGION_INVALID
 
 
@@ -415,14 +399,14 @@ def grant_of(world: World, source: Worker, ref, grant: str = "g", num_ranks: int
 
 def test_one_grants_name_on_two_transfers_is_refused(world, source):
     first, second = (source.publish(f"t{n}", [n], 4) for n in range(2))
-    ask(world, source.host, grant_of(world, source, first))  # its mover begins to poll
+    world.ask(source.host, grant_of(world, source, first))  # its mover begins to poll
     world.feed(source.host, ev.PeerRequest(b"stranger", grant_of(world, source, first)))
     source.host.node.context.pop_effects()
     (mover,) = source.host.movers.values()
     world.feed(source.host, ev.MoverMessage(mover.mover, mv.Polling(token=0)))
-    (granted,) = ask(world, source.host, grant_of(world, source, first))
+    (granted,) = world.ask(source.host, grant_of(world, source, first))
     assert isinstance(granted, Granted)
-    (refused,) = ask(world, source.host, grant_of(world, source, second))
+    (refused,) = world.ask(source.host, grant_of(world, source, second))
     assert refused.code is Code.OUT_OF_PLACE
 
 
@@ -460,9 +444,7 @@ def forgotten(world: World, host: Host) -> list[str]:
 
 
 def test_a_peer_that_nothing_is_asked_of_any_more_is_forgotten(world, source, sink):
-    assert isinstance(
-        sink.ended(sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
-    )
+    assert delivers(source, sink, "t1")
     assert len(sink.host.node.snapshot().peers) == 1
     assert forgotten(world, sink.host) == [source.host.endpoint]
     assert not sink.host.node.snapshot().peers
@@ -471,7 +453,7 @@ def test_a_peer_that_nothing_is_asked_of_any_more_is_forgotten(world, source, si
 def test_a_connection_that_a_late_question_opens_again_is_closed_again(world, source, sink):
     """Two questions to a peer that is dead: the first one's end closes, the second one's resend opens."""
     ref = source.publish("t1", IDS, TOKENS)
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
     del world.hosts["p"]
     sink.say(wk.Abandon(ref=ref))  # asked for minutes
     sink.pull(ref, SINK_IDS, TOKENS)
@@ -506,14 +488,14 @@ def test_a_layout_that_was_checked_by_the_shell_is_not_checked_again(world, stag
     monkeypatch.setattr(
         "kvxferd.core.layout_cache.validate_layout", lambda *args: pytest.fail("checked again")
     )
-    (done,) = ask(world, stages[0].host, question)
+    (done,) = world.ask(stages[0].host, question)
     assert isinstance(done, Done)
 
 
 def test_who_may_not_join_is_refused_before_a_layout_is_looked_at(world, stages, monkeypatch):
     monkeypatch.setattr(core_home, "check_manifest", lambda *args: pytest.fail("looked at"))
     question = msgspec.structs.replace(joining(world, stages[1]), secret="another")
-    (refused,) = ask(world, stages[0].host, question)
+    (refused,) = world.ask(stages[0].host, question)
     assert refused.code is Code.NOT_ALLOWED
     outline = PEER_OUTLINES.decode(encode(question))
     assert stages[0].host.node.refusal_of_join(b"evil", outline, "").code is Code.NOT_ALLOWED
@@ -534,12 +516,6 @@ def test_a_peer_that_cannot_be_connected_fails_its_pulls_with_the_reason(world, 
 # --- grants, among peers that prove a key
 
 
-def with_key(world: World, host: Host, question: Message, key: str) -> list[Message]:
-    effects = host.node.feed(ev.PeerRequest(b"stranger", question, key), world.now)
-    host.node.check_integrity()
-    return [effect.message for effect in effects if getattr(effect, "route", None) == b"stranger"]
-
-
 @pytest.fixture
 def granted(world, source):
     """A grant of the key 0a; its transfer."""
@@ -554,14 +530,14 @@ def granted(world, source):
 
 def test_a_grant_is_its_keys_whatever_another_names(world, source, granted):
     _, transfer = granted
-    (done,) = with_key(world, source.host, ReturnGrant(request=1, grant="g"), "0b")
+    (done,) = world.ask(source.host, ReturnGrant(request=1, grant="g"), key="0b")
     assert isinstance(done, Done)
-    (renewed,) = with_key(world, source.host, RenewGrants(request=1, grants=("g",)), "0b")
+    (renewed,) = world.ask(source.host, RenewGrants(request=1, grants=("g",)), key="0b")
     assert renewed.ended == ("g",)
     assert len(transfer.grants) == 1
-    (renewed,) = with_key(world, source.host, RenewGrants(request=1, grants=("g",)), "0a")
+    (renewed,) = world.ask(source.host, RenewGrants(request=1, grants=("g",)), key="0a")
     assert not renewed.ended
-    with_key(world, source.host, ReturnGrant(request=1, grant="g"), "0a")
+    world.ask(source.host, ReturnGrant(request=1, grant="g"), key="0a")
     assert not transfer.grants
 
 
@@ -569,8 +545,8 @@ def test_a_question_that_waits_keeps_its_asker(world, source):
     """Another that uses its name waits beside it, and does not get its answer."""
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
     question = grant_of(world, source, ref)
-    assert not with_key(world, source.host, question, "0a")
-    assert not with_key(world, source.host, msgspec.structs.replace(question, request=6), "0b")
+    assert not world.ask(source.host, question, key="0a")
+    assert not world.ask(source.host, msgspec.structs.replace(question, request=6), key="0b")
     asks = source.host.node.grant_server._pending.values()
     assert sorted(ask.message.request for ask in asks) == [5, 6]
 
@@ -579,9 +555,7 @@ def test_an_acknowledgement_ends_no_grant_of_another_transfer(world, source, gra
     _, transfer = granted
     other = source.publish("t2", [4], 4)
     consumer = Consumer("decode", "g1", Rank(0, 0), 2)
-    with_key(
-        world, source.host, Acknowledge(request=1, grant="g", ref=other, consumer=consumer, bytes=0), "0a"
-    )
+    world.ask(source.host, Acknowledge(request=1, grant="g", ref=other, consumer=consumer, bytes=0), key="0a")
     assert len(transfer.grants) == 1
 
 
@@ -590,7 +564,7 @@ def test_made_up_readers_are_not_kept_without_end(world, source, granted):
     for number in range(MAX_READERS + 10):
         consumer = Consumer(f"made-up-{number}", "g1", Rank(0, 0), 2)
         acknowledge = Acknowledge(request=1, grant="x", ref=ref, consumer=consumer, bytes=0)
-        assert with_key(world, source.host, acknowledge, "0b")
+        assert world.ask(source.host, acknowledge, key="0b")
     assert len(transfer.readers) == MAX_READERS
 
 
@@ -605,10 +579,10 @@ def test_made_up_readers_are_not_kept_without_end(world, source, granted):
 def test_a_question_as_long_as_a_message_is_not_kept_waiting(world, source, changes):
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
     question = msgspec.structs.replace(grant_of(world, source, ref), **changes)
-    (refused,) = with_key(world, source.host, question, "0b")
+    (refused,) = world.ask(source.host, question, key="0b")
     assert refused.code is Code.BAD_FRAME
     fetch = FetchEngine(request=1, engine_id="e" * 300, generation="g", wait_s=5.0)
-    (refused,) = with_key(world, source.host, fetch, "0b")
+    (refused,) = world.ask(source.host, fetch, key="0b")
     assert refused.code is Code.BAD_FRAME
 
 
@@ -631,12 +605,12 @@ def test_a_question_that_grows_as_it_is_asked_again_counts_as_long(world, source
     answers: list[Message] = []
     for number in range(6):
         short = grant_of(world, source, ref, grant=f"g{number}")
-        assert not with_key(world, source.host, short, "0b")
+        assert not world.ask(source.host, short, key="0b")
         long = msgspec.structs.replace(short, reads=((Rank(0, 0), "a" * 200),) * 100)
-        answers += [a for a in with_key(world, source.host, long, "0b") if isinstance(a, PeerRefused)]
+        answers += [a for a in world.ask(source.host, long, key="0b") if isinstance(a, PeerRefused)]
     assert [a.code for a in answers] == [Code.BUSY] * 3
     other = msgspec.structs.replace(grant_of(world, source, ref), reads=((Rank(0, 0), "a" * 200),) * 100)
-    assert Code.BUSY not in [a.code for a in with_key(world, source.host, other, "0a")]
+    assert Code.BUSY not in [a.code for a in world.ask(source.host, other, key="0a")]
 
 
 def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, granted, monkeypatch):
@@ -645,7 +619,7 @@ def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, gr
     ref, transfer = granted
 
     def asked(name: str, key: str) -> Message:
-        return with_key(world, source.host, grant_of(world, source, ref, grant=name), key)[-1]
+        return world.ask(source.host, grant_of(world, source, ref, grant=name), key=key)[-1]
 
     assert isinstance(asked("g1", "0a"), Granted)
     assert asked("g2", "0a").code is Code.BUSY
@@ -653,7 +627,7 @@ def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, gr
     assert isinstance(asked("g", "0b"), Granted)
     assert isinstance(asked("g", "0c"), Granted)
     assert asked("g", "0d").code is Code.BUSY
-    with_key(world, source.host, ReturnGrant(request=1, grant="g1"), "0a")
+    world.ask(source.host, ReturnGrant(request=1, grant="g1"), key="0a")
     assert isinstance(asked("g", "0d"), Granted)
     assert transfer.num_grants_of_peer == {"0a": 1, "0b": 1, "0c": 1, "0d": 1}
 
@@ -665,7 +639,7 @@ def test_joined_ranks_are_bounded_by_peer(world, stages, monkeypatch):
         said = joining(world, stages[1], engine_id=f"new-{number}")
         binding = msgspec.structs.replace(said.manifest.binding, agent=f"agent-{number}")
         said = msgspec.structs.replace(said, manifest=msgspec.structs.replace(said.manifest, binding=binding))
-        codes += [getattr(a, "code", None) for a in ask(world, home, said) if isinstance(a, PeerRefused)]
+        codes += [getattr(a, "code", None) for a in world.ask(home, said) if isinstance(a, PeerRefused)]
     assert codes == [Code.BUSY]
 
 

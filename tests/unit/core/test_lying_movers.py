@@ -11,6 +11,8 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.peer import RenewGrants
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
 
+DELIVERED_BOTH_WAYS = True
+
 
 def test_another_mover_delivers_no_pull(world, source, sink):
     mover_of(sink).hold = True

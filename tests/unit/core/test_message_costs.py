@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.core import events as ev
 from kvxferd.errors import Code, ProtocolError
-from kvxferd.ids import Incarnation, Rank, SessionId
+from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
@@ -70,31 +69,6 @@ def test_more_groups_than_a_request_has_end_the_session(kind: str) -> None:
         ref = TransferRef("tcp://a:9441", "e", "g", "t", "n")
         sink.say(wk.Pull(ticket=1, ref=ref, blocks=blocks, num_tokens=1, deadline_s=1.0))
     assert sink.heard(wk.Farewell)
-
-
-def test_a_reference_of_the_wire_is_looked_at_too() -> None:
-    world = World()
-    (sink,) = world.engine(world.host("b"), "decode")
-    ref = TransferRef("tcp://a:9441", "e", "g", "t", "n" * (MAX_NAME_CHARS + 1))
-    sink.say(wk.Pull(ticket=1, ref=ref, blocks={"full": PackedBlocks(b"")}, num_tokens=1, deadline_s=1.0))
-    (failed,) = sink.heard(wk.Failed)
-    assert isinstance(failed, wk.Failed)
-    assert failed.code is Code.TRANSFER_UNKNOWN
-
-
-def test_a_session_that_was_nothing_has_nobody_look_again() -> None:
-    world = World()
-    host = world.host("a")
-    looked: list[None] = []
-    host.node.grant_server.reconsider = lambda _: looked.append(None)  # type: ignore[method-assign]
-    opened = SessionId(77)
-    world.feed(host, ev.WorkerConnected(opened, 1, 1000))
-    world.feed(host, ev.WorkerDisconnected(opened))
-    assert not looked
-    (source,) = world.engine(host, "prefill")
-    looked.clear()
-    world.feed(host, ev.WorkerDisconnected(source.session))
-    assert looked
 
 
 @pytest.mark.parametrize("kind", ["groups", "incarnations"])

@@ -11,15 +11,9 @@ from kvxferd.core.snapshot import HandshakeRecord, PullRecord
 from kvxferd.errors import Code
 from kvxferd.ids import EngineKey
 from kvxferd.wire import worker as wk
-from tests.support.simulation import World, spec_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, delivers, spec_of
 
-IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
 PREFILL = EngineKey("prefill", "g1")
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
 
 
 def handshakes(host) -> int:
@@ -27,17 +21,13 @@ def handshakes(host) -> int:
 
 
 def test_a_dropped_peer_is_greeted_anew(world, source, sink):
-    assert isinstance(
-        sink.ended(sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
-    )
+    assert delivers(source, sink, "t1")
     node = sink.host.node
     (peer,) = node.peers.find("tcp://p:9441")
     effects = node.feed(ev.PeerDropRequested(peer), world.now)
     assert effects == [fx.ClosePeerConnection(peer)]
     assert node.snapshot().peers == ()
-    assert isinstance(
-        sink.ended(sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
-    )
+    assert delivers(source, sink, "t2")
     assert handshakes(sink.host) == 2
 
 
@@ -54,7 +44,7 @@ def test_what_waits_for_a_dropped_peer_fails_at_once(world, source, sink, num_ar
     assert sink.ended(ticket).safe_to_reuse
     world.network.clear()
     world.hold_network = False
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
     world.advance(100)
     assert source.host.node.is_idle
 
@@ -132,4 +122,4 @@ def test_dropping_an_engines_home_does_not_end_the_engine(world):
     sink = world.engine(world.host("d"), "decode", layers=4)[0]
     ref = stages[0].publish("t1", IDS, TOKENS)
     stages[1].ready("t1")
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from kvxferd.core import events as ev
 from kvxferd.core import ownerships
@@ -14,12 +13,6 @@ from kvxferd.errors import Code
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.wire import worker as wk
 from tests.support.simulation import World, spec_of
-from tests.support.user_sessions import connect_as, register_as
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
 
 
 def restarted(world: World, name: str):
@@ -35,62 +28,52 @@ def refusals(worker) -> list[Code]:
 
 
 def test_a_second_of_squatting_after_a_restart_takes_nobodys_engine(world):
-    register_as(world, world.host("p"), 1000, spec_of("prefill"))
+    world.register(world.host("p"), spec_of("prefill"), uid=1000)
     host = restarted(world, "p")
-    squatter = register_as(world, host, 1001, spec_of("prefill", generation="squatted"))
-    publisher = connect_as(world, host, 1001)
+    squatter = world.register(host, spec_of("prefill", generation="squatted"), uid=1001)
+    publisher = world.connect(host, 1001)
     publisher.say(wk.Attach(request=5, engine_id="prefill", generation="g1"))
     assert refusals(squatter) == refusals(publisher) == [Code.NOT_ALLOWED]
     assert "uid 1000" in squatter.heard(wk.Refused)[0].message
-    assert register_as(world, host, 1000, spec_of("prefill")).heard(wk.Registered)
+    assert world.register(host, spec_of("prefill"), uid=1000).heard(wk.Registered)
 
 
 def test_an_id_is_kept_for_minutes_after_the_last_rank_and_no_longer(world):
     host = world.host("p")
     first, second = (
-        register_as(world, host, 1000, msgspec.structs.replace(spec_of("prefill", tp=2), tp_rank=rank))
+        world.register(host, msgspec.structs.replace(spec_of("prefill", tp=2), tp_rank=rank), uid=1000)
         for rank in (0, 1)
     )
     first.close()
     world.advance(2 * world.settings.ownership_s)
     second.close()
     world.advance(world.settings.ownership_s - 1)
-    assert refusals(register_as(world, host, 1001, spec_of("prefill"))) == [Code.NOT_ALLOWED]
+    assert refusals(world.register(host, spec_of("prefill"), uid=1001)) == [Code.NOT_ALLOWED]
     world.advance(2)
-    assert register_as(world, host, 1001, spec_of("prefill")).heard(wk.Registered)
+    assert world.register(host, spec_of("prefill"), uid=1001).heard(wk.Registered)
     assert host.node.ownerships.saved_users() == (("prefill", 1001),)
 
 
 def test_who_never_had_a_readable_rank_owns_nothing(world):
     host = world.host("p")
     host.give_movers = False
-    register_as(world, host, 1001, spec_of("prefill")).close()
+    world.register(host, spec_of("prefill"), uid=1001).close()
     assert host.node.ownerships.saved_users() == ()
 
 
 def test_an_operator_gives_an_id_back(world):
-    register_as(world, world.host("p"), 1001, spec_of("prefill")).close()
+    world.register(world.host("p"), spec_of("prefill"), uid=1001).close()
     host = restarted(world, "p")
     world.feed(host, ev.DisownRequested("prefill"))
-    assert register_as(world, host, 1000, spec_of("prefill")).heard(wk.Registered)
+    assert world.register(host, spec_of("prefill"), uid=1000).heard(wk.Registered)
 
 
 def test_root_takes_over_and_has_it_then(world):
     host = world.host("p")
-    register_as(world, host, 1000, spec_of("prefill")).close()
-    register_as(world, host, 0, spec_of("prefill", generation="g2"))
+    world.register(host, spec_of("prefill"), uid=1000).close()
+    world.register(host, spec_of("prefill", generation="g2"), uid=0)
     assert host.node.ownerships.saved_users() == (("prefill", 0),)
-    assert refusals(register_as(world, host, 1000, spec_of("prefill", generation="g3"))) == [Code.NOT_ALLOWED]
-
-
-def register_here(world, host, uid, spec):
-    """Like `register_as`, for a spec that has its home in this world."""
-    other = World()
-    model = other.register(other.host("p"), msgspec.structs.replace(spec, home=""))
-    worker = connect_as(world, host, uid)
-    worker.spec, worker.layout, worker.memory = spec, model.layout, model.memory
-    world.register_again(worker)
-    return worker
+    assert refusals(world.register(host, spec_of("prefill", generation="g3"), uid=1000)) == [Code.NOT_ALLOWED]
 
 
 def test_nobody_replaces_an_engine_whose_ranks_are_all_on_other_nodes(world):
@@ -99,15 +82,15 @@ def test_nobody_replaces_an_engine_whose_ranks_are_all_on_other_nodes(world):
     spec = spec_of("big", tp=2, home=home.endpoint)
     assert world.register(world.host("p1"), spec).heard(wk.Registered)
     key, other = spec.key, msgspec.structs.replace(spec, generation="g2")
-    assert refusals(register_here(world, home, 4242, other)) == [Code.NOT_ALLOWED]
+    assert refusals(world.register(home, other, uid=4242)) == [Code.NOT_ALLOWED]
     assert not home.node.registry.is_superseded(key)
-    scheduler = connect_as(world, home, 4242)
+    scheduler = world.connect(home, 4242)
     scheduler.say(wk.Attach(request=5, engine_id="big", generation="g1"))
     assert scheduler.heard(wk.Registered)
-    beside = register_here(world, home, 1000, msgspec.structs.replace(spec, tp_rank=1))
+    beside = world.register(home, msgspec.structs.replace(spec, tp_rank=1), uid=1000)
     assert beside.heard(wk.Registered)
     beside.close()
-    assert register_here(world, home, 1000, other).heard(wk.Registered)
+    assert world.register(home, other, uid=1000).heard(wk.Registered)
 
 
 def test_the_daemons_own_user_may_replace_an_engine_of_other_nodes():
@@ -115,7 +98,7 @@ def test_the_daemons_own_user_may_replace_an_engine_of_other_nodes():
     home = world.host("p0")
     world.register(world.host("p1"), spec_of("big", home=home.endpoint))
     replaced = spec_of("big", home=home.endpoint, generation="g2")
-    assert register_here(world, home, 1000, replaced).heard(wk.Registered)
+    assert world.register(home, replaced, uid=1000).heard(wk.Registered)
 
 
 # --- bounds
@@ -148,7 +131,7 @@ def test_the_nodes_bound_costs_whoever_comes_and_nobody_else(monkeypatch):
 
 def test_recorded_ids_are_shown_with_their_users_and_how_long_they_are_kept(world):
     host = world.host("p")
-    rank = register_as(world, host, 1000, spec_of("prefill"))
+    rank = world.register(host, spec_of("prefill"), uid=1000)
     (shown,) = host.node.snapshot().ownerships
     assert (shown.engine_id, shown.uid, shown.expires_in_s) == ("prefill", 1000, None)
     rank.close()

@@ -9,35 +9,27 @@ from kvxferd.core import Settings, peers
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
-from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.peer import Done, FetchEngine, PeerHello, PeerRefused
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, mover_of, spec_of, welcome_of
-
-FIRST, SECOND = 1000, 2000
-LAYOUT = attention_layout(
-    spec=spec_of("any"), layout="HND", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32
+from tests.support.simulation import (
+    FIRST,
+    IDS,
+    SECOND,
+    SINK_IDS,
+    TOKENS,
+    Worker,
+    World,
+    delivers,
+    mover_of,
+    spec_of,
+    two_users,
+    welcome_of,
 )
 
 
 def world_of(max_peers: int = 8) -> World:
     return World(settings=Settings(limits=LimitsConfig(max_peers=max_peers)))
-
-
-def rank_of(world: World, host: Host, name: str, uid: int) -> Worker:
-    worker = world.connect(host)
-    host.node.sessions[worker.session].uid = uid
-    worker.spec, worker.layout = spec_of(name), LAYOUT
-    worker.memory = bytearray(LAYOUT.regions[0].size_bytes)
-    world.register_again(worker)
-    assert worker.heard(wk.Registered)
-    return worker
-
-
-def two_users(world: World) -> tuple[Worker, Worker]:
-    host = world.host("d")
-    return rank_of(world, host, "decode-1", FIRST), rank_of(world, host, "decode-2", SECOND)
 
 
 def ref_to(endpoint: str, transfer: str = "t") -> TransferRef:
@@ -46,11 +38,6 @@ def ref_to(endpoint: str, transfer: str = "t") -> TransferRef:
 
 def sources_of(world: World, num: int, prefix: str = "s") -> list[Worker]:
     return [world.engine(world.host(f"{prefix}{n}"), f"{prefix}-{n}")[0] for n in range(num)]
-
-
-def delivers(source: Worker, sink: Worker, name: str) -> bool:
-    ended = sink.ended(sink.pull(source.publish(name, IDS, TOKENS), SINK_IDS, TOKENS))
-    return isinstance(ended, wk.Delivered)
 
 
 def test_peers_that_never_answer_give_their_places_to_another_user() -> None:
@@ -103,7 +90,7 @@ def test_a_peer_that_two_users_wait_for_is_not_given_up_for_a_third() -> None:
     for number in range(7):
         first.pull(ref_to(f"nobody-{number}"), SINK_IDS, TOKENS)
         second.pull(ref_to(f"nobody-{number}"), SINK_IDS, TOKENS)
-    third = rank_of(world, first.host, "decode-3", 3000)
+    third = world.register(first.host, spec_of("decode-3"), uid=3000)
     known = first.host.node.peers.endpoints()
     tickets = [third.pull(ref_to(f"c-{number}"), SINK_IDS, TOKENS) for number in range(2)]
     assert known <= first.host.node.peers.endpoints()
@@ -120,7 +107,7 @@ def test_the_home_of_a_rank_keeps_its_place() -> None:
     for rank, host in enumerate((home, member)):
         world.register(host, spec_of("span", tp=2, home=home.endpoint, tp_rank=rank))
     assert spec.home == home.endpoint
-    other = rank_of(world, member, "decode", SECOND)
+    other = world.register(member, spec_of("decode"), uid=SECOND)
     ticket = other.pull(ref_to("elsewhere"), SINK_IDS, TOKENS)
     failed = other.ended(ticket)
     assert isinstance(failed, wk.Failed)

@@ -32,7 +32,7 @@ def test_a_peer_that_was_up_is_silent_once_its_reply_is_overdue_and_up_when_it_c
     source_host = world.host("p")
     [source], [sink] = world.engine(source_host, "prefill"), world.engine(world.host("d"), "decode")
     ref = source.publish("t1", IDS, TOKENS)
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
     assert states_of(world) == {source_host.endpoint: "up"}
     world.cut.add(("d", "p"))
     sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
@@ -77,7 +77,7 @@ def test_limits_and_what_is_published_follow_the_node() -> None:
         node.published.table.live[ref.engine, ref.transfer_id].blocks
     )
     assert shown.oldest_published_s >= 2.0
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
     shown = node.snapshot()
     assert shown.published_bytes == shown.oldest_published_s == used()["max_transfers_per_engine"] == 0
     [served] = world.hosts["p"].served

@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from kvxferd.errors import Code
-from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
+from kvxferd.layout import PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import worker as wk
 from tests.support.simulation import IDS, TOKENS, Host, Worker, World, spec_of
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-def attach(world: World, host: Host, spec: EngineSpec) -> Worker:
-    scheduler = world.connect(host)
-    scheduler.spec = spec
-    scheduler.say(wk.Attach(request=1, engine_id=spec.engine_id, generation=spec.generation))
-    return scheduler
-
-
-def ended(worker: Worker) -> list[tuple[str, Code]]:
-    """Each transfer that is over for the session, and why."""
-    found = [m for m in worker.inbox if isinstance(m, wk.Released | wk.PublishRefused)]
-    return [(m.transfer_id, m.why if isinstance(m, wk.Released) else m.code) for m in found]
 
 
 def stages_of_groups(world: World, host: Host, only: int | None = None) -> list[Worker]:
@@ -70,10 +51,10 @@ def publish_groups(worker: Worker, transfer_id: str, *groups: str) -> None:
 def test_a_publish_lists_the_groups_of_all_stages(world: World) -> None:
     host = world.host("p")
     stages = stages_of_groups(world, host)
-    for worker in (*stages, attach(world, host, stages[0].spec)):
+    for worker in (*stages, world.attach(host, stages[0].spec)):
         name = f"t{worker.session}"
         publish_groups(worker, name, "full", "window")
-        assert ended(worker) == []
+        assert worker.over() == []
         publish_groups(worker, f"{name}-other", "full", "window", "other")
         publish_groups(worker, f"{name}-less", "full")
         first, second = worker.heard(wk.PublishRefused)
@@ -85,17 +66,17 @@ def test_a_publish_lists_the_groups_of_all_stages(world: World) -> None:
 def test_a_group_of_a_stage_that_is_not_back_is_waited_for(world: World) -> None:
     host = world.host("p")
     stages = stages_of_groups(world, host)
-    scheduler = attach(world, host, stages[0].spec)
+    scheduler = world.attach(host, stages[0].spec)
     known = scheduler.known
     host = world.host("p")
     stages_of_groups(world, host, only=0)
-    scheduler = attach(world, host, stages[0].spec)
+    scheduler = world.attach(host, stages[0].spec)
     blocks = {group: PackedBlocks(pack_ids(IDS)) for group in ("full", "window")}
     publish = wk.Publish(
         transfer_id="t", nonce="ab" * 16, blocks=blocks, num_tokens=TOKENS, fence_slot=0, incarnations=known
     )
     scheduler.say(publish, b"w" * 16)
-    assert ended(scheduler) == [("t", Code.ENGINE_INCOMPLETE)]  # its client asks again
+    assert scheduler.over() == [("t", Code.ENGINE_INCOMPLETE)]  # its client asks again
     stages_of_groups(world, host, only=1)
     scheduler.say(publish, b"w" * 16)
-    assert len(ended(scheduler)) == 1
+    assert len(scheduler.over()) == 1

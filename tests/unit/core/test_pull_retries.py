@@ -8,6 +8,8 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
 
+DELIVERED_BOTH_WAYS = True
+
 
 def fail(worker, **outcome):
     """The mover says that its oldest pull failed in the transport."""

@@ -25,7 +25,6 @@ from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import Done, JoinRank, LeaveRank, PeerRefused, RankReady
 from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
 from tests.support.simulation import BLOCK_TOKENS, IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
-from tests.support.user_sessions import register_as
 
 
 @pytest.fixture(params=["keys", "secrets"])
@@ -59,10 +58,7 @@ def as_stranger(world: World, home: Host, message: Message) -> Message:
 
 
 def as_holder_of(world: World, home: Host, key: str, message: Message) -> Message:
-    route = b"from " + key.encode()
-    effects = home.node.feed(ev.PeerRequest(route, message, key), world.now)
-    home.node.check_integrity()
-    said = [effect.message for effect in effects if getattr(effect, "route", None) == route]
+    said = world.ask(home, message, b"from " + key.encode(), key)
     (answer,) = [message for message in said if isinstance(message, Done | PeerRefused)]
     return answer
 
@@ -241,10 +237,10 @@ def test_nobody_here_takes_an_engine_of_other_nodes_that_is_to_come_back(world):
     home = restarted(world, "p3")
     refused = []
     for tried in (changed(spec, generation=Generation("g2")), spec):
-        worker = register_as(world, home, 1001, changed(tried, home=""))
+        worker = world.register(home, changed(tried, home=""), uid=1001)
         refused += [m.code for m in worker.heard(wk.Refused)]
     assert refused == [Code.NOT_ALLOWED, Code.NOT_ALLOWED]
-    root = register_as(world, home, 0, changed(spec, home=""))
+    root = world.register(home, changed(spec, home=""), uid=0)
     assert [m.code for m in root.heard(wk.Refused)] == [Code.RANK_TAKEN]
     world.advance(2 * world.settings.member_heartbeat_s)
     assert list(home.node.registry.get(spec.key).ranks) == [SECOND]
@@ -485,7 +481,7 @@ def test_bytes_go_on_after_the_homes_restart(world):
     sink = world.engine(world.host("d"), "decode", layers=4)[0]
     ref = first.publish("t1", IDS, TOKENS)
     stages[1].ready("t1")
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 

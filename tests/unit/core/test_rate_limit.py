@@ -6,8 +6,7 @@ from kvxferd.core.rate_limit import RateLimiter
 from kvxferd.core.registration_checks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
-from tests.support.fair_share_users import FIRST, SECOND, register
-from tests.support.simulation import World
+from tests.support.simulation import FIRST, SECOND, World, spec_of
 
 
 def test_a_burst_then_so_many_a_second_of_each_user() -> None:
@@ -26,14 +25,14 @@ def test_who_registers_and_leaves_in_a_loop_is_busy_and_others_register() -> Non
     world = World()
     host = world.host("p")
     for _ in range(REGISTER_BURST):
-        worker = register(world, host, "a", FIRST)
+        worker = world.register(host, spec_of("a"), uid=FIRST)
         assert worker.heard(wk.Registered)
         worker.close()
     num_movers = len(host.movers)
-    (refused,) = register(world, host, "a", FIRST).heard(wk.Refused)
+    (refused,) = world.register(host, spec_of("a"), uid=FIRST).heard(wk.Refused)
     assert refused.code is Code.BUSY
     assert 0 < refused.retry_after_s <= 1 / REGISTER_PER_S
     assert len(host.movers) == num_movers
-    assert register(world, host, "b", SECOND).heard(wk.Registered)
+    assert world.register(host, spec_of("b"), uid=SECOND).heard(wk.Registered)
     world.advance(refused.retry_after_s)
-    assert register(world, host, "a", FIRST).heard(wk.Registered)
+    assert world.register(host, spec_of("a"), uid=FIRST).heard(wk.Registered)

@@ -19,14 +19,7 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, Refusal, Versions
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
-from tests.support.simulation import World, spec_of
-
-IDS, SINK_IDS, TOKENS = [3, 1, 2], [7, 9, 4], 11
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, spec_of
 
 
 def refusal(worker) -> wk.Refused:
@@ -237,12 +230,6 @@ def test_a_home_in_another_spelling_is_the_same(world):
     assert worker.heard(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
 
 
-def resume(worker, request=2, incarnation="second"):
-    region = worker.layout.regions[0]
-    exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
-    worker.say(wk.Resume(request=request, regions=exports, incarnation=incarnation))
-
-
 def test_a_mover_that_binds_while_its_rank_is_suspended_changes_nothing(world):
     host = world.host("p")
     worker = world.register(host, spec_of("e"))
@@ -254,7 +241,7 @@ def test_a_mover_that_binds_while_its_rank_is_suspended_changes_nothing(world):
     assert [e for e in effects if isinstance(e, fx.KillMover)]
     mover.die()
     assert worker.heard(wk.Suspended)
-    resume(worker)
+    worker.resume()
     assert [m.request for m in worker.heard(wk.Registered)] == [1, 2]
 
 
@@ -266,7 +253,7 @@ def test_a_refusal_to_bind_of_a_mover_that_is_the_ranks_no_more(world):
     world.feed(host, ev.MoverMessage(old.mover, mv.BindRefused(code=Code.INTERNAL, message="no")))
     assert not worker.heard(wk.Farewell)
     old.die()
-    resume(worker)
+    worker.resume()
     assert len(worker.heard(wk.Registered)) == 2
 
 
@@ -279,8 +266,7 @@ def test_a_rank_whose_resume_is_refused_may_be_resumed_again(world, is_bound):
     assert worker.heard(wk.Suspended)
     assert not mover.alive
     for number in range(2):
-        exports = (wk.RegionExport(worker.layout.regions[0].region, worker.layout.regions[0].size_bytes, 0),)
-        message = wk.Resume(request=2 + number, regions=exports, incarnation=f"n{number}")
+        message = wk.Resume(request=2 + number, regions=worker.exports(), incarnation=f"n{number}")
         effects = host.node.feed(ev.WorkerMessage(worker.session, message), world.now)
         assert [e for e in effects if isinstance(e, fx.RequestMover)]
         refusal = Refusal(Code.NIXL_UNAVAILABLE, "no mover")
@@ -300,7 +286,7 @@ def test_a_rank_whose_resume_is_refused_may_be_resumed_again(world, is_bound):
         replies = [e.message for e in effects if isinstance(e, fx.SendToWorker)]
         assert [(r.request, r.code) for r in replies] == [(2 + number, Code.NIXL_UNAVAILABLE)]
         host.node.check_integrity()
-    resume(worker, request=4, incarnation="last")
+    worker.resume("last", request=4)
     assert [m.request for m in worker.heard(wk.Registered)] == [1, 4]
 
 
@@ -310,8 +296,8 @@ def test_a_pull_of_a_suspended_rank_fails_at_once(world):
     ref = source.publish("t1", IDS, TOKENS)
     sink.say(wk.Suspend())
     assert sink.ended(sink.pull(ref, SINK_IDS, TOKENS)).code is Code.SUSPENDED
-    resume(sink)
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    sink.resume()
+    assert sink.reads(ref)
 
 
 def test_what_was_prepared_for_another_registration_is_not_used(world):
@@ -329,7 +315,7 @@ def test_what_was_prepared_for_another_registration_is_not_used(world):
         spec=sink.spec, num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=32, layout="NHD"
     )
     world.register_again(sink)
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
@@ -481,8 +467,7 @@ def test_a_rank_that_sleeps_and_wakes_has_one_mover_started_at_a_time(world):
     host = world.host("p")
     worker = world.register(host, spec_of("e"))
     node, session = host.node, worker.session
-    region = worker.layout.regions[0]
-    exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
+    exports = worker.exports()
     (mover,) = host.movers
 
     def say(message):
@@ -513,10 +498,10 @@ def test_resuming_counts_as_registering_does(world):
         pass
     worker.say(wk.Suspend())
     assert worker.heard(wk.Suspended)
-    resume(worker)
+    worker.resume()
     refused = refusal(worker)
     assert refused.code is Code.BUSY
     assert refused.retry_after_s > 0
     world.advance(1.0)
-    resume(worker, request=3)
+    worker.resume(request=3)
     assert worker.heard(wk.Registered)[-1].request == 3

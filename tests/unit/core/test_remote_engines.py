@@ -20,9 +20,7 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Binding, RankManifest
 from tests.support.attention_engines import engine
 from tests.support.attention_engines import spec as engine_spec
-from tests.support.simulation import World
-
-IDS, TOKENS = [3, 1, 2], 11
+from tests.support.simulation import IDS, TOKENS, World
 
 
 @pytest.fixture
@@ -114,14 +112,7 @@ def test_memory_that_is_mapped_again_is_a_new_manifest_with_the_plan_that_is_the
         assert sink.num_wrong(IDS, TOKENS, seed=turn) == 0
         plans += [plan for _, _, plan in registered(sink)]
         source.say(wk.Suspend())
-        region = source.layout.regions[0]
-        source.say(
-            wk.Resume(
-                request=2 + turn,
-                regions=(wk.RegionExport(region.region, region.size_bytes, 0),),
-                incarnation=f"mapping-{turn}",
-            )
-        )
+        source.resume(f"mapping-{turn}", request=2 + turn)
     assert len(plans) == 3
     assert plans[0] is plans[1] is plans[2]
     assert len([r for r in sink.host.records if isinstance(r, TopologyRecord)]) == 1

@@ -16,8 +16,9 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, World, mover_of, spec_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, World, delivers, mover_of, spec_of
 
+DELIVERED_BOTH_WAYS = True
 OTHER_IDS = [12, 14, 16]
 NUMBERS = itertools.count()
 
@@ -349,7 +350,7 @@ def test_a_source_that_stalls_again_and_again_is_refused_for_a_while(world, sour
     assert refused.code is Code.SOURCE_STALLED
     assert 0 < refused.retry_after_s <= REFUSED_S
     assert "cannot pull transfer t9" in refused.message
-    assert isinstance(sink.ended(sink.pull(other.publish("o1", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered)
+    assert delivers(other, sink, "o1")
     world.advance(refused.retry_after_s + 0.1)
     again = sink.pull(source.publish("t10", IDS, TOKENS), SINK_IDS, TOKENS)
     assert isinstance(sink.ended(again), wk.Delivered)

@@ -15,11 +15,6 @@ from tests.support.simulation import SINK_IDS, TOKENS, Host, Worker, World
 NUM = 300
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
 def refs_to(host: Host, engine: str = "prefill") -> list[TransferRef]:
     return [TransferRef(host.endpoint, engine, "g1", f"t{n}", "nonce") for n in range(NUM)]
 

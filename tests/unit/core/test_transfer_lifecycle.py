@@ -7,16 +7,7 @@ import pytest
 from kvxferd.core import Settings
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
-from tests.support.simulation import World
-
-IDS = [3, 1, 2]
-TOKENS = 11
-SINK_IDS = [7, 9, 4]
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, delivers, mover_of
 
 
 def published(world: World, num_readers: int = 1):
@@ -56,7 +47,7 @@ def test_a_released_transfer_is_not_taken_again(world):
 
 def test_a_release_during_the_read_fails_the_pull_though_its_bytes_arrived(world):
     source, sink, ref = published(world)
-    mover = next(m for m in world.hosts["d"].movers.values() if m.worker is sink)
+    mover = mover_of(sink)
     mover.hold = True
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     mover.copy()
@@ -94,7 +85,7 @@ def test_two_readers_must_both_acknowledge(world):
 def test_the_same_rank_pulling_twice_is_one_acknowledgement(world):
     source, sink, ref = published(world, num_readers=2)
     for _ in range(2):
-        assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+        assert sink.reads(ref)
     assert not source.heard(wk.Released)
 
 
@@ -117,19 +108,17 @@ def test_ready_may_come_before_the_publish(world):
     sink = world.engine(world.host("d"), "decode")[0]
     ranks[1].ready("t1")
     ref = ranks[0].publish("t1", IDS, TOKENS)
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
 
 
 def test_a_scheduler_without_memory_publishes_for_ranks_that_are_ready_by_themselves(world):
     host = world.host("p")
     rank = world.engine(host, "prefill", publish_implies_ready=True)[0]
-    scheduler = world.connect(host)
-    scheduler.spec = rank.spec
-    scheduler.say(wk.Attach(request=1, engine_id="prefill", generation="g1"))
+    scheduler = world.attach(host, rank.spec)
     sink = world.engine(world.host("d"), "decode")[0]
     rank.fill(IDS, TOKENS, seed=1)
     ref = scheduler.publish("t1", IDS, TOKENS)
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
     assert [m.why for m in scheduler.heard(wk.Released)] == [Code.COMPLETED]
     assert [m.why for m in rank.heard(wk.Released)] == [Code.COMPLETED]
 
@@ -147,7 +136,7 @@ def test_a_grant_keeps_the_transfer_as_long_as_it_is_renewed(world):
     sink.say(wk.Prepare(ref=ref))
     world.advance(100)
     assert not source.heard(wk.Released)
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
 
 
 def test_a_grant_is_held_no_longer_than_max_hold(world):
@@ -183,7 +172,7 @@ def test_a_prepared_pull_asks_nobody_anything_before_it_reads(world):
     _, sink, ref = published(world)
     sink.say(wk.Prepare(ref=ref))
     world.hold_network = True
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
 
 
 def test_abandoning_releases_the_source_before_its_lease_ends(world):
@@ -204,7 +193,7 @@ def test_a_full_prefix_hit_moves_nothing_and_still_acknowledges(world):
 
 def test_a_failed_pull_is_no_acknowledgement_and_another_engine_may_read(world):
     source, sink, ref = published(world)
-    mover = next(m for m in world.hosts["d"].movers.values() if m.worker is sink)
+    mover = mover_of(sink)
     mover.hold = True
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     sink.say(wk.Cancel(ticket=ticket))
@@ -212,7 +201,7 @@ def test_a_failed_pull_is_no_acknowledgement_and_another_engine_may_read(world):
     assert sink.ended(ticket).code is Code.CANCELLED
     assert not source.heard(wk.Released)
     other = world.engine(world.hosts["d"], "decode-2")[0]
-    assert isinstance(other.ended(other.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert other.reads(ref)
 
 
 def test_an_engine_that_read_only_in_part_does_not_keep_another_from_reading(world):
@@ -220,10 +209,10 @@ def test_an_engine_that_read_only_in_part_does_not_keep_another_from_reading(wor
     half = world.engine(world.host("d"), "decode", tp=2)
     source.fill(IDS, TOKENS, seed=1)
     ref = source.publish("t1", IDS, TOKENS)
-    assert isinstance(half[0].ended(half[0].pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert half[0].reads(ref)
     half[1].close()
     other = world.engine(world.hosts["d"], "decode-2")[0]
-    assert isinstance(other.ended(other.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert other.reads(ref)
     assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
 
 
@@ -266,7 +255,7 @@ def test_an_id_may_be_published_again_once_it_is_forgotten_and_the_old_reference
     world.advance(source.host.node.context.settings.tombstone_s + 1)
     new = source.publish("t1", IDS, TOKENS)
     assert sink.ended(sink.pull(old, SINK_IDS, TOKENS)).code is Code.NONCE_WRONG
-    assert isinstance(sink.ended(sink.pull(new, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(new)
 
 
 def test_a_new_generation_ends_new_grants_of_the_old_and_no_live_one(world):
@@ -275,15 +264,13 @@ def test_a_new_generation_ends_new_grants_of_the_old_and_no_live_one(world):
     world.engine(world.hosts["p"], "prefill", generation="g2")
     other = world.engine(world.hosts["d"], "decode-2")[0]
     assert other.ended(other.pull(ref, SINK_IDS, TOKENS)).code is Code.GENERATION_STALE
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert sink.reads(ref)
 
 
 def test_a_source_mover_that_dies_is_replaced_and_the_transfer_still_readable(world):
     source, sink, ref = published(world)
-    assert isinstance(
-        sink.ended(sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)), wk.Delivered
-    )
-    next(m for m in world.hosts["p"].movers.values() if m.worker is source).die()
+    assert delivers(source, sink, "t0")
+    mover_of(source).die()
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     world.advance(1)
     assert isinstance(sink.ended(ticket), wk.Delivered)

@@ -17,31 +17,21 @@ from kvxferd.wire.peer import (
     Consumer,
     Done,
     FetchEngine,
-    Granted,
     PeerRefused,
 )
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of, welcome_of
-
-FIRST, SECOND = 1000, 2000
-
-
-def two_users(world: World) -> tuple[Worker, Worker]:
-    """Ranks of two engines on one host, each of its own user."""
-    host = world.host("d")
-    found = []
-    for name, uid in (("one", FIRST), ("two", SECOND)):
-        (worker,) = world.engine(host, name)
-        host.node.sessions[worker.session].uid = uid
-        assert host.node.sessions[worker.session].rank is not None
-        host.node.sessions[worker.session].rank.uid = uid
-        found.append(worker)
-    return found[0], found[1]
-
-
-def delivers(source: Worker, sink: Worker, name: str) -> bool:
-    ended = sink.ended(sink.pull(source.publish(name, IDS, TOKENS), SINK_IDS, TOKENS))
-    return isinstance(ended, wk.Delivered)
-
+from tests.support.simulation import (
+    FIRST,
+    IDS,
+    SECOND,
+    SINK_IDS,
+    TOKENS,
+    Worker,
+    World,
+    delivers,
+    mover_of,
+    two_users,
+    welcome_of,
+)
 
 # --- what a source may send
 
@@ -91,26 +81,6 @@ def test_ids_of_one_users_grant_need_no_room_of_whoever_named_the_peer_first() -
     world.feed(second.host, ev.PeerDropRequested(source.host.endpoint))
     assert shares.held_by(SECOND) == 0
     assert shares.held_by(FIRST) == shares.held
-
-
-def test_a_grant_whose_ids_had_no_room_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(peers, "MAX_REASSEMBLY_BYTES", 16)
-    world = World()
-    (source,), (sink,) = world.engine(world.host("a"), "prefill"), world.engine(world.host("b"), "decode")
-    assert delivers(source, sink, "t0")
-    world.hold_network = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    (request,) = sink.host.node.peer_requests._open
-    there = source.host.endpoint
-    world.feed(sink.host, ev.PeerReply(there, BlockIds(stream=7, group="full", offset=0, ids=bytes(1024))))
-    granted = Granted(
-        request=request, grant="g", blocks={}, num_tokens=TOKENS, lease_s=30.0, fence_agent="a",
-        fence_address=1, fence_word=bytes(16), fence_metadata=b"", stream=7,
-    )  # fmt: skip
-    world.feed(sink.host, ev.PeerReply(there, granted))
-    failed = sink.ended(ticket)
-    assert isinstance(failed, wk.Failed)
-    assert failed.code is Code.BUSY
 
 
 def test_ids_that_nobody_waits_for_are_not_kept() -> None:

@@ -30,10 +30,11 @@ def lists_for(ranks: Engine, seed: int) -> dict[GroupName, PackedBlocks]:
     """Return a request's lists, scattered; groups share pages, so each id is listed once."""
     groups: dict[GroupName, Group] = {g.name: g for _, layout in ranks.values() for g in layout.groups}
     found = {}
-    free = [(5 * i + seed) % NUM_BLOCKS for i in range(NUM_BLOCKS)]
+    every = [(5 * i + seed) % NUM_BLOCKS for i in range(NUM_BLOCKS)]
+    free = list(every)
     in_shared_pages = {n for n in groups if n == "full" or groups[n].kind is GroupKind.STATE}
     for name, group in sorted(groups.items()):
-        pool = free if name in in_shared_pages else list(free)
+        pool = free if name in in_shared_pages else list(every)
         if group.kind is GroupKind.STATE:
             found[name] = PackedBlocks(pack_ids([pool.pop()]), state_at=NUM_TOKENS)
             continue
@@ -74,12 +75,26 @@ PAIRS = [
     (choices(tp=2, shared_pages=False), choices(tp=3, block_tokens=8, layout="NHD+SD")),  # pages of their own
     (choices(tp=4, shared_pages=False, layout="NHD-cross-layer"), choices(shared_pages=False)),
     (choices(draft=DRAFT), choices(tp=2, pp=2, draft=DRAFT, layout="packed")),  # a draft on the last stage
+    (choices(tp=2), choices(tp=2)),  # the same
+    (choices(), choices(tp=4, pp=2, block_tokens=2, layout="NHD")),  # wider peer, stages, smaller blocks
+    # Nothing divides anything; ranks beyond heads and groups, rows to rows.
+    (choices(tp=3, block_tokens=6, layout="packed"), choices(tp=2, pp=3, layout="NHD+SD")),
+    (choices(tp=2, pp=2, layout="HND+SD"), choices(tp=6, layout="NHD-packed+SD")),
 ]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=range(len(PAIRS)))
 @pytest.mark.parametrize(
-    "name", ["tiny-dense", "tiny-mla", "tiny-sliding", "tiny-mamba2", "tiny-mamba1", "tiny-gdn"]
+    "name",
+    [
+        "tiny-dense",
+        "tiny-quantised",
+        "tiny-mla",
+        "tiny-sliding",
+        "tiny-mamba2",
+        "tiny-mamba1",
+        "tiny-gdn",
+    ],
 )
 def test_every_choice_between_unlike_deployments(
     name: str, pair: tuple[DeploymentOptions, DeploymentOptions]

@@ -174,31 +174,6 @@ def refusals_that_are_not_read(scene: Scene) -> str:
 
 
 @attack("user")
-def attach_and_leave(scene: Scene) -> str:
-    """Attaches with names of a megabyte, which stay for as long as the session does."""
-    for number in range(20):
-        session = scene.worker()
-        session.say(
-            worker.Attach(request=1, engine_id=f"{number}" + "x" * 2_000_000, generation="y" * 1_000_000)
-        )
-        session.await_one((worker.Registered, worker.Refused, worker.Farewell))
-    scene.rest(0.3)
-    return ""
-
-
-@attack("user")
-def a_client_name_of_megabytes(scene: Scene) -> str:
-    """A hello whose client name has three megabytes: it goes into the log."""
-    for _ in range(12):
-        made = WorkerByHand(scene.a.worker_socket, hello=False)
-        with contextlib.suppress(OSError):
-            made.say(worker.Hello(versions=worker.WORKER_VERSIONS, client="n" * 3_000_000))
-            made.next(2.0)
-        made.close()
-    return ""
-
-
-@attack("user")
 def sessions_come_and_go(scene: Scene) -> str:
     """One user connects, greets and leaves as fast as it can, while another engine starts."""
     until = time.monotonic() + 4.0

@@ -1,4 +1,4 @@
-"""Daemons: their secrets change, their greetings lie, they are ready without end."""
+"""Daemons: their secrets change, they are ready without end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvxferd.errors import Code
-from kvxferd.ids import Rank
 from kvxferd.wire import peer
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import Message, RankManifest, Versions
+from kvxferd.wire.common import Message, RankManifest
 from tests.proofs.hostile.attacker import Scene
-from tests.proofs.hostile.attacks.manifests import DaemonByHand, ref_to
 from tests.proofs.hostile.attacks.peers import CLEAR, large_manifest
 from tests.proofs.hostile.raw_protocol import PeerByHand
 from tests.proofs.hostile.registry import attack
@@ -130,49 +127,4 @@ def ready_without_end(scene: Scene) -> str:
     scene.rest(6.0)
     one.say(leave)
     scene.rest(0.5)
-    return ""
-
-
-@attack("peer", limit_s=90.0)
-def greetings_that_lie(scene: Scene) -> str:
-    """Peers greet again and again, and offer versions that there are not."""
-    unknown = (peer.PEER_VERSIONS.newest + 1, 99)
-    for versions in (unknown, (0, 0), (2, 1), (-9, -1)):
-        one = scene.peer(greet=False)
-        answer = one.ask(one.greeting(versions=Versions(*versions)))
-        if not isinstance(answer, peer.PeerRefused) or answer.code is not Code.BAD_VERSION:
-            return f"versions {versions}: {answer}"
-        one.close()
-        scene.opened.remove(one)
-    one = scene.peer()
-    for number in range(200):
-        one.say(one.greeting(request=100 + number, versions=Versions(1, 99 - number % 3)))
-    late = peer.RankReady(
-        request=7,
-        engine_id="honest-0",
-        generation="g1",
-        rank=Rank(0, 0),
-        transfer_id="t1",
-        incarnation="i",
-        secret="s",
-    )
-    two = scene.peer()
-    two.say(late)
-    two.say(msgspec.structs.replace(late, incarnation="", secret=""))
-    long_greet = {"t": "greet", "request": 1, "versions": [1, 1], "boot": "b", "endpoint": "e"}
-    for later in ("x" * 4_000_000, [None] * 3_900_000, {"a": ["b"] * 900_000}):
-        three = scene.peer(greet=False)
-        three.socket.send(msgspec.msgpack.encode(long_greet | {"later": later}))
-        if not isinstance(three.next(), peer.PeerWelcome):
-            return "a greeting with fields of a later version was not answered"
-    return _answered_by_liars(scene)
-
-
-def _answered_by_liars(scene: Scene) -> str:
-    for version in (0, -1, peer.PEER_VERSIONS.newest + 1, 1 << 62, (1 << 64) - 1, "2", None):
-        liar = DaemonByHand(scene, lambda question: [], version)
-        came = scene.honest("pull", sink=1, ref=ref_to(liar, "liar"), deadline_s=1.5)
-        liar.close()
-        if came["outcome"] in ("no answer", "delivered"):
-            return f"a daemon of version {version!r}: {came['outcome']}"
     return ""

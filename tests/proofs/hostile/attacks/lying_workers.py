@@ -1,4 +1,4 @@
-"""A worker: what it acknowledges, announces, names and promises is not so."""
+"""A worker: what it acknowledges, announces and promises is not so."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ import socket
 import time
 from typing import Any
 
-import msgspec
-
-from kvxferd.errors import Code
-from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
-from kvxferd.wire.common import FdBatch, Message, TransferRef, Versions
-from kvxferd.wire.framing import HEADER
-from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES, MAX_HELLO_BYTES
+from kvxferd.wire.common import FdBatch, TransferRef
 from tests.proofs.hostile.attacker import Scene
 from tests.proofs.hostile.attacks.fence_pages import page
 from tests.proofs.hostile.attacks.floods import newcomer
@@ -28,7 +22,6 @@ from tests.proofs.hostile.raw_protocol import WorkerByHand, connected, frame
 from tests.proofs.hostile.registry import Setup, attack
 
 ANSWERS = (worker.Registered, worker.Refused, worker.Farewell)
-ONE_BLOCK = {"full": PackedBlocks(ids=bytes(4))}
 
 
 def _rank(scene: Scene, name: str, **more: Any) -> WorkerByHand:
@@ -37,16 +30,6 @@ def _rank(scene: Scene, name: str, **more: Any) -> WorkerByHand:
     answer = session.register(name, incarnation="own", **more)
     assert isinstance(answer, worker.Registered), answer
     return session
-
-
-def _say(session: WorkerByHand, *messages: Message) -> worker.Farewell | None:
-    """Say them; return the farewell, if that is what came of it."""
-    with contextlib.suppress(OSError):
-        for message in messages:
-            session.say(message)
-    found = session.await_one(worker.Farewell, 0.3)
-    assert found is None or isinstance(found, worker.Farewell)
-    return found
 
 
 @attack("worker", limit_s=60.0)
@@ -69,21 +52,6 @@ def movers_never_acknowledged(scene: Scene) -> str:
     if not all(session.ended for session, _ in made):
         return "a session that acknowledges no mover goes on"
     return newcomer(scene, "late-unwatched")
-
-
-@attack("worker", limit_s=60.0)
-def acknowledgements_of_everything(scene: Scene) -> str:
-    """Movers acknowledged before any was offered, twice, late, by numbers that were never given."""
-    early = scene.worker()
-    if _say(early, worker.MoverAcknowledged(number=1)) is None:
-        return "a mover that was never offered was acknowledged"
-    again = _rank(scene, "acks-again")
-    if _say(again, *[worker.MoverAcknowledged(number=1)] * 500) is not None:
-        return "a second acknowledgement ended the session"
-    for number in (0, -1, 2, 1 << 62):
-        if _say(_rank(scene, f"acks{number}"), worker.MoverAcknowledged(number=number)) is None:
-            return f"mover {number} was never offered, and was acknowledged"
-    return ""
 
 
 def _full_socket(kept: list[socket.socket]) -> int:
@@ -223,167 +191,6 @@ def descriptors_after_attach(scene: Scene) -> str:
     scene.rest(0.3)
     held = scene.ask("num_fds", node="a")
     return f"the daemon holds {held} descriptors" if held > 900 else newcomer(scene, "late-attached-fds")
-
-
-def _publish(number: int, **more: Any) -> worker.Publish:
-    facts: dict[str, Any] = {
-        "transfer_id": f"x{number}",
-        "nonce": "0" * 32,
-        "num_tokens": 16,
-        "fence_slot": number % 4000,
-        "blocks": ONE_BLOCK,
-        "incarnations": (),
-    }
-    return worker.Publish(**(facts | more))
-
-
-@attack("worker", limit_s=80.0)
-def publishes_of_wrong_incarnations(scene: Scene) -> str:
-    """Publishes name mappings that are none: of the future, of ranks below 0, twice, 200,000 of them."""
-    own = (Rank(0, 0), "own")
-    wrong: list[tuple[Any, ...]] = [
-        (),
-        ((Rank(0, 0), ""),),
-        ((Rank(0, 0), "tomorrow"),),
-        ((Rank(-1, -1), "own"),),
-        ((Rank(1 << 62, 0), "own"),),
-        (own, (Rank(0, 0), "tomorrow")),
-        ((Rank(0, 0), "x" * 900_000),),
-        (own,) * 4096,
-        (own,) * 130_000,
-        tuple((Rank(n, n), "") for n in range(100_000)),
-    ]
-    session = _rank(scene, "wrongly-named")
-    for number, named in enumerate(wrong):
-        for _ in range(2):
-            if session.ended:
-                session = _rank(scene, f"wrongly-named-{number}")
-            _write_words(session)
-            with contextlib.suppress(OSError):
-                session.say(_publish(number, incarnations=named))
-            answer = session.await_one((worker.PublishRefused, worker.Farewell), 2.0)
-            if answer is None and not session.ended:
-                return f"publish {number} ({str(named)[:60]}) was taken"
-    if session.ended:
-        session = _rank(scene, "wrongly-named-last")
-    _write_words(session)
-    for number in range(100):
-        with contextlib.suppress(OSError):
-            session.say(_publish(100 + number, nonce="n" * 900_000, incarnations=(own,)))
-    refused = session.await_one((worker.PublishRefused, worker.Farewell), 5.0)
-    return "" if refused is not None else "nonces of 900,000 characters are kept"
-
-
-def _write_words(session: WorkerByHand) -> None:
-    """A word in every slot of the pages that came."""
-    for fd in session.fds:
-        with contextlib.suppress(OSError):
-            os.pwrite(fd, os.urandom(FENCE_WORD_BYTES) * (FENCE_PAGE_BYTES // FENCE_WORD_BYTES), 0)
-
-
-@attack("worker")
-def ready_of_another_incarnation(scene: Scene) -> str:
-    """A rank says ready for memory that it has not, for others' transfers, and thousands that never come."""
-    session = _rank(scene, "readies")
-    _write_words(session)
-    session.say(_publish(1, incarnations=((Rank(0, 0), "own"),)))
-    session.say(worker.Ready(transfer_id="x1", incarnation="tomorrow"))
-    released = session.await_one((worker.Released, worker.PublishRefused, worker.Farewell), 3.0)
-    if not isinstance(released, worker.Released) or released.why is not Code.RANK_LOST:
-        return f"ready of another mapping: {released}"
-    for number in range(20_000):
-        session.say(worker.Ready(transfer_id=f"t{number}", incarnation=("own", "tomorrow", "")[number % 2]))
-    before = scene.ask("traffic")["done"]
-    scene.rest(1.0)
-    if _say(session, worker.Ready(transfer_id="t", incarnation="")) is None:
-        return "ready without an incarnation was taken"
-    return "" if scene.ask("traffic")["done"] > before else "the honest pair stands still"
-
-
-@attack("user")
-def versions_that_lie(scene: Scene) -> str:
-    """Versions that there are not, and a second hello."""
-    newest = worker.WORKER_VERSIONS.newest
-    for versions in ((1, 99), (-5, 1 << 40), (newest, newest)):
-        if not isinstance(_hello(scene, Versions(*versions)), worker.Welcome):
-            return f"versions {versions} were not taken"
-    for versions in ((newest + 1, 99), (0, 0), (-9, -1), (2, 1), (99, 1)):
-        answer = _hello(scene, Versions(*versions))
-        if not isinstance(answer, worker.Farewell) or answer.code is not Code.BAD_VERSION:
-            return f"versions {versions}: {answer}"
-    session = scene.worker()
-    if _say(session, worker.Hello(versions=worker.WORKER_VERSIONS, client="again")) is None:
-        return "a second hello was taken"
-    return newcomer(scene, "late-versions")
-
-
-def _hello(scene: Scene, versions: Versions) -> Message | None:
-    made = WorkerByHand(scene.a.worker_socket, hello=False)
-    scene.opened.append(made)
-    return made.hello(versions)
-
-
-@attack("user")
-def hellos_with_more_fields(scene: Scene) -> str:
-    """Greetings with fields that nobody knows, as long as may be and longer, and nested without end."""
-    fields: list[tuple[Any, bool]] = [
-        ("x" * 10, True),
-        ("x" * (MAX_HELLO_BYTES - 100), True),
-        ("x" * MAX_HELLO_BYTES, False),
-        ("x" * 900_000, False),
-        ([[]] * 3000, True),
-        (list(range(2000)), False),
-        ({str(n): None for n in range(500)}, True),
-    ]
-    for number, (value, is_welcome) in enumerate(fields):
-        said = {"t": "hello", "versions": [1, 1], "client": "x", "later": value}
-        answer = _raw_hello(scene, msgspec.msgpack.encode(said))
-        if isinstance(answer, worker.Welcome) is not is_welcome:
-            return f"hello {number}: {answer}"
-    for nested in (b"\x91" * 3900, b"\x81" * 3900, b"\xdf\xff\xff\xff\xff" * 700):
-        said_raw = msgspec.msgpack.encode({"t": "hello", "versions": [1, 1], "client": "x"})
-        _raw_hello(scene, b"\x84" + said_raw[1:] + b"\xa1z" + nested)
-    return newcomer(scene, "late-hello")
-
-
-def _raw_hello(scene: Scene, payload: bytes) -> Message | None:
-    made = WorkerByHand(scene.a.worker_socket, hello=False)
-    try:
-        with contextlib.suppress(OSError):
-            made.raw(HEADER.pack(len(payload), 0, 0) + payload)
-        return made.next(3.0)
-    finally:
-        made.close()
-
-
-@attack("worker", limit_s=60.0)
-def transfer_ids_again(scene: Scene) -> str:
-    """A transfer's id is published twice, after its end, by another session, and where others have it."""
-    session = _rank(scene, "ids-again")
-    other = scene.worker()
-    other.say(worker.Attach(request=1, engine_id="ids-again", generation="g1"))
-    other.await_one(ANSWERS)
-    named = ((Rank(0, 0), "own"),)
-    _write_words(session)
-    _write_words(other)
-    session.say(_publish(1, incarnations=named))
-    for again in (session, other):
-        again.say(_publish(1, fence_slot=7, incarnations=named))
-        refused = again.await_one((worker.PublishRefused, worker.Farewell), 3.0)
-        if not isinstance(refused, worker.PublishRefused) or refused.code is not Code.TRANSFER_EXISTS:
-            return f"an id was published twice: {refused}"
-    session.say(worker.Unpublish(transfer_id="x1"))
-    session.await_one(worker.Released, 3.0)
-    for again in (session, other):
-        again.say(_publish(1, nonce="1" * 32, fence_slot=8, incarnations=named))
-        refused = again.await_one((worker.PublishRefused, worker.Farewell), 3.0)
-        if not isinstance(refused, worker.PublishRefused):
-            return f"an id was published again after its end: {refused}"
-    for number in range(2000):  # the honest pair's own
-        session.say(_publish(10, transfer_id=f"t{number}", incarnations=named))
-        session.say(worker.Unpublish(transfer_id=f"t{number}"))
-    scene.rest(1.0)
-    return ""
 
 
 @attack("worker", limit_s=80.0)

@@ -24,11 +24,10 @@ Answer = Callable[[Any], list[Message]]
 
 
 class DaemonByHand:
-    """A ROUTER with the admitted key. `answer` gives what each question gets, `version` is its greeting's."""
+    """A ROUTER with the admitted key. `answer` gives what each question gets."""
 
-    def __init__(self, scene: Scene, answer: Answer, version: Any = 1) -> None:
+    def __init__(self, scene: Scene, answer: Answer) -> None:
         self._answer = answer
-        self._version = version
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -50,10 +49,10 @@ class DaemonByHand:
             self.routes.add(route)
             question: Any = PEER_MESSAGES.decode(content)
             if isinstance(question, peer.PeerHello):
-                greeting = {"t": "greeting", "request": question.request, "boot": "evil", "versions": [1, 1]}
-                self.socket.send_multipart(
-                    [route, msgspec.msgpack.encode(greeting | {"version": self._version})]
+                welcome = peer.PeerWelcome(
+                    request=question.request, version=1, boot="evil", versions=peer.PEER_VERSIONS
                 )
+                self.socket.send_multipart([route, encode(welcome)])
                 continue
             for message in self._answer(question):
                 with suppress(zmq.ZMQError):

@@ -6,9 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from typing import Any
 
-import msgspec
 import zmq
 
 from kvxferd.layout import EngineSpec
@@ -242,101 +240,4 @@ def sessions_end_while_thousands_wait(scene: Scene) -> str:
         scene.rest(1.0)
     finally:
         scene.honest("spread_end", name="lacking")
-    return ""
-
-
-# --- a peer that speaks for a member of an engine whose ranks are elsewhere
-
-
-def _spread(scene: Scene, name: str) -> str:
-    came = scene.honest("spread", home=scene.a.endpoint, stages=[0, 1], name=name)
-    return "" if came["outcome"] == "done" else f"no engine on two nodes: {came}"
-
-
-@attack("peer", limit_s=60.0)
-def ready_said_for_another(scene: Scene) -> str:
-    """An admitted peer says that another daemon's rank is ready with a transfer that it has not written."""
-    if problem := _spread(scene, "spread-r"):
-        return problem
-    try:
-        made = scene.honest("spread_publish", name="spread-r")
-        one = scene.peer()
-        for number in range(20):
-            one.ask(_ready("spread-r", made["transfer"], 100 + number), 0.3 if number else 3.0)
-        came = scene.honest("pull", sink=1, ref=made["ref"], deadline_s=4.0, request=made["request"])
-        if came["outcome"] == "delivered":
-            return f"delivered before its rank was ready, {came['wrong']} items wrong"
-    finally:
-        scene.honest("spread_end", name="spread-r")
-    return ""
-
-
-def _ready(engine: str, transfer: str, request: int, **more: Any) -> Any:
-    return peer.RankReady(
-        request=request,
-        engine_id=engine,
-        generation="g1",
-        rank=(1, 0),
-        transfer_id=transfer,
-        **({"incarnation": "i", "secret": "guessed"} | more),
-    )
-
-
-@attack("peer", limit_s=60.0)
-def leaving_said_for_another(scene: Scene) -> str:
-    """An admitted peer says that another daemon's rank has left, in that daemon's name."""
-    if problem := _spread(scene, "spread-l"):
-        return problem
-    try:
-        status = scene.ask("status", node="b")
-        (engine,) = [e for e in status["engines"] if e["engine_id"] == "spread-l"]
-        (agent,) = [rank["agent"] for rank in engine["ranks"]]
-        one = scene.peer()
-        leave = peer.LeaveRank(
-            request=5,
-            boot=status["boot"],
-            engine_id="spread-l",
-            generation="g1",
-            rank=(1, 0),
-            agent=agent,
-            secret="guessed",
-        )
-        one.ask(leave, 3.0)
-        home = scene.ask("status", node="a")
-        (engine,) = [e for e in home["engines"] if e["engine_id"] == "spread-l"]
-        return "" if engine["complete"] else "another's rank was taken out"
-    finally:
-        scene.honest("spread_end", name="spread-l")
-
-
-@attack("peer", limit_s=60.0)
-def joining_replayed(scene: Scene) -> str:
-    """An admitted peer repeats another daemon's join, so that the home's questions go to it."""
-    if problem := _spread(scene, "spread-j"):
-        return problem
-    try:
-        one = scene.peer()
-        answer = one.ask(peer.FetchEngine(request=4, engine_id="spread-j", generation="g1", wait_s=3.0))
-        if not isinstance(answer, peer.EngineManifest):
-            return f"no manifest: {answer}"
-        boot = scene.ask("status", node="b")["boot"]
-        member = next(m for m in answer.ranks if m.spec.pp_rank == 1)
-        for changed in (
-            member,
-            msgspec.structs.replace(member, binding=msgspec.structs.replace(member.binding, metadata=b"x")),
-        ):
-            one.ask(peer.JoinRank(request=6, boot=boot, manifest=changed, secret="guessed"), 3.0)
-        made = scene.honest("spread_publish", name="spread-j")
-        scene.honest("spread_ready", name="spread-j", transfer=made["transfer"], request=made["request"])
-        came = scene.honest("pull", sink=1, ref=made["ref"], deadline_s=8.0, request=made["request"])
-        redirected = []
-        while (message := one.next(0.2)) is not None:
-            if isinstance(message, peer.SetRankPolling | peer.TransferReleased):
-                redirected.append(type(message).__name__)
-        if redirected:
-            return f"the home asked the wrong daemon: {redirected}"
-        if came["outcome"] != "delivered":
-            return f"the engine cannot be read any more: {came}"
-    finally:
-        scene.honest("spread_end", name="spread-j")
     return ""

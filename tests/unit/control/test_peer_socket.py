@@ -1,0 +1,102 @@
+"""Requests to other daemons, and replies by the route of who asked, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from kvxferd.control.peer_socket import PeerSocket
+from kvxferd.core import events as ev
+from kvxferd.ids import Endpoint, GrantId
+from kvxferd.wire.peer import ReturnGrant
+
+LIMIT_S = 30.0
+
+
+class Daemon:
+    """A peer socket, with what it has received."""
+
+    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
+        self.requests: list[tuple[bytes, int]] = []  # routes and numbers
+        self.replies: list[tuple[str, int]] = []
+        self.is_stopped = False
+        self._changed = asyncio.Event()
+        self.socket = PeerSocket(address, self._on_event)
+        self.socket.start()
+        self.address = Endpoint(self.socket.bound_endpoint)
+
+    def _on_event(self, event: ev.Event) -> None:
+        match event:
+            case ev.PeerRequest(message=ReturnGrant(request=number)):
+                self.requests.append((event.route, number))
+            case ev.PeerReply(message=ReturnGrant(request=number)):
+                self.replies.append((event.endpoint, number))
+        self._changed.set()
+
+    def stop(self) -> None:
+        if not self.is_stopped:
+            self.is_stopped = True
+            self.socket.stop()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not holds():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Daemon]]:
+    daemons: list[Daemon] = []
+
+    def make(*address: str) -> Daemon:
+        daemons.append(Daemon(*address))
+        return daemons[-1]
+
+    yield make
+    for daemon in daemons:
+        daemon.stop()
+
+
+def question(number: int) -> ReturnGrant:
+    return ReturnGrant(request=number, grant=GrantId("g"))
+
+
+async def test_replies_go_to_who_asked_until_it_disconnects(start: Callable[..., Daemon]) -> None:
+    here, there = start(), start()
+    for number in range(5):
+        here.socket.send(there.address, question(number))
+    await there.until(lambda: len(there.requests) == 5)
+    assert [number for _, number in there.requests] == list(range(5))
+    (old_route,) = {route for route, _ in there.requests}
+    there.socket.reply(old_route, question(10))
+    await here.until(lambda: bool(here.replies))
+    here.socket.disconnect(there.address)
+    here.socket.send(there.address, question(6))
+    await there.until(lambda: len(there.requests) == 6)
+    new_route, _ = there.requests[-1]
+    assert new_route != old_route
+    there.socket.reply(old_route, question(11))
+    there.socket.reply(new_route, question(12))
+    await here.until(lambda: len(here.replies) == 2)
+    assert here.replies == [(there.address, 10), (there.address, 12)]
+
+
+async def test_a_request_to_a_daemon_that_is_away_waits_for_the_next_at_its_address(
+    start: Callable[..., Daemon],
+) -> None:
+    here, there = start(), start()
+    here.socket.send(there.address, question(1))
+    await there.until(lambda: bool(there.requests))
+    there.stop()
+    here.socket.send(there.address, question(3))
+    here.socket.disconnect(there.address)  # which drops it
+    here.socket.send(there.address, question(2))
+    again = start(there.address)
+    await again.until(lambda: bool(again.requests))
+    ((route, number),) = again.requests
+    assert number == 2
+    again.socket.reply(route, question(4))
+    await here.until(lambda: bool(here.replies))
