@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvxferd.client import BlockList, RankHandle, connect
 from kvxferd.client.refs import TransferRef, read_ref
-from kvxferd.errors import EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.layout import RegionSpec
 from kvxferd.memory.device import ResidentMemory
@@ -56,8 +56,9 @@ def test_a_reference_is_looked_at_whole_in_every_form(name: str, value: object) 
 
 @pytest.mark.parametrize("form", [b"[" * 10_000, "\ud800", b"\xff", [], [("endpoint", 1)], bytearray(b"{}")])
 def test_what_is_no_reference_at_all(form: Any) -> None:
-    with pytest.raises(EngineError, match="cannot read the transfer reference"):
+    with pytest.raises(EngineError, match="cannot read the transfer reference") as refused:
         read_ref(form)
+    assert refused.value.code is Code.TRANSFER_UNKNOWN
 
 
 def test_what_a_reference_holds_becomes_plain() -> None:

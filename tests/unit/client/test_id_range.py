@@ -14,7 +14,6 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import GroupName, Rank
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire import worker
-from kvxferd.wire.common import BlockIds
 from tests.support.client_harness import REF, Stage, blocks, events_of, one_event
 
 FULL = GroupName("full")
@@ -120,22 +119,7 @@ def test_a_pull_that_is_cancelled_before_its_check(stage: Stage) -> None:
     assert stage.side.is_silent()
 
 
-def test_a_list_of_several_parts(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.publish("t", {"full": BlockList(ids=array("i", [7]) * 600_000)}, num_tokens=600_000 * 16)
-    parts = 0
-    while isinstance(message := stage.side.receive()[0], BlockIds):
-        parts += len(message.ids)
-    assert isinstance(message, worker.Publish)
-    assert parts == 2_400_000
-
-
 def test_a_scheduler_knows_no_groups(stage: Stage) -> None:
     """Only the engine's ranks have layouts: the daemon checks."""
-    client = stage.client()
-    joining = stage.calling(client.attach, "prefill-0", "g9")
-    attach = stage.side.expect(worker.Attach)
-    stage.side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
-    stage.side.say_registered(attach.request)
-    joining.result(10.0).publish("t", blocks(99), num_tokens=16)
+    stage.publisher((Rank(0, 0), "first")).publish("t", blocks(99), num_tokens=16)
     stage.side.expect(worker.Publish)

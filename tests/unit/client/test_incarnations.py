@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from kvxferd.client import Publisher, RankHandle, Released, Suspended
+from kvxferd.client import RankHandle, Released, Suspended
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Rank
 from kvxferd.wire import worker
-from tests.support.client_harness import REGION, Stage, blocks, events_of
-from tests.support.scripted_daemon import WAIT_S, DaemonSide, until
+from tests.support.client_harness import REGION, Kernel, Stage, blocks, events_of
+from tests.support.scripted_daemon import WAIT_S, until
 
 FIRST, SECOND = Rank(0, 0), Rank(0, 1)
 BOTH = ((FIRST, "a1"), (SECOND, "b1"))
 
 
-class Kernel:
-    """Work on a GPU."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-
-    def query(self) -> bool:
-        return self.done.is_set()
-
-
-def take(side: DaemonSide, *ranks: tuple[Rank, str]) -> None:
-    """Take a publisher that comes back."""
-    side.greet()
-    attach = side.expect(worker.Attach)
-    if ranks:
-        side.say(worker.EngineRanks(ranks=ranks))
-    side.say_registered(attach.request)
-
-
-def publisher(stage: Stage, *ranks: tuple[Rank, str]) -> Publisher:
-    client = stage.client()
-    attaching = stage.calling(client.attach, "prefill-0", "g7")
-    attach = stage.side.expect(worker.Attach)
-    if ranks:
-        stage.side.say(worker.EngineRanks(ranks=ranks))
-    stage.side.say_registered(attach.request)
-    return attaching.result(WAIT_S)
-
-
 def test_a_held_publish_keeps_what_was_known_when_it_was_called(stage: Stage) -> None:
-    scheduler, kernel = publisher(stage, *BOTH), Kernel()
+    scheduler, kernel = stage.publisher(*BOTH), Kernel()
     scheduler.publish("held", blocks(), num_tokens=48, after=kernel)
     stage.side.say(worker.EngineRanks(ranks=((SECOND, "b2"),)))
     until(lambda: scheduler._session._incarnations.all != BOTH, "the report is taken")
@@ -60,15 +29,14 @@ def test_a_held_publish_keeps_what_was_known_when_it_was_called(stage: Stage) ->
 
 
 def test_what_is_queued_or_replayed_keeps_it_too(stage: Stage) -> None:
-    scheduler = publisher(stage, *BOTH)
+    scheduler = stage.publisher(*BOTH)
     scheduler.publish("before", blocks(), num_tokens=48)
     stage.side.expect(worker.Publish)
-    stage.daemon.stop()
-    until(lambda: not scheduler.is_connected, "loss noticed")
+    stage.lose(scheduler)
     scheduler.publish("meanwhile", blocks(), num_tokens=48)
     stage.daemon.start()
-    side = stage.daemon.accept()
-    take(side, (FIRST, "a1"), (SECOND, "b2"))
+    side = stage.accept()
+    stage.take_publisher((FIRST, "a1"), (SECOND, "b2"))
     for name in ("before", "meanwhile"):
         replayed = side.expect(worker.Publish)
         assert (replayed.transfer_id, replayed.incarnations) == (name, BOTH)
@@ -79,7 +47,7 @@ def test_what_is_queued_or_replayed_keeps_it_too(stage: Stage) -> None:
 
 
 def test_a_session_that_knows_no_rank_publishes_nothing(stage: Stage) -> None:
-    scheduler = publisher(stage)
+    scheduler = stage.publisher()
     with pytest.raises(EngineError, match="register its ranks first") as refused:
         scheduler.publish("t", blocks(), num_tokens=48)
     assert refused.value.code is Code.ENGINE_INCOMPLETE
@@ -130,11 +98,9 @@ def test_a_rank_that_is_refused_while_it_sleeps_keeps_nothing_to_publish_again(s
     rank.publish("t", blocks(), num_tokens=48)
     stage.side.expect(worker.Publish)
     stage.mover.die()
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     stage.daemon.start()
-    side = stage.daemon.accept()
-    side.greet()
+    side = stage.accept()
     register = side.expect(worker.Register)
     rank.suspend()
     side.say(worker.Refused(request=register.request, code=Code.BUSY, message="later"))

@@ -10,8 +10,7 @@ from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
 from kvxferd.wire.common import BlockIds
 from kvxferd.wire.limits import IDS_PART_BYTES
-from tests.support.client_harness import Stage, one_event
-from tests.support.scripted_daemon import until
+from tests.support.client_harness import Kernel, Stage, one_event
 
 
 def lists(*ids: int) -> dict[str, BlockList]:
@@ -91,8 +90,7 @@ def test_the_next_daemon_gets_all_that_is_there(stage: Stage) -> None:
     rank = stage.rank()
     rank.publish("t1", lists(3), 40, ready_tokens=16)
     stage.side.expect(worker.Publish)
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "the daemon is gone")
+    stage.lose(rank)
     rank.extend("t1", 32, lists(1))
     stage.daemon.start()
     side = stage.rejoin()
@@ -104,38 +102,25 @@ def test_the_next_daemon_gets_all_that_is_there(stage: Stage) -> None:
 
 
 def test_tokens_are_reported_when_they_are_written(stage: Stage) -> None:
-    class Event:
-        is_done = False
-
-        def query(self) -> bool:
-            return self.is_done
-
-    rank, event = stage.rank(), Event()
+    rank, event = stage.rank(), Kernel()
     rank.publish("t1", lists(3, 1), 40, ready_tokens=0)
     stage.side.expect(worker.Publish)
     rank.extend("t1", 16, lists(2), after=event)
     stage.side.expect(worker.Extend)
     rank.extend("t2", 8)  # of another session's transfer: what was asked for later, and is written
     assert stage.side.expect(worker.Ready).transfer_id == "t2"
-    event.is_done = True
+    event.done.set()
     assert stage.side.expect(worker.Ready).ready_tokens == 16
 
 
 def test_a_late_event_takes_nothing_back(stage: Stage) -> None:
-    class Event:
-        is_done = False
-
-        def query(self) -> bool:
-            return self.is_done
-
-    rank, event = stage.rank(), Event()
+    rank, event = stage.rank(), Kernel()
     rank.extend("t1", 16, after=event)  # of another session's transfer
     rank.extend("t1")
     assert stage.side.expect(worker.Ready).ready_tokens == -1
-    event.is_done = True
+    event.done.set()
     stage.side.expect(worker.Ready)  # late
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "the daemon is gone")
+    stage.lose(rank)
     stage.daemon.start()
     assert stage.rejoin().expect(worker.Ready).ready_tokens == -1
 

@@ -14,7 +14,7 @@ from kvxferd.client.publishes import ClientPublishes
 from kvxferd.client.pulls import ClientPulls
 from kvxferd.client.registration import RankRole
 from kvxferd.client.session import HANDSHAKE_TIMEOUT_S, REREGISTER_TIMEOUT_S, ClientSession
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, Generation, RegionId, TransferId
 from kvxferd.memory.fence import FencePage
 from kvxferd.wire import common, worker
@@ -118,3 +118,43 @@ def test_a_daemon_that_does_not_reply_to_a_registration_after_a_reconnect_is_giv
     session.tick(0.3 + REREGISTER_TIMEOUT_S)
     with pytest.raises(KvxferdError):
         session.tick(0.4 + REREGISTER_TIMEOUT_S)
+
+
+# --- a registration under way is never another's
+
+
+def exports() -> MemoryExport:
+    """Each has an incarnation of its own."""
+    return MemoryExport((worker.RegionExport(RegionId(REGION), 4096),), ())
+
+
+def test_suspended_waits_for_the_reply_to_a_registration_that_is_under_way() -> None:
+    """The daemon has the descriptors of the first memory, and would map it for the resume's."""
+    events: list[Event] = []
+    page = SharedFencePage()
+    try:
+        session = ClientSession("rank", FenceSlots(), 1, events.append)
+        session.register(RankRole(SPEC, LAYOUT, exports()))
+        session.connection_made(0.0)
+        welcome = worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="boot", lease_s=30.0)
+        session.handle(welcome, 0.0)
+        sent = [session.pop_outgoing(0.0) for _ in range(2)]
+        assert sent[1] is not None
+        assert isinstance(sent[1].message, worker.Register)
+
+        session.suspend()
+        session.tick(0.1)
+        assert events == []
+        with pytest.raises(EngineError, match="before its Suspended") as e:
+            session.resume(exports())
+        assert e.value.code is Code.OUT_OF_PLACE
+
+        session.offer_fence_page(page)
+        session.handle(worker.Registered(request=sent[1].message.request, endpoint="tcp://n:1"), 0.2)
+        outgoing = session.pop_outgoing(0.2)
+        assert outgoing is not None
+        assert isinstance(outgoing.message, worker.Suspend)
+        session.handle(worker.Suspended(), 0.3)
+        assert events == [Suspended()]
+    finally:
+        page.close()

@@ -11,7 +11,7 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
 from tests.support.client_harness import REF, REGION, SIZE, Stage, blocks, events_of, one_event
-from tests.support.scripted_daemon import WAIT_S, until
+from tests.support.scripted_daemon import WAIT_S
 
 
 def suspended(stage: Stage) -> RankHandle:
@@ -32,9 +32,11 @@ def test_suspend_ends_publishes_and_says_when_the_memory_may_go(stage: Stage) ->
     rank.suspend()  # again: nothing more
     stage.side.expect(worker.Suspend)
     assert rank.poll() == []
+    assert rank.memory_in_use
     stage.side.say(worker.Released(transfer_id="req-1", why=Code.SUSPENDED))
     stage.side.say(worker.Suspended())
     assert events_of(rank, 2) == [Released("req-1", Code.SUSPENDED), Suspended()]
+    assert not rank.memory_in_use
 
 
 def test_a_suspended_rank_takes_no_requests(stage: Stage) -> None:
@@ -121,8 +123,7 @@ def test_a_resume_that_times_out_goes_on(stage: Stage) -> None:
 
 def test_pulls_that_no_daemon_heard_of_fail_safely(stage: Stage) -> None:
     rank = stage.rank()
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
     rank.suspend()
     event = events_of(rank)[0]
@@ -138,8 +139,7 @@ def test_a_dead_mover_is_as_good_as_the_daemons_word(stage: Stage, asked: str) -
     if asked == "before":
         rank.suspend()
         stage.side.expect(worker.Suspend)
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     if asked == "after":
         rank.suspend()
     assert one_event(rank) == Released("req-1", Code.SUSPENDED)
@@ -147,19 +147,8 @@ def test_a_dead_mover_is_as_good_as_the_daemons_word(stage: Stage, asked: str) -
     stage.mover.die()
     assert one_event(rank) == Suspended()
     stage.daemon.start()
-    side = stage.daemon.accept()
-    side.greet()
+    side = stage.accept()
     assert side.is_silent()  # a suspended rank has nothing to register
     resuming = stage.calling(rank.resume, {REGION: stage.memory}, WAIT_S)
     side.register(stage.new_mover())
     resuming.result(WAIT_S)
-
-
-def test_memory_is_in_use_until_the_rank_is_suspended(stage: Stage) -> None:
-    rank = stage.rank()
-    assert rank.memory_in_use
-    rank.suspend()
-    stage.side.expect(worker.Suspend)
-    stage.side.say(worker.Suspended())
-    assert one_event(rank) == Suspended()
-    assert not rank.memory_in_use
