@@ -15,7 +15,6 @@ from tests.support.http_harness import config_in, over_tcp, over_unix, serving
 from tests.support.node_samples import SOURCE, StillNode, node_snapshot, records
 
 READ_ROUTES = [route.path for route in ROUTES if route.access is Access.ANYONE]
-NOBODY = 65_534
 
 
 async def test_reading_is_the_same_on_both(tmp_path: Path) -> None:
@@ -65,41 +64,6 @@ async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
         async with client.get("/v1/status") as answer:
             verdict = (await answer.json())["verdict"]
             assert verdict == {"level": "bad", "text": "Not ready: nixl cannot be imported."}
-
-
-async def test_drain_is_never_taken_over_tcp(tmp_path: Path) -> None:
-    config, node = config_in(tmp_path), StillNode()
-    async with serving(config, node) as server, over_tcp(server) as tcp, over_unix(config) as unix:
-        async with tcp.post("/v1/drain") as answer:
-            assert answer.status == 403
-            assert (await answer.json())["error"]["code"] == "not-allowed"
-        assert not node.draining
-        async with unix.post("/v1/drain") as answer:
-            assert answer.status == 202
-        assert node.draining
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
-async def test_drain_is_for_root_and_the_daemons_user(tmp_path: Path) -> None:
-    config, node = config_in(tmp_path), StillNode()
-    async with serving(config, node), over_unix(config) as client:
-        # The kernel keeps the credentials of the moment of connect(); so the connection is
-        # made as another user, who can reach the socket, and used as root.
-        for directory in (tmp_path, *tmp_path.parents):
-            if directory.stat().st_uid == os.geteuid() and directory != Path("/"):
-                directory.chmod(directory.stat().st_mode | 0o011)
-        os.chmod(config.control.socket, 0o666)
-        os.seteuid(NOBODY)
-        try:
-            answer = await client.get("/v1/status")
-            answer.release()
-        finally:
-            os.seteuid(0)
-        assert answer.status == 200
-        async with client.post("/v1/drain") as answer:
-            assert answer.status == 403
-            assert f"user {NOBODY}" in (await answer.json())["error"]["message"]
-    assert not node.draining
 
 
 async def test_what_is_not_in_the_table_gets_a_code_and_a_sentence(tmp_path: Path) -> None:

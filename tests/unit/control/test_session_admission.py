@@ -6,14 +6,11 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
-from kvxferd.config import WorkerConfig
 from kvxferd.control.session_admission import MAX_PARTIAL_BYTES, MAX_PARTIAL_FDS
-from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.memory import SealedMemory
@@ -22,31 +19,13 @@ from kvxferd.wire.common import FdBatch
 from kvxferd.wire.framing import HEADER, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 from tests.support.open_fds import num_open_fds
-from tests.support.other_user import open_directory
-from tests.support.worker_socket_harness import LAYOUT, Listening, register
+from tests.support.worker_socket_harness import LAYOUT, Listening, listening, register
 
 
 @pytest.fixture
 async def socket_() -> AsyncIterator[Listening]:
     async with listening() as found:
         yield found
-
-
-@asynccontextmanager
-async def listening() -> AsyncIterator[Listening]:
-    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
-    with open_directory() as directory:
-        path = str(directory / "worker.sock")
-        workers = WorkerSocket(WorkerConfig(socket=path), heard.put_nowait, 256)
-        workers.start()
-        found = Listening(workers, path, heard)
-        try:
-            yield found
-        finally:
-            for connection in found.opened:
-                connection.close()
-            workers.stop()
-            await asyncio.sleep(0)
 
 
 @pytest.fixture

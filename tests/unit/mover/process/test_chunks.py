@@ -104,9 +104,7 @@ def test_later_pulls_do_not_wait_because_a_chunk_is_lost(num_lost: int) -> None:
         bench.run()
     assert bench.chunks.count(ChunkState.LOST) == num_lost
     bench.now += 2 * SLOW_S
-    number = bench.start(scattered(8))
-    bench.run()
-    outcome = bench.outcomes()[number]
+    outcome = bench.pull(scattered(8))
     assert outcome.delivered
     assert outcome.covered_bytes == (outcome.bytes if num_lost == 1 else outcome.bytes // 2)
 
@@ -183,9 +181,7 @@ def test_scatters_run_in_the_engines_steps_where_no_thread_can_be_started(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     bench = Bench(chunk_bytes=CHUNK, scatterer=ThreadScatterer())
-    number = bench.start(scattered(100))
-    bench.run()
-    assert bench.outcomes()[number].delivered
+    assert bench.pull(scattered(100)).delivered
 
 
 class Image:

@@ -395,13 +395,3 @@ def test_any_order_of_deaths_answers_each_request_once_and_leaves_nothing() -> N
         shell.finish()
         counts += shell.counts
     assert {"AssignMover", "RefuseRequest", "ReportEarlyDeath", "ReportForkserverDeath"} <= counts.keys()
-
-
-def test_the_same_events_have_the_same_effects() -> None:
-    def run(seed: int) -> Counter[str]:
-        shell = RandomShell(seed)
-        for number in range(60):
-            shell.step(number)
-        return shell.counts
-
-    assert run(5) == run(5)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from kvxferd.mover.backends import (
     backend_environment,
     take_backend,
 )
-from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
+from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary, join_metadata, split_metadata
 
 
 class FakeApi:
@@ -130,3 +131,21 @@ def test_a_mover_reads_the_backend_that_its_daemon_wrote(name: str, parameters: 
     environment = {"PATH": "/bin", **backend_environment(backend)}
     assert take_backend(environment) == backend
     assert environment == {"PATH": "/bin"}
+
+
+# --- what describes memory of several types at once
+
+
+@pytest.mark.parametrize("parts", [[b"one"], [b"one", b""], [b"nixl", b"two", bytes(1000)]])
+def test_what_is_joined_is_split(parts: list[bytes]) -> None:
+    assert split_metadata(join_metadata(parts)) == parts
+
+
+def test_one_part_is_the_librarys_own() -> None:
+    assert join_metadata([b"nixl..."]) == b"nixl..."
+
+
+def test_nonsense_is_an_error() -> None:
+    joined = join_metadata([b"a", b"b"])
+    with pytest.raises(msgspec.DecodeError):
+        split_metadata(joined[:-1])
