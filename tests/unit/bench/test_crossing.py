@@ -17,7 +17,7 @@ from kvxferd.bench.cases import (
 )
 from kvxferd.bench.measures.crossing import CROSSINGS, Crossing, deployment_of, request_tokens
 from kvxferd.bench.shapes import EngineOptions
-from kvxferd.bench.workload import FULL_CROSSING, GIB, MIB, QUICK_CROSSING
+from kvxferd.bench.workload import GIB, MIB
 from kvxferd.ids import Rank
 
 EQUAL = [Crossing(one.sink, one.sink) for one in CROSSINGS]
@@ -80,14 +80,3 @@ def test_bytes_of_another_rank_are_found() -> None:
                 sink[int(local) : int(local + length)] = source[int(remote) : int(remote + length)]
         found = sum(content.count_wrong(sink, runs, stamp_of(7, rank)) for rank, runs in reads.items())
         assert (found > 0) is wrong
-
-
-def test_what_is_measured_is_what_the_summary_is_defined_by() -> None:
-    assert [(one.size_bytes, one.rounds) for one in FULL_CROSSING] == [
-        (4 * MIB, 15),
-        (64 * MIB, 15),
-        (GIB, 3),
-    ]
-    assert FULL_CROSSING[-1].transports == ("cma",)
-    assert [one.size_bytes for one in QUICK_CROSSING] == [64 * MIB]
-    assert [str(one) for one in CROSSINGS if not one.has_short_runs] == ["HND/16 PP2 to HND/16"]

@@ -75,19 +75,3 @@ def test_what_is_no_command_is_refused_and_not_left_without_a_reply() -> None:
         await remote.stop()
 
     while_serving("127.0.0.1:0", act)
-
-
-def test_a_machine_that_is_gone_without_a_word_is_noticed() -> None:
-    with socket.socket() as connection:
-        remote_protocol.enable_keepalive(connection)
-        asked = {
-            option: connection.getsockopt(socket.IPPROTO_TCP, option)
-            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-        }
-        idle, between, count = asked.values()
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert idle + between * count <= remote_protocol.KEEPALIVE_TIMEOUT_S
-        assert (
-            connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            == remote_protocol.KEEPALIVE_TIMEOUT_S * 1000
-        )

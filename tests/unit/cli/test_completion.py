@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from click.shell_completion import ShellComplete
 
 from kvxferd.cli import options
 from kvxferd.cli.completion import MAX_OFFERED, TIMEOUT_S
-from kvxferd.cli.root import VERBS, root
+from kvxferd.cli.root import root
 from kvxferd.config import CONFIG_PATH_VARIABLE
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.ids import TransferId
@@ -27,15 +24,6 @@ def offered(*words: str) -> list[str]:
     """Return what is offered for the last word."""
     shell = ShellComplete(root, {}, "kvxferd", "_KVXFERD_COMPLETE")
     return [item.value for item in shell.get_completions(list(words[:-1]), words[-1])]
-
-
-def test_verbs_and_options_are_offered() -> None:
-    assert offered("st") == ["status"]
-    assert offered("") == list(VERBS)
-    assert "--watch" in offered("status", "--w")
-    assert "--transfer-lease-s" in offered("serve", "--transfer-l")
-    assert offered("config", "c") == ["check"]
-    assert offered("explain", "--link", "t") == ["tcp"]
 
 
 @pytest.mark.parametrize(
@@ -77,18 +65,6 @@ async def test_without_a_daemon_or_with_a_stuck_one_nothing_is_offered_soon(tmp_
         started = time.monotonic()
         assert await asyncio.to_thread(offered, "cancel", "--socket", str(tmp_path), "") == []
         assert time.monotonic() - started >= TIMEOUT_S
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_gets_its_script(shell: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvxferd.cli"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "_KVXFERD_COMPLETE": f"{shell}_source"},
-    )
-    assert f"_KVXFERD_COMPLETE={shell}_complete" in done.stdout
 
 
 def test_the_variable_of_the_option_is_that_of_the_configuration() -> None:

@@ -53,12 +53,6 @@ def test_json_has_what_was_promised() -> None:
         assert rank["bytes_per_1000_tokens"] == sum(r["bytes_per_1000_tokens"] for r in rank["reads"])
 
 
-def test_json_of_a_hybrid_tells_attention_from_state() -> None:
-    """Attention from one of two replicas, state from both ranks."""
-    found = report("qwen3-next,tp=4", "qwen3-next,tp=2")
-    assert [read["for"] for read in found["ranks"][0]["reads"]] == ["attention", "state", "state"]
-
-
 def test_json_of_a_refusal() -> None:
     """Exit code 1, and nothing but what is refused."""
     result = run("llama-3-70b,tp=8", "qwen3-8b,tp=8", "--json")
@@ -97,32 +91,6 @@ def test_text_draws_a_matrix_and_lists_reads() -> None:
     assert len(rows) == 16
     assert "16 reads: attention: runs of 4.0 KiB; blocks in a row do not merge" in result.stdout
     assert "every prefill rank gives 19.5 MiB" in result.stdout
-
-
-def test_text_of_a_refusal() -> None:
-    """Both values, and what to make of them."""
-    result = run("llama-3-8b,kv_dtype=fp8", "llama-3-8b")
-    assert result.exit_code == 1
-    assert "Refused: decode cannot read prefill." in result.stdout
-    assert "float8_e4m3fn" in result.stdout
-    assert "bfloat16" in result.stdout
-
-
-def test_an_idle_replica_is_told() -> None:
-    """Prefill ranks that nobody needs to read."""
-    assert "not read at all: pp0.tp1+3+5+7" in run("deepseek-v3,tp=8", "deepseek-v3,tp=4").stdout
-
-
-def test_unequal_loads_are_listed_most_first() -> None:
-    """With what each rank gives against the mean; equal ranks share a row."""
-    lines = run("llama-3-70b,tp=3", "llama-3-70b,tp=4").stdout.splitlines()
-    rows = [line for line in lines if "█" in line and "│" in line]
-    assert [row.replace("│", " ").split()[:4] for row in rows] == [
-        ["pp0.tp0-1", "117.2", "MiB", "112%"],
-        ["pp0.tp2", "78.1", "MiB", "75%"],
-    ]
-    assert rows[0].count("█") == 24
-    assert rows[1].count("█") == 16
 
 
 def test_byte_ranges_in_text_and_json() -> None:
@@ -264,16 +232,6 @@ def test_json_has_how_each_rank_is_read_and_an_advice() -> None:
         assert read["descriptors_direct"] == read["runs_per_1000_tokens"] == 80_000
         assert read["descriptors_posted"] == 5000
         assert 0 < read["predicted_ms"] < 80_000 * 1.4e-3
-
-
-def test_text_has_how_each_rank_is_read_and_an_advice() -> None:
-    """The same in the table, and one line."""
-    result = run("llama-3-8b", "llama-3-8b,layout=NHD", "--link", "tcp")
-    (row,) = (line for line in result.stdout.splitlines() if "attention │" in line)
-    assert "covering" in row
-    assert "4,000" in row
-    assert "over tcp" in result.stdout
-    assert "advice: with HND at decode: 128 times fewer reads (512,000 runs become 4,000)" in result.stdout
 
 
 def test_a_link_that_is_not_known() -> None:

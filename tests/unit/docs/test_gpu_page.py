@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from functools import cache
 from typing import Any
 
 from click.testing import CliRunner
 
 from kvxferd.cli.root import root
-from kvxferd.config import Config
 from kvxferd.integrations.vllm.gpu_placement import GpuPlacement, placements_for
 from kvxferd.integrations.vllm.options import read_options
-from tests.support.documented_commands import blocks_of
 from tests.support.repository import ROOT
 
 PAGE = ROOT / "docs" / "how-to" / "vllm-gpu.md"
 TEXT = " ".join(PAGE.read_text().split())
-LEASE_S = 60
 
 
 def test_the_placements_are_those_of_the_setting() -> None:
@@ -54,25 +50,3 @@ def test_bytes_of_a_token() -> None:
         assert time == f"{sum(read['predicted_ms'] for read in found['ranks'][0]['reads']):.1f} ms"
     at_tp_8 = bytes_of("deepseek-v3", 8)["bytes_per_1000_tokens"] // 1000
     assert f"at TP 8 a token costs {at_tp_8:,} bytes" in TEXT
-
-
-def test_the_lease_and_what_it_may_hold() -> None:
-    waiting, rate, tokens = 60, 2, 4096
-    (block,) = blocks_of(PAGE, "toml")
-    assert tomllib.loads(block)["transfer"]["lease_s"] == LEASE_S
-    assert f"{waiting} waiting at {rate} a second take {waiting // rate} s" in TEXT
-    assert Config().transfer.lease_s == waiting / rate
-    lost = round(rate * LEASE_S / 10)
-    held = lost * tokens * bytes_of("llama-3-70b", 4)["bytes_per_1000_tokens"] // 1000
-    assert f"one lost in ten at {rate} a second and {LEASE_S} s, are {lost} requests and" in TEXT
-    assert f"{held / 1e9:.1f} GB, {held / 4 / 1e9:.1f} GB a rank" in TEXT
-
-
-def test_limits() -> None:
-    limits = Config().limits
-    a_second = limits.max_transfers_per_engine // LEASE_S
-    of_engine = (
-        f"`limits.max_transfers_per_engine` {limits.max_transfers_per_engine:,} is {a_second} requests"
-    )
-    assert of_engine in TEXT
-    assert f"`limits.max_ranks` {limits.max_ranks} is {limits.max_ranks // 8} a GPU of eight" in TEXT

@@ -106,12 +106,6 @@ def test_replicas_are_spread_over_readers() -> None:
     )
 
 
-def test_one_busiest_rank() -> None:
-    """A stage of two layers beside one of 30."""
-    found = explained("llama-3-8b,pp=2,stages=30+2", "llama-3-8b")
-    assert format_load(found) == "the busiest prefill rank is pp0.tp0 with 117.2 MiB, 1.9 times the mean"
-
-
 def test_loads_of_uneven_heads() -> None:
     """Three ranks with 3, 3 and 2 of 8 heads, four readers of 2: 80 layers, K and V, 256 bytes a head."""
     head = 80 * 2 * 128 * 2 * 1000
