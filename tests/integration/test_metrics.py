@@ -26,9 +26,6 @@ class Scrape:
     def __call__(self, name: str, **labels: str) -> float:
         return self._values[(f"kvxferd_{name}", *sorted(labels.items()))]
 
-    def label_names(self) -> set[str]:
-        return {name for _, *labels in self._values for name, _ in labels}
-
 
 def test_every_series_moves_as_its_help_says(fleet: Fleet):
     by = {"KVXFERD_METRICS_BY_ENGINE": "true", "KVXFERD_METRICS_BY_PEER": "true"}
@@ -86,12 +83,3 @@ def test_every_series_moves_as_its_help_says(fleet: Fleet):
     wait_until(lambda: Scrape(decode)("mover_exits_total", cause="died") == 1, "the rank's mover died")
     wait_until(lambda: Scrape(decode)("mover_exits_total", cause="died-unassigned") >= 1, "warm ones")
     assert Scrape(decode)("mover_cpu_seconds_total") >= cpu_s
-
-
-def test_engines_and_peers_are_labels_only_where_that_is_switched_on(fleet: Fleet):
-    daemon = fleet.shared("node")
-    source, sink = fleet.pair(daemon)
-    pull_and_check([sink], publish([source], 1), 1)
-    wait_until(lambda: daemon.counted("kvxferd_served_pulls_total") == 1, "acknowledged")
-    assert not Scrape(daemon).label_names() & {"source", "sink", "peer"}
-    assert "prefill" not in daemon.metrics()

@@ -70,18 +70,6 @@ async def test_regions_that_cannot_be_mapped(
     assert mover.is_alive
 
 
-async def test_memory_that_could_shrink(node: Node, worker_fds: tuple[int, int]) -> None:
-    mover = await node.pool.acquire()
-    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, SIZE)
-    mover.send(Bind(regions=(export(),)), (fd, *worker_fds))
-    assert (await node.heard(mover, BindRefused)).code is Code.REGION_UNSEALED
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    mover.send(Bind(regions=(export(),)), (fd, *worker_fds))
-    await node.heard(mover, Bound)
-    os.close(fd)
-
-
 async def test_a_bind_without_regions_or_without_a_worker(node: Node, worker_fds: tuple[int, int]) -> None:
     mover = await node.pool.acquire()
     mover.send(Bind(regions=()), worker_fds)

@@ -135,15 +135,6 @@ async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
     assert "Not ready: nixl cannot be imported." in result.stdout
 
 
-async def test_drain(tmp_path: Path) -> None:
-    node = StillNode()
-    async with daemon(tmp_path, node) as config:
-        result = await run("drain", "--socket", config.control.socket)
-        assert result.exit_code == 0
-        assert node.draining
-        assert "Draining: " in (await run("status", "--socket", config.control.socket)).stdout
-
-
 @pytest.mark.parametrize("verb", [*TABLES, "drain"])
 async def test_without_a_daemon_a_sentence_says_what_to_do(tmp_path: Path, verb: str) -> None:
     result = await run(verb, "--socket", str(tmp_path / "control.sock"))

@@ -63,8 +63,6 @@ def test_it_costs_the_daemon_nothing():
 # --- A peer socket that is stopped while more connections came and went than anybody has looked at
 
 
-pytestmark = pytest.mark.process
-
 # In a process of its own: what it is about would hold this one's interpreter for ever.
 PROGRAM = """
 import asyncio, socket, threading
@@ -105,6 +103,7 @@ print("stopped")
 """
 
 
+@pytest.mark.process
 def test_a_full_queue_of_the_monitor_does_not_keep_the_socket_from_stopping():
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
