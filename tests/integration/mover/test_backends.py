@@ -22,13 +22,6 @@ async def test_a_backend_that_cannot_be_used_is_refused_at_start(name: str) -> N
             assert plugin in refused.value.message
 
 
-async def test_more_workers_are_refused_at_start() -> None:
-    """With two an agent's read of its own memory never ends, and a notification ends the process."""
-    async with Node("here", backend=Backend("UCX", {"num_workers": "2"})) as node:
-        with pytest.raises(MoverError, match="cannot use num_workers of"):
-            await node.pool.acquire()
-
-
 async def test_a_parameter_that_the_backend_refuses_ends_the_registration() -> None:
     async with Node("here", backend=Backend("UCX", {"ucx_error_handling_mode": "no such mode"})) as node:
         with pytest.raises(MoverError):

@@ -246,16 +246,6 @@ def test_hints_wait_for_the_next_daemon(stage: Stage) -> None:
     assert stage.rejoin().expect(worker.Abandon).ref.transfer_id == "req-1"
 
 
-def test_a_publish_refused_on_replay_gives_its_blocks_back(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.publish("req-1", blocks(), num_tokens=48)
-    stage.daemon.restart()
-    side = stage.rejoin()
-    side.expect(worker.Publish)
-    side.say(worker.PublishRefused(transfer_id="req-1", code=Code.BINDING_STALE, message="no"))
-    assert one_event(rank) == PublishRefused("req-1", Code.BINDING_STALE, "no")
-
-
 def test_a_replay_that_comes_before_the_ranks_is_made_again(stage: Stage) -> None:
     rank = stage.rank()
     first = rank.publish("req-1", blocks(), num_tokens=48)
@@ -280,17 +270,6 @@ def test_a_replay_that_comes_before_the_ranks_is_made_again(stage: Stage) -> Non
 
 
 # --- daemons that do not take the rank back
-
-
-def test_a_passing_refusal_is_asked_again(stage: Stage) -> None:
-    rank = stage.rank()
-    stage.daemon.restart()
-    side = stage.accept()
-    register = side.expect(worker.Register)
-    side.say(worker.Refused(request=register.request, code=Code.RANK_TAKEN, message="its mover still dies"))
-    stage.rejoin()
-    until(lambda: rank.is_connected, "taken back")
-    assert rank.poll() == []
 
 
 def test_a_final_refusal_ends_the_session(stage: Stage) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 from fnmatch import fnmatch
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.image import build
-from deploy.image.build import VARIANTS, Mount, build_command, mounts_of, package_sources, pip_conf
-from kvxferd.config import SETTINGS
+from deploy.image.build import Mount, build_command, mounts_of, package_sources, pip_conf
 
 ROOT = Path(__file__).parents[3]
 LOCK = ROOT / "constraints.txt"
@@ -76,22 +74,6 @@ def locked(path: Path) -> dict[str, str]:
     return dict(line.split("==") for line in lines)
 
 
-def test_both_variants_are_targets_and_the_plain_build_is_the_one_for_host_memory() -> None:
-    assert list(stages())[-1] == "cpu"
-    assert {VARIANTS[variant][1] for variant in VARIANTS} == set(TARGETS) <= set(stages())
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_base_is_one_argument_for_every_stage(target: str) -> None:
-    before = list(takewhile(lambda one: one.word != "FROM", instructions()))
-    (argument,) = [one.rest for one in before if one.word == "ARG"]
-    assert argument.startswith("BASE_IMAGE=")
-    roots = {lineage(name)[0].base for name in stages()}
-    # The user's entry and the loader's cache are copied between stages, and must suit both.
-    assert roots == {"${BASE_IMAGE}"}
-    assert lineage(target)[0].name == "runtime"
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_runs_as_a_user_by_number(target: str) -> None:
     (user,) = all_of(target, "USER")
@@ -100,22 +82,6 @@ def test_it_runs_as_a_user_by_number(target: str) -> None:
     assert defaults == {"10001"}
     # The entry is made in another stage: its default is the same.
     assert "UID=10001" in all_of("build-cpu", "ARG")
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_no_command_runs_in_what_is_shipped(target: str) -> None:
-    assert all_of(target, "RUN") == []
-    assert all_of(target, "ADD") == []
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_it_serves(target: str) -> None:
-    assert all_of(target, "ENTRYPOINT") == ['["kvxferd"]']
-    assert all_of(target, "CMD") == ['["serve"]']
-    # A volume below the run directory would hide the worker socket from a host that mounts the directory.
-    assert all_of(target, "VOLUME") == []
-    variables = {setting.variable for setting in SETTINGS.values()}
-    assert {name for name in environment_of(target) if name.startswith("KVXFERD_")} <= variables
 
 
 def test_gpus_are_asked_for_in_the_gpu_variant_alone() -> None:
@@ -281,9 +247,3 @@ def test_a_base_is_packed_without_the_host_s_names(tmp_path: Path) -> None:
     assert files == {"etc/passwd", "usr/bin/c"}
     assert {"usr/share/doc", "var/log"} <= folders
     assert not (tmp_path / "base.begun").exists()
-
-
-def test_the_base_is_kept_outside_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not build.cache_folder().is_relative_to(build.ROOT)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert build.cache_folder() == Path("/somewhere/kvxferd")

@@ -68,25 +68,30 @@ def form(request: pytest.FixtureRequest) -> list[Manifest]:
 
 @pytest.fixture
 def workload(form: list[Manifest]) -> Manifest:
-    """The one workload of a form."""
-    (found,) = of_kind(form, "DaemonSet", "Deployment")
-    return found
+    return parts_of(form)[0]
 
 
 @pytest.fixture
-def pod(workload: Manifest) -> Manifest:
-    return pod_of(workload)
+def pod(form: list[Manifest]) -> Manifest:
+    return parts_of(form)[1]
 
 
 @pytest.fixture
-def daemon(pod: Manifest) -> Manifest:
-    return containers_of(pod)["kvxferd"]
+def daemon(form: list[Manifest]) -> Manifest:
+    return parts_of(form)[2]
 
 
 @pytest.fixture
 def config(form: list[Manifest], daemon: Manifest, tmp_path: Path) -> Config:
     """What the daemon's own reader makes of the container's environment and the mounted file."""
     return read_config(form, daemon, tmp_path)
+
+
+def parts_of(form: list[Manifest]) -> tuple[Manifest, Manifest, Manifest]:
+    """Return the one workload, its pod and its daemon's container."""
+    (workload,) = of_kind(form, "DaemonSet", "Deployment")
+    pod = pod_of(workload)
+    return workload, pod, containers_of(pod)["kvxferd"]
 
 
 def config_text(form: list[Manifest]) -> str:
@@ -325,9 +330,7 @@ def rows_of(text: str) -> list[tuple[int, str]]:
 )
 def test_the_memory_limit_holds_all_that_may_be_full_at_once(path: str, raw: str, tmp_path: Path) -> None:
     form = FORMS[raw]()
-    (workload,) = of_kind(form, "DaemonSet", "Deployment")
-    pod = pod_of(workload)
-    daemon = containers_of(pod)["kvxferd"]
+    _workload, pod, daemon = parts_of(form)
     config = read_config(form, daemon, tmp_path)
     ranks, pool = config.limits.max_ranks, config.mover.pool_size
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -377,9 +380,7 @@ def gpu_forms(tmp_path: Path) -> Iterator[tuple[str, list[Manifest]]]:
 @pytest.mark.process
 def test_gpus_are_visible_and_none_is_requested(tmp_path: Path) -> None:
     for name, form in gpu_forms(tmp_path):
-        (workload,) = of_kind(form, "DaemonSet", "Deployment")
-        pod = pod_of(workload)
-        daemon = containers_of(pod)["kvxferd"]
+        _workload, pod, daemon = parts_of(form)
         assert pod["runtimeClassName"] == "nvidia", name
         environment = environment_of(daemon)
         assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
@@ -405,9 +406,7 @@ def test_cuda_s_host_memory_is_on_top_of_the_limit(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_gpus_by_mounts_for_a_toolkit_that_takes_no_variable(tmp_path: Path) -> None:
     form = compose(tmp_path, with_components("keys", "gpu-volume-mounts", "rdma"))
-    (workload,) = of_kind(form, "DaemonSet")
-    pod = pod_of(workload)
-    daemon = containers_of(pod)["kvxferd"]
+    _workload, pod, daemon = parts_of(form)
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mount = mounts_of(daemon)["/var/run/nvidia-container-devices/all"]
     assert volumes[mount["name"]]["hostPath"] == {"path": "/dev/null", "type": "CharDevice"}
@@ -453,9 +452,7 @@ def keys_form() -> list[Manifest]:
 
 
 def test_each_node_has_a_key_of_its_own_name(keys_form: list[Manifest], tmp_path: Path) -> None:
-    (workload,) = of_kind(keys_form, "DaemonSet")
-    pod = pod_of(workload)
-    daemon = containers_of(pod)["kvxferd"]
+    _workload, pod, daemon = parts_of(keys_form)
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     names = set()
     for node in ("node-a", "node-b"):
@@ -475,8 +472,7 @@ def test_each_node_has_a_key_of_its_own_name(keys_form: list[Manifest], tmp_path
 def test_the_daemon_watches_a_file_of_keys_that_is_mounted_beside_its_configuration(
     keys_form: list[Manifest], tmp_path: Path
 ) -> None:
-    (workload,) = of_kind(keys_form, "DaemonSet")
-    daemon = containers_of(pod_of(workload))["kvxferd"]
+    workload, _pod, daemon = parts_of(keys_form)
     config = read_config(keys_form, daemon, tmp_path).peer
     assert config.curve_allowed_keys == ()
     path = PurePosixPath(config.curve_allowed_keys_file)
