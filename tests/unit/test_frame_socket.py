@@ -188,18 +188,6 @@ def test_no_more_frames_are_made_of_a_read_than_are_asked_for(ends: tuple[FrameS
     os.close(frames[-1].fds[0])
 
 
-def test_what_was_read_before_the_end_is_returned_before_it(ends: tuple[FrameSocket, FrameSocket]) -> None:
-    left, right = ends
-    for _ in range(9):
-        left.send(b"x")
-    left.flush()
-    left.close()
-    got = 0
-    while (frames := right.receive(1, 4)) is not None:
-        got += len(frames)
-    assert got == 9
-
-
 def test_last_words_are_read_though_sending_fails(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
     left.send(b"unread")

@@ -85,12 +85,6 @@ def test_both_sides_of_a_scattered_list_differ() -> None:
     assert len(runs_of(case, FIRST_RANK, 0).length) > 0.9 * 32 * 72
 
 
-def test_cases_side_by_side_do_not_touch() -> None:
-    deployment = sized("qwen3-8b", MIB)
-    left = Case(deployment=deployment, lists=BlockPattern.SCATTERED, blocks=8, first_block=100)
-    assert block_lists(left, "sink", 0)["full"].min() >= 100
-
-
 def test_a_list_longer_than_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot list 1200 blocks: the pool has 400"):
         block_lists(case_of("qwen3-8b", BlockPattern.SCATTERED, blocks=400), "sink", 0)

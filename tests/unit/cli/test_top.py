@@ -37,22 +37,6 @@ async def test_top_shows_what_fails_first(tmp_path: Path) -> None:
     assert "\x1b" not in shown.output
 
 
-async def test_top_as_json(tmp_path: Path) -> None:
-    async with daemon(tmp_path, StillNode()) as config:
-        shown = await run("top", "--socket", config.control.socket, "--json", "--once")
-    found = json.loads(shown.output)
-    assert found["samples"]["columns"]["delivered"] == [1, None, 1]
-    assert found["status"]["node"]["endpoint"] == "tcp://10.0.0.1:9441"
-
-
-async def test_an_interval_that_is_no_number(tmp_path: Path) -> None:
-    async with daemon(tmp_path, StillNode()) as config:
-        for interval in ("nan", "0", "x"):
-            assert (
-                await run("top", "--socket", config.control.socket, "--interval", interval)
-            ).exit_code == 2
-
-
 @pytest.mark.parametrize(
     ("values", "spans", "is_rate", "want", "top"),
     [

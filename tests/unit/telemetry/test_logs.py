@@ -104,13 +104,6 @@ def test_libraries_write_the_same_form() -> None:
     assert "RuntimeError: lost" in str(line["exception"])
 
 
-def test_people_get_text() -> None:
-    stream = io.StringIO()
-    configure_logs(LogConfig(format="console"), stream)
-    log_record(pull_record())
-    assert "transfer=req-0" in stream.getvalue()
-
-
 def test_what_an_operator_does_is_a_line_at_every_level():
     stream = io.StringIO()
     configure_logs(LogConfig(format="json", level="error"), stream)

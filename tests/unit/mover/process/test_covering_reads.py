@@ -560,6 +560,7 @@ def test_a_read_of_an_ended_pull_that_never_ends_is_reported_as_lost() -> None:
     assert len(bench.reports) == num_reports
     bench.fabric.stalled.clear()
     bench.run()
+    assert bench.reports[-1].lost_bytes == 0, "it has ended after all"
     bench.start(scattered(8))
     bench.run()
     assert bench.chunks.count(ChunkState.FREE) > 0
