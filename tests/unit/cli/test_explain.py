@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from rich.console import Console
 
 from kvxferd.cli.root import root
-from kvxferd.explain.byte_ranges import byte_ranges
-from kvxferd.explain.text_report import print_byte_ranges, print_explanation
 from kvxferd.layout.presets import deploy
-from tests.support.explained_pairs import explained
 
 LLAMA = 80 * 2 * 8 * 128 * 2 * 1000
 
@@ -236,13 +231,3 @@ def test_json_has_how_each_rank_is_read_and_an_advice() -> None:
 
 def test_a_link_that_is_not_known() -> None:
     assert run("llama-3-8b", "llama-3-8b", "--link", "carrier-pigeon").exit_code == 2
-
-
-def test_no_number_is_cut_off_in_a_narrow_terminal() -> None:
-    """Cells are folded instead."""
-    out = StringIO()
-    found = explained("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4,layout=NHD")
-    narrow = Console(file=out, width=80)
-    print_explanation(narrow, found)
-    print_byte_ranges(narrow, "decode", found.ranks[3].rank, byte_ranges(found.ranks[3].plan))
-    assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()

@@ -27,7 +27,7 @@ from kvxferd.control.curve_keys import read_key
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.daemon import STOP_S
 from kvxferd.mover.transport.staging import NUM_SLOTS, SLOT_BYTES
-from tests.support.documented_commands import Command, blocks_of, commands_of
+from tests.support.documented_commands import blocks_of
 from tests.support.manifests import (
     FIELDS,
     KUBERNETES,
@@ -41,7 +41,6 @@ from tests.support.manifests import (
     pod_of,
     raw_overlay,
     render,
-    require_kubectl,
 )
 
 PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"
@@ -167,20 +166,6 @@ def test_every_volume_is_there_and_used(pod: Manifest) -> None:
     assert mounted == volumes
     for container in containers_of(pod).values():
         assert len(mounts_of(container)) == len(container["volumeMounts"])
-
-
-def test_the_priority_class_that_pods_name_is_applied_with_them() -> None:
-    for overlay in OVERLAYS:
-        form = render(KUBERNETES / "overlays" / overlay)
-        (workload,) = of_kind(form, "DaemonSet", "Deployment")
-        classes = {c["metadata"]["name"]: c for c in of_kind(form, "PriorityClass")}
-        # The sidecar's pod is the engine's, and so is its priority.
-        assert pod_of(workload).get("priorityClassName") == (None if overlay == "sidecar" else "kvxferd")
-        assert set(classes) == (set() if overlay == "sidecar" else {"kvxferd"})
-        for found in classes.values():
-            # A thousand million and more are the system's.
-            assert 0 < found["value"] < 1_000_000_000
-            assert found["globalDefault"] is False
 
 
 def test_all_that_a_namespace_holds_is_in_one(form: list[Manifest]) -> None:
@@ -580,44 +565,3 @@ def test_the_page_s_own_folder_is_rendered_and_its_settings_are_loaded(
     assert {c["image"] for c in containers.values()} == {
         f"registry.example/kvxferd:{kvxferd.__version__}-gpu"
     }
-
-
-def run_kubectl(words: list[str], checkout: Path) -> None:
-    """Run it as far as it goes without a cluster: until it looks for the API server."""
-    if "--" in words:
-        program, verb, *arguments = words[words.index("--") + 1 :]
-        assert program == "kvxferd"
-        parsed(verb, arguments)
-    needs_cluster = words[1] != "kustomize"
-    # Nothing listens there, and no configuration of this user's is read.
-    server = ["--server=http://127.0.0.1:1"] if needs_cluster else []
-    environment = {**os.environ, "KUBECONFIG": "/nonexistent", "HOME": str(checkout)}
-    done = subprocess.run(
-        [words[0], *server, *words[1:]],
-        cwd=checkout, env=environment, capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    if needs_cluster:
-        assert done.returncode != 0
-        assert "127.0.0.1:1 was refused" in done.stderr or "connection refused" in done.stderr, done.stderr
-        assert "unknown" not in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
-        assert "kind: " in done.stdout
-
-
-def kubectl_words(command: Command) -> list[str]:
-    """Return a command of kubectl, with a pod's name for what `xargs` puts in; empty for another program."""
-    words = list(command.words)
-    if words[:2] == ["xargs", "-I{}"]:
-        words = [word.replace("{}", "pod/kvxferd-x7k2p") for word in words[2:]]
-    return words if words[0] == "kubectl" else []
-
-
-KUBECTL_COMMANDS = [words for command in commands_of(PAGE) if (words := kubectl_words(command))]
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("words", KUBECTL_COMMANDS, ids=" ".join)
-def test_a_command_of_the_page_runs_until_it_needs_a_cluster(words: list[str], checkout: Path) -> None:
-    require_kubectl()
-    run_kubectl(words, checkout)

@@ -121,19 +121,6 @@ def test_loads_of_uneven_heads() -> None:
     ]
 
 
-def test_byte_ranges_of_one_rank() -> None:
-    """Nemotron-H, decode TP4 rank 3 from prefill TP1: the three reads of a conv state, and ssm."""
-    found = explained("nemotron-h-8b,tp=1", "nemotron-h-8b,tp=4")
-    ranges = byte_ranges(found.ranks[3].plan)
-    layer_0 = {item.component: item.runs for item in ranges if item.layer == 0}
-    assert layer_0["conv.x"] == ((0, 36864, 12288),)
-    assert layer_0["conv.B"] == ((12288, 53760, 1536),)
-    assert layer_0["conv.C"] == ((13824, 59904, 1536),)
-    assert layer_0["ssm"] == ((15360, 1634304, 524288),)
-    heads = next(item for item in ranges if item.component == "k")
-    assert (heads.units.start, heads.units.stop, heads.num_bytes) == (6, 8, 33 * 2 * 16 * 128 * 2)
-
-
 def test_layers_in_equal_steps_take_one_row() -> None:
     """Eighty layers of K and V from one rank."""
     found = explained("llama-3-70b", "llama-3-70b,layout=blocks-first")
@@ -142,28 +129,6 @@ def test_layers_in_equal_steps_take_one_row() -> None:
     block = 16 * 8 * 128 * 2
     assert (rows[0].local_step, rows[0].remote_step) == (2 * block * 1024, 2 * block * 1024)
     assert rows[1].first.runs == ((block, block * 1024, block),)
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "words"),
-    [
-        ("llama-3-8b", "llama-3-8b", ["runs of 32.0 KiB; blocks in a row merge, up to"]),
-        (
-            "llama-3-8b",
-            "llama-3-8b,layout=NHD",
-            ["runs of 256 B; blocks", "different order on the two sides"],
-        ),
-        ("llama-3-8b,tp=8", "llama-3-8b,layout=NHD", ["between two tokens", "at decode"]),
-        ("llama-3-8b,cp=2", "llama-3-8b", ["tokens are dealt out 1 at a time"]),
-        ("llama-3-8b,layout=vectorised", "llama-3-8b", ["in chunks"]),
-        ("nemotron-h-8b", "nemotron-h-8b,layout=HND+SD", ["runs of 128 B, 256 B, 2.0 MiB"]),
-    ],
-)
-def test_what_merges_in_words(prefill: str, decode: str, words: list[str]) -> None:
-    """What runs hold, and why they are short."""
-    told = "; ".join(read.merges for rank in explained(prefill, decode).ranks for read in rank.reads)
-    for word in words:
-        assert word in told
 
 
 @pytest.mark.parametrize(

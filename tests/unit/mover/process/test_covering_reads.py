@@ -60,14 +60,6 @@ def test_bytes_arrive_through_a_thread() -> None:
     check_arrived(bench, scattered(200))
 
 
-def test_fewer_descriptors_are_posted_than_there_are_runs(bench: Bench) -> None:
-    number = bench.start(scattered(100))
-    bench.run()
-    data = sum(num for _, num in bench.fabric.posts[:-1])
-    assert data == 100 * 4 * 2
-    assert bench.outcomes()[number].runs == 100 * 4 * 2 * 4
-
-
 def test_the_word_is_read_while_a_chunk_is_scattered(
     by_hand: ManualScatterer,
 ) -> None:
@@ -575,11 +567,3 @@ def test_short_pulls_between_equal_layouts_are_not_chosen_for_again(num_blocks: 
     outcome = bench.outcomes()[number]
     assert outcome.delivered
     assert (outcome.predicted_s > 0) == is_chosen
-
-
-def test_short_pulls_between_layouts_that_differ_are_chosen_for() -> None:
-    bench = Bench(chunk_bytes=64 << 10, always_covers=False)
-    for count in (40, 1):
-        number = bench.start(scattered(count))
-        bench.run()
-    assert bench.outcomes()[number].predicted_s > 0
