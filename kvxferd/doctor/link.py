@@ -22,8 +22,9 @@ from kvxferd import client
 from kvxferd.doctor.finding import CheckContext, Finding, Verdict, fail, ok, warn
 from kvxferd.doctor.network_cards import rdma_cards
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import Endpoint
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy, key_and_value
-from kvxferd.telemetry.warnings.failing_pulls import DEFAULT_REMEDY, REMEDIES
+from kvxferd.telemetry.remedies import remedy_of
 from kvxferd.tooling.content import RequestBlocks
 from kvxferd.tooling.engine_process import EngineRank, Pulled
 from kvxferd.tooling.output import format_bytes, format_duration
@@ -110,8 +111,7 @@ def measure_link(node: CheckContext, ref: TransferRef) -> Iterator[Finding]:
                     return
             yield _judge(pulls, _ways(node, engine_id), _transports(node, engine_id))
     except KvxferdError as error:
-        todo = LINK_REMEDIES.get(error.code) or REMEDIES.get(error.code, DEFAULT_REMEDY)
-        todo = todo.format(endpoint=ref.endpoint)
+        todo = LINK_REMEDIES.get(error.code) or remedy_of(error.code, Endpoint(ref.endpoint), config_path="")
         yield fail(
             CHECK, f"{error.message} [{error.code.value}]", todo, essential=True, code=error.code.value
         )

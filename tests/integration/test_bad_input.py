@@ -106,11 +106,6 @@ def test_a_wrong_version_is_told_the_right_ones(node: Node):
     assert "upgrade the older" in farewell.message
 
 
-def test_descriptors_that_no_message_wants_cost_the_connection(raw: Raw):
-    raw.say(worker.Ready(transfer_id="t", incarnation="i"), raw.deliveries.fileno())
-    assert raw.farewell().code is Code.BAD_FRAME
-
-
 # --- registrations
 
 
@@ -184,24 +179,6 @@ def test_descriptors_and_regions_that_do_not_match_are_refused(raw: Raw):
         assert register(raw, spec, layout_for(spec), memory.fd, fd_offset=100).code is Code.REGION_INVALID
 
 
-def test_another_incarnation_on_the_same_connection_is_refused(raw: Raw):
-    spec = spec_of("bad")
-    layout = layout_for(spec)
-    with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
-        assert isinstance(register(raw, spec, layout, memory.fd), worker.Registered)
-        region = layout.regions[0]
-        again = worker.Register(
-            request=8,
-            engine=spec,
-            layout=layout,
-            regions=(worker.RegionExport(region.region, region.size_bytes, 0),),
-            incarnation=Incarnation("another"),
-        )
-        raw.register(again, memory.fd)
-        refused = raw.next()
-    assert refused.code is Code.INCARNATION_CHANGED
-
-
 def test_a_taken_rank_is_refused(node: Node, raw: Raw):
     spec = msgspec.structs.replace(spec_of("prefill"), generation=node.generation)
     layout = layout_for(spec)
@@ -263,20 +240,6 @@ def test_an_oversized_peer_message_costs_its_sender_the_connection(node: Node, d
     dealer.disable_monitor()
 
 
-def test_a_wrong_peer_version_is_told_the_right_ones(dealer):
-    dealer.send(encode(peer.PeerHello(request=3, versions=Versions(9, 9), boot="b", endpoint="tcp://x:1")))
-    refused = PEER_MESSAGES.decode(dealer.recv())
-    assert (refused.request, refused.code) == (3, Code.BAD_VERSION)
-    assert "upgrade the older" in refused.message
-
-
 def test_an_answer_that_nobody_asked_for_changes_nothing(dealer):
     dealer.send(encode(peer.GrantsRenewed(request=1, ended=())))
     assert PEER_MESSAGES.decode(dealer.recv()).code is Code.OUT_OF_PLACE
-
-
-def test_an_unknown_engine_is_refused_after_a_moment(dealer):
-    question = peer.FetchEngine(request=5, engine_id="nobody", generation="g", wait_s=5.0)
-    dealer.send(encode(question))
-    refused = PEER_MESSAGES.decode(dealer.recv())
-    assert (refused.request, refused.code) == (5, Code.ENGINE_UNKNOWN)

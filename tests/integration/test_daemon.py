@@ -71,16 +71,6 @@ def test_draining_finishes_what_was_published_and_refuses_what_is_new(fleet: Fle
     assert prefill.wait() == 0
 
 
-def test_a_drain_that_nothing_ends_is_limited(fleet: Fleet):
-    daemon = fleet.daemon("node", "--drain-limit-s", "0.3")
-    (source,) = fleet.engine(daemon, spec_of("prefill"))
-    publish([source], 1)
-    wait_until(lambda: daemon.status()["transfers"], "the publish noticed")
-    daemon.send_signal(signal.SIGTERM)
-    assert daemon.wait() == 0
-    assert "drain limit reached" in daemon.log_text()
-
-
 def test_without_nixl_it_lives_and_registrations_are_told_why(fleet: Fleet, tmp_path):
     blocked = tmp_path / "blocked"
     for name in ("nixl", "rixl"):

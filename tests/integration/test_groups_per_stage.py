@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from kvxferd import client
-from kvxferd.client import BlockList, Delivered, Publisher, PublishRefused
-from kvxferd.errors import Code
+from kvxferd.client import BlockList, Delivered, Publisher
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.layout.tensors import GroupKind
 from kvxferd.memory import SealedMemory
@@ -139,23 +138,3 @@ def test_a_publish_lists_every_stages_groups(fleet: Fleet, stack: ExitStack, sec
             source = sources[0] if group == "full" else sources[1]
             pairs = zip({"full": (4, 0, 5), second.name: read}[group], listed, strict=True)
             assert all(source.block(group, there) == worker.block(group, here) for there, here in pairs)
-
-
-def test_a_group_of_no_stage_and_one_that_is_left_out_are_named(fleet: Fleet, stack: ExitStack):
-    first, second = engine(stack, fleet, "prefill", ((FULL,), (STATE,)))
-    for session in (first.rank, second.rank):
-        session.publish("a", lists({"full": (4, 0, 5), "state": (5,), "other": (1,)}), TOKENS)
-        event = next_event(session)
-        assert isinstance(event, PublishRefused)
-        assert event.code is Code.BLOCKS_INVALID
-        assert "'other': the engine's groups are 'full', 'state'" in event.message
-        session.publish("b", lists({"full": (4, 0, 5)}), TOKENS)
-        event = next_event(session)
-        assert isinstance(event, PublishRefused)
-        assert "without blocks of group 'state'" in event.message
-    bad = lists({"full": (4, 0, 99), "state": (5,)})
-    for session in (first.rank, second.rank):  # a group of its own stage, and of another
-        session.publish("c", bad, TOKENS)
-        event = next_event(session)
-        assert isinstance(event, PublishRefused)
-        assert "block 99 of group 'full'" in event.message

@@ -12,7 +12,7 @@ from zmq.utils import z85
 
 from kvxferd.control.curve_keys import make_key
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.endpoint import address_of, key_of
+from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello, PeerWelcome
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
@@ -61,13 +61,6 @@ def refusal_of(sink: RankProcess, ref: dict[str, Any]) -> dict[str, Any]:
     assert name == "Failed"
     assert fields["safe_to_reuse"]
     return fields
-
-
-def test_daemons_that_know_each_others_keys_transfer(fleet: Fleet, ring: Ring) -> None:
-    source, sink = fleet.pair(ring.daemon(fleet, "prefill"), ring.daemon(fleet, "decode"))
-    ref = publish([source], 1)
-    assert key_of(ref["endpoint"]) == ring.public["prefill"]
-    pull_and_check([sink], ref, 1)
 
 
 def test_an_engine_on_two_nodes_and_its_reader_by_keys(fleet: Fleet, ring: Ring) -> None:

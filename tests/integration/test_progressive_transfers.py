@@ -13,8 +13,8 @@ from contextlib import ExitStack
 import pytest
 
 from kvxferd import client
-from kvxferd.client import BlockList, Delivered, Failed, Released, make_ref
-from kvxferd.errors import Code, EngineError
+from kvxferd.client import BlockList, Delivered, Failed, Released
+from kvxferd.errors import Code
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from kvxferd.memory import SealedMemory, share
 from tests.support.nodes.fleet import Fleet
@@ -151,22 +151,6 @@ def test_each_chunk_is_read_when_it_is_ready(ranks, content):
     assert torch.equal(sink.read(SINK_IDS, NUM_TOKENS), content)
     released = source.next_event()
     assert (released.transfer_id, released.why) == ("t1", Code.COMPLETED)
-
-
-def test_a_router_asks_both_engines_at_once(fleet, ranks, content):
-    source, sink = ranks
-    ref = make_ref(source.endpoint, "prefill", fleet.generation(), "t1")
-    sink.handle.pull(ref.to_json(), blocks(SINK_IDS, 0, 11), NUM_TOKENS, deadline_s=WAIT_S, progressive=True)
-    source.write(SOURCE_IDS, content, 0, 160)
-    published = source.handle.publish(
-        "t1", blocks(SOURCE_IDS, 0, 10), NUM_TOKENS, ready_tokens=160, nonce=ref.nonce
-    )
-    assert published == ref
-    extend(source, content, 160, NUM_TOKENS)
-    assert isinstance(sink.next_event(), Delivered)
-    assert torch.equal(sink.read(SINK_IDS, NUM_TOKENS), content)
-    with pytest.raises(EngineError, match="whoever guesses it"):
-        source.handle.publish("t2", blocks(SOURCE_IDS, 0, 21), NUM_TOKENS, nonce="short")
 
 
 def test_what_is_preempted_is_never_delivered(ranks, content):

@@ -5,19 +5,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvxferd.telemetry.late_timers import LATE_S
-from kvxferd.telemetry.timer_watch import INTERVAL_S
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, spec_of
@@ -127,24 +123,6 @@ def test_a_signal_ends_it_with_0_and_removes_its_sockets(fleet: Fleet, number):
     assert daemon.wait() == 0
     assert not list(daemon.directory.glob("*.sock"))
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in movers), "its movers gone")
-
-
-def test_a_daemon_that_was_stopped_reports_late_timers_and_starts_no_false_alarm(fleet: Fleet):
-    """SIGSTOP is no lack of processors. A machine that is busy too may have starved it all the same."""
-    daemon = fleet.daemon("node")
-    resumed_at = time.monotonic() + LATE_S + 2 * INTERVAL_S
-    daemon.send_signal(signal.SIGSTOP)
-    while (left_s := resumed_at - time.monotonic()) > 0:
-        time.sleep(left_s)  # the daemon cannot act before this: lateness is time that passes
-    daemon.send_signal(signal.SIGCONT)
-    wait_until(lambda: "timers late" in daemon.log_text(), "the late timer logged")
-    warnings = daemon.control.get("/v1/status")["warnings"]
-    causes = {line["cause"] for line in daemon.logged("timers late")}
-    if any("starves" in warning for warning in warnings):
-        assert "starved" in causes
-    metrics = daemon.metrics()
-    for cause in causes:
-        assert re.search(rf'kvxferd_late_timers_total\{{cause="{cause}"\}} [1-9]', metrics), cause
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGQUIT,), (signal.SIGTERM, signal.SIGTERM)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from kvxferd.layout import EngineSpec
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 
@@ -39,17 +38,3 @@ def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
         terms["target_remote_ranks"] for terms in shown
     ]
     assert [rank["bytes_per_1000_tokens"] for rank in explained] == [1000 * BYTES_PER_TOKEN / 2] * 2
-
-
-def test_a_restarted_engine_replaces_what_was_known(fleet: Fleet) -> None:
-    prefill, decode = fleet.shared("prefill"), fleet.shared("decode")
-    (sink,) = fleet.engine(decode, spec_of("decode"))
-    (source,) = fleet.engine(prefill, spec_of("restarted"))
-    pull_and_check([sink], publish([source], 1), 1)
-    source.close()
-    again = EngineSpec("restarted", "g2", num_layers=4, num_kv_heads=8, tp_size=2)
-    pull_and_check([sink], publish(fleet.engine(prefill, again), 2), 2)
-    remote = decode.control.get("/v1/topology")["topology"]
-    (terms,) = [one for one in remote if one["engine_id"] == "restarted"]
-    assert terms["generation"] == fleet.generation("g2")
-    assert terms["target_remote_ranks"] == [0, 1]

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from kvxferd.tooling.child_process import ChildError
 from tests.support.nodes.fleet import Fleet, mappers_of
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
@@ -27,13 +26,6 @@ def test_other_parallelism_block_size_and_layout(fleet: Fleet, environ):
         pull_and_check(sinks, ref, request, block_tokens=32)
         for source in sources:
             assert source.await_event("Released")["why"] == "completed"
-
-
-def test_one_daemon_for_both_engines(fleet: Fleet):
-    daemon = fleet.shared("node")
-    sources = fleet.engine(daemon, spec_of("prefill"))
-    sinks = fleet.engine(daemon, spec_of("decode"))
-    pull_and_check(sinks, publish(sources, 1), 1)
 
 
 def test_stages_on_two_nodes_are_one_engine_for_a_third(fleet: Fleet):
@@ -81,11 +73,3 @@ def test_suspended_memory_is_unmapped_and_comes_back(fleet: Fleet):
     assert maps == []
     sink.resume()
     pull_and_check([sink], publish([source], 1), 1)
-
-
-def test_two_processes_cannot_hold_one_rank(fleet: Fleet):
-    daemon = fleet.shared("node")
-    fleet.engine(daemon, spec_of("prefill"))
-    with pytest.raises(ChildError) as raised:
-        fleet.register(daemon, spec_of("prefill"))
-    assert raised.value.code == "rank-taken"

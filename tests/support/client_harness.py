@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import threading
 import time
 from array import array
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxferd.client import BlockList, Client, Event, Publisher, RankHandle, TransferRef, connect
+from kvxferd.client import BlockList, Client, Event, Failed, Publisher, RankHandle, TransferRef, connect
 from kvxferd.client.fence_slots import FencePageLike, FenceSlots
-from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, RegionId, TransferId
+from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, Rank, RegionId, TransferId
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.memory import SealedMemory
-from tests.support.scripted_daemon import WAIT_S, DaemonSide, Mover, ScriptedDaemon
+from kvxferd.wire import worker
+from tests.support.scripted_daemon import WAIT_S, DaemonSide, Mover, ScriptedDaemon, until
 
 REGION = RegionId("kv")
 SIZE = 64 << 10
@@ -84,6 +86,33 @@ def one_event(session: Publisher, deadline_s: float = WAIT_S) -> Event:
     return event
 
 
+def one_failure(session: Publisher) -> Failed:
+    """Return the one event that is there, or comes: a pull's failure."""
+    event = one_event(session)
+    assert isinstance(event, Failed), event
+    return event
+
+
+class Kernel:
+    """Work on a GPU: what a recorded `torch.cuda.Event` is to its user."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return self.done.is_set()
+
+    def still_runs(self) -> None:
+        """Return once somebody has looked and seen that it is not done."""
+        seen = self.asked
+        until(lambda: self.asked > seen, "somebody looks at the event")
+
+
 @dataclass
 class Stage:
     """Everything that a test closes in the end, newest first."""
@@ -126,3 +155,28 @@ class Stage:
         self.side.greet(lease_s)
         self.side.register(self.new_mover())
         return self.side
+
+    def accept(self) -> DaemonSide:
+        """Take the next connection, and greet it."""
+        self.side = self.daemon.accept()
+        self.side.greet()
+        return self.side
+
+    def take_publisher(self, *ranks: tuple[Rank, str]) -> worker.Attach:
+        """Reply to `Attach`; the engine has these ranks, of these incarnations."""
+        attach = self.side.expect(worker.Attach)
+        if ranks:
+            self.side.say(worker.EngineRanks(ranks=ranks))
+        self.side.say_registered(attach.request)
+        return attach
+
+    def publisher(self, *ranks: tuple[Rank, str]) -> Publisher:
+        """A publisher of an engine that has these ranks."""
+        attaching = self.calling(self.client().attach, "prefill-0", "g7", WAIT_S)
+        self.take_publisher(*ranks)
+        return attaching.result(WAIT_S)
+
+    def lose(self, session: Publisher) -> None:
+        """End the daemon; return once the session has noticed."""
+        self.daemon.stop()
+        until(lambda: not session.is_connected, "loss noticed")

@@ -126,6 +126,13 @@ class CachePool:
         return [block.block_id for block in self.blocks if block.ref_cnt]
 
 
+def collected(side: ConnectorScheduler | ConnectorWorker) -> dict[str, Any]:
+    """What it has counted since the last time, which is something."""
+    counted = side.stats.collect()
+    assert counted is not None
+    return counted
+
+
 class EngineUnderTest:
     """An engine of one rank: scheduler's side, worker's side, and the cache's bytes."""
 
@@ -212,6 +219,12 @@ class EngineUnderTest:
         request.status = Status.FINISHED_LENGTH_CAPPED
         keeps, params = self.scheduler.request_ended(request, (ids,))
         assert keeps is (params is not None)
+        return params
+
+    def prefilled(self, *request: Any, **more: Any) -> dict[str, Any]:
+        """Compute a request that is published."""
+        params = self.prefill(*request, **more)
+        assert params is not None
         return params
 
     def decode(

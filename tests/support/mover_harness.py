@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ from tests.support.fence_page import SharedFencePage
 from tests.support.open_fds import num_open_fds
 
 DEADLINE_S = 20.0
+WORD = bytes(range(16))  # of the fence
 MARK = f"rig-of-{os.getpid()}"  # in the environment of every process of a rig
 SHARED_MARK = f"shared-by-tests-of-{os.getpid()}"  # in the environment of every process of `Pools`
 # What selects each transport in a mover's environment.
@@ -348,6 +349,10 @@ class Sink:
         for one in metadata:
             self.mover.send(LoadRemote(agent=agent, metadata=one))
 
+    async def read(self, source: Served, ours: list[int] | range, theirs: list[int] | range) -> PullOutcome:
+        """Read by `WORD` in the source's slot 0, to the end."""
+        return await self.outcome(self.start([source], source.place(0, WORD), ours, theirs))
+
     def start(
         self,
         sources: list[Served],
@@ -396,6 +401,9 @@ async def sink(node: Node, rank: Worker, sources: list[Served]) -> Sink:
     for source in sources:
         reader.know(source.mover.agent, source.bound.metadata, source.fence.metadata)
     return reader
+
+
+Connect = Callable[..., Awaitable[tuple[Served, Sink]]]  # the fixture of the movers' tests
 
 
 class Pools:

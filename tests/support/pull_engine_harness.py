@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -186,6 +187,12 @@ class Bench:
             )
         )
         return number
+
+    def pull(self, ids: range, *arguments: Any, **more: Any) -> PullDone:
+        """Start a pull, run until nothing moves, and return how it ended."""
+        number = self.start(ids, *arguments, **more)
+        self.run()
+        return self.outcomes()[number]
 
     def run(self, max_steps: int = 100_000) -> None:
         """Step until nothing moves for a while, which is the end unless something is stalled."""

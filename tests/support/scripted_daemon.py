@@ -55,6 +55,10 @@ class ScriptedDaemon:
         for side in self.sessions:
             side.close()
 
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
 
 class DaemonSide:
     """The daemon's end of one connection."""

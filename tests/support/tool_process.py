@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,3 +53,20 @@ def processes_of(place: Path) -> dict[int, str]:
 def left_behind(place: Path) -> list[str]:
     """Return the files there, and the commands of processes that were started with it."""
     return [*map(str, place.iterdir()), *processes_of(place).values()]
+
+
+def await_end(pid: int, limit_s: float = 20.0) -> None:
+    """Wait until the process runs no more; one that does not end is killed, and fails the test."""
+    deadline = time.monotonic() + limit_s
+    while _is_running(pid):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("it lives on")
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
+from kvxferd.config import WorkerConfig
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.layout import EngineSpec
@@ -13,6 +17,7 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.framing import FrameDecoder, encode_frame
+from tests.support.other_user import open_directory
 
 SPEC = EngineSpec("e", "g", num_layers=1, num_kv_heads=1)
 
@@ -69,6 +74,32 @@ class Listening:
         message = DAEMON_MESSAGES.decode(frame.payload)
         assert isinstance(message, wk.Farewell)
         return message
+
+
+@asynccontextmanager
+async def listening(
+    max_sessions: int = 256, on_event: Callable[[ev.Event], None] | None = None, **config: Any
+) -> AsyncIterator[Listening]:
+    """A worker socket in a directory that everybody may enter. `on_event`: sees each event first."""
+    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+
+    def hear(event: ev.Event) -> None:
+        if on_event is not None:
+            on_event(event)
+        heard.put_nowait(event)
+
+    with open_directory() as directory:
+        path = str(directory / "worker.sock")
+        workers = WorkerSocket(WorkerConfig(socket=path, **config), hear, max_sessions)
+        workers.start()
+        found = Listening(workers, path, heard)
+        try:
+            yield found
+        finally:
+            for connection in found.opened:
+                connection.close()
+            workers.stop()
+            await asyncio.sleep(0)
 
 
 def register(num_descriptors: int = 0) -> wk.Register:

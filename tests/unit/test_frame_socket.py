@@ -12,7 +12,7 @@ import pytest
 
 from kvxferd.errors import ProtocolError
 from kvxferd.frame_socket import LOST_FD, FrameSocket, dup_fds
-from kvxferd.wire.framing import HEADER
+from kvxferd.wire.framing import HEADER, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 from tests.support.open_fds import num_open_fds
 
@@ -206,13 +206,43 @@ def test_no_more_frames_are_made_of_a_read_than_are_asked_for(ends: tuple[FrameS
     os.close(frames[-1].fds[0])
 
 
-def test_what_was_read_before_the_end_is_returned_before_it(ends: tuple[FrameSocket, FrameSocket]) -> None:
+def test_last_words_are_read_though_sending_fails(ends: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = ends
-    for _ in range(9):
-        left.send(b"x")
+    left.send(b"unread")
+    left.flush()  # the other end's close resets the connection
+    right.send(b"last words")
+    right.flush()
+    right.close()
+    left.send(b"to nobody")
     left.flush()
-    left.close()
-    got = 0
-    while (frames := right.receive(1, 4)) is not None:
-        got += len(frames)
-    assert got == 9
+    frames = left.receive()
+    assert frames is not None
+    assert frames[0].payload == b"last words"
+    assert left.receive() is None
+
+
+def test_descriptors_that_were_cut_off_are_noticed(ends: tuple[FrameSocket, FrameSocket]) -> None:
+    left, right = ends
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    right.send(b"x", dup_fds((0, 1, 2)))
+    right.flush()
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, hard))  # room for one of the three
+        with pytest.raises(ProtocolError, match="cut off"):
+            left.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_broken_frame_closes_the_descriptors_of_the_good_one_before() -> None:
+    before = num_open_fds()
+    raw, end = socket.socketpair()
+    stream = FrameSocket(end)
+    socket.send_fds(raw, [encode_frame(b"x", 1) + b"\0\0\0\0\0\0\xff\xff"], [1])
+    with pytest.raises(ProtocolError, match="two zero bytes"):
+        stream.receive()
+    stream.close()
+    raw.close()
+    assert num_open_fds() == before

@@ -192,15 +192,6 @@ def test_a_decode_engine_that_has_the_beginning_reads_the_rest(overlap: Overlap)
     assert (overlap.decode.bytes[INTO[:2]] == 1).all()
 
 
-def test_a_prompt_of_one_chunk(overlap: Overlap) -> None:
-    ref = overlap.ref()
-    overlap.start_decode(ref)
-    keeps, _ = overlap.end_prefill(overlap.start_prefill(ref))
-    assert keeps
-    overlap.prefill.step()
-    overlap.check_delivered()
-
-
 def test_a_decode_engine_that_has_it_all_frees_what_is_published_later(overlap: Overlap) -> None:
     ref = overlap.ref()
     overlap.start_decode(ref, cached=NUM_TOKENS)
@@ -237,14 +228,6 @@ def test_a_preempted_request_takes_its_transfer_back_and_keeps_its_blocks_until_
     overlap.decode.decode("d-2", NUM_TOKENS, INTO, params)
     overlap.prefill.step()
     overlap.check_delivered("d-2")
-
-
-def test_an_aborted_request_takes_its_transfer_back(overlap: Overlap) -> None:
-    ref, request = overlap.start_half_a_prefill()
-    overlap.prefill.abort(request, IDS)
-    assert overlap.prefill.pool.kept == IDS[:2]
-    wait_until(lambda: not (overlap.prefill.step().sent or overlap.prefill.pool.kept), "freed")
-    assert not overlap.is_published(ref)
 
 
 def test_a_request_that_is_computed_from_an_earlier_token_again_takes_its_transfer_back(

@@ -14,7 +14,6 @@ from kvxferd.errors import Code
 from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
-from kvxferd.integrations.vllm.step_metadata import StepMetadata
 from kvxferd.integrations.vllm.worker import MAX_DAEMON_WAIT_S, Results
 from kvxferd.memory import SealedMemory
 from tests.support.connector_harness import (
@@ -25,6 +24,7 @@ from tests.support.connector_harness import (
     EngineUnderTest,
     Request,
     Status,
+    collected,
 )
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.waiting import wait_until
@@ -43,24 +43,21 @@ Pair = tuple[EngineUnderTest, EngineUnderTest]
 
 def test_a_prefilled_request_arrives_and_its_blocks_come_back(pair: Pair) -> None:
     prefill, decode = pair
-    params = prefill.prefill("p-1", 10, [3, 4, 5], fill=7)
-    assert params is not None
+    params = prefill.prefilled("p-1", 10, [3, 4, 5], fill=7)
     decode.decode("d-1", 10, [9, 8, 7], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
     assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, set(), set())
     assert (decode.bytes[[9, 8]] == 7).all()
     assert (decode.bytes[7][: 2 * 64] == 7).all()  # the third block holds two of its four tokens
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
-    counted = decode.worker.stats.collect()
-    assert counted is not None
+    counted = collected(decode.worker)
     assert len(counted["pull_s"]) == 1
     assert counted["bytes"][0] >= 10 * 64
 
 
 def test_only_what_is_not_cached_is_pulled(pair: Pair) -> None:
     prefill, decode = pair
-    params = prefill.prefill("p-1", 16, [1, 2, 3, 4], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 16, [1, 2, 3, 4], fill=5)
     decode.bytes[:] = 1
     decode.decode("d-1", 16, [10, 11, 12, 13], params, cached=2 * BLOCK_TOKENS)
     decode.step_until(lambda r: bool(r.received), "the pull is over")
@@ -70,8 +67,7 @@ def test_only_what_is_not_cached_is_pulled(pair: Pair) -> None:
 
 def test_a_full_prefix_hit_pulls_nothing_and_frees_the_prefill_engine(pair: Pair) -> None:
     prefill, decode = pair
-    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=5)
     decode.bytes[:] = 1
     decode.decode("d-1", 8, [10, 11], params, cached=8)
     assert not decode.step().received
@@ -82,8 +78,7 @@ def test_a_full_prefix_hit_pulls_nothing_and_frees_the_prefill_engine(pair: Pair
 def test_a_request_is_pulled_once(pair: Pair) -> None:
     """vLLM tells of the same request's blocks again when the load is over, or after a preemption."""
     prefill, decode = pair
-    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=5)
     request = decode.decode("d-1", 8, [10, 11], params)
     decode.step_until(lambda r: bool(r.received), "the pull is over")
     assert decode.scheduler.num_tokens_to_pull(request, 0) == 0
@@ -92,8 +87,7 @@ def test_a_request_is_pulled_once(pair: Pair) -> None:
 
 def test_a_request_that_is_aborted_before_it_was_scheduled_frees_the_prefill_engine(pair: Pair) -> None:
     prefill, decode = pair
-    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=5)
     request = Request("d-1", 8, dict(params))
     decode.scheduler.request_added(request)
     decode.abort(request, [])
@@ -103,8 +97,7 @@ def test_a_request_that_is_aborted_before_it_was_scheduled_frees_the_prefill_eng
 
 def test_a_request_that_is_aborted_while_it_is_pulled_ends_once(pair: Pair) -> None:
     prefill, decode = pair
-    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=5)
     request = decode.decode("d-1", 8, [10, 11], params)
     decode.abort(request, [10, 11])  # before the workers have heard of the pull
     assert decode.step_until(lambda r: bool(r.received), "the pull is over").received == {"d-1"}
@@ -127,31 +120,27 @@ def test_another_router_s_parameters_leave_the_request_to_be_computed(pair: Pair
     assert decode.scheduler.num_tokens_to_pull(request, 0) == 0
     decode.abort(request, [])
     assert decode.scheduler.build_step_metadata().is_empty
-    counted = decode.scheduler.stats.collect()
-    assert counted is not None
+    counted = collected(decode.scheduler)
     assert counted["pulls_failed"] == {"transfer-unknown": 1}
 
 
 def test_an_engine_that_must_not_be_written_into_computes_by_itself(pair: Pair) -> None:
     """vLLM gives the blocks of a kv_producer away while its steps may still write them."""
     prefill, _ = pair
-    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=5)
     scheduler = ConnectorScheduler(GROUPS, may_pull=False)
     request = Request("d-1", 8, params)
     scheduler.request_added(request)
     assert scheduler.num_tokens_to_pull(request, 0) == 0
     scheduler.blocks_allocated(request, Blocks(([10, 11],)), 0)
     assert scheduler.build_step_metadata().is_empty
-    counted = scheduler.stats.collect()
-    assert counted is not None
+    counted = collected(scheduler)
     assert counted["pulls_failed"] == {"not-allowed": 1}
 
 
 def test_a_failed_pull_names_its_blocks(pair: Pair) -> None:
     prefill, decode = pair
-    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=5)
     params["kvxferd"]["nonce"] = "0" * 32
     decode.decode("d-1", 8, [10, 11], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
@@ -164,8 +153,7 @@ def test_with_several_groups_a_failed_pull_names_its_request(engine: Make) -> No
         (CacheGroup(0, CacheKind.FULL, BLOCK_TOKENS), CacheGroup(1, CacheKind.FULL, BLOCK_TOKENS)), 2
     )
     prefill, decode = engine("prefill", publishes=True), engine("decode", groups=two)
-    params = prefill.prefill("p-1", 4, [1], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 4, [1], fill=5)
     request = Request("d-1", 4, params)
     decode.scheduler.blocks_allocated(request, Blocks(([10], [11])), 4)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
@@ -189,8 +177,7 @@ def test_a_failed_pull_names_its_request_where_the_blocks_before_hold_nothing(
 ) -> None:
     """Told of block 12, vLLM would go on from its first token, with null blocks for what is before."""
     prefill, decode = engine("prefill", publishes=True), engine("decode", groups=groups)
-    params = prefill.prefill("p-1", 16, [1, 2, 3, 4], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 16, [1, 2, 3, 4], fill=5)
     decode.decode("d-1", 16, ids, params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
     assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, {"d-1"}, set())
@@ -200,13 +187,11 @@ def test_blocks_that_no_pull_can_use_fail_the_load_and_free_the_prefill_engine(e
     """vLLM cannot be refused once it has allocated: an error there would end the engine."""
     prefill = engine("prefill", publishes=True)
     decode = engine("decode", groups=one_group(CacheKind.SLIDING, kept_tokens=8))
-    params = prefill.prefill("p-1", 16, [1, 2, 3, 4], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 16, [1, 2, 3, 4], fill=5)
     decode.decode("d-1", 16, [0, 0, 0, 13], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over")
     assert (results.received, results.failed, results.failed_block_ids) == ({"d-1"}, {"d-1"}, set())
-    counted = decode.worker.stats.collect()
-    assert counted is not None
+    counted = collected(decode.worker)
     assert counted["pulls_failed"] == {"blocks-invalid": 1}
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
 
@@ -227,8 +212,7 @@ def test_a_prefill_that_went_beyond_its_prompt_is_not_published(
     request = Request("p-1", 12, {"do_remote_decode": True}, num_computed_tokens=num_computed)
     request.status = Status.FINISHED_LENGTH_CAPPED
     assert prefill.scheduler.request_ended(request, (ids,)) == (False, None)
-    counted = prefill.scheduler.stats.collect()
-    assert counted is not None
+    counted = collected(prefill.scheduler)
     assert counted["publishes_failed"] == {"blocks-invalid": 1}
 
 
@@ -236,8 +220,7 @@ def test_unread_blocks_come_back_when_the_lease_ends(engine: Make) -> None:
     prefill = engine("prefill", publishes=True, lease_s=0.5)
     assert prefill.prefill("p-1", 8, [1, 2], fill=5) is not None
     assert prefill.step_until(lambda r: bool(r.sent), "the blocks come back").sent == {"p-1"}
-    counted = prefill.scheduler.stats.collect()
-    assert counted is not None
+    counted = collected(prefill.scheduler)
     assert counted["released_unread"] == {"lease-expired": 1}
 
 
@@ -253,8 +236,7 @@ def test_blocks_come_back_although_the_daemon_is_gone(engine: Make, daemon: Daem
 @OWN_DAEMON
 def test_a_pull_fails_when_the_daemon_dies_and_the_next_one_works(engine: Make, daemon: Daemon) -> None:
     prefill, decode = engine("prefill", publishes=True, lease_s=60), engine("decode", deadline_s=5)
-    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=5)
     daemon.kill()
     decode.decode("d-1", 8, [10, 11], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over", 10)
@@ -281,8 +263,7 @@ def test_without_a_daemon_nothing_is_published_and_no_pull_waits_for_long(
     both = (prefill.publisher, decode.rank)
     wait_until(lambda: not any(one.is_connected for one in both), "the daemon is missed")
     assert prefill.prefill("p-2", 8, [3, 4], fill=6) is None
-    counted = prefill.scheduler.stats.collect()
-    assert counted is not None
+    counted = collected(prefill.scheduler)
     assert counted["publishes_failed"] == {Code.DAEMON_LOST.value: 1}
     decode.decode("d-1", 8, [10, 11], params)
     results = decode.step_until(lambda r: bool(r.received), "the pull is over", MAX_DAEMON_WAIT_S + 5)
@@ -297,13 +278,11 @@ def test_a_scheduler_that_has_heard_of_no_worker_leaves_the_request_to_its_reade
 def test_the_daemon_lets_go_of_a_suspended_rank(pair: Pair) -> None:
     prefill, decode = pair
     decode.worker.suspend()
-    params = prefill.prefill("p-1", 8, [1, 2], fill=5)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=5)
     decode.decode("d-1", 8, [10, 11], params)
     assert decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids == {10, 11}
     decode.worker.resume(decode.region())
-    params = prefill.prefill("p-2", 8, [3, 4], fill=6)
-    assert params is not None
+    params = prefill.prefilled("p-2", 8, [3, 4], fill=6)
     decode.decode("d-2", 8, [12, 13], params)
     assert not decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids
     assert (decode.bytes[[12, 13]] == 6).all()
@@ -339,8 +318,7 @@ def test_memory_that_cannot_be_shared_is_copied_before_it_is_read_and_after(engi
     prefill = engine("prefill", publishes=True, mirror=mirror)
     decode = engine("decode", mirror=mirror)
     copies[0].own[[1, 2]] = 9
-    params = prefill.prefill("p-1", 8, [1, 2], fill=0)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=0)
     decode.decode("d-1", 8, [10, 11], params)
     decode.step()
     prefill.step()  # only now are the ranks ready
@@ -369,8 +347,7 @@ def test_nothing_is_read_before_what_was_launched_is_done(engine: Make, who: str
     work = Work()
     prefill = engine("prefill", publishes=True, launched=(lambda: work) if who == "prefill" else None)
     decode = engine("decode", launched=(lambda: work) if who == "decode" else None)
-    params = prefill.prefill("p-1", 8, [1, 2], fill=0)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=0)
     prefill.step()
     decode.decode("d-1", 8, [10, 11], params)
     decode.bytes[[10, 11]] = 1
@@ -381,10 +358,6 @@ def test_nothing_is_read_before_what_was_launched_is_done(engine: Make, who: str
     work.is_done = True
     assert not decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids
     assert (decode.bytes[[10, 11]] == 9).all()
-
-
-def test_orders_of_nothing_are_empty() -> None:
-    assert StepMetadata().is_empty
 
 
 class Gated(Copying):
@@ -422,8 +395,7 @@ def gated(engine: Make) -> Iterator[tuple[EngineUnderTest, Gated]]:
 def publish_and_take_back(side: EngineUnderTest, name: str, ids: list[int]) -> Results:
     """Have a transfer be over before its blocks are copied. Returns what its steps have said."""
     assert side.publisher is not None
-    params = side.prefill(name, 8, ids, fill=0)
-    assert params is not None
+    params = side.prefilled(name, 8, ids, fill=0)
     results = side.step()
     side.publisher.unpublish(params["kvxferd"])
 
@@ -452,8 +424,7 @@ def test_a_copy_that_nobody_waits_for_overwrites_nothing(
     assert both.prefill("ahead", 8, [5, 6], fill=0) is not None
     sent = publish_and_take_back(both, "p-1", [1, 2]).sent  # its copy waits behind the other
     assert sent == {"p-1"}
-    params = prefill.prefill("p-2", 8, [3, 4], fill=9)
-    assert params is not None
+    params = prefill.prefilled("p-2", 8, [3, 4], fill=9)
     both.decode("d-2", 8, [1, 2], params)
     both.step()
     wait_until(lambda: copying.has_arrived([1, 2], 9), "the bytes are there")

@@ -43,8 +43,7 @@ def test_a_sleeping_cache_is_mapped_by_nobody_and_comes_back(engine: Make, daemo
         assert woken == ["decode"]
     finally:
         sleep.remove_worker(decode.worker)
-    params = prefill.prefill("p-1", 8, [1, 2], fill=6)
-    assert params is not None
+    params = prefill.prefilled("p-1", 8, [1, 2], fill=6)
     decode.decode("d-1", 8, [12, 13], params)
     assert not decode.step_until(lambda r: bool(r.received), "the pull is over").failed_block_ids
     assert (decode.bytes[[12, 13]] == 6).all()

@@ -39,12 +39,3 @@ def test_bytes_come_through_chunks_in_the_gpu(fleet: Fleet, driver: str, source:
     assert used_bytes(count, uuid) >= before + CHUNK_BYTES, "chunks are in the GPU"
     ways = bytes_by_way(decode)
     assert ways["covering"] > 0, ways
-
-
-def test_the_choice_by_costs_delivers_every_byte(fleet: Fleet, driver: str) -> None:
-    node = daemon(fleet, "node", driver)
-    sources = fleet.engine(node, spec_of("prefill", tp_size=2), store={"driver": driver}, **BIG)
-    sinks = fleet.engine(node, spec_of("decode", tp_size=1), store={"driver": driver}, layout="NHD", **BIG)
-    for request in range(2):
-        pull_and_check(sinks, publish(sources, request), request)
-    assert sum(bytes_by_way(node).values()) > 0

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.device_daemon import BIG, daemon
-from tests.support.devices import driver_or_skip, used_bytes
 from tests.support.fake_driver import FAKE
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
-from tests.support.nodes.waiting import wait_until
 from tests.support.tensor_allocators import ALLOCATORS
 
 # Where a driver can export. Torch that asks for another kind of handle is served by a resident mover.
@@ -83,18 +81,3 @@ def test_a_tensor_sleeps_and_wakes(fleet: Fleet, driver: str, allocator: str) ->
     sink.allocate()
     sink.resume()
     pull_and_check([sink], publish(sources, 2), 2)
-
-
-def test_a_killed_worker_leaves_nothing_on_the_gpu(fleet: Fleet, driver: str) -> None:
-    """Its mover's context included: by the driver's own count."""
-    count = driver_or_skip(driver)
-    uuid = count.devices()[0].uuid
-    node = daemon(fleet, "node", driver)
-    before = used_bytes(count, uuid)
-    (source,) = fleet.engine(node, spec_of("prefill"), store={"tensor": "pool", "driver": driver}, **BIG)
-    assert used_bytes(count, uuid) > before
-    movers = set(node.movers())
-    source.kill()
-    wait_until(lambda: not node.status()["engines"], "the engine forgotten")
-    wait_until(lambda: len(movers & set(node.movers())) < len(movers), "its mover gone")
-    wait_until(lambda: used_bytes(count, uuid) <= before, "the memory free again")

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.support.mover_harness import Node, Pools, Worker, leaving_nothing, worker
+from tests.support.mover_harness import (
+    WORD,
+    Connect,
+    Node,
+    Pools,
+    Served,
+    Sink,
+    Worker,
+    leaving_nothing,
+    serve,
+    sink,
+    worker,
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,6 +57,22 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def connect(make_worker: Callable[..., Worker]) -> AsyncIterator[Connect]:
+    """Make a source there and a sink here that reads it; `WORD` is in the source's slot 0."""
+    made: list[Served] = []
+
+    async def make(there: Node, here: Node, **shape: int) -> tuple[Served, Sink]:
+        made.append(await serve(there, make_worker("P", **shape)))
+        reader = await sink(here, make_worker("D", **shape), made[-1:])
+        made[-1].page.write(0, WORD)
+        return made[-1], reader
+
+    yield make
+    for source in made:
+        source.close()
 
 
 @pytest.fixture(params=["cma", "tcp"])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvxferd.errors import Code, MoverError
 from kvxferd.mover.backends import STORAGE_BACKENDS, Backend
 from kvxferd.mover.transport.nixl import import_library
-from tests.support.mover_harness import Node, Worker, serve, sink
-
-WORD = bytes(range(16))
+from tests.support.mover_harness import Node
 
 
 @pytest.mark.parametrize("name", ["NONE_SUCH", "POSIX", "OBJ"])
@@ -24,27 +20,6 @@ async def test_a_backend_that_cannot_be_used_is_refused_at_start(name: str) -> N
         assert f"cannot use mover.backend = {name}: " in refused.value.message
         for plugin in set(import_library().plugins()) - STORAGE_BACKENDS:
             assert plugin in refused.value.message
-
-
-async def test_ucx_with_parameters_moves_the_same_bytes(make_worker: Callable[..., Worker]) -> None:
-    backend = Backend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1"})
-    async with Node("there", backend=backend) as there, Node("here", backend=backend) as here:
-        theirs, ours = make_worker("P"), make_worker("D")
-        theirs.fill(1)
-        source = await serve(there, theirs)
-        reader = await sink(here, ours, [source])
-        source.page.write(3, WORD)
-        number = reader.start([source], source.place(3, WORD), [1, 2], [3, 4])
-        assert (await reader.outcome(number)).delivered
-        assert (ours.blocks([1, 2]) == theirs.blocks([3, 4])).all()
-        source.close()
-
-
-async def test_more_workers_are_refused_at_start() -> None:
-    """With two an agent's read of its own memory never ends, and a notification ends the process."""
-    async with Node("here", backend=Backend("UCX", {"num_workers": "2"})) as node:
-        with pytest.raises(MoverError, match="cannot use num_workers of"):
-            await node.pool.acquire()
 
 
 async def test_a_parameter_that_the_backend_refuses_ends_the_registration() -> None:

@@ -6,7 +6,7 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,9 +17,8 @@ from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from kvxferd.wire.mover import Bind, BindRefused, Bound, FenceMapped, FenceRefused, MapFence, UnmapFence
 from kvxferd.wire.worker import RegionExport
-from tests.support.mover_harness import Node, Worker, bind
+from tests.support.mover_harness import Node
 
-Make = Callable[..., Worker]
 SIZE = 1 << 16
 F_SEAL_FUTURE_WRITE = 0x10  # Python names it from 3.13 on
 
@@ -71,32 +70,12 @@ async def test_regions_that_cannot_be_mapped(
     assert mover.is_alive
 
 
-async def test_memory_that_could_shrink(node: Node, worker_fds: tuple[int, int]) -> None:
-    mover = await node.pool.acquire()
-    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, SIZE)
-    mover.send(Bind(regions=(export(),)), (fd, *worker_fds))
-    assert (await node.heard(mover, BindRefused)).code is Code.REGION_UNSEALED
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    mover.send(Bind(regions=(export(),)), (fd, *worker_fds))
-    await node.heard(mover, Bound)
-    os.close(fd)
-
-
 async def test_a_bind_without_regions_or_without_a_worker(node: Node, worker_fds: tuple[int, int]) -> None:
     mover = await node.pool.acquire()
     mover.send(Bind(regions=()), worker_fds)
     assert (await node.heard(mover, BindRefused)).code is Code.REGION_INVALID
     mover.send(Bind(regions=(export(),)))
     assert (await node.heard(mover, BindRefused)).code is Code.BAD_FRAME
-
-
-async def test_a_second_bind_is_refused_and_the_first_stays(node: Node, make_worker: Make) -> None:
-    rank = make_worker("E")
-    mover, _ = await bind(node, rank)
-    mover.send(Bind(regions=rank.export()), rank.fds)
-    assert (await node.heard(mover, BindRefused)).code is Code.OUT_OF_PLACE
-    assert maps_of(mover.pid, "kvxferd-test") == 1
 
 
 async def test_several_regions_of_one_descriptor(node: Node, worker_fds: tuple[int, int]) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from kvxferd.errors import Code
-from kvxferd.wire.mover import AbortPull, PullDone, ReadWay
-from tests.support.mover_harness import Node, Pools, Served, Sink, Worker, serve, sink
+from kvxferd.wire.mover import ReadWay
+from tests.support.mover_harness import WORD, Node, Pools, Served, Sink, Worker, serve, sink
 
-WORD = bytes(range(16))
 TOKENS_A_BLOCK = 16
 Make = Callable[..., Worker]
 
@@ -94,42 +90,4 @@ async def test_auto_covers_what_is_scattered_and_not_what_is_long(pools: Pools, 
     outcome = await equal.outcome(equal.start([whole], whole.place(0, WORD), range(500), range(500)))
     assert (outcome.delivered, outcome.covered_bytes) == (True, 0)
     whole.close()
-    reading.close()
-
-
-async def test_an_aborted_pull_is_over_though_its_source_is_stopped(pools: Pools, make_worker: Make) -> None:
-    """Over TCP the source's process sends the bytes, at any later time: into the mover's chunk."""
-    there, here = await pools.node("there", "tcp"), await pools.node("here", "tcp", "covering")
-    reading = await TwoToOne.make(there, here, make_worker, blocks=2048)
-    assert (await reading.reader.outcome(reading.start([0], [0]))).delivered
-    stopped = reading.sources[1].mover.pid
-    os.kill(stopped, signal.SIGSTOP)
-    try:
-        number = reading.start(range(1000), range(1000))
-        with pytest.raises(TimeoutError):
-            await here.heard(reading.reader.mover, PullDone, 0.3)
-        reading.reader.mover.send(AbortPull(pull=number))
-        outcome = await reading.reader.outcome(number)
-        assert (outcome.code, outcome.finished) == (Code.CANCELLED, True)
-        ours = reading.reader.worker.array
-        before = ours.copy()
-    finally:
-        os.kill(stopped, signal.SIGCONT)
-    again = reading.start(range(1000, 2000), range(1000))
-    assert (await reading.reader.outcome(again)).delivered
-    num_blocks = 2048
-    untouched = ours.reshape(-1, num_blocks, 4096)[:, :1000]
-    assert np.array_equal(untouched, before.reshape(-1, num_blocks, 4096)[:, :1000])
-    reading.close()
-
-
-async def test_a_killed_source_fails_its_pulls_and_no_other(
-    pair: tuple[Node, Node], make_worker: Make
-) -> None:
-    there, here = pair
-    reading = await TwoToOne.make(there, here, make_worker, blocks=2048)
-    assert (await reading.reader.outcome(reading.start([0], [0]))).delivered
-    reading.sources[1].mover.kill()
-    outcome = await reading.reader.outcome(reading.start(range(1000), range(1000)))
-    assert (outcome.code, outcome.finished) == (Code.TRANSPORT, True)
     reading.close()

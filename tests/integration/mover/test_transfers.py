@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, Digest, PullId, SessionId
+from kvxferd.ids import SessionId
 from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from kvxferd.wire.mover import (
-    AbortPull,
-    DropRemote,
     FenceMapped,
     LoadRemote,
     MapFence,
-    PullDone,
     SetPolling,
-    StartPull,
     UnmapFence,
 )
 from tests.support.fence_page import SharedFencePage
-from tests.support.mover_harness import Node, Served, Worker, bind, packed, serve, sink, worker
+from tests.support.mover_harness import WORD, Connect, Node, Served, Worker, serve, sink, worker
 
-WORD = bytes(range(16))
 Make = Callable[..., Worker]
 
 
@@ -68,38 +62,31 @@ async def test_one_rank_reads_two(pair: tuple[Node, Node], make_worker: Make) ->
         source.close()
 
 
-async def test_a_word_that_changed_is_no_delivery(pair: tuple[Node, Node], make_worker: Make) -> None:
+async def test_a_word_that_changed_is_no_delivery(pair: tuple[Node, Node], connect: Connect) -> None:
     there, here = pair
-    source = await serve(there, make_worker("P"))
-    reader = await sink(here, make_worker("D"), [source])
-    source.page.write(0, WORD)
+    source, reader = await connect(there, here)
     source.page.write(1, WORD)
     source.page.overwrite(0)
-    outcome = await reader.outcome(reader.start([source], source.place(0, WORD), range(4), range(4)))
+    outcome = await reader.read(source, range(4), range(4))
     assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.RELEASED)
     assert outcome.agent == source.mover.agent
     outcome = await reader.outcome(reader.start([source], source.place(1, WORD), range(4), range(4)))
     assert outcome.delivered
-    source.close()
 
 
-async def test_nothing_to_read_is_delivered_without_a_fence(node: Node, make_worker: Make) -> None:
-    source = await serve(node, make_worker("P"))
-    reader = await sink(node, make_worker("D"), [source])
+async def test_nothing_to_read_is_delivered_without_a_fence(node: Node, connect: Connect) -> None:
+    source, reader = await connect(node, node)
     nowhere = source.place(0, WORD)
     outcome = await reader.outcome(reader.start([source], nowhere, [], []))
     assert (outcome.delivered, outcome.started, outcome.bytes, outcome.runs) == (True, False, 0, 0)
-    source.close()
 
 
 async def test_a_second_fence_page_reaches_readers_that_know_the_agent(
-    pair: tuple[Node, Node], make_worker: Make
+    pair: tuple[Node, Node], connect: Connect
 ) -> None:
     there, here = pair
-    source = await serve(there, make_worker("P"))
-    reader = await sink(here, make_worker("D"), [source])
-    source.page.write(0, WORD)
-    assert (await reader.outcome(reader.start([source], source.place(0, WORD), range(2), range(2)))).delivered
+    source, reader = await connect(there, here)
+    assert (await reader.read(source, range(2), range(2))).delivered
     page = SharedFencePage()
     page.write(9, WORD)
     source.mover.send(MapFence(session=SessionId(2), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
@@ -109,69 +96,24 @@ async def test_a_second_fence_page_reaches_readers_that_know_the_agent(
     assert (unknown.delivered, unknown.finished, unknown.code) == (False, True, Code.TRANSPORT)
     reader.know(source.mover.agent, fence.metadata)
     assert (await reader.outcome(reader.start([source], second.place(9, WORD), range(2), range(2)))).delivered
-    source.close()
     second.close()
 
 
 async def test_a_fence_page_that_is_gone_releases_and_harms_nobody(
-    pair: tuple[Node, Node], make_worker: Make
+    pair: tuple[Node, Node], connect: Connect
 ) -> None:
     there, here = pair
-    source = await serve(there, make_worker("P"))
-    reader = await sink(here, make_worker("D"), [source])
-    source.page.write(0, WORD)
+    source, reader = await connect(there, here)
     source.mover.send(UnmapFence(session=SessionId(1)))
     source.mover.send(MapFence(session=SessionId(2), size_bytes=FENCE_PAGE_BYTES), (source.page.fd,))
     fence = await there.heard(source.mover, FenceMapped)
     assert fence.address != source.fence.address, "an address is never used twice"
-    outcome = await reader.outcome(reader.start([source], source.place(0, WORD), range(2), range(2)))
+    outcome = await reader.read(source, range(2), range(2))
     assert (outcome.delivered, outcome.finished) == (False, True)
     assert outcome.code in (Code.RELEASED, Code.TRANSPORT)
     again = Served(source.worker, there, source.mover, source.bound, source.page, fence)
     reader.know(source.mover.agent, fence.metadata)
     assert (await reader.outcome(reader.start([source], again.place(0, WORD), range(2), range(2)))).delivered
-    source.close()
-
-
-async def test_unknown_plans_and_agents_start_nothing(node: Node, make_worker: Make) -> None:
-    source = await serve(node, make_worker("P"))
-    reader = await sink(node, make_worker("D"), [source])
-    reader.mover.send(
-        StartPull(
-            pull=PullId(900),
-            plan=Digest("none"),
-            sources=(),
-            local=packed([1]),
-            remote=packed([1]),
-            num_tokens=16,
-            fence=source.place(0, WORD),
-        )
-    )
-    outcome = await reader.outcome(PullId(900))
-    assert (outcome.delivered, outcome.started, outcome.code) == (False, False, Code.INTERNAL)
-    reader.mover.send(DropRemote(agent=source.mover.agent))
-    outcome = await reader.outcome(reader.start([source], source.place(0, WORD), range(2), range(2)))
-    assert (outcome.started, outcome.finished, outcome.code) == (False, True, Code.TRANSPORT)
-    assert outcome.agent == source.mover.agent
-    reader.know(source.mover.agent, b"no metadata at all")
-    outcome = await reader.outcome(reader.start([source], source.place(0, WORD), range(2), range(2)))
-    assert (outcome.started, outcome.finished, outcome.code) == (False, True, Code.TRANSPORT)
-    source.close()
-
-
-async def test_every_pull_of_many_is_answered_once(node: Node, make_worker: Make) -> None:
-    source = await serve(node, make_worker("P"))
-    reader = await sink(node, make_worker("D"), [source])
-    source.page.write(0, WORD)
-    numbers = [reader.start([source], source.place(0, WORD), [n % 64], [n % 64]) for n in range(200)]
-    reader.mover.send(AbortPull(pull=numbers[-1]))
-    done = [await node.heard(reader.mover, PullDone) for _ in numbers]
-    assert sorted(d.pull for d in done) == numbers
-    assert sum(d.outcome.delivered for d in done) >= 199
-    reader.mover.send(AbortPull(pull=numbers[-1]))  # it has ended: no answer
-    last = await reader.outcome(reader.start([source], source.place(0, WORD), [1], [1]))
-    assert last.delivered
-    source.close()
 
 
 async def test_a_list_longer_than_a_frame(node: Node, make_worker: Make) -> None:
@@ -191,38 +133,13 @@ async def test_a_list_longer_than_a_frame(node: Node, make_worker: Make) -> None
     source.close()
 
 
-async def test_an_abort_stops_what_is_not_posted(node: Node, make_worker: Make) -> None:
-    shape = {"blocks": 4096, "head_dim": 256}
-    source = await serve(node, make_worker("P", **shape))
-    ours = make_worker("D", **shape)
-    reader = await sink(node, ours, [source])
-    source.page.write(0, WORD)
-    number = reader.start([source], source.place(0, WORD), range(4096), range(4096))
-    reader.mover.send(AbortPull(pull=number))
-    outcome = await reader.outcome(number)
-    assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.CANCELLED)
-    source.close()
-
-
 @pytest.mark.parametrize("on", [True, False])
-async def test_a_source_that_rests_is_read_once_it_attends(node: Node, make_worker: Make, on: bool) -> None:
-    source = await serve(node, make_worker("P"))
-    reader = await sink(node, make_worker("D"), [source])
-    source.page.write(0, WORD)
+async def test_a_source_that_rests_is_read_once_it_attends(node: Node, connect: Connect, on: bool) -> None:
+    source, reader = await connect(node, node)
     source.mover.send(SetPolling(on=on))
     number = reader.start([source], source.place(0, WORD), range(4), range(4))
     source.mover.send(SetPolling(on=True))
     assert (await reader.outcome(number)).delivered
-    source.close()
-
-
-async def test_a_mover_that_is_not_bound_reads_nothing(node: Node, make_worker: Make) -> None:
-    mover, _ = await bind(node, make_worker("D"))
-    fresh = await node.pool.acquire()
-    assert AgentName(fresh.agent) != mover.agent
-    assert fresh.agent.startswith("here/")
-    assert fresh.library.startswith(("nixl ", "rixl "))
-    assert os.path.exists(f"/proc/{fresh.pid}")
 
 
 async def test_a_pull_after_a_warmup_reads_what_is_there(pair: tuple[Node, Node]) -> None:

@@ -104,12 +104,11 @@ def _grown() -> list[Tape]:
     blocks = {"full": PackedBlocks(pack_ids(SINK_IDS))}
     pull = wk.Pull(
         ticket=9, ref=ref, blocks=blocks, num_tokens=TOKENS, deadline_s=9.0, progressive=True,
-        wants_progress=True,
     )  # fmt: skip
     sink.say(pull)
     other.ready("t1", 8)
     more = {"full": PackedBlocks(pack_ids(IDS[2:]))}
-    source.say(wk.Extend(transfer_id="t1", blocks=more, incarnation=source.incarnation, ready_tokens=-1))
+    source.say(wk.Ready(transfer_id="t1", blocks=more, incarnation=source.incarnation, ready_tokens=-1))
     mover = mover_of(sink)
     mover.say(mv.ChunkMemoryWanted(wanted_bytes=1 << 30))
     mover.hold = True

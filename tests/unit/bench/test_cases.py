@@ -1,14 +1,11 @@
 """What is moved: shapes that are a rank of the model, lists that are what they are called."""
 
-import itertools
-
 import numpy as np
 import pytest
 
-from kvxferd.bench.cases import BlockPattern, Case, block_lists, blocks_for, ids_per_pull, runs_of
+from kvxferd.bench.cases import BlockPattern, Case, block_lists, blocks_for, runs_of
 from kvxferd.bench.shapes import FIRST_RANK, IDS_SHAPE, SHAPES, Deployment, footprint, layers_for
 from kvxferd.bench.workload import ALL_SIZES, MIB
-from kvxferd.ids import Rank
 from kvxferd.layout.presets import deploy
 
 POOL = 400
@@ -20,13 +17,6 @@ def sized(shape: str, size_bytes: int, pool_blocks: int = POOL) -> Deployment:
 
 def case_of(shape: str, lists: BlockPattern, blocks: int = 32, slots: int = 3) -> Case:
     return Case(deployment=sized(shape, 64 * MIB), lists=lists, blocks=blocks, slots=slots)
-
-
-def test_one_rank_of_llama_is_a_rank_of_tp8() -> None:
-    mine = Deployment(name="d", shape="llama-3-70b", layers=80, pool_blocks=POOL).layout()
-    _, theirs = deploy("llama-3-70b", tp=8, num_blocks=POOL)[Rank(0, 5)]
-    assert mine.regions == theirs.regions
-    assert [t.block_stride for t in mine.tensors] == [t.block_stride for t in theirs.tensors]
 
 
 def test_eight_ranks_of_llama_are_the_engine_of_tp8() -> None:
@@ -95,18 +85,6 @@ def test_both_sides_of_a_scattered_list_differ() -> None:
     assert len(runs_of(case, FIRST_RANK, 0).length) > 0.9 * 32 * 72
 
 
-def test_cases_side_by_side_do_not_touch() -> None:
-    deployment = sized("qwen3-8b", MIB)
-    left = Case(deployment=deployment, lists=BlockPattern.SCATTERED, blocks=8, first_block=100)
-    assert block_lists(left, "sink", 0)["full"].min() >= 100
-
-
 def test_a_list_longer_than_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot list 1200 blocks: the pool has 400"):
         block_lists(case_of("qwen3-8b", BlockPattern.SCATTERED, blocks=400), "sink", 0)
-
-
-def test_slots_are_whole_runs() -> None:
-    taken = [ids_per_pull(sized("qwen3-8b", MIB), blocks) for blocks in (1, 4, 5)]
-    assert taken == [4, 4, 8]
-    assert all(a % 4 == 0 for a in itertools.chain(taken))

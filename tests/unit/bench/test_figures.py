@@ -1,17 +1,11 @@
 """What is made of what was measured: ratios in the same round, a summary of exactly these keys."""
 
-import io
-import json
-
-import msgspec
 import pytest
-from rich.console import Console
 
 from kvxferd.bench.figures import Measurements, figures_of, summary_of
 from kvxferd.bench.implementations import ENGINE, KVXFERD, RAW
 from kvxferd.bench.measures.latency import added_latency
 from kvxferd.bench.protocol import Sample
-from kvxferd.bench.report import render_report
 from kvxferd.bench.rounds import Round, Rounds
 from tests.support import bench_results
 
@@ -97,22 +91,3 @@ def test_added_latency_is_over_raw_in_the_same_round() -> None:
     assert added_latency(Rounds(bench_results.a_case(), 1, {KVXFERD: ours, RAW: theirs})) == pytest.approx(
         [0.3, 0.5]
     )
-
-
-def test_a_result_is_one_json_object() -> None:
-    result = bench_results.result()
-    said = json.loads(msgspec.json.encode(result))
-    assert set(said["summary"]) == KEYS
-    assert said["points"][0]["contenders"]["raw"]["rounds"] == 3
-    assert said["points"][0]["interleaved_with"] == ["raw", "engine"]
-    assert all(figure["how"] for figure in said["figures"])
-
-
-def test_tables_show_every_point_and_what_fell_short() -> None:
-    out = io.StringIO()
-    Console(file=out, width=220).print(render_report(bench_results.result()))
-    text = out.getvalue()
-    assert text.count("qwen3-8b") >= 5
-    assert "NO" in text
-    assert "added latency, 64 KiB, p99" in text
-    assert "[1]" in text

@@ -10,7 +10,7 @@ import pytest
 
 from kvxferd.bench import protocol
 from kvxferd.bench.cases import BLOCKS_PER_RUN, block_lists
-from kvxferd.bench.measures.progressive import case_of, deployment_of, num_bytes
+from kvxferd.bench.measures.progressive import case_of, deployment_of
 from kvxferd.bench.rank_process import BenchRank
 from kvxferd.bench.workload import MIB, ProgressiveSize, Workload, quick_workload
 from kvxferd.layout import unpack_ids
@@ -48,12 +48,3 @@ def test_chunks_are_whole_runs_and_together_the_transfer(num_chunks: int) -> Non
     assert all(len(chunk) % BLOCKS_PER_RUN == 0 for _, chunk in rank.reports)
     assert rank.times[-1] - began >= 0.002 * num_chunks
     assert began < extended.last_at <= rank.times[-1]
-
-
-def test_a_transfer_has_about_its_size_and_there_is_room_for_each() -> None:
-    sizes = ProgressiveSize(8, 64 * MIB, 7), ProgressiveSize(3, 32 * MIB, 1), ProgressiveSize(1, 64 * MIB, 1)
-    deployment = deployment_of("cma", workload_of(*sizes))
-    for size in sizes:
-        whole = size.num_chunks * size.chunk_bytes
-        assert abs(num_bytes(case_of(deployment, size)) - whole) <= whole // 8
-    assert deployment.region_bytes >= 8 * 64 * MIB

@@ -81,17 +81,3 @@ def test_what_was_measured_is_kept_when_a_later_measure_fails(
     assert len(result["points"]) == 1
     assert result["summary"]["throughput_ratio_4m"] == pytest.approx(0.9)
     assert result["summary"]["idle_cpu_percent"] is None
-
-
-def test_a_quick_run_has_rounds_enough_for_a_median() -> None:
-    quick = workload.quick_workload()
-    assert quick.rounds >= 7
-    assert quick.first_rounds >= 7
-    # A p99 is then not of the two or three slowest.
-    assert quick.rounds * quick.small_per_round >= 1000
-    assert quick.rounds * quick.calls_per_round >= 400
-    assert quick.head_of_line_bytes == 2 << 30
-    assert {pulls.size_bytes for pulls in quick.points} >= {4 << 20, 64 << 20}
-    assert {pulls.shape for pulls in quick.points} == set(SHAPES)
-    assert {(size.num_chunks, size.pace) for size in quick.progressive} == {(8, 1.0), (8, 1.5), (1, 1.0)}
-    assert all(size.rounds >= 7 for size in quick.progressive)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from rich.console import Console
 
 from kvxferd.cli.root import root
-from kvxferd.explain.byte_ranges import byte_ranges
-from kvxferd.explain.text_report import print_byte_ranges, print_explanation
 from kvxferd.layout.presets import deploy
-from tests.support.explained_pairs import explained
 
 LLAMA = 80 * 2 * 8 * 128 * 2 * 1000
 
@@ -51,12 +46,6 @@ def test_json_has_what_was_promised() -> None:
     assert {read["runs_per_1000_tokens"] for read in reads} == {5000}  # 62.5 blocks, 40 layers, K and V
     for rank in found["ranks"]:
         assert rank["bytes_per_1000_tokens"] == sum(r["bytes_per_1000_tokens"] for r in rank["reads"])
-
-
-def test_json_of_a_hybrid_tells_attention_from_state() -> None:
-    """Attention from one of two replicas, state from both ranks."""
-    found = report("qwen3-next,tp=4", "qwen3-next,tp=2")
-    assert [read["for"] for read in found["ranks"][0]["reads"]] == ["attention", "state", "state"]
 
 
 def test_json_of_a_refusal() -> None:
@@ -97,32 +86,6 @@ def test_text_draws_a_matrix_and_lists_reads() -> None:
     assert len(rows) == 16
     assert "16 reads: attention: runs of 4.0 KiB; blocks in a row do not merge" in result.stdout
     assert "every prefill rank gives 19.5 MiB" in result.stdout
-
-
-def test_text_of_a_refusal() -> None:
-    """Both values, and what to make of them."""
-    result = run("llama-3-8b,kv_dtype=fp8", "llama-3-8b")
-    assert result.exit_code == 1
-    assert "Refused: decode cannot read prefill." in result.stdout
-    assert "float8_e4m3fn" in result.stdout
-    assert "bfloat16" in result.stdout
-
-
-def test_an_idle_replica_is_told() -> None:
-    """Prefill ranks that nobody needs to read."""
-    assert "not read at all: pp0.tp1+3+5+7" in run("deepseek-v3,tp=8", "deepseek-v3,tp=4").stdout
-
-
-def test_unequal_loads_are_listed_most_first() -> None:
-    """With what each rank gives against the mean; equal ranks share a row."""
-    lines = run("llama-3-70b,tp=3", "llama-3-70b,tp=4").stdout.splitlines()
-    rows = [line for line in lines if "█" in line and "│" in line]
-    assert [row.replace("│", " ").split()[:4] for row in rows] == [
-        ["pp0.tp0-1", "117.2", "MiB", "112%"],
-        ["pp0.tp2", "78.1", "MiB", "75%"],
-    ]
-    assert rows[0].count("█") == 24
-    assert rows[1].count("█") == 16
 
 
 def test_byte_ranges_in_text_and_json() -> None:
@@ -266,25 +229,5 @@ def test_json_has_how_each_rank_is_read_and_an_advice() -> None:
         assert 0 < read["predicted_ms"] < 80_000 * 1.4e-3
 
 
-def test_text_has_how_each_rank_is_read_and_an_advice() -> None:
-    """The same in the table, and one line."""
-    result = run("llama-3-8b", "llama-3-8b,layout=NHD", "--link", "tcp")
-    (row,) = (line for line in result.stdout.splitlines() if "attention │" in line)
-    assert "covering" in row
-    assert "4,000" in row
-    assert "over tcp" in result.stdout
-    assert "advice: with HND at decode: 128 times fewer reads (512,000 runs become 4,000)" in result.stdout
-
-
 def test_a_link_that_is_not_known() -> None:
     assert run("llama-3-8b", "llama-3-8b", "--link", "carrier-pigeon").exit_code == 2
-
-
-def test_no_number_is_cut_off_in_a_narrow_terminal() -> None:
-    """Cells are folded instead."""
-    out = StringIO()
-    found = explained("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4,layout=NHD")
-    narrow = Console(file=out, width=80)
-    print_explanation(narrow, found)
-    print_byte_ranges(narrow, "decode", found.ranks[3].rank, byte_ranges(found.ranks[3].plan))
-    assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()

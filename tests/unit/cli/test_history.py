@@ -63,13 +63,6 @@ def test_odd_durations_are_refused(text: str) -> None:
     assert "is no duration" in result.output
 
 
-async def test_a_query_that_the_server_does_not_know_is_refused(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as config:
-        result = await run("history", "--transfer", "x" * 300, "--socket", config.control.socket)
-        assert result.exit_code == 0
-        assert "History: none" in result.stdout
-
-
 @pytest.mark.process
 async def test_follow_prints_each_record_once_and_counts_what_it_missed(tmp_path: Path) -> None:
     node = BusyNode()

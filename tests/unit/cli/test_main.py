@@ -1,16 +1,28 @@
 """The command as a process: what it prints where, and with which code it ends."""
 
+from __future__ import annotations
+
+import asyncio
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import msgspec
 import pytest
+from click.shell_completion import ShellComplete
 
 import kvxferd
-from kvxferd.config import SETTINGS, flag_name
-from kvxferd.config.sample import sample_comments
+from kvxferd.cli import options
+from kvxferd.cli.completion import MAX_OFFERED, TIMEOUT_S
+from kvxferd.cli.root import root
+from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, flag_name
+from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.ids import TransferId
 from kvxferd.tooling.output import format_bytes, format_count, format_duration, plain_text
-from tests.support.verb_harness import run
+from tests.support.node_samples import StillNode, node_snapshot
+from tests.support.verb_harness import daemon, run
 
 
 def kvxferd_process(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -94,25 +106,85 @@ async def test_a_mistyped_verb_or_option_is_an_error_with_a_hint(arguments: list
     assert "\x1b" not in result.stderr
 
 
-async def test_serve_help_explains_each_setting_as_the_sample_does() -> None:
-    text = " ".join((await run("serve", "--help")).stdout.split())
-    comments = sample_comments()
-    assert set(comments.keys) == set(SETTINGS)
-    for section in {setting.section for setting in SETTINGS.values()}:
-        assert text.count(f"Settings of [{section}]:") == 1
-    for key, setting in SETTINGS.items():
-        flag = text.index(f"{flag_name(key)} VALUE")
-        entry = text[flag : text.index("Default:", flag)]
-        # The help breaks lines behind hyphens and slashes too.
-        squeezed = entry.replace(" ", "")
-        assert comments.keys[key].replace(" ", "") in squeezed or "As above." in entry, key
-        assert f"Value: {setting.expected_as_text}.".replace(" ", "") in squeezed
-    for text_of_table in comments.sections.values():
-        assert text_of_table.replace(" ", "") in text.replace(" ", "")
-
-
 @pytest.mark.parametrize(
     ("count", "want"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), (1500, "1,500 ranks")]
 )
 def test_counts(count: int, want: str) -> None:
     assert format_count(count, "rank") == want
+
+
+# --- what a shell's completion offers, and what it loads for that
+
+
+def offered(*words: str) -> list[str]:
+    """Return what is offered for the last word."""
+    shell = ShellComplete(root, {}, "kvxferd", "_KVXFERD_COMPLETE")
+    return [item.value for item in shell.get_completions(list(words[:-1]), words[-1])]
+
+
+@pytest.mark.parametrize(
+    ("words", "ids"),
+    [
+        (["cancel", ""], ["req-1", "req-2"]),
+        (["cancel", "--engine", "dec"], ["decode-0"]),
+        (["cancel", "--pull", ""], ["9"]),
+        (["disown", "gone"], ["gone-0"]),
+        (["drop-peer", "tcp://10"], ["tcp://10.0.0.2:9441"]),
+    ],
+)
+async def test_ids_are_those_of_the_daemon(tmp_path: Path, words: list[str], ids: list[str]) -> None:
+    async with daemon(tmp_path) as config:
+        for place in (str(tmp_path), config.control.socket):
+            line = [words[0], "--socket", place, *words[1:]]
+            assert await asyncio.to_thread(offered, *line) == ids
+
+
+async def test_an_id_that_a_shell_would_run_is_not_offered(tmp_path: Path) -> None:
+    odd = ["$(reboot)", "a;b", "a b", "`x`", "a\nb", "-rf\x1b[2J", "a|b", "ü", "~root", "a*", "-rf", "#x"]
+    many = [f"req-{number:04}" for number in range(MAX_OFFERED + 5)]
+
+    class Odd(StillNode):
+        def snapshot(self) -> NodeSnapshot:
+            node = node_snapshot()
+            one = node.transfers[0]
+            transfers = tuple(msgspec.structs.replace(one, transfer_id=TransferId(x)) for x in odd + many)
+            return msgspec.structs.replace(node, transfers=transfers)
+
+    async with daemon(tmp_path, Odd()):
+        assert await asyncio.to_thread(offered, "cancel", "--socket", str(tmp_path), "") == many[:MAX_OFFERED]
+
+
+async def test_without_a_daemon_or_with_a_stuck_one_nothing_is_offered_soon(tmp_path: Path) -> None:
+    assert offered("cancel", "--socket", str(tmp_path), "") == []
+    silent = await asyncio.start_unix_server(lambda reader, writer: None, tmp_path / "control.sock")
+    async with silent:
+        started = time.monotonic()
+        assert await asyncio.to_thread(offered, "cancel", "--socket", str(tmp_path), "") == []
+        assert time.monotonic() - started >= TIMEOUT_S
+
+
+def test_the_variable_of_the_option_is_that_of_the_configuration() -> None:
+    assert options.CONFIG_PATH_VARIABLE == CONFIG_PATH_VARIABLE
+
+
+# --- what the daemon's process is before it serves
+
+
+LOOK = """
+import gc
+from kvxferd.cli.serve import freeze_imports
+import kvxferd.daemon
+
+before = len(gc.get_objects())
+freeze_imports()
+print(before, len(gc.get_objects()))
+"""
+
+
+@pytest.mark.process
+def test_the_garbage_collector_does_not_look_at_what_was_imported():
+    """In its own process: what is set aside stays so."""
+    said = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, check=True)
+    before, after = map(int, said.stdout.split())
+    assert before > 10_000
+    assert after < before / 20

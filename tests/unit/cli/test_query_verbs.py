@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import socket
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -110,16 +108,6 @@ async def test_a_topology_has_the_names_of_in_engine_connectors(tmp_path: Path) 
     assert [one["target_remote_ranks"] for one in shown] == [[0, 1], [1], [1]]
 
 
-async def test_without_remote_engines_one_line_says_so(tmp_path: Path) -> None:
-    class Alone(StillNode):
-        def topologies(self) -> list[dict[str, Any]]:
-            return []
-
-    async with daemon(tmp_path, Alone()) as config:
-        result = await run("engines", "--topology", "--socket", config.control.socket)
-    assert (result.exit_code, result.stdout) == (0, "Remote engines: none\n")
-
-
 async def test_the_socket_comes_from_the_same_settings_as_the_daemons(tmp_path: Path) -> None:
     file = tmp_path / "k.toml"
     file.write_text(f'[node]\nrun_dir = "{tmp_path}"\n')
@@ -133,15 +121,6 @@ async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
     async with daemon(tmp_path, StillNode(["nixl cannot be imported"])) as config:
         result = await run("status", "--socket", config.control.socket)
     assert "Not ready: nixl cannot be imported." in result.stdout
-
-
-async def test_drain(tmp_path: Path) -> None:
-    node = StillNode()
-    async with daemon(tmp_path, node) as config:
-        result = await run("drain", "--socket", config.control.socket)
-        assert result.exit_code == 0
-        assert node.draining
-        assert "Draining: " in (await run("status", "--socket", config.control.socket)).stdout
 
 
 @pytest.mark.parametrize("verb", [*TABLES, "drain"])
@@ -166,13 +145,6 @@ async def test_a_server_that_speaks_something_else(tmp_path: Path) -> None:
         result = await run("status", "--socket", str(path))
     assert result.exit_code == 2
     assert result.stderr.startswith("kvxferd: cannot ask")
-
-
-async def test_a_dead_daemons_socket(tmp_path: Path) -> None:
-    path = tmp_path / "control.sock"
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))
-    assert "no daemon is there" in (await run("status", "--socket", str(path))).stderr
 
 
 async def test_transfers_has_the_last_pulls_with_their_ways(tmp_path: Path) -> None:

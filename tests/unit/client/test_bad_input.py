@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvxferd.client import BlockList, RankHandle, connect
 from kvxferd.client.refs import TransferRef, read_ref
-from kvxferd.errors import EngineError, KvxferdError
-from kvxferd.ids import RegionId
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import RegionSpec
 from kvxferd.memory.device import ResidentMemory
 from kvxferd.wire import common, worker
@@ -56,8 +56,9 @@ def test_a_reference_is_looked_at_whole_in_every_form(name: str, value: object) 
 
 @pytest.mark.parametrize("form", [b"[" * 10_000, "\ud800", b"\xff", [], [("endpoint", 1)], bytearray(b"{}")])
 def test_what_is_no_reference_at_all(form: Any) -> None:
-    with pytest.raises(EngineError, match="cannot read the transfer reference"):
+    with pytest.raises(EngineError, match="cannot read the transfer reference") as refused:
         read_ref(form)
+    assert refused.value.code is Code.TRANSFER_UNKNOWN
 
 
 def test_what_a_reference_holds_becomes_plain() -> None:
@@ -179,3 +180,12 @@ def test_memory_that_cannot_be_described_raises_here(stage: Stage) -> None:
     registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory}, WAIT_S)
     stage.side.register(stage.new_mover())
     assert registering.result(WAIT_S).is_connected
+
+
+# --- block ids that their group does not have never leave the client
+
+
+def test_a_scheduler_knows_no_groups(stage: Stage) -> None:
+    """Only the engine's ranks have layouts: the daemon checks."""
+    stage.publisher((Rank(0, 0), "first")).publish("t", blocks(99), num_tokens=16)
+    stage.side.expect(worker.Publish)

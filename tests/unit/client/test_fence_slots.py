@@ -16,7 +16,7 @@ from kvxferd.memory import FencePage
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.wire import worker
 from tests.support.client_harness import Stage, blocks, one_event
-from tests.support.scripted_daemon import DaemonSide, until
+from tests.support.scripted_daemon import DaemonSide
 
 EMPTY = bytes(16)
 
@@ -36,20 +36,8 @@ def publish(stage: Stage, rank, name: str = "t1") -> worker.Publish:
     return stage.side.expect(worker.Publish)
 
 
-def test_a_word_is_in_the_daemons_page(stage: Stage) -> None:
-    rank = stage.rank()
-    slot = publish(stage, rank).fence_slot
-    assert stage.side.page.read(slot) != EMPTY
-
-
 def test_a_publisher_gets_its_page_with_the_answer_to_attach(stage: Stage) -> None:
-    client = stage.client()
-    attaching = stage.calling(client.attach, "decode-0", "g1", 10.0)
-    attach = stage.side.expect(worker.Attach)
-    stage.side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
-    stage.side.say_registered(attach.request)
-    publisher = attaching.result(10.0)
-    publisher.publish("t1", blocks(1, 2), num_tokens=32)
+    stage.publisher((Rank(0, 0), "first")).publish("t1", blocks(1, 2), num_tokens=32)
     assert stage.side.page.read(stage.side.expect(worker.Publish).fence_slot) != EMPTY
 
 
@@ -59,8 +47,7 @@ def test_after_a_reconnect_the_old_words_are_gone_before_a_replay(stage: Stage) 
     slot = publish(stage, rank).fence_slot
     old_word = stage.side.page.read(slot)
     with page_of(stage.side) as old:
-        stage.daemon.stop()
-        until(lambda: not rank.is_connected, "loss noticed")
+        stage.lose(rank)
         rank.publish("t2", blocks(3, 4), num_tokens=32)
         assert old.read(slot) == old_word  # nothing is released: what reads now is right
         stage.daemon.start()
@@ -79,8 +66,7 @@ def test_what_is_released_without_a_daemon_is_void_in_the_page_that_movers_serve
     slot = stage.side.expect(worker.Publish).fence_slot
     word = stage.side.page.read(slot)
     with page_of(stage.side) as page:
-        stage.daemon.stop()
-        until(lambda: not rank.is_connected, "loss noticed")
+        stage.lose(rank)
         rank.unpublish(ref)
         event = one_event(rank)
         assert isinstance(event, Released)
@@ -93,11 +79,9 @@ def test_several_daemons_in_a_row_each_with_a_page_of_its_own(stage: Stage) -> N
     slot = publish(stage, rank).fence_slot
     words = {stage.side.page.read(slot)}
     for _ in range(3):
-        stage.daemon.stop()
-        stage.daemon.start()
+        stage.daemon.restart()
         stage.daemon.accept().greet()  # one that dies before it has registered anybody
-        stage.daemon.stop()
-        stage.daemon.start()
+        stage.daemon.restart()
         side = stage.rejoin()
         assert side.expect(worker.Publish).fence_slot == slot
         words.add(side.page.read(slot))
@@ -134,11 +118,8 @@ def test_a_page_that_cannot_be_mapped_for_whatever_reason_leaves_no_descriptor(
     client = stage.client()
     joining = stage.calling(client.attach, "decode-0", "g1", 10.0)
     stage.side.say_registered(stage.side.expect(worker.Attach).request)
-    side = stage.daemon.accept()
-    side.greet()
-    again = side.expect(worker.Attach)
-    side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
-    side.say_registered(again.request)
+    side = stage.accept()
+    stage.take_publisher((Rank(0, 0), "first"))
     joining.result(10.0).publish("t1", blocks(1, 2), num_tokens=32)
     assert side.page.read(side.expect(worker.Publish).fence_slot) != EMPTY
 
@@ -166,10 +147,7 @@ def test_a_page_that_is_none_ends_the_connection_and_the_next_is_taken(stage: St
     bad = os.memfd_create("page")
     stage.side.say(worker.Registered(request=attach.request, endpoint="tcp://a:1"), bad)
     os.close(bad)
-    side = stage.daemon.accept()
-    side.greet()
-    again = side.expect(worker.Attach)
-    side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
-    side.say_registered(again.request)
+    side = stage.accept()
+    stage.take_publisher((Rank(0, 0), "first"))
     joining.result(10.0).publish("t1", blocks(1, 2), num_tokens=32)
     assert side.page.read(side.expect(worker.Publish).fence_slot) != EMPTY

@@ -10,28 +10,8 @@ import pytest
 from kvxferd.client import Failed, PublishRefused, Released, Suspended
 from kvxferd.errors import Code, EngineError
 from kvxferd.wire import worker
-from tests.support.client_harness import REF, Stage, blocks, events_of, one_event
-from tests.support.scripted_daemon import WAIT_S, until
-
-
-class Kernel:
-    """What a recorded `torch.cuda.Event` is to its user."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.error: Exception | None = None
-        self.asked = 0
-
-    def query(self) -> bool:
-        self.asked += 1
-        if self.error is not None:
-            raise self.error
-        return self.done.is_set()
-
-    def still_runs(self) -> None:
-        """Return once somebody has looked and seen that it is not done."""
-        seen = self.asked
-        until(lambda: self.asked > seen, "somebody looks at the event")
+from tests.support.client_harness import REF, Kernel, Stage, blocks, events_of, one_event, one_failure
+from tests.support.scripted_daemon import WAIT_S
 
 
 def test_a_publish_goes_when_its_blocks_are_written(stage: Stage) -> None:
@@ -75,8 +55,7 @@ def test_a_pull_goes_when_nobody_uses_its_blocks(stage: Stage) -> None:
 def test_a_pull_whose_kernel_never_ends_fails_in_time_and_safely(stage: Stage) -> None:
     rank = stage.rank()
     ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=0.1, after=Kernel())
-    event = one_event(rank)
-    assert isinstance(event, Failed)
+    event = one_failure(rank)
     assert (event.ticket, event.code, event.safe_to_reuse) == (ticket, Code.DEADLINE, True)
 
 
@@ -84,8 +63,7 @@ def test_a_held_pull_is_cancelled_at_once(stage: Stage) -> None:
     rank, kernel = stage.rank(), Kernel()
     ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=WAIT_S, after=kernel)
     ticket.cancel()
-    event = one_event(rank)
-    assert isinstance(event, Failed)
+    event = one_failure(rank)
     assert (event.code, event.safe_to_reuse) == (Code.CANCELLED, True)
     kernel.done.set()
     rank.ready("later")

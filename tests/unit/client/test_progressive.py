@@ -10,8 +10,7 @@ from kvxferd.layout import unpack_ids
 from kvxferd.wire import worker
 from kvxferd.wire.common import BlockIds
 from kvxferd.wire.limits import IDS_PART_BYTES
-from tests.support.client_harness import Stage
-from tests.support.scripted_daemon import until
+from tests.support.client_harness import Kernel, Stage
 
 
 def lists(*ids: int) -> dict[str, BlockList]:
@@ -79,20 +78,11 @@ def test_a_report_of_too_much_adds_no_blocks(stage: Stage) -> None:
     assert ids_of(stage.side.expect(worker.Ready)) == [2]
 
 
-def test_all_tokens_are_the_whole(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.publish("t1", lists(3, 1, 2), 40, ready_tokens=16)
-    stage.side.expect(worker.Publish)
-    rank.ready("t1", 40)
-    assert stage.side.expect(worker.Ready).ready_tokens == -1
-
-
 def test_the_next_daemon_gets_all_that_is_there(stage: Stage) -> None:
     rank = stage.rank()
     rank.publish("t1", lists(3), 40, ready_tokens=16)
     stage.side.expect(worker.Publish)
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "the daemon is gone")
+    stage.lose(rank)
     rank.ready("t1", 32, lists(1))
     stage.daemon.start()
     side = stage.rejoin()
@@ -104,38 +94,25 @@ def test_the_next_daemon_gets_all_that_is_there(stage: Stage) -> None:
 
 
 def test_tokens_are_reported_when_they_are_written(stage: Stage) -> None:
-    class Event:
-        is_done = False
-
-        def query(self) -> bool:
-            return self.is_done
-
-    rank, event = stage.rank(), Event()
+    rank, event = stage.rank(), Kernel()
     rank.publish("t1", lists(3, 1), 40, ready_tokens=0)
     stage.side.expect(worker.Publish)
     rank.ready("t1", 16, lists(2), after=event)
     stage.side.expect(worker.Ready)
     rank.ready("t2", 8)  # of another session's transfer: what was asked for later, and is written
     assert stage.side.expect(worker.Ready).transfer_id == "t2"
-    event.is_done = True
+    event.done.set()
     assert stage.side.expect(worker.Ready).ready_tokens == 16
 
 
 def test_a_late_event_takes_nothing_back(stage: Stage) -> None:
-    class Event:
-        is_done = False
-
-        def query(self) -> bool:
-            return self.is_done
-
-    rank, event = stage.rank(), Event()
+    rank, event = stage.rank(), Kernel()
     rank.ready("t1", 16, after=event)  # of another session's transfer
     rank.ready("t1")
     assert stage.side.expect(worker.Ready).ready_tokens == -1
-    event.is_done = True
+    event.done.set()
     stage.side.expect(worker.Ready)  # late
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "the daemon is gone")
+    stage.lose(rank)
     stage.daemon.start()
     assert stage.rejoin().expect(worker.Ready).ready_tokens == -1
 

@@ -8,13 +8,31 @@ import time
 import msgspec
 import pytest
 
-from kvxferd.client import Disconnected, Failed, PublishRefused, Quiesced, RankHandle, Released
-from kvxferd.client.connection import RECONNECT_S
+from kvxferd.client import (
+    Disconnected,
+    Failed,
+    PublishRefused,
+    PullTicket,
+    Quiesced,
+    RankHandle,
+    Released,
+    Suspended,
+)
 from kvxferd.client.pulls import MOVER_DEATH_S
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.wire import worker
 from kvxferd.wire.framing import HEADER
-from tests.support.client_harness import LAYOUT, REF, REGION, SPEC, Stage, blocks, events_of, one_event
+from tests.support.client_harness import (
+    LAYOUT,
+    REF,
+    REGION,
+    SPEC,
+    Stage,
+    blocks,
+    events_of,
+    one_event,
+    one_failure,
+)
 from tests.support.scripted_daemon import WAIT_S, until
 
 
@@ -28,25 +46,13 @@ def pull_on(stage: Stage, rank: RankHandle, deadline_s: float = 30.0):
 # --- pulls
 
 
-def test_a_dead_mover_makes_the_failure_safe(stage: Stage) -> None:
-    rank = stage.rank()
-    ticket = pull_on(stage, rank)
-    stage.mover.die()
-    stage.daemon.stop()
-    event = one_event(rank)
-    assert isinstance(event, Failed)
-    assert (event.ticket, event.code, event.safe_to_reuse) == (ticket, Code.DAEMON_LOST, True)
-
-
 def test_a_mover_that_dies_a_little_later_still_makes_it_safe(stage: Stage) -> None:
     rank = stage.rank()
     pull_on(stage, rank)
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     assert rank.poll() == []
     stage.mover.die()
-    event = one_event(rank)
-    assert isinstance(event, Failed)
+    event = one_failure(rank)
     assert event.safe_to_reuse
 
 
@@ -70,11 +76,10 @@ def test_a_replaced_mover_must_be_dead_too(stage: Stage) -> None:
     rank = stage.rank()
     first = stage.mover
     pull_on(stage, rank, deadline_s=0.01)
-    assert isinstance(one_event(rank), Failed)  # in doubt: the first mover is stuck in it
+    one_failure(rank)  # in doubt: the first mover is stuck in it
     stage.side.say(worker.MoverChanged(), stage.new_mover().pidfd)
     stage.mover.die()
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     assert rank.poll() == []
     first.die()
     assert isinstance(one_event(rank), Quiesced)
@@ -97,8 +102,7 @@ def test_a_dying_mover_proves_nothing_while_its_daemon_lives(stage: Stage) -> No
 def test_closing_while_a_lost_pull_is_not_judged_yet(stage: Stage) -> None:
     rank = stage.rank()
     ticket = pull_on(stage, rank)
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     rank.close()
     (event,) = rank.poll()
     assert isinstance(event, Failed)
@@ -107,13 +111,11 @@ def test_closing_while_a_lost_pull_is_not_judged_yet(stage: Stage) -> None:
 
 def test_pulls_asked_meanwhile_go_to_the_next_daemon(stage: Stage) -> None:
     rank = stage.rank()
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     kept = rank.pull(REF, blocks(4, 5), num_tokens=32, deadline_s=30.0)
     cancelled = rank.pull(REF, blocks(6, 7), num_tokens=32, deadline_s=30.0)
     cancelled.cancel()
-    event = one_event(rank)
-    assert isinstance(event, Failed)
+    event = one_failure(rank)
     assert (event.ticket, event.code, event.safe_to_reuse) == (cancelled, Code.CANCELLED, True)
     stage.daemon.start()
     pull = stage.rejoin().expect(worker.Pull)
@@ -122,23 +124,12 @@ def test_pulls_asked_meanwhile_go_to_the_next_daemon(stage: Stage) -> None:
     assert stage.side.is_silent()
 
 
-def test_a_queued_pull_fails_safely_at_its_deadline(stage: Stage) -> None:
-    rank = stage.rank()
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
-    rank.pull(REF, blocks(4, 5), num_tokens=32, deadline_s=0.1)
-    event = one_event(rank)
-    assert isinstance(event, Failed)
-    assert (event.code, event.safe_to_reuse) == (Code.DEADLINE, True)
-
-
 def test_a_farewell_explains_the_failures(stage: Stage) -> None:
     rank = stage.rank()
     pull_on(stage, rank)
     stage.mover.die()
     stage.side.say(worker.Farewell(code=Code.DRAINING, message="this node drains"))
-    event = one_event(rank)
-    assert isinstance(event, Failed)
+    event = one_failure(rank)
     assert (event.code, event.safe_to_reuse) == (Code.DRAINING, True)
     assert "this node drains" in event.message
     stage.rejoin()
@@ -159,14 +150,13 @@ def test_a_restarted_daemon_gets_everything_that_is_not_released(stage: Stage) -
     rank.ready("kept")
     rank.ready("of-the-scheduler")
     lost_word = stage.side.page.read(kept.fence_slot)
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     meanwhile = rank.publish("meanwhile", blocks(6), num_tokens=16)
     stage.daemon.start()
-    side = stage.daemon.accept()
-    side.greet()
+    side = stage.accept()
     register = side.register(stage.new_mover(), endpoint="tcp://10.0.0.1:8802")
     assert (register.engine, register.layout) == (SPEC, LAYOUT)
+    assert os.fstat(side.fds[0]).st_ino == os.fstat(stage.memory.fd).st_ino
     again, new = side.expect(worker.Publish), side.expect(worker.Publish)
     assert (again.transfer_id, again.nonce, again.fence_slot) == ("kept", ref.nonce, kept.fence_slot)
     assert (again.blocks, again.num_readers) == (kept.blocks, 3)
@@ -176,20 +166,6 @@ def test_a_restarted_daemon_gets_everything_that_is_not_released(stage: Stage) -
     assert [side.expect(worker.Ready).transfer_id for _ in range(2)] == ["kept", "of-the-scheduler"]
     assert side.is_silent()
     assert rank.publish("later", blocks(), num_tokens=48).endpoint == "tcp://10.0.0.1:8802"
-
-
-def test_the_same_incarnation_is_registered_again(stage: Stage) -> None:
-    client = stage.client()
-    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
-    before = stage.side.register(stage.new_mover())
-    registering.result(WAIT_S)
-    stage.daemon.stop()
-    stage.daemon.start()
-    side = stage.daemon.accept()
-    side.greet()
-    after = side.register(stage.new_mover())
-    assert (after.incarnation, after.regions) == (before.incarnation, before.regions)
-    assert os.fstat(side.fds[0]).st_ino == os.fstat(stage.memory.fd).st_ino
 
 
 def test_readiness_for_others_is_not_said_again_after_a_lease(stage: Stage) -> None:
@@ -255,8 +231,7 @@ def test_what_the_last_daemon_released_is_not_published_again(stage: Stage) -> N
     rank.publish("kept", blocks(4, 5), num_tokens=32)
     stage.side.page.overwrite(stage.side.expect(worker.Publish).fence_slot)
     stage.side.expect(worker.Publish)
-    stage.daemon.stop()
-    stage.daemon.start()
+    stage.daemon.restart()
     side = stage.rejoin()
     assert side.expect(worker.Publish).transfer_id == "kept"
     assert side.is_silent()
@@ -265,22 +240,10 @@ def test_what_the_last_daemon_released_is_not_published_again(stage: Stage) -> N
 
 def test_hints_wait_for_the_next_daemon(stage: Stage) -> None:
     rank = stage.rank()
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     rank.abandon(REF)
     stage.daemon.start()
     assert stage.rejoin().expect(worker.Abandon).ref.transfer_id == "req-1"
-
-
-def test_a_publish_refused_on_replay_gives_its_blocks_back(stage: Stage) -> None:
-    rank = stage.rank()
-    rank.publish("req-1", blocks(), num_tokens=48)
-    stage.daemon.stop()
-    stage.daemon.start()
-    side = stage.rejoin()
-    side.expect(worker.Publish)
-    side.say(worker.PublishRefused(transfer_id="req-1", code=Code.BINDING_STALE, message="no"))
-    assert one_event(rank) == PublishRefused("req-1", Code.BINDING_STALE, "no")
 
 
 def test_a_replay_that_comes_before_the_ranks_is_made_again(stage: Stage) -> None:
@@ -288,8 +251,7 @@ def test_a_replay_that_comes_before_the_ranks_is_made_again(stage: Stage) -> Non
     first = rank.publish("req-1", blocks(), num_tokens=48)
     rank.publish("req-2", blocks(), num_tokens=48)
     word = worker.PublishRefused(transfer_id="", code=Code.ENGINE_INCOMPLETE, message="no rank is here yet")
-    stage.daemon.stop()
-    stage.daemon.start()
+    stage.daemon.restart()
     side = stage.rejoin()
     for _ in range(2):
         refused = side.expect(worker.Publish).transfer_id
@@ -310,29 +272,14 @@ def test_a_replay_that_comes_before_the_ranks_is_made_again(stage: Stage) -> Non
 # --- daemons that do not take the rank back
 
 
-def test_a_passing_refusal_is_asked_again(stage: Stage) -> None:
-    rank = stage.rank()
-    stage.daemon.stop()
-    stage.daemon.start()
-    side = stage.daemon.accept()
-    side.greet()
-    register = side.expect(worker.Register)
-    side.say(worker.Refused(request=register.request, code=Code.RANK_TAKEN, message="its mover still dies"))
-    stage.rejoin()
-    until(lambda: rank.is_connected, "taken back")
-    assert rank.poll() == []
-
-
 def test_a_final_refusal_ends_the_session(stage: Stage) -> None:
     rank = stage.rank()
     rank.publish("req-1", blocks(), num_tokens=48)
     stage.side.expect(worker.Publish)
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     queued = rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
     stage.daemon.start()
-    side = stage.daemon.accept()
-    side.greet()
+    side = stage.accept()
     register = side.expect(worker.Register)
     why = "cannot register: a newer generation is there"
     side.say(worker.Refused(request=register.request, code=Code.GENERATION_STALE, message=why))
@@ -345,17 +292,6 @@ def test_a_final_refusal_ends_the_session(stage: Stage) -> None:
         rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
     assert refused.value.code is Code.GENERATION_STALE
     assert stage.daemon.nobody_comes(0.3)
-
-
-def test_a_daemon_is_found_after_tries_in_vain(stage: Stage) -> None:
-    rank = stage.rank()
-    stage.daemon.stop()
-    gone_at = time.monotonic()
-    until(lambda: time.monotonic() > gone_at + sum(RECONNECT_S[:2]), "some tries were in vain")
-    assert not rank.is_connected
-    stage.daemon.start()
-    stage.rejoin()
-    assert max(RECONNECT_S) <= 1.0, "a daemon that starts is found soon"
 
 
 # --- daemons that talk nonsense
@@ -379,6 +315,10 @@ def _unknown_field(stage: Stage) -> None:
 
 def _no_descriptor(stage: Stage) -> None:
     stage.side.say(worker.MoverOffered(number=2))
+
+
+def _two_movers(stage: Stage) -> None:
+    stage.side.say(worker.MoverOffered(number=2), *[stage.mover.pidfd] * 2)
 
 
 def _unannounced_descriptor(stage: Stage) -> None:
@@ -424,6 +364,7 @@ def _cut_frame(stage: Stage) -> None:
         _undecodable,
         _unknown_field,
         _no_descriptor,
+        _two_movers,
         _unannounced_descriptor,
         _descriptor_of_nothing,
         _second_welcome,
@@ -439,9 +380,69 @@ def test_nonsense_costs_the_connection_and_no_more(stage: Stage, nonsense) -> No
     ticket = pull_on(stage, rank)
     stage.mover.die()
     nonsense(stage)
-    event = one_event(rank)
-    assert isinstance(event, Failed)
+    event = one_failure(rank)
     assert (event.ticket, event.safe_to_reuse) == (ticket, True)
     stage.rejoin()
     until(lambda: rank.is_connected, "back")
     assert rank.poll() == []
+
+
+# --- A mover has the memory only once the client watches it: so no mover that still writes is unknown
+
+
+def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTicket:
+    """A pull that its daemon has."""
+    ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
+    assert stage.side.expect(worker.Pull).ticket == ticket.number
+    return ticket
+
+
+def test_the_pidfd_comes_with_the_offer_and_with_nothing_else(stage: Stage) -> None:
+    rank = stage.rank()
+    assert rank.is_connected
+    stage.side.offer(stage.new_mover())
+    stage.side.say(worker.MoverChanged())
+    rank.prepare(REF)
+    stage.side.expect(worker.Prepare)
+
+
+def test_a_mover_that_was_acknowledged_must_be_dead_too(stage: Stage) -> None:
+    rank = stage.rank()
+    first = stage.mover
+    pulled(stage, rank)
+    stage.side.offer(stage.new_mover())  # nobody has told of a change yet
+    first.die()
+    stage.lose(rank)
+    assert rank.poll() == []
+    stage.mover.die()
+    event = one_failure(rank)
+    assert event.safe_to_reuse
+
+
+def test_a_publisher_is_offered_nothing(stage: Stage) -> None:
+    stage.publisher()
+    stage.side.say(worker.MoverOffered(number=1), stage.new_mover().pidfd)
+    with pytest.raises(ConnectionError):
+        stage.side.receive()
+
+
+def test_memory_that_no_mover_was_offered_for_is_let_go_at_once(stage: Stage) -> None:
+    rank = stage.rank()
+    stage.daemon.stop()
+    stage.mover.die()
+    stage.daemon.start()
+    side = stage.accept()
+    side.expect(worker.Register)  # the memory is offered
+    rank.suspend()
+    stage.daemon.stop()
+    assert one_event(rank) == Suspended()
+
+
+def test_a_refusal_after_the_offer_leaves_nothing_mapped(stage: Stage) -> None:
+    client = stage.client()
+    registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory}, WAIT_S)
+    register = stage.side.expect(worker.Register)
+    stage.side.offer(stage.new_mover())
+    stage.side.say(worker.Refused(request=register.request, code=Code.REGION_UNSEALED, message="seal it"))
+    with pytest.raises(KvxferdError, match="seal it"):
+        registering.result(WAIT_S)

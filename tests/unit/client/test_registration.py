@@ -15,6 +15,8 @@ from kvxferd.ids import RegionId
 from kvxferd.layout import RegionSpec
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
+from kvxferd.wire.common import FdBatch
+from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 from tests.support.client_harness import LAYOUT, REGION, SIZE, SPEC, Stage
 from tests.support.scripted_daemon import WAIT_S, until
 
@@ -37,6 +39,7 @@ def test_register_sends_the_memory(stage: Stage) -> None:
     register, fds = stage.side.receive()
     assert (register.engine, register.layout) == (SPEC, LAYOUT)
     assert register.regions == (worker.RegionExport(REGION, SIZE, 0, 0),)
+    assert register.num_descriptors == 0  # all have come
     memory, deliveries = fds
     assert os.pread(memory, 5, 0) == b"cache"
     assert stat.S_ISSOCK(os.fstat(deliveries).st_mode)
@@ -149,16 +152,6 @@ def test_a_daemon_that_does_not_greet_times_out(stage: Stage) -> None:
     assert failed.value.code is Code.DEADLINE
 
 
-def test_a_daemon_that_turns_the_client_away_is_quoted(stage: Stage) -> None:
-    connecting = stage.calling(connect, stage.daemon.path)
-    side = stage.daemon.accept()
-    side.expect(worker.Hello)
-    side.say(worker.Farewell(code=Code.BAD_VERSION, message="upgrade the older"))
-    with pytest.raises(KvxferdError, match="upgrade the older") as failed:
-        connecting.result(WAIT_S)
-    assert failed.value.code is Code.BAD_VERSION
-
-
 def test_a_silent_registration_times_out_and_registers_nothing_late(stage: Stage) -> None:
     client = stage.client()
     registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory}, 0.2)
@@ -179,10 +172,8 @@ def test_a_daemon_that_dies_during_registration_is_replaced_by_the_next(stage: S
     client = stage.client()
     registering = stage.calling(client.register, SPEC, LAYOUT, {REGION: stage.memory})
     first = stage.side.expect(worker.Register)
-    stage.daemon.stop()
-    stage.daemon.start()
-    side = stage.daemon.accept()
-    side.greet()
+    stage.daemon.restart()
+    side = stage.accept()
     second = side.register(stage.new_mover())
     assert second.incarnation == first.incarnation
     assert registering.result(WAIT_S).is_connected
@@ -199,14 +190,6 @@ def test_close_is_idempotent_and_ends_the_thread(stage: Stage) -> None:
     assert threading.active_count() <= before + 8  # the stage's own pool
     with pytest.raises(KvxferdError, match="closed"):
         rank.suspend()
-
-
-def test_the_session_keeps_the_memory_alive_no_longer_than_itself(stage: Stage) -> None:
-    rank = stage.rank()
-    held = SealedMemory.create(4096)
-    held.close()
-    assert os.fstat(stage.side.fds[0]).st_size == SIZE
-    rank.close()
 
 
 @pytest.mark.parametrize("is_chosen", [True, False])
@@ -248,14 +231,39 @@ def test_a_farewell_that_another_may_have_caused_is_not_for_good(stage: Stage, c
 def test_who_was_taken_before_is_not_refused_for_good(stage: Stage, code: Code) -> None:
     """Somebody else has its engine id for a moment, after a restart of the daemon."""
     rank = stage.rank()
-    stage.daemon.stop()
-    stage.daemon.start()
+    stage.daemon.restart()
     for _ in range(2):
-        side = stage.daemon.accept()
-        side.greet()
+        side = stage.accept()
         register = side.expect(worker.Register)
         text = "its ranks here are of uid 1001"
         side.say(worker.Refused(request=register.request, code=code, message=text))
     stage.rejoin()
     until(lambda: rank.is_connected, "taken again")
     assert rank.poll() == []
+
+
+# --- A registration announces its descriptors, and most of them come when they are wanted
+
+
+def test_the_rest_comes_when_it_is_wanted(stage: Stage) -> None:
+    num, memories = 300, [stage.memory]
+    for _ in range(num - 1):
+        memories.append(SealedMemory.create(4096))
+        stage.stack.callback(memories[-1].close)
+    names = [REGION, *(RegionId(f"more{n}") for n in range(num - 1))]
+    specs = [RegionSpec(n, m.size_bytes) for n, m in zip(names, memories, strict=True)]
+    layout = msgspec.structs.replace(LAYOUT, regions=tuple(specs))
+    client, side = stage.client(), stage.side
+    regions = dict(zip(names, memories, strict=True))
+    registering = stage.calling(client.register, SPEC, layout, regions, WAIT_S)
+    register, first = side.receive()
+    assert isinstance(register, worker.Register)
+    assert (register.num_descriptors, len(first)) == (num, MAX_FDS_PER_FRAME)
+    assert side.is_silent()
+    side.say(worker.FdsWanted(request=register.request))
+    part, rest = side.receive()
+    assert part == FdBatch(first=MAX_FDS_PER_FRAME - 1)
+    inodes = [os.fstat(fd).st_ino for fd in (*first[:-1], *rest)]
+    assert inodes == [os.fstat(memory.fd).st_ino for memory in memories]
+    side.say(worker.Refused(request=register.request, code=Code.BUSY, message="no", retry_after_s=1.0))
+    assert registering.exception(WAIT_S) is not None

@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
 from kvxferd.client import Failed, RankHandle, Released, Suspended
+from kvxferd.client.events import Event, PullTicket, Quiesced
+from kvxferd.client.fence_slots import FenceSlots
+from kvxferd.client.memory_export import MemoryExport
+from kvxferd.client.publishes import ClientPublishes
+from kvxferd.client.pulls import ClientPulls
+from kvxferd.client.registration import RankRole
+from kvxferd.client.session import HANDSHAKE_TIMEOUT_S, REREGISTER_TIMEOUT_S, ClientSession
 from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import Endpoint, EngineId, Generation, RegionId, TransferId
 from kvxferd.memory import SealedMemory
-from kvxferd.wire import worker
-from tests.support.client_harness import REF, REGION, SIZE, Stage, blocks, events_of, one_event
-from tests.support.scripted_daemon import WAIT_S, until
+from kvxferd.memory.fence import FencePage
+from kvxferd.wire import common, worker
+from tests.support.client_harness import (
+    LAYOUT,
+    REF,
+    REGION,
+    SIZE,
+    SPEC,
+    Stage,
+    blocks,
+    events_of,
+    one_event,
+    slots_on,
+)
+from tests.support.fence_page import SharedFencePage
+from tests.support.scripted_daemon import WAIT_S
 
 
 def suspended(stage: Stage) -> RankHandle:
@@ -32,9 +54,11 @@ def test_suspend_ends_publishes_and_says_when_the_memory_may_go(stage: Stage) ->
     rank.suspend()  # again: nothing more
     stage.side.expect(worker.Suspend)
     assert rank.poll() == []
+    assert rank.memory_in_use
     stage.side.say(worker.Released(transfer_id="req-1", why=Code.SUSPENDED))
     stage.side.say(worker.Suspended())
     assert events_of(rank, 2) == [Released("req-1", Code.SUSPENDED), Suspended()]
+    assert not rank.memory_in_use
 
 
 def test_a_suspended_rank_takes_no_requests(stage: Stage) -> None:
@@ -121,8 +145,7 @@ def test_a_resume_that_times_out_goes_on(stage: Stage) -> None:
 
 def test_pulls_that_no_daemon_heard_of_fail_safely(stage: Stage) -> None:
     rank = stage.rank()
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
     rank.suspend()
     event = events_of(rank)[0]
@@ -138,8 +161,7 @@ def test_a_dead_mover_is_as_good_as_the_daemons_word(stage: Stage, asked: str) -
     if asked == "before":
         rank.suspend()
         stage.side.expect(worker.Suspend)
-    stage.daemon.stop()
-    until(lambda: not rank.is_connected, "loss noticed")
+    stage.lose(rank)
     if asked == "after":
         rank.suspend()
     assert one_event(rank) == Released("req-1", Code.SUSPENDED)
@@ -147,19 +169,149 @@ def test_a_dead_mover_is_as_good_as_the_daemons_word(stage: Stage, asked: str) -
     stage.mover.die()
     assert one_event(rank) == Suspended()
     stage.daemon.start()
-    side = stage.daemon.accept()
-    side.greet()
+    side = stage.accept()
     assert side.is_silent()  # a suspended rank has nothing to register
     resuming = stage.calling(rank.resume, {REGION: stage.memory}, WAIT_S)
     side.register(stage.new_mover())
     resuming.result(WAIT_S)
 
 
-def test_memory_is_in_use_until_the_rank_is_suspended(stage: Stage) -> None:
-    rank = stage.rank()
-    assert rank.memory_in_use
-    rank.suspend()
-    stage.side.expect(worker.Suspend)
-    stage.side.say(worker.Suspended())
-    assert one_event(rank) == Suspended()
-    assert not rank.memory_in_use
+# --- what a session does first: the word before the event, the movers' end before `Suspended`
+
+
+@pytest.fixture
+def page() -> Iterator[FencePage]:
+    page = SharedFencePage()
+    yield page
+    page.close()
+
+
+def connected(events: list[Event]) -> ClientSession:
+    """Return a session whose registration is under way."""
+    exports = MemoryExport((worker.RegionExport(RegionId(REGION), 4096),), ())
+    session = ClientSession("rank", FenceSlots(), 1, events.append)
+    session.register(RankRole(SPEC, LAYOUT, exports))
+    session.connection_made(0.0)
+    session.handle(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="boot", lease_s=30.0), 0.0)
+    return session
+
+
+def test_without_a_daemon_the_word_is_overwritten_before_the_event(page: FencePage) -> None:
+    words: list[bytes] = []
+    publishes = ClientPublishes(slots_on(page), lambda event: words.append(page.read(publish.slot)))
+    publish = publishes.add(TransferId("t1"), {}, 1, 1, 10.0, ())
+    word = page.read(publish.slot)
+    publishes.release_locally(TransferId("t1"), Code.LEASE_EXPIRED)
+    assert len(words) == 1
+    assert words[0] != word
+
+
+def test_a_mover_that_was_offered_maps_the_memory_until_it_is_dead() -> None:
+    """Its daemon may have bound it, and died before `Registered`."""
+    events: list[Event] = []
+    session = connected(events)
+    session.handle(worker.MoverOffered(number=1), 0.1)
+    session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
+    session.suspend()
+    session.tick(0.3)
+    assert events == []
+    session.movers_exited(session.epoch)
+    assert events == [Suspended()]
+
+
+def test_memory_that_was_taken_back_is_offered_to_no_other_daemon() -> None:
+    events: list[Event] = []
+    session = connected(events)
+    session.handle(worker.MoverOffered(number=1), 0.1)
+    session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
+    session.suspend()
+    session.connection_made(0.3)
+    session.handle(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="next", lease_s=30.0), 0.3)
+    sent = []
+    while outgoing := session.pop_outgoing(0.3):
+        sent.append(type(outgoing.message))
+    assert sent == [worker.Hello]
+
+
+def test_a_daemons_doubt_ends_no_doubt() -> None:
+    """The client gave up by itself; the daemon's late Failed says that something may write."""
+    events: list[Event] = []
+    pulls = ClientPulls(events.append)
+    ref = common.TransferRef(Endpoint("tcp://n:1"), EngineId("e"), Generation("g"), TransferId("t"), "n")
+    pull = pulls.add(ref, {}, 1, 1.0, lambda ticket: None)
+    assert isinstance(pull.ticket, PullTicket)
+    assert pulls.build_message(pull, 1, 0.0) is not None
+    pulls.expire(2.0)
+    late = worker.Failed(
+        ticket=pull.ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False, retry_after_s=0.0
+    )
+    pulls.handle_failed(late)
+    assert [type(event) for event in events] == [Failed]
+    pulls.handle_quiesced(worker.Quiesced(ticket=pull.ticket.number))
+    assert [type(event) for event in events] == [Failed, Quiesced]
+
+
+def test_a_daemon_that_does_not_reply_to_hello_is_given_up() -> None:
+    session = ClientSession("rank", FenceSlots(), 1, lambda event: None)
+    session.connection_made(1.0)
+    assert session.next_deadline() == 1.0 + HANDSHAKE_TIMEOUT_S
+    session.tick(0.9 + HANDSHAKE_TIMEOUT_S)
+    with pytest.raises(KvxferdError):
+        session.tick(1.0 + HANDSHAKE_TIMEOUT_S)
+
+
+def test_a_daemon_that_does_not_reply_to_a_registration_after_a_reconnect_is_given_up(
+    page: FencePage,
+) -> None:
+    session = connected([])
+    _, register = [session.pop_outgoing(0.0) for _ in range(2)]
+    assert register is not None
+    assert isinstance(register.message, worker.Register)
+    session.offer_fence_page(page)
+    session.handle(worker.Registered(request=register.message.request, endpoint=Endpoint("tcp://n:1")), 0.1)
+    session.connection_lost(0.2, Code.DAEMON_LOST, "gone")
+    session.connection_made(0.3)
+    session.handle(worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="next", lease_s=30.0), 0.4)
+    session.tick(0.3 + REREGISTER_TIMEOUT_S)
+    with pytest.raises(KvxferdError):
+        session.tick(0.4 + REREGISTER_TIMEOUT_S)
+
+
+# --- a registration under way is never another's
+
+
+def exports() -> MemoryExport:
+    """Each has an incarnation of its own."""
+    return MemoryExport((worker.RegionExport(RegionId(REGION), 4096),), ())
+
+
+def test_suspended_waits_for_the_reply_to_a_registration_that_is_under_way() -> None:
+    """The daemon has the descriptors of the first memory, and would map it for the resume's."""
+    events: list[Event] = []
+    page = SharedFencePage()
+    try:
+        session = ClientSession("rank", FenceSlots(), 1, events.append)
+        session.register(RankRole(SPEC, LAYOUT, exports()))
+        session.connection_made(0.0)
+        welcome = worker.Welcome(version=worker.WORKER_VERSIONS.newest, boot_id="boot", lease_s=30.0)
+        session.handle(welcome, 0.0)
+        sent = [session.pop_outgoing(0.0) for _ in range(2)]
+        assert sent[1] is not None
+        assert isinstance(sent[1].message, worker.Register)
+
+        session.suspend()
+        session.tick(0.1)
+        assert events == []
+        with pytest.raises(EngineError, match="before its Suspended") as e:
+            session.resume(exports())
+        assert e.value.code is Code.OUT_OF_PLACE
+
+        session.offer_fence_page(page)
+        session.handle(worker.Registered(request=sent[1].message.request, endpoint="tcp://n:1"), 0.2)
+        outgoing = session.pop_outgoing(0.2)
+        assert outgoing is not None
+        assert isinstance(outgoing.message, worker.Suspend)
+        session.handle(worker.Suspended(), 0.3)
+        assert events == [Suspended()]
+    finally:
+        page.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -14,7 +13,6 @@ import pytest
 
 from kvxferd.client import Delivered, Disconnected, Failed, Released
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.ids import Rank
 from kvxferd.wire import worker
 from tests.support.client_harness import REF, Stage, blocks, events_of
 from tests.support.scripted_daemon import WAIT_S
@@ -96,25 +94,6 @@ def test_a_bug_in_the_thread_leaves_nobody_waiting(stage: Stage, monkeypatch: py
         rank.prepare(REF)
 
 
-def test_a_publisher_comes_back_too(stage: Stage) -> None:
-    client = stage.client()
-    attaching = stage.calling(client.attach, "prefill-0", "g7")
-    attach = stage.side.expect(worker.Attach)
-    stage.side.say(worker.EngineRanks(ranks=((Rank(0, 0), "first"),)))
-    stage.side.say_registered(attach.request)
-    scheduler = attaching.result(WAIT_S)
-    scheduler.publish("req-1", blocks(), num_tokens=48)
-    stage.daemon.stop()
-    stage.daemon.start()
-    side = stage.daemon.accept()
-    side.greet()
-    again = side.expect(worker.Attach)
-    assert (again.engine_id, again.generation) == ("prefill-0", "g7")
-    side.say_registered(again.request)
-    replayed = side.expect(worker.Publish)
-    assert (replayed.transfer_id, replayed.incarnations) == ("req-1", ((Rank(0, 0), "first"),))
-
-
 @pytest.mark.process
 def test_a_process_that_forgets_to_close_ends_all_the_same(stage: Stage) -> None:
     program = """
@@ -128,22 +107,9 @@ def test_a_process_that_forgets_to_close_ends_all_the_same(stage: Stage) -> None
         stdout=subprocess.PIPE,
     )
     with process:
-        side = stage.daemon.accept()
-        side.greet()
+        side = stage.accept()
         assert process.stdout is not None
         assert process.stdout.readline() == b"connected\n"
         assert process.wait(WAIT_S) == 0
         with pytest.raises(ConnectionError):
             side.receive()
-
-
-def test_signals_do_not_disturb_the_thread(stage: Stage) -> None:
-    rank = stage.rank()
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    try:
-        for _ in range(20):
-            os.kill(os.getpid(), signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    rank.prepare(REF)
-    stage.side.expect(worker.Prepare)

@@ -9,10 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kvxferd.config import WorkerConfig
 from kvxferd.control.frame_fds import FrameFds
 from kvxferd.control.registration_fds import check_registration, detach_mover_socket
-from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core import events as ev
 from kvxferd.errors import EngineError
 from kvxferd.ids import Incarnation, TransferId
@@ -20,8 +18,7 @@ from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import FdBatch, Message
 from tests.support.open_fds import num_open_fds
-from tests.support.other_user import open_directory
-from tests.support.worker_socket_harness import LAYOUT, Listening, register
+from tests.support.worker_socket_harness import LAYOUT, Listening, listening, register
 
 NUM_OTHERS = 32
 
@@ -30,13 +27,11 @@ class Others:
     """Descriptors that others open between a session's end and its release: they get the free numbers."""
 
     def __init__(self) -> None:
-        self.heard: asyncio.Queue[ev.Event] = asyncio.Queue()
         self.fds: list[int] = []
 
     def on_event(self, event: ev.Event) -> None:
         if isinstance(event, ev.WorkerDisconnected):
             self.fds += [os.memfd_create("other") for _ in range(NUM_OTHERS)]
-        self.heard.put_nowait(event)
 
     @property
     def num_closed(self) -> int:
@@ -65,18 +60,8 @@ def others() -> Iterator[Others]:
 
 @pytest.fixture
 async def socket_(others: Others) -> AsyncIterator[Listening]:
-    with open_directory() as directory:
-        path = str(directory / "worker.sock")
-        workers = WorkerSocket(WorkerConfig(socket=path), others.on_event)
-        workers.start()
-        found = Listening(workers, path, others.heard)
-        try:
-            yield found
-        finally:
-            for connection in found.opened:
-                connection.close()
-            workers.stop()
-            await asyncio.sleep(0)
+    async with listening(on_event=others.on_event) as found:
+        yield found
 
 
 @pytest.fixture

@@ -42,7 +42,6 @@ from kvxferd.wire.peer import (
     JoinRank,
     PeerHello,
     PeerRefused,
-    RankReady,
 )
 
 QUESTION = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
@@ -443,23 +442,6 @@ async def test_a_rank_is_joined_with_its_layout_checked_elsewhere(node, context)
         assert (await node.next()).message == join_of()
 
 
-async def test_what_follows_a_rank_on_its_connection_stays_behind_it(node, context):
-    member = dealer_to(context, node)
-    ready = RankReady(
-        request=8,
-        engine_id="spread",
-        generation="g1",
-        rank=join_of().manifest.rank,
-        transfer_id="t",
-        incarnation="first",
-        secret="s",
-    )
-    await member.send(encode(join_of(layers=500)))
-    await member.send(encode(ready))
-    await node.next()
-    assert [(await node.next()).message for _ in range(2)] == [join_of(layers=500), ready]
-
-
 class Closed(NoChecks):
     """Takes no rank."""
 
@@ -477,60 +459,6 @@ async def test_what_may_not_be_joined_is_neither_decoded_nor_checked(context, mo
         assert node.heard.empty()
     finally:
         node.socket.stop()
-
-
-async def test_large_ranks_of_one_peer_keep_no_other_waiting(node, context, monkeypatch):
-    """They are checked one after the other, while everybody else is listened to."""
-    going_on = asyncio.Event()
-    loop, checked = asyncio.get_running_loop(), peer_inbox.checked_layouts
-
-    def slow(manifests, layouts):
-        asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result(10)
-        return checked(manifests, layouts)
-
-    monkeypatch.setattr(peer_inbox, "checked_layouts", slow)
-    busy, other = dealer_to(context, node), dealer_to(context, node)
-    for number in range(8):
-        await busy.send(encode(join_of(name=f"e{number}")))
-    await other.send(encode(QUESTION))
-    assert (await node.next()).message == QUESTION
-    going_on.set()
-    kinds = [type(await node.next()) for _ in range(16)]
-    assert kinds.count(ev.LayoutsChecked) == 8
-
-
-async def test_what_waits_behind_a_manifest_has_a_limit(node, context, monkeypatch):
-    monkeypatch.setattr(peer_inbox, "MAX_DEFERRED_BYTES", 4096)
-    going_on = asyncio.Event()
-    loop, checked = asyncio.get_running_loop(), peer_inbox.checked_layouts
-
-    def slow(manifests, layouts):
-        asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result(10)
-        return checked(manifests, layouts)
-
-    monkeypatch.setattr(peer_inbox, "checked_layouts", slow)
-    busy = dealer_to(context, node)
-    await busy.send(encode(join_of()))
-    for _ in range(1000):
-        await busy.send(encode(QUESTION))
-    inbox = node.socket._inbox
-    await until(lambda: inbox._num_deferred_bytes > 3000, "nothing is held")
-    other = dealer_to(context, node)
-    await other.send(encode(QUESTION))
-    await node.next()
-    assert inbox._num_deferred_bytes <= 4096
-    going_on.set()
-    await until(lambda: not inbox._deferred, "it still waits")
-    assert inbox._num_deferred_bytes == 0
-
-
-async def test_a_bad_layout_is_refused_by_the_thread(node, context):
-    member = dealer_to(context, node)
-    layout = msgspec.structs.replace(join_of().manifest.layout, end_layer=99)
-    manifest = msgspec.structs.replace(join_of().manifest, layout=layout)
-    await member.send(encode(msgspec.structs.replace(join_of(), manifest=manifest)))
-    refused = PEER_MESSAGES.decode(await asyncio.wait_for(member.recv(), 10))
-    assert (refused.request, refused.code) == (7, Code.LAYOUT_INVALID)
 
 
 async def test_an_engine_that_is_asked_for_is_read_and_one_that_is_not_is_dropped(context):

@@ -1,6 +1,11 @@
 """HTTP on real sockets: who is answered what, and what is left behind."""
 
+from __future__ import annotations
+
+import base64
+import hashlib
 import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -8,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvxferd.control.http_routes import ROUTES, Access
+from kvxferd.control.status_page import HEADERS, PAGE
 from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.errors import Code, ConfigError
 from kvxferd.telemetry.history import record_from_json
@@ -15,7 +21,6 @@ from tests.support.http_harness import config_in, over_tcp, over_unix, serving
 from tests.support.node_samples import SOURCE, StillNode, node_snapshot, records
 
 READ_ROUTES = [route.path for route in ROUTES if route.access is Access.ANYONE]
-NOBODY = 65_534
 
 
 async def test_reading_is_the_same_on_both(tmp_path: Path) -> None:
@@ -65,41 +70,6 @@ async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
         async with client.get("/v1/status") as answer:
             verdict = (await answer.json())["verdict"]
             assert verdict == {"level": "bad", "text": "Not ready: nixl cannot be imported."}
-
-
-async def test_drain_is_never_taken_over_tcp(tmp_path: Path) -> None:
-    config, node = config_in(tmp_path), StillNode()
-    async with serving(config, node) as server, over_tcp(server) as tcp, over_unix(config) as unix:
-        async with tcp.post("/v1/drain") as answer:
-            assert answer.status == 403
-            assert (await answer.json())["error"]["code"] == "not-allowed"
-        assert not node.draining
-        async with unix.post("/v1/drain") as answer:
-            assert answer.status == 202
-        assert node.draining
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
-async def test_drain_is_for_root_and_the_daemons_user(tmp_path: Path) -> None:
-    config, node = config_in(tmp_path), StillNode()
-    async with serving(config, node), over_unix(config) as client:
-        # The kernel keeps the credentials of the moment of connect(); so the connection is
-        # made as another user, who can reach the socket, and used as root.
-        for directory in (tmp_path, *tmp_path.parents):
-            if directory.stat().st_uid == os.geteuid() and directory != Path("/"):
-                directory.chmod(directory.stat().st_mode | 0o011)
-        os.chmod(config.control.socket, 0o666)
-        os.seteuid(NOBODY)
-        try:
-            answer = await client.get("/v1/status")
-            answer.release()
-        finally:
-            os.seteuid(0)
-        assert answer.status == 200
-        async with client.post("/v1/drain") as answer:
-            assert answer.status == 403
-            assert f"user {NOBODY}" in (await answer.json())["error"]["message"]
-    assert not node.draining
 
 
 async def test_what_is_not_in_the_table_gets_a_code_and_a_sentence(tmp_path: Path) -> None:
@@ -179,3 +149,60 @@ async def test_a_file_in_the_sockets_place_is_left_alone(tmp_path: Path) -> None
         async with serving(config, StillNode()):
             pass
     assert Path(config.control.socket).read_text() == "mine"
+
+
+# --- the status page: what a browser is sent, and the JSON that it shows. A real browser is in tests/proofs
+
+
+(SCRIPT,) = re.findall(r"<script>(.*?)</script>", PAGE, re.DOTALL)
+(STYLE,) = re.findall(r"<style>(.*?)</style>", PAGE, re.DOTALL)
+
+
+def test_the_policy_allows_one_style_and_one_script_and_no_html_of_texts() -> None:
+    policy = dict(part.split(" ", 1) for part in HEADERS["Content-Security-Policy"].split("; "))
+    for text, directive in ((SCRIPT, "script-src"), (STYLE, "style-src")):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy[directive] == f"'sha256-{digest}'"
+    for directive in ("default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"):
+        assert policy[directive] == "'none'"
+    assert policy["require-trusted-types-for"] == "'script'"
+    assert "unsafe" not in HEADERS["Content-Security-Policy"]
+
+
+def test_the_page_loads_nothing_and_has_no_style_or_handler_in_an_attribute() -> None:
+    assert re.findall(r"https?://[^\s\"']+", PAGE) == ["http://www.w3.org/2000/svg"]  # a name, not an address
+    assert not re.search(r"<[^>]* (style|src|on\w+)=", PAGE)
+    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "DOMParser", "document.write", "eval("):
+        assert sink not in SCRIPT
+
+
+async def test_the_page_and_what_it_shows_over_http(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    async with serving(config, StillNode()) as server, over_tcp(server) as tcp, over_unix(config) as unix:
+        for client in (tcp, unix):
+            async with client.get("/") as reply:
+                assert await reply.text() == PAGE
+                for name, value in HEADERS.items():
+                    assert reply.headers[name] == value
+            async with client.get("/v1/status") as reply:
+                verdict = (await reply.json())["verdict"]
+                assert verdict["level"] == "bad"
+                assert verdict["text"].startswith("Pulls fail: 1 of 3 failed in the last 3 s (33.3 %)")
+
+
+async def test_samples_over_http(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    async with serving(config, StillNode()) as server, over_tcp(server) as tcp, over_unix(config) as unix:
+        for client in (tcp, unix):
+            for query in ("", "?seconds=1", "?seconds=60", "?seconds=900", "?seconds=999999"):
+                async with client.get(f"/v1/samples{query}") as reply:
+                    assert reply.status == 200, query
+                    found = await reply.json()
+                    assert found["columns"]["delivered"] == [1, None, 1]
+                    assert found["failed_pulls"][0]["code"] == "lease-expired"
+                    assert found["slowest_pulls"][0]["transfer_id"] == "req-0"
+                    (peer,) = found["peers"]
+                    assert (peer["state"], peer["failed"], peer["num_grants"]) == ("up", 1, 7)
+            for query in ("-1", "x", "", "1.5", "9999999", "\N{SUPERSCRIPT TWO}"):
+                async with client.get("/v1/samples", params={"seconds": query}) as reply:
+                    assert reply.status == 400, query

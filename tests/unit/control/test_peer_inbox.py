@@ -6,11 +6,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from kvxferd.control import peer_inbox
 from kvxferd.control.peer_inbox import NoChecks, PeerInbox, Sender
 from kvxferd.core import events as ev
+from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
@@ -20,10 +22,11 @@ from kvxferd.wire.peer import PEER_VERSIONS, JoinRank, PeerHello
 
 QUESTION = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 MEMBER = Sender(route=b"\0abcd", key="0a" * 32, address="127.0.0.1")
+OTHER = Sender(route=b"\0efgh", key="0b" * 32, address="127.0.0.1")
 
 
-def join() -> JoinRank:
-    spec = EngineSpec("spread", "g1", num_layers=2, num_kv_heads=2)
+def join(name: str = "spread") -> JoinRank:
+    spec = EngineSpec(name, "g1", num_layers=2, num_kv_heads=2)
     layout = attention_layout(
         spec=spec, layout="NHD", num_kv_heads=2, head_dim=2, block_tokens=4, num_blocks=8
     )
@@ -105,16 +108,54 @@ async def test_a_connection_waits_for_no_work_that_could_not_be_given(harness, m
 
 async def test_what_has_waited_is_not_taken_from_a_key_that_was_removed_meanwhile(harness):
     """Neither the manifest nor what waits behind it; what another sends is."""
-    other = Sender(route=b"\0efgh", key="0b" * 32, address="127.0.0.1")
-    for sender in (MEMBER, other):
+    for sender in (MEMBER, OTHER):
         harness.inbox.handle(sender, encode(join()))
         harness.inbox.handle(sender, encode(QUESTION))
     harness.removed.add(MEMBER.key)
     harness.going_on.set()
     assert isinstance(await harness.next(), ev.LayoutsChecked)
     heard = [await harness.next() for _ in range(2)]
-    assert [event.key for event in heard] == [other.key] * 2
+    assert [event.key for event in heard] == [OTHER.key] * 2
     assert harness.heard.empty()
     assert not harness.answered
     assert MEMBER not in harness.inbox._deferred
     assert harness.inbox._num_deferred_bytes == 0
+
+
+async def test_large_ranks_of_one_peer_keep_no_other_waiting(harness):
+    """They are checked one after the other, while everybody else is listened to."""
+    for number in range(8):
+        harness.inbox.handle(MEMBER, encode(join(f"e{number}")))
+    harness.inbox.handle(OTHER, encode(QUESTION))
+    assert (await harness.next()).message == QUESTION
+    harness.going_on.set()
+    kinds = [type(await harness.next()) for _ in range(16)]
+    assert kinds.count(ev.LayoutsChecked) == 8
+
+
+async def test_what_waits_behind_a_manifest_has_a_limit(harness, monkeypatch):
+    monkeypatch.setattr(peer_inbox, "MAX_DEFERRED_BYTES", 4096)
+    harness.inbox.handle(MEMBER, encode(join()))
+    for _ in range(1000):
+        harness.inbox.handle(MEMBER, encode(QUESTION))
+        assert harness.inbox._num_deferred_bytes <= 4096
+    assert harness.inbox._num_deferred_bytes > 3000
+    harness.inbox.handle(OTHER, encode(QUESTION))
+    assert (await harness.next()).message == QUESTION
+    harness.going_on.set()
+    assert isinstance(await harness.next(), ev.LayoutsChecked)
+    assert isinstance((await harness.next()).message, JoinRank)
+    while harness.inbox._num_deferred_bytes:
+        assert (await harness.next()).message == QUESTION
+
+
+async def test_a_bad_layout_is_refused_by_the_thread(harness):
+    said = join()
+    layout = msgspec.structs.replace(said.manifest.layout, end_layer=99)
+    manifest = msgspec.structs.replace(said.manifest, layout=layout)
+    harness.inbox.handle(MEMBER, encode(msgspec.structs.replace(said, manifest=manifest)))
+    harness.inbox.handle(MEMBER, encode(QUESTION))
+    harness.going_on.set()
+    assert (await harness.next()).message == QUESTION
+    (refused,) = harness.answered
+    assert (refused.request, refused.code) == (7, Code.LAYOUT_INVALID)

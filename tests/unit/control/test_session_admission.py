@@ -6,47 +6,29 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
-from kvxferd.config import WorkerConfig
+from kvxferd.control import session_inbox as inbox_module
 from kvxferd.control.session_admission import MAX_PARTIAL_BYTES, MAX_PARTIAL_FDS
-from kvxferd.control.worker_socket import WorkerSocket
+from kvxferd.control.session_inbox import FRAMES_PER_TURN, SessionInbox
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
+from kvxferd.frame_socket import FrameSocket
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import FdBatch
-from kvxferd.wire.framing import HEADER, encode_frame
+from kvxferd.wire.framing import HEADER, Frame, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
 from tests.support.open_fds import num_open_fds
-from tests.support.other_user import open_directory
-from tests.support.worker_socket_harness import LAYOUT, Listening, register
+from tests.support.worker_socket_harness import LAYOUT, Listening, listening, register
 
 
 @pytest.fixture
 async def socket_() -> AsyncIterator[Listening]:
     async with listening() as found:
         yield found
-
-
-@asynccontextmanager
-async def listening() -> AsyncIterator[Listening]:
-    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
-    with open_directory() as directory:
-        path = str(directory / "worker.sock")
-        workers = WorkerSocket(WorkerConfig(socket=path), heard.put_nowait, 256)
-        workers.start()
-        found = Listening(workers, path, heard)
-        try:
-            yield found
-        finally:
-            for connection in found.opened:
-                connection.close()
-            workers.stop()
-            await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -233,3 +215,70 @@ async def test_a_rank_that_resumes_keeps_the_socket_that_it_registered_with(
     socket_.workers.commit_region_fds(session)
     _, deliveries_fd, _ = socket_.workers.bind_fds(session)
     assert os.fstat(deliveries_fd).st_ino == kept
+
+
+# --- A session's frames are taken in turns: a flood of one does not keep the loop from others
+
+
+NUM = 3 * FRAMES_PER_TURN + 7
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, FrameSocket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    link = FrameSocket(ours)
+    with theirs:
+        yield theirs, link
+    link.close()
+
+
+def test_a_turn_takes_so_many_frames_and_the_next_goes_on(pair: tuple[socket.socket, FrameSocket]) -> None:
+    theirs, link = pair
+    theirs.sendall(b"".join(encode_frame(number.to_bytes(4, "little")) for number in range(NUM)))
+    inbox, taken, turns = SessionInbox(link), [], 0
+    while inbox.process_turn(lambda frame: taken.append(int.from_bytes(frame.payload, "little"))):
+        turns += 1
+        assert len(taken) <= turns * FRAMES_PER_TURN
+        assert inbox.num_handled <= FRAMES_PER_TURN
+    assert turns >= NUM // FRAMES_PER_TURN
+    assert taken == list(range(NUM))
+
+
+def test_one_that_takes_long_ends_the_turn(
+    pair: tuple[socket.socket, FrameSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox_module, "TURN_S", 0.0)
+    theirs, link = pair
+    theirs.sendall(encode_frame(b"a") + encode_frame(b"b"))
+    inbox, taken = SessionInbox(link), []
+    assert inbox.process_turn(taken.append)
+    assert [frame.payload for frame in taken] == [b"a"]
+
+
+def test_the_end_comes_after_all_that_was_sent(pair: tuple[socket.socket, FrameSocket]) -> None:
+    theirs, link = pair
+    theirs.sendall(b"".join(encode_frame(b"x") for _ in range(NUM)))
+    theirs.close()
+    inbox, taken = SessionInbox(link), []
+    while not inbox.is_eof:
+        inbox.process_turn(taken.append)
+    assert len(taken) == NUM
+
+
+def test_frames_that_nobody_takes_are_closed(pair: tuple[socket.socket, FrameSocket]) -> None:
+    theirs, link = pair
+    read, write = os.pipe()
+    socket.send_fds(theirs, [encode_frame(b"first", 0)], [])
+    socket.send_fds(theirs, [encode_frame(b"", 1)], [write])
+    os.close(write)
+    inbox = SessionInbox(link)
+
+    def stop_at(frame: Frame) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        inbox.process_turn(stop_at)
+    inbox.close()
+    link.close()
+    assert os.read(read, 1) == b"", "the writing end is open"
+    os.close(read)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import sys
 
 import pytest
 
-from kvxferd.config import WorkerConfig
-from kvxferd.control.worker_socket import WorkerSocket
+from kvxferd import unix_socket
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
 from kvxferd.wire.framing import HEADER, FrameDecoder, encode_frame
-from tests.support.other_user import NOBODY, needs_root, open_directory, script
+from tests.support.other_user import NOBODY, needs_root, script
+from tests.support.worker_socket_harness import listening
 
 # Connects, and prints what the socket says: nothing within a moment, or the farewell's code.
 KNOCK = """
@@ -38,22 +37,6 @@ else:
 IMPORTS = (
     "from kvxferd.wire.codec import DAEMON_MESSAGES\nfrom kvxferd.wire.framing import HEADER, encode_frame"
 )
-
-
-@asynccontextmanager
-async def listening(
-    max_sessions: int = 8, **config
-) -> AsyncIterator[tuple[WorkerSocket, str, asyncio.Queue]]:
-    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
-    with open_directory() as directory:
-        path = str(directory / "worker.sock")
-        workers = WorkerSocket(WorkerConfig(socket=path, **config), heard.put_nowait, max_sessions)
-        workers.start()
-        try:
-            yield workers, path, heard
-        finally:
-            workers.stop()
-            await asyncio.sleep(0)
 
 
 async def knock(path: str, uid: int, gid: int, patience_s: float = 0.3) -> str:
@@ -80,7 +63,8 @@ async def knock(path: str, uid: int, gid: int, patience_s: float = 0.3) -> str:
     ],
 )
 async def test_users_and_groups(config, uid, gid, answer):
-    async with listening(**config) as (_, path, heard):
+    async with listening(**config) as found:
+        path, heard = found.path, found.heard
         assert await knock(path, uid, gid) == answer
         opened = [heard.get_nowait() for _ in range(heard.qsize())]
         assert [e.uid for e in opened if isinstance(e, ev.WorkerConnected)] == (
@@ -89,7 +73,8 @@ async def test_users_and_groups(config, uid, gid, answer):
 
 
 async def test_a_connection_too_many_is_told_so():
-    async with listening(max_sessions=2) as (_, path, heard):
+    async with listening(max_sessions=2) as found:
+        path, heard = found.path, found.heard
         first = [await connect(path) for _ in range(2)]
         for _ in first:
             assert isinstance(await asyncio.wait_for(heard.get(), 20), ev.WorkerConnected)
@@ -103,7 +88,8 @@ async def test_a_connection_too_many_is_told_so():
 
 
 async def test_who_never_reads_is_disconnected_and_the_others_are_served():
-    async with listening() as (workers, path, heard):
+    async with listening() as found:
+        workers, path, heard = found.workers, found.path, found.heard
         deaf, other = await connect(path), await connect(path)
         sessions = [(await asyncio.wait_for(heard.get(), 20)).session for _ in range(2)]
         for session, connection in zip(sessions, (deaf, other), strict=True):  # who is admitted may be slow
@@ -136,10 +122,58 @@ async def receive(connection: socket.socket) -> bytes:
 
 
 async def test_the_credentials_are_the_kernels_word():
-    async with listening() as (_, path, heard):
+    async with listening() as found:
+        path, heard = found.path, found.heard
         mine = await connect(path)
         opened = await asyncio.wait_for(heard.get(), 20)
         assert (opened.pid, opened.uid) == (os.getpid(), os.geteuid())
         mine.send(encode_frame(encode(wk.Hello(versions=wk.WORKER_VERSIONS, client="x")), 0))
         said = await asyncio.wait_for(heard.get(), 20)
         assert isinstance(said.message, wk.Hello)
+
+
+# --- A worker's death ends its session, whoever else holds its socket: real forks, real sockets
+
+
+WAIT_S = 10.0
+
+# Connects and forks. The child keeps the socket until its standard input ends; the parent says a last
+# word and is gone.
+FORKED = """
+import os, socket, sys
+connected = socket.socket(socket.AF_UNIX)
+connected.connect(sys.argv[1])
+if os.fork():
+    connected.send(bytes.fromhex(sys.argv[2]))
+    os._exit(0)
+sys.stdin.read()
+"""
+
+
+async def next_of(heard: asyncio.Queue[ev.Event]) -> ev.Event:
+    return await asyncio.wait_for(heard.get(), WAIT_S)
+
+
+@pytest.mark.process
+async def test_a_forked_child_that_holds_the_socket_does_not_keep_the_session():
+    async with listening() as found:
+        heard = found.heard
+        held, holds = os.pipe()
+        command = (sys.executable, "-c", FORKED, found.path, "00")
+        worker = await asyncio.create_subprocess_exec(*command, stdin=held)
+        os.close(held)
+        try:
+            opened = await next_of(heard)
+            assert isinstance(opened, ev.WorkerConnected)
+            assert await next_of(heard) == ev.WorkerDisconnected(opened.session)
+        finally:
+            os.close(holds)
+            await worker.wait()
+
+
+def test_who_is_dead_already_is_not_taken(monkeypatch: pytest.MonkeyPatch):
+    """A kernel without SO_PEERPIDFD knows only the number of a process, which nobody may have any more."""
+    monkeypatch.setattr(unix_socket, "_SO_PEERPIDFD", 9999)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(ProcessLookupError):
+        unix_socket.open_exit_fds(ours, 2**22 + 1)  # above what the kernel gives out

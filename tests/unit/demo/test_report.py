@@ -71,12 +71,6 @@ def test_why_they_differ_names_runs_and_ways() -> None:
     assert "75% of the bytes were read in longer stretches" in text
 
 
-def test_direct_reads_are_called_so() -> None:
-    assert "read one by one (mover.read)" in describe_difference(
-        results_of(PAIR, 3906, 0), results_of(EQUAL, 31, 0)
-    )
-
-
 def test_both_pairs_stand_side_by_side() -> None:
     text = printed(results_of(PAIR, 3906, 1_000_000), results_of(EQUAL, 31, 0))
     assert "these engines" in text

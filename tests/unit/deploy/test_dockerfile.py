@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import configparser
 import re
+import subprocess
+import sys
+import tarfile
 from fnmatch import fnmatch
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from deploy.image.build import VARIANTS
-from kvxferd.config import SETTINGS
+from deploy.image import build
+from deploy.image.build import Mount, build_command, mounts_of, package_sources, pip_conf
 
 ROOT = Path(__file__).parents[3]
 LOCK = ROOT / "constraints.txt"
@@ -69,22 +74,6 @@ def locked(path: Path) -> dict[str, str]:
     return dict(line.split("==") for line in lines)
 
 
-def test_both_variants_are_targets_and_the_plain_build_is_the_one_for_host_memory() -> None:
-    assert list(stages())[-1] == "cpu"
-    assert {VARIANTS[variant][1] for variant in VARIANTS} == set(TARGETS) <= set(stages())
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_base_is_one_argument_for_every_stage(target: str) -> None:
-    before = list(takewhile(lambda one: one.word != "FROM", instructions()))
-    (argument,) = [one.rest for one in before if one.word == "ARG"]
-    assert argument.startswith("BASE_IMAGE=")
-    roots = {lineage(name)[0].base for name in stages()}
-    # The user's entry and the loader's cache are copied between stages, and must suit both.
-    assert roots == {"${BASE_IMAGE}"}
-    assert lineage(target)[0].name == "runtime"
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_runs_as_a_user_by_number(target: str) -> None:
     (user,) = all_of(target, "USER")
@@ -93,22 +82,6 @@ def test_it_runs_as_a_user_by_number(target: str) -> None:
     assert defaults == {"10001"}
     # The entry is made in another stage: its default is the same.
     assert "UID=10001" in all_of("build-cpu", "ARG")
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_no_command_runs_in_what_is_shipped(target: str) -> None:
-    assert all_of(target, "RUN") == []
-    assert all_of(target, "ADD") == []
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_it_serves(target: str) -> None:
-    assert all_of(target, "ENTRYPOINT") == ['["kvxferd"]']
-    assert all_of(target, "CMD") == ['["serve"]']
-    # A volume below the run directory would hide the worker socket from a host that mounts the directory.
-    assert all_of(target, "VOLUME") == []
-    variables = {setting.variable for setting in SETTINGS.values()}
-    assert {name for name in environment_of(target) if name.startswith("KVXFERD_")} <= variables
 
 
 def test_gpus_are_asked_for_in_the_gpu_variant_alone() -> None:
@@ -167,3 +140,110 @@ def test_what_is_copied_is_sent_to_the_engine_and_nothing_secret_is() -> None:
     assert [source for source in copied if not any(fnmatch(source, pattern) for pattern in sent)] == []
     assert [source for source in copied if not (ROOT / source).exists()] == []
     assert not [pattern for pattern in sent if fnmatch("pip.conf", pattern) or fnmatch(".git", pattern)]
+
+
+# --- deploy/image/build.py: what of a host's pip reaches a build, and how
+
+
+def test_settings_that_say_where_packages_come_from_are_taken_and_others_are_not() -> None:
+    listed = [
+        ":env:.disable-pip-version-check='1'",
+        ":env:.find-links='/wheels'",
+        "global.constraint='/etc/xdg/pip/constraints.txt'",
+        "global.extra-index-url='file:///index/simple https://user:word@index.example/simple'",
+        "global.find-links='/older'",
+        "download.index-url='https://other.example'",
+        "install.timeout='5'",
+    ]
+    assert package_sources(listed) == {
+        "extra-index-url": "file:///index/simple https://user:word@index.example/simple",
+        "find-links": "/wheels",
+        "timeout": "5",
+    }
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_variable_goes_before_a_file_in_any_order(first: int) -> None:
+    listed = ["global.index-url='https://a'", "install.index-url='https://b'", ":env:.index-url='https://c'"]
+    assert package_sources(listed[first:] + listed[:first]) == {"index-url": "https://c"}
+
+
+@pytest.mark.process
+def test_what_pip_prints_is_what_is_read(tmp_path: Path) -> None:
+    conf = tmp_path / "pip.conf"
+    conf.write_text(
+        "[global]\nindex-url = https://index.example/simple\nextra-index-url =\n    https://a/%40b\n    file:///c\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--isolated", "config", "list"],
+        env={"PIP_CONFIG_FILE": str(conf), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if not done.stdout:
+        pytest.skip("this pip reads no file that PIP_CONFIG_FILE names")
+    found = package_sources(done.stdout.splitlines())
+    assert found["index-url"] == "https://index.example/simple"
+    assert found["extra-index-url"].split() == ["https://a/%40b", "file:///c"]
+
+
+VALUES = st.text(st.characters(codec="ascii", categories=("L", "N", "P")), min_size=1)
+
+
+@given(st.dictionaries(st.sampled_from(build.SOURCES), VALUES))
+def test_a_file_of_settings_reads_as_they_were(sources: dict[str, str]) -> None:
+    parser = configparser.RawConfigParser()
+    parser.read_string(pip_conf(sources))
+    assert dict(parser["global"]) == sources
+
+
+def test_an_index_is_mounted_with_the_folder_that_its_links_lead_to(tmp_path: Path) -> None:
+    for name in ("index/simple", "index/files", "wheels", "spaced index/simple"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "ca.crt").touch()
+    sources = {
+        "cert": f"{tmp_path}/ca.crt",
+        "index-url": "https://index.example/simple",
+        "extra-index-url": f"file://{tmp_path}/index/simple file://{tmp_path}/spaced%20index/simple file:///not/there",
+        "find-links": f"{tmp_path}/wheels https://wheels.example {tmp_path}/index/files",
+        "trusted-host": "index.example",
+    }
+    names = ("ca.crt", "index", "spaced index", "wheels")
+    assert mounts_of(sources) == [Mount(tmp_path / name) for name in names]
+    assert mounts_of(sources)[0].flag() == f"--volume={tmp_path}/ca.crt:{tmp_path}/ca.crt:ro"
+
+
+def test_a_host_s_root_is_not_mounted() -> None:
+    with pytest.raises(SystemExit, match="cannot mount /"):
+        mounts_of({"index-url": "file:///usr"})
+
+
+def test_the_command_names_the_settings_file_and_not_what_it_holds(tmp_path: Path) -> None:
+    secret = tmp_path / "pip.conf"
+    command = build_command("cuda12", "base:1", "name:2", secret, [Mount(Path("/wheels"))])
+    assert command[:2] == ["podman", "build"]
+    assert f"id=pip.conf,src={secret}" in command
+    assert command[5:9] == ["--target", "gpu", "--build-arg", "CUDA=12"]
+    assert {"BASE_IMAGE=base:1", "--volume=/wheels:/wheels:ro", "name:2"} <= set(command)
+
+
+def test_a_base_is_packed_without_the_host_s_names(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    for name in (
+        "etc/hostname",
+        "etc/resolv.conf",
+        "etc/passwd",
+        "var/log/a.log",
+        "usr/share/doc/b",
+        "usr/bin/c",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    build._pack(folder, tmp_path / "base.tar")
+    with tarfile.open(tmp_path / "base.tar") as tar:
+        files = {member.name.removeprefix("./") for member in tar if member.isfile()}
+        folders = {member.name.removeprefix("./") for member in tar if member.isdir()}
+    assert files == {"etc/passwd", "usr/bin/c"}
+    assert {"usr/share/doc", "var/log"} <= folders
+    assert not (tmp_path / "base.begun").exists()

@@ -26,9 +26,8 @@ from kvxferd.control.allowed_keys_file import read_allowed_keys
 from kvxferd.control.curve_keys import read_key
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.daemon import STOP_S
-from kvxferd.errors import ConfigError
 from kvxferd.mover.transport.staging import NUM_SLOTS, SLOT_BYTES
-from tests.support.documented_commands import Command, blocks_of, commands_of
+from tests.support.documented_commands import blocks_of
 from tests.support.manifests import (
     FIELDS,
     KUBERNETES,
@@ -42,7 +41,6 @@ from tests.support.manifests import (
     pod_of,
     raw_overlay,
     render,
-    require_kubectl,
 )
 
 PAGE = ROOT / "docs" / "how-to" / "kubernetes.md"
@@ -69,25 +67,30 @@ def form(request: pytest.FixtureRequest) -> list[Manifest]:
 
 @pytest.fixture
 def workload(form: list[Manifest]) -> Manifest:
-    """The one workload of a form."""
-    (found,) = of_kind(form, "DaemonSet", "Deployment")
-    return found
+    return parts_of(form)[0]
 
 
 @pytest.fixture
-def pod(workload: Manifest) -> Manifest:
-    return pod_of(workload)
+def pod(form: list[Manifest]) -> Manifest:
+    return parts_of(form)[1]
 
 
 @pytest.fixture
-def daemon(pod: Manifest) -> Manifest:
-    return containers_of(pod)["kvxferd"]
+def daemon(form: list[Manifest]) -> Manifest:
+    return parts_of(form)[2]
 
 
 @pytest.fixture
 def config(form: list[Manifest], daemon: Manifest, tmp_path: Path) -> Config:
     """What the daemon's own reader makes of the container's environment and the mounted file."""
     return read_config(form, daemon, tmp_path)
+
+
+def parts_of(form: list[Manifest]) -> tuple[Manifest, Manifest, Manifest]:
+    """Return the one workload, its pod and its daemon's container."""
+    (workload,) = of_kind(form, "DaemonSet", "Deployment")
+    pod = pod_of(workload)
+    return workload, pod, containers_of(pod)["kvxferd"]
 
 
 def config_text(form: list[Manifest]) -> str:
@@ -151,13 +154,6 @@ def test_the_files_are_valid_as_they_are_written(version: str) -> None:
         kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_a_word_that_kubernetes_does_not_have_is_found() -> None:
-    (workload,) = of_kind(FORMS["daemonset.yaml"](), "DaemonSet")
-    workload["spec"]["template"]["spec"]["hostNetworks"] = True
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(workload, VERSIONS[0], strict=True)
-
-
 def test_pods_have_the_labels_by_which_they_are_found(workload: Manifest) -> None:
     labels = workload["spec"]["template"]["metadata"]["labels"]
     assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
@@ -170,20 +166,6 @@ def test_every_volume_is_there_and_used(pod: Manifest) -> None:
     assert mounted == volumes
     for container in containers_of(pod).values():
         assert len(mounts_of(container)) == len(container["volumeMounts"])
-
-
-def test_the_priority_class_that_pods_name_is_applied_with_them() -> None:
-    for overlay in OVERLAYS:
-        form = render(KUBERNETES / "overlays" / overlay)
-        (workload,) = of_kind(form, "DaemonSet", "Deployment")
-        classes = {c["metadata"]["name"]: c for c in of_kind(form, "PriorityClass")}
-        # The sidecar's pod is the engine's, and so is its priority.
-        assert pod_of(workload).get("priorityClassName") == (None if overlay == "sidecar" else "kvxferd")
-        assert set(classes) == (set() if overlay == "sidecar" else {"kvxferd"})
-        for found in classes.values():
-            # A thousand million and more are the system's.
-            assert 0 < found["value"] < 1_000_000_000
-            assert found["globalDefault"] is False
 
 
 def test_all_that_a_namespace_holds_is_in_one(form: list[Manifest]) -> None:
@@ -225,14 +207,6 @@ def test_the_settings_are_loaded_and_the_ports_agree(
     assert config.http.bind == f"{address}:{ports['http']}"
     annotations = workload["spec"]["template"]["metadata"]["annotations"]
     assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": str(ports["http"])}
-
-
-def test_a_variable_that_is_no_setting_is_found(
-    form: list[Manifest], daemon: Manifest, tmp_path: Path
-) -> None:
-    daemon["env"].append({"name": "KVXFERD_TRANSFER_LEASE", "value": "20"})
-    with pytest.raises(ConfigError, match="KVXFERD_TRANSFER_LEASE"):
-        read_config(form, daemon, tmp_path)
 
 
 def test_a_variable_is_used_after_it_is_set(daemon: Manifest) -> None:
@@ -341,9 +315,7 @@ def rows_of(text: str) -> list[tuple[int, str]]:
 )
 def test_the_memory_limit_holds_all_that_may_be_full_at_once(path: str, raw: str, tmp_path: Path) -> None:
     form = FORMS[raw]()
-    (workload,) = of_kind(form, "DaemonSet", "Deployment")
-    pod = pod_of(workload)
-    daemon = containers_of(pod)["kvxferd"]
+    _workload, pod, daemon = parts_of(form)
     config = read_config(form, daemon, tmp_path)
     ranks, pool = config.limits.max_ranks, config.mover.pool_size
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -393,9 +365,7 @@ def gpu_forms(tmp_path: Path) -> Iterator[tuple[str, list[Manifest]]]:
 @pytest.mark.process
 def test_gpus_are_visible_and_none_is_requested(tmp_path: Path) -> None:
     for name, form in gpu_forms(tmp_path):
-        (workload,) = of_kind(form, "DaemonSet", "Deployment")
-        pod = pod_of(workload)
-        daemon = containers_of(pod)["kvxferd"]
+        _workload, pod, daemon = parts_of(form)
         assert pod["runtimeClassName"] == "nvidia", name
         environment = environment_of(daemon)
         assert environment["NVIDIA_VISIBLE_DEVICES"] == "all"
@@ -421,9 +391,7 @@ def test_cuda_s_host_memory_is_on_top_of_the_limit(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_gpus_by_mounts_for_a_toolkit_that_takes_no_variable(tmp_path: Path) -> None:
     form = compose(tmp_path, with_components("keys", "gpu-volume-mounts", "rdma"))
-    (workload,) = of_kind(form, "DaemonSet")
-    pod = pod_of(workload)
-    daemon = containers_of(pod)["kvxferd"]
+    _workload, pod, daemon = parts_of(form)
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mount = mounts_of(daemon)["/var/run/nvidia-container-devices/all"]
     assert volumes[mount["name"]]["hostPath"] == {"path": "/dev/null", "type": "CharDevice"}
@@ -448,15 +416,6 @@ def test_movers_may_take_each_other_s_handles_without_a_capability_over_the_node
     assert containers["key"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
-def test_every_component_is_tried_and_named_on_the_page() -> None:
-    components = {path.name for path in (KUBERNETES / "components").iterdir()}
-    here = Path(__file__).read_text()
-    for name in components:
-        assert f"`{name}`" in PAGE.read_text()
-        # "keys" by the overlay of that name.
-        assert f'"{name}"' in here
-
-
 # Images.
 
 
@@ -469,15 +428,6 @@ def test_images_have_one_name_and_this_version() -> None:
         assert images == {f"kvxferd:{version}{'-gpu' if overlay in ('gpu', 'keys') else ''}"}
 
 
-@pytest.mark.process
-def test_the_image_s_name_can_be_changed_in_one_place(tmp_path: Path) -> None:
-    own = (
-        with_components("daemonset", "keys") + "images: [{name: kvxferd, newName: r.example/k, newTag: x}]\n"
-    )
-    (workload,) = of_kind(compose(tmp_path, own), "DaemonSet")
-    assert {c["image"] for c in containers_of(pod_of(workload)).values()} == {"r.example/k:x"}
-
-
 # Keys.
 
 
@@ -487,9 +437,7 @@ def keys_form() -> list[Manifest]:
 
 
 def test_each_node_has_a_key_of_its_own_name(keys_form: list[Manifest], tmp_path: Path) -> None:
-    (workload,) = of_kind(keys_form, "DaemonSet")
-    pod = pod_of(workload)
-    daemon = containers_of(pod)["kvxferd"]
+    _workload, pod, daemon = parts_of(keys_form)
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     names = set()
     for node in ("node-a", "node-b"):
@@ -509,8 +457,7 @@ def test_each_node_has_a_key_of_its_own_name(keys_form: list[Manifest], tmp_path
 def test_the_daemon_watches_a_file_of_keys_that_is_mounted_beside_its_configuration(
     keys_form: list[Manifest], tmp_path: Path
 ) -> None:
-    (workload,) = of_kind(keys_form, "DaemonSet")
-    daemon = containers_of(pod_of(workload))["kvxferd"]
+    workload, _pod, daemon = parts_of(keys_form)
     config = read_config(keys_form, daemon, tmp_path).peer
     assert config.curve_allowed_keys == ()
     path = PurePosixPath(config.curve_allowed_keys_file)
@@ -618,65 +565,3 @@ def test_the_page_s_own_folder_is_rendered_and_its_settings_are_loaded(
     assert {c["image"] for c in containers.values()} == {
         f"registry.example/kvxferd:{kvxferd.__version__}-gpu"
     }
-
-
-def run_kubectl(words: list[str], checkout: Path) -> None:
-    """Run it as far as it goes without a cluster: until it looks for the API server."""
-    if "--" in words:
-        program, verb, *arguments = words[words.index("--") + 1 :]
-        assert program == "kvxferd"
-        parsed(verb, arguments)
-    needs_cluster = words[1] != "kustomize"
-    # Nothing listens there, and no configuration of this user's is read.
-    server = ["--server=http://127.0.0.1:1"] if needs_cluster else []
-    environment = {**os.environ, "KUBECONFIG": "/nonexistent", "HOME": str(checkout)}
-    done = subprocess.run(
-        [words[0], *server, *words[1:]],
-        cwd=checkout, env=environment, capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    if needs_cluster:
-        assert done.returncode != 0
-        assert "127.0.0.1:1 was refused" in done.stderr or "connection refused" in done.stderr, done.stderr
-        assert "unknown" not in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
-        assert "kind: " in done.stdout
-
-
-def kubectl_words(command: Command) -> list[str]:
-    """Return a command of kubectl, with a pod's name for what `xargs` puts in; empty for another program."""
-    words = list(command.words)
-    if words[:2] == ["xargs", "-I{}"]:
-        words = [word.replace("{}", "pod/kvxferd-x7k2p") for word in words[2:]]
-    return words if words[0] == "kubectl" else []
-
-
-KUBECTL_COMMANDS = [words for command in commands_of(PAGE) if (words := kubectl_words(command))]
-
-
-def test_every_command_of_the_page_is_one_that_a_test_runs() -> None:
-    others = {command.program for command in commands_of(PAGE) if not kubectl_words(command)}
-    assert others == {"nft", "podman"}  # test_firewall; a registry takes what podman pushes
-    assert len(KUBECTL_COMMANDS) >= 9
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("words", KUBECTL_COMMANDS, ids=" ".join)
-def test_a_command_of_the_page_runs_until_it_needs_a_cluster(words: list[str], checkout: Path) -> None:
-    require_kubectl()
-    run_kubectl(words, checkout)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("wrong", ["kubectl -n kvxferd logs --tial=1 x", "kubectl rollout restrat x"])
-def test_a_command_that_kubectl_does_not_have_is_found(wrong: str, checkout: Path) -> None:
-    require_kubectl()
-    with pytest.raises(AssertionError):
-        run_kubectl(wrong.split(), checkout)
-
-
-def test_a_path_that_the_page_names_is_there() -> None:
-    named = set(re.findall(r"`((?:deploy|overlays|components)/[\w./-]+)`", PAGE.read_text()))
-    assert named
-    for path in named:
-        assert (ROOT / path).exists() or (KUBERNETES / path).exists(), path

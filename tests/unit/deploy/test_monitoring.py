@@ -117,21 +117,6 @@ def test_rules_name_what_the_daemon_has(rule: dict[str, Any]) -> None:
     assert list(selectors_of(rule["expr"]))
 
 
-@pytest.mark.parametrize(
-    ("expression", "found"),
-    [
-        ("rate(kvxferd_puls_total[5m])", ["there is no series kvxferd_puls_total"]),
-        ('kvxferd_peers{state="gone"}', ["kvxferd_peers has no state gone"]),
-        ('kvxferd_releases_total{why="expired"}', ["kvxferd_releases_total has no why expired"]),
-        ('kvxferd_peers{node="a"}', ["kvxferd_peers has no label node"]),
-        ("sum by (le) (vllm:kvxferd_wire_bucket)", ["there is no series vllm:kvxferd_wire_bucket"]),
-        ('up{job="kvxferd"} == 0 and kvxferd_draining == 0', []),
-    ],
-)
-def test_a_wrong_name_is_found(expression: str, found: list[str]) -> None:
-    assert list(unknown_of(expression)) == found
-
-
 # Runbooks.
 
 

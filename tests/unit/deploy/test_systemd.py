@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
@@ -200,27 +199,3 @@ def test_the_page_s_commands_make_what_the_unit_and_the_daemon_need(root: Path) 
     program, _, _, config = unit_option("ExecStart").split()
     assert program.startswith("/opt/kvxferd/bin/")
     assert load_config(Path(f"{root}{config}"), {}, {}) == Config()
-
-
-def test_every_command_of_the_page_is_run_or_said_not_to_be() -> None:
-    text = PAGE.read_text()
-    for word in ("pip install", "usermod", "systemctl"):
-        assert f"`{word}`" in text
-    assert sum(command.startswith(NOT_RUN) for command in COMMANDS) == 4
-    assert len(COMMANDS) >= 12
-
-
-def test_what_is_not_run_names_what_is_there() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (command,) = [c for c in COMMANDS if c.startswith(NOT_RUN[0])]
-    (constraints,) = re.findall(r"-c (\S+)", command)
-    assert (ROOT / constraints).exists()
-    extras = re.findall(r"\.\[([\w,]+)\]", PAGE.read_text())
-    assert len(extras) == 2
-    for extra in ",".join(extras).split(","):
-        assert extra in project["optional-dependencies"]
-    for command in COMMANDS:
-        if command.startswith("systemctl") and "kvxferd" in command:
-            assert command.endswith(" kvxferd")
-    (joined,) = [c for c in COMMANDS if c.startswith("usermod")]
-    assert unit_option("User") in joined.split()

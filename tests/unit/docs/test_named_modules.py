@@ -96,12 +96,3 @@ def test_every_module_that_is_run_can_be_run() -> None:
     ours = {(where, name) for where, name in found if name.split(".")[0] not in FOREIGN}
     assert {"kvxferd.cli", "kvxferd.mover.process.forkserver"} <= {name for _, name in ours}
     assert [f"{where}: -m {name}" for where, name in sorted(ours) if not can_run(name)] == []
-
-
-def test_what_is_not_there_is_found() -> None:
-    package = "kvxferd"  # apart, so that the tests above do not read these names
-    assert is_there(f"{package}.errors.Code")
-    assert not is_there(f"{package}.errors.NoSuchError")
-    assert not is_there(f"{package}.no_such_module")
-    assert not can_run(f"{package}.ids")
-    assert not can_run("tests.unit")

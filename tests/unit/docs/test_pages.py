@@ -24,8 +24,9 @@ from kvxferd.cli.root import root
 from kvxferd.config import SETTINGS
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.integrations.vllm.gpu_placement import GpuPlacement, placements_for
 from kvxferd.integrations.vllm.options import Options, read_options
-from kvxferd.telemetry.warnings.kinds import KINDS
+from kvxferd.telemetry.warnings.kinds import WarningKind
 from tests.support.documented_commands import Command, blocks_of, commands_of
 from tests.support.repository import ROOT, files_in, text_of
 
@@ -178,7 +179,7 @@ def named_in_first_column(guide: str, head: str) -> set[str]:
 
 
 def test_what_the_code_points_at_is_there() -> None:
-    named = {facts.page for facts in KINDS.values()}
+    named = {kind.page for kind in WarningKind}
     for path in (*files_in("kvxferd"), *files_in("deploy")):
         named |= set(re.findall(r"docs/[\w/-]+\.md(?:#[\w-]+)?", text_of(path)))
     assert len(named) > 40
@@ -226,3 +227,44 @@ def test_options_that_the_vllm_pages_name_are_there() -> None:
         text = (ROOT / "docs" / "how-to" / name).read_text()
         keys = set(re.findall(r'`"(\w+)"(?::[^`]*)?`', text))
         assert keys <= {*Options.__struct_fields__, *TRANSFER_CONFIG}, name
+
+
+# --- figures and placements of docs/how-to/vllm-gpu.md are those of the code
+
+
+PAGE = ROOT / "docs" / "how-to" / "vllm-gpu.md"
+TEXT = " ".join(PAGE.read_text().split())
+
+
+def test_the_placements_are_those_of_the_setting() -> None:
+    section = PAGE.read_text().partition("\n## Placements\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert rows == [placement.value for placement in GpuPlacement]
+    assert read_options({}).gpu_placement == "auto"
+    for placement in rows:
+        assert f'`"gpu_placement": "{placement}"`' in section
+        assert placements_for(read_options({"gpu_placement": placement}).gpu_placement) == (placement,)
+
+
+@cache
+def bytes_of(model: str, tp: int) -> dict[str, Any]:
+    """Return what `kvxferd explain` reports of two equal engines over a card of 400 Gbit/s."""
+    engine = f"{model},tp={tp}"
+    done = CliRunner().invoke(root, ["explain", engine, engine, "--link", "400g", "--json"])
+    assert done.exit_code == 0, done.output
+    return dict(json.loads(done.stdout))
+
+
+def test_bytes_of_a_token() -> None:
+    rows = re.findall(r"^\| (`[\w.-]+` \| [\d,]+ \|.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert rows
+    for row in rows:
+        model, of_token, of_rank, rate, time = (cell.strip(" `") for cell in row.split("|"))
+        found = bytes_of(model, 4)
+        (for_rank,) = {rank["bytes_per_1000_tokens"] for rank in found["ranks"]}
+        assert int(of_token.replace(",", "")) * 1000 == found["bytes_per_1000_tokens"], model
+        assert int(of_rank.replace(",", "")) * 1000 == for_rank, model
+        assert rate == f"{10_000 * found['bytes_per_1000_tokens'] / 1000 / 1e9:.2f} GB/s"
+        assert time == f"{sum(read['predicted_ms'] for read in found['ranks'][0]['reads']):.1f} ms"
+    at_tp_8 = bytes_of("deepseek-v3", 8)["bytes_per_1000_tokens"] // 1000
+    assert f"at TP 8 a token costs {at_tp_8:,} bytes" in TEXT

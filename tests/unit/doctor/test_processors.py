@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from kvxferd.doctor.finding import Verdict
@@ -48,3 +51,34 @@ def test_a_stall_ends_the_measurement_and_is_a_warning_that_says_why(waits: floa
     assert "9.0 s late" in found.found
     assert found.facts["cause"] == cause.value
     assert ("AllowedCPUs=" in found.todo) == (cause is Cause.STARVED)
+
+
+# --- the measurement of scatters in a GPU, over the fake driver
+
+
+@pytest.mark.process
+def test_scatters_are_measured_and_compared() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "kvxferd.doctor.scatter_trial", "fake"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[0] == "copies of rows: right"
+    assert sum(line.endswith("right") for line in lines[2:]) == 6
+
+
+@pytest.mark.process
+def test_without_a_gpu_it_says_so() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "kvxferd.doctor.scatter_trial", "none"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert "were not measured" in ran.stderr

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvxferd.cli.doctor import CHECKS, doctor
-from kvxferd.doctor.finding import Finding, Verdict, fail, ok, warn
+from kvxferd.doctor.finding import fail, ok, warn
 from kvxferd.doctor.placements import PlacementResult
 from kvxferd.doctor.report import (
     EXIT_FAILED,
@@ -17,7 +17,6 @@ from kvxferd.doctor.report import (
     EXIT_OK,
     exit_status,
     print_findings,
-    print_placements,
 )
 
 COPY = PlacementResult(placement="device copy", gigabytes_per_s=1000.0)
@@ -41,28 +40,11 @@ def test_the_status_says_whether_anything_needed_lacks(findings, tried, wanted):
     assert exit_status(findings, tried) == wanted
 
 
-def test_the_table_of_placements(capsys: pytest.CaptureFixture[str]):
-    print_placements((COPY, DIRECT, STAGED))
-    rows = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
-    cells = [[cell.strip() for cell in row.split("│")] for row in rows]
-    assert cells == [
-        ["device copy", "yes", "1e+03", "100.0%"],
-        ["direct", "yes, over cuda_ipc/cuda", "250", "25.0%"],
-        ["staged", "cannot register: out of memory [device-error]", "", ""],
-    ]
-
-
 def test_findings_are_not_markup(capsys: pytest.CaptureFixture[str]):
     print_findings([warn("a", "[bold]x[/bold]\x1b[31m", "do z")])
     out = capsys.readouterr().out
     assert "[bold]x[/bold]" in out
     assert "\x1b[31m" not in out
-
-
-def test_a_row_names_its_check_as_the_flag_takes_it(capsys: pytest.CaptureFixture[str]):
-    print_findings([Finding(check="rdma", verdict=Verdict.OK, found="mlx5_0", name="cards")])
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "mlx5_0" in line]
-    assert [cell.strip() for cell in row.split("│")] == ["cards", "rdma", "ok", "mlx5_0", ""]
 
 
 def test_the_help_and_the_manual_name_every_check():

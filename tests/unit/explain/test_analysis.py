@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvxferd.explain.analysis import DecodeRankReads, explain_pair
 from kvxferd.explain.byte_ranges import byte_ranges, group_layers_in_step
-from kvxferd.explain.formatting import format_load
+from kvxferd.explain.formatting import format_load, format_numbers, format_unit_ranges, format_units
 from kvxferd.ids import Rank
-from kvxferd.layout import GroupKind
+from kvxferd.layout import GroupKind, UnitRange
 from tests.support.explained_pairs import described, explained
 
 
@@ -106,12 +110,6 @@ def test_replicas_are_spread_over_readers() -> None:
     )
 
 
-def test_one_busiest_rank() -> None:
-    """A stage of two layers beside one of 30."""
-    found = explained("llama-3-8b,pp=2,stages=30+2", "llama-3-8b")
-    assert format_load(found) == "the busiest prefill rank is pp0.tp0 with 117.2 MiB, 1.9 times the mean"
-
-
 def test_loads_of_uneven_heads() -> None:
     """Three ranks with 3, 3 and 2 of 8 heads, four readers of 2: 80 layers, K and V, 256 bytes a head."""
     head = 80 * 2 * 128 * 2 * 1000
@@ -123,19 +121,6 @@ def test_loads_of_uneven_heads() -> None:
     ]
 
 
-def test_byte_ranges_of_one_rank() -> None:
-    """Nemotron-H, decode TP4 rank 3 from prefill TP1: the three reads of a conv state, and ssm."""
-    found = explained("nemotron-h-8b,tp=1", "nemotron-h-8b,tp=4")
-    ranges = byte_ranges(found.ranks[3].plan)
-    layer_0 = {item.component: item.runs for item in ranges if item.layer == 0}
-    assert layer_0["conv.x"] == ((0, 36864, 12288),)
-    assert layer_0["conv.B"] == ((12288, 53760, 1536),)
-    assert layer_0["conv.C"] == ((13824, 59904, 1536),)
-    assert layer_0["ssm"] == ((15360, 1634304, 524288),)
-    heads = next(item for item in ranges if item.component == "k")
-    assert (heads.units.start, heads.units.stop, heads.num_bytes) == (6, 8, 33 * 2 * 16 * 128 * 2)
-
-
 def test_layers_in_equal_steps_take_one_row() -> None:
     """Eighty layers of K and V from one rank."""
     found = explained("llama-3-70b", "llama-3-70b,layout=blocks-first")
@@ -144,28 +129,6 @@ def test_layers_in_equal_steps_take_one_row() -> None:
     block = 16 * 8 * 128 * 2
     assert (rows[0].local_step, rows[0].remote_step) == (2 * block * 1024, 2 * block * 1024)
     assert rows[1].first.runs == ((block, block * 1024, block),)
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "words"),
-    [
-        ("llama-3-8b", "llama-3-8b", ["runs of 32.0 KiB; blocks in a row merge, up to"]),
-        (
-            "llama-3-8b",
-            "llama-3-8b,layout=NHD",
-            ["runs of 256 B; blocks", "different order on the two sides"],
-        ),
-        ("llama-3-8b,tp=8", "llama-3-8b,layout=NHD", ["between two tokens", "at decode"]),
-        ("llama-3-8b,cp=2", "llama-3-8b", ["tokens are dealt out 1 at a time"]),
-        ("llama-3-8b,layout=vectorised", "llama-3-8b", ["in chunks"]),
-        ("nemotron-h-8b", "nemotron-h-8b,layout=HND+SD", ["runs of 128 B, 256 B, 2.0 MiB"]),
-    ],
-)
-def test_what_merges_in_words(prefill: str, decode: str, words: list[str]) -> None:
-    """What runs hold, and why they are short."""
-    told = "; ".join(read.merges for rank in explained(prefill, decode).ranks for read in rank.reads)
-    for word in words:
-        assert word in told
 
 
 @pytest.mark.parametrize(
@@ -213,3 +176,36 @@ def _with(struct: object, **fields: object) -> object:
 
 def _with_window(group: object, window: int) -> object:
     return _with(group, sliding_window=window) if getattr(group, "sliding_window", None) else group
+
+
+# --- numbers and units as text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], ""),
+        ([7], "7"),
+        ([7, 0, 2, 1, 3], "0-3, 7"),
+        (range(0, 40, 4), "0, 4, ..., 36"),
+        ([0, 1, 3, 4, 7, 9, 12], "7 of 0-12"),
+    ],
+)
+def test_numbers_are_shown_as_ranges(numbers: list[int], text: str) -> None:
+    assert format_numbers(numbers) == text
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=8))
+def test_ranges_are_shown_as_their_units_are(steps: list[tuple[int, int]]) -> None:
+    """Ranges apart or adjacent, empty ones too, in any order."""
+    ends = list(itertools.accumulate(itertools.chain.from_iterable(steps)))
+    ranges = [UnitRange(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True)]
+    units = [unit for held in ranges for unit in range(held.start, held.stop)]
+    assert format_unit_ranges(reversed(ranges)) == format_numbers(units)
+
+
+def test_a_rank_that_holds_countless_units_costs_its_reader_nothing() -> None:
+    """A layout may have a billion units of one byte. Counted out they are 35 GB of an operator's memory."""
+    countless = UnitRange(0, 1 << 62)
+    assert format_unit_ranges((countless,)) == f"0-{(1 << 62) - 1}"
+    assert format_units({"ssm": (countless,)}) == f"ssm 0-{(1 << 62) - 1}"

@@ -62,48 +62,6 @@ def _key(text: str, key: str) -> str:
     return found[1] if found else "1"
 
 
-def test_layers_heads_and_bytes_are_marked(tmp_path: Path) -> None:
-    """In the cells, and of each stage."""
-    picture = drawn(tmp_path, "llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4")
-    written = texts(picture)
-    assert "stage 0: layers 0-39" in written
-    assert written.count("L40-79, h7") == 1
-    assert written.count("19.5 MiB") == 16 + 16  # cells, and what each prefill rank gives
-
-
-def test_colours_follow_bytes(tmp_path: Path) -> None:
-    """The larger of two reads is the darker."""
-    picture = drawn(tmp_path, "gemma-3,tp=4", "gemma-3,tp=3")
-    fills = {}
-    for rect in picture.iter(f"{SVG}rect"):
-        title = rect.find(f"{SVG}title")
-        if title is not None and " reads prefill " in (title.text or ""):
-            size = float(re.search(r", ([\d.]+) MiB in", title.text or "")[1])  # type: ignore[index]
-            fills[size] = sum(int(rect.attrib["fill"][i : i + 2], 16) for i in (1, 3, 5))
-    assert len(fills) > 2
-    assert sorted(fills, reverse=True) == sorted(fills, key=lambda size: fills[size])
-
-
-def test_an_unequal_load_is_seen(tmp_path: Path) -> None:
-    """Bars of bytes, darker above the mean, which is written; each says what the rank gives, and to whom."""
-    picture = drawn(tmp_path, "llama-3-70b,tp=3", "llama-3-70b,tp=4")
-    bars = {
-        title.text: rect
-        for rect in picture.iter(f"{SVG}rect")
-        if (title := rect.find(f"{SVG}title")) is not None and " gives " in (title.text or "")
-    }
-    assert list(bars) == [
-        "prefill pp0.tp0 gives 117.2 MiB, 112% of the mean: 20,000 runs to pp0.tp0-1",
-        "prefill pp0.tp1 gives 117.2 MiB, 112% of the mean: 20,000 runs to pp0.tp1-2",
-        "prefill pp0.tp2 gives 78.1 MiB, 75% of the mean: 10,000 runs to pp0.tp3",
-    ]
-    heights = [float(bar.attrib["height"]) for bar in bars.values()]
-    assert heights[0] == heights[1] == pytest.approx(1.5 * heights[2], rel=0.01)
-    fills = [bar.attrib["fill"] for bar in bars.values()]
-    assert fills[0] == fills[1] != fills[2]
-    assert "at most 117.2 MiB, mean 104.2 MiB" in texts(picture)
-
-
 def test_everything_lies_inside_the_picture(tmp_path: Path) -> None:
     """Nothing is drawn beyond the edge."""
     picture = drawn(tmp_path, "llama-3-70b,tp=16,pp=4", "llama-3-70b,tp=8,pp=8")

@@ -67,17 +67,6 @@ class TestAdopted:
         view.release()
         other.unmap()
 
-    @pytest.mark.process
-    def test_another_process_writes_it(self, numbers: torch.Tensor, adopted: Adopted) -> None:
-        lead = numbers.data_ptr() - pages_around(numbers)[0] + adopted.offset
-        code = f"import os; os.pwrite({adopted.memory.fd}, b'\\x2a' + bytes(7), {lead + 8 * 99})"
-        subprocess.run([sys.executable, "-c", code], pass_fds=[adopted.memory.fd], check=True)
-        assert numbers[99] == 42
-
-    def test_the_memory_is_sealed_against_shrinking(self, adopted: Adopted) -> None:
-        with pytest.raises(PermissionError):
-            os.ftruncate(adopted.memory.fd, mmap.PAGESIZE)
-
     def test_pages_of_zeros_take_no_memory(self) -> None:
         zeros = torch.zeros(64 * MIB, dtype=torch.uint8)
         found = adopt_tensor(zeros)

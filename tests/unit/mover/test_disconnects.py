@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvxferd.core.ucx_log import TransportsUsed, is_about_connection, parse_transports
+from kvxferd.core.ucx_log import TransportsUsed, parse_transports
 from kvxferd.errors import Code
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.disconnects import (
-    NO_WRITES_AFTER_DISCONNECT,
     provable_transports,
     transports_prove_over,
     ucx_tls_proves_over,
@@ -77,14 +74,6 @@ def test_a_setting_proves_it_where_it_leaves_nothing_else(setting: str, is_over:
     assert ucx_tls_proves_over(DEFAULT_BACKEND, setting) is is_over
 
 
-def test_what_is_in_the_table_has_a_reason() -> None:
-    assert {name: set(table) for name, table in NO_WRITES_AFTER_DISCONNECT.items()} == {
-        "UCX": {"cma", "tcp", "self"}
-    }
-    assert all(all(table.values()) for table in NO_WRITES_AFTER_DISCONNECT.values())
-    assert is_about_connection("a new-reach cfg#9 am(tcp/lo)")
-
-
 PROVED_BY_UCX = [lanes("am(tcp/lo cma/memory) ka(tcp/lo)"), lanes("am(self/memory cma/memory)", "self")]
 
 
@@ -109,19 +98,6 @@ def test_what_a_transport_proves_is_a_property_of_backend_and_parameters(
     assert transports_prove_over(backend, PROVED_BY_UCX) is is_over
     assert ucx_tls_proves_over(backend, "cma,tcp,self") is is_over
     assert bool(provable_transports(backend)) is is_over
-
-
-@given(
-    name=st.text(min_size=1).filter(lambda name: name != "UCX"),
-    parameters=st.dictionaries(st.sampled_from(["ucx_devices", "num_threads"]), st.text()),
-    setting=st.lists(st.sampled_from(["cma", "tcp", "self"])).map(",".join),
-)
-def test_another_backend_proves_nothing_whatever_ucx_is_told(
-    name: str, parameters: dict[str, str], setting: str
-) -> None:
-    backend = Backend(name, parameters)
-    assert not ucx_tls_proves_over(backend, setting)
-    assert not transports_prove_over(backend, PROVED_BY_UCX)
 
 
 # --- in the pull engine

@@ -13,9 +13,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvxferd.telemetry import log_queue
 from kvxferd.telemetry.log_queue import LogCounts, LogQueue, StderrStream
+from kvxferd.telemetry.recent_lines import (
+    MAX_CHARS,
+    MAX_ERROR_CHARS,
+    MAX_ERROR_LINES,
+    MAX_LINE_CHARS,
+    MAX_LINES,
+    RecentLines,
+)
 
 PIPE_BYTES = 64 << 10
 
@@ -25,6 +35,8 @@ class Pipe:
 
     def __init__(self) -> None:
         self.reading, self.writing = os.pipe()
+        self._reader: threading.Thread | None = None
+        self._lines: list[str] = []
 
     def close_reading(self) -> None:
         os.close(self.reading)
@@ -40,12 +52,24 @@ class Pipe:
     def _num_unread(self) -> int:
         return int.from_bytes(fcntl.ioctl(self.reading, termios.FIONREAD, bytes(4)), sys.byteorder)
 
+    def start_reading(self) -> None:
+        """Read in a thread, until the end."""
+
+        def read() -> None:
+            with os.fdopen(os.dup(self.reading)) as file:
+                self._lines = file.read().splitlines()
+
+        self._reader = threading.Thread(target=read)
+        self._reader.start()
+
     def read_all(self) -> list[str]:
         """Close the writing end and return every line."""
         os.close(self.writing)
         self.writing = -1
-        with os.fdopen(os.dup(self.reading)) as file:
-            return file.read().splitlines()
+        if self._reader is None:
+            self.start_reading()
+        self._reader.join(60)
+        return self._lines
 
     def close(self) -> None:
         for fd in (self.reading, self.writing):
@@ -72,22 +96,12 @@ def queue_on(pipe: Pipe) -> tuple[LogQueue, LogCounts]:
 def test_lines_of_both_kinds_come_out_in_order_and_whole(pipe: Pipe) -> None:
     queue, counts = queue_on(pipe)
     lines = [f"line {number} {'x' * (number % 5000)}" for number in range(2_000)]
-    read: list[str] = []
-    reader = threading.Thread(target=lambda: read.extend(_read_until_end(pipe.reading)))
-    reader.start()
+    pipe.start_reading()
     for number, line in enumerate(lines):
         queue.put(line, is_error=number % 7 == 0)
     queue.close(60)
-    os.close(pipe.writing)
-    pipe.writing = -1
-    reader.join(60)
-    assert read == lines
+    assert pipe.read_all() == lines
     assert counts.dropped == 0
-
-
-def _read_until_end(fd: int) -> list[str]:
-    with os.fdopen(os.dup(fd)) as file:
-        return file.read().splitlines()
 
 
 def test_a_pipe_that_nobody_reads_costs_the_oldest_lines_and_never_a_wait(pipe: Pipe) -> None:
@@ -104,13 +118,9 @@ def test_a_pipe_that_nobody_reads_costs_the_oldest_lines_and_never_a_wait(pipe: 
     queue.close(0.1)
     dropped = counts.dropped
     # Its reader comes back: what was in the pipe, the number, the errors, the last lines.
-    left: list[str] = []
-    reader = threading.Thread(target=lambda: left.extend(_read_until_end(pipe.reading)))
-    reader.start()
+    pipe.start_reading()
     assert queue._ended.wait(60)
-    os.close(pipe.writing)
-    pipe.writing = -1
-    reader.join(60)
+    left = pipe.read_all()
     assert f"dropped {dropped}" in left
     assert [line for line in left if line.startswith("error")] == [f"error {n}" for n in range(10)]
     last = [f"{number:0200d}" for number in range(3 * log_queue.MAX_LINES)][-log_queue.LAST_LINES :]
@@ -139,15 +149,10 @@ def test_a_reader_that_has_gone_is_counted(pipe: Pipe) -> None:
 
 def test_a_long_line_is_cut(pipe: Pipe) -> None:
     queue, _ = queue_on(pipe)
-    read: list[str] = []
-    reader = threading.Thread(target=lambda: read.extend(_read_until_end(pipe.reading)))
-    reader.start()
+    pipe.start_reading()
     queue.put("x" * (2 * log_queue.MAX_LINE_BYTES))
     queue.close(60)
-    os.close(pipe.writing)
-    pipe.writing = -1
-    reader.join(60)
-    assert [len(line) for line in read] == [log_queue.MAX_LINE_BYTES - 1]
+    assert [len(line) for line in pipe.read_all()] == [log_queue.MAX_LINE_BYTES - 1]
 
 
 def test_what_is_logged_after_the_end_is_written_at_once_or_not_at_all(pipe: Pipe) -> None:
@@ -234,3 +239,31 @@ def test_lines_gather_and_an_error_or_the_end_writes_them_at_once(
         queue.put("last")
         queue.close()
         assert lines.readline() == "last\n"
+
+
+# --- the last lines of the log stay within their bounds, and errors are not pushed out by ordinary lines
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 100, 10_000, 100_000]), st.booleans(), st.integers(1, 300))))
+def test_what_is_kept_is_bounded(added: list[tuple[int, bool, int]]) -> None:
+    recent = RecentLines()
+    for length, is_error, times in added:
+        for _ in range(times):
+            recent.add("x" * length, is_error)
+    for kept, max_lines, max_chars in (
+        (recent.lines(), MAX_LINES, MAX_CHARS),
+        (recent.errors(), MAX_ERROR_LINES, MAX_ERROR_CHARS),
+    ):
+        assert len(kept) <= max_lines
+        assert sum(map(len, kept)) <= max_chars
+        assert all(len(line) <= MAX_LINE_CHARS for line in kept)
+
+
+def test_the_newest_lines_stay_and_errors_beside_them() -> None:
+    recent = RecentLines()
+    recent.add("the error", is_error=True)
+    for number in range(MAX_LINES + 10):
+        recent.add(str(number))
+    assert recent.lines()[0] == "10"
+    assert recent.lines()[-1] == str(MAX_LINES + 9)
+    assert recent.errors() == ["the error"]

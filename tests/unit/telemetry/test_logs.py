@@ -1,5 +1,7 @@
 """The log: one line for each thing that ended, in the form that was asked for."""
 
+from __future__ import annotations
+
 import io
 import json
 import logging
@@ -11,7 +13,16 @@ import structlog
 from kvxferd.config import LogConfig
 from kvxferd.core.snapshot import PlacementRecord
 from kvxferd.errors import Code
-from kvxferd.telemetry.logs import configure_logs, log_record, operator_log
+from kvxferd.telemetry import log_limits
+from kvxferd.telemetry.log_limits import (
+    MAX_LINES_PER_EVENT,
+    MAX_LINES_PER_SOURCE,
+    MAX_SOURCES,
+    WINDOW_S,
+    LogRateLimiter,
+)
+from kvxferd.telemetry.log_queue import LogCounts
+from kvxferd.telemetry.logs import configure_logs, log_record, operator_log, set_log_level
 from tests.support.node_samples import pull_record, records
 
 
@@ -74,13 +85,6 @@ def test_libraries_write_the_same_form() -> None:
     assert "RuntimeError: lost" in str(line["exception"])
 
 
-def test_people_get_text() -> None:
-    stream = io.StringIO()
-    configure_logs(LogConfig(format="console"), stream)
-    log_record(pull_record())
-    assert "transfer=req-0" in stream.getvalue()
-
-
 def test_what_an_operator_does_is_a_line_at_every_level():
     stream = io.StringIO()
     configure_logs(LogConfig(format="json", level="error"), stream)
@@ -108,3 +112,65 @@ def test_without_color_a_terminal_gets_no_escape_sequence(
     operator_log.warning("drained")
     assert "drained" in stream.getvalue()
     assert ("\x1b" in stream.getvalue()) == is_coloured
+
+
+# --- how often one kind of line may be logged
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_source_has_some_lines_a_window_and_then_a_number() -> None:
+    clock, counts = Clock(), LogCounts()
+    limiter = LogRateLimiter(clock, counts)
+    admitted = [limiter.admit("closed", "uid 7") for _ in range(50)]
+    assert admitted == [0] * MAX_LINES_PER_SOURCE + [None] * (50 - MAX_LINES_PER_SOURCE)
+    assert limiter.admit("closed", "uid 8") == 0
+    assert counts.suppressed == 50 - MAX_LINES_PER_SOURCE
+    clock.now += WINDOW_S
+    assert limiter.admit("closed", "uid 7") == 50 - MAX_LINES_PER_SOURCE
+    assert limiter.admit("closed", "uid 7") == 0
+
+
+def test_many_sources_together_have_a_limit_and_cost_bounded_memory() -> None:
+    clock, counts = Clock(), LogCounts()
+    limiter = LogRateLimiter(clock, counts)
+    admitted = [limiter.admit("turned away", f"{number}" * 1000) for number in range(5_000)]
+    assert sum(number is not None for number in admitted) == MAX_LINES_PER_EVENT
+    assert len(limiter._windows) <= MAX_SOURCES
+    assert max(len(source) for _, source in limiter._windows) <= log_limits.MAX_KEY_CHARS
+    assert limiter.admit("another event") == 0
+
+
+def test_lines_of_a_logger_and_of_libraries_are_limited_and_records_are_not() -> None:
+    stream = io.StringIO()
+    configure_logs(LogConfig(format="json"), stream)
+    log = structlog.get_logger()
+    for _ in range(20):
+        log.warning("closed", limit_by="uid 7", pid=1)
+    for _ in range(2 * MAX_LINES_PER_EVENT):
+        log.info("pull")
+        logging.getLogger("aiohttp.server").error("bad request from %s", "1.2.3.4")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    closed = [line for line in lines if line["event"] == "closed"]
+    assert len(closed) == MAX_LINES_PER_SOURCE
+    assert all("limit_by" not in line and line["pid"] == 1 for line in closed)
+    assert sum(line["event"] == "pull" for line in lines) == 2 * MAX_LINES_PER_EVENT
+    assert sum(line["event"] == "bad request from 1.2.3.4" for line in lines) == MAX_LINES_PER_EVENT
+
+
+def test_the_level_can_be_changed_while_it_runs() -> None:
+    stream = io.StringIO()
+    configure_logs(LogConfig(format="json", level="warning"), stream)
+    log = structlog.get_logger()
+    log.info("one")
+    set_log_level("debug")
+    log.debug("two")
+    set_log_level("error")
+    log.warning("three")
+    assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["two"]

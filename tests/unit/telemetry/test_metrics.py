@@ -1,12 +1,16 @@
 """Metrics: what is counted, what is read from the node, and what may never be a label."""
 
-import re
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvxferd
 from kvxferd.core.limits import BUSY_LIMITS, check_count
 from kvxferd.core.snapshot import PHASES, RELEASE_REASONS, NodeSnapshot, ServedRecord
 from kvxferd.errors import BusyError, Code
@@ -154,15 +158,6 @@ def test_what_readers_acknowledge_is_served() -> None:
     assert got["kvxferd_served_bytes_total"] == 100
 
 
-def test_buckets_reach_from_100_us_to_a_minute() -> None:
-    got = samples_of(Metrics(node_snapshot))
-    edges = [
-        float(m[1]) for name in got if (m := re.match(r"kvxferd_handshake_seconds_bucket{le=(.*)}", name))
-    ]
-    assert edges[0] == 1e-4
-    assert edges[-2:] == [60.0, float("inf")]
-
-
 def test_no_request_engine_or_peer_is_a_label() -> None:
     metrics = Metrics(node_snapshot)
     for record in records():
@@ -195,3 +190,44 @@ def test_an_engine_that_its_home_puts_together_is_a_member() -> None:
     elsewhere = msgspec.structs.replace(lacking, lacking=(), problem="aggregated at its home")
     assert engine_state(elsewhere) == "member"
     assert engine_state(msgspec.structs.replace(whole, problem="layers 3 to 5 lack")) == "unreadable"
+
+
+# --- every refusal as `busy` is counted, also those that raise no BusyError
+
+
+PACKAGE = Path(kvxferd.__file__).parent
+# What runs in the daemon and refuses. Elsewhere a refusal is of another process, which counts it.
+SOURCES = [
+    PACKAGE / "frame_socket.py",
+    *(PACKAGE / "control").rglob("*.py"),
+    *(PACKAGE / "core").rglob("*.py"),
+]
+COUNT = "count_busy_refusal"
+
+
+def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def calls_in(function: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+
+
+def refuses(call: ast.Call) -> bool:
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    is_counted_itself = ast.unparse(call.func) == "BusyError"
+    return not is_counted_itself and "Code.BUSY" in map(ast.unparse, given)
+
+
+def limits_counted_in(function: ast.AST) -> list[str]:
+    names = [call.args for call in calls_in(function) if ast.unparse(call.func) == COUNT]
+    return [str(ast.literal_eval(name[0])) if name else BUSY_LIMITS[-1] for name in names]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_refusal_without_a_busy_error_counts_itself(path: Path) -> None:
+    for function in functions_of(ast.parse(path.read_text())):
+        num_refusals = sum(map(refuses, calls_in(function)))
+        counted = limits_counted_in(function)
+        assert num_refusals <= len(counted), f"{function.name} does not call {COUNT} for each refusal"
+        assert set(counted) <= set(BUSY_LIMITS), function.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
 
@@ -14,8 +15,10 @@ from kvxferd.core.snapshot import PHASES, PullRecord, ReleaseRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId, TransferId
 from kvxferd.telemetry.sample_report import OTHERS, SampleReport
-from kvxferd.telemetry.samples import BOUNDS_S, MAX_KEYS, RING_S, Gauges, Samples, percentiles
+from kvxferd.telemetry.sampler import Sampler
+from kvxferd.telemetry.samples import MAX_KEYS, RING_S, Gauges, Samples
 from tests.support.node_samples import PEER, SINK, pull_record
+from tests.support.virtual_time import VirtualTimeLoop
 
 WALL = 1_700_000_000.0
 
@@ -187,21 +190,6 @@ def test_absurd_sizes_are_no_error() -> None:
     assert msgspec.convert(msgspec.to_builtins(found), SampleReport) == found
 
 
-def test_memory_is_of_a_fixed_size() -> None:
-    samples = started()
-    before = _num_bytes(samples)
-    assert before < 2 << 20
-    for second in range(1, 2 * RING_S):
-        samples.add(record(source=EngineId(f"e{second}")))
-        finish(samples, second)
-    assert _num_bytes(samples) == before
-
-
-def _num_bytes(samples: Samples) -> int:
-    parts = [value for part in (samples, samples._pairs, samples._peers) for value in vars(part).values()]
-    return sum(part.nbytes for part in parts if hasattr(part, "nbytes"))
-
-
 @pytest.mark.parametrize("share", [0.5, 0.99])
 @given(st.lists(st.floats(1e-6, 200.0), min_size=1, max_size=200))
 def test_percentiles_are_close(share: float, times_s: list[float]) -> None:
@@ -214,14 +202,6 @@ def test_percentiles_are_close(share: float, times_s: list[float]) -> None:
     assert value is not None
     truth = sorted(times_s)[math.ceil(share * len(times_s)) - 1]
     assert truth / 1.2 - 100e-6 <= value <= truth * 1.2 + 100e-6
-
-
-def test_times_longer_than_the_last_bucket() -> None:
-    samples = started()
-    samples.add(record(total_s=1e6))
-    finish(samples, 1)
-    assert samples.last_minute().p50_s == pytest.approx(BOUNDS_S[-1], rel=0.01)
-    assert percentiles(samples._times[:0], BOUNDS_S, 0.5) == []
 
 
 @settings(max_examples=50)
@@ -251,3 +231,40 @@ def test_no_pull_is_lost_or_counted_twice(steps: list[tuple[int, int, int]]) -> 
     ]
     spans = [span for span in found.columns.span_s if span is not None]
     assert sum(spans) >= min(now, RING_S)
+
+
+# --- the timer that takes samples, on a loop whose time is virtual
+
+
+async def sample_with_a_late_second(samples: Samples, loop: VirtualTimeLoop) -> None:
+    num_reads = 0
+
+    def read_gauges() -> Gauges:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads == 1:
+            raise ValueError("a gauge that cannot be read")
+        return Gauges(running_pulls=num_reads)
+
+    sampler = Sampler(samples, read_gauges, loop.time)
+    sampler.start()
+    await asyncio.sleep(3)
+    samples.add(pull_record())
+    loop.now += 2.5  # the loop does nothing meanwhile
+    await asyncio.sleep(3)
+    sampler.stop()
+    before = num_reads
+    await asyncio.sleep(3)
+    assert num_reads == before
+
+
+def test_a_late_loop_leaves_a_gap_and_an_error_ends_no_sampling() -> None:
+    samples = Samples()
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        runner.run(sample_with_a_late_second(samples, loop))
+    columns = samples.report(900).columns
+    assert columns.span_s == [None, 2, 1, None, None, 3, 1, 1, 1]
+    assert columns.running_pulls == [None, 2, 3, None, None, 4, 5, 6, 7]
+    assert columns.delivered == [None, 0, 0, None, None, 1, 0, 0, 0]

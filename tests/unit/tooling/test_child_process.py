@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from kvxferd.errors import Code
 from kvxferd.tooling.child_process import ChildError, ChildProcess
 from kvxferd.tooling.owned_process import stop_all
 from tests.support.child_objects import Counter, doubled
+from tests.support.tool_process import await_end
 
 # More than the socket's buffers hold together.
 LARGE = b"x" * (4 << 20)
@@ -151,16 +151,4 @@ def test_a_child_goes_with_a_parent_that_is_killed(tmp_path: Path, state: str) -
     command = [sys.executable, "-c", KILLED, str(tmp_path), state, str(Path(__file__).parents[3])]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    pid, deadline = int(ended.stdout), time.monotonic() + 20
-    while _is_running(pid):
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            raise AssertionError("it lives on")
-        time.sleep(0.01)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    await_end(int(ended.stdout))

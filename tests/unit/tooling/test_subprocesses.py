@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling import subprocesses
 from kvxferd.tooling.line_protocol import CommandFailed, Line, LineProtocol
 from kvxferd.tooling.subprocesses import CommandProcess
+from tests.support.tool_process import await_end
 
 pytestmark = pytest.mark.process
 
@@ -146,16 +145,4 @@ def test_a_child_goes_with_a_parent_that_is_killed(tmp_path: Path, state: str) -
         timeout=60,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    pid, deadline = int(ended.stdout), time.monotonic() + 20
-    while _is_running(pid):
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            raise AssertionError("it lives on")
-        time.sleep(0.01)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    await_end(int(ended.stdout))

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.errors import ProtocolError
+from kvxferd.errors import BusyError, ProtocolError
+from kvxferd.ids import GroupName
+from kvxferd.layout import PackedBlocks
+from kvxferd.wire.block_id_parts import BlockIdAssembly
+from kvxferd.wire.common import BlockIds
+from kvxferd.wire.fd_batches import FdBatchAssembly, leading_fd_batches, start_of_last_batch
 from kvxferd.wire.framing import FrameDecoder, encode_frame
+from kvxferd.wire.limits import MAX_DESCRIPTORS_PER_RANK, MAX_FDS_PER_FRAME
 
 
 def test_a_frame_without_its_last_bytes_is_none() -> None:
@@ -21,3 +27,118 @@ def test_a_frame_without_its_last_bytes_is_none() -> None:
         after = [frame.payload for frame in decoder.feed(stream[cut:])]
         assert before + after == [b"first", b"second"]
         decoder.check_complete()
+
+
+# --- more descriptors than a frame carries
+
+
+FULL = MAX_FDS_PER_FRAME
+
+
+@pytest.mark.parametrize(
+    ("count", "ahead", "left"),
+    [
+        (0, [], 0),
+        (1, [], 1),
+        (FULL, [], FULL),  # all in the message's own frame
+        (FULL + 1, [FULL], 1),
+        (3 * FULL, [FULL, FULL], FULL),
+    ],
+)
+def test_parts_and_what_is_left_are_all_in_order(count: int, ahead: list[int], left: int) -> None:
+    fds = list(range(count))
+    parts = list(leading_fd_batches(fds))
+    assert [len(part) for _, part in parts] == ahead
+    assert len(fds[start_of_last_batch(count) :]) == left
+    early = FdBatchAssembly()
+    for message, part in parts:
+        assert early.add(message.first, part) == ()
+    assert [*early.pop_all(), *fds[start_of_last_batch(count) :]] == fds
+    assert early.pop_all() == ()
+
+
+def test_a_new_start_gives_the_old_ones_back() -> None:
+    early = FdBatchAssembly()
+    early.add(0, (5, 6))
+    assert early.add(0, (7,)) == (5, 6)
+    assert early.pop_all() == (7,)
+
+
+@pytest.mark.parametrize(("first", "fds"), [(1, (5,)), (-1, (5,)), (3, (5,)), (2, ()), (0, ())])
+def test_a_gap_or_nothing_at_all_is_refused(first: int, fds: tuple[int, ...]) -> None:
+    early = FdBatchAssembly()
+    early.add(0, (1, 2))
+    with pytest.raises(ProtocolError):
+        early.add(first, fds)
+    assert early.pop_all() == (1, 2)
+
+
+def test_there_is_a_limit() -> None:
+    early = FdBatchAssembly()
+    whole = MAX_DESCRIPTORS_PER_RANK // FULL * FULL
+    for first in range(0, whole, FULL):
+        early.add(first, range(FULL))
+    with pytest.raises(ProtocolError):
+        early.add(whole, range(FULL))
+
+
+def test_a_new_start_beyond_the_limit_loses_nothing() -> None:
+    early = FdBatchAssembly()
+    early.add(0, (1, 2))
+    with pytest.raises(ProtocolError):
+        early.add(0, range(MAX_DESCRIPTORS_PER_RANK + 1))
+    assert early.pop_all() == (1, 2)
+
+
+# --- block ids that travel in parts: their order is kept, and a part that was lost is noticed
+
+
+GROUP = GroupName("full")
+REST = {GROUP: PackedBlocks(ids=b"-end")}
+
+
+def part(offset: int, ids: bytes) -> BlockIds:
+    return BlockIds(stream=2, group=GROUP, offset=offset, ids=ids)
+
+
+def test_parts_come_before_what_the_request_itself_holds() -> None:
+    assembly = BlockIdAssembly()
+    assembly.add(part(0, b"one-"))
+    assembly.add(part(4, b"two-"))
+    assert assembly.complete(REST, 2)[GROUP].ids == b"one-two--end"
+
+
+def test_of_a_peers_request_a_lost_part_is_noticed_though_another_comes_twice() -> None:
+    """The request then holds as many ids as it should."""
+    assembly = BlockIdAssembly(may_lose_parts=True)
+    assembly.add(part(0, b"one-"))
+    assembly.add(part(8, b"six-"))  # the part before it is lost
+    assembly.add(part(8, b"six-"))
+    with pytest.raises(BusyError, match="a part of them was dropped"):
+        assembly.complete(REST, 2)
+
+
+def test_a_part_that_comes_twice_behind_another_is_refused() -> None:
+    assembly = BlockIdAssembly()
+    assembly.add(part(0, b"one-"))
+    assembly.add(part(4, b"two-"))
+    with pytest.raises(ProtocolError, match="8 bytes came before"):
+        assembly.add(part(4, b"two-"))
+
+
+def test_of_parts_that_a_peer_sends_again_the_first_may_be_lost() -> None:
+    """The request is refused, and the connection goes on."""
+    assembly = BlockIdAssembly(may_lose_parts=True)
+    assembly.add(part(0, b"one-"))
+    assembly.add(part(4, b"two-"))
+    assembly.add(part(4, b"two-"))
+    with pytest.raises(BusyError, match="a part of them was dropped"):
+        assembly.complete(REST, 2)
+    assert assembly.num_bytes == 0
+
+
+def test_a_peers_request_whose_parts_were_all_lost_is_refused() -> None:
+    assembly = BlockIdAssembly(may_lose_parts=True)
+    with pytest.raises(BusyError, match="a part of them was dropped"):
+        assembly.complete(REST, 2)
+    assert assembly.complete(REST, 0) == REST

@@ -102,14 +102,6 @@ def test_what_is_cached_is_not_read_again(num_cached: int) -> None:
     assert pull(sink, source, 75, num_cached) == []
 
 
-def test_the_check_finds_a_wrong_number() -> None:
-    sink, source = TorchEngine(Model(), Deployment()), TorchEngine(Model(), Deployment())
-    source.write([1, 2], 64)
-    source.ranks[Rank(0, 0)].tensors["model.layers.1.self_attn.attn"][2, 3, 31, 5] += 1
-    assert source.wrong(source.ranks[Rank(0, 0)], [1, 2], 0, 64) == ["layer 1, keys of tokens range(32, 64)"]
-    assert len(sink.wrong(sink.ranks[Rank(0, 0)], [1], 0, 32)) == 6
-
-
 @pytest.mark.parametrize(
     ("sink", "source", "field"),
     [

@@ -48,15 +48,6 @@ def test_exported_is_tried_first_and_a_setting_pins_one(
     assert search(setting).current is placements[0]
 
 
-def test_the_line_of_the_log_names_what_the_placement_means() -> None:
-    exported, resident = search().report(), search("resident").report()
-    assert exported == (
-        "placement of rank (0, 1) of decode-0: exported. Its mover is a process of the daemon: "
-        "a crash in it leaves this engine alone, and it can be killed"
-    )
-    assert "resident. Its mover is a thread of this worker" in resident
-
-
 @pytest.mark.parametrize("error", [PLAIN_MEMORY, REFUSED, FULL, no_bindings()])
 def test_a_placement_that_does_not_work_leaves_the_next(error: KvxferdError) -> None:
     tried = search()

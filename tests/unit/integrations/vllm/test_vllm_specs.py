@@ -164,34 +164,6 @@ def test_a_drafts_lookahead_is_left_to_decode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "why"),
-    [
-        (spec("ChunkedLocalAttentionSpec"), "cache group 0: a cache of ChunkedLocalAttentionSpec"),
-        (spec("RSWASpec"), "a cache of RSWASpec"),
-        (spec("CircularBufferSpec"), "a cache of CircularBufferSpec"),
-        (spec("CrossAttentionSpec"), "a cache of CrossAttentionSpec"),
-        (
-            spec("SlidingWindowMLASpec", sliding_window=8, extra_retained_tokens=0, bounded_replay=True),
-            "bounded replay",
-        ),
-        (
-            spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": FULL, "b": SLIDING}),
-            "its layers differ in how blocks are used: FullAttentionSpec, SlidingWindowSpec",
-        ),
-    ],
-)
-def test_groups_that_are_not_known_are_refused_by_name(one: Any, why: str) -> None:
-    with pytest.raises(LayoutError) as caught:
-        read_groups(kv_cache_config(one), vllm_config())
-    assert why in caught.value.message
-
-
-def test_prefill_context_parallelism_is_refused_by_name() -> None:
-    with pytest.raises(LayoutError, match="prefill_context_parallel_size is 2"):
-        read_groups(kv_cache_config(FULL), vllm_config(prefill_context_parallel_size=2))
-
-
-@pytest.mark.parametrize(
     ("one", "module", "facts"),
     [
         (FULL, Layer(), AttentionFacts(2, 64, 64, "bfloat16", 2)),
@@ -228,33 +200,6 @@ def test_attention(one: Any, module: Any, facts: AttentionFacts) -> None:
     assert attention(one, module) == facts
 
 
-@pytest.mark.parametrize(
-    ("one", "why"),
-    [
-        (
-            spec("FullAttentionSpec", kv_quant_mode=QuantMode.INT8_PER_TOKEN_HEAD),
-            "a cache of dtype 'int8_per_token_head' (INT8_PER_TOKEN_HEAD) is not known here",
-        ),
-        (spec("MLAAttentionSpec", tokens_per_state=4), "a state for 4 tokens"),
-        (spec("FullAttentionSpec", num_head_slots=4), "4 slots for 2 heads"),
-        (spec("FullAttentionSpec", state_content_bytes=72), "a content of 72 bytes"),
-    ],
-)
-def test_attention_that_is_not_known_is_refused_by_name(one: Any, why: str) -> None:
-    with pytest.raises(LayoutError) as caught:
-        attention(one, Layer("int8_per_token_head"))
-    assert caught.value.message.startswith("cannot describe the cache of layer 'model.layers.0.attn': ")
-    assert why in caught.value.message
-
-
-def test_scales_that_are_calculated_at_run_time_are_refused() -> None:
-    one = spec("FullAttentionSpec", dtype=torch.uint8, kv_quant_mode=QuantMode.FP8_PER_TENSOR)
-    config = vllm_config({"model.layers.0.attn": Layer("fp8")})
-    config.cache_config.calculate_kv_scales = True
-    with pytest.raises(LayoutError, match="calculated at run time"):
-        read_layers(kv_cache_config(one), config, is_conv_dim_first=False, fp8_dtype="float8_e4m3fn")
-
-
 def test_a_layer_tells_its_backend_and_its_instruction_set() -> None:
     config = vllm_config({"model.layers.0.attn": Layer(isa="amx")})
     (layer,) = read_layers(kv_cache_config(FULL), config, is_conv_dim_first=False, fp8_dtype="x")
@@ -287,3 +232,9 @@ def test_a_draft_on_the_last_stage_alone() -> None:
     first = read_worker(config, kv_cache_config(FULL), tp_rank=0, pp_rank=0, stage=(0, 16))
     assert (last.num_layers, last.stage, last.num_draft_kv_heads) == (34, range(16, 34), 0)
     assert (first.num_layers, first.stage) == (34, range(16))
+
+
+def test_a_group_whose_layers_differ_in_how_blocks_are_used_is_refused() -> None:
+    one = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": FULL, "b": SLIDING})
+    with pytest.raises(LayoutError, match=r"its layers differ .*: FullAttentionSpec, SlidingWindowSpec"):
+        read_groups(kv_cache_config(one), vllm_config())

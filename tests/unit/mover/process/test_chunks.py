@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.ids import AgentName, Digest, PullId, Rank, RegionId
-from kvxferd.mover.process.chunks import IDLE_S, RETRY_S, SLOW_S, STUCK_S, ChunkState
+from kvxferd.mover.process.chunks import IDLE_S, RETRY_S, SLOW_S, ChunkState
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.pull_engine import MAX_INFLIGHT, STALLED_S
 from kvxferd.mover.process.scatterer import ScatterJob, ThreadScatterer
@@ -104,41 +104,9 @@ def test_later_pulls_do_not_wait_because_a_chunk_is_lost(num_lost: int) -> None:
         bench.run()
     assert bench.chunks.count(ChunkState.LOST) == num_lost
     bench.now += 2 * SLOW_S
-    number = bench.start(scattered(8))
-    bench.run()
-    outcome = bench.outcomes()[number]
+    outcome = bench.pull(scattered(8))
     assert outcome.delivered
     assert outcome.covered_bytes == (outcome.bytes if num_lost == 1 else outcome.bytes // 2)
-
-
-def test_no_pull_waits_for_chunks_whose_reads_do_not_end() -> None:
-    bench = Bench(chunk_bytes=CHUNK, max_chunks=1)
-    bench.fabric.stalled.add(bench.agents[0])
-    stuck = bench.start(range(1))
-    bench.engine.step()
-    bench.engine.abort(stuck)
-    bench.run()
-    bench.now += 2 * SLOW_S
-    bench.start(scattered(8))
-    bench.run()
-    assert (bench.agents[1], 8 * 4 * 4) in bench.fabric.posts, "run by run, without a wait"
-
-
-def test_a_read_that_ends_late_after_all_is_no_longer_reported_as_lost() -> None:
-    bench = Bench(chunk_bytes=CHUNK)
-    reports = reports_of(bench)
-    bench.fabric.stalled.add(bench.agents[0])
-    number = bench.start(scattered(8))
-    bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
-    bench.run()
-    bench.engine.abort(number)
-    bench.now += STUCK_S
-    bench.run()
-    assert reports[-1].lost_bytes == CHUNK
-    bench.fabric.stalled.clear()
-    bench.run()
-    assert reports[-1].lost_bytes == 0
 
 
 def test_any_number_of_pulls_from_a_stopped_source_leave_the_others_their_turn() -> None:
@@ -183,9 +151,7 @@ def test_scatters_run_in_the_engines_steps_where_no_thread_can_be_started(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     bench = Bench(chunk_bytes=CHUNK, scatterer=ThreadScatterer())
-    number = bench.start(scattered(100))
-    bench.run()
-    assert bench.outcomes()[number].delivered
+    assert bench.pull(scattered(100)).delivered
 
 
 class Image:

@@ -80,9 +80,7 @@ def bench(driver: CountingDriver) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("ids", [scattered(100), range(3, 300)])
 def test_bytes_arrive_through_chunks_of_the_gpu(bench: Bench, driver: CountingDriver, ids: range) -> None:
-    number = bench.start(ids)
-    bench.run()
-    outcome = bench.outcomes()[number]
+    outcome = bench.pull(ids)
     assert (outcome.delivered, outcome.started, outcome.finished) == (True, True, True)
     check_arrived(bench, ids)
     assert outcome.covered_bytes == outcome.bytes == len(ids) * 4 * 4 * 2 * HEAD
@@ -102,9 +100,7 @@ def test_writes_of_a_network_card_are_flushed_before_each_copy(driver: CountingD
             driver.flush_writes()
 
     bench = Bench(chunk_bytes=CHUNK, driver=driver, flush=flush)
-    number = bench.start(scattered(8))
-    bench.run()
-    assert bench.outcomes()[number].delivered
+    assert bench.pull(scattered(8)).delivered
     assert driver.order[0] == "flush"
     assert driver.order.count("flush") >= len(bench.agents)
     bench.close()
@@ -117,9 +113,7 @@ def test_a_flush_that_fails_copies_nothing_and_loses_the_chunk(driver: CountingD
         raise DeviceError("cannot flush", Code.DEVICE_ERROR)
 
     bench = Bench(chunk_bytes=CHUNK, driver=driver, flush=fail)
-    number = bench.start(scattered(8))
-    bench.run()
-    outcome = bench.outcomes()[number]
+    outcome = bench.pull(scattered(8))
     assert (outcome.delivered, outcome.code) == (False, Code.DEVICE_ERROR)
     assert not driver.num_copies
     assert states(bench)[ChunkState.LOST] >= 1
@@ -160,14 +154,10 @@ def test_a_refused_copy_fails_the_pull_and_later_ones_read_directly(
     bench: Bench, driver: CountingDriver
 ) -> None:
     driver.refuses_after = 3
-    number = bench.start(scattered(8))
-    bench.run()
-    outcome = bench.outcomes()[number]
+    outcome = bench.pull(scattered(8))
     assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.DEVICE_ERROR)
     assert set(states(bench)) == {ChunkState.FREE}, "the copies before it are done"
-    again = bench.start(scattered(8))
-    bench.run()
-    outcome = bench.outcomes()[again]
+    outcome = bench.pull(scattered(8))
     assert (outcome.delivered, outcome.covered_bytes) == (True, 0)
     check_arrived(bench, scattered(8))
 
@@ -176,9 +166,7 @@ def test_copies_of_which_nothing_is_known_leave_the_blocks_in_doubt(
     bench: Bench, driver: CountingDriver
 ) -> None:
     driver.is_lost = True
-    number = bench.start(scattered(8))
-    bench.run()
-    outcome = bench.outcomes()[number]
+    outcome = bench.pull(scattered(8))
     assert (outcome.delivered, outcome.finished, outcome.quiet_follows) == (False, False, False)
     assert states(bench)[ChunkState.LOST] >= 1
     assert len(bench.told) == 1, "no word that they are quiet"

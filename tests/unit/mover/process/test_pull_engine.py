@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from kvxferd.errors import Code, DeviceError
-from kvxferd.ids import Digest, PullId, RegionId
+from kvxferd.ids import Digest, PullId, Rank, RegionId
 from kvxferd.layout import PackedBlocks
 from kvxferd.mover.process import pull_engine
+from kvxferd.mover.process.pull_state import PullState
 from kvxferd.mover.process.slices import MAX_DESCRIPTORS, MAX_RUN_BYTES, SliceBudget, Slicer
 from kvxferd.mover.transport.base import TransportError
 from kvxferd.plan import Runs
@@ -18,6 +19,7 @@ from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.mover import (
     FenceLocation,
     PullDone,
+    SourceRank,
     StartPull,
 )
 from tests.support.mover_harness import GROUP
@@ -30,9 +32,7 @@ def bench() -> Bench:
 
 
 def test_bytes_arrive_and_the_fence_is_read_last(bench: Bench) -> None:
-    number = bench.start(scattered(8))
-    bench.run()
-    outcome = bench.outcomes()[number]
+    outcome = bench.pull(scattered(8))
     assert (outcome.delivered, outcome.started, outcome.finished) == (True, True, True)
     assert bench.fabric.posts[-1] == (bench.agents[0], 1)
     heads = bench.local.array.reshape(4, BLOCKS, 2, -1)
@@ -120,14 +120,10 @@ def test_an_abort_waits_for_what_is_posted(bench: Bench) -> None:
 
 def test_a_lost_agent_ends_the_pull_and_is_loaded_again(bench: Bench) -> None:
     bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
-    number = bench.start(scattered(8))
-    bench.run()
-    outcome = bench.outcomes()[number]
+    outcome = bench.pull(scattered(8))
     assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.TRANSPORT)
     assert outcome.agent == bench.agents[1]
-    again = bench.start(scattered(8))
-    bench.run()
-    assert bench.outcomes()[again].delivered
+    assert bench.pull(scattered(8)).delivered
 
 
 def test_a_failure_that_proves_nothing_is_in_doubt_for_ever(bench: Bench) -> None:
@@ -171,9 +167,7 @@ def test_an_agent_is_not_dropped_under_a_read(bench: Bench, agent: int) -> None:
     # The fence word is read from agent 0; a pull that only needed the data of agent 1 has it.
     assert bench.outcomes()[number].delivered is (agent == 1)
     bench.load()
-    again = bench.start(scattered(8))
-    bench.run()
-    assert bench.outcomes()[again].delivered
+    assert bench.pull(scattered(8)).delivered
 
 
 def test_a_changed_word_is_told_as_released(bench: Bench) -> None:
@@ -195,9 +189,7 @@ def test_more_fence_reads_than_slots(bench: Bench) -> None:
 def test_a_plan_that_is_unknown_or_damaged(bench: Bench) -> None:
     bench.engine.load_plan(Digest("damaged"), b"\xc1")
     for plan in (Digest("damaged"), Digest("never seen")):
-        number = bench.start(range(1), plan=plan)
-        bench.run()
-        outcome = bench.outcomes()[number]
+        outcome = bench.pull(range(1), plan=plan)
         assert (outcome.delivered, outcome.started, outcome.code) == (False, False, Code.INTERNAL)
 
 
@@ -295,9 +287,7 @@ def test_a_pull_of_many_runs_is_worked_out_in_parts() -> None:
     """Memory is bounded by the part, not by the request; what arrives and what is told stay the same."""
     whole, parts = Bench(), Bench(max_runs=16)
     for one in (whole, parts):
-        number = one.start(scattered(200))
-        one.run()
-        assert one.outcomes()[number].delivered
+        assert one.pull(scattered(200)).delivered
     assert (whole.local.array == parts.local.array).all()
     (first,), (second,) = whole.outcomes().values(), parts.outcomes().values()
     assert first.bytes == second.bytes
@@ -345,9 +335,7 @@ class Gpu:
 def test_a_gpu_is_flushed_once_before_each_pull_is_delivered(bench: Bench) -> None:
     gpu = Gpu(bench)
     for num_ended in range(2):
-        number = bench.start(scattered(8))
-        bench.run()
-        assert bench.outcomes()[number].delivered
+        assert bench.pull(scattered(8)).delivered
         assert gpu.flushes == list(range(num_ended + 1))
 
 
@@ -355,9 +343,7 @@ def test_a_gpu_is_flushed_before_a_failed_pulls_blocks_are_free(bench: Bench) ->
     gpu = Gpu(bench)
     bench.fabric.polls_per_read = 2
     bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
-    number = bench.start(scattered(8))
-    bench.run()
-    assert bench.outcomes()[number].finished
+    assert bench.pull(scattered(8)).finished
     assert gpu.flushes == [0]
 
 
@@ -372,8 +358,23 @@ def test_nothing_is_flushed_for_a_pull_that_never_began(bench: Bench) -> None:
 def test_a_flush_that_fails_leaves_doubt(bench: Bench) -> None:
     gpu = Gpu(bench)
     gpu.refuses = True
-    number = bench.start(scattered(8))
-    bench.run()
-    outcome = bench.outcomes()[number]
+    outcome = bench.pull(scattered(8))
     assert (outcome.delivered, outcome.finished, outcome.quiet_follows) == (False, False, False)
     assert outcome.code is Code.DEVICE_ERROR
+
+
+# --- when a pull reads its fence word
+
+
+def test_the_word_waits_for_parts_that_are_not_expanded() -> None:
+    """Whatever keeps the engine from expanding the next part at once."""
+    agent = Bench().agents[0]
+    source = SourceRank(Rank(0, 0), agent, tuple[RegionAddress, ...]())
+    fence = FenceLocation(agent, 64, WORD)
+    request = StartPull(PullId(1), DIGEST, (source,), {}, {}, 4, fence)
+    pull = PullState(request, arrived_at=0.0, parts=iter([{}]))
+    assert not pull.needs_fence_read
+    pull.expand_next_part()
+    assert not pull.needs_fence_read
+    pull.expand_next_part()
+    assert pull.needs_fence_read

@@ -125,23 +125,6 @@ def test_a_mover_that_is_stopped_before_its_agent_is_made_is_killed_and_replaced
     assert pool.decisions.num_died_starting == 1
 
 
-def test_a_forkserver_that_is_stopped_lets_nobody_wait_for_ever() -> None:
-    pool = Pool()
-    for request in range(1, 4):
-        pool.feed(events.MoverRequested(request))
-        assert refusals(pool.wait(START_TIMEOUT_S)) == [(request, Code.MOVER_LOST)]
-    assert pool.decisions.status().num_starting == 1  # what it has not answered is not asked again
-    assert pool.make_ready(ONE) == []
-    assert pool.feed(events.MoverRequested(4)) == [effects.AssignMover(4, ONE)]
-
-
-def test_a_library_that_never_loads_lets_nobody_wait_for_ever() -> None:
-    pool = Pool(library=False)
-    assert pool.feed(events.MoverRequested(1)) == []
-    assert pool.decisions.next_deadline() is not None
-    assert refusals(pool.wait(START_TIMEOUT_S)) == [(1, Code.MOVER_LOST)]
-
-
 def test_a_forkserver_that_dies_while_forks_are_pending() -> None:
     pool = Pool()
     pool.feed(events.MoverRequested(1))
@@ -395,13 +378,3 @@ def test_any_order_of_deaths_answers_each_request_once_and_leaves_nothing() -> N
         shell.finish()
         counts += shell.counts
     assert {"AssignMover", "RefuseRequest", "ReportEarlyDeath", "ReportForkserverDeath"} <= counts.keys()
-
-
-def test_the_same_events_have_the_same_effects() -> None:
-    def run(seed: int) -> Counter[str]:
-        shell = RandomShell(seed)
-        for number in range(60):
-            shell.step(number)
-        return shell.counts
-
-    assert run(5) == run(5)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +15,11 @@ from hypothesis import strategies as st
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName
 from kvxferd.mover.backends import (
-    STORAGE_BACKENDS,
     Backend,
     backend_environment,
     take_backend,
 )
-from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary
+from kvxferd.mover.transport.nixl import NixlTransport, TransferLibrary, join_metadata, split_metadata
 
 
 class FakeApi:
@@ -83,18 +83,6 @@ def refusal(api: FakeApi, name: str) -> str:
     return refused.value.message
 
 
-def test_a_plugin_that_is_not_there_is_refused_with_those_that_are(api: FakeApi) -> None:
-    assert refusal(api, "Mooncake") == (
-        "cannot use mover.backend = Mooncake: there is no such plugin; the installed nixl 9 has the plugins "
-        "LIBFABRIC, UCX for memory (and OBJ, POSIX for storage); set mover.backend to one of the former"
-    )
-
-
-def test_storage_is_no_backend_of_movers_though_its_plugin_is_there(api: FakeApi) -> None:
-    assert "between memory and storage" in refusal(api, "POSIX")
-    assert "UCX" not in STORAGE_BACKENDS
-
-
 def test_a_plugin_that_does_not_load_is_refused(api: FakeApi) -> None:
     text = refusal(api, "LIBFABRIC")
     assert "installed and does not load (NIXL_ERR_NOT_FOUND)" in text
@@ -130,3 +118,21 @@ def test_a_mover_reads_the_backend_that_its_daemon_wrote(name: str, parameters: 
     environment = {"PATH": "/bin", **backend_environment(backend)}
     assert take_backend(environment) == backend
     assert environment == {"PATH": "/bin"}
+
+
+# --- what describes memory of several types at once
+
+
+@pytest.mark.parametrize("parts", [[b"one"], [b"one", b""], [b"nixl", b"two", bytes(1000)]])
+def test_what_is_joined_is_split(parts: list[bytes]) -> None:
+    assert split_metadata(join_metadata(parts)) == parts
+
+
+def test_one_part_is_the_librarys_own() -> None:
+    assert join_metadata([b"nixl..."]) == b"nixl..."
+
+
+def test_nonsense_is_an_error() -> None:
+    joined = join_metadata([b"a", b"b"])
+    with pytest.raises(msgspec.DecodeError):
+        split_metadata(joined[:-1])

@@ -135,20 +135,6 @@ def lent() -> Iterator[World]:
     made.close()
 
 
-def test_bytes_arrive_and_every_slot_is_free_again(world: World) -> None:
-    pieces = [(n * 600, SIZE - (n + 1) * 600, 500) for n in range(100)]
-    handle = world.post(*pieces)
-    world.run(handle)
-    world.sink.transport.release(handle)
-    found = world.sink.segment.read(SIZE)
-    wanted = bytearray(SIZE)
-    for to, source, length in pieces:
-        wanted[to : to + length] = world.content[source : source + length]
-    assert found == bytes(wanted)
-    world.settle()
-    assert all(free == NUM_SLOTS for free in world.free_slots())
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sides=st.sampled_from(SIDES),

@@ -1,0 +1,162 @@
+"""One queue serves threads, turns of the loop and lookups: the order and the fairness are tested here."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxferd.control.fair_queue import FairQueue
+from kvxferd.control.fair_thread import FairThread
+from kvxferd.control.round_robin import LOOP_TURN_S, RoundRobin
+
+USERS = "abc"
+
+
+@given(st.lists(st.sampled_from(USERS), max_size=40))
+def test_users_take_turns_and_each_users_items_stay_in_order(users: list[str]) -> None:
+    queue: FairQueue[str, tuple[str, int]] = FairQueue()
+    left: dict[str, list[int]] = {}
+    for number, user in enumerate(users):
+        queue.put(user, (user, number))
+        left.setdefault(user, []).append(number)
+    since_turn = dict.fromkeys(left, 0)
+    while queue:
+        user, number = queue.get()
+        assert number == left[user].pop(0)
+        since_turn[user] = 0
+        for other in (o for o in left if o != user and left[o]):
+            since_turn[other] += 1
+            assert since_turn[other] < len(left)
+    assert not any(left.values())
+    with pytest.raises(KeyError):
+        queue.get()
+
+
+def test_a_user_who_may_not_have_a_turn_is_passed_over() -> None:
+    queue: FairQueue[str, int] = FairQueue()
+    for number, user in enumerate("aab"):
+        queue.put(user, number)
+    assert queue.next_user(lambda user: user != "a") == "b"
+    assert queue.get_of("a") == 0
+    assert queue.next_user(lambda user: True) == "b"
+    assert queue.next_user(lambda user: False) is None
+    queue.clear()
+    assert not queue
+
+
+# --- one thread for slow work, in which nobody's work waits for all of another's
+
+
+async def test_each_client_in_turn():
+    worker, done, begin = FairThread("test"), asyncio.Queue[object](), threading.Event()
+    try:
+        worker.submit("busy", lambda: begin.wait(10), done.put_nowait)
+        for number in range(3):
+            worker.submit("busy", lambda number=number: f"busy {number}", done.put_nowait)
+        worker.submit("other", lambda: "other", done.put_nowait)
+        begin.set()
+        order = [await asyncio.wait_for(done.get(), 20) for _ in range(5)]
+        assert order.index("other") <= 2
+        assert [name for name in order if str(name).startswith("busy")] == ["busy 0", "busy 1", "busy 2"]
+    finally:
+        worker.close()
+
+
+async def test_what_is_raised_is_handed_over_and_the_next_is_done():
+    worker, done = FairThread("test"), asyncio.Queue[object]()
+    try:
+        worker.submit("a", lambda: 1 // 0, done.put_nowait)
+        worker.submit("a", lambda: 7, done.put_nowait)
+        assert isinstance(await asyncio.wait_for(done.get(), 20), ZeroDivisionError)
+        assert await asyncio.wait_for(done.get(), 20) == 7
+    finally:
+        worker.close()
+    assert not any(thread.name == "test" for thread in threading.enumerate())
+
+
+async def test_where_no_thread_can_be_had_the_work_has_failed_and_the_next_asks_again(monkeypatch):
+    worker, done = FairThread("test"), asyncio.Queue[object]()
+
+    def none_left(thread):
+        raise RuntimeError("can't start new thread")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            worker.submit("a", lambda: 6, done.put_nowait)
+            assert isinstance(await asyncio.wait_for(done.get(), 20), RuntimeError)
+        worker.submit("a", lambda: 7, done.put_nowait)
+        assert await asyncio.wait_for(done.get(), 20) == 7
+    finally:
+        worker.close()
+
+
+# --- sessions share a turn of the loop: none of a user's many keeps another user's from being read
+
+
+FIRST, SECOND = 1000, 2000
+
+
+async def test_users_take_turns_and_not_their_sessions() -> None:
+    taken: list[str] = []
+    turns = RoundRobin[str](lambda session: taken.append(session) or 0.0)
+    for number in range(100):
+        turns.enqueue(FIRST, f"first-{number}")
+    turns.enqueue(SECOND, "second-0")
+    turns.enqueue(SECOND, "second-1")
+    await asyncio.sleep(0)
+    assert taken[:4] == ["first-0", "second-0", "first-1", "second-1"]
+    assert len(taken) == 102
+
+
+async def test_a_turn_of_the_loop_is_used_up_by_all_together() -> None:
+    taken: list[int] = []
+    turns = RoundRobin[int](lambda session: taken.append(session) or LOOP_TURN_S / 4)
+    for number in range(10):
+        turns.enqueue(FIRST, number)
+    for expected in (4, 8, 10):
+        await asyncio.sleep(0)
+        assert len(taken) == expected
+
+
+async def test_who_is_read_at_once_uses_the_turn_up_too() -> None:
+    taken: list[int] = []
+    turns = RoundRobin[int](lambda session: taken.append(session) or LOOP_TURN_S / 4)
+    came = [turns.run_now(number) for number in range(6)]
+    assert came == [True] * 4 + [False] * 2
+    assert taken == [0, 1, 2, 3]
+    await asyncio.sleep(0)
+    assert turns.run_now(6)
+
+
+async def test_nobody_goes_before_those_who_wait() -> None:
+    turns = RoundRobin[int](lambda session: 0.0)
+    turns.enqueue(FIRST, 1)
+    assert not turns.run_now(2)
+    await asyncio.sleep(0)
+    assert turns.run_now(2)
+
+
+async def test_one_that_raises_keeps_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def take(session: int) -> float:
+        if session == 1:
+            raise RuntimeError
+        taken.append(session)
+        return 0.0
+
+    loop = asyncio.get_running_loop()
+    raised: list[object] = []
+    loop.set_exception_handler(lambda loop, context: raised.append(context["exception"]))
+    turns = RoundRobin[int](take)
+    for number in range(3):
+        turns.enqueue(FIRST, number)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert taken == [0, 2]
+    assert len(raised) == 1
