@@ -127,8 +127,9 @@ def _serve(node: CheckContext) -> None:
     from kvxferd.tooling.interrupts import interrupted_once
 
     def print_command(ref: TransferRef) -> None:
+        click.echo("kvxferd: serving until Ctrl-C; run this on another node:", err=True)
         click.echo(shlex.join(["kvxferd", "doctor", "--peer", ref.endpoint, "--ref", ref.to_json()]))
 
-    click.echo("kvxferd: serving until Ctrl-C; run this on another node:", err=True)
     with interrupted_once(), suppress(KeyboardInterrupt):
         serve_link(node, print_command)
+    click.echo("kvxferd: no longer serving; the engine is gone", err=True)

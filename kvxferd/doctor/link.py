@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy as np
 from kvxferd import client
 from kvxferd.doctor.finding import CheckContext, Finding, Verdict, fail, ok, warn
 from kvxferd.doctor.network_cards import rdma_cards
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.ids import Endpoint
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy, key_and_value
 from kvxferd.telemetry.remedies import remedy_of
@@ -109,7 +110,7 @@ def measure_link(node: CheckContext, ref: TransferRef) -> Iterator[Finding]:
                     todo = "do not use this way: a daemon or its network card is broken"
                     yield fail(CHECK, found, todo, essential=True, wrong_items=check.wrong_items)
                     return
-            yield _judge(pulls, _ways(node, engine_id), _transports(node, engine_id))
+            yield judge(pulls, _ways(node, engine_id), _transports(node, engine_id))
     except KvxferdError as error:
         todo = LINK_REMEDIES.get(error.code) or remedy_of(error.code, Endpoint(ref.endpoint), config_path="")
         yield fail(
@@ -117,7 +118,8 @@ def measure_link(node: CheckContext, ref: TransferRef) -> Iterator[Finding]:
         )
 
 
-def _judge(pulls: list[Pulled], ways: dict[str, int], transports: dict[str, Any]) -> Finding:
+def judge(pulls: list[Pulled], ways: dict[str, int], transports: dict[str, Any]) -> Finding:
+    """Return the finding on pulls whose bytes are right. `transports`: of `/v1/engines`, {} if not known."""
     first, *others = pulls
     speeds = [pull.bytes / pull.wire_s / 1e9 for pull in others]
     lanes, reach = transports.get("lanes", ""), transports.get("reach", "")
@@ -179,4 +181,11 @@ def _registered_rank(node: CheckContext, engine_id: str) -> Iterator[EngineRank]
     ((spec, layout),) = deployment.values()
     with closing(EngineRank()) as rank:
         rank.register(node.config.worker.socket, spec, layout)
+        # `--socket` names a control socket alone: the worker socket may be another daemon's.
+        status, _ = node.daemon.request("GET", f"/v1/engines/{engine_id}/layouts")
+        if status == HTTPStatus.NOT_FOUND:
+            raise ConfigError(
+                f"cannot measure: {node.config.worker.socket} and {node.daemon.socket_path} are sockets of "
+                "two daemons; name the one's configuration with --config"
+            )
         yield rank

@@ -19,7 +19,7 @@ from kvxferd.control.curve_keys import allowlist_of, read_key
 from kvxferd.doctor.finding import CheckContext, Finding, Verdict, fail, ok, warn
 from kvxferd.doctor.link import measure_link, not_measured
 from kvxferd.doctor.peer_ping import Outcome, ping
-from kvxferd.errors import EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint
 from kvxferd.tooling.output import format_bytes, format_duration
 from kvxferd.wire.common import TransferRef
@@ -55,7 +55,8 @@ def read_ref_of(peer: Endpoint, text: str) -> TransferRef:
     """Return the reference that was printed at the peer. Raises EngineError if it is none, or another's."""
     ref = read_ref(text)
     if not _is_at(ref.endpoint, peer):
-        raise EngineError(f"cannot measure the link to {peer}: the reference is of {ref.endpoint:.300}")
+        what = f"cannot measure the link to {peer}: the reference is of {str(ref.endpoint)!r:.300}"
+        raise EngineError(what, Code.BAD_REQUEST)
     return ref
 
 

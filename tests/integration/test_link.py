@@ -14,7 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvxferd.client import TransferRef
+from kvxferd.config import load_config
 from kvxferd.doctor import link
+from kvxferd.doctor.finding import CheckContext
+from kvxferd.errors import KvxferdError
 from kvxferd.layout.presets import deploy
 from kvxferd.tooling.engine_process import EngineRank
 from tests.support.doctor_harness import Examination, examine
@@ -110,6 +114,22 @@ def test_wrong_bytes_are_found(fleet: Fleet) -> None:
         failed = failure(here, msgspec.to_builtins(ref), there.endpoint)
         assert failed["facts"]["wrong_items"] == 1
         assert "layer 15" in failed["found"]
+
+
+def test_a_server_that_is_forgotten_ends(fleet: Fleet) -> None:
+    there = fleet.shared("prefill")
+    config = load_config(None, {}, {"node.run_dir": str(there.directory)})
+    refs: list[TransferRef] = []
+    link.serve_link(CheckContext(config, there.control, {}), refs.append, for_s=0.0)
+    (released,) = there.history(transfer=refs[0].transfer_id, kind="release")
+    assert released["why"] == "unpublished"
+
+
+def test_sockets_of_two_daemons_are_refused(fleet: Fleet) -> None:
+    here, there = fleet.shared("decode"), fleet.shared("prefill")
+    config = load_config(None, {}, {"node.run_dir": str(there.directory)})
+    with pytest.raises(KvxferdError, match="sockets of two daemons"):
+        link.serve_link(CheckContext(config, here.control, {}), print, for_s=0.0)
 
 
 def test_without_a_daemon_there_is_no_server(tmp_path: Any) -> None:

@@ -13,11 +13,13 @@ import pytest
 from kvxferd.config import Config
 from kvxferd.core.snapshot import PeerSnapshot, PullRecord, ReaderRecord, Record, ReleaseRecord
 from kvxferd.doctor.finding import CheckContext, Finding, Verdict
+from kvxferd.doctor.link import judge
 from kvxferd.doctor.peer_check import check_peer
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.telemetry.history import record_to_json
 from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.engine_process import Pulled
 from tests.support.node_samples import StillNode, pull_record, records
 from tests.support.served_peer import served_peer
 from tests.support.verb_harness import daemon, run
@@ -120,6 +122,25 @@ async def test_the_verb(tmp_path: Path) -> None:
     assert not isinstance(wrong.exception, KvxferdError)
 
 
+@pytest.mark.parametrize(
+    ("transports", "verdict", "words"),
+    [
+        ({"lanes": "cma", "reach": "node", "slow": False}, Verdict.OK, "by cma within one machine"),
+        ({"lanes": "tcp", "reach": "node", "slow": True}, Verdict.WARN, "a faster way exists"),
+        ({}, Verdict.OK, "by unknown transports; every byte"),
+    ],
+)
+def test_a_link_is_judged_by_the_pulls_behind_the_first(
+    transports: dict[str, Any], verdict: Verdict, words: str
+) -> None:
+    pulls = [Pulled(2.0, 10**9, 32, wire_s) for wire_s in (1.0, 0.5, 0.25, 0.125)]
+    found = judge(pulls, {"direct": 4 * 10**9, "covering": 0}, transports)
+    assert (found.verdict, bool(found.todo)) == (verdict, verdict is Verdict.WARN)
+    assert found.found.startswith("4 GB/s (median of 3 pulls")
+    assert "8 at best), read direct by" in found.found
+    assert words in found.found
+
+
 REF = {
     "endpoint": ELSEWHERE, "engine_id": "doctor-1", "generation": "preset", "transfer_id": "t",
     "nonce": "0" * 32,
@@ -132,7 +153,7 @@ REF = {
         (("--peer", ELSEWHERE, "--ref", "{}"), "cannot read the transfer reference"),
         (("--peer", ELSEWHERE, "--ref", "kv"), "cannot read the transfer reference"),
         (("--peer", ELSEWHERE, "--ref", json.dumps(REF | {"nonce": 1})), "cannot read the transfer"),
-        (("--peer", "tcp://10.9.9.9:2", "--ref", json.dumps(REF)), f"the reference is of {ELSEWHERE}"),
+        (("--peer", "tcp://10.9.9.9:2", "--ref", json.dumps(REF)), f"the reference is of '{ELSEWHERE}'"),
         (("--ref", json.dumps(REF)), "give --peer"),
         (("--serve", "--ref", json.dumps(REF)), "--serve measures nothing here"),
         (("--serve", "--json"), "--serve measures nothing here"),
