@@ -47,7 +47,6 @@ The engine's side of the contract:
 It needs msgspec and the standard library alone. `kvxferd.client.aio` awaits its events with asyncio.
 """
 
-from kvxferd.client.blocks import BlockList
 from kvxferd.client.client import Client, connect
 from kvxferd.client.events import (
     Delivered,
@@ -62,7 +61,9 @@ from kvxferd.client.events import (
 )
 from kvxferd.client.memory_export import Region
 from kvxferd.client.rank import Publisher, RankHandle
-from kvxferd.client.refs import TransferRef, make_ref
+from kvxferd.client.refs import make_ref
+from kvxferd.layout import BlockList
+from kvxferd.wire.common import TransferRef
 
 __all__ = [
     "BlockList",

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvxferd.client.blocks import BlockList
 from kvxferd.errors import Code
 from kvxferd.ids import Ticket, TransferId
+from kvxferd.layout import BlockList
 
 
 class PullTicket:

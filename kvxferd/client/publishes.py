@@ -16,9 +16,8 @@ from kvxferd.client.events import Emit, PublishRefused, Released
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, TransferId
-from kvxferd.layout import PackedBlocks
+from kvxferd.layout import BlocksByGroup, PackedBlocks
 from kvxferd.wire import worker
-from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.common import RankIncarnations
 from kvxferd.wire.limits import FENCE_SLOTS
 

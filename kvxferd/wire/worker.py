@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 
 from kvxferd.errors import Code
-from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, RegionId, Ticket, TransferId
-from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.ids import EngineId, Generation, Incarnation, RegionId, Ticket, TransferId
+from kvxferd.layout import BlocksByGroup, EngineSpec, RankLayout
 from kvxferd.wire.bounds import NAME, PIECES, REGIONS, TRACEPARENT
 from kvxferd.wire.common import BlockIds, FdBatch, Message, RankIncarnations, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS
@@ -17,7 +17,7 @@ WORKER_VERSIONS = Versions(1, 1)
 
 # A frame of 1 MiB has room for longer lists than these limits allow: 209,000 incarnations took 230 ms to
 # decode, and 95,000 groups 68 ms.
-LimitedBlocks = Annotated[dict[GroupName, PackedBlocks], msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)]
+LimitedBlocks = Annotated[BlocksByGroup, msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)]
 LimitedIncarnations = Annotated[RankIncarnations, msgspec.Meta(max_length=MAX_RANKS)]
 
 

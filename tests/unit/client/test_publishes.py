@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvxferd.client import BlockList, PublishRefused, Released
-from kvxferd.client.blocks import pack_blocks
+from kvxferd.client.arguments import pack_blocks
 from kvxferd.errors import BusyError, Code, EngineError
 from kvxferd.ids import Rank
 from kvxferd.layout import unpack_ids
