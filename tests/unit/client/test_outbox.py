@@ -7,9 +7,8 @@ from array import array
 
 import pytest
 
-from kvxferd.client import BlockList, TransferRef, outbox
+from kvxferd.client import BlockList, Event, Failed, PublishRefused, Released, TransferRef, outbox
 from kvxferd.client.arguments import pack_blocks
-from kvxferd.client.events import Event, Failed, PublishRefused, Released
 from kvxferd.client.outbox import MIN_PRUNED, Outbox
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import MIN_STALE_TIMERS, ClientPull, ClientPullPhase, ClientPulls
