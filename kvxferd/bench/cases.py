@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvxferd.bench.content import UNSTAMPED
 from kvxferd.bench.shapes import FIRST_RANK, Deployment, Role, footprint
 from kvxferd.ids import GroupName, Rank, RegionId
-from kvxferd.layout import GroupKind, PackedBlocks
+from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks
 from kvxferd.plan import Expander, Runs, make_plan
 
 BlockIds = npt.NDArray[np.int32]
@@ -98,7 +98,7 @@ def _pool_ids(case: Case, role: Role) -> BlockIds:
     return (case.first_block + drawn[:, None] * run + np.arange(run)).ravel().astype(np.int32)
 
 
-def packed_blocks(case: Case, role: Role, slot: int) -> dict[GroupName, PackedBlocks]:
+def packed_blocks(case: Case, role: Role, slot: int) -> BlocksByGroup:
     """Return one pull's lists as the planner takes them."""
     layout = case.deployment.layout()
     states = {group.name for group in layout.groups if group.kind is GroupKind.STATE}

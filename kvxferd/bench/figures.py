@@ -265,7 +265,7 @@ def _progressive(points: list[ProgressivePoint]) -> list[Figure]:
         chunks = f"one chunk of {size}" if is_one else f"{point.num_chunks} chunks of {size}"
         how = (
             f"{chunks} over {point.transport}, fragmented lists, reported as far apart as the pull takes for "
-            f"one; extend() for the last to Delivered, by pull() to Delivered of a whole transfer, prepared; "
+            f"one; ready() for the last to Delivered, by pull() to Delivered of a whole transfer, prepared; "
             f"median of {point.rounds} rounds, in turn"
         )
         name, aim = ("handover_ratio_one_chunk", 1.05) if is_one else ("handover_ratio", 0.25)

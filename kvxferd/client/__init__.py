@@ -47,22 +47,14 @@ The engine's side of the contract:
 It needs msgspec and the standard library alone. `kvxferd.client.aio` awaits its events with asyncio.
 """
 
-from kvxferd.client.blocks import BlockList
 from kvxferd.client.client import Client, connect
-from kvxferd.client.events import (
-    Delivered,
-    Disconnected,
-    Event,
-    Failed,
-    PublishRefused,
-    PullTicket,
-    Quiesced,
-    Released,
-    Suspended,
-)
+from kvxferd.client.events import Delivered, Disconnected, Event, Failed, PullTicket, Quiesced
 from kvxferd.client.memory_export import Region
 from kvxferd.client.rank import Publisher, RankHandle
-from kvxferd.client.refs import TransferRef, make_ref
+from kvxferd.client.refs import make_ref
+from kvxferd.layout import BlockList
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.worker import PublishRefused, Released, Suspended
 
 __all__ = [
     "BlockList",

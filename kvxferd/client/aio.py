@@ -29,19 +29,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvxferd.client.events import (
-    Delivered,
-    Disconnected,
-    Event,
-    Failed,
-    PublishRefused,
-    PullTicket,
-    Quiesced,
-    Released,
-    Suspended,
-)
+from kvxferd.client.events import Delivered, Disconnected, Event, Failed, PullTicket, Quiesced
 from kvxferd.client.rank import Publisher
 from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.wire.worker import PublishRefused, Released, Suspended
 
 T = TypeVar("T")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from types import TracebackType
 
 from kvxferd import __version__
+from kvxferd.client.arguments import check_name
 from kvxferd.client.blocking import error_from_refusal, wait_for_reply, wait_for_welcome
 from kvxferd.client.connection import Connection
 from kvxferd.client.memory_export import Regions, export_memory
 from kvxferd.client.mover_watch import LaunchMover
 from kvxferd.client.rank import Publisher, RankHandle
-from kvxferd.client.refs import check_name
 from kvxferd.client.registration import PublisherRole, RankRole, SessionRole, validated
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvxferd.client.blocks import BlockList
 from kvxferd.errors import Code
 from kvxferd.ids import Ticket, TransferId
+from kvxferd.layout import BlockList
+from kvxferd.wire.worker import PublishRefused, Released, Suspended
 
 
 class PullTicket:
@@ -86,41 +87,6 @@ class Quiesced:
 
     ticket: PullTicket
     blocks: Mapping[str, BlockList]
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The transfer is over: the engine may use its blocks on this rank again.
-
-    Attributes:
-        transfer_id: as given to `publish`, by this session or by another one of the engine.
-        why: `completed`, `lease-expired`, `unpublished`, `abandoned`, `rank-lost`, or another code.
-    """
-
-    transfer_id: TransferId
-    why: Code
-
-
-@dataclass(frozen=True, slots=True)
-class PublishRefused:
-    """The daemon refused the publish: nothing was readable, and the engine may use the blocks again.
-
-    Attributes:
-        transfer_id: as given to `publish`.
-        code: why, for machines.
-        message: why, for people.
-        retry_after_s: with the code `busy`, the seconds after which publishing again may help; else 0.
-    """
-
-    transfer_id: TransferId
-    code: Code
-    message: str
-    retry_after_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Suspended:
-    """No other process maps the rank's memory: it may be freed now."""
 
 
 @dataclass(frozen=True, slots=True)

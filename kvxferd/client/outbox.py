@@ -11,8 +11,9 @@ import msgspec
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import ClientPull, ClientPullPhase, ClientPulls
 from kvxferd.errors import BusyError
+from kvxferd.layout import num_id_bytes
 from kvxferd.wire import worker
-from kvxferd.wire.block_id_parts import num_id_bytes, split_block_ids
+from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message
 from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
 

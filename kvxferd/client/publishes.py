@@ -12,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvxferd.client.events import Emit, PublishRefused, Released
+from kvxferd.client.events import Emit
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, TransferId
-from kvxferd.layout import PackedBlocks
+from kvxferd.layout import BlocksByGroup, PackedBlocks
 from kvxferd.wire import worker
-from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.common import RankIncarnations
 from kvxferd.wire.limits import FENCE_SLOTS
 
@@ -160,7 +159,7 @@ class ClientPublishes:
         if self.gpu_done(publish):
             self._forget(publish.transfer_id)
             message = f"cannot publish {publish.transfer_id}: {why}"
-            self._emit(PublishRefused(publish.transfer_id, Code.DEVICE_ERROR, message, 0.0))
+            self._emit(worker.PublishRefused(publish.transfer_id, Code.DEVICE_ERROR, message))
 
     def withdraw(self, transfer_id: TransferId) -> bool:
         """Mark a transfer as withdrawn by the engine. Return whether `Unpublish` must be sent."""
@@ -224,10 +223,10 @@ class ClientPublishes:
         ]
         return [*(publish for publish in self._live.values() if not publish.awaits_gpu), *reports]
 
-    def handle_released(self, transfer_id: TransferId, why: Code) -> None:
+    def handle_released(self, message: worker.Released) -> None:
         """Handle the daemon's Released, also of a transfer that another session of this engine published."""
-        self._finish(transfer_id)
-        self._emit(Released(transfer_id, why))
+        self._finish(message.transfer_id)
+        self._emit(message)
 
     def handle_refused(self, message: worker.PublishRefused, now: float) -> None:
         """Handle the daemon's PublishRefused. One for a transfer that is over already changes nothing."""
@@ -238,7 +237,7 @@ class ClientPublishes:
             self._retry_at[publish.transfer_id] = now + REPUBLISH_S
             return
         self._forget(message.transfer_id)
-        self._emit(PublishRefused(message.transfer_id, message.code, message.message, message.retry_after_s))
+        self._emit(message)
 
     def pop_due_retries(self, now: float) -> list[ClientPublish]:
         """Return and remove the transfers to send again now."""
@@ -255,7 +254,7 @@ class ClientPublishes:
         """Release a transfer without a daemon: overwrite the fence word, then emit Released."""
         if transfer_id in self._live:
             self._finish(transfer_id)
-            self._emit(Released(transfer_id, why))
+            self._emit(worker.Released(transfer_id, why))
 
     def release_all_locally(self, why: Code) -> None:
         """Release every transfer without a daemon."""

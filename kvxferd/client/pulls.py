@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from kvxferd.client.blocks import unpack_blocks
 from kvxferd.client.events import Delivered, Emit, Failed, PullTicket, Quiesced
 from kvxferd.errors import BusyError, Code, ProtocolError
 from kvxferd.ids import Ticket
-from kvxferd.wire import common, worker
-from kvxferd.wire.block_id_parts import BlocksByGroup
+from kvxferd.layout import BlocksByGroup, unpack_blocks
+from kvxferd.wire import worker
+from kvxferd.wire.common import TransferRef
 from kvxferd.wire.limits import MAX_NOTICED
 
 DEADLINE_GRACE_S = 0.5  # the daemon keeps the deadline too, and knows better whether blocks are safe
@@ -103,7 +103,7 @@ class ClientPull:
     """One pull that has not ended."""
 
     ticket: PullTicket
-    ref: common.TransferRef
+    ref: TransferRef
     blocks: BlocksByGroup
     num_tokens: int
     deadline: float
@@ -132,7 +132,7 @@ class ClientPulls:
 
     def add(
         self,
-        ref: common.TransferRef,
+        ref: TransferRef,
         blocks: BlocksByGroup,
         num_tokens: int,
         deadline: float,

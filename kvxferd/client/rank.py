@@ -6,22 +6,21 @@ import time
 from collections.abc import Mapping
 from types import TracebackType
 
+from kvxferd.client.arguments import as_int, as_seconds, check_name, pack_blocks
 from kvxferd.client.blocking import error_from_refusal, wait_for_reply
-from kvxferd.client.blocks import BlockList, as_int, pack_blocks
 from kvxferd.client.connection import Connection
 from kvxferd.client.events import Event, PullTicket
 from kvxferd.client.gpu_events import Completion, unfinished
 from kvxferd.client.memory_export import Regions, export_memory
-from kvxferd.client.refs import RefLike, TransferRef, check_name, check_nonce, read_ref
+from kvxferd.client.refs import check_nonce
 from kvxferd.client.registration import MemoryState
 from kvxferd.client.session_requests import SessionState
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import TransferId
-from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout import BlockList, EngineSpec, RankLayout
 from kvxferd.wire import worker
+from kvxferd.wire.common import RefLike, TransferRef
 from kvxferd.wire.traceparent import read_traceparent
-
-MAX_SECONDS = 10 * 365 * 24 * 3600.0  # a time beyond this is a mistake in units; clocks and timers take it
 
 
 class Publisher:
@@ -102,7 +101,7 @@ class Publisher:
         packed = pack_blocks(blocks, self._groups, what)
         tokens = as_int(num_tokens, "num_tokens", 1, what)
         readers = as_int(num_readers, "num_readers", 1, what)
-        lease = None if lease_s is None else _seconds(lease_s, "lease_s", what)
+        lease = None if lease_s is None else as_seconds(lease_s, "lease_s", what)
         ready = -1 if ready_tokens is None else as_int(ready_tokens, "ready_tokens", 0, what)
         if ready > tokens:
             raise EngineError(f"cannot {what}: {ready} of {tokens} tokens cannot be ready")
@@ -140,7 +139,7 @@ class Publisher:
 
     def unpublish(self, ref: RefLike) -> None:
         """Withdraw a transfer. The engine may use its blocks again at `Released`, not before."""
-        transfer = read_ref(ref)
+        transfer = TransferRef.parse(ref)
         with self._connection.lock:
             self._session.unpublish(transfer.transfer_id)
             self._connection.flush()
@@ -239,7 +238,7 @@ class RankHandle(Publisher):
 
         Raises EngineError (`transfer-unknown`) for a reference that `publish` did not return.
         """
-        message = worker.Prepare(ref=read_ref(ref))
+        message = worker.Prepare(ref=TransferRef.parse(ref))
         with self._connection.lock:
             self._session.queue_one_way(message)
             self._connection.flush()
@@ -284,11 +283,11 @@ class RankHandle(Publisher):
             BusyError: 65,536 pulls of this session have not ended, or the daemon is far behind.
             KvxferdError: the session is over.
         """
-        source = read_ref(ref)
+        source = TransferRef.parse(ref)
         what = f"pull {source.transfer_id}"
         packed = pack_blocks(blocks, self._own_groups, what)
         tokens = as_int(num_tokens, "num_tokens", 1, what)
-        deadline = time.monotonic() + _seconds(deadline_s, "deadline_s", what)
+        deadline = time.monotonic() + as_seconds(deadline_s, "deadline_s", what)
         with self._connection.lock:
             ticket = self._session.pull(
                 source,
@@ -304,7 +303,7 @@ class RankHandle(Publisher):
 
     def abandon(self, ref: RefLike) -> None:
         """Report that no rank of this rank's engine will read the transfer any more."""
-        message = worker.Abandon(ref=read_ref(ref))
+        message = worker.Abandon(ref=TransferRef.parse(ref))
         with self._connection.lock:
             self._session.queue_one_way(message)
             self._connection.flush()
@@ -349,13 +348,3 @@ class RankHandle(Publisher):
             refusal = wait_for_reply(connection, f"resume {self._session.registration.role}", timeout_s)
             if refusal is not None:
                 raise error_from_refusal(refusal)
-
-
-def _seconds(value: float, name: str, what: str) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise EngineError(f"cannot {what}: {name} must be seconds, not {value!r:.80}") from error
-    if not 0 < seconds <= MAX_SECONDS:  # NaN is not in between either
-        raise EngineError(f"cannot {what}: {name} is {seconds}, must be positive and at most {MAX_SECONDS:g}")
-    return seconds

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvxferd.client.events import Disconnected, Emit, Suspended
+from kvxferd.client.events import Disconnected, Emit
 from kvxferd.client.fence_slots import FencePageLike, FenceSlots
 from kvxferd.client.incarnations import KnownIncarnations
 from kvxferd.client.memory_export import MemoryExport
@@ -231,7 +231,7 @@ class ClientSession(SessionRequests):
         ):
             self._publishes.release_all_locally(Code.SUSPENDED)  # on every path to here the bytes go
             self.registration.finish_suspend()
-            self._emit(Suspended())
+            self._emit(worker.Suspended())
 
     # --- messages of the daemon
 
@@ -276,7 +276,7 @@ class ClientSession(SessionRequests):
                 self._require_state(SessionState.READY, message)
                 self._outbox.queue(self._pulls.handle_interrupted(message))
             case worker.Released():
-                self._publishes.handle_released(message.transfer_id, message.why)
+                self._publishes.handle_released(message)
             case worker.PublishRefused():
                 self._publishes.handle_refused(message, now)
             case worker.Suspended():

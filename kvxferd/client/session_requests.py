@@ -12,14 +12,12 @@ from kvxferd.client.incarnations import KnownIncarnations
 from kvxferd.client.outbox import Outbox
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import ClientPulls
-from kvxferd.client.refs import TransferRef
 from kvxferd.client.registration import MemoryState, RankRole, Registration
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, Incarnation, Ticket, TransferId
-from kvxferd.layout import check_continues
-from kvxferd.wire import common, worker
-from kvxferd.wire.block_id_parts import BlocksByGroup
-from kvxferd.wire.common import Refusal
+from kvxferd.layout import BlocksByGroup, check_continues
+from kvxferd.wire import worker
+from kvxferd.wire.common import Refusal, TransferRef
 
 CancelPull = Callable[[Ticket], None]
 
@@ -201,7 +199,7 @@ class SessionRequests:
 
     def pull(
         self,
-        ref: common.TransferRef,
+        ref: TransferRef,
         blocks: BlocksByGroup,
         num_tokens: int,
         deadline: float,

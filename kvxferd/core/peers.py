@@ -21,7 +21,8 @@ from kvxferd.core.snapshot import PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.core.tables import decrease
 from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineKey
-from kvxferd.wire.block_id_parts import BlockIdAssembly, num_id_bytes
+from kvxferd.layout import num_id_bytes
+from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, Refusal
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES, MAX_SENTENCE_CHARS

@@ -27,7 +27,7 @@ from kvxferd.core.traces import sampled_trace
 from kvxferd.core.transfer_table import EarlyReady, Transfer, TransferKey, TransferTable
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
-from kvxferd.layout import GroupKind, PackedBlocks
+from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks
 from kvxferd.plan import BlockRules, check_blocks_by, check_open_blocks, covered_tokens
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import TransferReleased
@@ -69,7 +69,7 @@ class PublishedTransfers:
         session: Session,
         engine: EngineKey,
         message: Publish,
-        blocks: dict[GroupName, PackedBlocks],
+        blocks: BlocksByGroup,
         fence_word: bytes,
     ) -> None:
         """Start a transfer's life, or refuse it."""
@@ -93,7 +93,7 @@ class PublishedTransfers:
         session: Session,
         engine_key: EngineKey,
         message: Publish,
-        blocks: dict[GroupName, PackedBlocks],
+        blocks: BlocksByGroup,
         fence_word: bytes,
     ) -> Transfer:
         engine, rank = self._registry.get(engine_key), session.own_rank
@@ -138,7 +138,7 @@ class PublishedTransfers:
 
     @staticmethod
     def _check_blocks(
-        engine: LocalEngine, message: Publish, blocks: dict[GroupName, PackedBlocks], rank: Rank | None
+        engine: LocalEngine, message: Publish, blocks: BlocksByGroup, rank: Rank | None
     ) -> bool:
         """Check the block lists against the groups of all ranks: each rank reads only its own groups.
 
@@ -170,7 +170,7 @@ class PublishedTransfers:
         session: SessionId,
         engine_key: EngineKey,
         transfer_id: TransferId,
-        blocks: dict[GroupName, PackedBlocks],
+        blocks: BlocksByGroup,
     ) -> None:
         """Add blocks to a transfer of this session. One that is over, or not there yet, changes nothing.
 
@@ -482,7 +482,7 @@ class PublishedTransfers:
 
 def _appended(
     rules: BlockRules, kept: Mapping[GroupName, PackedBlocks], added: Mapping[GroupName, PackedBlocks]
-) -> dict[GroupName, PackedBlocks]:
+) -> BlocksByGroup:
     """Return the lists with the added ids behind those that are kept; of a state the last list counts."""
     merged = dict(kept)
     for name, packed in added.items():

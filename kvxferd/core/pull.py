@@ -10,8 +10,8 @@ from kvxferd.core.grant_client import GrantState, HeldGrant
 from kvxferd.core.pull_totals import NOTHING_READ
 from kvxferd.core.registry import LocalRank
 from kvxferd.errors import Code
-from kvxferd.ids import GroupName, MoverId, PullId, Ticket
-from kvxferd.layout import PackedBlocks
+from kvxferd.ids import MoverId, PullId, Ticket
+from kvxferd.layout import BlocksByGroup
 from kvxferd.wire.common import Refusal, TransferRef
 from kvxferd.wire.mover import PullOutcome, PullProgress
 
@@ -69,7 +69,7 @@ TRANSITIONS: dict[tuple[PullPhase, PullTrigger], PullPhase] = {
 class Piece(NamedTuple):
     """What one read of a pull reads: nearly always the whole pull."""
 
-    blocks: dict[GroupName, PackedBlocks]  # this rank's
+    blocks: BlocksByGroup  # this rank's
     end: int  # up to which token
     is_last: bool
 
@@ -82,7 +82,7 @@ class Pull:
     rank: LocalRank
     ticket: Ticket
     ref: TransferRef
-    blocks: dict[GroupName, PackedBlocks]
+    blocks: BlocksByGroup
     num_tokens: int
     deadline: float
     received_at: float

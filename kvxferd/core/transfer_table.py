@@ -18,13 +18,12 @@ from kvxferd.ids import (
     Endpoint,
     EngineKey,
     GrantId,
-    GroupName,
     Incarnation,
     Rank,
     SessionId,
     TransferId,
 )
-from kvxferd.layout import PackedBlocks
+from kvxferd.layout import BlocksByGroup
 from kvxferd.wire.peer import Consumer
 
 # Of a transfer's readers, and of a reader's daemons: those that the release's record names.
@@ -77,7 +76,7 @@ class Transfer:
     uid: int  # the publisher's, whose share the block ids count for
     fence_slot: int
     fence_word: bytes
-    blocks: dict[GroupName, PackedBlocks]
+    blocks: BlocksByGroup
     num_tokens: int
     num_readers: int
     published_at: float

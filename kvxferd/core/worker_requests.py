@@ -18,10 +18,9 @@ from kvxferd.core.pulls import Pulls
 from kvxferd.core.registry import LocalRank, Registry
 from kvxferd.core.session import Session
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import GroupName, Ticket, TransferId
-from kvxferd.layout import PackedBlocks
+from kvxferd.ids import Ticket, TransferId
+from kvxferd.layout import BlocksByGroup
 from kvxferd.plan import check_blocks_by
-from kvxferd.wire.block_id_parts import BlocksByGroup
 from kvxferd.wire.codec import negotiate_version
 from kvxferd.wire.common import BlockIds, FdBatch, TransferRef
 from kvxferd.wire.endpoint import parse_endpoint
@@ -268,7 +267,7 @@ class WorkerRequests:
         self._context.emit(SendToWorker(session.session_id, failed))
 
     def _admit(
-        self, session: Session, message: PullRequest, blocks: dict[GroupName, PackedBlocks]
+        self, session: Session, message: PullRequest, blocks: BlocksByGroup
     ) -> tuple[LocalRank, TransferRef]:
         what = f"cannot pull transfer {message.ref.transfer_id[:80]}"
         rank = session.rank

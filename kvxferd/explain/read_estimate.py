@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from kvxferd.ids import AgentName, GroupName, Rank, RegionId
-from kvxferd.layout import GroupKind, PackedBlocks, pack_ids
+from kvxferd.ids import AgentName, Rank, RegionId
+from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks, pack_ids
 from kvxferd.plan import Plan
 from kvxferd.plan.covering import CoveredRank, CoverExpander, CoverRequest, FormCount
 from kvxferd.plan.plan import BlockGeometry
@@ -165,7 +165,7 @@ def sample_tokens(sides: Iterable[BlockGeometry]) -> int:
     return step if step <= MAX_SAMPLE_TOKENS else max(spans)
 
 
-def sample_lists(sides: Iterable[BlockGeometry], tokens: int, stride: int) -> dict[GroupName, PackedBlocks]:
+def sample_lists(sides: Iterable[BlockGeometry], tokens: int, stride: int) -> BlocksByGroup:
     """Return block lists of ids `stride` apart; the ids need not exist, as nothing is moved."""
     return {side.group: _sample_block_ids(side, tokens, stride) for side in sides}
 

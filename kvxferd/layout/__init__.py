@@ -6,7 +6,17 @@ model's facts, and `validate` checks it when a rank registers. `regions` and `co
 in-engine connectors.
 """
 
-from kvxferd.layout.blocks import PackedBlocks, check_continues, lend_ids, pack_ids, unpack_ids
+from kvxferd.layout.block_ids import (
+    BlockList,
+    BlocksByGroup,
+    PackedBlocks,
+    borrow_ids,
+    check_continues,
+    num_id_bytes,
+    pack_ids,
+    unpack_blocks,
+    unpack_ids,
+)
 from kvxferd.layout.conv_split import (
     ConvPart,
     MambaConvSplitInfo,
@@ -35,6 +45,8 @@ from kvxferd.layout.tensors import (
 )
 
 __all__ = [
+    "BlockList",
+    "BlocksByGroup",
     "CacheProperties",
     "CacheTensor",
     "ConvPart",
@@ -51,6 +63,7 @@ __all__ = [
     "TransferRegion",
     "UnitRange",
     "block_bytes",
+    "borrow_ids",
     "cache_properties",
     "check_continues",
     "compute_physical_blocks_per_logical",
@@ -58,8 +71,9 @@ __all__ = [
     "digest_of",
     "from_tensors",
     "get_transfer_cache_regions",
-    "lend_ids",
+    "num_id_bytes",
     "pack_ids",
     "tensor_regions",
+    "unpack_blocks",
     "unpack_ids",
 ]

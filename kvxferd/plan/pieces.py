@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from kvxferd.ids import GroupName
-from kvxferd.layout import GroupKind, PackedBlocks
+from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks
 from kvxferd.plan.block_list_checks import BlockRules
 from kvxferd.plan.plan import BlockGeometry, Plan, block_geometry
 
@@ -42,9 +42,7 @@ class PieceRules:
         cut = [step for name in self._id_tokens for step in steps[name]]
         self.step_tokens = math.lcm(*cut) if cut else 0
 
-    def slice(
-        self, blocks: Mapping[GroupName, PackedBlocks], begin: int, end: int | None
-    ) -> dict[GroupName, PackedBlocks]:
+    def slice(self, blocks: Mapping[GroupName, PackedBlocks], begin: int, end: int | None) -> BlocksByGroup:
         """Return the local lists of tokens [begin, end); with end None, of all that earlier pieces left."""
         return {name: self._slice_one(name, listed, begin, end) for name, listed in blocks.items()}
 

@@ -8,7 +8,7 @@ import msgspec
 
 from kvxferd.errors import BusyError, Code, ProtocolError
 from kvxferd.ids import GroupName
-from kvxferd.layout import PackedBlocks
+from kvxferd.layout import BlocksByGroup, PackedBlocks, num_id_bytes
 from kvxferd.wire.common import BlockIds
 from kvxferd.wire.limits import (
     IDS_PART_BYTES,
@@ -18,13 +18,7 @@ from kvxferd.wire.limits import (
     MAX_REQUEST_IDS_BYTES,
 )
 
-BlocksByGroup = dict[GroupName, PackedBlocks]
 BUSY_RETRY_S = 1.0
-
-
-def num_id_bytes(blocks: Mapping[GroupName, PackedBlocks]) -> int:
-    """Return the bytes of the block ids of all groups."""
-    return sum(len(packed.ids) for packed in blocks.values())
 
 
 def split_block_ids(

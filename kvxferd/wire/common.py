@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
 import msgspec
 
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
     AgentName,
     Endpoint,
@@ -21,6 +22,8 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire.bounds import METADATA, NAME, PIECES, REASON, REGIONS, TRACEPARENT
+from kvxferd.wire.limits import MAX_ENDPOINT_CHARS, MAX_NAME_CHARS, MAX_REF_BYTES
+from kvxferd.wire.traceparent import read_traceparent
 
 
 class Message(
@@ -44,25 +47,67 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The reference that the router carries from the prefill engine to the decode engine: plain JSON.
+    """A reference to a published transfer, plain as JSON. Any process that has it may read the transfer.
 
-    The engine that made it may be newer than the one that reads it: unknown fields are ignored, within
-    `MAX_REF_BYTES`.
+    The router carries it from the prefill engine to the decode engine. The engine that made it may be newer
+    than the one that reads it: unknown fields are ignored, within `MAX_REF_BYTES`.
+
+    Attributes:
+        endpoint: the peer socket of the daemon that is the engine's home, ``tcp://HOST:PORT`` with
+            ``#KEY`` behind it where CURVE is on.
+        engine_id: the engine that published.
+        generation: that engine's generation.
+        transfer_id: as given to `publish`.
+        nonce: 32 hex digits that prove the right to read.
+        traceparent: of the request's trace (W3C Trace Context), where the publisher named one. Two
+            references that differ in it alone are equal.
     """
 
-    endpoint: Endpoint  # the home's peer socket
+    endpoint: Endpoint
     engine_id: EngineId
     generation: Generation
     transfer_id: TransferId
-    nonce: str  # 32 hex digits; any process that has it may read the transfer
-    # Of the request's trace, as `read_traceparent` returns it; "": none. Not part of the identity.
+    nonce: str
     traceparent: Annotated[str, TRACEPARENT] = ""
+
+    @classmethod
+    def parse(cls, ref: RefLike) -> TransferRef:
+        """Return the reference, whichever form it has. Raises EngineError(transfer-unknown).
+
+        The result can be encoded: every field is checked here, in the caller's thread, also those of a
+        `TransferRef`, which are not checked when it is made.
+        """
+        try:
+            given = _ref_fields(ref)
+            return cls(
+                endpoint=Endpoint(_ref_text(given, "endpoint", MAX_ENDPOINT_CHARS)),
+                engine_id=EngineId(_ref_text(given, "engine_id")),
+                generation=Generation(_ref_text(given, "generation")),
+                transfer_id=TransferId(_ref_text(given, "transfer_id")),
+                nonce=_ref_text(given, "nonce"),
+                # A hint: one that is not valid is dropped, and the transfer is pulled all the same.
+                traceparent=read_traceparent(given.get("traceparent")),
+            )
+        # RecursionError: JSON that is nested as deep as it is long.
+        except (msgspec.DecodeError, TypeError, ValueError, RecursionError) as error:
+            raise EngineError(
+                f"cannot read the transfer reference: {error}; hand on what publish() returned, unchanged",
+                Code.TRANSFER_UNKNOWN,
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as a dict of strings, for a router that builds JSON itself."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
+
+    def to_json(self) -> str:
+        """Return it as a JSON object."""
+        return msgspec.json.encode(self).decode()
 
     def __eq__(self, other: object) -> bool:
         """Whether both name the same transfer, whichever trace they carry."""
-        if type(other) is not type(self):
+        if not isinstance(other, TransferRef):
             return NotImplemented
-        assert isinstance(other, TransferRef)
         return self._identity() == other._identity()
 
     def __hash__(self) -> int:
@@ -80,6 +125,36 @@ class TransferRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     def engine(self) -> EngineKey:
         """The source engine's key."""
         return EngineKey(self.engine_id, self.generation)
+
+
+RefLike = TransferRef | Mapping[str, Any] | str | bytes
+
+
+def _ref_fields(ref: object) -> Mapping[str, object]:
+    """Return the reference's fields, unchecked."""
+    if isinstance(ref, TransferRef):
+        return msgspec.structs.asdict(ref)
+    if isinstance(ref, str | bytes):
+        if len(ref) > MAX_REF_BYTES:
+            raise ValueError(f"it has {len(ref)} bytes, at most {MAX_REF_BYTES} go")
+        ref = msgspec.json.decode(ref)
+    if not isinstance(ref, Mapping):
+        raise TypeError(f"it is a {type(ref).__name__}")
+    return ref
+
+
+def _ref_text(given: Mapping[str, object], name: str, most_chars: int = MAX_NAME_CHARS) -> str:
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise TypeError(f"`{name}` is missing or no text")
+    if not 0 < len(value) <= most_chars:
+        raise ValueError(f"`{name}` has {len(value)} characters, 1 to {most_chars} go")
+    return as_utf8_str(value)
+
+
+def as_utf8_str(text: str) -> str:
+    """Return a text that msgpack can carry. Raises UnicodeEncodeError (a ValueError) for a lone surrogate."""
+    return str.encode(text).decode()
 
 
 class RegionAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -16,8 +16,8 @@ from typing import Annotated
 import msgspec
 
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, Digest, GroupName, PullId, Rank, SessionId, Ticket
-from kvxferd.layout import PackedBlocks
+from kvxferd.ids import AgentName, Digest, PullId, Rank, SessionId, Ticket
+from kvxferd.layout import BlocksByGroup
 from kvxferd.wire.bounds import METADATA, NAME, REASON, REGIONS
 from kvxferd.wire.common import BlockIds, FdBatch, Message, Placement, RegionAddress
 from kvxferd.wire.worker import RegionExport
@@ -131,8 +131,8 @@ class StartPull(Message, frozen=True, tag="start-pull"):
     pull: PullId
     plan: Digest
     sources: tuple[SourceRank, ...]
-    local: dict[GroupName, PackedBlocks]
-    remote: dict[GroupName, PackedBlocks]
+    local: BlocksByGroup
+    remote: BlocksByGroup
     num_tokens: int
     fence: FenceLocation
     stream: int = 0

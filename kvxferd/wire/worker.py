@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 
 from kvxferd.errors import Code
-from kvxferd.ids import EngineId, Generation, GroupName, Incarnation, RegionId, Ticket, TransferId
-from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.ids import EngineId, Generation, Incarnation, RegionId, Ticket, TransferId
+from kvxferd.layout import BlocksByGroup, EngineSpec, RankLayout
 from kvxferd.wire.bounds import NAME, PIECES, REGIONS, TRACEPARENT
 from kvxferd.wire.common import BlockIds, FdBatch, Message, RankIncarnations, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS
@@ -17,7 +17,7 @@ WORKER_VERSIONS = Versions(1, 1)
 
 # A frame of 1 MiB has room for longer lists than these limits allow: 209,000 incarnations took 230 ms to
 # decode, and 95,000 groups 68 ms.
-LimitedBlocks = Annotated[dict[GroupName, PackedBlocks], msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)]
+LimitedBlocks = Annotated[BlocksByGroup, msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)]
 LimitedIncarnations = Annotated[RankIncarnations, msgspec.Meta(max_length=MAX_RANKS)]
 
 
@@ -284,23 +284,37 @@ class PullsInterrupted(Message, frozen=True, tag="pulls-interrupted"):
 
 
 class Released(Message, frozen=True, tag="released"):
-    """The transfer is over: its engine may use the blocks again. Sent once to the publisher and each rank."""
+    """The transfer is over: the engine may use its blocks on this rank again.
+
+    Sent once to the publisher and each rank.
+
+    Attributes:
+        transfer_id: as given to `publish`, by this session or by another one of the engine.
+        why: `completed`, `lease-expired`, `unpublished`, `abandoned`, `rank-lost`, or another code.
+    """
 
     transfer_id: TransferId
     why: Code
 
 
 class PublishRefused(Message, frozen=True, tag="publish-refused"):
-    """The publish is refused: the transfer was never readable, and the engine may use the blocks again."""
+    """The publish is refused: the transfer was never readable, and the engine may use the blocks again.
+
+    Attributes:
+        transfer_id: as given to `publish`.
+        code: why, for machines.
+        message: why, for people.
+        retry_after_s: with the code `busy`, the seconds after which publishing again may help; else 0.
+    """
 
     transfer_id: TransferId
     code: Code
     message: str
-    retry_after_s: float = 0.0  # with the code `busy`
+    retry_after_s: float = 0.0
 
 
 class Suspended(Message, frozen=True, tag="suspended"):
-    """No process but the worker maps the rank's memory."""
+    """No process but the worker maps the rank's memory: it may be freed now."""
 
 
 class Farewell(Message, frozen=True, tag="farewell"):

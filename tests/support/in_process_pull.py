@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvxferd.client import BlockList
-from kvxferd.client.blocks import pack_blocks
+from kvxferd.client.arguments import pack_blocks
 from kvxferd.ids import Rank, RegionId
 from kvxferd.integrations.vllm.layout_derivation import DerivedCaches
 from kvxferd.layout import EngineSpec

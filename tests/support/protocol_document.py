@@ -58,7 +58,8 @@ def actual_fields(struct: type[msgspec.Struct]) -> list[Field]:
 def _default(field: inspect.Field) -> str:
     if field.required:
         return "required"
-    return msgspec.json.encode(field.default).decode()
+    is_made = field.default_factory is not msgspec.NODEFAULT  # of an empty map
+    return msgspec.json.encode(field.default_factory() if is_made else field.default).decode()
 
 
 _PLAIN = {

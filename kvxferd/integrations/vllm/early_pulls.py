@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvxferd.wire.common import TransferRef
+from kvxferd.client import TransferRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from kvxferd.errors import KvxferdError
 from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.request_params import Request, traceparent_of
 from kvxferd.integrations.vllm.step_metadata import ExtendSpec
-from kvxferd.wire import common
 
 _LOG = logging.getLogger("vllm.kvxferd.scheduler")
 
@@ -82,7 +81,7 @@ class OpenTransfers:
         self._lease_s = lease_s
         self._clock = clock
         self._cache: CacheManager | None = None
-        self._expected: dict[str, tuple[Request, common.TransferRef]] = {}  # by request id: not scheduled yet
+        self._expected: dict[str, tuple[Request, TransferRef]] = {}  # by request id: not scheduled yet
         self._open: dict[str, _OpenTransfer] = {}  # by request id
         self._spent: set[str] = set()  # requests whose transfer ended before they did: its id is used up
         self._request_ids: dict[str, str] = {}  # by transfer id, of those that are open
@@ -98,7 +97,7 @@ class OpenTransfers:
         """Whether requests of this engine can be published early, with any gain."""
         return self._cache is not None and self._groups.can_be_read_early
 
-    def expect(self, request: Request, ref: common.TransferRef) -> None:
+    def expect(self, request: Request, ref: TransferRef) -> None:
         """Publish a request as `ref` when it is scheduled first."""
         if self.is_possible:
             self._expected[request.request_id] = (request, ref)
@@ -176,7 +175,7 @@ class OpenTransfers:
             for transfer_id, since in self._withdrawn.items()
         )
 
-    def _publish(self, publisher: Publisher | None, request: Request, ref: common.TransferRef) -> None:
+    def _publish(self, publisher: Publisher | None, request: Request, ref: TransferRef) -> None:
         if publisher is None or not publisher.is_connected or ref.generation != publisher.generation:
             return  # it is published when it ends, or not at all
         num_tokens = request.num_prompt_tokens

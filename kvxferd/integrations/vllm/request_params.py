@@ -17,8 +17,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 from kvxferd.client import TransferRef
-from kvxferd.client.refs import read_ref
-from kvxferd.wire import common
 from kvxferd.wire.traceparent import read_traceparent
 
 REF_KEY = "kvxferd"
@@ -79,9 +77,9 @@ def is_prompt_computed(request: Request) -> bool:
     return request.status.name in _FINISHED
 
 
-def ref_from_params(params: Mapping[str, Any]) -> common.TransferRef:
+def ref_from_params(params: Mapping[str, Any]) -> TransferRef:
     """Return the prefill engine's, or the router's, reference. Raises EngineError(transfer-unknown)."""
-    return read_ref(params.get(REF_KEY) or {})
+    return TransferRef.parse(params.get(REF_KEY) or {})
 
 
 def params_for_decode(ref: TransferRef) -> dict[str, Any]:

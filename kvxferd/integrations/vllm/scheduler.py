@@ -30,7 +30,6 @@ from kvxferd.integrations.vllm.request_params import (
 )
 from kvxferd.integrations.vllm.stats import ConnectorStats
 from kvxferd.integrations.vllm.step_metadata import PublishSpec, PullSpec, RegisteredEngine, StepMetadata
-from kvxferd.wire import common
 from kvxferd.wire.limits import MAX_NAME_CHARS
 
 _LOG = logging.getLogger("vllm.kvxferd.scheduler")
@@ -64,7 +63,7 @@ class ConnectorScheduler:
         self._needs_ready = False
         self._step = StepMetadata()
         self._sequence = itertools.count(1)
-        self._pulling: dict[str, common.TransferRef] = {}  # request id -> what it reads
+        self._pulling: dict[str, TransferRef] = {}  # request id -> what it reads
         self._published: dict[str, str] = {}  # transfer id -> request id
         self._early_pulls = None if early is None else EarlyPulls(early)
         self._late_abandons = LateAbandons()
@@ -221,7 +220,7 @@ class ConnectorScheduler:
         published = self._publish(request, block_ids, None if is_spent else self._router_ref(request))
         return (False, None) if published is None else (True, params_for_decode(published))
 
-    def _router_ref(self, request: Request) -> common.TransferRef | None:
+    def _router_ref(self, request: Request) -> TransferRef | None:
         """Return the reference by which the router has asked the decode engine already, if it is one of this
         engine's.
         """
@@ -242,7 +241,7 @@ class ConnectorScheduler:
         return given
 
     def _publish(
-        self, request: Request, block_ids: Sequence[Sequence[int]], given: common.TransferRef | None
+        self, request: Request, block_ids: Sequence[Sequence[int]], given: TransferRef | None
     ) -> TransferRef | None:
         """Publish a request that has ended; `given` has the id and nonce that its router chose, if it did."""
         self._check_pending_publisher()
@@ -355,7 +354,7 @@ class ConnectorScheduler:
         if (request_id := self._published.pop(transfer_id, None)) is not None:
             self._step.released.append(request_id)
 
-    def _usable_ref(self, request: Request) -> common.TransferRef | None:
+    def _usable_ref(self, request: Request) -> TransferRef | None:
         params = request.kv_transfer_params or {}
         try:
             if not self._may_pull:

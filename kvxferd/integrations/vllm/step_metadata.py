@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from kvxferd.client import BlockList
+from kvxferd.client import BlockList, TransferRef
 from kvxferd.ids import Generation
-from kvxferd.wire.common import TransferRef
 
 
 @dataclass(frozen=True, slots=True)

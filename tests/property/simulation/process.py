@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvxferd.client.events import Event, Released
+from kvxferd.client import Event, Released
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.memory_export import MemoryExport
 from kvxferd.client.registration import MemoryState, PublisherRole, RankRole, SessionRole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 import select
@@ -73,7 +72,7 @@ class Agent(EngineRank):
             self.unread = tuple(self.rank.poll())
         event, *rest = self.unread
         self.unread = tuple(rest)
-        fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+        fields = {name: getattr(event, name) for name in type(event).__match_args__}
         if isinstance(fields.get("ticket"), client.PullTicket):
             fields["ticket"] = fields["ticket"].number
         fields.pop("blocks", None)

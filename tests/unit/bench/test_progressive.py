@@ -23,10 +23,10 @@ class Rank:
         self.reports: list[tuple[int | None, list[int]]] = []
         self.times: list[float] = []
 
-    def extend(self, name: str, ready_tokens: int | None, blocks: dict[str, Any]) -> None:
+    def ready(self, name: str, tokens: int | None, blocks: dict[str, Any]) -> None:
         self.times.append(time.perf_counter())
         (listed,) = blocks.values()
-        self.reports.append((ready_tokens, list(unpack_ids(bytes(listed.ids)))))
+        self.reports.append((tokens, list(unpack_ids(bytes(listed.ids)))))
 
 
 def workload_of(*sizes: ProgressiveSize) -> Workload:

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvxferd.client import BlockList, RankHandle, connect
-from kvxferd.client.refs import TransferRef, read_ref
+from kvxferd.client import BlockList, RankHandle, TransferRef, connect
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import RegionSpec
 from kvxferd.memory.device import ResidentMemory
-from kvxferd.wire import common, worker
+from kvxferd.wire import worker
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from tests.support.client_harness import LAYOUT, REF, REGION, SPEC, Stage, blocks
 from tests.support.scripted_daemon import WAIT_S
@@ -35,7 +34,7 @@ class Text(str):
 
 def forms(fields: dict[str, Any]) -> list[Any]:
     """A reference in every form that can hold these fields."""
-    found: list[Any] = [fields, common.TransferRef(**fields), TransferRef(**fields)]
+    found: list[Any] = [fields, TransferRef(**fields)]
     try:
         text = msgspec.json.encode(fields)
     except (TypeError, ValueError, OverflowError):
@@ -51,19 +50,19 @@ def test_a_reference_is_looked_at_whole_in_every_form(name: str, value: object) 
         if isinstance(form, bytes | str) and isinstance(value, bytes):
             continue  # JSON holds bytes as a text
         with pytest.raises(EngineError, match="cannot read the transfer reference"):
-            read_ref(form)
+            TransferRef.parse(form)
 
 
 @pytest.mark.parametrize("form", [b"[" * 10_000, "\ud800", b"\xff", [], [("endpoint", 1)], bytearray(b"{}")])
 def test_what_is_no_reference_at_all(form: Any) -> None:
     with pytest.raises(EngineError, match="cannot read the transfer reference") as refused:
-        read_ref(form)
+        TransferRef.parse(form)
     assert refused.value.code is Code.TRANSFER_UNKNOWN
 
 
 def test_what_a_reference_holds_becomes_plain() -> None:
     odd = REF.__class__(**FIELDS | {"nonce": Text(REF.nonce)})
-    assert type(read_ref(odd).nonce) is str
+    assert type(TransferRef.parse(odd).nonce) is str
 
 
 SCRAP = st.one_of(

@@ -7,13 +7,11 @@ from array import array
 
 import pytest
 
-from kvxferd.client import outbox
-from kvxferd.client.blocks import BlockList, pack_blocks
-from kvxferd.client.events import Event, Failed, PublishRefused, Released
+from kvxferd.client import BlockList, Event, Failed, PublishRefused, Released, TransferRef, outbox
+from kvxferd.client.arguments import pack_blocks
 from kvxferd.client.outbox import MIN_PRUNED, Outbox
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.client.pulls import MIN_STALE_TIMERS, ClientPull, ClientPullPhase, ClientPulls
-from kvxferd.client.refs import TransferRef
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, TransferId
 from kvxferd.layout import PackedBlocks, pack_ids

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.client import Delivered, Failed, Quiesced
-from kvxferd.client.blocks import BlockList, pack_blocks
+from kvxferd.client import BlockList, Delivered, Failed, Quiesced
+from kvxferd.client.arguments import pack_blocks
 from kvxferd.client.events import Event
 from kvxferd.client.pulls import (
     DEADLINE_GRACE_S,

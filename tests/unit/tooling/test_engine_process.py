@@ -104,7 +104,7 @@ def test_a_transfer_that_grows_is_read_to_its_end(
     ref = prefill.call(EngineRank.publish, "grows", first, ready_tokens=32)
     pulling = decode.start(EngineRank.pull, ref, sink, progressive=True)
     prefill.call(EngineRank.write, source, 32)
-    prefill.call(EngineRank.extend, "grows", None, rest)
+    prefill.call(EngineRank.ready, "grows", None, rest)
     assert pulling.result().bytes > 0
     assert decode.call(EngineRank.check, sink).wrong_items == 0
     assert prefill.call(EngineRank.await_release, ["grows"]) == {"completed": 1}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.client.refs import TransferRef, read_ref
+from kvxferd.client import TransferRef
 from kvxferd.errors import ProtocolError
-from kvxferd.wire import common, peer, worker
+from kvxferd.wire import peer, worker
 from kvxferd.wire.codec import CLIENT_MESSAGES, PEER_MESSAGES, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.limits import MAX_REF_BYTES
@@ -92,17 +92,16 @@ def test_a_root_is_the_same_on_both_nodes_and_a_larger_ratio_samples_more(
 
 
 def test_it_is_no_part_of_a_references_identity() -> None:
-    for kind in (TransferRef, common.TransferRef):
-        plain = kind("tcp://h:1", "e", "g", "t", "0" * 32)  # type: ignore[arg-type]
-        traced, other = plain.with_trace(VALID), plain.with_trace(OTHER)
-        assert plain == traced == other
-        assert len({plain, traced, other}) == 1
-        assert {plain: 1}[other] == 1
-        assert msgspec.structs.replace(traced, nonce="1" * 32) != traced
-        assert traced.traceparent == VALID
-        assert traced.with_trace("") == plain
-        assert plain.traceparent == ""
-    assert TransferRef("tcp://h:1", "e", "g", "t", "0" * 32) != VALID  # type: ignore[arg-type]
+    plain = TransferRef("tcp://h:1", "e", "g", "t", "0" * 32)  # type: ignore[arg-type]
+    traced, other = plain.with_trace(VALID), plain.with_trace(OTHER)
+    assert plain == traced == other
+    assert len({plain, traced, other}) == 1
+    assert {plain: 1}[other] == 1
+    assert msgspec.structs.replace(traced, nonce="1" * 32) != traced
+    assert traced.traceparent == VALID
+    assert traced.with_trace("") == plain
+    assert plain.traceparent == ""
+    assert plain != VALID
 
 
 @pytest.mark.parametrize("field", ["endpoint", "engine_id", "generation", "transfer_id", "nonce"])
@@ -119,7 +118,7 @@ def test_a_reference_without_one_has_no_such_field() -> None:
 def test_a_reference_with_one_goes_through_json_and_a_dict() -> None:
     traced = REF.with_trace(VALID)
     for form in (traced, traced.to_json(), traced.to_json().encode(), traced.to_dict()):
-        assert read_ref(form).traceparent == VALID
+        assert TransferRef.parse(form).traceparent == VALID
     assert traced.to_dict() == REF.to_dict() | {"traceparent": VALID}
 
 
@@ -134,7 +133,7 @@ def test_a_pickled_reference_keeps_it(trace: str) -> None:
     "bad", ["", "00-00", 7, None, ["a"], {"a": 1}, VALID.upper(), "x" * (MAX_REF_BYTES // 2)]
 )
 def test_a_reference_with_a_bad_one_is_read_without_it(bad: object) -> None:
-    read = read_ref(REF.to_dict() | {"traceparent": bad})
+    read = TransferRef.parse(REF.to_dict() | {"traceparent": bad})
     assert read == REF
     assert read.traceparent == ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvxferd.client.refs import make_ref, read_ref
+from kvxferd.client import TransferRef, make_ref
 from kvxferd.errors import Code, EngineError, ProtocolError
 from kvxferd.wire import peer, worker
 from kvxferd.wire.codec import (
@@ -46,7 +46,7 @@ def test_unknown_fields_of_hello_and_of_a_reference_are_ignored() -> None:
     assert PEER_MESSAGES.decode(_with(hello, colour="blue")) == hello
     reference = REF.to_dict() | {"colour": {"shade": 3}}
     for form in (reference, msgspec.json.encode(reference), msgspec.json.encode(reference).decode()):
-        assert read_ref(form).to_dict() == REF.to_dict()
+        assert TransferRef.parse(form).to_dict() == REF.to_dict()
     prepare = {"t": "prepare", "ref": reference}
     assert msgspec.to_builtins(CLIENT_MESSAGES.decode(msgspec.msgpack.encode(prepare)).ref) == REF.to_dict()
 
@@ -58,7 +58,7 @@ def test_what_is_ignored_has_a_limit() -> None:
     reference = REF.to_dict() | {"colour": "b" * MAX_REF_BYTES}
     for form in (msgspec.json.encode(reference), msgspec.json.encode(reference).decode()):
         with pytest.raises(EngineError, match="bytes"):
-            read_ref(form)
+            TransferRef.parse(form)
 
 
 def test_a_hello_of_another_shape_is_told_the_versions() -> None:

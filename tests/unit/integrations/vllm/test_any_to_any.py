@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvxferd.client.blocks import pack_blocks
+from kvxferd.client.arguments import pack_blocks
 from kvxferd.errors import Code, PlanError
 from kvxferd.ids import Rank
 from kvxferd.plan import Expander, make_plan
