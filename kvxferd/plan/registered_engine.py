@@ -35,7 +35,6 @@ class RegisteredEngine:
     kept: KeptPlan  # what this rank reads of it
     layout_digests: LayoutDigests  # of each rank, the lowest first
     manifest: Callable[[], RemoteManifest | None]  # a weak reference, which returns None later
-    num_parts: int  # counted against `MAX_KEPT_PARTS`
 
     @property
     def engine_id(self) -> EngineId:
