@@ -56,7 +56,8 @@ class Peer:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "daemon"
         daemon = latency.start_daemon(stack, directory)
         rank = latency.register_rank(stack, daemon.worker_socket, "prefill", 4)
-        self._ref = rank.publish("t1", latency.PullTimer(rank, rank, 4).blocks(), 64)
+        blocks = latency.PullTimer(rank, rank, 4).blocks()
+        self._ref = rank.publish("t1", blocks, 64, lease_s=600.0)  # for the whole measurement
         self._pid = daemon.pid
         context = stack.enter_context(zmq.Context())
         self._dealer = stack.enter_context(context.socket(zmq.DEALER))

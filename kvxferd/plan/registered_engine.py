@@ -50,8 +50,3 @@ class RegisteredEngine:
     def plan(self) -> Plan | None:
         """Return the plan; None where the cache of plans has evicted it."""
         return self.kept.plan
-
-    def layouts(self) -> Mapping[Rank, RankLayout] | None:
-        """Return the layout of each rank; None where the manifest is forgotten."""
-        manifest = self.manifest()
-        return None if manifest is None else manifest.layouts()

@@ -17,8 +17,9 @@ that the rank reads. An entry holds:
   does not, as its bytes count for a user for as long as anything refers to it;
 * when it was last used, by the caller's clock: when a grant was last planned by it.
 
-Registration is idempotent. Other facts under one generation are refused, field by field. A new manifest with
-the same facts (memory was mapped again, or it was fetched again) replaces the manifest and keeps the plan.
+Registration is idempotent. Other facts under one generation are refused: specs field by field, layouts by
+their digests. A new manifest with the same facts (memory was mapped again, or it was fetched again) replaces
+the manifest and keeps the plan.
 
 An entry is forgotten
 
