@@ -10,41 +10,27 @@ import os
 import select
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from kvxferd import client
-from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
-from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.daemon_process import DaemonProcess
 
 
-def start_daemon(stack: ExitStack, directory: Path) -> str:
-    """Start a daemon and wait until it is ready; return its worker socket."""
-    directory.mkdir()
-    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
-    command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "warning"]
-    process = subprocess.Popen(command)
-    stack.callback(process.wait)
-    stack.callback(process.terminate)
-    control = ControlClient(str(directory / "control.sock"))
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        with suppress(KvxferdError):
-            if control.request("GET", "/readyz")[0] == 200:
-                own = directory / "worker" / "worker.sock"
-                return str(own if own.exists() else directory / "worker.sock")  # of an older checkout
-        time.sleep(0.05)
-    raise TimeoutError("the daemon is not ready")
+def start_daemon(stack: ExitStack, directory: Path) -> DaemonProcess:
+    """Return a daemon that is ready."""
+    daemon = DaemonProcess(directory, ("--log-level", "warning"))
+    stack.callback(daemon.stop)
+    daemon.wait_ready()
+    return daemon
 
 
 def register_rank(stack: ExitStack, socket: str, name: str, num_blocks: int) -> client.RankHandle:
@@ -100,8 +86,8 @@ def daemon_pair(fill: int) -> Iterator[tuple[client.RankHandle, PullTimer]]:
     """Give two daemons with a rank each, after some pulls: the source rank, and the timer of its sink."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        source = register_rank(stack, start_daemon(stack, directory / "p"), "prefill", fill)
-        sink = register_rank(stack, start_daemon(stack, directory / "d"), "decode", fill)
+        source = register_rank(stack, start_daemon(stack, directory / "p").worker_socket, "prefill", fill)
+        sink = register_rank(stack, start_daemon(stack, directory / "d").worker_socket, "decode", fill)
         measured = PullTimer(source, sink, fill)
         for ref in measured.prepare(20):
             measured.pull(ref)

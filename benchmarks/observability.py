@@ -16,7 +16,6 @@ import json
 import select
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -62,34 +61,21 @@ class Pair:
         import numpy as np
 
         from kvxferd import client
+        from kvxferd.tooling.daemon_process import DaemonProcess
 
         self._client = client
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self._controls, self._pids, ranks = {}, {}, {}
         for name in NODES:
-            self._pids[name], worker = self._start(stack, directory / name)
+            daemon = DaemonProcess(directory / name)  # it logs each pull, for machines
+            stack.callback(daemon.stop)
+            daemon.wait_ready()
+            self._pids[name], worker = daemon.pid, daemon.worker_socket
             self._controls[name] = directory / name / "control.sock"
             ranks[name] = latency.register_rank(stack, worker, name, NUM_BLOCKS)
         self._source, self._sink = ranks["source"], ranks["sink"]
         self._blocks = {"full": client.BlockList(ids=np.arange(NUM_BLOCKS, dtype=np.int32).data)}
         self._number = 0
-
-    @staticmethod
-    def _start(stack: ExitStack, directory: Path) -> tuple[int, str]:
-        """Start a daemon that logs each pull, for machines; return its process id and worker socket."""
-        directory.mkdir()
-        command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
-        command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-format", "json"]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        stack.callback(process.wait)
-        stack.callback(process.terminate)
-        worker = directory / "worker" / "worker.sock"
-        deadline = time.monotonic() + 60
-        while not (worker.exists() and (directory / "control.sock").exists()):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the daemon is not ready")
-            time.sleep(0.05)
-        return process.pid, str(worker)
 
     def pull(self, count: int, rate: float) -> float:
         """Pull `count` transfers at that rate; return the seconds that it took."""

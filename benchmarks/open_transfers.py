@@ -92,7 +92,7 @@ def main() -> None:
     wanted = parser.parse_args()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        worker = latency.start_daemon(stack, directory / "node")
+        worker = latency.start_daemon(stack, directory / "node").worker_socket
         control = directory / "node" / "control.sock"
         publish(stack, worker, wanted.transfers)
         time.sleep(2.0)

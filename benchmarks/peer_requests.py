@@ -56,9 +56,11 @@ class Peer:
         self._peer: Any = peer  # the messages as this checkout calls them
         self._encode, self._decode = encode, PEER_MESSAGES.decode
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "daemon"
-        rank = latency.register_rank(stack, latency.start_daemon(stack, directory), "prefill", 4)
-        self._ref = rank.publish("t1", latency.PullTimer(rank, rank, 4).blocks(), 64)
-        self._pid = daemon_pid(directory)
+        daemon = latency.start_daemon(stack, directory)
+        rank = latency.register_rank(stack, daemon.worker_socket, "prefill", 4)
+        blocks = latency.PullTimer(rank, rank, 4).blocks()
+        self._ref = rank.publish("t1", blocks, 64, lease_s=600.0)  # for the whole measurement
+        self._pid = daemon.pid
         context = stack.enter_context(zmq.Context())
         self._dealer = stack.enter_context(context.socket(zmq.DEALER))
         self._dealer.linger = 0
@@ -132,18 +134,6 @@ class Peer:
             for kind, questions in kinds.items()
             for window in WINDOWS
         }
-
-
-def daemon_pid(directory: Path) -> int:
-    """Return the pid of the daemon of that run directory."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"serve" in arguments and str(directory).encode() in arguments:
-            return int(entry.name)
-    raise RuntimeError(f"no daemon serves from {directory}")
 
 
 class BatchMeasure(Protocol):

@@ -6,15 +6,13 @@ One rank at a time is registered with a daemon of its own and closed again; in b
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+
+from latency import start_daemon
 
 from kvxferd import client
 from kvxferd.ids import EngineId, Generation, RegionId
@@ -22,41 +20,23 @@ from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.daemon_process import DaemonProcess
 
 FILL_S = 0.6  # the pool waits 0.25 s before it makes another mover
 LIMIT_S = 5.0
 
 
 def wait_until_probed(control: ControlClient, began: float) -> float:
-    """Return how long after `began` the rank's memory was probed; nan if this daemon does not probe."""
+    """Return how long after `began` the rank's memory was probed."""
     while time.perf_counter() < began + LIMIT_S:
         ((rank,),) = [engine["ranks"] for engine in control.get("/v1/engines")["engines"]]
-        if "placement" not in rank:
-            return float("nan")
         if rank["placement"]["proved"]:
             return time.perf_counter() - began
     raise TimeoutError(f"not proved after {LIMIT_S} s")
 
 
-@contextmanager
-def running_daemon(directory: Path) -> Iterator[None]:
-    """Run a daemon for the duration of the block."""
-    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
-    command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "error"]
-    process = subprocess.Popen(command)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
-def measure(directory: Path, rounds: int, mebibytes: int) -> tuple[list[float], list[float]]:
+def measure(daemon: DaemonProcess, rounds: int, mebibytes: int) -> tuple[list[float], list[float]]:
     """Return the seconds of `register`, and those until the probe's result."""
-    control = ControlClient(str(directory / "control.sock"))
-    worker_socket = directory / "worker" / "worker.sock"
-    while not worker_socket.exists():
-        time.sleep(0.05)
     time.sleep(2.0)
     spec = EngineSpec(EngineId("e"), Generation("1"), num_layers=8, num_kv_heads=8)
     layout = attention_layout(
@@ -66,11 +46,11 @@ def measure(directory: Path, rounds: int, mebibytes: int) -> tuple[list[float], 
     registered, proved = [], []
     for _ in range(rounds):
         time.sleep(FILL_S)
-        connection = client.connect(str(worker_socket))
+        connection = client.connect(daemon.worker_socket)
         began = time.perf_counter()
         rank = connection.register(engine=spec, layout=layout, regions={RegionId("kv"): memory})
         registered.append(time.perf_counter() - began)
-        proved.append(wait_until_probed(control, began))
+        proved.append(wait_until_probed(daemon.control, began))
         rank.close()
     return registered, proved
 
@@ -81,8 +61,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--mebibytes", type=int, default=64)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, running_daemon(Path(directory)):
-        results = measure(Path(directory), options.rounds, options.mebibytes)
+    with ExitStack() as stack:
+        daemon = start_daemon(stack, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        results = measure(daemon, options.rounds, options.mebibytes)
     for what, values in zip(("register returns", "proved"), results, strict=True):
         ms = [value * 1e3 for value in values]
         print(f"{what} after: {statistics.median(ms):.2f} ms median, {min(ms):.2f} to {max(ms):.2f}")

@@ -6,26 +6,16 @@ This process holds two engines of one rank each; the daemon is killed and starte
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from latency import register_rank
+from latency import register_rank, start_daemon
 
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.control_client import ControlClient
-
-
-def start_daemon(directory: Path) -> subprocess.Popen[bytes]:
-    """Start the daemon; it need not be ready."""
-    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(directory)]
-    command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--log-level", "error"]
-    return subprocess.Popen(command)
 
 
 def wait_for_engines(control: ControlClient, num_engines: int, limit_s: float = 30.0) -> tuple[float, float]:
@@ -49,24 +39,17 @@ def main() -> None:
     options = parser.parse_args()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        daemon = start_daemon(directory)
-        control = ControlClient(str(directory / "control.sock"))
-        wait_for_engines(control, 0)
-        socket = str(directory / "worker" / "worker.sock")
+        daemon = start_daemon(stack, directory)
         for name in ("prefill", "decode"):
-            register_rank(stack, socket, name, num_blocks=64)
+            register_rank(stack, daemon.worker_socket, name, num_blocks=64)
         from_start, from_answer = [], []
         for _ in range(options.rounds):
-            daemon.send_signal(signal.SIGKILL)
-            daemon.wait()
-            daemon = start_daemon(directory)
+            daemon.kill()
+            daemon.start()
             began = time.monotonic()
-            answered, back = wait_for_engines(control, 2)
+            answered, back = wait_for_engines(daemon.control, 2)
             from_start.append(back - began)
             from_answer.append(back - answered)
-        stack.close()
-        daemon.terminate()
-        daemon.wait()
     for what, values in (("its start", from_start), ("its first answer", from_answer)):
         spread = f"{min(values):.2f} to {max(values):.2f}"
         print(f"both engines registered again after {what}: {statistics.median(values):.2f} s ({spread})")

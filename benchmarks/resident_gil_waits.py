@@ -19,12 +19,13 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import ExitStack
 from ctypes import addressof, c_char
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
 
-from registration import running_daemon
+from latency import start_daemon
 
 from kvxferd import client, resident
 from kvxferd.ids import AgentName, EngineId, Generation, RegionId
@@ -200,11 +201,10 @@ def main() -> None:
     )
     parser.add_argument("--pulls", type=int, default=3)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, running_daemon(Path(directory)):
-        while not (socket := Path(directory) / "worker" / "worker.sock").exists():
-            time.sleep(0.05)
+    with ExitStack() as stack:
+        daemon = start_daemon(stack, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         time.sleep(2.0)
-        measure(str(socket), options.seconds, options.pulls)
+        measure(daemon.worker_socket, options.seconds, options.pulls)
 
 
 if __name__ == "__main__":

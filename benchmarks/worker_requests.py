@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from peer_requests import Cost, compare, daemon_pid, processor_us
+from peer_requests import Cost, compare, processor_us
 
 PUBLISHES, PULLS, REGISTRATIONS = 400, 60, 6
 
@@ -33,8 +33,8 @@ class Worker:
 
         self._client = client
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "daemon"
-        self._socket = latency.start_daemon(stack, directory)
-        self._pid = daemon_pid(directory)
+        daemon = latency.start_daemon(stack, directory)
+        self._socket, self._pid = daemon.worker_socket, daemon.pid
         self._source = latency.register_rank(stack, self._socket, "prefill", 4)
         self._measured = latency.PullTimer(
             self._source, latency.register_rank(stack, self._socket, "decode", 4), 4

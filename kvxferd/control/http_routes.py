@@ -16,16 +16,19 @@ from aiohttp import web
 
 import kvxferd
 from kvxferd.control import admin_handlers
-from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
+from kvxferd.control.node_admin import NODE_ADMIN, NodeAdmin
 from kvxferd.control.response_cache import snapshot_for
 from kvxferd.control.responses import error_response, json_response
 from kvxferd.control.status_page import page_response
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId
 from kvxferd.telemetry.history import HistoryQuery, record_to_json
+from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.overview import failure_reasons, peer_lines, verdict_of
 from kvxferd.telemetry.recent_lines import RECENT_LINES
 from kvxferd.telemetry.samples import RING_S
+
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
 
 # The whole ring takes 4 ms of the loop.
 SPANS_S = (60, 300, RING_S)
@@ -75,12 +78,12 @@ async def healthz(request: web.Request) -> web.StreamResponse:
 
 async def readyz(request: web.Request) -> web.StreamResponse:
     """200 when the node takes registrations and pulls, else 503 with the reasons; warnings with either."""
-    reasons = request.app[NODE_API].readiness()
-    answer = {"ready": not reasons, "reasons": reasons, **_warnings(request.app[NODE_API])}
+    reasons = request.app[NODE_ADMIN].readiness()
+    answer = {"ready": not reasons, "reasons": reasons, **_warnings(request.app[NODE_ADMIN])}
     return json_response(answer, 503 if reasons else 200)
 
 
-def _warnings(view: NodeApi) -> dict[str, Any]:
+def _warnings(view: NodeAdmin) -> dict[str, Any]:
     """Return the current warnings as sentences, and with their kinds."""
     active = view.warnings()
     return {"warnings": [warning.text for warning in active], "active_warnings": active}
@@ -88,7 +91,7 @@ def _warnings(view: NodeApi) -> dict[str, Any]:
 
 async def status(request: web.Request) -> web.StreamResponse:
     """The whole node."""
-    view, node = request.app[NODE_API], await snapshot_for(request)
+    view, node = request.app[NODE_ADMIN], await snapshot_for(request)
     reasons, warnings, minute = view.readiness(), _warnings(view), view.samples().last_minute()
     kinds = [warning.kind.value for warning in warnings["active_warnings"]]
     return json_response(
@@ -115,7 +118,7 @@ async def engines(request: web.Request) -> web.StreamResponse:
 async def layouts(request: web.Request) -> web.StreamResponse:
     """Spec and layout of every rank known of one engine: what `kvxferd explain @ENGINE_ID` reads."""
     engine_id = EngineId(request.match_info["engine_id"])
-    ranks = request.app[NODE_API].layouts(engine_id)
+    ranks = request.app[NODE_ADMIN].layouts(engine_id)
     if not ranks:
         message = f"cannot tell of engine {engine_id!r}: it is neither registered here nor learnt from a peer"
         return error_response(404, Code.ENGINE_UNKNOWN, message)
@@ -124,7 +127,7 @@ async def layouts(request: web.Request) -> web.StreamResponse:
 
 async def topology(request: web.Request) -> web.StreamResponse:
     """Each stage of a remote engine as each local rank knows it, by the names of in-engine connectors."""
-    return json_response({"topology": request.app[NODE_API].topologies()})
+    return json_response({"topology": request.app[NODE_ADMIN].topologies()})
 
 
 async def peers(request: web.Request) -> web.StreamResponse:
@@ -147,7 +150,7 @@ async def transfers(request: web.Request) -> web.StreamResponse:
 
 async def history(request: web.Request) -> web.StreamResponse:
     """The last records, oldest first; with a query those that it finds, and a cursor for what comes next."""
-    view = request.app[NODE_API]
+    view = request.app[NODE_ADMIN]
     if not request.query:
         return json_response({"records": [record_to_json(record) for record in view.history()]})
     try:
@@ -161,7 +164,7 @@ async def history(request: web.Request) -> web.StreamResponse:
 
 async def samples(request: web.Request) -> web.StreamResponse:
     """Each of the last seconds in numbers; the last minute; by pair of engines and by peer; what failed."""
-    view, node, now = request.app[NODE_API], await snapshot_for(request), time.time()
+    view, node, now = request.app[NODE_ADMIN], await snapshot_for(request), time.time()
     report, notable = view.samples().report(_sampled_seconds(request)), view.notable_records()
     failed = notable.failed()
     return json_response(

@@ -7,9 +7,11 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
+from aiohttp import web
+
 from kvxferd.config import Config
 from kvxferd.control.curve_keys import exposure_warnings
-from kvxferd.control.node_api import ReloadResult
 from kvxferd.control.placement_warnings import active_rdma_cards, findings_of
 from kvxferd.core.events import (
     DisownRequested,
@@ -41,8 +43,18 @@ from kvxferd.telemetry.warnings.warning_watch import WarningWatch
 MAX_STAGES_SHOWN, MAX_RANKS_SHOWN = 1024, 8192
 
 
+class ReloadResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reload of the configuration has changed."""
+
+    changed: list[str]  # settings
+    ignored: list[str]  # settings that differ too, but need a restart
+    dropped_peers: list[Endpoint]  # peers that this node was connected to
+    closed_sessions: int
+    closed_connections: int | None = 0  # from peers; None: closed later, as no descriptor was free
+
+
 class NodeAdmin:
-    """The `NodeApi` of a real node. `on_event` feeds the core, on the loop's thread."""
+    """A node as HTTP uses it. `on_event` feeds the core, on the loop's thread."""
 
     def __init__(
         self,
@@ -146,7 +158,7 @@ class NodeAdmin:
         return self._history.notable
 
     def samples(self) -> Samples:
-        """Return the node's samples."""
+        """Return what the node did in each of the last seconds."""
         return self._samples
 
     # --- changing
@@ -207,7 +219,7 @@ class NodeAdmin:
         return self._reload()
 
     def drain(self) -> None:
-        """Refuse new work, and stop once running pulls and published transfers have ended."""
+        """Refuse new work, and stop once running pulls and published transfers have ended. Idempotent."""
         self._start_drain()
 
     def set_drained(self) -> None:
@@ -217,6 +229,9 @@ class NodeAdmin:
     async def wait_drained(self) -> NodeSnapshot:
         """Return the node's state at the end of the drain."""
         return await asyncio.shield(self._drain_result)
+
+
+NODE_ADMIN: web.AppKey[NodeAdmin] = web.AppKey("node admin", NodeAdmin)
 
 
 def terms_of_all(

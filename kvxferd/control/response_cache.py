@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from kvxferd.control.http_connections import HttpConnection
-from kvxferd.control.node_api import NodeApi
+from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.core.snapshot import NodeSnapshot
 
 MAX_AGE_S = 0.5
@@ -27,7 +27,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class ResponseCache:
     """The last snapshot for unprivileged clients, and the responses made from it."""
 
-    def __init__(self, view: NodeApi) -> None:
+    def __init__(self, view: NodeAdmin) -> None:
         self._node = view
         self._snapshot: asyncio.Future[NodeSnapshot] | None = None
         self._stale_at = 0.0

@@ -9,6 +9,7 @@ from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import EngineSpec, digest_of
 from kvxferd.layout.overlap import OverlapBudget
+from kvxferd.layout.validate import validate_spec
 from kvxferd.wire.common import RankManifest, RegionAddress
 from kvxferd.wire.endpoint import parse_endpoint
 from kvxferd.wire.limits import (
@@ -18,7 +19,6 @@ from kvxferd.wire.limits import (
     MAX_ENGINE_TENSORS,
     MAX_METADATA_BYTES,
     MAX_NAME_CHARS,
-    MAX_RANKS,
     MAX_REGIONS,
 )
 
@@ -44,17 +44,7 @@ def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
     Called before anything lists the engine's ranks: two large sizes make a list that fits in no memory.
     """
     check_names("register", spec.engine_id, spec.generation, incarnation)
-    if spec.pp_size < 1 or spec.tp_size < 1 or spec.pp_size * spec.tp_size > MAX_RANKS:
-        raise EngineError(
-            f"cannot register: pp_size {spec.pp_size} x tp_size {spec.tp_size}; both at least 1, "
-            f"{MAX_RANKS} ranks at most",
-            Code.RANK_INVALID,
-        )
-    if not (0 <= spec.pp_rank < spec.pp_size and 0 <= spec.tp_rank < spec.tp_size):
-        raise EngineError(
-            f"cannot register: rank {spec.rank} is outside pp_size {spec.pp_size}, tp_size {spec.tp_size}",
-            Code.RANK_INVALID,
-        )
+    validate_spec(spec)
     return msgspec.structs.replace(spec, home=parse_endpoint(spec.home)) if spec.home else spec
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
@@ -13,19 +11,11 @@ from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import TopologyRecord
 from kvxferd.ids import Endpoint, Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan import Plan, RegisteredEngine, TransferTopology, require_pp_aware
+from kvxferd.plan import Plan, RegisteredEngine, require_pp_aware
 from kvxferd.wire.common import RankManifest
 
 # The bytes of each rank, region, piece of a region, and tensor (of equal layouts, one is counted): estimates.
 RANK_BYTES, REGION_BYTES, PIECE_BYTES, TENSOR_BYTES = 2048, 256, 128, 384
-
-# The ranks and stages that all local ranks together have registered, of engines that are like no other 205
-# bytes each: 52 MiB. 128 ranks have 2,048 each, which is 28 engines of 64 ranks in 8 stages.
-MAX_NODE_PARTS = 1 << 18
-
-# Each record is a log line, and one of the 1,024 in the history. Known engines have 16 stages at most; a
-# hostile one of 2,048 left nothing else in the history.
-MAX_REPORTED_STAGES = 64
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -60,8 +50,6 @@ class RemoteEngineRegistry:
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._plan_cache = NodePlanCache()
-        self._topologies: weakref.WeakSet[TransferTopology] = weakref.WeakSet()
-        self._num_parts = 0  # of all of them, at most: a rank that ends is not subtracted at once
 
     def plan(self, rank: LocalRank, home: Endpoint, remote: RemoteEngine) -> Plan:
         """Return the rank's plan for the engine of that home, which the rank's topology has from now on.
@@ -79,38 +67,19 @@ class RemoteEngineRegistry:
             require_pp_aware(remote.ranks, f"engine {rank.spec.key}")
         unused_since = now - self._context.settings.max_hold_s
         topology.expire(unused_since)  # first: a refusal must not keep an unused entry
-        before, num_parts = topology.get(engine_id, home), topology.num_parts
+        before = topology.get(engine_id, home)
         plan = topology.register_remote_engine(remote, self._plan_cache, home=home, now=now, uid=rank.uid)
         topology.expire(unused_since)
-        if num_parts != topology.num_parts:
-            self._topologies.add(topology)
-            self._num_parts += topology.num_parts - num_parts
-            if self._num_parts > MAX_NODE_PARTS:
-                self._forget_parts(topology)
         after = topology.find(engine_id, home)
         if after is not before:
             self._report(rank, after)
         return plan
 
-    def _forget_parts(self, latest: TransferTopology) -> None:
-        """Forget engines of the rank that has most parts, until all together have few enough.
-
-        A pull has its plan and manifest itself. The engine that was registered last stays.
-        """
-        num_parts = {topology: topology.num_parts for topology in self._topologies}
-        while sum(num_parts.values()) > MAX_NODE_PARTS:
-            largest = max(num_parts, key=num_parts.__getitem__)
-            if largest is latest and len(list(itertools.islice(largest.engines(), 2))) < 2:
-                del num_parts[largest]
-                continue
-            largest.forget_longest_unused()
-            num_parts[largest] = largest.num_parts
-        self._num_parts = sum(topology.num_parts for topology in self._topologies)
-
     def _report(self, rank: LocalRank, engine: RegisteredEngine) -> None:
-        """Emit a record of each of the first stages that have layers."""
-        stages = (stage for stage, info in engine.stages.items() if info.start_layer < info.end_layer)
-        for stage in itertools.islice(stages, MAX_REPORTED_STAGES):
+        """Emit a record of each stage that has layers."""
+        for stage, info in engine.stages.items():
+            if info.start_layer == info.end_layer:
+                continue
             record = TopologyRecord(
                 sink=rank.spec.engine_id,
                 rank=rank.spec.rank,

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from kvxferd.errors import LayoutError
+from kvxferd.errors import Code, LayoutError
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.layout.engine import EngineSpec
 from kvxferd.layout.overlap import OverlapBudget, find_overlap
@@ -19,8 +19,11 @@ from kvxferd.layout.tensors import CacheTensor, Group, GroupKind, RankLayout
 MAX_NAME_CHARS = 256  # longer than any layer or component name in use
 # 256 TiB: sixteen times the largest memory that one process maps today.
 MAX_BYTES = 1 << 48
-# A million layers or ranks, a billion units: a larger number is a mistake or an attack.
-MAX_RANKS = 1 << 20
+# Engines have 16 stages at most today, and a thousand ranks. What a node keeps of a remote engine, and
+# reports of it, has an entry for each stage.
+MAX_STAGES = 64
+MAX_RANKS = 4096
+# A million layers, a billion units: a larger number is a mistake or an attack.
 MAX_LAYERS = 1 << 20
 MAX_UNITS = 1 << 30
 # 128 layers of sixteen components; a check takes 10 to 25 us a tensor, which block the daemon.
@@ -83,10 +86,13 @@ def validate_spec(spec: EngineSpec) -> None:
     )
     for name, value, limit in (
         ("num_layers", spec.num_layers, MAX_LAYERS),
-        ("pp_size", spec.pp_size, MAX_RANKS),
+        ("pp_size", spec.pp_size, MAX_STAGES),
         ("tp_size", spec.tp_size, MAX_RANKS),
+        ("pp_size x tp_size", spec.pp_size * spec.tp_size, MAX_RANKS),
     ):
-        _require(1 <= value <= limit, f"cannot use {name} {value}: it must be 1 to {limit}")
+        _require(
+            1 <= value <= limit, f"cannot use {name} {value}: it must be 1 to {limit}", Code.RANK_INVALID
+        )
     _require(
         0 <= spec.num_kv_heads <= MAX_UNITS,
         f"cannot use num_kv_heads {spec.num_kv_heads}: it must be 0 to {MAX_UNITS}",
@@ -95,7 +101,11 @@ def validate_spec(spec: EngineSpec) -> None:
         ("pp_rank", spec.pp_rank, spec.pp_size),
         ("tp_rank", spec.tp_rank, spec.tp_size),
     ):
-        _require(0 <= rank < size, f"cannot use {name} {rank}: the engine has {size} of them, from 0 on")
+        _require(
+            0 <= rank < size,
+            f"cannot use {name} {rank}: the engine has {size} of them, from 0 on",
+            Code.RANK_INVALID,
+        )
 
 
 def _check_layer_range(spec: EngineSpec, layout: RankLayout) -> None:
@@ -281,6 +291,6 @@ def _cannot_use(tensor: CacheTensor) -> str:
     return f"cannot use layer {tensor.layer}'s component {tensor.component!r}"
 
 
-def _require(holds: bool, otherwise: str) -> None:
+def _require(holds: bool, otherwise: str, code: Code = Code.LAYOUT_INVALID) -> None:
     if not holds:
-        raise LayoutError(otherwise)
+        raise LayoutError(otherwise, code)

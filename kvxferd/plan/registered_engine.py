@@ -35,7 +35,6 @@ class RegisteredEngine:
     kept: KeptPlan  # what this rank reads of it
     layout_digests: LayoutDigests  # of each rank, the lowest first
     manifest: Callable[[], RemoteManifest | None]  # a weak reference, which returns None later
-    num_parts: int  # counted against `MAX_KEPT_PARTS`
 
     @property
     def engine_id(self) -> EngineId:
@@ -51,8 +50,3 @@ class RegisteredEngine:
     def plan(self) -> Plan | None:
         """Return the plan; None where the cache of plans has evicted it."""
         return self.kept.plan
-
-    def layouts(self) -> Mapping[Rank, RankLayout] | None:
-        """Return the layout of each rank; None where the manifest is forgotten."""
-        manifest = self.manifest()
-        return None if manifest is None else manifest.layouts()

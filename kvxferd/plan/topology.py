@@ -17,16 +17,15 @@ that the rank reads. An entry holds:
   does not, as its bytes count for a user for as long as anything refers to it;
 * when it was last used, by the caller's clock: when a grant was last planned by it.
 
-Registration is idempotent. Other facts under one generation are refused, field by field. A new manifest with
-the same facts (memory was mapped again, or it was fetched again) replaces the manifest and keeps the plan.
+Registration is idempotent. Other facts under one generation are refused: specs field by field, layouts by
+their digests. A new manifest with the same facts (memory was mapped again, or it was fetched again) replaces
+the manifest and keeps the plan.
 
 An entry is forgotten
 
 * when this rank registers another generation of it from the same home; one that is refused leaves it,
 * by `expire`, which the daemon calls at each registration and never in between: if it was not used for
-  `transfer.max_hold_s`, or as the longest unused of more than `MAX_REMOTE_ENGINES` entries or
-  `MAX_KEPT_PARTS` parts, of all homes together,
-* by `forget_longest_unused`, which the daemon calls where all ranks of the node together have too many parts,
+  `transfer.max_hold_s`, or as the longest unused of more than `MAX_REMOTE_ENGINES` entries of all homes,
 * with the local rank itself.
 
 A grant holds its plan and manifest itself until it has ended. So none of these takes them from a pull.
@@ -51,7 +50,7 @@ from kvxferd.ids import Endpoint, EngineId, Rank
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
 from kvxferd.plan.engine_checks import check_stage_layers
 from kvxferd.plan.plan import Plan
-from kvxferd.plan.plan_cache import KeptPlan, LayoutDigests, PlanCache, PlanOwner
+from kvxferd.plan.plan_cache import PlanCache, PlanOwner
 from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest
 from kvxferd.plan.registration_differences import require_reads_inside, require_same_facts
 from kvxferd.plan.transfer_info import (
@@ -63,13 +62,10 @@ from kvxferd.plan.transfer_info import (
     stage_infos,
 )
 
-# Engines of which a rank keeps a plan: it reads from tens.
+# Engines that a rank knows: it reads from tens. An entry takes 205 bytes a stage, of at most MAX_STAGES:
+# 3.3 MiB of all. Plans are not counted here: the cache of plans keeps them.
 MAX_REMOTE_ENGINES = 256
 MAX_NAMED_RANKS = 16  # of each list, in a line of the log
-# The ranks and stages of all of them. 256 engines of 64 ranks in 8 stages
-# are 18,432. Each takes 205 bytes where it is like no other: 13 MiB. Plans are not counted here: the cache of
-# plans keeps them.
-MAX_KEPT_PARTS = 1 << 16
 
 
 class TransferTopology:
@@ -79,7 +75,6 @@ class TransferTopology:
         self.spec = spec
         self.layout = layout
         self._engines: dict[tuple[EngineId, Endpoint], RegisteredEngine] = {}  # the longest unused first
-        self._num_parts = 0  # of all of them
 
     # --- remote engines
 
@@ -181,24 +176,12 @@ class TransferTopology:
             known.kept, known.manifest = kept, weakref.ref(remote)
             self._touch(known, now)
             return plan
-        alike = self._find_alike(spec, digests, kept)
-        stages = self._stages_of(spec, ranks, plan) if alike is None else dict(alike.stages)
-        self._put(
-            RegisteredEngine(
-                home, spec, now, stages, kept, digests, weakref.ref(remote), len(ranks) + len(stages)
-            )
+        stages = self._stages_of(spec, ranks, plan)
+        self._engines.pop((engine_id, home), None)  # another generation
+        self._engines[engine_id, home] = RegisteredEngine(
+            home, spec, now, stages, kept, digests, weakref.ref(remote)
         )
         return plan
-
-    def _find_alike(
-        self, remote_spec: EngineSpec, digests: LayoutDigests, kept: KeptPlan
-    ) -> RegisteredEngine | None:
-        """Return the last used engine, if this one is deployed alike: then it has the same facts."""
-        latest = next(reversed(self._engines.values()), None)
-        if latest is None or latest.kept is not kept or latest.layout_digests is not digests:
-            return None
-        sizes = [(spec.pp_size, spec.tp_size, spec.num_layers) for spec in (remote_spec, latest.spec)]
-        return latest if sizes[0] == sizes[1] else None
 
     def _stages_of(
         self, remote_spec: EngineSpec, ranks: Mapping[Rank, RankLayout], plan: Plan
@@ -212,40 +195,17 @@ class TransferTopology:
         return {pp_rank: read_info(info, self.spec, plan, lowest[pp_rank]) for pp_rank, info in infos.items()}
 
     def expire(self, unused_since: float = -math.inf) -> None:
-        """Forget the engines last used before `unused_since`, and the longest unused of too many.
-
-        The last used one stays, however large it is.
-        """
+        """Forget the engines last used before `unused_since`, and the longest unused of too many."""
         while self._engines:
             key, oldest = next(iter(self._engines.items()))
-            is_full = len(self._engines) > MAX_REMOTE_ENGINES or self._num_parts > MAX_KEPT_PARTS
-            if not (oldest.last_used < unused_since or (is_full and len(self._engines) > 1)):
+            if oldest.last_used >= unused_since and len(self._engines) <= MAX_REMOTE_ENGINES:
                 return
-            self._drop(key)
-
-    @property
-    def num_parts(self) -> int:
-        """Return the number of ranks and stages of all remote engines."""
-        return self._num_parts
-
-    def forget_longest_unused(self) -> None:
-        """Forget one engine. There is one."""
-        self._drop(next(iter(self._engines)))
+            del self._engines[key]
 
     def _touch(self, engine: RegisteredEngine, now: float) -> None:
         key = (engine.engine_id, engine.home)
         engine.last_used = now
         self._engines[key] = self._engines.pop(key)
-
-    def _put(self, engine: RegisteredEngine) -> None:
-        key = (engine.engine_id, engine.home)
-        if key in self._engines:
-            self._drop(key)
-        self._engines[key] = engine
-        self._num_parts += engine.num_parts
-
-    def _drop(self, key: tuple[EngineId, Endpoint]) -> None:
-        self._num_parts -= self._engines.pop(key).num_parts
 
     # --- what is read
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from kvxferd.control.node_api import ReloadResult
+from kvxferd.control.node_admin import ReloadResult
 from kvxferd.core.ownerships import Disownable
 from kvxferd.core.snapshot import (
     LIMIT_NAMES,

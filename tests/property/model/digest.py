@@ -35,7 +35,7 @@ SHOWN = {
     "num_ended_unsent",
     "_num_ended_before",
 }
-IGNORED = SHOWN | {"_learnt_bytes_share", "_topologies", "_num_parts", "__weakref__"}
+IGNORED = SHOWN | {"_learnt_bytes_share", "__weakref__"}
 CACHES = (PlanCache, Expander)
 
 

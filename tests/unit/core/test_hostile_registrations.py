@@ -9,10 +9,8 @@ import pytest
 
 from kvxferd.core import Settings
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import EmitRecord
 from kvxferd.core.registry import LocalRank
-from kvxferd.core.remote_engines import MAX_REPORTED_STAGES, RemoteEngine, RemoteEngineRegistry
-from kvxferd.core.snapshot import TopologyRecord
+from kvxferd.core.remote_engines import RemoteEngine, RemoteEngineRegistry
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Incarnation, Rank, SessionId
 from kvxferd.plan import PlanCache, TransferTopology
@@ -83,36 +81,3 @@ def test_a_stage_is_reported_without_a_walk_through_the_whole_plan() -> None:
     assert Reads.num_walks == 0
     assert read == [[r.tp_rank for r in made.sources if r.pp_rank == stage] for stage in range(stages)]
     assert read == [[0, 1]] * stages
-
-
-def test_an_engine_of_countless_stages_does_not_fill_log_and_history() -> None:
-    stages = MAX_REPORTED_STAGES + 2
-    context, rank = reader(layers=stages)
-    RemoteEngineRegistry(context).plan(rank, HOME, remote(pp=stages, layers=stages))
-    assert len(rank.topology.find(REMOTE, HOME).stages) == stages
-    records = [effect.record for effect in context.pop_effects() if isinstance(effect, EmitRecord)]
-    assert [record.stage for record in records if isinstance(record, TopologyRecord)] == list(
-        range(MAX_REPORTED_STAGES)
-    )
-
-
-def test_of_too_many_engines_the_rank_with_most_forgets_some(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A rank that reads ever new engines does not take those of another."""
-    context, quiet = reader()
-    _, busy = reader()
-    registry = RemoteEngineRegistry(context)
-    monkeypatch.setattr("kvxferd.core.remote_engines.MAX_NODE_PARTS", 12)  # six engines of a rank and a stage
-    for number in range(2):
-        registry.plan(quiet, Endpoint(f"tcp://quiet{number}:9441"), remote())
-    for number in range(40):
-        context.now += 1.0
-        registry.plan(busy, Endpoint(f"tcp://{number}:9441"), remote())
-        assert quiet.topology.num_parts + busy.topology.num_parts <= 12
-    assert len(list(quiet.topology.engines())) == 2
-    assert [engine.home for engine in busy.topology.engines()] == [
-        f"tcp://{number}:9441" for number in range(36, 40)
-    ]
-    registry.plan(busy, HOME, remote(tp=16))
-    assert busy.topology.find(REMOTE, HOME)  # larger than the limit: it is the last one that was registered

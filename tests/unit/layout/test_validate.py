@@ -165,13 +165,26 @@ def test_a_granule_must_divide_the_interleave() -> None:
         ({"tp_rank": 2}, "tp_rank 2"),
         ({"tp_size": 0}, "tp_size 0"),
         ({"num_layers": 0}, "num_layers 0"),
+        ({"pp_size": 65}, "pp_size 65"),
+        ({"pp_size": 64, "tp_size": 65}, "pp_size x tp_size 4160"),
+    ],
+)
+def test_sizes_and_ranks_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
+    """The engine's own numbers come first."""
+    with pytest.raises(LayoutError, match=words) as caught:
+        validate_layout(msgspec.structs.replace(SPEC, **changes), plain())
+    assert caught.value.code is Code.RANK_INVALID
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
         ({"num_kv_heads": -1}, "num_kv_heads -1"),
         ({"engine_id": EngineId("")}, "engine_id"),
         ({"fingerprint": "x" * 300}, "fingerprint"),
     ],
 )
-def test_ranks_out_of_range_are_refused(changes: dict[str, Any], words: str) -> None:
-    """The engine's own numbers come first."""
+def test_a_spec_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
     assert words in refusal(plain(), msgspec.structs.replace(SPEC, **changes))
 
 
