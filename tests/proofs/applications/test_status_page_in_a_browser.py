@@ -97,7 +97,7 @@ def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> No
         first = text.split("\n\n")[:4]
         assert any("1 of 2 failed in the last" in line and peer in line for line in first), first
         assert "Why pulls failed" in text
-        assert "pulls-fail" in text  # the warning, with what to do
+        assert f"kvxferd ping {peer}" in text  # what to do
         assert "Ready." not in text
         assert (await page.evaluate("document.title")).startswith("!! Pulls fail")
 

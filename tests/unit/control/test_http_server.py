@@ -64,7 +64,8 @@ async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
             assert answer.status == 200
         async with client.get("/v1/status") as answer:
             verdict = (await answer.json())["verdict"]
-            assert verdict == {"level": "bad", "text": "Not ready: nixl cannot be imported."}
+            text = "Not ready: nixl cannot be imported."
+            assert verdict == {"level": "bad", "text": text, "remedy": ""}
 
 
 async def test_drain_is_never_taken_over_tcp(tmp_path: Path) -> None:
