@@ -26,7 +26,7 @@ from tests.support.nodes.waiting import wait_until
 
 REFUSED_MS = 800  # nothing comes back; this is how long nothing is waited for
 # Shared daemons, and who may greet each. `changing` is of a test's own; a daemon logs who is turned away
-# once in 10 s for each address: `prefill` and `member` have one test each that looks for that.
+# three times in 10 s for each address: `prefill` and `member` have one test each that looks for that.
 ADMITTED = {
     "prefill": ("decode", "member"),
     "decode": ("prefill", "member", "changing"),
