@@ -28,8 +28,7 @@ from kvxferd.control.fd_budget import (
 )
 from kvxferd.control.http_server import HttpServer
 from kvxferd.control.mover_assignment import MoverAssignment
-from kvxferd.control.node_admin import NodeAdmin
-from kvxferd.control.node_api import ReloadResult
+from kvxferd.control.node_admin import NodeAdmin, ReloadResult
 from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.control.peer_admission import PeerAdmission
 from kvxferd.control.peer_socket import PeerSocket

@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from kvxferd.control.node_api import NODE_API
+from kvxferd.control.response_cache import NODE_ADMIN
 from kvxferd.control.responses import error_response, json_response
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineId, PullId, TransferId
@@ -61,13 +61,13 @@ class CancelPullRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 async def reload(request: web.Request) -> web.StreamResponse:
     """Read the configuration again: allow-lists and the log's level."""
     await _read_request(request, ReloadRequest)
-    return json_response(request.app[NODE_API].reload())
+    return json_response(request.app[NODE_ADMIN].reload())
 
 
 async def drain(request: web.Request) -> web.StreamResponse:
     """Start to drain. The daemon exits once drained; with `wait` the reply first reports what was left."""
     body = await _read_request(request, DrainRequest)
-    view = request.app[NODE_API]
+    view = request.app[NODE_ADMIN]
     view.drain()
     if not body.wait:
         return json_response({"draining": True}, 202)
@@ -79,7 +79,7 @@ async def drain(request: web.Request) -> web.StreamResponse:
 async def drop_peer(request: web.Request) -> web.StreamResponse:
     """Forget a peer, the engines learnt from it, and the requests to it."""
     body = await _read_request(request, DropPeerRequest)
-    if dropped := request.app[NODE_API].drop_peer(body.endpoint):
+    if dropped := request.app[NODE_ADMIN].drop_peer(body.endpoint):
         return json_response({"dropped": dropped})
     text = f"cannot drop peer {body.endpoint}: no such peer is known; `kvxferd peers` lists them"
     return error_response(404, Code.NOT_FOUND, text)
@@ -88,13 +88,13 @@ async def drop_peer(request: web.Request) -> web.StreamResponse:
 async def probe_peer(request: web.Request) -> web.StreamResponse:
     """Read a region of another daemon's mover, and have it read one of this node; reply with both results."""
     body = await _read_request(request, ProbePeerRequest)
-    return json_response(await request.app[NODE_API].probe_peer(body.endpoint, body.size_bytes))
+    return json_response(await request.app[NODE_ADMIN].probe_peer(body.endpoint, body.size_bytes))
 
 
 async def disown(request: web.Request) -> web.StreamResponse:
     """Forget the owner of an engine id and of its absent ranks: the next to register owns them."""
     body = await _read_request(request, DisownRequest)
-    if found := request.app[NODE_API].disown(body.engine_id):
+    if found := request.app[NODE_ADMIN].disown(body.engine_id):
         return json_response({"disowned": body.engine_id, "uid": found.uid, "ranks": found.num_ranks})
     text = (
         f"cannot disown engine {body.engine_id}: no user is recorded for that id, who registers it next has "
@@ -106,7 +106,7 @@ async def disown(request: web.Request) -> web.StreamResponse:
 async def cancel_transfer(request: web.Request) -> web.StreamResponse:
     """Release a published transfer: its readers fail, and the engine may reuse its blocks."""
     body = await _read_request(request, CancelTransferRequest)
-    engines = request.app[NODE_API].cancel_transfer(body.transfer_id, body.engine_id)
+    engines = request.app[NODE_ADMIN].cancel_transfer(body.transfer_id, body.engine_id)
     if engines:
         return json_response({"cancelled": body.transfer_id, "engines": [str(key) for key in engines]})
     text = (
@@ -119,7 +119,7 @@ async def cancel_transfer(request: web.Request) -> web.StreamResponse:
 async def cancel_pull(request: web.Request) -> web.StreamResponse:
     """End a running pull: its engine gets one terminal event."""
     body = await _read_request(request, CancelPullRequest)
-    if request.app[NODE_API].cancel_pull(body.pull):
+    if request.app[NODE_ADMIN].cancel_pull(body.pull):
         return json_response({"cancelled": body.pull})
     text = f"cannot cancel pull {body.pull}: no pull of that number runs here; `kvxferd transfers` lists them"
     return error_response(404, Code.NOT_FOUND, text)

@@ -16,8 +16,8 @@ from aiohttp import web
 
 import kvxferd
 from kvxferd.control import admin_handlers
-from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
-from kvxferd.control.response_cache import snapshot_for
+from kvxferd.control.node_admin import NodeAdmin
+from kvxferd.control.response_cache import METRICS, NODE_ADMIN, snapshot_for
 from kvxferd.control.responses import error_response, json_response
 from kvxferd.control.status_page import page_response
 from kvxferd.errors import Code, KvxferdError
@@ -75,12 +75,12 @@ async def healthz(request: web.Request) -> web.StreamResponse:
 
 async def readyz(request: web.Request) -> web.StreamResponse:
     """200 when the node takes registrations and pulls, else 503 with the reasons; warnings with either."""
-    reasons = request.app[NODE_API].readiness()
-    answer = {"ready": not reasons, "reasons": reasons, **_warnings(request.app[NODE_API])}
+    reasons = request.app[NODE_ADMIN].readiness()
+    answer = {"ready": not reasons, "reasons": reasons, **_warnings(request.app[NODE_ADMIN])}
     return json_response(answer, 503 if reasons else 200)
 
 
-def _warnings(view: NodeApi) -> dict[str, Any]:
+def _warnings(view: NodeAdmin) -> dict[str, Any]:
     """Return the current warnings as sentences, and with their kinds."""
     active = view.warnings()
     return {"warnings": [warning.text for warning in active], "active_warnings": active}
@@ -88,8 +88,8 @@ def _warnings(view: NodeApi) -> dict[str, Any]:
 
 async def status(request: web.Request) -> web.StreamResponse:
     """The whole node."""
-    view, node = request.app[NODE_API], await snapshot_for(request)
-    reasons, warnings, minute = view.readiness(), _warnings(view), view.samples().last_minute()
+    view, node = request.app[NODE_ADMIN], await snapshot_for(request)
+    reasons, warnings, minute = view.readiness(), _warnings(view), view.samples.last_minute()
     kinds = [warning.kind.value for warning in warnings["active_warnings"]]
     return json_response(
         {
@@ -115,7 +115,7 @@ async def engines(request: web.Request) -> web.StreamResponse:
 async def layouts(request: web.Request) -> web.StreamResponse:
     """Spec and layout of every rank known of one engine: what `kvxferd explain @ENGINE_ID` reads."""
     engine_id = EngineId(request.match_info["engine_id"])
-    ranks = request.app[NODE_API].layouts(engine_id)
+    ranks = request.app[NODE_ADMIN].layouts(engine_id)
     if not ranks:
         message = f"cannot tell of engine {engine_id!r}: it is neither registered here nor learnt from a peer"
         return error_response(404, Code.ENGINE_UNKNOWN, message)
@@ -124,7 +124,7 @@ async def layouts(request: web.Request) -> web.StreamResponse:
 
 async def topology(request: web.Request) -> web.StreamResponse:
     """Each stage of a remote engine as each local rank knows it, by the names of in-engine connectors."""
-    return json_response({"topology": request.app[NODE_API].topologies()})
+    return json_response({"topology": request.app[NODE_ADMIN].topologies()})
 
 
 async def peers(request: web.Request) -> web.StreamResponse:
@@ -147,22 +147,22 @@ async def transfers(request: web.Request) -> web.StreamResponse:
 
 async def history(request: web.Request) -> web.StreamResponse:
     """The last records, oldest first; with a query those that it finds, and a cursor for what comes next."""
-    view = request.app[NODE_API]
+    view = request.app[NODE_ADMIN]
     if not request.query:
-        return json_response({"records": [record_to_json(record) for record in view.history()]})
+        return json_response({"records": [record_to_json(record) for record in view.history.records()]})
     try:
         query = msgspec.convert(dict(request.query), HistoryQuery, strict=False)
     except msgspec.ValidationError as error:
         raise KvxferdError(f"cannot search the history: {error}", Code.BAD_REQUEST) from error
-    page = view.search_history(query)
+    page = view.history.search(query)
     found = [record_to_json(record) for record in page.records]
     return json_response(page._asdict() | {"records": found})
 
 
 async def samples(request: web.Request) -> web.StreamResponse:
     """Each of the last seconds in numbers; the last minute; by pair of engines and by peer; what failed."""
-    view, node, now = request.app[NODE_API], await snapshot_for(request), time.time()
-    report, notable = view.samples().report(_sampled_seconds(request)), view.notable_records()
+    view, node, now = request.app[NODE_ADMIN], await snapshot_for(request), time.time()
+    report, notable = view.samples.report(_sampled_seconds(request)), view.history.notable
     failed = notable.failed()
     return json_response(
         {

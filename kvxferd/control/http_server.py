@@ -21,9 +21,9 @@ from kvxferd.control.fd_budget import MAX_HTTP_CONNECTIONS
 from kvxferd.control.http_connections import MAX_UNSENT_BYTES, HttpConnection, HttpListeners
 from kvxferd.control.http_rate_limit import HttpRateLimiter
 from kvxferd.control.http_routes import ROUTES, Access, Route
-from kvxferd.control.node_api import METRICS, NODE_API, NodeApi
+from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.operator_log import caller_of, log_operator_request, log_refused_request
-from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_operator
+from kvxferd.control.response_cache import METRICS, NODE_ADMIN, RESPONSE_CACHE, ResponseCache, is_operator
 from kvxferd.control.responses import error_response
 from kvxferd.errors import Code, ConfigError, KvxferdError, count_busy_refusal
 from kvxferd.telemetry.metrics import Metrics
@@ -46,7 +46,7 @@ class HttpServer:
     """Serves a node on `control.socket` and, if it is set, on `http.bind`."""
 
     def __init__(
-        self, config: Config, view: NodeApi, metrics: Metrics, max_connections: int = MAX_HTTP_CONNECTIONS
+        self, config: Config, view: NodeAdmin, metrics: Metrics, max_connections: int = MAX_HTTP_CONNECTIONS
     ) -> None:
         self._config = config
         self._max_connections = max_connections
@@ -86,9 +86,9 @@ class HttpServer:
         await self._closing.aclose()
 
 
-def _make_app(view: NodeApi, metrics: Metrics) -> web.Application:
+def _make_app(view: NodeAdmin, metrics: Metrics) -> web.Application:
     app = web.Application(middlewares=[_limit_requests, _errors_as_json], client_max_size=MAX_BODY_BYTES)
-    app[NODE_API] = view
+    app[NODE_ADMIN] = view
     app[RESPONSE_CACHE] = ResponseCache(view)
     app[RATE_LIMITER] = HttpRateLimiter(time.monotonic)
     app[METRICS] = metrics

@@ -8,9 +8,10 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
+
 from kvxferd.config import Config
 from kvxferd.control.curve_keys import exposure_warnings
-from kvxferd.control.node_api import ReloadResult
 from kvxferd.control.placement_warnings import active_rdma_cards, findings_of
 from kvxferd.core.events import (
     DisownRequested,
@@ -25,15 +26,14 @@ from kvxferd.core.node import Node
 from kvxferd.core.ownerships import Disownable
 from kvxferd.core.probe_record import ProbeRecord
 from kvxferd.core.registry import LocalRank
-from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, ProbeId, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.plan import TransferTopology
-from kvxferd.telemetry.history import History, HistoryPage, HistoryQuery
+from kvxferd.telemetry.history import History
 from kvxferd.telemetry.logs import operator_log
-from kvxferd.telemetry.notable_records import NotableRecords
 from kvxferd.telemetry.samples import Samples
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.telemetry.warnings.warning_list import Finding, NodeWarning, finding_of
@@ -45,8 +45,18 @@ from kvxferd.wire.endpoint import parse_endpoint
 MAX_STAGES_SHOWN, MAX_RANKS_SHOWN = 1024, 8192
 
 
+class ReloadResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reload of the configuration has changed."""
+
+    changed: list[str]  # settings
+    ignored: list[str]  # settings that differ too, but need a restart
+    dropped_peers: list[Endpoint]  # peers that this node was connected to
+    closed_sessions: int
+    closed_connections: int | None = 0  # from peers; None: closed later, as no descriptor was free
+
+
 class NodeAdmin:
-    """The `NodeApi` of a real node. `on_event` feeds the core, on the loop's thread."""
+    """A node. `on_event` feeds the core, on the loop's thread."""
 
     def __init__(
         self,
@@ -69,11 +79,11 @@ class NodeAdmin:
         self.config_path = config_path
         self._node = node
         self._pool = pool
-        self._history = history
+        self.history = history
         self._on_event = on_event
         self._start_drain = start_drain
         self._reload = reload
-        self._samples = samples or Samples()
+        self.samples = samples or Samples()
         self._cards = active_rdma_cards()
         self._warning_watch = WarningWatch((self._configuration, *checks, self._placements))
         self._probes: dict[ProbeId, asyncio.Future[ProbeRecord]] = {}
@@ -137,22 +147,6 @@ class NodeAdmin:
 
     def _placements(self) -> list[Finding]:
         return findings_of(self._node.engines_snapshot(), self._cards)
-
-    def history(self) -> list[Record]:
-        """Return the last records, oldest first."""
-        return self._history.records()
-
-    def search_history(self, query: HistoryQuery) -> HistoryPage:
-        """Return the records that the query finds. Raises KvxferdError(bad-request)."""
-        return self._history.search(query)
-
-    def notable_records(self) -> NotableRecords:
-        """Return failed and slow pulls and expired leases, of longer than the history."""
-        return self._history.notable
-
-    def samples(self) -> Samples:
-        """Return the node's samples."""
-        return self._samples
 
     # --- changing
 
@@ -237,7 +231,7 @@ class NodeAdmin:
         return self._reload()
 
     def drain(self) -> None:
-        """Refuse new work, and stop once running pulls and published transfers have ended."""
+        """Refuse new work, and stop once running pulls and published transfers have ended. Idempotent."""
         self._start_drain()
 
     def set_drained(self) -> None:

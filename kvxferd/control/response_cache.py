@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from kvxferd.control.http_connections import HttpConnection
-from kvxferd.control.node_api import NodeApi
+from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.telemetry.metrics import Metrics
 
 MAX_AGE_S = 0.5
 COST_FACTOR = 10.0
@@ -27,7 +28,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class ResponseCache:
     """The last snapshot for unprivileged clients, and the responses made from it."""
 
-    def __init__(self, view: NodeApi) -> None:
+    def __init__(self, view: NodeAdmin) -> None:
         self._node = view
         self._snapshot: asyncio.Future[NodeSnapshot] | None = None
         self._stale_at = 0.0
@@ -77,6 +78,8 @@ class ResponseCache:
         self._stale_at = max(self._stale_at, now + MAX_AGE_S, now + COST_FACTOR * (now - started))
 
 
+NODE_ADMIN: web.AppKey[NodeAdmin] = web.AppKey("node admin", NodeAdmin)
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
 RESPONSE_CACHE: web.AppKey[ResponseCache] = web.AppKey("response cache", ResponseCache)
 
 

@@ -1,8 +1,9 @@
 """A real Prometheus scrapes real daemons: alerts fire for their faults and clear, dashboards have data.
 
 A fault for each alert that can be made to fire on one machine. Left to promtool's tests are
-KvxferdTimersLate, which needs a node that starves its daemon, KvxferdRetiredMoversStay, KvxferdReadsSlow,
-KvxferdHandshakesFail and KvxferdBlocksHeldLong, which need minutes.
+KvxferdTimersLate and KvxferdMoversStarved, which need a node that starves them, KvxferdPeerSlow, which needs
+a slow link, KvxferdRetiredMoversStay, KvxferdReadsSlow, KvxferdHandshakesFail and KvxferdBlocksHeldLong,
+which need minutes.
 """
 
 from __future__ import annotations

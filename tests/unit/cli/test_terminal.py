@@ -72,7 +72,7 @@ class LongNames(StillNode):
             ),
         )
 
-    def history(self) -> list[Record]:
+    def records(self) -> list[Record]:
         failed = pull_record("failed", Code.LEASE_EXPIRED)
         assert isinstance(failed, PullRecord)
         return [

@@ -116,7 +116,7 @@ async def test_what_is_not_in_the_table_gets_a_code_and_a_sentence(tmp_path: Pat
 
 async def test_an_error_of_the_daemons_costs_one_answer(tmp_path: Path) -> None:
     class Broken(StillNode):
-        def history(self) -> list:  # type: ignore[type-arg]
+        def records(self) -> list:  # type: ignore[type-arg]
             raise ValueError("secret")
 
     config = config_in(tmp_path)
