@@ -32,7 +32,7 @@ class Fault:
 
 
 def _kill_peer(stage: Stage) -> None:
-    stage.prefill.process.kill()
+    stage.prefill.kill()
 
 
 def _stop_source_movers(stage: Stage) -> None:
