@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from kvxferd.control.node_admin import NODE_ADMIN
+from kvxferd.control.response_cache import NODE_ADMIN
 from kvxferd.control.responses import error_response, json_response
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import EngineId, PullId, TransferId

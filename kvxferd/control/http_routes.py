@@ -16,19 +16,16 @@ from aiohttp import web
 
 import kvxferd
 from kvxferd.control import admin_handlers
-from kvxferd.control.node_admin import NODE_ADMIN, NodeAdmin
-from kvxferd.control.response_cache import snapshot_for
+from kvxferd.control.node_admin import NodeAdmin
+from kvxferd.control.response_cache import METRICS, NODE_ADMIN, snapshot_for
 from kvxferd.control.responses import error_response, json_response
 from kvxferd.control.status_page import page_response
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId
 from kvxferd.telemetry.history import HistoryQuery, record_to_json
-from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.overview import failure_reasons, peer_lines, verdict_of
 from kvxferd.telemetry.recent_lines import RECENT_LINES
 from kvxferd.telemetry.samples import RING_S
-
-METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
 
 # The whole ring takes 4 ms of the loop.
 SPANS_S = (60, 300, RING_S)
@@ -92,7 +89,7 @@ def _warnings(view: NodeAdmin) -> dict[str, Any]:
 async def status(request: web.Request) -> web.StreamResponse:
     """The whole node."""
     view, node = request.app[NODE_ADMIN], await snapshot_for(request)
-    reasons, warnings, minute = view.readiness(), _warnings(view), view.samples().last_minute()
+    reasons, warnings, minute = view.readiness(), _warnings(view), view.samples.last_minute()
     kinds = [warning.kind.value for warning in warnings["active_warnings"]]
     return json_response(
         {
@@ -152,12 +149,12 @@ async def history(request: web.Request) -> web.StreamResponse:
     """The last records, oldest first; with a query those that it finds, and a cursor for what comes next."""
     view = request.app[NODE_ADMIN]
     if not request.query:
-        return json_response({"records": [record_to_json(record) for record in view.history()]})
+        return json_response({"records": [record_to_json(record) for record in view.history.records()]})
     try:
         query = msgspec.convert(dict(request.query), HistoryQuery, strict=False)
     except msgspec.ValidationError as error:
         raise KvxferdError(f"cannot search the history: {error}", Code.BAD_REQUEST) from error
-    page = view.search_history(query)
+    page = view.history.search(query)
     found = [record_to_json(record) for record in page.records]
     return json_response(page._asdict() | {"records": found})
 
@@ -165,7 +162,7 @@ async def history(request: web.Request) -> web.StreamResponse:
 async def samples(request: web.Request) -> web.StreamResponse:
     """Each of the last seconds in numbers; the last minute; by pair of engines and by peer; what failed."""
     view, node, now = request.app[NODE_ADMIN], await snapshot_for(request), time.time()
-    report, notable = view.samples().report(_sampled_seconds(request)), view.notable_records()
+    report, notable = view.samples.report(_sampled_seconds(request)), view.history.notable
     failed = notable.failed()
     return json_response(
         {

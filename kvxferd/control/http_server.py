@@ -20,10 +20,10 @@ from kvxferd.config import Config, split_host_port
 from kvxferd.control.fd_budget import MAX_HTTP_CONNECTIONS
 from kvxferd.control.http_connections import MAX_UNSENT_BYTES, HttpConnection, HttpListeners
 from kvxferd.control.http_rate_limit import HttpRateLimiter
-from kvxferd.control.http_routes import METRICS, ROUTES, Access, Route
-from kvxferd.control.node_admin import NODE_ADMIN, NodeAdmin
+from kvxferd.control.http_routes import ROUTES, Access, Route
+from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.operator_log import caller_of, log_operator_request, log_refused_request
-from kvxferd.control.response_cache import RESPONSE_CACHE, ResponseCache, is_operator
+from kvxferd.control.response_cache import METRICS, NODE_ADMIN, RESPONSE_CACHE, ResponseCache, is_operator
 from kvxferd.control.responses import error_response
 from kvxferd.errors import Code, ConfigError, KvxferdError, count_busy_refusal
 from kvxferd.telemetry.metrics import Metrics

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from kvxferd.config import Config
 from kvxferd.control.curve_keys import exposure_warnings
@@ -24,15 +23,14 @@ from kvxferd.core.events import (
 from kvxferd.core.node import Node
 from kvxferd.core.ownerships import Disownable
 from kvxferd.core.registry import LocalRank
-from kvxferd.core.snapshot import NodeSnapshot, Record
+from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.plan import TransferTopology
-from kvxferd.telemetry.history import History, HistoryPage, HistoryQuery
+from kvxferd.telemetry.history import History
 from kvxferd.telemetry.logs import operator_log
-from kvxferd.telemetry.notable_records import NotableRecords
 from kvxferd.telemetry.samples import Samples
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.telemetry.warnings.warning_list import Finding, NodeWarning, finding_of
@@ -77,11 +75,11 @@ class NodeAdmin:
         self.config_path = config_path
         self._node = node
         self._pool = pool
-        self._history = history
+        self.history = history
         self._on_event = on_event
         self._start_drain = start_drain
         self._reload = reload
-        self._samples = samples or Samples()
+        self.samples = samples or Samples()
         self._cards = active_rdma_cards()
         self._warning_watch = WarningWatch((self._configuration, *checks, self._placements))
         self._drain_result: asyncio.Future[NodeSnapshot] = asyncio.get_running_loop().create_future()
@@ -144,22 +142,6 @@ class NodeAdmin:
 
     def _placements(self) -> list[Finding]:
         return findings_of(self._node.engines_snapshot(), self._cards)
-
-    def history(self) -> list[Record]:
-        """Return the last records, oldest first."""
-        return self._history.records()
-
-    def search_history(self, query: HistoryQuery) -> HistoryPage:
-        """Return the records that the query finds. Raises KvxferdError(bad-request)."""
-        return self._history.search(query)
-
-    def notable_records(self) -> NotableRecords:
-        """Return failed and slow pulls and expired leases, of longer than the history."""
-        return self._history.notable
-
-    def samples(self) -> Samples:
-        """Return what the node did in each of the last seconds."""
-        return self._samples
 
     # --- changing
 
@@ -229,9 +211,6 @@ class NodeAdmin:
     async def wait_drained(self) -> NodeSnapshot:
         """Return the node's state at the end of the drain."""
         return await asyncio.shield(self._drain_result)
-
-
-NODE_ADMIN: web.AppKey[NodeAdmin] = web.AppKey("node admin", NodeAdmin)
 
 
 def terms_of_all(

@@ -32,10 +32,10 @@ _NEW_SUFFIX = ".new"
 
 
 class _Content(msgspec.Struct):
-    """The file's content. Older files hold the users alone."""
+    """The file's content."""
 
     users: dict[EngineId, int]
-    ranks: tuple[SavedRank, ...] = ()
+    ranks: tuple[SavedRank, ...]
 
 
 class OwnershipFile:
@@ -56,7 +56,8 @@ class OwnershipFile:
         try:
             if self._path.stat().st_size > MAX_FILE_BYTES:
                 raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-            return _decode(self._path.read_bytes())
+            kept = msgspec.json.decode(self._path.read_bytes(), type=_Content)
+            return tuple(kept.users.items()), kept.ranks
         except FileNotFoundError:
             return NO_OWNERSHIPS
         except (OSError, ValueError, RecursionError) as error:
@@ -118,12 +119,3 @@ class OwnershipFile:
                 with suppress(OSError):
                     fresh.unlink()
             log.error("ownership file not written", path=str(self._path), reason=error.strerror)
-
-
-def _decode(content: bytes) -> StoredOwnerships:
-    """Decode either form. Raises ValueError for any other content."""
-    try:
-        kept = msgspec.json.decode(content, type=_Content)
-    except msgspec.ValidationError:
-        return tuple(msgspec.json.decode(content, type=dict[EngineId, int]).items()), ()
-    return tuple(kept.users.items()), kept.ranks

@@ -17,6 +17,7 @@ from aiohttp import web
 from kvxferd.control.http_connections import HttpConnection
 from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.telemetry.metrics import Metrics
 
 MAX_AGE_S = 0.5
 COST_FACTOR = 10.0
@@ -77,6 +78,8 @@ class ResponseCache:
         self._stale_at = max(self._stale_at, now + MAX_AGE_S, now + COST_FACTOR * (now - started))
 
 
+NODE_ADMIN: web.AppKey[NodeAdmin] = web.AppKey("node admin", NodeAdmin)
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)
 RESPONSE_CACHE: web.AppKey[ResponseCache] = web.AppKey("response cache", ResponseCache)
 
 

@@ -20,9 +20,6 @@ ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"kvxferd"
 # Status codes of a refusal. libzmq knows four, and a client of any version treats these two alike.
 REFUSED_KEY, REFUSED_ADDRESS = b"400", b"500"
-# A client that connects again and again must not fill the log.
-LOG_INTERVAL_S = 10.0
-MAX_LOGGED_ADDRESSES = 1024  # addresses with a recent log line
 
 
 class _Rejection(NamedTuple):
@@ -41,7 +38,6 @@ class ZapAuthenticator:
         """`on_rejection` gets each refused connection's address, the reason and the time."""
         self.allowlist = allowlist
         self._on_rejection = on_rejection
-        self._last_logged: dict[str, float] = {}
 
     def reply(self, parts: list[bytes], now: float) -> list[bytes] | None:
         """Return the reply to one ZAP request, with its envelope; None if it is no valid request."""
@@ -55,7 +51,7 @@ class ZapAuthenticator:
         problem = self._rejection_reason(name, mechanism, credentials)
         if problem:
             self._on_rejection(name, problem.text, now)
-            self._log_rejection(name, problem.text, now)
+            log.warning("peer turned away", limit_by=name, address=name, reason=problem.text)
         # Only the log here has the reason. The refused client gets a status: whether its address or its key
         # is refused, for `kvxferd ping`.
         status, text = (problem.status, b"not allowed") if problem else (b"200", b"")
@@ -75,11 +71,3 @@ class ZapAuthenticator:
         if self.allowlist.allows_key(key):
             return None
         return _Rejection(REFUSED_KEY, f"its key {key} is {NOT_IN_LISTS}")
-
-    def _log_rejection(self, address: str, problem: str, now: float) -> None:
-        if now - self._last_logged.get(address, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
-            return
-        if len(self._last_logged) >= MAX_LOGGED_ADDRESSES:
-            self._last_logged.clear()
-        self._last_logged[address] = now
-        log.warning("peer turned away", address=address, reason=problem)

@@ -10,8 +10,7 @@ import msgspec
 import kvxferd
 from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
 from kvxferd.errors import KvxferdError
-from kvxferd.telemetry.minute_text import describe_failures, describe_rates
-from kvxferd.telemetry.sample_report import LastMinute
+from kvxferd.telemetry.overview import Level, Verdict
 
 
 def check(node: CheckContext) -> Iterator[Finding]:
@@ -30,18 +29,16 @@ def check(node: CheckContext) -> Iterator[Finding]:
         yield warn("daemon", found, "use the command of the daemon's own environment", **facts)
     else:
         yield ok("daemon", f"ready at {facts['endpoint']}", **facts)
-    yield _last_minute(msgspec.convert(answer["last_minute"], LastMinute), answer["verdict"]["remedy"])
+    yield _state(msgspec.convert(answer["verdict"], Verdict))
     for found, todo in _warnings(answer):
         yield warn("daemon's warning", found, todo or "see docs/how-to/when-something-is-wrong.md")
 
 
-def _last_minute(minute: LastMinute, todo: str) -> Finding:
-    """Return whether pulls failed in the last minute. `todo`: the daemon's own advice then."""
-    if failures := describe_failures(minute):
-        return warn(
-            "last minute", f"pulls fail: {failures}", todo, failed=minute.failed, delivered=minute.delivered
-        )
-    return ok("last minute", describe_rates(minute))
+def _state(verdict: Verdict) -> Finding:
+    """Return the daemon's own verdict: pulls that fail, limits that are near, how many warnings it has."""
+    if verdict.level is Level.GOOD:
+        return ok("state", verdict.text)
+    return warn("state", verdict.text, verdict.remedy or "`kvxferd status` has the rest")
 
 
 def _warnings(answer: dict[str, Any]) -> list[tuple[str, str]]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvxferd.client.refs import read_ref
 from kvxferd.control.allowed_keys_file import read_allowed_keys
 from kvxferd.control.curve_keys import allowlist_of, read_key
 from kvxferd.doctor.finding import CheckContext, Finding, Verdict, fail, ok, warn
@@ -53,7 +52,7 @@ def check_peer(node: CheckContext, peer: Endpoint, ref: TransferRef | None = Non
 
 def read_ref_of(peer: Endpoint, text: str) -> TransferRef:
     """Return the reference that was printed at the peer. Raises EngineError if it is none, or another's."""
-    ref = read_ref(text)
+    ref = TransferRef.parse(text)
     if not _is_at(ref.endpoint, peer):
         what = f"cannot measure the link to {peer}: the reference is of {str(ref.endpoint)!r:.300}"
         raise EngineError(what, Code.BAD_REQUEST)

@@ -1,4 +1,4 @@
-"""The last minute of a node in one or two sentences: for `kvxferd status` and `kvxferd doctor`."""
+"""The last minute of a node in one or two sentences: for `kvxferd status`."""
 
 from __future__ import annotations
 

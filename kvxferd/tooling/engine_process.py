@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvxferd import client
-from kvxferd.client.refs import RefLike
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
@@ -20,6 +19,7 @@ from kvxferd.memory import SealedMemory
 from kvxferd.tooling import content
 from kvxferd.tooling.content import Bytes, ContentCheck, RequestBlocks
 from kvxferd.tooling.event_waiter import EventWaiter
+from kvxferd.wire.common import RefLike
 
 CONNECT_TIMEOUT_S = 30.0
 # If there are more ranks than movers in the pool, some wait for a mover to be made.

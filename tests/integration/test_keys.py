@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from tests.support.nodes.waiting import wait_until
 
 REFUSED_MS = 800  # nothing comes back; this is how long nothing is waited for
 # Shared daemons, and who may greet each. `changing` is of a test's own; a daemon logs who is turned away
-# once in 10 s for each address: `prefill` and `member` have one test each that looks for that.
+# three times in 10 s for each address: `prefill` and `member` have one test each that looks for that.
 ADMITTED = {
     "prefill": ("decode", "member"),
     "decode": ("prefill", "member", "changing"),
@@ -86,13 +90,32 @@ def test_a_reference_is_followed_only_to_daemons_that_are_allowed(fleet: Fleet, 
     assert refusal_of(sink, ref | {"endpoint": elsewhere})["code"] in ("peer-unreachable", "deadline")
 
 
-def test_a_daemon_whose_key_is_not_listed_is_turned_away_and_the_log_says_so(
-    fleet: Fleet, ring: Ring
+def test_a_daemon_whose_key_is_not_listed_is_turned_away_and_finds_out_why(
+    fleet: Fleet, ring: Ring, tmp_path: Path
 ) -> None:
-    prefill = ring.daemon(fleet, "prefill")
-    source, sink = fleet.pair(prefill, ring.daemon(fleet, "open"))
+    """The source's log has the reason, and the reader's status a command that tells it as it is pasted."""
+    config = tmp_path / "reader.toml"
+    config.write_text(
+        f'[peer]\ncurve_secret_key_file = "{ring.file("changing")}"\n'
+        f'curve_allowed_keys = ["{ring.public["prefill"]}"]\n'
+    )
+    prefill, reader = ring.daemon(fleet, "prefill"), fleet.daemon("reader", "--config", str(config))
+    source, sink = fleet.pair(prefill, reader)
     assert refusal_of(sink, publish([source], 1))["code"] in ("peer-unreachable", "deadline")
-    assert f"its key {ring.public['open']} is not in peer.curve_allowed_keys" in prefill.log_text()
+    assert f"its key {ring.public['changing']} is not in peer.curve_allowed_keys" in prefill.log_text()
+    wait_until(lambda: remedy_at(reader), "a sample has the failed pull")
+    _, command, _ = re.split("`(kvxferd ping [^`]+)`", remedy_at(reader))
+    kvxferd = shlex.quote(str(Path(sys.executable).with_name("kvxferd")))
+    done = subprocess.run(
+        f"{kvxferd} {command.removeprefix('kvxferd ')}",
+        shell=True, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert "key-refused" in done.stdout, done
+    assert "does not admit this node's key" in done.stdout
+
+
+def remedy_at(daemon: Daemon) -> str:
+    return str(daemon.control.get("/v1/status")["verdict"]["remedy"])
 
 
 def test_a_daemon_without_a_key_says_that_it_needs_one(fleet: Fleet, ring: Ring) -> None:

@@ -42,8 +42,7 @@ from kvxferd.ids import (
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import deploy
 from kvxferd.plan import TransferTopology
-from kvxferd.telemetry.history import History, HistoryPage, HistoryQuery
-from kvxferd.telemetry.notable_records import NotableRecords
+from kvxferd.telemetry.history import History
 from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
@@ -305,27 +304,22 @@ class StillNode:
         """At once, with everything left."""
         return self.snapshot()
 
-    def history(self) -> list[Record]:
+    def records(self) -> list[Record]:
         """The sample."""
         return records()
 
-    def notable_records(self) -> NotableRecords:
-        """Of the sample."""
-        found = NotableRecords()
-        for record in records():
-            found.add(record)
-        return found
+    @property
+    def history(self) -> History:
+        """Of its records."""
+        history = History(boot="boot-a")
+        for record in self.records():
+            history.add(record)
+        return history
 
+    @property
     def samples(self) -> Samples:
         """Three seconds, the second of which is missing."""
         return samples()
-
-    def search_history(self, query: HistoryQuery) -> HistoryPage:
-        """In the sample."""
-        history = History(boot="boot-a")
-        for record in self.history():
-            history.add(record)
-        return history.search(query)
 
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:
         """A tiny prefill engine, whole."""

@@ -18,7 +18,6 @@ from kvxferd.core.snapshot import Record, ReleaseRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId, PullId, TransferId
 from kvxferd.telemetry import units
-from kvxferd.telemetry.notable_records import NotableRecords
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from tests.support.browser import Page, browser_page, find_browser
 from tests.support.http_harness import config_in, serving
@@ -97,7 +96,7 @@ def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> No
         first = text.split("\n\n")[:4]
         assert any("1 of 2 failed in the last" in line and peer in line for line in first), first
         assert "Why pulls failed" in text
-        assert "pulls-fail" in text  # the warning, with what to do
+        assert f"kvxferd ping {peer}" in text  # what to do
         assert "Ready." not in text
         assert (await page.evaluate("document.title")).startswith("!! Pulls fail")
 
@@ -135,7 +134,7 @@ class HostileNode(StillNode):
     def warnings(self) -> list[NodeWarning]:
         return [msgspec.structs.replace(node_warning("x; y"), message=self.text, remedy=self.text)]
 
-    def history(self) -> list[Record]:
+    def records(self) -> list[Record]:
         engine, transfer = EngineId(self.text), TransferId(self.text)
         pull = msgspec.structs.replace(
             pull_record("failed", Code.DEADLINE),
@@ -149,12 +148,6 @@ class HostileNode(StillNode):
         )
         lease = ReleaseRecord(transfer_id=transfer, engine_id=engine, why=Code.LEASE_EXPIRED, held_s=30.0)
         return [pull, msgspec.structs.replace(pull, outcome="delivered", code=None, pull=PullId(9)), lease]
-
-    def notable_records(self) -> NotableRecords:
-        found = NotableRecords()
-        for record in self.history():
-            found.add(record)
-        return found
 
 
 async def test_texts_from_outside_stay_texts(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 
 Writes a file for each fault with the outputs of both nodes, and `table.md`. With --alerts a Prometheus
 scrapes both nodes, and `table.md` has the alerts that fired, whose durations are divided by 60. Exits
-with 1 where a warning did not begin.
+with 1 where the verdict did not name a fault, or no output did.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.proofs.game_day.stage import Stage
 
 LIMIT_S = 45.0
 ALERTS_S = 15.0  # more, for the longest window of an alert, 10 s, and its `for`
-AFTER_S = 6.0  # after the warning, for the failures that follow it
+AFTER_S = 6.0  # after the sign, for the failures that follow it
 PULLS_BEFORE = 20
 
 
@@ -33,21 +33,22 @@ class Result:
     """What was seen of a fault."""
 
     fault: Fault
-    began_s: dict[tuple[str, str], float]  # by node and kind, after the strike
+    began_s: dict[tuple[str, str], float]  # by node and sign, after the strike
     outputs: dict[str, dict[str, str]]
     named_by: dict[str, bool] = field(default_factory=dict)
     alerts_s: dict[tuple[str, str], float] = field(default_factory=dict)  # by node and alert
 
     @property
-    def missing(self) -> list[str]:
-        """The kinds that did not begin."""
-        return [kind for kind in self.fault.kinds if (self.fault.node, kind) not in self.began_s]
+    def is_hidden(self) -> bool:
+        """Whether the node's verdict lacks the fault's sign, or no output names the cause."""
+        sign = self.fault.sign
+        return bool(sign and (self.fault.node, sign) not in self.began_s) or not any(self.named_by.values())
 
 
 def run(
     fault: Fault, directory: Path, nodes: Sequence[str] = ("prefill", "decode"), after_s: float = AFTER_S
 ) -> Result:
-    """Strike a fault, wait for its warnings and `after_s` more, and read the outputs of `nodes`."""
+    """Strike a fault, wait for its sign and `after_s` more, and read the outputs of `nodes`."""
     stage = fault.make(directory)
     try:
         if fault.strike is None:
@@ -59,7 +60,7 @@ def run(
             fault.strike(stage)
         until = time.monotonic() + LIMIT_S
         while time.monotonic() < until:
-            if all((fault.node, kind) in stage.seen for kind in fault.kinds):
+            if not fault.sign or (fault.node, fault.sign) in stage.seen:
                 break
             time.sleep(0.1)
         time.sleep(after_s + (ALERTS_S if stage.has_prometheus else 0.0))
@@ -86,7 +87,7 @@ def write(result: Result, directory: Path) -> None:
 
 def table(results: Sequence[Result]) -> str:
     """Return the results as a Markdown table."""
-    heads = ["fault", "read at", "warnings, seconds after the strike", "cause named by"]
+    heads = ["fault", "read at", "in the verdict, seconds after the strike", "cause named by"]
     if any(result.alerts_s for result in results):
         heads.append("alerts, seconds after the strike")
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
@@ -139,10 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "tests.proofs.game_day", *chosen.faults])
     text = f"`{command}`, {datetime.now(UTC):%Y-%m-%d}\n\n{table(results)}"
     (chosen.out / "table.md").write_text(text)
-    missing = {result.fault.name: result.missing for result in results if result.missing}
-    if missing:
-        print(f"no warning began: {missing}")
-    return 1 if missing else 0
+    hidden = [result.fault.name for result in results if result.is_hidden]
+    if hidden:
+        print(f"not named: {', '.join(hidden)}")
+    return 1 if hidden else 0
 
 
 if __name__ == "__main__":

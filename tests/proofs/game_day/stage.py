@@ -24,6 +24,10 @@ PAUSE_S = 0.05
 DEADLINE_S = 3.0
 WATCH_EVERY_S = 0.25
 COMMAND_S = 60.0
+LOG_LINES = 200
+
+# What a verdict may have: failed pulls, a limit that is near, kinds of warnings.
+SIGNS = ("Pulls fail", "max_transfers_per_engine", "same-node-tcp", "peer-turned-away")
 
 # Of each node, by a name: the verb and its options. The status page shows what `top` does.
 VERBS = {
@@ -76,7 +80,7 @@ class Traffic:
 
 
 class Stage:
-    """A prefill and a decode node. `seen` has when each kind of warning was first there, by node.
+    """A prefill and a decode node. `seen` has when each of `SIGNS` was first in its verdict, by node.
 
     With `has_prometheus` a Prometheus scrapes both, and `alerts` has when each alert fired first, by node.
     """
@@ -133,20 +137,21 @@ class Stage:
         living = {name: self.nodes[name] for name in nodes if self.nodes[name].exit_code is None}
         return {name: _outputs_of(node) for name, node in living.items()}
 
-    def warnings(self, name: str) -> list[dict[str, Any]]:
-        """Return a node's warnings; none of one that does not answer."""
+    def verdict(self, name: str) -> str:
+        """Return a node's verdict; "" of one that does not answer."""
         node = self.nodes[name]
         with suppress(KvxferdError, OSError):
             if node.exit_code is None:
-                warnings: list[dict[str, Any]] = node.control.request("GET", "/readyz")[1]["active_warnings"]
-                return warnings
-        return []
+                return str(node.control.get("/v1/status")["verdict"]["text"])
+        return ""
 
     def _watch(self) -> None:
         while not self._over.wait(WATCH_EVERY_S):
             for name in self.nodes:
-                for warning in self.warnings(name):
-                    self.seen.setdefault((name, warning["kind"]), warning["since"])
+                verdict = self.verdict(name)
+                for sign in SIGNS:
+                    if sign in verdict:
+                        self.seen.setdefault((name, sign), time.time())
             if self._prometheus is not None:
                 for alert in self._prometheus.firing():
                     labels = alert["labels"]
@@ -163,4 +168,5 @@ def _outputs_of(node: Daemon) -> dict[str, str]:
             command, capture_output=True, text=True, timeout=COMMAND_S, env=environ, check=False
         )
         found[name] = done.stdout + done.stderr
+    found["log"] = "\n".join(node.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
     return found

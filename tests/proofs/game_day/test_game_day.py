@@ -15,9 +15,8 @@ pytestmark = pytest.mark.timeout(180)
 def test_an_operator_finds_a_source_that_releases_early_in_every_output(tmp_path: Path) -> None:
     (fault,) = [fault for fault in FAULTS if fault.name == "early-release"]
     result = run(fault, tmp_path, [fault.node], after_s=1.0)
-    assert result.missing == []
-    assert result.began_s["decode", "pulls-fail"] < 10
+    assert not result.is_hidden
     assert all(result.named_by.values()), result.named_by
-    assert {"status", "history --failed", "doctor", "top --once"} == result.named_by.keys()
+    assert {"status", "history --failed", "doctor", "top --once", "log"} == result.named_by.keys()
     assert "Ready." not in result.outputs["decode"]["top --once"]
-    assert "A source that releases early | decode | pulls-fail" in table([result])
+    assert "A source that releases early | decode | Pulls fail" in table([result])

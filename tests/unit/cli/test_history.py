@@ -14,7 +14,7 @@ from kvxferd.cli.root import root
 from kvxferd.core.snapshot import Record
 from kvxferd.errors import Code
 from kvxferd.ids import TransferId
-from kvxferd.telemetry.history import History, HistoryPage, HistoryQuery
+from kvxferd.telemetry.history import History
 from kvxferd.tooling.control_client import ControlClient
 from tests.support.node_samples import StillNode, pull_record
 from tests.support.verb_harness import daemon, run
@@ -27,13 +27,10 @@ class BusyNode(StillNode):
         super().__init__()
         self.kept = History(max_records=2, boot="b")
 
-    def history(self) -> list[Record]:
-        """All."""
-        return self.kept.records()
-
-    def search_history(self, query: HistoryQuery) -> HistoryPage:
-        """As a node does."""
-        return self.kept.search(query)
+    @property
+    def history(self) -> History:
+        """What is left of it."""
+        return self.kept
 
 
 async def test_filters_are_the_servers(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from kvxferd.cli.root import root
 from kvxferd.core.snapshot import NodeSnapshot, PullRecord, Record
 from kvxferd.errors import Code
 from kvxferd.ids import BootId, Endpoint, EngineId, Generation, TransferId
+from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.tooling.output import share_width
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from tests.support.node_samples import StillNode, node_snapshot, pull_record
@@ -72,7 +73,7 @@ class LongNames(StillNode):
             ),
         )
 
-    def history(self) -> list[Record]:
+    def records(self) -> list[Record]:
         failed = pull_record("failed", Code.LEASE_EXPIRED)
         assert isinstance(failed, PullRecord)
         return [
@@ -116,6 +117,29 @@ async def test_nothing_is_cut_and_nothing_steers_the_terminal(
         assert not any(line.endswith(" ") for line in shown.splitlines())
     for name in WANTED[" ".join(verb)]:
         assert name in plain, name  # whole, and in one line
+
+
+class FailingPulls(StillNode):
+    """A node whose pulls from one peer fail."""
+
+    @property
+    def samples(self) -> Samples:
+        found = Samples()
+        found.start(0.0)
+        failed = pull_record("failed", Code.PEER_UNREACHABLE)
+        found.add(msgspec.structs.replace(failed, peer=ENDPOINT))
+        found.finish_second(1.0, 1_700_000_000.0, Gauges())
+        return found
+
+
+@pytest.mark.parametrize("verb", [["status"], ["top", "--once"]], ids=" ".join)
+async def test_a_command_is_not_broken_into_lines(
+    tmp_path: Path, verb: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with daemon(tmp_path, FailingPulls()) as config:
+        arguments = [*verb, "--socket", config.control.socket]
+        shown = await asyncio.to_thread(run_in_terminal, arguments, 80, monkeypatch)
+    assert f"`kvxferd ping '{ENDPOINT}' --config {FailingPulls.config_path}`" in STYLE.sub("", shown)
 
 
 @pytest.mark.process

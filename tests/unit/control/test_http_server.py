@@ -69,7 +69,8 @@ async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
             assert answer.status == 200
         async with client.get("/v1/status") as answer:
             verdict = (await answer.json())["verdict"]
-            assert verdict == {"level": "bad", "text": "Not ready: nixl cannot be imported."}
+            text = "Not ready: nixl cannot be imported."
+            assert verdict == {"level": "bad", "text": text, "remedy": ""}
 
 
 async def test_what_is_not_in_the_table_gets_a_code_and_a_sentence(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ async def test_what_is_not_in_the_table_gets_a_code_and_a_sentence(tmp_path: Pat
 
 async def test_an_error_of_the_daemons_costs_one_answer(tmp_path: Path) -> None:
     class Broken(StillNode):
-        def history(self) -> list:  # type: ignore[type-arg]
+        def records(self) -> list:  # type: ignore[type-arg]
             raise ValueError("secret")
 
     config = config_in(tmp_path)

@@ -71,14 +71,6 @@ def test_what_a_killed_daemon_had_begun_to_write_is_removed(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", [b'{"prefill":1000,"users":0}', b'{"users":{"prefill":1000,"users":0}}'])
-def test_what_a_daemon_wrote_that_knew_no_ranks_is_read(tmp_path: Path, content: bytes):
-    path = tmp_path / "owners.json"
-    path.write_bytes(content)
-    assert OwnershipFile(path, tuple).read() == ((("prefill", 1000), ("users", 0)), ())
-    assert path.exists()
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff" * 100, b"[" * 100_000])
 def test_nonsense_is_put_aside_and_nobody_owns_anything(tmp_path: Path, content: bytes):
     path = tmp_path / "owners.json"

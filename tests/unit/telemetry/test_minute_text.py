@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.doctor.daemon_health import check
-from kvxferd.doctor.finding import CheckContext, Verdict
+from kvxferd.doctor.finding import CheckContext, ok, warn
 from kvxferd.telemetry.minute_text import describe_failures
 from kvxferd.telemetry.sample_report import LastMinute
 from tests.support.node_samples import PEER, samples
@@ -56,11 +56,11 @@ class Daemon:
         return self.answer
 
 
-def test_doctor_says_that_pulls_fail() -> None:
-    failing = msgspec.to_builtins(minute(failed=3, failures={"deadline": 3}))
-    for last, verdict in ((failing, Verdict.WARN), (msgspec.to_builtins(minute(failed=0)), Verdict.OK)):
-        daemon = Daemon(last_minute=last, verdict={"remedy": "look at it"})
-        (found,) = [f for f in check(CheckContext(None, daemon, {})) if f.check == "last minute"]  # type: ignore[arg-type]
-        assert found.verdict is verdict
-        assert found.found.startswith("pulls fail: 3 of ") == (verdict is Verdict.WARN)
-        assert (found.todo == "look at it") == (verdict is Verdict.WARN)
+def test_doctor_has_the_daemon_s_verdict() -> None:
+    for level, remedy, found in (
+        ("bad", "look at it", warn("state", "Pulls fail", "look at it")),
+        ("warn", "", warn("state", "Pulls fail", "`kvxferd status` has the rest")),
+        ("good", "", ok("state", "Pulls fail")),
+    ):
+        daemon = Daemon(verdict={"level": level, "text": "Pulls fail", "remedy": remedy})
+        assert found in list(check(CheckContext(None, daemon, {})))  # type: ignore[arg-type]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +14,6 @@ from kvxferd.telemetry.warnings.warning_list import (
     finding_of,
 )
 
-ROOT = Path(__file__).parents[4]
 UNIX = 1_790_000_000.0
 
 
@@ -103,9 +100,3 @@ def test_each_end_follows_its_beginning_and_the_counts_are_those_of_the_list(
                 open_warnings.remove(change.warning.subject)
         assert {w.subject for w in warnings.warnings()} == open_warnings
         assert warnings.count(WarningKind.PLACEMENT) == len(open_warnings) <= MAX_WARNINGS_PER_KIND
-
-
-def test_every_page_has_a_heading_of_its_kind() -> None:
-    for kind in WarningKind:
-        path, _, anchor = kind.page.partition("#")
-        assert f"\n### {anchor}\n" in (ROOT / path).read_text()
