@@ -125,23 +125,6 @@ def test_a_peer_that_is_admitted_no_more_is_forgotten_and_not_asked_again(world,
     assert not node.peers.endpoints()
 
 
-@pytest.mark.parametrize("num_arrived", [0, 1, 2])  # waits for the greeting, for the engine, for the grant
-def test_what_waits_for_such_a_peer_fails_at_once(world, source, sink, num_arrived):
-    ref = source.publish("r1", IDS, TOKENS)
-    world.hold_network = True
-    ticket = sink.pull(ref, SINK_IDS, TOKENS)
-    for _ in range(2 * num_arrived):
-        world.arrive(world.network.popleft())
-    assert sink.ended(ticket) is None
-    world.feed(sink.host, ev.AllowlistChanged(NOBODY_ELSE))
-    assert sink.ended(ticket).code is Code.NOT_ALLOWED
-    assert sink.ended(ticket).safe_to_reuse
-    world.network.clear()
-    world.hold_network = False
-    world.feed(sink.host, ev.AllowlistChanged(PeerAllowlist()))
-    assert sink.reads(ref)
-
-
 def test_a_pull_with_its_grant_goes_on(world, source, sink):
     (mover,) = sink.host.movers.values()
     mover.hold = True
