@@ -18,7 +18,7 @@ from kvxferd.wire.common import RankIncarnations
 MAX_BLOCK_ID_BYTES = 512 << 20
 # What a transfer or a pull is counted for without its ids (timers, indexes, names), and a group. Measured,
 # with ids of 32 characters: a transfer of one group takes 2.1 KB, a pull with its hold 3.4 KB where it is
-# counted for 4.6, a group 0.1 (`tests/unit/core/test_block_id_memory_sizes.py`).
+# counted for 4.6, a group 0.1 (`tests/unit/core/test_block_id_memory.py`).
 ENTRY_BYTES, GROUP_BYTES = 2048, 256
 # An entry of a transfer's mapping from ranks to incarnations, and a character of an incarnation at its
 # widest. Of 64 ranks with names of 16 characters that is 8 KiB; transfers that name the same share it.

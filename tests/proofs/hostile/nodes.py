@@ -63,7 +63,6 @@ class Node:
         self._command += ["--peer-bind", f"tcp://127.0.0.1:{self.peer_port}"]
         self._command += ["--http-bind", f"127.0.0.1:{self.http[1]}"]
         self._command += [word for flag in FLAGS.items() for word in flag if flag[0] not in setup.flags]
-        self._unread: int | None = None
         self._parents: set[int] = set()
         self.start()
 
@@ -74,10 +73,6 @@ class Node:
         if self._user.uid:
             as_user = {"user": self._user.uid, "group": self._user.gid, "extra_groups": []}
         with self.log.open("ab") as log:
-            error: int = log.fileno()
-            if self._setup.stderr_unread:
-                self._close_unread()
-                self._unread, error = os.pipe()
             command = self._command
             if self._setup.mute_resolver:
                 as_user, command = {}, self._in_own_mounts()
@@ -85,13 +80,11 @@ class Node:
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=error,
+                stderr=log,
                 env=self._environ,
                 preexec_fn=self._limit if self._setup.num_fds else None,  # noqa: PLW1509 - one thread
                 **as_user,
             )
-            if self._setup.stderr_unread:
-                os.close(error)
         self.control = ControlClient(str(self.run_directory / "control.sock"), timeout_s=ANSWER_S)
 
     def _in_own_mounts(self) -> list[str]:
@@ -111,11 +104,6 @@ class Node:
 
     def _limit(self) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (self._setup.num_fds, self._setup.num_fds))
-
-    def _close_unread(self) -> None:
-        if self._unread is not None:
-            os.close(self._unread)
-            self._unread = None
 
     @property
     def pid(self) -> int:
@@ -152,7 +140,6 @@ class Node:
                 self.process.wait()
         else:
             problems.append(f"the daemon had ended with {self.process.returncode}")
-        self._close_unread()
         until = time.monotonic() + 10.0
         while any(map(lives, family)) and time.monotonic() < until:
             time.sleep(0.02)

@@ -27,7 +27,6 @@ class Setup:
     keys: bool = True
     flags: tuple[str, ...] = ()  # for both daemons
     num_fds: int = 0  # RLIMIT_NOFILE of the daemons; 0: as it is
-    stderr_unread: bool = False  # a pipe that nobody reads
     mute_resolver: bool = False  # a name server that never answers
 
 

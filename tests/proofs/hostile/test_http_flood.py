@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvxferd.control.fd_budget import RESERVED_FDS
@@ -31,11 +31,16 @@ def test_unfinished_requests_leave_workers_their_descriptors(fleet: Fleet, tmp_p
     try:
         wait_until(lambda: daemon.is_ready, "ready", 60)
         with ExitStack() as held:
+            clients = []
             for _ in range(2 * DESCRIPTORS):
                 client = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
-                client.sendall(b"GET /metrics HTTP/1.1\r\nHost: ")
+                client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
+                clients.append(client)
             wait_until(lambda: daemon.status() is not None, "the flood is accepted")
             assert len(os.listdir(f"/proc/{daemon.pid}/fd")) < DESCRIPTORS // 2
+            for client in clients * 4:  # their headers never end
+                with suppress(OSError):
+                    client.send(b"X-More: y\r\n")
             (source,) = fleet.engine(daemon, spec_of("prefill"))
             (sink,) = fleet.engine(daemon, spec_of("decode"))
             pull_and_check([sink], publish([source], 1), 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -10,32 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.tooling.control_client import ControlClient
-from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.daemon import Daemon, UnreadLog
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 
 
-class Unread(Daemon):
-    """Its log goes to a pipe of one page, which holds some ten lines."""
-
-    def start(self) -> None:
-        self.reading, writing = os.pipe()
-        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-        self._process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
-        os.close(writing)
-        self.control = ControlClient(str(self.directory / "control.sock"))
-
-    @property
-    def is_ready(self) -> bool:
-        assert self.exit_code is None
-        return Path(self.control.socket_path).exists() and self.control.request("GET", "/readyz")[0] == 200
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_it_serves_and_ends_although_nobody_reads_its_log(fleet: Fleet, tmp_path: Path, number: int) -> None:
-    daemon = Unread(tmp_path / "node", {})
+    daemon = UnreadLog(tmp_path / "node", {})
     try:
         wait_until(lambda: daemon.is_ready, "ready", 60)
         (source,) = fleet.engine(daemon, spec_of("prefill"))

@@ -8,7 +8,6 @@ which need minutes.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import math
@@ -16,7 +15,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,9 +24,8 @@ from typing import Any
 import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from kvxferd.tooling.control_client import ControlClient
 from tests.support.manifests import ROOT
-from tests.support.nodes.daemon import Daemon
+from tests.support.nodes.daemon import Daemon, UnreadLog
 from tests.support.nodes.fleet import Fleet, mappers_of
 from tests.support.nodes.rank_process import RankProcess, ranks_of
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
@@ -385,17 +382,6 @@ def test_a_log_that_is_not_read(
     finally:
         daemon.kill()
         os.close(daemon.reading)
-
-
-class UnreadLog(Daemon):
-    """Its log goes to a pipe of one page that nobody reads."""
-
-    def start(self) -> None:
-        self.reading, writing = os.pipe()
-        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-        self._process = subprocess.Popen(self._command, stdout=writing, stderr=writing, env=self._environ)
-        os.close(writing)
-        self.control = ControlClient(str(self.directory / "control.sock"))
 
 
 def test_a_slow_path_within_the_node(watched: Watched, fleet: Fleet, prometheus: PrometheusServer) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.vllm_servers.completions import complete, decode, prefill
+from tests.support.vllm_servers.completions import complete
 from tests.support.vllm_servers.engines import Engine
 from tests.support.vllm_servers.site import Nodes, Site, num_external_tokens, through
 
@@ -71,15 +71,6 @@ def test_tokens_are_those_of_one_engine(
     before = num_external_tokens(pair[1])
     assert through(*pair, prompt).tokens == cut_up.right_tokens(prompt)
     assert num_external_tokens(pair[1]) - before in (length, length - 1)
-
-
-def test_another_prompts_cache_gives_other_tokens(
-    cut_up: CutUp, pair: tuple[Engine, Engine], new_prompt: NewPrompt
-) -> None:
-    ours, theirs = new_prompt(170), new_prompt(170)
-    prefill(pair[0].url, ours)
-    swapped = decode(pair[1].url, ours, prefill(pair[0].url, theirs))
-    assert swapped.tokens == cut_up.right_tokens([*theirs[:-1], ours[-1]]) != cut_up.right_tokens(ours)
 
 
 def test_a_cached_beginning_of_other_blocks(

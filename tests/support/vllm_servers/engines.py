@@ -11,19 +11,19 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
 from tests.support.vllm_servers.completions import complete
 from tests.support.vllm_servers.processors import engine_processors
 
 START_S = 300.0  # four engines load their imports on one core, beside whatever else runs there
 STOP_S = 30.0
-POLL_S = 0.05
 HOST = "127.0.0.1"
 
 # Two cores for everything: one thread for each worker, no binding, no telemetry, no network.
@@ -46,15 +46,6 @@ FLAGS = (
     "--served-model-name=tiny",
     "--enable-server-load-tracking",
 )
-
-
-def wait_until(holds: Callable[[], Any], what: Callable[[], str] | str, limit_s: float = 30.0) -> None:
-    """Return once `holds()` is true; fail with `what` if it never is."""
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {limit_s} s: {what if isinstance(what, str) else what()}")
-        time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,13 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.support.nodes.fleet import Fleet
 from tests.support.vllm_servers.completions import RequestFailed, complete, decode, prefill, prompt_of
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector, nixl_connector
+from tests.support.vllm_servers.site import Site
 from tests.support.vllm_servers.tiny_models import KINDS
 
 
@@ -30,10 +28,9 @@ def main() -> None:
     """Start everything, ask, wait."""
     options = _options()
     directory = Path(options.directory).resolve()
-    directory.mkdir(parents=True, exist_ok=True)
-    model = model_of(options.model, options.python, directory)
-    with ExitStack() as stack:
-        engines = _engines(options, model, directory, stack)
+    site = Site(directory, options.python)
+    try:
+        engines = _engines(options, site)
         for engine in engines:
             engine.wait()
             print(f"{engine.name}: {engine.url} pid {engine.pid} log {engine.log}", flush=True)
@@ -42,19 +39,8 @@ def main() -> None:
         if not options.once:
             print("Ctrl-C ends the rig", flush=True)
             signal.sigwait({signal.SIGINT, signal.SIGTERM})
-
-
-def model_of(kind: str, python: str, directory: Path) -> Path:
-    """The checkpoint of one of the tiny models, made where it is not there yet."""
-    path = directory / f"model-{kind}"
-    if not (path / "config.json").exists():
-        script = Path(__file__).parent / "tiny_models.py"
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [python, script, kind, path], env=environ, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, f"cannot build the {kind} model: {done.stderr[-2000:]}"
-    return path
+    finally:
+        site.stop()
 
 
 def _options() -> argparse.Namespace:
@@ -75,12 +61,11 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _engines(options: argparse.Namespace, model: Path, directory: Path, stack: ExitStack) -> list[Engine]:
+def _engines(options: argparse.Namespace, site: Site) -> list[Engine]:
+    model = site.model(options.model)
     configs: list[dict[str, Any]]
     if options.connector == "kvxferd":
-        fleet = Fleet(directory)
-        stack.callback(fleet.stop)
-        nodes = [fleet.daemon(name, "--log-level", "debug") for name in ("node-p", "node-d")]
+        nodes = [site.fleet.daemon(name, "--log-level", "debug") for name in ("node-p", "node-d")]
         for node in nodes:
             print(f"daemon: {node.worker_socket} log {node.log}", flush=True)
         extra = json.loads(options.extra)
@@ -96,9 +81,7 @@ def _engines(options: argparse.Namespace, model: Path, directory: Path, stack: E
     for (name, block, flags), config in zip(sides, configs, strict=True):
         environ = {"VLLM_LOGGING_LEVEL": options.log_level}
         served = Served(model, config, block, flags=shlex.split(flags), environ=environ)
-        engine = Engine(name, options.python, served, directory)
-        stack.callback(engine.stop)
-        engines.append(engine)
+        engines.append(site.engine(name, served))
     return engines
 
 

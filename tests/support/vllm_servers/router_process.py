@@ -8,8 +8,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
-from tests.support.vllm_servers.engines import HOST, wait_until
+from tests.support.vllm_servers.engines import HOST
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "pd_router.py"
 

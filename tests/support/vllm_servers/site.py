@@ -13,8 +13,9 @@ from typing import Any
 
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.waiting import wait_until
 from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Completion, complete
-from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector, wait_until
+from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector
 
 # Long enough for a test to go on from a published request on a busy machine, short enough to wait for.
 LEASE_S = 8.0

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 from ipaddress import ip_network
 
 import msgspec
 import pytest
 
 from kvxferd.core import Settings
+from kvxferd.core import effects as fx
+from kvxferd.core import events as ev
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import Code, EngineError
-from kvxferd.ids import Endpoint
+from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire import worker as wk
 from kvxferd.wire.endpoint import address_of, host_of, key_of, parse_endpoint
-from tests.support.simulation import World, spec_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, spec_of
 
 OWN, FRIEND, STRANGER = "0a" * 32, "0b" * 32, "0c" * 32
 KEYS = PeerAllowlist(own_key=OWN, allowed_keys=frozenset([FRIEND]))
@@ -100,3 +103,55 @@ def test_its_own_engines_are_always_read() -> None:
     assert isinstance(sink.ended(ticket), wk.Delivered)
     forged = msgspec.structs.replace(source.publish("t2", [3, 1, 2], 11), endpoint="tcp://evil:1")
     assert sink.ended(sink.pull(forged, [7, 9, 4], 11)).code is Code.NOT_ALLOWED
+
+
+# --- the allow-lists of peers change while the node runs
+
+
+PREFILL = EngineKey("prefill", "g1")
+NOBODY_ELSE = PeerAllowlist(networks=(ipaddress.ip_network("192.0.2.0/24"),))
+
+
+def test_a_peer_that_is_admitted_no_more_is_forgotten_and_not_asked_again(world, source, sink):
+    ticket = sink.pull(source.publish("r1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    node = sink.host.node
+    (peer,) = node.peers.endpoints()
+    assert fx.ClosePeerConnection(peer) in node.feed(ev.AllowlistChanged(NOBODY_ELSE), world.now)
+    assert not node.peers.endpoints()
+    ticket = sink.pull(source.publish("r2", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert sink.ended(ticket).code is Code.NOT_ALLOWED
+    node.handshake_client.learn_engine(peer, PREFILL, 1.0, lambda outcome: None, uid=0)
+    assert not node.peers.endpoints()
+
+
+def test_a_pull_with_its_grant_goes_on(world, source, sink):
+    (mover,) = sink.host.movers.values()
+    mover.hold = True
+    ticket = sink.pull(source.publish("r1", IDS, TOKENS), SINK_IDS, TOKENS)
+    world.feed(sink.host, ev.AllowlistChanged(NOBODY_ELSE))
+    assert sink.ended(ticket) is None
+    mover.hold = False
+    mover.copy()
+    mover.finish()
+    world.settle()
+    assert isinstance(sink.ended(ticket), wk.Delivered)
+    world.advance(1000)  # what it was to acknowledge ends with its time, and nothing is asked
+    assert not sink.host.node.peers.endpoints()
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "want"),
+    [
+        (PeerAllowlist(), PeerAllowlist(), True),
+        (PeerAllowlist(allowed_keys=frozenset("ab")), PeerAllowlist(allowed_keys=frozenset("a")), True),
+        (PeerAllowlist(allowed_keys=frozenset("a")), PeerAllowlist(allowed_keys=frozenset("ab")), False),
+        (PeerAllowlist(allowed_keys=None), PeerAllowlist(allowed_keys=frozenset("a")), True),
+        (PeerAllowlist(allowed_keys=frozenset("a")), PeerAllowlist(allowed_keys=None), False),
+        (NOBODY_ELSE, PeerAllowlist(), False),
+        (PeerAllowlist(), NOBODY_ELSE, True),
+        (NOBODY_ELSE, NOBODY_ELSE, True),
+    ],
+)
+def test_lists_that_leave_nobody_out_cut_no_connection(after, before, want):
+    assert after.allows_all_of(before) is want

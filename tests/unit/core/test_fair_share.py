@@ -8,6 +8,8 @@ from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings, worker_requests
 from kvxferd.core.fair_share import FairShare
 from kvxferd.core.limits import PullAdmission
+from kvxferd.core.rate_limit import RateLimiter
+from kvxferd.core.registration_checks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import SessionId
 from kvxferd.wire import worker as wk
@@ -128,3 +130,35 @@ def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
     world.advance(130.0)
     assert node.worker_requests._abandoning_share.held == 0
     assert not node.sessions[first.session].abandoning
+
+
+# --- registering and leaving in a loop has a mover made each time: a user's rate is limited
+
+
+def test_a_burst_then_so_many_a_second_of_each_user() -> None:
+    rate = RateLimiter(burst=3, per_s=2.0)
+    assert [rate.acquire(FIRST, 10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert rate.acquire(SECOND, 10.0) == 0.0
+    assert rate.acquire(FIRST, 10.5) == 0.0
+    assert rate.acquire(FIRST, 10.5) == 0.5
+    for uid in range(100):
+        rate.acquire(uid, 11.0)
+    rate.acquire(FIRST, 100.0)
+    assert len(rate._buckets) == 1
+
+
+def test_who_registers_and_leaves_in_a_loop_is_busy_and_others_register() -> None:
+    world = World()
+    host = world.host("p")
+    for _ in range(REGISTER_BURST):
+        worker = world.register(host, spec_of("a"), uid=FIRST)
+        assert worker.heard(wk.Registered)
+        worker.close()
+    num_movers = len(host.movers)
+    (refused,) = world.register(host, spec_of("a"), uid=FIRST).heard(wk.Refused)
+    assert refused.code is Code.BUSY
+    assert 0 < refused.retry_after_s <= 1 / REGISTER_PER_S
+    assert len(host.movers) == num_movers
+    assert world.register(host, spec_of("b"), uid=SECOND).heard(wk.Registered)
+    world.advance(refused.retry_after_s)
+    assert world.register(host, spec_of("a"), uid=FIRST).heard(wk.Registered)

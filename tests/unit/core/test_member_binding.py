@@ -184,9 +184,8 @@ def test_a_new_member_of_an_engine_that_starts_anew_waits_for_the_home(world, st
     assert moved.heard(wk.Registered)
 
 
+@pytest.mark.parametrize("world", ["keys"], indirect=True)  # a secret is no proof: a restart makes another
 def test_a_rank_whose_mover_is_replaced_is_kept_for_its_key(world, stages):
-    if not world.keys:
-        pytest.skip("a secret is no proof, and a daemon that restarts has another")
     record, home = record_of(stages[0].host), stages[0].host
     (mover,) = stages[1].host.movers.values()
     mover.die()  # its rank leaves, and joins again with another mover

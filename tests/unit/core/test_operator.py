@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
+
 import msgspec
 import pytest
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.snapshot import HandshakeRecord, PullRecord
 from kvxferd.errors import Code
-from kvxferd.ids import EngineKey
+from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire import worker as wk
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, delivers, spec_of
 
@@ -31,19 +34,25 @@ def test_a_dropped_peer_is_greeted_anew(world, source, sink):
     assert handshakes(sink.host) == 2
 
 
+DROPPED = ev.PeerDropRequested(Endpoint("tcp://p:9441"))
+UNADMITTED = ev.AllowlistChanged(PeerAllowlist(networks=(ip_network("192.0.2.0/24"),)))
+
+
 @pytest.mark.parametrize("num_arrived", [0, 1, 2])  # waits for the greeting, for the engine, for the grant
-def test_what_waits_for_a_dropped_peer_fails_at_once(world, source, sink, num_arrived):
+@pytest.mark.parametrize(("event", "code"), [(DROPPED, Code.CANCELLED), (UNADMITTED, Code.NOT_ALLOWED)])
+def test_what_waits_for_a_dropped_peer_fails_at_once(world, source, sink, num_arrived, event, code):
     ref = source.publish("t1", IDS, TOKENS)
     world.hold_network = True
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     for _ in range(2 * num_arrived):
         world.arrive(world.network.popleft())
     assert sink.ended(ticket) is None
-    world.feed(sink.host, ev.PeerDropRequested(source.host.endpoint))
-    assert sink.ended(ticket).code is Code.CANCELLED
+    world.feed(sink.host, event)
+    assert sink.ended(ticket).code is code
     assert sink.ended(ticket).safe_to_reuse
     world.network.clear()
     world.hold_network = False
+    world.feed(sink.host, ev.AllowlistChanged(PeerAllowlist()))
     assert sink.reads(ref)
     world.advance(100)
     assert source.host.node.is_idle

@@ -19,6 +19,7 @@ from kvxferd.wire.common import TransferRef
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, World, delivers, mover_of, spec_of
 
 DELIVERED_BOTH_WAYS = True
+by_mover = pytest.mark.parametrize("world", [True], indirect=True, ids=["by-mover"])
 OTHER_IDS = [12, 14, 16]
 NUMBERS = itertools.count()
 
@@ -244,10 +245,9 @@ def test_doubt_that_nothing_but_death_ends_retires_the_mover_at_once(world, sour
     assert len(live_movers(sink)) == 1
 
 
+@by_mover
 def test_a_delivery_that_only_the_worker_knows_of_is_not_read_again(world, source, sink):
     """Its engine uses the blocks already: whoever wrote them again would write over that."""
-    if not world.receives_deliveries:
-        return
     old = mover_of(sink)
     old.hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=60)
@@ -260,9 +260,8 @@ def test_a_delivery_that_only_the_worker_knows_of_is_not_read_again(world, sourc
     assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
 
 
+@by_mover
 def test_a_worker_that_does_not_say_what_it_knows_has_its_pulls_fail(world, source, sink):
-    if not world.receives_deliveries:
-        return
     sink.resume_pulls = lambda number, tickets: None
     mover_of(sink).hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=4)
@@ -273,10 +272,9 @@ def test_a_worker_that_does_not_say_what_it_knows_has_its_pulls_fail(world, sour
     assert bytes(sink.memory) == before
 
 
+@by_mover
 def test_an_answer_is_to_one_interruption_alone(world, source, sink):
     """The next mover may die before the worker has answered for the pulls of the first."""
-    if not world.receives_deliveries:
-        return
     asked: list[tuple[int, tuple[int, ...]]] = []
     answer = sink.resume_pulls
     sink.resume_pulls = lambda number, tickets: asked.append((number, tickets))
@@ -304,9 +302,8 @@ def test_an_answer_has_as_many_tickets_as_pulls_may_run(world, sink, name):
     assert "1024 pulls may run" in sink.heard(wk.Farewell)[0].message
 
 
+@by_mover
 def test_a_grant_that_ended_while_its_pull_waited_is_asked_for_anew(world, source, sink):
-    if not world.receives_deliveries:
-        return
     asked: list[tuple[int, tuple[int, ...]]] = []
     answer = sink.resume_pulls
     sink.resume_pulls = lambda number, tickets: asked.append((number, tickets))

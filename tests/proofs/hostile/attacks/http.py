@@ -21,26 +21,9 @@ def tcp(scene: Scene) -> socket.socket:
     return made
 
 
-@attack("stranger", setup=SMALL)
-def unfinished_headers(scene: Scene) -> str:
-    """Hundreds of connections whose request's headers never end; the daemon may have 300 descriptors."""
-    made = []
-    for _ in range(400):
-        with contextlib.suppress(OSError):
-            one = tcp(scene)
-            one.sendall(HEAD)
-            made.append(one)
-    for _ in range(4):
-        for one in made:
-            with contextlib.suppress(OSError):
-                one.send(b"X-More: y\r\n")
-        scene.rest(0.3)
-    return newcomer(scene, "late-headers")
-
-
 @attack("user", setup=SMALL)
 def unfinished_headers_on_control(scene: Scene) -> str:
-    """The same on control.sock, for those whom its group lets in."""
+    """Hundreds of requests whose headers never end, from a user whom control.sock's group lets in."""
     made = []
     for _ in range(400):
         with contextlib.suppress(OSError):

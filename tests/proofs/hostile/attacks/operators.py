@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 import time
 
@@ -11,23 +10,7 @@ from kvxferd.tooling import content
 from tests.proofs.hostile.attacker import Scene
 from tests.proofs.hostile.attacks.ownership import RESTART, back
 from tests.proofs.hostile.honest_pair import TOKENS, Engine, _blocks, _held, spec_of
-from tests.proofs.hostile.raw_protocol import connected
-from tests.proofs.hostile.registry import Setup, attack
-
-UNREAD = Setup(stderr_unread=True)
-
-
-@attack("user", setup=UNREAD, limit_s=60.0)
-def a_log_that_nobody_reads(scene: Scene) -> str:
-    """Standard error is a pipe that nobody reads, and a user makes as many lines as it can."""
-    until = time.monotonic() + 4.0
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError):
-            one = connected(scene.a.worker_socket)
-            one.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            one.recv(4096)
-            one.close()
-    return ""
+from tests.proofs.hostile.registry import attack
 
 
 @attack("worker", limit_s=80.0, allows_failed_pulls=RESTART)
