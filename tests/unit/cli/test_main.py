@@ -22,19 +22,13 @@ from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.ids import TransferId
 from kvxferd.tooling.output import format_bytes, format_count, format_duration, plain_text
 from tests.support.node_samples import StillNode, node_snapshot
+from tests.support.python_process import run_python
 from tests.support.verb_harness import daemon, run
 
 
 def kvxferd_process(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m kvxferd.cli` with these arguments and this addition to the environment."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvxferd.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | environ,
-        check=False,
-    )
+    return run_python("-m", "kvxferd.cli", *arguments, env=os.environ | environ)
 
 
 @pytest.mark.process
