@@ -36,9 +36,8 @@ def test_version() -> None:
     assert kvxferd_process("--version").stdout == f"kvxferd, version {kvxferd.__version__}\n"
 
 
-@pytest.mark.process
-def test_serve_has_a_flag_for_every_setting() -> None:
-    text = kvxferd_process("serve", "--help").stdout
+async def test_serve_has_a_flag_for_every_setting() -> None:
+    text = (await run("serve", "--help")).stdout
     for key in SETTINGS:
         assert f"{flag_name(key)} " in text
 
@@ -114,6 +113,11 @@ def offered(*words: str) -> list[str]:
     """Return what is offered for the last word."""
     shell = ShellComplete(root, {}, "kvxferd", "_KVXFERD_COMPLETE")
     return [item.value for item in shell.get_completions(list(words[:-1]), words[-1])]
+
+
+def test_verbs_and_options_are_offered() -> None:
+    assert offered("st") == ["status"]
+    assert "--transfer-lease-s" in offered("serve", "--transfer-l")
 
 
 @pytest.mark.parametrize(
