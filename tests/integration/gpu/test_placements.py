@@ -7,25 +7,18 @@ at the end, and the next placement has to deliver.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 from tests.support.device_daemon import daemon
 from tests.support.fake_driver import FAKE
 from tests.support.nodes.fleet import Fleet
+from tests.support.python_process import run_python
 
 
 def place(fleet: Fleet, driver: str, movers: str, *cases: str) -> list[dict[str, Any]]:
     """Return what two ranks found in each case, on a daemon whose movers have the driver `movers`."""
     arguments = [str(daemon(fleet, "node", movers).worker_socket), driver, *cases]
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.placed_ranks", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
+    ran = run_python("-m", "tests.support.placed_ranks", *arguments)
     answers = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
     assert answers, ran.stderr
     found: list[dict[str, Any]] = json.loads(answers[0].removeprefix("ANSWER "))

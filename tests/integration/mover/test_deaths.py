@@ -282,37 +282,3 @@ async def test_a_home_that_cannot_be_read_is_no_obstacle(make_worker: Make) -> N
         mover, bound = await bind(node, make_worker("E"))
         assert mover.is_alive
         assert bound.metadata
-
-
-async def test_a_mover_that_is_sent_nonsense_ends(node: Node) -> None:
-    mover = await node.pool.acquire()
-    mover._stream.send(b"\xc1 not a message")
-    mover._flush()
-    await node.gone(mover)
-    assert node.exits == [mover.mover_id]
-
-
-ON_UVLOOP = """
-import uvloop
-from tests.support.mover_harness import Node, bind, worker
-
-async def main():
-    rank = worker("E")
-    async with Node("here") as node:
-        mover, _ = await bind(node, rank)
-        print("bound")
-        mover.kill()
-        await node.gone(mover)
-        print("gone")
-    rank.close()
-
-uvloop.run(main())
-"""
-
-
-def test_a_pool_works_on_uvloop() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "KVXFERD_TEST": MARK}
-    out = subprocess.run(
-        [sys.executable, "-c", ON_UVLOOP], capture_output=True, text=True, check=True, env=environment
-    )
-    assert out.stdout.split() == ["bound", "gone"], out

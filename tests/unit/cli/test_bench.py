@@ -50,6 +50,16 @@ def test_what_flags_offer_is_what_there_is() -> None:
     assert set(bench.MEASURE_NAMES) == runner.MEASURES
 
 
+def test_tables_show_every_point_and_what_fell_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "run_bench", lambda options, say: bench_results.result())
+    said = CliRunner().invoke(root, ["bench", "--quick"])
+    assert said.exit_code == 0
+    assert said.stdout.count("qwen3-8b") >= 5
+    assert "NO" in said.stdout
+    assert "added latency, 64 KiB, p99" in said.stdout
+    assert "[1]" in said.stdout
+
+
 def test_too_much_for_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "available_bytes", lambda: 3 << 30)
     said = CliRunner().invoke(root, ["bench", "--quick"])

@@ -44,6 +44,8 @@ async def test_filters_are_the_servers(tmp_path: Path) -> None:
         assert (none["records"], none["dropped"]) == ([], 0)
         one = json.loads((await run("history", "--engine", "decode-0", "--limit", "1", *socket)).stdout)
         assert [record["kind"] for record in one["records"]] == ["release"]
+        nothing = await run("history", "--transfer", "x" * 300, *socket[:2])
+        assert "History: none" in nothing.stdout
 
 
 @pytest.mark.parametrize(

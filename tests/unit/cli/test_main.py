@@ -22,19 +22,13 @@ from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.ids import TransferId
 from kvxferd.tooling.output import format_bytes, format_count, format_duration, plain_text
 from tests.support.node_samples import StillNode, node_snapshot
+from tests.support.python_process import run_python
 from tests.support.verb_harness import daemon, run
 
 
 def kvxferd_process(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m kvxferd.cli` with these arguments and this addition to the environment."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvxferd.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | environ,
-        check=False,
-    )
+    return run_python("-m", "kvxferd.cli", *arguments, env=os.environ | environ)
 
 
 @pytest.mark.process
@@ -42,9 +36,8 @@ def test_version() -> None:
     assert kvxferd_process("--version").stdout == f"kvxferd, version {kvxferd.__version__}\n"
 
 
-@pytest.mark.process
-def test_serve_has_a_flag_for_every_setting() -> None:
-    text = kvxferd_process("serve", "--help").stdout
+async def test_serve_has_a_flag_for_every_setting() -> None:
+    text = (await run("serve", "--help")).stdout
     for key in SETTINGS:
         assert f"{flag_name(key)} " in text
 
@@ -120,6 +113,11 @@ def offered(*words: str) -> list[str]:
     """Return what is offered for the last word."""
     shell = ShellComplete(root, {}, "kvxferd", "_KVXFERD_COMPLETE")
     return [item.value for item in shell.get_completions(list(words[:-1]), words[-1])]
+
+
+def test_verbs_and_options_are_offered() -> None:
+    assert offered("st") == ["status"]
+    assert "--transfer-lease-s" in offered("serve", "--transfer-l")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -78,7 +79,7 @@ async def test_a_verb_shows_a_table(tmp_path: Path, verb: str, shown: list[str])
         assert text in result.stdout
 
 
-@pytest.mark.parametrize("verb", TABLES)
+@pytest.mark.parametrize("verb", [*TABLES, "top"])
 async def test_json_is_one_object(tmp_path: Path, verb: str) -> None:
     async with daemon(tmp_path) as config:
         result = await run(verb, "--json", "--socket", config.control.socket)
@@ -106,6 +107,16 @@ async def test_a_topology_has_the_names_of_in_engine_connectors(tmp_path: Path) 
         ([0, 1], 1),
     ]
     assert [one["target_remote_ranks"] for one in shown] == [[0, 1], [1], [1]]
+
+
+async def test_without_remote_engines_one_line_says_so(tmp_path: Path) -> None:
+    class Alone(StillNode):
+        def topologies(self) -> list[dict[str, Any]]:
+            return []
+
+    async with daemon(tmp_path, Alone()) as config:
+        result = await run("engines", "--topology", "--socket", config.control.socket)
+    assert (result.exit_code, result.stdout) == (0, "Remote engines: none\n")
 
 
 async def test_the_socket_comes_from_the_same_settings_as_the_daemons(tmp_path: Path) -> None:

@@ -160,8 +160,9 @@ async def test_following_is_not_watched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "0.01", "nan", "soon"])
-async def test_an_interval_that_cannot_be(tmp_path: Path, seconds: str) -> None:
-    result = await run("status", f"--watch={seconds}", "--socket", str(tmp_path))
+@pytest.mark.parametrize(("verb", "flag"), [("status", "--watch"), ("top", "--interval")])
+async def test_an_interval_that_cannot_be(tmp_path: Path, verb: str, flag: str, seconds: str) -> None:
+    result = await run(verb, f"{flag}={seconds}", "--socket", str(tmp_path))
     assert result.exit_code == 2
     assert "Error: " in result.stderr
 

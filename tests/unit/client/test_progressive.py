@@ -78,6 +78,14 @@ def test_a_report_of_too_much_adds_no_blocks(stage: Stage) -> None:
     assert ids_of(stage.side.expect(worker.Ready)) == [2]
 
 
+def test_all_tokens_are_the_whole(stage: Stage) -> None:
+    rank = stage.rank()
+    rank.publish("t1", lists(3, 1, 2), 40, ready_tokens=16)
+    stage.side.expect(worker.Publish)
+    rank.extend("t1", 40)
+    assert stage.side.expect(worker.Ready).ready_tokens == -1
+
+
 def test_the_next_daemon_gets_all_that_is_there(stage: Stage) -> None:
     rank = stage.rank()
     rank.publish("t1", lists(3), 40, ready_tokens=16)

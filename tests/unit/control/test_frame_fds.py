@@ -70,12 +70,20 @@ def memory() -> Iterator[SealedMemory]:
         yield memory
 
 
-async def released(socket_: Listening) -> None:
-    """Wait until the daemon's session has ended, and what was kept of it is closed."""
+@pytest.fixture
+async def all_is_closed_once(socket_: Listening, others: Others) -> AsyncIterator[None]:
+    """The daemon ends the test's one session, leaves nothing of it open, and closes nothing of others."""
+    before = num_open_fds()
+    yield
     await socket_.event(ev.WorkerDisconnected)
     for _ in range(3):  # it is released on the loop's next turn
         await asyncio.sleep(0)
     assert not socket_.workers._connections
+    for connection in socket_.opened:
+        connection.close()
+    assert others.num_closed == 0
+    others.close()
+    assert num_open_fds() == before
 
 
 async def admitted(socket_: Listening, memory: SealedMemory, num_descriptors: int) -> socket.socket:
@@ -87,35 +95,23 @@ async def admitted(socket_: Listening, memory: SealedMemory, num_descriptors: in
     return connection
 
 
-async def test_a_part_beyond_the_share_is_closed_once(
-    socket_: Listening, memory: SealedMemory, others: Others
-) -> None:
-    before = num_open_fds()
+@pytest.mark.usefixtures("all_is_closed_once")
+async def test_a_part_beyond_the_share_is_closed_once(socket_: Listening, memory: SealedMemory) -> None:
     connection = await admitted(socket_, memory, num_descriptors=4)
     socket_.workers._admission.memory_fds.limit = 1  # the part is kept and counted, and then too much
     await socket_.say(connection, FdBatch(first=1), *[memory.fd] * 8)
-    await released(socket_)
-    connection.close()
-    assert others.num_closed == 0
-    others.close()
-    assert num_open_fds() == before
 
 
+@pytest.mark.usefixtures("all_is_closed_once")
 @pytest.mark.parametrize("first", [0, 3])
 async def test_a_part_that_cannot_be_placed_is_closed_with_what_came_before(
-    socket_: Listening, memory: SealedMemory, others: Others, first: int
+    socket_: Listening, memory: SealedMemory, first: int
 ) -> None:
     """A new start without descriptors, and one with a gap."""
-    before = num_open_fds()
     connection = await admitted(socket_, memory, num_descriptors=40)
     await socket_.say(connection, FdBatch(first=1), *[memory.fd] * 8)
     await socket_.said(FdBatch)
     await socket_.say(connection, FdBatch(first=first), *[memory.fd] * first)
-    await released(socket_)
-    connection.close()
-    assert others.num_closed == 0
-    others.close()
-    assert num_open_fds() == before
 
 
 @pytest.mark.parametrize(
@@ -124,18 +120,13 @@ async def test_a_part_that_cannot_be_placed_is_closed_with_what_came_before(
     ids=lambda m: type(m).__name__,
 )
 @pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.usefixtures("all_is_closed_once")
 async def test_whatever_is_wrong_with_a_frame_it_leaves_nothing_open_and_closes_nothing_twice(
-    socket_: Listening, memory: SealedMemory, others: Others, message: Message, count: int
+    socket_: Listening, memory: SealedMemory, message: Message, count: int
 ) -> None:
-    before = num_open_fds()
     connection = await socket_.session()
     await socket_.say(connection, message, *[memory.fd] * count)
     connection.shutdown(socket.SHUT_WR)
-    await released(socket_)
-    connection.close()
-    assert others.num_closed == 0
-    others.close()
-    assert num_open_fds() == before
 
 
 def pipe_end() -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.python_process import run_python
 
 # In a process of its own: what this is about ends the process.
 SCRIPT = """
@@ -54,9 +53,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 def test_it_costs_the_daemon_nothing():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python("-c", SCRIPT)
     assert (done.returncode, done.stdout.strip()) == (0, "lives"), done.stderr[-1000:]
 
 
@@ -105,7 +102,5 @@ print("stopped")
 
 @pytest.mark.process
 def test_a_full_queue_of_the_monitor_does_not_keep_the_socket_from_stopping():
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_python("-c", PROGRAM)
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["stopped"]), ended.stderr

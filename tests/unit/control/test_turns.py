@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -76,6 +78,19 @@ async def test_what_is_raised_is_handed_over_and_the_next_is_done():
     finally:
         worker.close()
     assert not any(thread.name == "test" for thread in threading.enumerate())
+
+
+async def test_the_thread_rests_as_long_as_it_has_worked(monkeypatch):
+    worker, done = FairThread("test"), asyncio.Queue[float]()
+    worked = itertools.cycle((0.0, 0.1))
+    monkeypatch.setattr("kvxferd.control.fair_thread.time.thread_time", lambda: next(worked))
+    try:
+        for client in "ab":
+            worker.submit(client, time.monotonic, done.put_nowait)
+        first, second = [await asyncio.wait_for(done.get(), 20) for _ in "ab"]
+        assert second - first >= 0.1
+    finally:
+        worker.close()
 
 
 async def test_where_no_thread_can_be_had_the_work_has_failed_and_the_next_asks_again(monkeypatch):

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 from docs.tools.surfaces import connector_metrics, daemon_metrics
 from kvxferd.errors import Code
 from tests.support.manifests import ROOT
+from tests.support.python_process import run_python
 
 MONITORING = ROOT / "deploy" / "monitoring"
 RULES = sorted((MONITORING / "rules").glob("*.yml"))
@@ -239,8 +239,5 @@ def test_a_dashboard_can_be_imported(dashboard: dict[str, Any]) -> None:
 
 @pytest.mark.process
 def test_made_files_are_not_stale() -> None:
-    done = subprocess.run(
-        [sys.executable, str(MONITORING / "build.py"), "--check"],
-        capture_output=True, text=True, check=False, timeout=100,
-    )  # fmt: skip
+    done = run_python(str(MONITORING / 'build.py'), '--check')  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

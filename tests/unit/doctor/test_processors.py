@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from kvxferd.doctor.finding import Verdict
 from kvxferd.doctor.processors import MEASURE_S, SLEEP_S, finding_of, measure_wake_ups
 from kvxferd.telemetry.late_timers import Cause, ClockReading
+from tests.support.python_process import run_python
 
 
 class SlowMachine:
@@ -58,13 +56,7 @@ def test_a_stall_ends_the_measurement_and_is_a_warning_that_says_why(waits: floa
 
 @pytest.mark.process
 def test_scatters_are_measured_and_compared() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "kvxferd.doctor.scatter_trial", "fake"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ran = run_python("-m", "kvxferd.doctor.scatter_trial", "fake")
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0] == "copies of rows: right"
@@ -73,12 +65,6 @@ def test_scatters_are_measured_and_compared() -> None:
 
 @pytest.mark.process
 def test_without_a_gpu_it_says_so() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "kvxferd.doctor.scatter_trial", "none"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ran = run_python("-m", "kvxferd.doctor.scatter_trial", "none")
     assert ran.returncode == 2
     assert "were not measured" in ran.stderr

@@ -17,6 +17,7 @@ from kvxferd.doctor.report import (
     EXIT_OK,
     exit_status,
     print_findings,
+    print_placements,
 )
 
 COPY = PlacementResult(placement="device copy", gigabytes_per_s=1000.0)
@@ -38,6 +39,16 @@ STAGED = PlacementResult(placement="staged", refusal="cannot register: out of me
 )
 def test_the_status_says_whether_anything_needed_lacks(findings, tried, wanted):
     assert exit_status(findings, tried) == wanted
+
+
+def test_the_table_of_placements(capsys: pytest.CaptureFixture[str]):
+    print_placements((COPY, DIRECT, STAGED))
+    rows = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row.split("│")] for row in rows] == [
+        ["device copy", "yes", "1e+03", "100.0%"],
+        ["direct", "yes, over cuda_ipc/cuda", "250", "25.0%"],
+        ["staged", "cannot register: out of memory [device-error]", "", ""],
+    ]
 
 
 def test_findings_are_not_markup(capsys: pytest.CaptureFixture[str]):

@@ -6,13 +6,12 @@ does, it cannot show: for that there are the same tests on a GPU.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import cuda_stub
+from tests.support.python_process import run_python
 from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.process
@@ -29,46 +28,26 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cuda_stub.build(tmp_path_factory.mktemp("stub"))
 
 
-def test_the_drivers_contract_through_cuda_python(stub: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", "cuda", HERE / "test_driver_contract.py"],
-        env=cuda_stub.environment(stub),
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    summary = ran.stdout.strip().splitlines()[-1]
+def contract(stub: Path, which: str, **settings: object) -> str:
+    """Run tests of the driver's contract over the stand-in; return their last line."""
+    tests = ("-m", "pytest", "-q", "-k", which, HERE / "test_driver_contract.py")
+    ran = run_python(*tests, env=cuda_stub.environment(stub, **settings), cwd=ROOT)
     assert ran.returncode == 0, ran.stdout[-3000:]
+    return ran.stdout.strip().splitlines()[-1]
+
+
+def test_the_drivers_contract_through_cuda_python(stub: Path) -> None:
+    summary = contract(stub, "cuda")
     assert "passed" in summary
     assert "skipped" not in summary
 
 
 def test_pitches_that_a_device_refuses_are_copied_row_by_row(stub: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", "cuda and strided", HERE / "test_driver_contract.py"],
-        env=cuda_stub.environment(stub, PITCH_MULTIPLE=512),
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout[-3000:]
-    assert "passed" in ran.stdout
+    assert "passed" in contract(stub, "cuda and strided", PITCH_MULTIPLE=512)
 
 
 def said_by(stub: Path, program: str, **settings: object) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env=cuda_stub.environment(stub, **settings),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ran = run_python("-c", program, env=cuda_stub.environment(stub, **settings), cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()
 

@@ -26,6 +26,7 @@ from kvxferd.telemetry.recent_lines import (
     MAX_LINES,
     RecentLines,
 )
+from tests.support.python_process import run_python
 
 PIPE_BYTES = 64 << 10
 
@@ -216,9 +217,7 @@ def test_a_traceback_that_nobody_caught_comes_out(pipe: Pipe) -> None:
         "structlog.get_logger().info('before')\n"
         "raise RuntimeError('lost')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python("-c", code)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert '"event": "before"' in lines[0]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvxferd.doctor.daemon_health import check
 from kvxferd.doctor.finding import CheckContext, ok, warn
-from kvxferd.telemetry.minute_text import describe_failures
+from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.sample_report import LastMinute
 from tests.support.node_samples import PEER, samples
 
@@ -34,6 +34,12 @@ def test_failures_name_their_codes_and_the_peer() -> None:
 @given(failed=st.integers(0, 10**6))
 def test_there_is_a_text_where_there_is_a_failure(failed: int) -> None:
     assert bool(describe_failures(minute(failed=failed))) == (failed > 0)
+
+
+def test_a_minute_without_a_pull_has_no_times() -> None:
+    text = describe_rates(minute(delivered=0, pulled_bytes_per_s=0.0, p50_s=None, p99_s=None))
+    assert text.startswith("0 pulls, 0 B/s in, ")
+    assert "p50" not in text
 
 
 class Daemon:

@@ -11,7 +11,7 @@ import pytest
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.telemetry.traces.spans import spans_of
 from tests.support.trace_receiver import TraceReceiver
-from tests.unit.telemetry.test_spans import OWN, PARENT, TRACE, pull_record
+from tests.support.traced_records import OWN, PARENT, TRACE, pull_record
 
 pytest.importorskip("opentelemetry.sdk", reason="kvxferd[tracing] is not installed")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling import subprocesses
 from kvxferd.tooling.line_protocol import CommandFailed, Line, LineProtocol
 from kvxferd.tooling.subprocesses import CommandProcess
+from tests.support.python_process import run_python
 from tests.support.tool_process import await_end
 
 pytestmark = pytest.mark.process
@@ -137,12 +136,6 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("state", ["just started", "paused"])
 def test_a_child_goes_with_a_parent_that_is_killed(tmp_path: Path, state: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), state],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    ended = run_python("-c", KILLED, str(tmp_path), state)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     await_end(int(ended.stdout))

@@ -51,6 +51,7 @@ def test_exported_is_tried_first_and_a_setting_pins_one(
 @pytest.mark.parametrize("error", [PLAIN_MEMORY, REFUSED, FULL, no_bindings()])
 def test_a_placement_that_does_not_work_leaves_the_next(error: KvxferdError) -> None:
     tried = search()
+    assert "exported. Its mover is a process of the daemon" in tried.report()
     tried.fail(error)
     assert tried.current is RESIDENT
     assert "; exported does not work: " in tried.report()

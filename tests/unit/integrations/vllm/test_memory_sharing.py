@@ -122,15 +122,6 @@ def test_what_is_not_adopted_is_copied_block_by_block(
     other.close()
 
 
-def test_an_empty_list_copies_nothing(opened: list[SharedCaches]) -> None:
-    views, derived = derived_of(SMALL)
-    opened.append(share_memory(derived))
-    before = views[0].clone()
-    assert opened[0].bounce_buffers is not None
-    opened[0].bounce_buffers.copy_in({"0.full": BlockList(ids=[])})
-    assert torch.equal(views[0], before)
-
-
 @pytest.mark.parametrize("adopt", [True, False])
 def test_host_memory_is_the_same_after_sleep(adopt: bool, opened: list[SharedCaches]) -> None:
     """What was adopted cannot be adopted again, and a mirror's copies must go where the daemon looks."""
@@ -180,13 +171,6 @@ class TestDevices:
             assert shared.export_again() == (region,), "it wakes in the placement in which it slept"
         finally:
             free_plain(driver, address)
-
-    def test_memory_that_could_be_exported_may_be_resident_too(self, driver: Driver) -> None:
-        uuid = driver.devices()[0].uuid
-        size = driver.granularity(uuid)
-        with Segment(driver, uuid, [size]) as segment:
-            region, _ = device_region(self.storage(segment.address, size), GpuPlacement.RESIDENT)
-            assert region.memory == ResidentMemory(segment.address, size, uuid)
 
     def test_host_memory_of_a_resident_rank_is_neither_adopted_nor_copied(self) -> None:
         _, derived = derived_of(BIG)

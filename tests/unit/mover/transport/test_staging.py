@@ -97,6 +97,14 @@ class World:
                 self.source.transport.progress()
         raise AssertionError("never done")
 
+    def failure_of(
+        self, handle: ReadHandle, match: str | None = None, *, source_serves: bool = True
+    ) -> TransportError:
+        """Run until the read has failed."""
+        with pytest.raises(TransportError, match=match) as raised:
+            self.run(handle, source_serves=source_serves)
+        return raised.value
+
     def settle(self) -> None:
         """Let what is on its way arrive."""
         for _ in range(50):
@@ -198,9 +206,7 @@ def test_a_source_that_dies_settles_the_read_and_frees_the_slots(world: World) -
     handle = world.post((0, 0, 8 * SLOT))
     world.source.inner.close()
     world.now += staging.CHUNK_REPLY_TIMEOUT_S + 1  # one that was asked is given up in time
-    with pytest.raises(TransportError) as raised:
-        world.run(handle, source_serves=False)
-    assert raised.value.settled
+    assert world.failure_of(handle, source_serves=False).settled
     if world.sink.transport._slots is not None:
         assert len(world.sink.transport._slots._free) == NUM_SLOTS
 
@@ -210,9 +216,7 @@ def test_a_read_in_doubt_costs_slots_but_touches_nothing() -> None:
     world = World(True, False)
     handle = world.post((0, 0, 2 * SLOT))
     world.fabric.errors[world.source.agent] = TransportError("a descriptor failed", settled=False)
-    with pytest.raises(TransportError) as raised:
-        world.run(handle)
-    assert raised.value.settled
+    assert world.failure_of(handle).settled
     assert world.free_slots() == [NUM_SLOTS - 1]
     for _ in range(NUM_SLOTS - 1):
         handle = world.post((0, 0, SLOT))
@@ -228,9 +232,7 @@ def test_a_direct_destination_in_doubt_is_said_to_be(lent: World) -> None:
     handle = lent.post((0, 0, SLOT))
     lent.settle()
     lent.fabric.errors[lent.source.agent] = TransportError("a descriptor failed", settled=False)
-    with pytest.raises(TransportError) as raised:
-        lent.run(handle)
-    assert not raised.value.settled
+    assert not lent.failure_of(handle).settled
 
 
 def test_a_lost_connection_hides_no_failure_that_proves_nothing(lent: World) -> None:
@@ -266,9 +268,7 @@ def test_a_copy_that_fails_is_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
 
     handle = world.post((0, 0, SLOT))
     monkeypatch.setattr(world.driver, "is_done", fail)
-    with pytest.raises(TransportError, match="illegal address") as raised:
-        world.run(handle)
-    assert not raised.value.settled
+    assert not world.failure_of(handle, "illegal address").settled
     monkeypatch.undo()
     world.close()
 
@@ -290,9 +290,7 @@ def test_a_copy_that_was_half_started_is_in_doubt(
 
     handle = world.post((0, 0, SLOT))
     monkeypatch.setattr(world.driver, method, fail)
-    with pytest.raises(TransportError, match="illegal address") as raised:
-        world.run(handle)
-    assert not raised.value.settled
+    assert not world.failure_of(handle, "illegal address").settled
     monkeypatch.undo()
     world.close()
 
@@ -349,9 +347,7 @@ def test_a_chunk_that_was_taken_back_is_not_delivered(lent: World) -> None:
     lent.now += staging_source.CHUNK_LEASE_S + 1
     lent.source.transport.progress()  # ended
     lent.now -= staging_source.CHUNK_LEASE_S + 1
-    with pytest.raises(TransportError, match="took a chunk back") as raised:
-        lent.run(handle)
-    assert raised.value.settled
+    assert lent.failure_of(handle, "took a chunk back").settled
 
 
 def test_a_reader_that_never_gives_back_holds_a_slot_for_so_long(lent: World) -> None:
@@ -366,9 +362,7 @@ def test_a_reader_that_never_gives_back_holds_a_slot_for_so_long(lent: World) ->
 def test_a_source_that_does_not_serve_is_given_up_in_time(lent: World) -> None:
     handle = lent.post((0, 0, SLOT))
     lent.now += staging.CHUNK_REPLY_TIMEOUT_S + 1
-    with pytest.raises(TransportError, match="did not lend") as raised:
-        lent.run(handle, source_serves=False)
-    assert raised.value.settled
+    assert lent.failure_of(handle, "did not lend", source_serves=False).settled
     lent.settle()
     assert lent.free_slots() == [NUM_SLOTS]
 
