@@ -232,11 +232,11 @@ def common_options() -> Iterator[str]:
 
 def verbs() -> Iterator[str]:
     """Yield each verb's `--help` without the common options, and without the settings of `serve`."""
-    settings = {flag_name(key) for key in SETTINGS}
+    flags = {flag_name(key) for key in SETTINGS}
     for name, command in commands():
         own = copy(command)
         own.add_help_option = False
-        shown = [param for param in command.params if not settings & set(param.opts)]
+        shown = [param for param in command.params if not flags & set(param.opts)]
         own.params = [param for param in shown if record_of(param) not in common()]
         context = click.Context(
             own, info_name=f"kvxferd {name}", terminal_width=WIDTH, max_content_width=WIDTH
