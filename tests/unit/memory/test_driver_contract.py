@@ -286,7 +286,7 @@ def test_a_pool_gives_memory_that_can_be_exported(driver: Driver, uuid: str, uni
 
 
 def test_the_environment_chooses_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("none", "metal", "kvxferd.memory.driver:Metal"):
+    for name in ("none", "metal", "os:Metal"):
         with pytest.raises(DeviceError) as raised:
             open_driver(name)
         assert raised.value.code is Code.DEVICE_UNAVAILABLE
