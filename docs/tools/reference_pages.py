@@ -13,10 +13,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import itertools
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import copy
+from functools import cache
 
 import click
 
@@ -28,6 +32,8 @@ from kvxferd.config import RELOADABLE, SETTINGS, Setting, flag_name
 from kvxferd.config.sample import sample_comments
 from kvxferd.control.http_routes import ROUTES
 from tests.support.repository import ROOT
+
+COMMON_FROM = 4
 
 REFERENCE = ROOT / "docs" / "reference"
 COMMAND = ".venv/bin/python -m docs.tools.reference_pages"
@@ -84,7 +90,7 @@ def first_sentence(thing: object) -> str:
 def settings() -> Iterator[str]:
     """Yield a section for each table of the configuration, and each of its keys."""
     of_sections, of_keys = sample_comments()
-    section = ""
+    section = former = ""
     for key, setting in SETTINGS.items():
         if setting.section != section:
             section = setting.section
@@ -92,10 +98,11 @@ def settings() -> Iterator[str]:
             if section in of_sections:
                 yield from (filled(of_sections[section]), "")
         yield from (f"### `{key}`", "")
-        yield from (filled(of_keys[key]), "")
-        moment = "on reload" if key in RELOADABLE else "at a start"
-        yield filled(f"Default `{default_of(setting)}`; {value_of(setting)}. Takes effect {moment}.")
-        yield ""
+        has_text_of_its_own = not former or of_keys[key] != of_keys[former]
+        yield from (filled(of_keys[key]) if has_text_of_its_own else f"As `{former}`.", "")
+        moment = " Takes effect on reload." if key in RELOADABLE else ""
+        yield from (filled(f"Default `{default_of(setting)}`; {value_of(setting)}.{moment}"), "")
+        former = key
 
 
 def value_of(setting: Setting) -> str:
@@ -154,11 +161,12 @@ def labels_of(family: surfaces.MetricFamily) -> str:
 
 def buckets() -> Iterator[str]:
     """Yield a table of the upper bounds of the histograms' buckets."""
-    rows = []
+    names: dict[str, list[str]] = {}
     for name, family in surfaces.daemon_metrics().items():
         if "le" in family.labels:
             bounds = sorted(float(bound) for bound in family.labels["le"] if bound != "+Inf")
-            rows.append((f"`{name}`", ", ".join(f"{bound:g}" for bound in bounds)))
+            names.setdefault(", ".join(f"{bound:g}" for bound in bounds), []).append(f"`{name}`")
+    rows = [(", ".join(histograms), bounds) for bounds, histograms in names.items()]
     yield from table(("histogram", "upper bounds of its buckets"), rows)
 
 
@@ -173,26 +181,26 @@ def connector_metrics() -> Iterator[str]:
 
 def records() -> Iterator[str]:
     """Yield a table of the lines of records, one for each thing that ended."""
-    yield from table(("event", "level", "fields"), map(row_of, surfaces.record_lines()))
+    yield from table(("event", "level", "fields"), rows_of(surfaces.record_lines()))
 
 
 def events() -> Iterator[str]:
     """Yield a table of every other line of the daemon's."""
-    yield from table(("event", "level", "fields"), map(row_of, surfaces.event_lines()))
+    known = {line.event for line in surfaces.record_lines()}
+    lines = [line for line in surfaces.event_lines() if line.event not in known]
+    yield from table(("event", "level", "fields"), rows_of(lines))
 
 
-def sentences() -> Iterator[str]:
-    """Yield a table of the lines that movers and workers log as sentences."""
-    # A line may be nothing but placeholders.
-    lines = [line for line in surfaces.sentence_lines() if re.search(r"[a-z]{2}", line.event)]
-    yield from table(("line", "level"), (row_of(line)[:2] for line in lines))
-
-
-def row_of(line: surfaces.Line) -> tuple[str, str, str]:
-    """Return a line's row of a table."""
-    level = "error, with a traceback" if line.level == "exception" else line.level
-    fields = [field if field == surfaces.OTHER_FIELDS else f"`{field}`" for field in line.fields]
-    return f"`{cell(line.event)}`", level, ", ".join(fields)
+def rows_of(lines: list[surfaces.Line]) -> Iterator[tuple[str, str, str]]:
+    """Yield a row for each event, with every level and field that it may have."""
+    for event, same in itertools.groupby(lines, key=lambda line: line.event):
+        levels: dict[str, None] = {}
+        fields: dict[str, None] = {}
+        for line in same:
+            levels["error" if line.level == "exception" else line.level] = None
+            fields |= dict.fromkeys(line.fields)
+        names = [field if field == surfaces.OTHER_FIELDS else f"`{field}`" for field in fields]
+        yield f"`{cell(event)}`", " or ".join(levels), ", ".join(names)
 
 
 # --- HTTP
@@ -217,31 +225,53 @@ def routes() -> Iterator[str]:
 # --- the command line
 
 
+def common_options() -> Iterator[str]:
+    """Yield a table of the options that many verbs have."""
+    yield from table(("option", "what"), ((f"`{spelling}`", cell(text)) for spelling, text in common()))
+
+
 def verbs() -> Iterator[str]:
-    """Yield each verb's `--help`. Of `serve` without the options that are settings."""
+    """Yield each verb's `--help` without the common options, and without the settings of `serve`."""
+    flags = {flag_name(key) for key in SETTINGS}
+    for name, command in commands():
+        own = copy(command)
+        own.add_help_option = False
+        shown = [param for param in command.params if not flags & set(param.opts)]
+        own.params = [param for param in shown if record_of(param) not in common()]
+        context = click.Context(
+            own, info_name=f"kvxferd {name}", terminal_width=WIDTH, max_content_width=WIDTH
+        )
+        lines = [line.rstrip() for line in own.get_help(context).splitlines()]
+        if names := [param.opts[0] for param in shown if param not in own.params]:
+            lines += ["", f"Common options: {', '.join(names)}"]
+        yield from (f"## `kvxferd {name}`", "", "```text", *lines, "```", "")
+
+
+@cache
+def commands() -> list[tuple[str, click.Command]]:
+    """Return each verb, and each verb of a group, with its name."""
+    found: list[tuple[str, click.Command]] = []
     for name in VERBS:
         command = root.get_command(click.Context(root), name)
         assert command is not None
-        yield from verb(name, command)
+        if isinstance(command, click.Group):
+            found += [(f"{name} {part}", inner) for part, inner in command.commands.items()]
+        else:
+            found.append((name, command))
+    return found
 
 
-def verb(name: str, command: click.Command) -> Iterator[str]:
-    """Yield the `--help` of a verb, or of each verb of a group."""
-    if isinstance(command, click.Group):
-        for part, inner in command.commands.items():
-            yield from verb(f"{name} {part}", inner)
-    else:
-        flags = {flag_name(key) for key in SETTINGS}
-        command.params = [param for param in command.params if not flags & set(param.opts)]
-        context = click.Context(
-            command,
-            info_name=f"kvxferd {name}",
-            terminal_width=WIDTH,
-            max_content_width=WIDTH,
-            help_option_names=["-h", "--help"],
-        )
-        help_text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
-        yield from (f"## `kvxferd {name}`", "", "```text", help_text, "```", "")
+@cache
+def common() -> list[tuple[str, str]]:
+    """Return spelling and help of each option that at least `COMMON_FROM` verbs have, as they spell it."""
+    count = Counter(record_of(param) for _, command in commands() for param in command.params)
+    return [record for record, number in count.items() if number >= COMMON_FROM and record]
+
+
+def record_of(param: click.Parameter) -> tuple[str, str] | None:
+    """Return spelling and help of an option; None for an argument."""
+    record = param.get_help_record(click.Context(root))
+    return record and (record[0], record[1])
 
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
@@ -252,8 +282,8 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "connector metrics": connector_metrics,
     "records": records,
     "events": events,
-    "sentences": sentences,
     "routes": routes,
+    "common options": common_options,
     "verbs": verbs,
     "vllm versions": vllm_tables.vllm_versions,
     "vllm caches": vllm_tables.vllm_caches,

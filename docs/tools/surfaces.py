@@ -139,28 +139,22 @@ def _every_level() -> Iterator[None]:
 
 def event_lines() -> list[Line]:
     """Return the daemon's other lines: what structlog logs."""
-    return sorted(
-        {line for line, is_standard in _lines() if not is_standard and line.event != COMPUTED_EVENT}
-    )
+    return sorted({line for line in _lines() if line.event != COMPUTED_EVENT})
 
 
-def sentence_lines() -> list[Line]:
-    """Return the lines of movers and workers: what the standard library's loggers log."""
-    return sorted({line._replace(fields=()) for line, is_standard in _lines() if is_standard})
-
-
-def _lines() -> Iterator[tuple[Line, bool]]:
-    """Yield each call that logs, from the syntax trees, and whether it is a standard logger's."""
+def _lines() -> Iterator[Line]:
+    """Yield each call that logs an event, from the syntax trees; movers and workers log sentences."""
     for path in files_in("kvxferd"):
         text = text_of(path)
         if path.suffix != ".py" or not _LOGS.search(text):
             continue
-        is_standard = "import structlog" not in text and bool(_STANDARD_LOGGER.search(text))
+        if "import structlog" not in text and _STANDARD_LOGGER.search(text):
+            continue
         for call in ast.walk(parsed(path)):
             if isinstance(call, ast.Call) and call.args and (level := _level_of(call.func)):
                 names = {k.arg or OTHER_FIELDS for k in call.keywords} - _NOT_LOGGED
                 fields = sorted(names - {OTHER_FIELDS}) + sorted(names & {OTHER_FIELDS})
-                yield Line(_text_of(call.args[0]), level, tuple(fields)), is_standard
+                yield Line(_text_of(call.args[0]), level, tuple(fields))
 
 
 def _level_of(function: ast.expr) -> str:

@@ -44,7 +44,7 @@ RESPONSE_TIMEOUT_S = 5.0
 @click.option(
     "--serve",
     is_flag=True,
-    help="Let other nodes measure the link to this one, until Ctrl-C, for an hour at most.",
+    help="Let other nodes measure the link to this one, until Ctrl-C, for half an hour at most.",
 )
 @click.option("--driver", hidden=True, help="Another GPU driver, for tests without a GPU.")
 @socket_option

@@ -22,7 +22,7 @@ from kvxferd.telemetry.warnings.warning_list import Finding, finding_of
 log = structlog.get_logger()
 
 # A stall of LATE_S and this is noticed for certain, a shorter one if it begins late enough before a turn.
-# With four turns a second an idle node took 0.17 % of a core (docs/evidence/benchmarks.md).
+# With four turns a second an idle node took 0.17 % of a core.
 INTERVAL_S = 0.5
 
 

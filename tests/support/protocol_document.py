@@ -1,4 +1,4 @@
-"""docs/reference/protocol.md as data: its sections, tables and hex examples; and the same of the code."""
+"""docs/reference/protocol.md as data: sections, fields, tables and examples; and the code's fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATH = Path(__file__).parents[2] / "docs" / "reference" / "protocol.md"
 
 
 class Field(NamedTuple):
-    """One row of a field table."""
+    """One field of a message or a struct."""
 
     name: str
     kind: str
@@ -38,8 +38,12 @@ def rows(section: str) -> list[list[str]]:
 
 
 def documented_fields(section: str) -> list[Field]:
-    """Return what the section says of a struct's fields."""
-    return [Field(*row[:3]) for row in rows(section)]
+    """Return what the section says of a struct's fields: `* name (type = default): meaning`."""
+    found = re.findall(r"^\* `(\w+)` \((.+?)\):\s+\S", section, re.MULTILINE)
+    return [
+        Field(name, kind, default.strip("`") if has_default else "required")
+        for name, (kind, has_default, default) in ((name, kind.partition(" = ")) for name, kind in found)
+    ]
 
 
 def hex_examples(section: str) -> list[bytes]:
@@ -58,8 +62,8 @@ def actual_fields(struct: type[msgspec.Struct]) -> list[Field]:
 def _default(field: inspect.Field) -> str:
     if field.required:
         return "required"
-    is_made = field.default_factory is not msgspec.NODEFAULT  # of an empty map
-    return msgspec.json.encode(field.default_factory() if is_made else field.default).decode()
+    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return msgspec.json.encode(default).decode()
 
 
 _PLAIN = {

@@ -178,7 +178,7 @@ QUANT_MODES: Mapping[str, Support] = {
         ),
         Support(False, _PACKED),
     ),
-    "NVFP4_DS_MLA": Support(False, "but for opaque rows of a latent, `nvfp4_ds_mla`"),
+    "NVFP4_DS_MLA": Support(False, "except the opaque rows of a latent, `nvfp4_ds_mla`"),
 }
 # One opaque row for each token, with contents and scales; its size is that of the spec.
 OPAQUE_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")

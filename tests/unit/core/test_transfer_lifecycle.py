@@ -175,6 +175,14 @@ def test_a_prepared_pull_asks_nobody_anything_before_it_reads(world):
     assert sink.reads(ref)
 
 
+def test_what_is_prepared_outlives_its_lease_for_as_long_as_a_grant_may_be_renewed(world):
+    source, sink, ref = published(world)
+    sink.say(wk.Prepare(ref=ref))
+    world.advance(Settings().max_hold_s - Settings().lease_s)
+    assert not source.heard(wk.Released)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+
+
 def test_abandoning_releases_the_source_before_its_lease_ends(world):
     source, sink, ref = published(world)
     sink.say(wk.Prepare(ref=ref))
