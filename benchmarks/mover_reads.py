@@ -58,7 +58,7 @@ async def registrations() -> None:
         )
         print("memory of one, KiB:", private_kib(movers[0].pid))
         movers[0].send(SetPolling(on=True, token=1))
-        await node.heard(movers[0], Polling)
+        await node.received(movers[0], Polling)
         print(f"one attended and not read, first second: {await cpu_share(movers[:1], 1):.1f} % of a core")
         print(f"one attended and not read, later: {await cpu_share(movers[:1], 10):.2f} % of a core")
         for one in (rank, *ranks):

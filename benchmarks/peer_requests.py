@@ -66,19 +66,19 @@ class Peer:
         self._dealer.linger = 0
         self._dealer.connect(self._ref.endpoint)
         self._number = 2
-        greet = peer.PeerHello(
+        hello = peer.PeerHello(
             request=1, versions=peer.PEER_VERSIONS, boot=BootId("b"), endpoint=Endpoint("tcp://127.0.0.1:1")
         )
-        self.request(greet)
+        self.request(hello)
         engine, generation = self._ref.engine_id, self._ref.generation
-        fetch = peer.FetchEngine(request=2, engine_id=engine, generation=generation, wait_s=5.0)
+        fetch = peer.ManifestRequest(request=2, engine_id=engine, generation=generation, wait_s=5.0)
         manifest = self.request(fetch).ranks[0]
         self._reads = ((manifest.spec.rank, manifest.binding.agent),)
         self._consumer = peer.Consumer(EngineId("decode"), Generation("g"), manifest.spec.rank, 1)
 
-    def request(self, question: Any) -> Any:
+    def request(self, request: Any) -> Any:
         """Send one request; return its reply."""
-        self._dealer.send(self._encode(question))
+        self._dealer.send(self._encode(request))
         return self._decode(self._dealer.recv())
 
     def renewals(self) -> list[Any]:
@@ -89,12 +89,12 @@ class Peer:
 
     def grants(self) -> list[Any]:
         """Return requests for grants, and their releases."""
-        questions: list[Any] = []
+        requests: list[Any] = []
         for _ in range(REQUESTS_PER_BATCH // 2):
             self._number += 2
             number = self._number
-            questions.append(
-                self._peer.AskGrant(
+            requests.append(
+                self._peer.GrantRequest(
                     request=number,
                     grant=f"g{number}",
                     ref=self._ref,
@@ -103,25 +103,23 @@ class Peer:
                     wait_s=5.0,
                 )
             )
-            questions.append(self._peer.ReturnGrant(request=number + 1, grant=f"g{number}"))
-        return questions
+            requests.append(self._peer.ReleaseGrant(request=number + 1, grant=f"g{number}"))
+        return requests
 
-    def cost(self, questions: Sequence[Any], window: int) -> Cost:
+    def cost(self, requests: Sequence[Any], window: int) -> Cost:
         """Send all requests, `window` at a time."""
-        payloads = [self._encode(question) for question in questions]
-        answers = []
+        payloads = [self._encode(request) for request in requests]
+        replies = []
         before, began = processor_us(self._pid), time.perf_counter()
         for number, payload in enumerate(payloads):
             if number >= window:
-                answers.append(self._dealer.recv())
+                replies.append(self._dealer.recv())
             self._dealer.send(payload)
-        while len(answers) < len(payloads):
-            answers.append(self._dealer.recv())
+        while len(replies) < len(payloads):
+            replies.append(self._dealer.recv())
         took_s = time.perf_counter() - began
         after = processor_us(self._pid)
-        refused = [
-            answer for answer in map(self._decode, answers) if isinstance(answer, self._peer.PeerRefused)
-        ]
+        refused = [reply for reply in map(self._decode, replies) if isinstance(reply, self._peer.PeerRefused)]
         assert not refused, refused[0]
         count = len(payloads)
         return Cost((after[0] - before[0]) / count, (after[1] - before[1]) / count, count / took_s)
@@ -130,8 +128,8 @@ class Peer:
         """Measure one batch of each kind."""
         kinds = {"renew": self.renewals, "grant and return": self.grants}
         return {
-            f"{kind}, {window} in flight": self.cost(questions(), window)
-            for kind, questions in kinds.items()
+            f"{kind}, {window} in flight": self.cost(requests(), window)
+            for kind, requests in kinds.items()
             for window in WINDOWS
         }
 

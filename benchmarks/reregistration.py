@@ -20,14 +20,14 @@ from kvxferd.tooling.control_client import ControlClient
 
 def wait_for_engines(control: ControlClient, num_engines: int, limit_s: float = 30.0) -> tuple[float, float]:
     """Return when the daemon first responded, and when `num_engines` engines were complete."""
-    answered = None
+    replied = None
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         with suppress(KvxferdError):
             engines = control.get("/v1/status")["node"]["engines"]
-            answered = answered or time.monotonic()
+            replied = replied or time.monotonic()
             if sum(engine["complete"] for engine in engines) == num_engines:
-                return answered, time.monotonic()
+                return replied, time.monotonic()
         time.sleep(0.005)
     raise TimeoutError(f"{num_engines} engines are not back after {limit_s} s")
 
@@ -42,15 +42,15 @@ def main() -> None:
         daemon = start_daemon(stack, directory)
         for name in ("prefill", "decode"):
             register_rank(stack, daemon.worker_socket, name, num_blocks=64)
-        from_start, from_answer = [], []
+        from_start, from_reply = [], []
         for _ in range(options.rounds):
             daemon.kill()
             daemon.start()
             began = time.monotonic()
-            answered, back = wait_for_engines(daemon.control, 2)
+            replied, back = wait_for_engines(daemon.control, 2)
             from_start.append(back - began)
-            from_answer.append(back - answered)
-    for what, values in (("its start", from_start), ("its first answer", from_answer)):
+            from_reply.append(back - replied)
+    for what, values in (("its start", from_start), ("its first answer", from_reply)):
         spread = f"{min(values):.2f} to {max(values):.2f}"
         print(f"both engines registered again after {what}: {statistics.median(values):.2f} s ({spread})")
 

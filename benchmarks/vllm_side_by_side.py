@@ -108,18 +108,18 @@ def timed(engines: Sequence[Engine], seed: int) -> tuple[float, bool]:
     params = prefill(engines[0].url, prompt)
     started = time.monotonic()
     try:
-        answer = decode(engines[1].url, prompt, params, max_tokens=4, stream=True)
+        reply = decode(engines[1].url, prompt, params, max_tokens=4, stream=True)
     except RequestFailed:
         return time.monotonic() - started, True
-    assert answer.first_token_s is not None
-    return answer.first_token_s, False
+    assert reply.first_token_s is not None
+    return reply.first_token_s, False
 
 
 def timed_alone(engine: Engine, seed: int) -> float:
     """Return the seconds to the first token where the decode engine computes the prompt itself."""
-    answer = complete(engine.url, prompt_of(LENGTH, seed), 4, stream=True)
-    assert answer.first_token_s is not None
-    return answer.first_token_s
+    reply = complete(engine.url, prompt_of(LENGTH, seed), 4, stream=True)
+    assert reply.first_token_s is not None
+    return reply.first_token_s
 
 
 def idle_cpu_percent(site: Site, seconds: float) -> float:

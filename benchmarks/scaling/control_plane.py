@@ -83,7 +83,7 @@ class SimulatedPeers:
         self._engines = engines
         self._numbers = itertools.count(1)
         self._blocks = blocks_of(NUM_TOKENS)
-        self._pending: dict[int, peer.AskGrant] = {}
+        self._pending: dict[int, peer.GrantRequest] = {}
         self.num_granted = 0
 
     def send(self, station: SimulatedNode, message: Message, to: Endpoint | bytes) -> None:
@@ -91,42 +91,42 @@ class SimulatedPeers:
         if isinstance(to, bytes):
             self._handle_reply(station, message, to)
             return
-        answer = self._reply_to(message, to)
-        self._clock.after(NETWORK_S, lambda: station.feed(ev.PeerReply(to, answer)))
+        reply = self._reply_to(message, to)
+        self._clock.after(NETWORK_S, lambda: station.feed(ev.PeerReply(to, reply)))
 
-    def _reply_to(self, asked: Message, endpoint: Endpoint) -> peer.ReplyMessage:
-        match asked:
+    def _reply_to(self, requested: Message, endpoint: Endpoint) -> peer.ReplyMessage:
+        match requested:
             case peer.PeerHello():
                 return peer.PeerWelcome(
-                    request=asked.request, version=1, versions=peer.PEER_VERSIONS, boot=BootId("far")
+                    request=requested.request, version=1, versions=peer.PEER_VERSIONS, boot=BootId("far")
                 )
-            case peer.FetchEngine():
+            case peer.ManifestRequest():
                 said = PEER_MESSAGES.decode(self._engines[endpoint])  # new objects, as in production
-                assert isinstance(said, peer.EngineManifest)
-                return msgspec.structs.replace(said, request=asked.request)
-            case peer.AskGrant():
-                return peer.Granted(
-                    request=asked.request,
-                    grant=asked.grant,
+                assert isinstance(said, peer.ManifestReply)
+                return msgspec.structs.replace(said, request=requested.request)
+            case peer.GrantRequest():
+                return peer.GrantReply(
+                    request=requested.request,
+                    grant=requested.grant,
                     blocks=self._blocks,
                     num_tokens=NUM_TOKENS,
                     lease_s=30.0,
-                    fence_agent=asked.reads[0][1],
+                    fence_agent=requested.reads[0][1],
                     fence_address=1 << 41,
                     fence_word=FENCE_WORD,
                     fence_metadata=bytes(400),
                 )
             case peer.RenewGrants():
-                return peer.GrantsRenewed(request=asked.request, ended=())
-            case peer.Acknowledge() | peer.ReturnGrant() | peer.AbandonTransfer():
-                return peer.Done(request=asked.request)
-        raise AssertionError(f"nobody answers {asked}")
+                return peer.GrantsRenewed(request=requested.request, ended=())
+            case peer.Acknowledge() | peer.ReleaseGrant() | peer.AbandonTransfer():
+                return peer.RequestDone(request=requested.request)
+        raise AssertionError(f"nobody answers {requested}")
 
     def request_grant(self, station: SimulatedNode, ref: TransferRef, reads: AgentName) -> None:
         """Have a rank of a remote engine request a grant, hold it, and acknowledge."""
         number = next(self._numbers)
         reader = f"reader-{number % FAR_READERS}"
-        question = peer.AskGrant(
+        request = peer.GrantRequest(
             request=number,
             grant=GrantId(f"{number:032x}"),
             ref=ref,
@@ -134,17 +134,21 @@ class SimulatedPeers:
             reads=((FIRST, reads),),
             wait_s=10.0,
         )
-        self._pending[number] = question
-        station.feed(ev.PeerRequest(reader.encode(), question))
+        self._pending[number] = request
+        station.feed(ev.PeerRequest(reader.encode(), request))
 
     def _handle_reply(self, station: SimulatedNode, message: Message, route: bytes) -> None:
-        if not isinstance(message, peer.Granted):
+        if not isinstance(message, peer.GrantReply):
             return
         self.num_granted += 1
-        asked = self._pending.pop(message.request)
-        renew = peer.RenewGrants(request=next(self._numbers), grants=(asked.grant,))
+        requested = self._pending.pop(message.request)
+        renew = peer.RenewGrants(request=next(self._numbers), grants=(requested.grant,))
         done = peer.Acknowledge(
-            request=next(self._numbers), grant=asked.grant, ref=asked.ref, consumer=asked.consumer, bytes=0
+            request=next(self._numbers),
+            grant=requested.grant,
+            ref=requested.ref,
+            consumer=requested.consumer,
+            bytes=0,
         )
         self._clock.after(5.0, lambda: station.feed(ev.PeerRequest(route, renew)))
         self._clock.after(HOLD_S, lambda: station.feed(ev.PeerRequest(route, done)))
@@ -156,8 +160,8 @@ def far_engines(shape: DeploymentShape, number: int) -> dict[Endpoint, bytes]:
     engines = {}
     for index in range(number):
         ranks = tuple(_of_engine(one, f"remote-{index}") for one in template)
-        answer = peer.EngineManifest(request=0, boot=BootId("far"), ranks=ranks)
-        engines[Endpoint(f"tcp://far-{index}:9441")] = encode(answer)
+        reply = peer.ManifestReply(request=0, boot=BootId("far"), ranks=ranks)
+        engines[Endpoint(f"tcp://far-{index}:9441")] = encode(reply)
     return engines
 
 
@@ -252,7 +256,7 @@ def measure(load: Load, meter: Meter = time.thread_time) -> LoadResult:
     gc.collect()
     met = _resident_kib()
     learn_s, station.cost = station.cost.total_s, Cost()
-    num_met = station.outcomes["Delivered"]
+    num_met = station.outcomes["TicketDelivered"]
     if num_met != num_ranks * load.num_engines:
         raise AssertionError(f"{num_met} pulls were delivered of {num_ranks * load.num_engines}")
     plane.wait_for_publishes()
@@ -269,7 +273,7 @@ def measure(load: Load, meter: Meter = time.thread_time) -> LoadResult:
         run_mib=(_resident_kib() - met) / 1024,
         num_grants_held=sum(station.core.grant_client.num_grants().values()),
         num_grants_given=plane.far.num_granted,
-        num_delivered=station.outcomes["Delivered"] - num_met,
+        num_delivered=station.outcomes["TicketDelivered"] - num_met,
     )
 
 

@@ -20,7 +20,7 @@ from kvxferd.ids import AgentName, Endpoint, GrantId, SessionId
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, TransferRef
-from kvxferd.wire.peer import Granted
+from kvxferd.wire.peer import GrantReply
 from scaling.engines import BLOCK_TOKENS, NODE, DeploymentShape, blocks_of
 from scaling.simulated_node import FENCE_WORD, Clock, SimulatedNode
 
@@ -29,7 +29,7 @@ WIRE_S = 0.05
 # A request is prepared when its prefill begins: the decode node holds the grant until it pulls. Some
 # wait longer, behind others, and their grants are renewed.
 PREPARED_S, PREPARED_EARLY_S, SHARE_EARLY = 1.0, 8.0, 0.1
-HANDSHAKE = frozenset({"Greet", "Greeting", "FetchEngine", "EngineManifest"})
+HANDSHAKE = frozenset({"Greet", "Greeting", "ManifestRequest", "ManifestReply"})
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,12 @@ class FleetSimulation:
 
 
 # Messages per request and rank of the reader, once the two nodes are connected.
-PER_RANK = {"AskGrant": "decode", "Granted": "prefill", "Acknowledge": "decode", "Done": "prefill"}
+PER_RANK = {
+    "GrantRequest": "decode",
+    "GrantReply": "prefill",
+    "Acknowledge": "decode",
+    "RequestDone": "prefill",
+}
 
 
 def measure(fleet: FleetConfig) -> FleetResult:
@@ -143,7 +148,7 @@ def measure(fleet: FleetConfig) -> FleetResult:
         station.cost.seconds.clear()
         station.cost.events.clear()
     count = simulation.run()
-    delivered = sum(station.outcomes["Delivered"] for station, _ in simulation.decode)
+    delivered = sum(station.outcomes["TicketDelivered"] for station, _ in simulation.decode)
     if delivered != count * fleet.shape.num_ranks:
         raise AssertionError(f"{delivered} pulls were delivered, of {count} requests")
     nodes = {"prefill": fleet.num_prefill, "decode": fleet.num_decode}
@@ -154,7 +159,7 @@ def measure(fleet: FleetConfig) -> FleetResult:
         share = nodes[sender] * fleet.seconds
         expected = count * fleet.shape.num_ranks / share if PER_RANK.get(kind) == sender else 0.0
         said.append(MessageRate(kind, sender, sent / share, simulation.bytes[kind, sender] / share, expected))
-    shaken = simulation.sent["EngineManifest", "prefill"]
+    shaken = simulation.sent["ManifestReply", "prefill"]
     core_ms = {
         name: 1e3 * sum(_seconds_without_handshakes(station) for station, _ in group) / count
         for name, group in (("prefill", simulation.prefill), ("decode", simulation.decode))
@@ -166,7 +171,7 @@ def measure(fleet: FleetConfig) -> FleetResult:
         num_delivered=delivered,
         said=said,
         num_handshakes=shaken,
-        handshake_bytes=simulation.bytes["EngineManifest", "prefill"] / max(1, shaken),
+        handshake_bytes=simulation.bytes["ManifestReply", "prefill"] / max(1, shaken),
         core_ms_per_request=core_ms,
         codec_us_per_message=codec,
         limits=_limits(fleet, core_ms, said, count, codec),
@@ -188,7 +193,7 @@ def _codec_us(num_tokens: int) -> float:
     try:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         dealer.connect(f"tcp://127.0.0.1:{port}")
-        message = Granted(
+        message = GrantReply(
             request=1,
             grant=GrantId("0" * 32),
             blocks=blocks_of(num_tokens),

@@ -50,15 +50,15 @@ class HandshakeResult:
 def measure(shape: DeploymentShape = LARGE, reader: DeploymentShape = NODE) -> HandshakeResult:
     """Connect to one engine. Each time is the shortest of some rounds, except the first check and plan."""
     ranks = manifest(shape, "engine")
-    answer = peer.EngineManifest(request=1, boot=BootId("far"), ranks=ranks)
-    encoded = encode(answer)
+    reply = peer.ManifestReply(request=1, boot=BootId("far"), ranks=ranks)
+    encoded = encode(reply)
     read = PEER_MESSAGES.decode(encoded)
-    assert isinstance(read, peer.EngineManifest)
+    assert isinstance(read, peer.ManifestReply)
     layouts, plans = LayoutCache(), PlanCache()
     check_ms = _once_ms(lambda: check_manifests(read.ranks, layouts))
     remote = {one.rank: one.layout for one in check_manifests(read.ranks, layouts).values()}
     again = PEER_MESSAGES.decode(encoded)
-    assert isinstance(again, peer.EngineManifest)
+    assert isinstance(again, peer.ManifestReply)
     local = reader.ranks("reader")
     spec, layout = local[0]
     plan = make_plan(spec, layout, read.ranks[0].spec, remote)
@@ -76,7 +76,7 @@ def measure(shape: DeploymentShape = LARGE, reader: DeploymentShape = NODE) -> H
         manifest_bytes=len(encoded),
         metadata_bytes=METADATA_BYTES,
         aggregate_ms=min(_aggregate_ms(shape) for _ in range(3)),
-        encode_ms=_best_ms(lambda: encode(answer)),
+        encode_ms=_best_ms(lambda: encode(reply)),
         fetch_ms=_fetch_ms(encoded),
         decode_ms=_best_ms(lambda: PEER_MESSAGES.decode(encoded)),
         check_ms=check_ms,
@@ -107,16 +107,16 @@ def _aggregate_ms(shape: DeploymentShape) -> float:
         for number, one in enumerate(manifest(shape, "engine"))
     ]
     spec = renamed(joins[0].message.manifest.spec, "engine", home)  # type: ignore[union-attr]
-    fetch = peer.FetchEngine(request=1, engine_id=spec.engine_id, generation=spec.generation, wait_s=1.0)
+    fetch = peer.ManifestRequest(request=1, engine_id=spec.engine_id, generation=spec.generation, wait_s=1.0)
     began = time.thread_time()
     for join in joins:
         node.feed(join, 1.0)
     effects = node.feed(ev.PeerRequest(b"reader", fetch), 1.0)
     spent = time.thread_time() - began
-    answered = [
-        e for e in effects if isinstance(e, fx.ReplyToPeer) and isinstance(e.message, peer.EngineManifest)
+    replied = [
+        e for e in effects if isinstance(e, fx.ReplyToPeer) and isinstance(e.message, peer.ManifestReply)
     ]
-    if len(answered) != 1 or len(answered[0].message.ranks) != shape.num_ranks:  # type: ignore[attr-defined]
+    if len(replied) != 1 or len(replied[0].message.ranks) != shape.num_ranks:  # type: ignore[attr-defined]
         raise AssertionError("the home did not hand the engine out")
     return 1e3 * spent
 

@@ -167,7 +167,8 @@ class SimulatedNode:
         """Pull a transfer into a rank."""
         ticket = Ticket(next(self._numbers))
         self.send_as_worker(
-            session, wk.Pull(ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=30.0)
+            session,
+            wk.PullRequest(ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=30.0),
         )
 
     def key_of(self, session: SessionId) -> EngineKey:

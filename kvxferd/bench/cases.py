@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvxferd.bench.content import UNSTAMPED
-from kvxferd.bench.shapes import FIRST_RANK, Deployment, Role, footprint
+from kvxferd.bench.shapes import FIRST_RANK, BenchDeployment, Role, footprint
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks
 from kvxferd.plan import Expander, Runs, make_plan
@@ -32,7 +32,7 @@ class BlockPattern(StrEnum):
 class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pulls of one size: `slots` of them have no block in common and may run at the same time."""
 
-    deployment: Deployment
+    deployment: BenchDeployment
     lists: BlockPattern
     blocks: int  # ids of the attention group in one pull
     slots: int = 1
@@ -50,13 +50,13 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.num_tokens // self.deployment.sink.block_tokens
 
 
-def blocks_for(deployment: Deployment, size_bytes: int) -> int:
+def blocks_for(deployment: BenchDeployment, size_bytes: int) -> int:
     """Return the number of blocks that comes closest to a size; 0 if the states alone are larger."""
     of = footprint(deployment.layout())
     return max(0, round((size_bytes - of.state_bytes) / of.block_bytes))
 
 
-def ids_per_pull(deployment: Deployment, blocks: int) -> int:
+def ids_per_pull(deployment: BenchDeployment, blocks: int) -> int:
     """Return how many ids of the pool one pull takes, all groups together, in whole runs of four."""
     total = blocks + footprint(deployment.layout()).num_state_groups
     return -(-total // BLOCKS_PER_RUN) * BLOCKS_PER_RUN
@@ -109,7 +109,7 @@ def packed_blocks(case: Case, role: Role, slot: int) -> BlocksByGroup:
 
 
 @lru_cache(maxsize=32)
-def _expander(deployment: Deployment, rank: Rank) -> Expander:
+def _expander(deployment: BenchDeployment, rank: Rank) -> Expander:
     sink_spec, sink_layout = deployment.engine("sink")[rank]
     source = deployment.engine("source")
     layouts = {remote: layout for remote, (_, layout) in source.items()}
@@ -138,7 +138,7 @@ def stamp_of(nonce: int, rank: Rank) -> int:
     return nonce if nonce == UNSTAMPED else nonce ^ (rank.pp_rank << 48 | rank.tp_rank << 32)
 
 
-def readers_of(deployment: Deployment, rank: Rank) -> list[Rank]:
+def readers_of(deployment: BenchDeployment, rank: Rank) -> list[Rank]:
     """Return the sink ranks that read from a source rank."""
     sinks = deployment.engine("sink")
     return [

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvxferd.bench.cases import BlockIds, Case, block_lists, runs_of
 from kvxferd.bench.read_loop import PostedRead
-from kvxferd.bench.shapes import FIRST_RANK, Deployment, Role
+from kvxferd.bench.shapes import FIRST_RANK, BenchDeployment, Role
 from kvxferd.layout import GroupKind, RankLayout
 
 NUM_THREADS = 4
@@ -30,7 +30,7 @@ class EngineNixlReader:
     """See `read_loop.SlotReader`."""
 
     def __init__(
-        self, nixl: Any, remote: str, local_base: int, remote_base: int, deployment: Deployment
+        self, nixl: Any, remote: str, local_base: int, remote_base: int, deployment: BenchDeployment
     ) -> None:
         self._nixl = nixl
         layout = deployment.layout()

@@ -7,7 +7,7 @@ from typing import Protocol
 from kvxferd.bench import protocol
 from kvxferd.bench.cases import Case
 from kvxferd.bench.protocol import Sample
-from kvxferd.bench.testbed import EnginePair
+from kvxferd.bench.testbed import RunningEngines
 from kvxferd.tooling.async_tasks import gather_or_cancel
 
 KVXFERD, RAW, ENGINE = "kvxferd", "raw", "engine"
@@ -37,7 +37,7 @@ class KvxferdPulls:
 
     name = KVXFERD
 
-    def __init__(self, pair: EnginePair, is_prepared: bool = True) -> None:
+    def __init__(self, pair: RunningEngines, is_prepared: bool = True) -> None:
         self._pair = pair
         self._is_prepared = is_prepared
 
@@ -56,18 +56,18 @@ class RawNixl:
 
     name = RAW
 
-    def __init__(self, pair: EnginePair) -> None:
+    def __init__(self, pair: RunningEngines) -> None:
         self._source, self._sink = pair.testbed.raw_workers["source"], pair.testbed.raw_workers["sink"]
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Have the source poll, and read."""
-        await self._source.request(protocol.SetPolling(on=True), protocol.Done)
+        await self._source.request(protocol.SetManualPolling(on=True), protocol.CommandDone)
         try:
             moved = await self._sink.request(
                 protocol.Move(case=case, count=count, window=window), protocol.Moved
             )
         finally:
-            await self._source.request(protocol.SetPolling(on=False), protocol.Done)
+            await self._source.request(protocol.SetManualPolling(on=False), protocol.CommandDone)
         return moved.samples
 
 
@@ -76,7 +76,7 @@ class EngineNixl:
 
     name = ENGINE
 
-    def __init__(self, pair: EnginePair) -> None:
+    def __init__(self, pair: RunningEngines) -> None:
         self._agents = pair.testbed.engine_workers
 
     async def move(self, case: Case, count: int, window: int) -> list[Sample]:
@@ -90,6 +90,6 @@ class EngineNixl:
         return moved.samples
 
 
-def implementations_of(pair: EnginePair) -> list[Implementation]:
+def implementations_of(pair: RunningEngines) -> list[Implementation]:
     """Return every implementation."""
     return [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvxferd.bench import engine_nixl, protocol, raw_nixl
 from kvxferd.bench.read_loop import SlotReader, run_reads
-from kvxferd.bench.shapes import Deployment
+from kvxferd.bench.shapes import BenchDeployment
 from kvxferd.bench.shared_memory import map_process_memory
 from kvxferd.errors import KvxferdError
 from kvxferd.memory import Mapping
@@ -35,7 +35,7 @@ class NixlCommandHandler:
         self._nixl: Any = api.nixl_agent(f"bench-{kind}-{uuid.uuid4()}", _CONFIGS[kind](api))
         self._memory: Mapping | None = None
         self._registered: Any = None
-        self._deployment: Deployment | None = None
+        self._deployment: BenchDeployment | None = None
         self._remote = ""
         self._reader: SlotReader | None = None
         self._is_polling = False
@@ -52,9 +52,9 @@ class NixlCommandHandler:
                 return protocol.Moved(
                     samples=run_reads(self._reader, command.case, command.count, command.window)
                 )
-            case protocol.SetPolling():
+            case protocol.SetManualPolling():
                 self._is_polling = command.on
-                return protocol.Done()
+                return protocol.CommandDone()
             case _:
                 raise KvxferdError(f"cannot handle {type(command).__name__}: this is a NIXL agent")
 
@@ -78,7 +78,7 @@ class NixlCommandHandler:
         metadata = base64.b64encode(self._nixl.get_agent_metadata()).decode()
         return protocol.MemoryAttached(metadata=metadata, address=self._memory.address)
 
-    def _add_remote(self, command: protocol.AddRemote) -> protocol.Done:
+    def _add_remote(self, command: protocol.AddRemote) -> protocol.CommandDone:
         if self._remote:
             # The metadata is loaded anew, so that the agent keeps nothing of memory that is gone.
             self._nixl.remove_remote_agent(self._remote)
@@ -90,7 +90,7 @@ class NixlCommandHandler:
             self._reader = raw_nixl.RawNixlReader(self._nixl, self._remote, *bases)
         else:
             self._reader = engine_nixl.EngineNixlReader(self._nixl, self._remote, *bases, self._deployment)
-        return protocol.Done()
+        return protocol.CommandDone()
 
     def _release_memory(self) -> None:
         if isinstance(self._reader, engine_nixl.EngineNixlReader):

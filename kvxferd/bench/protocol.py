@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvxferd.bench.cases import Case
-from kvxferd.bench.shapes import Deployment, Role
+from kvxferd.bench.shapes import BenchDeployment, Role
 from kvxferd.ids import Rank
 from kvxferd.tooling.line_protocol import CommandFailed, Line, LineProtocol
 
@@ -33,30 +33,30 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
 # --- to a rank of kvxferd
 
 
-class StartRank(Line, frozen=True, tag="begin"):
+class StartRank(Line, frozen=True):
     """Allocate memory, connect, and register as this rank."""
 
-    deployment: Deployment
+    deployment: BenchDeployment
     role: Role
     rank: Rank
     worker_socket: str
 
 
-class PublishCommand(Line, frozen=True, tag="publish"):
+class PublishCommand(Line, frozen=True):
     """Publish one transfer for each name; the n-th has the blocks of slot n modulo the number of slots."""
 
     case: Case
     names: list[str]
 
 
-class OpenCommand(Line, frozen=True, tag="open"):
+class OpenCommand(Line, frozen=True):
     """Publish a transfer of the first slot's blocks, of which none is written yet."""
 
     case: Case
     name: str
 
 
-class ExtendCommand(Line, frozen=True, tag="extend"):
+class ExtendCommand(Line, frozen=True):
     """Report an opened transfer in equal chunks, each `gap_s` after the one before, the first too."""
 
     case: Case
@@ -65,25 +65,25 @@ class ExtendCommand(Line, frozen=True, tag="extend"):
     gap_s: float
 
 
-class AwaitRelease(Line, frozen=True, tag="await-release"):
+class AwaitRelease(Line, frozen=True):
     """Wait until these transfers are released."""
 
     names: list[str]
 
 
-class PrepareCommand(Line, frozen=True, tag="prepare"):
+class PrepareCommand(Line, frozen=True):
     """Prepare the pulls of these references."""
 
     refs: list[dict[str, Any]]
 
 
-class AbandonCommand(Line, frozen=True, tag="abandon"):
+class AbandonCommand(Line, frozen=True):
     """Abandon prepared references that will not be pulled."""
 
     refs: list[dict[str, Any]]
 
 
-class PullCommand(Line, frozen=True, tag="pull"):
+class PullCommand(Line, frozen=True):
     """Pull the references in order, at most `window` at a time.
 
     `progressive`: read what is ready meanwhile.
@@ -95,7 +95,7 @@ class PullCommand(Line, frozen=True, tag="pull"):
     progressive: bool = False
 
 
-class PullBehind(Line, frozen=True, tag="pull-behind"):
+class PullBehind(Line, frozen=True):
     """Start a large pull, and pull small ones, one after the other, until it ends."""
 
     large: Case
@@ -104,20 +104,20 @@ class PullBehind(Line, frozen=True, tag="pull-behind"):
     small_refs: list[dict[str, Any]]
 
 
-class Stamp(Line, frozen=True, tag="stamp"):
+class Stamp(Line, frozen=True):
     """Stamp the source of all slots of the case."""
 
     case: Case
     nonce: int
 
 
-class Wipe(Line, frozen=True, tag="wipe"):
+class Wipe(Line, frozen=True):
     """Write zeros over the destination of all slots of the case."""
 
     case: Case
 
 
-class Check(Line, frozen=True, tag="check"):
+class Check(Line, frozen=True):
     """Compare the content of the first slots: the ends of runs, or every word."""
 
     case: Case
@@ -129,21 +129,21 @@ class Check(Line, frozen=True, tag="check"):
 # --- to a NIXL agent of its own
 
 
-class AttachMemory(Line, frozen=True, tag="attach"):
+class AttachMemory(Line, frozen=True):
     """Register the memory of a rank in place of the previous one."""
 
-    deployment: Deployment
+    deployment: BenchDeployment
     memory: ProcessMemory
 
 
-class AddRemote(Line, frozen=True, tag="meet"):
+class AddRemote(Line, frozen=True):
     """Load the source agent's metadata, and the address of its memory."""
 
     metadata: str  # base64
     address: int
 
 
-class Move(Line, frozen=True, tag="move"):
+class Move(Line, frozen=True):
     """Move `count` requests of the case, at most `window` at a time."""
 
     case: Case
@@ -151,7 +151,7 @@ class Move(Line, frozen=True, tag="move"):
     window: int = 1
 
 
-class SetPolling(Line, frozen=True, tag="attend"):
+class SetManualPolling(Line, frozen=True):
     """Poll by hand while `on`, so that others can read from this process."""
 
     on: bool
@@ -160,42 +160,42 @@ class SetPolling(Line, frozen=True, tag="attend"):
 # --- replies
 
 
-class Done(Line, frozen=True, tag="done"):
+class CommandDone(Line, frozen=True):
     """The command is done."""
 
 
-class RankStarted(Line, frozen=True, tag="begun"):
+class RankStarted(Line, frozen=True):
     """The rank is registered, with this memory."""
 
     memory: ProcessMemory
     register_s: float
 
 
-class Published(Line, frozen=True, tag="published"):
+class Published(Line, frozen=True):
     """The references, in the order of the names."""
 
     refs: list[dict[str, Any]]
 
 
-class Extended(Line, frozen=True, tag="extended"):
+class Extended(Line, frozen=True):
     """The chunks are reported."""
 
     last_at: float  # when the last was reported, of the monotonic clock, in seconds
 
 
-class Moved(Line, frozen=True, tag="moved"):
+class Moved(Line, frozen=True):
     """One sample for each request, in the order of the command; a large one comes first."""
 
     samples: list[Sample]
 
 
-class Checked(Line, frozen=True, tag="checked"):
+class Checked(Line, frozen=True):
     """The number of wrong words."""
 
     wrong: int
 
 
-class MemoryAttached(Line, frozen=True, tag="attached"):
+class MemoryAttached(Line, frozen=True):
     """The memory is registered; the fields are what a reader needs."""
 
     metadata: str  # base64
@@ -216,8 +216,8 @@ RankCommand = (
     | Wipe
     | Check
 )
-BaselineCommand = AttachMemory | AddRemote | Move | SetPolling
+BaselineCommand = AttachMemory | AddRemote | Move | SetManualPolling
 Command = RankCommand | BaselineCommand
-Reply = Done | RankStarted | Published | Extended | Moved | Checked | MemoryAttached | CommandFailed
+Reply = CommandDone | RankStarted | Published | Extended | Moved | Checked | MemoryAttached | CommandFailed
 
 PROTOCOL: LineProtocol[Command, Reply] = LineProtocol(Command, Reply)

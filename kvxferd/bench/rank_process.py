@@ -99,7 +99,7 @@ class BenchRank:
             self._rank.ready(command.name, None if number == num_chunks else number * tokens, blocks)
         return protocol.Extended(last_at=last_at)
 
-    def await_release(self, command: protocol.AwaitRelease) -> protocol.Done:
+    def await_release(self, command: protocol.AwaitRelease) -> protocol.CommandDone:
         """Wait for the daemon to release the blocks."""
         deadline = time.perf_counter() + RELEASE_TIMEOUT_S
         left = set(command.names) - self._released
@@ -111,21 +111,21 @@ class BenchRank:
                 case client.PublishRefused(_, code, message):
                     raise KvxferdError(message, code)
         self._released -= set(command.names)
-        return protocol.Done()
+        return protocol.CommandDone()
 
     # --- as a sink
 
-    def prepare(self, command: protocol.PrepareCommand) -> protocol.Done:
+    def prepare(self, command: protocol.PrepareCommand) -> protocol.CommandDone:
         """Prepare the pulls of these references."""
         for ref in command.refs:
             self._rank.prepare(ref)
-        return protocol.Done()
+        return protocol.CommandDone()
 
-    def abandon(self, command: protocol.AbandonCommand) -> protocol.Done:
+    def abandon(self, command: protocol.AbandonCommand) -> protocol.CommandDone:
         """Abandon references that were prepared and not pulled."""
         for ref in command.refs:
             self._rank.abandon(ref)
-        return protocol.Done()
+        return protocol.CommandDone()
 
     def pull(self, command: protocol.PullCommand) -> protocol.Moved:
         """Pull all, keeping `window` of them in flight."""
@@ -189,7 +189,7 @@ class BenchRank:
 
     # --- content
 
-    def stamp(self, command: protocol.Stamp) -> protocol.Done:
+    def stamp(self, command: protocol.Stamp) -> protocol.CommandDone:
         """Stamp this rank's runs of all slots, after restoring what another case had stamped."""
         former, self._stamped = self._stamped, command.case
         if former is not None and former != command.case:
@@ -198,14 +198,14 @@ class BenchRank:
         nonce = stamp_of(command.nonce, self._rank_id)
         for runs in self._sent(command.case):
             content.stamp(self._words, runs, nonce)
-        return protocol.Done()
+        return protocol.CommandDone()
 
-    def wipe(self, command: protocol.Wipe) -> protocol.Done:
+    def wipe(self, command: protocol.Wipe) -> protocol.CommandDone:
         """Wipe this rank's runs of all slots."""
         for slot in range(command.case.slots):
             for runs in reads_of(command.case, self._rank_id, slot).values():
                 content.wipe(self._words, runs)
-        return protocol.Done()
+        return protocol.CommandDone()
 
     def check(self, command: protocol.Check) -> protocol.Checked:
         """Count wrong words."""

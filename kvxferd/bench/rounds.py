@@ -10,7 +10,7 @@ from kvxferd.bench import protocol
 from kvxferd.bench.cases import Case
 from kvxferd.bench.implementations import Implementation
 from kvxferd.bench.protocol import Sample
-from kvxferd.bench.testbed import EnginePair
+from kvxferd.bench.testbed import RunningEngines
 from kvxferd.errors import KvxferdError
 
 _nonces = itertools.count(1)
@@ -52,7 +52,7 @@ def start_of(sample: Sample) -> float:
 
 
 async def interleave(
-    pair: EnginePair,
+    pair: RunningEngines,
     case: Case,
     implementations: Sequence[Implementation],
     rounds: int,
@@ -69,7 +69,7 @@ async def interleave(
     for number in range(rounds):
         for implementation in order_in_round(implementations, number):
             nonce = next(_nonces)
-            await pair.source.request(protocol.Stamp(case=case, nonce=nonce), protocol.Done)
+            await pair.source.request(protocol.Stamp(case=case, nonce=nonce), protocol.CommandDone)
             samples = await implementation.move(case, count, window)
             found.by_implementation[implementation.name].append(Round(samples, window))
             check = protocol.Check(case=case, nonce=nonce, slots=min(count, case.slots))
@@ -86,14 +86,14 @@ def order_in_round(implementations: Sequence[Implementation], number: int) -> li
 
 
 async def verify_all_bytes(
-    pair: EnginePair, case: Case, implementations: Sequence[Implementation], window: int
+    pair: RunningEngines, case: Case, implementations: Sequence[Implementation], window: int
 ) -> None:
     """Have each implementation move every slot onto wiped memory, and compare every byte."""
     amounts: dict[str, int] = {}
     for implementation in implementations:
         nonce = next(_nonces)
-        await pair.source.request(protocol.Stamp(case=case, nonce=nonce), protocol.Done)
-        await pair.sink.request(protocol.Wipe(case=case), protocol.Done)
+        await pair.source.request(protocol.Stamp(case=case, nonce=nonce), protocol.CommandDone)
+        await pair.sink.request(protocol.Wipe(case=case), protocol.CommandDone)
         samples = await implementation.move(case, case.slots, window)
         amounts[implementation.name] = sum(sample.bytes for sample in samples)
         check = protocol.Check(case=case, nonce=nonce, slots=case.slots, whole=True)
@@ -102,7 +102,7 @@ async def verify_all_bytes(
         raise KvxferdError(f"cannot compare: bytes moved differ: {amounts}")
 
 
-async def _check(pair: EnginePair, implementation: Implementation, check: protocol.Check) -> None:
+async def _check(pair: RunningEngines, implementation: Implementation, check: protocol.Check) -> None:
     try:
         await pair.require_correct(check)
     except KvxferdError as error:

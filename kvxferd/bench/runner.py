@@ -67,12 +67,12 @@ def run_bench(options: BenchOptions, report_progress: ReportProgress) -> Result:
     return asyncio.run(run_until_signal(_run(options, report_progress)))
 
 
-def check_memory(asked: BenchOptions) -> None:
+def check_memory(requested: BenchOptions) -> None:
     """Raise KvxferdError if the largest pulls would not fit."""
-    workload = asked.workload
-    region = throughput.region_bytes(workload.points) if "throughput" in asked.measures else 0
-    region = max(region, workload.head_of_line_bytes if "behind" in asked.measures else 0)
-    if "progressive" in asked.measures:
+    workload = requested.workload
+    region = throughput.region_bytes(workload.points) if "throughput" in requested.measures else 0
+    region = max(region, workload.head_of_line_bytes if "behind" in requested.measures else 0)
+    if "progressive" in requested.measures:
         region = max(region, progressive.deployment_of("any", workload).region_bytes)
     needed, there = 2 * region + _HEADROOM_BYTES, available_bytes()
     if needed > there:
@@ -93,7 +93,7 @@ def check_environment() -> None:
         )
 
 
-async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
+async def _run(requested: BenchOptions, say: ReportProgress) -> Result:
     say("looking at the machine")
     machine = await asyncio.to_thread(describe_machine)
     began = time.monotonic()
@@ -101,8 +101,8 @@ async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
     error = ""
     try:
         async with _bench_processes() as processes:
-            for number, transport in enumerate(asked.transports):
-                await _measure_transport(processes, transport, asked, found, say, is_first=number == 0)
+            for number, transport in enumerate(requested.transports):
+                await _measure_transport(processes, transport, requested, found, say, is_first=number == 0)
     except Exception as failure:
         if found == Measurements():
             raise
@@ -115,7 +115,7 @@ async def _run(asked: BenchOptions, say: ReportProgress) -> Result:
     figures = figures_of(found)
     return Result(
         machine=machine,
-        quick=asked.is_quick,
+        quick=requested.is_quick,
         seconds=round(time.monotonic() - began, 1),
         load_after=round(os.getloadavg()[0], 2),
         points=found.points,
@@ -141,28 +141,28 @@ async def _bench_processes() -> AsyncIterator[BenchProcesses]:
 async def _measure_transport(
     processes: BenchProcesses,
     transport: str,
-    asked: BenchOptions,
+    requested: BenchOptions,
     found: Measurements,
     say: ReportProgress,
     is_first: bool,
 ) -> None:
     """Measure over one transport: points over each, the rest over the first."""
     environment = TRANSPORT_ENVIRONMENTS[transport]
-    wanted = asked.measures if is_first else asked.measures & POINT_MEASURES
+    wanted = requested.measures if is_first else requested.measures & POINT_MEASURES
     if wanted - {"first", "crossing"}:
         say(f"starting two daemons ({transport})")
         async with Testbed.open(processes, environment) as testbed:
             if transport == "cma":
                 _require_cma(testbed.daemons["source"].pid)
-            await _measure_points(testbed, transport, asked.workload, wanted, found, say, is_first)
+            await _measure_points(testbed, transport, requested.workload, wanted, found, say, is_first)
             if "progressive" in wanted:
-                await _measure_progressive(testbed, transport, asked.workload, found, say)
-            await _measure_rest(testbed, asked.workload, wanted, found, say)
+                await _measure_progressive(testbed, transport, requested.workload, found, say)
+            await _measure_rest(testbed, requested.workload, wanted, found, say)
     if "crossing" in wanted:
-        await _measure_crossing(processes, transport, asked.workload, found, say)
+        await _measure_crossing(processes, transport, requested.workload, found, say)
     if "first" in wanted:
         say("first pulls")
-        found.first_pull = await first_pull.measure_first_pull(processes, environment, asked.workload)
+        found.first_pull = await first_pull.measure_first_pull(processes, environment, requested.workload)
 
 
 async def _measure_crossing(

@@ -92,7 +92,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.layout}/{self.block_tokens}{parallel}"
 
 
-class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class BenchDeployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An engine of one shape, and an engine on the other side: an equal one, unless options are given."""
 
     name: str  # new for each pair of engines
@@ -124,7 +124,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 @lru_cache(maxsize=16)
-def _engine(deployment: Deployment, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
+def _engine(deployment: BenchDeployment, role: Role) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
     shape = _BY_NAME[deployment.shape]
     options = deployment.source if role == "source" else deployment.sink
     if options is None:
@@ -175,6 +175,6 @@ def layers_for(shape_name: str, size_bytes: int) -> int:
     shape = _BY_NAME[shape_name]
     if shape.is_hybrid:
         return shape.num_layers
-    one = Deployment(name="one", shape=shape_name, layers=1, pool_blocks=1)
+    one = BenchDeployment(name="one", shape=shape_name, layers=1, pool_blocks=1)
     layer_bytes = footprint(one.layout()).block_bytes
     return max(1, min(shape.num_layers, size_bytes // (BLOCKS_PER_LIST * layer_bytes)))

@@ -13,7 +13,7 @@ from typing import Any
 from kvxferd.bench import protocol
 from kvxferd.bench.cases import Case
 from kvxferd.bench.processes import TOOL, BenchProcesses
-from kvxferd.bench.shapes import FIRST_RANK, ROLES, Deployment, Role
+from kvxferd.bench.shapes import FIRST_RANK, ROLES, BenchDeployment, Role
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Rank
 from kvxferd.tooling.async_tasks import gather_or_cancel
@@ -60,9 +60,11 @@ class Testbed:
         return await asyncio.to_thread(self.daemons[role].control.get, path)
 
     @asynccontextmanager
-    async def pair(self, deployment: Deployment, baselines: bool = True) -> AsyncIterator[EnginePair]:
+    async def pair(
+        self, deployment: BenchDeployment, baselines: bool = True
+    ) -> AsyncIterator[RunningEngines]:
         """Give two engines of this deployment, registered with a daemon each."""
-        pair = EnginePair(self, deployment)
+        pair = RunningEngines(self, deployment)
         try:
             await pair.start()
             if baselines:
@@ -89,7 +91,7 @@ class Testbed:
         await asyncio.gather(*(worker.stop() for worker in workers))
         await asyncio.to_thread(stop_all, self.daemons.values())
 
-    async def _attach(self, pair: EnginePair) -> None:
+    async def _attach(self, pair: RunningEngines) -> None:
         """Give the baselines the memory of the pair's first ranks."""
         for agents in (self.raw_workers, self.engine_workers):
             await gather_or_cancel(*(agents[role].resume() for role in ROLES))
@@ -101,7 +103,7 @@ class Testbed:
                 attached[role] = await agents[role].request(command, protocol.MemoryAttached)
             source = attached["source"]
             await agents["sink"].request(
-                protocol.AddRemote(metadata=source.metadata, address=source.address), protocol.Done
+                protocol.AddRemote(metadata=source.metadata, address=source.address), protocol.CommandDone
             )
         # Otherwise their progress threads would keep both cores busy.
         await gather_or_cancel(*(self.engine_workers[role].pause() for role in ROLES))
@@ -115,10 +117,10 @@ class PublishedBatch:
     refs: list[dict[str, Any]]
 
 
-class EnginePair:
+class RunningEngines:
     """Two engines of one deployment: one publishes and the other pulls."""
 
-    def __init__(self, testbed: Testbed, deployment: Deployment) -> None:
+    def __init__(self, testbed: Testbed, deployment: BenchDeployment) -> None:
         self.testbed = testbed
         self.deployment = deployment
         self.workers: dict[tuple[Role, Rank], CommandProcess] = {}
@@ -155,10 +157,8 @@ class EnginePair:
     async def publish(self, case: Case, count: int) -> PublishedBatch:
         """Publish `count` transfers of a case."""
         names = [f"{self.deployment.name}-{next(_names)}" for _ in range(count)]
-        answer = await self.source.request(
-            protocol.PublishCommand(case=case, names=names), protocol.Published
-        )
-        return PublishedBatch(names, answer.refs)
+        reply = await self.source.request(protocol.PublishCommand(case=case, names=names), protocol.Published)
+        return PublishedBatch(names, reply.refs)
 
     async def publish_prepared(self, case: Case, count: int) -> PublishedBatch:
         """Publish transfers, have every sink rank prepare them, and wait until all grants are held."""
@@ -172,13 +172,13 @@ class EnginePair:
         """Have every sink rank prepare these transfers."""
         command = protocol.PrepareCommand(refs=batch.refs)
         await gather_or_cancel(
-            *(self.workers["sink", rank].request(command, protocol.Done) for rank in self.ranks)
+            *(self.workers["sink", rank].request(command, protocol.CommandDone) for rank in self.ranks)
         )
 
     async def num_grants(self) -> int:
         """Return how many grants the sink's daemon holds."""
-        answer = await self.testbed.get("sink", "/v1/peers")
-        return sum(peer["num_grants"] for peer in answer["peers"])
+        reply = await self.testbed.get("sink", "/v1/peers")
+        return sum(peer["num_grants"] for peer in reply["peers"])
 
     async def await_grants(self, count: int) -> None:
         """Wait until `count` grants are held. Raises KvxferdError if they do not come."""
@@ -191,22 +191,22 @@ class EnginePair:
     async def release(self, batch: PublishedBatch) -> None:
         """Wait until the transfers are released."""
         command = protocol.AwaitRelease(names=batch.names)
-        await self.source.request(command, protocol.Done)
+        await self.source.request(command, protocol.CommandDone)
 
     async def request_all(self, role: Role, command: protocol.Command) -> None:
         """Send a command to every rank of a side."""
         await gather_or_cancel(
-            *(self.workers[role, rank].request(command, protocol.Done) for rank in self.ranks_of(role))
+            *(self.workers[role, rank].request(command, protocol.CommandDone) for rank in self.ranks_of(role))
         )
 
     async def require_correct(self, check: protocol.Check) -> None:
         """Have every sink rank compare its content. Raises KvxferdError if a word is wrong."""
         for rank in self.ranks:
-            answer = await self.workers["sink", rank].request(check, protocol.Checked)
-            if answer.wrong:
+            reply = await self.workers["sink", rank].request(check, protocol.Checked)
+            if reply.wrong:
                 case = check.case
                 raise KvxferdError(
-                    f"cannot run {TOOL}: {answer.wrong} wrong words in {rank} of {case.deployment.shape}, "
+                    f"cannot run {TOOL}: {reply.wrong} wrong words in {rank} of {case.deployment.shape}, "
                     f"{case.lists.value}, {case.blocks} blocks"
                 )
 

@@ -38,13 +38,13 @@ def cancel(
     if (transfer is None) == (pull is None):
         raise click.UsageError("give either a TRANSFER or --pull N")
     if pull is not None:
-        answer = daemon.post("/v1/pulls/cancel", {"pull": pull})
+        reply = daemon.post("/v1/pulls/cancel", {"pull": pull})
         line = f"cancelled pull {pull}"
     else:
         named = {"transfer_id": transfer} | ({"engine_id": engine} if engine else {})
-        answer = daemon.post("/v1/transfers/cancel", named)
-        line = f"cancelled transfer {transfer} of {', '.join(answer['engines'])}"
+        reply = daemon.post("/v1/transfers/cancel", named)
+        line = f"cancelled transfer {transfer} of {', '.join(reply['engines'])}"
     if as_json:
-        print_json(answer)
+        print_json(reply)
     else:
         click.echo(line)

@@ -22,11 +22,11 @@ def disown(daemon: ControlClient, engine_id: str, as_json: bool) -> None:
     restart; that ends too, as do ranks of nodes that are silent. Only root and the user that runs the
     daemon may.
     """
-    answer = daemon.post("/v1/engines/disown", {"engine_id": engine_id})
+    reply = daemon.post("/v1/engines/disown", {"engine_id": engine_id})
     if as_json:
-        print_json(answer)
+        print_json(reply)
         return
-    whose = f", which was uid {answer['uid']}'s" if answer["uid"] is not None else ""
-    num_ranks = answer["ranks"]
+    whose = f", which was uid {reply['uid']}'s" if reply["uid"] is not None else ""
+    num_ranks = reply["ranks"]
     ranks = f"; {num_ranks} {'rank is' if num_ranks == 1 else 'ranks are'} free" if num_ranks else ""
-    click.echo(f"disowned {answer['disowned']}{whose}{ranks}")
+    click.echo(f"disowned {reply['disowned']}{whose}{ranks}")

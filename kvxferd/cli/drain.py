@@ -22,21 +22,21 @@ def drain(daemon: ControlClient, wait: bool, as_json: bool) -> None:
     Returns at once, or with --wait when it is over: exit code 0 if nothing was left, 1 if something
     was. Only root and the user that runs the daemon may do this.
     """
-    answer = daemon.post("/v1/drain", {"wait": wait}, wait_forever=wait)
+    reply = daemon.post("/v1/drain", {"wait": wait}, wait_forever=wait)
     if as_json:
-        print_json(answer)
+        print_json(reply)
     elif not wait:
         click.echo("draining: the daemon takes nothing new, and ends when what runs has ended")
-    elif answer["drained"]:
+    elif reply["drained"]:
         click.echo("drained: nothing was left")
     else:
-        _print_unfinished(answer)
-    if wait and not answer["drained"]:
+        _print_unfinished(reply)
+    if wait and not reply["drained"]:
         click.get_current_context().exit(EXIT_WORK_LEFT)
 
 
-def _print_unfinished(answer: dict[str, Any]) -> None:
-    transfers, pulls = answer["transfers"], answer["pulls"]
+def _print_unfinished(reply: dict[str, Any]) -> None:
+    transfers, pulls = reply["transfers"], reply["pulls"]
     left = f"{format_count(len(transfers), 'transfer')} and {format_count(len(pulls), 'pull')} left"
     click.echo(f"ended with {left}, at the limit or by a second signal:")
     for transfer in transfers:

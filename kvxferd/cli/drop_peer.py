@@ -20,9 +20,9 @@ def drop_peer(daemon: ControlClient, endpoint: str, as_json: bool) -> None:
     Requests that wait for its reply fail and the connection is closed; the next request to it connects
     again. A pull that is being read goes on. Only root and the user that runs the daemon may do this.
     """
-    answer = daemon.post("/v1/peers/drop", {"endpoint": endpoint})
+    reply = daemon.post("/v1/peers/drop", {"endpoint": endpoint})
     if as_json:
-        print_json(answer)
+        print_json(reply)
         return
-    for dropped in answer["dropped"]:
+    for dropped in reply["dropped"]:
         click.echo(f"dropped {dropped}")

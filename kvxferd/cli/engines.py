@@ -34,11 +34,11 @@ def engines(daemon: ControlClient, topology: bool, as_json: bool) -> None:
         return
     from kvxferd.telemetry.gauges import engine_state  # it loads the metrics' library
 
-    answer = daemon.get("/v1/engines")
+    reply = daemon.get("/v1/engines")
     if as_json:
-        print_json(answer)
+        print_json(reply)
         return
-    local = msgspec.convert(answer["engines"], list[EngineSnapshot])
+    local = msgspec.convert(reply["engines"], list[EngineSnapshot])
     print_table(
         "Engines",
         ("engine", "generation", "pp x tp", "layers", "state", "lacking or problem"),
@@ -69,7 +69,7 @@ def engines(daemon: ControlClient, topology: bool, as_json: bool) -> None:
         ("engine", "user", "kept for", "ranks kept"),
         (
             (o.engine_id, f"uid {o.uid}" if o.uid is not None else "", _kept_for(o), o.num_kept_ranks)
-            for o in msgspec.convert(answer.get("ownerships", []), list[OwnershipSnapshot])
+            for o in msgspec.convert(reply.get("ownerships", []), list[OwnershipSnapshot])
         ),
     )
 

@@ -17,16 +17,16 @@ from kvxferd.tooling.output import format_count, print_json, print_table
 @watchable
 def peers(daemon: ControlClient, as_json: bool) -> None:
     """Show other nodes' daemons."""
-    answer = daemon.get("/v1/peers")
+    reply = daemon.get("/v1/peers")
     if as_json:
-        print_json(answer)
+        print_json(reply)
         return
     print_table(
         "Peers",
         ("endpoint", "state", "boot", "grants", "engines"),
         (
             (peer.endpoint, peer.state, peer.boot or "", peer.num_grants, _engines(peer))
-            for peer in msgspec.convert(answer["peers"], list[PeerSnapshot])
+            for peer in msgspec.convert(reply["peers"], list[PeerSnapshot])
         ),
     )
 

@@ -18,20 +18,20 @@ def reload(daemon: ControlClient, as_json: bool) -> None:
     SIGHUP does the same. Prints what changed, and what differs but needs a restart. An invalid file is
     refused, and nothing changes. Only root and the user that runs the daemon may do this.
     """
-    answer = daemon.post("/v1/reload")
+    reply = daemon.post("/v1/reload")
     if as_json:
-        print_json(answer)
+        print_json(reply)
         return
-    click.echo("changed: " + (", ".join(answer["changed"]) or "nothing"))
-    if answer["ignored"]:
-        click.echo("ignored until a restart: " + ", ".join(answer["ignored"]))
-    for endpoint in answer["dropped_peers"]:
+    click.echo("changed: " + (", ".join(reply["changed"]) or "nothing"))
+    if reply["ignored"]:
+        click.echo("ignored until a restart: " + ", ".join(reply["ignored"]))
+    for endpoint in reply["dropped_peers"]:
         click.echo(f"dropped peer {endpoint}")
-    if (connections := answer.get("closed_connections", 0)) is None:
+    if (connections := reply.get("closed_connections", 0)) is None:
         click.echo("peers' connections to this node are closed as soon as a descriptor is free: see its log")
     elif connections:
         click.echo(f"peers' connections to this node closed: {connections} (admitted peers connect again)")
-    if answer["closed_sessions"]:
+    if reply["closed_sessions"]:
         click.echo(
-            f"closed {format_count(answer['closed_sessions'], 'session')} of users who are no longer allowed"
+            f"closed {format_count(reply['closed_sessions'], 'session')} of users who are no longer allowed"
         )

@@ -24,26 +24,26 @@ from kvxferd.tooling.output import format_bytes, format_count, print_fields, pri
 @watchable
 def status(daemon: ControlClient, as_json: bool) -> None:
     """Show the state of the daemon on this node."""
-    answer = daemon.get("/v1/status")
+    reply = daemon.get("/v1/status")
     if as_json:
-        print_json(answer)
+        print_json(reply)
         return
-    node = msgspec.convert(answer["node"], NodeSnapshot)
-    print_fields(_lines(answer, node))
-    if remedy := answer["verdict"]["remedy"]:
+    node = msgspec.convert(reply["node"], NodeSnapshot)
+    print_fields(_lines(reply, node))
+    if remedy := reply["verdict"]["remedy"]:
         print_line(f"to do: {remedy}")
 
 
-def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
+def _lines(reply: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
     from kvxferd.telemetry.gauges import engine_state  # it loads the metrics' library
 
     ranks = [rank for engine in node.engines for rank in engine.ranks]
     readable = sum(engine_state(engine) == "readable" for engine in node.engines)
     return [
-        ("daemon", f"{node.endpoint}, version {answer['version']}, boot {node.boot}"),
-        ("state", answer["verdict"]["text"]),
-        *_warnings(answer),
-        *_last_minute(answer),
+        ("daemon", f"{node.endpoint}, version {reply['version']}, boot {node.boot}"),
+        ("state", reply["verdict"]["text"]),
+        *_warnings(reply),
+        *_last_minute(reply),
         ("engines", f"{len(node.engines)}, {readable} readable"),
         ("ranks", f"{len(ranks)}, {format_bytes(sum(rank.bytes for rank in ranks))}"),
         ("placements", _placements(ranks)),
@@ -59,15 +59,15 @@ def _lines(answer: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
     ]
 
 
-def _warnings(answer: dict[str, Any]) -> list[tuple[str, str]]:
+def _warnings(reply: dict[str, Any]) -> list[tuple[str, str]]:
     """Return each warning with its kind and age."""
-    warnings = msgspec.convert(answer["active_warnings"], list[NodeWarning])
+    warnings = msgspec.convert(reply["active_warnings"], list[NodeWarning])
     return [("warning", f"{w.kind.value}, {_since(w.since)}: {w.text}") for w in warnings]
 
 
-def _last_minute(answer: dict[str, Any]) -> list[tuple[str, str]]:
+def _last_minute(reply: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what was moved in the last minute, and what failed."""
-    minute = msgspec.convert(answer["last_minute"], LastMinute)
+    minute = msgspec.convert(reply["last_minute"], LastMinute)
     failed = describe_failures(minute)
     why = f"{failed}; kvxferd history --failed shows them" if failed else "none"
     return [("last minute", describe_rates(minute)), ("failures", why)]

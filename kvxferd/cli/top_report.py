@@ -13,7 +13,7 @@ from rich.text import Text
 from kvxferd.cli.transfers import format_read
 from kvxferd.core.snapshot import NodeSnapshot, PullRecord, ReleaseRecord
 from kvxferd.ids import Endpoint
-from kvxferd.telemetry.overview import FailureReason, Level, PeerLine, Verdict, longest_phases
+from kvxferd.telemetry.overview import FailureReason, Level, NodeVerdict, PeerLine, longest_phases
 from kvxferd.telemetry.sample_report import LastMinute, SampleReport
 from kvxferd.telemetry.units import (
     UNKNOWN,
@@ -43,7 +43,7 @@ def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
     node = msgspec.convert(status["node"], NodeSnapshot)
     report = msgspec.convert(samples, SampleReport)
     warnings = msgspec.convert(status["active_warnings"], list[NodeWarning])
-    verdict = msgspec.convert(status["verdict"], Verdict)
+    verdict = msgspec.convert(status["verdict"], NodeVerdict)
     out = console()
     out.print(Text(f"{address_of(node.endpoint)}, version {status['version']}", style="bold"), soft_wrap=True)
     out.print(Text(plain_text(verdict.text).plain, style=_STYLES[verdict.level]))
@@ -164,10 +164,10 @@ def _print_sums(report: SampleReport, samples: dict[str, Any]) -> None:
     )  # fmt: skip
     print_table(
         "Peers, 15 minutes",
-        ("peer", "state", "round trip", "last answer", "transport", "delivered", "failed", "bytes"),
+        ("peer", "state", "round trip", "last reply", "transport", "delivered", "failed", "bytes"),
         [
             (address_of(Endpoint(line.peer)), line.state, format_time(line.round_trip_s),
-             f"{format_time(line.last_answer_s)} ago" if line.last_answer_s is not None else UNKNOWN,
+             f"{format_time(line.last_reply_s)} ago" if line.last_reply_s is not None else UNKNOWN,
              line.transport or UNKNOWN, line.delivered, line.failed, format_size(line.pulled_bytes))
             for line in msgspec.convert(samples["peers"], list[PeerLine])[:MAX_ROWS]
         ],

@@ -23,10 +23,10 @@ MAX_ENDED = 16  # pulls that are shown; /v1/history has more
 @watchable
 def transfers(daemon: ControlClient, as_json: bool) -> None:
     """Show published transfers, running pulls, and how the last pulls were read."""
-    answer = daemon.get("/v1/transfers")
+    reply = daemon.get("/v1/transfers")
     ended = _ended_pulls(daemon.get("/v1/history"))
     if as_json:
-        print_json(answer | {"ended_pulls": ended})
+        print_json(reply | {"ended_pulls": ended})
         return
     print_table(
         "Published transfers",
@@ -34,7 +34,7 @@ def transfers(daemon: ControlClient, as_json: bool) -> None:
         (
             (t.transfer_id, f"{t.engine_id}@{t.generation}", t.state, format_ready(t), t.num_grants,
              t.num_acks, format_duration(t.lease_left_s), format_duration(t.age_s))
-            for t in msgspec.convert(answer["transfers"], list[TransferSnapshot])
+            for t in msgspec.convert(reply["transfers"], list[TransferSnapshot])
         ),
     )  # fmt: skip
     print_table(
@@ -43,7 +43,7 @@ def transfers(daemon: ControlClient, as_json: bool) -> None:
         (
             (p.pull, p.transfer_id, p.source, p.sink, p.rank, p.phase, format_read(p),
              format_duration(p.age_s), format_duration(p.deadline_left_s))
-            for p in msgspec.convert(answer["pulls"], list[PullSnapshot])
+            for p in msgspec.convert(reply["pulls"], list[PullSnapshot])
         ),
     )  # fmt: skip
     records = [record for one in ended if isinstance(record := record_from_json(one), PullRecord)]

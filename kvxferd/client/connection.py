@@ -26,7 +26,7 @@ from kvxferd.memory import FencePage
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, MOVER_DELIVERIES, encode
 from kvxferd.wire.framing import Frame
-from kvxferd.wire.limits import MAX_NOTICE_BYTES
+from kvxferd.wire.limits import MAX_DELIVERY_BYTES
 
 # Seconds between attempts to connect: a restarted daemon is found within 2 s, and a missing one
 # costs next to nothing. Jittered, so that a node's ranks do not connect all at once.
@@ -412,14 +412,14 @@ class DeliverySocketPair:
         """Return a descriptor that is readable while there are deliveries."""
         return self._read_end.fileno()
 
-    def receive(self) -> Iterator[worker.Delivered]:
+    def receive(self) -> Iterator[worker.TicketDelivered]:
         """Yield the deliveries that have come, oldest first. Raises ProtocolError for any other packet.
 
         Only this side ends the stream: the far end is open here too, so an empty read is an empty packet.
         """
         while self._read_end.fileno() >= 0:
             try:
-                packet = self._read_end.recv(MAX_NOTICE_BYTES)
+                packet = self._read_end.recv(MAX_DELIVERY_BYTES)
             except BlockingIOError:
                 return
             yield MOVER_DELIVERIES.decode(packet)

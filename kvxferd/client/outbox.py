@@ -32,7 +32,7 @@ class Outgoing:
     fds: tuple[int, ...] = ()
 
 
-Request = worker.Pull | worker.Publish | worker.Ready  # those with block ids
+Request = worker.PullRequest | worker.Publish | worker.Ready  # those with block ids
 # The message of a pull or publish is built when it is sent, with the deadline or lease that remains then;
 # one that has ended meanwhile is skipped.
 QueuedItem = Message | ClientPull | ClientPublish

@@ -25,7 +25,7 @@ from kvxferd.wire.limits import FENCE_SLOTS
 RETRIED_ON_REPLAY = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 REPUBLISH_S = 0.25
 
-# A rank sends `ready` for transfers of other sessions too; a few sessions' worth are kept.
+# A rank sends `Ready` for transfers of other sessions too; a few sessions' worth are kept.
 MAX_READY_RECORDS = 8 * FENCE_SLOTS
 # A `ready` is repeated for a default lease, 30 s: at 500 transfers a second those are 15,000 ids, some 2 MB.
 MAX_USED_IDS = 16_384
@@ -53,7 +53,7 @@ class ClientPublish:
 
 
 class _ReadyRecord(NamedTuple):
-    """When this rank sent `ready` for a transfer, and of which memory."""
+    """When this rank sent `Ready` for a transfer, and of which memory."""
 
     at: float
     incarnation: Incarnation  # of the memory that was written
@@ -61,7 +61,7 @@ class _ReadyRecord(NamedTuple):
 
 
 class ClientPublishes:
-    """Every transfer of a session that is not released, and the transfers that this rank sent `ready` for."""
+    """Every transfer of a session that is not released, and the transfers that this rank sent `Ready` for."""
 
     def __init__(
         self, fence: FenceSlots, emit: Emit, random_bytes: Callable[[int], bytes] = os.urandom

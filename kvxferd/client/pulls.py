@@ -18,7 +18,7 @@ from kvxferd.ids import Ticket
 from kvxferd.layout import BlocksByGroup, unpack_blocks
 from kvxferd.wire import worker
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.limits import MAX_NOTICED
+from kvxferd.wire.limits import MAX_DELIVERED_BY_MOVER
 
 DEADLINE_GRACE_S = 0.5  # the daemon keeps the deadline too, and knows better whether blocks are safe
 MOVER_DEATH_S = 1.0  # movers of a dead daemon are gone within this, or something holds them
@@ -125,7 +125,7 @@ class ClientPulls:
         self._timers: list[tuple[float, Ticket]] = []
         self._next_number = 1
         self.num_ended_unsent = 0  # pulls that ended before they were sent; the outbox may still hold them
-        self._delivered_by_mover: deque[Ticket] = deque(maxlen=MAX_NOTICED)
+        self._delivered_by_mover: deque[Ticket] = deque(maxlen=MAX_DELIVERED_BY_MOVER)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -149,7 +149,7 @@ class ClientPulls:
         self._set_timer(pull, deadline)
         return pull
 
-    def build_message(self, pull: ClientPull, epoch: int, now: float) -> worker.Pull | None:
+    def build_message(self, pull: ClientPull, epoch: int, now: float) -> worker.PullRequest | None:
         """Return the message to send, with the remaining time; None if the pull has ended meanwhile."""
         if pull.phase is not ClientPullPhase.QUEUED:
             return None
@@ -160,7 +160,7 @@ class ClientPulls:
         pull.message = f"cannot pull {pull.ref.transfer_id}: its deadline passed, and the daemon is silent"
         self._move(pull, ClientPullSignal.SENT)
         self._set_timer(pull, pull.deadline + DEADLINE_GRACE_S)
-        return worker.Pull(
+        return worker.PullRequest(
             ticket=pull.ticket.number,
             ref=pull.ref,
             blocks=pull.blocks,
@@ -180,12 +180,12 @@ class ClientPulls:
             return False
         return pull.phase is ClientPullPhase.SENT
 
-    def handle_delivered(self, message: worker.Delivered) -> None:
+    def handle_delivered(self, message: worker.TicketDelivered) -> None:
         """Handle the daemon's Delivered."""
         if pull := self._find(message.ticket):
             self._move(pull, ClientPullSignal.DELIVERED, message)
 
-    def handle_delivered_by_mover(self, message: worker.Delivered) -> None:
+    def handle_delivered_by_mover(self, message: worker.TicketDelivered) -> None:
         """Handle the mover's own Delivered, which the daemon may not have received yet."""
         if (pull := self._find(message.ticket)) is not None and pull.phase is not ClientPullPhase.IN_DOUBT:
             self._delivered_by_mover.append(message.ticket)
@@ -214,7 +214,7 @@ class ClientPulls:
         self._delivered_by_mover.clear()
         return tickets
 
-    def handle_failed(self, message: worker.Failed) -> None:
+    def handle_failed(self, message: worker.TicketFailed) -> None:
         """Handle the daemon's Failed."""
         if pull := self._find(message.ticket):
             if pull.phase is ClientPullPhase.SENT:
@@ -225,7 +225,7 @@ class ClientPulls:
                 ClientPullSignal.FAILED_SAFE if message.safe_to_reuse else ClientPullSignal.FAILED_UNSAFE,
             )
 
-    def handle_quiesced(self, message: worker.Quiesced) -> None:
+    def handle_quiesced(self, message: worker.TicketQuiesced) -> None:
         """Handle the daemon's Quiesced."""
         if pull := self._find(message.ticket):
             self._move(pull, ClientPullSignal.QUIESCED)
@@ -297,11 +297,13 @@ class ClientPulls:
     def _find(self, number: Ticket) -> ClientPull | None:
         # A pull that has ended here may have ended in the daemon at the same time: that changes nothing.
         if not 0 < number < self._next_number:
-            raise ProtocolError(f"the daemon ended pull {number}, which was never asked", Code.OUT_OF_PLACE)
+            raise ProtocolError(
+                f"the daemon ended pull {number}, which was never requested", Code.OUT_OF_PLACE
+            )
         return self._live.get(number)
 
     def _move(
-        self, pull: ClientPull, signal: ClientPullSignal, delivered: worker.Delivered | None = None
+        self, pull: ClientPull, signal: ClientPullSignal, delivered: worker.TicketDelivered | None = None
     ) -> None:
         if (move := MOVES.get((pull.phase, signal))) is None:
             raise ProtocolError(
@@ -319,7 +321,9 @@ class ClientPulls:
         if pull.phase is ClientPullPhase.ENDED:
             pull.blocks = {}  # the outbox may still hold the pull, and must not keep its ids alive
 
-    def _emit_event(self, pull: ClientPull, event: EngineEvent, delivered: worker.Delivered | None) -> None:
+    def _emit_event(
+        self, pull: ClientPull, event: EngineEvent, delivered: worker.TicketDelivered | None
+    ) -> None:
         match event:
             case EngineEvent.NOTHING:
                 pass

@@ -235,7 +235,7 @@ class Registration:
     # --- movers of this process
 
     def build_new_mover(self) -> Outgoing | None:
-        """Return `NewMover`, the reply to `MoverWanted`; None where the memory must not be used."""
+        """Return `NewMover`, the reply to `MoverRequest`; None where the memory must not be used."""
         if not self.is_resident or self.memory_state is not MemoryState.SHARED:
             return None
         assert isinstance(self.role, RankRole)
@@ -329,7 +329,7 @@ class Registration:
     def _check_request_number(self, request: int) -> None:
         if request != self._request:
             raise ProtocolError(
-                f"the daemon answered request {request} where {self._request} was asked", Code.OUT_OF_PLACE
+                f"the daemon replied to request {request} where {self._request} was sent", Code.OUT_OF_PLACE
             )
 
 

@@ -250,7 +250,7 @@ class ClientSession(SessionRequests):
                 self._handle_welcome(message, now)
             case worker.Registered():
                 self._handle_registered(message, now)
-            case worker.FdsWanted():
+            case worker.FdsRequest():
                 self._require_state(SessionState.REGISTERING, message)
                 for batch in self.registration.build_fd_batches(message.request):
                     self._outbox.queue_first(batch.message, batch.fds)
@@ -262,15 +262,15 @@ class ClientSession(SessionRequests):
                 self.registration.close_daemon_ends()  # a pidfd is the connection's business
             case worker.MoverOffered():
                 self._handle_mover_offered(message)
-            case worker.MoverWanted():
+            case worker.MoverRequest():
                 self._require_state(SessionState.READY, message)
                 if outgoing := self.registration.build_new_mover():
                     self._outbox.queue_first(outgoing.message, outgoing.fds)
-            case worker.Delivered():
+            case worker.TicketDelivered():
                 self._pulls.handle_delivered(message)
-            case worker.Failed():
+            case worker.TicketFailed():
                 self._pulls.handle_failed(message)
-            case worker.Quiesced():
+            case worker.TicketQuiesced():
                 self._pulls.handle_quiesced(message)
             case worker.PullsInterrupted():
                 self._require_state(SessionState.READY, message)
@@ -295,7 +295,7 @@ class ClientSession(SessionRequests):
         """Whether a mover may report a delivery."""
         return len(self._pulls) > 0
 
-    def handle_delivered_by_mover(self, delivered: worker.Delivered) -> None:
+    def handle_delivered_by_mover(self, delivered: worker.TicketDelivered) -> None:
         """Handle a mover's own Delivered. Raises KvxferdError as `handle` does."""
         self._pulls.handle_delivered_by_mover(delivered)
 
@@ -325,7 +325,7 @@ class ClientSession(SessionRequests):
             or self.registration.memory_state is MemoryState.SUSPENDED
             or not self.registration.expects_mover_offers
         ):
-            raise ProtocolError("the daemon offered a mover that nobody asked for", Code.OUT_OF_PLACE)
+            raise ProtocolError("the daemon offered a mover that nobody requested", Code.OUT_OF_PLACE)
         self.registration.mark_mapped(self.epoch)
         self._outbox.queue_first(worker.MoverAcknowledged(number=message.number))
 

@@ -23,7 +23,7 @@ _TOML_POSITION = re.compile(r"\(at line (\d+), column \d+\)")
 _KEY = re.compile(r"\b[a-z]+\.[a-z_]+\b")
 
 
-class Problem(NamedTuple):
+class ConfigProblem(NamedTuple):
     """One reason for which the daemon would refuse the file."""
 
     key: str  # "transfer.lease_s", the name of a table, or "": the whole file
@@ -31,7 +31,7 @@ class Problem(NamedTuple):
     message: str  # "cannot use KEY ...: why; do Y"
 
 
-def find_problems(path: Path) -> list[Problem]:
+def find_problems(path: Path) -> list[ConfigProblem]:
     """Return all problems of the file alone, in its order. Raises ConfigError if it cannot be read.
 
     Contradictions between settings are looked for once each value by itself is valid, and one is returned.
@@ -42,7 +42,7 @@ def find_problems(path: Path) -> list[Problem]:
     except tomllib.TOMLDecodeError as error:
         position = _TOML_POSITION.search(str(error))
         line = int(position[1]) if position else 0
-        return [Problem("", line, f"cannot read the configuration {path}: it is not TOML: {error}")]
+        return [ConfigProblem("", line, f"cannot read the configuration {path}: it is not TOML: {error}")]
     values: dict[str, dict[str, Any]] = {}
     found = dict(_bad_keys(document, str(path), values))
     if not found:
@@ -50,7 +50,7 @@ def find_problems(path: Path) -> list[Problem]:
     if not found:
         return []
     lines = _lines_of_keys(text)
-    problems = [Problem(key, lines.get(key, 0), message) for key, message in found.items()]
+    problems = [ConfigProblem(key, lines.get(key, 0), message) for key, message in found.items()]
     return sorted(problems, key=lambda problem: problem.line)
 
 

@@ -23,7 +23,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvxferd.wire.limits import MAX_PEER_QUESTION_BYTES
+from kvxferd.wire.limits import MAX_PEER_REQUEST_BYTES
 
 log = structlog.get_logger()
 
@@ -42,7 +42,7 @@ STOP_S = 2.0
 
 # After its handshake: of a message that is not complete, with what frames and encryption add. libzmq bounds a
 # part, not how many there are, and keeps each in 64 bytes: 26 MB of empty parts took 750 MB in two seconds.
-MAX_INCOMPLETE_BYTES = MAX_PEER_QUESTION_BYTES + (64 << 10)
+MAX_INCOMPLETE_BYTES = MAX_PEER_REQUEST_BYTES + (64 << 10)
 OPEN_CHECK_S = 0.2
 OPEN_CHECK_SHARE = 0.02  # of a core, at most, for connections that are open: each takes 10 us
 

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 HEADER_S = 10.0  # from the accept to the first whole request
 IDLE_S = 60.0  # between requests; Prometheus scrapes every 15 to 60 s, and connects again if it must
-ANSWER_S = 30.0  # for an unprivileged request, reading its body included
+REPLY_S = 30.0  # for an unprivileged request, reading its body included
 WRITE_S = 10.0  # for the client to read a response: 8 MiB take 1 s on a slow link
 LINGER_S = 1.0  # aiohttp's, for a body that no handler read
 SWEEP_S = 1.0
@@ -122,7 +122,7 @@ class HttpConnection(web.RequestHandler):
         """Whether the client has used up its time."""
         waited_s = now - self._state_since
         if self.is_handling:
-            return not self.share.is_operator and waited_s > ANSWER_S
+            return not self.share.is_operator and waited_s > REPLY_S
         if self.num_unsent_bytes:
             return waited_s > WRITE_S
         return waited_s > (IDLE_S if self._num_requests else HEADER_S)

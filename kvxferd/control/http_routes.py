@@ -76,8 +76,8 @@ async def healthz(request: web.Request) -> web.StreamResponse:
 async def readyz(request: web.Request) -> web.StreamResponse:
     """200 when the node takes registrations and pulls, else 503 with the reasons; warnings with either."""
     reasons = request.app[NODE_ADMIN].readiness()
-    answer = {"ready": not reasons, "reasons": reasons, **_warnings(request.app[NODE_ADMIN])}
-    return json_response(answer, 503 if reasons else 200)
+    reply = {"ready": not reasons, "reasons": reasons, **_warnings(request.app[NODE_ADMIN])}
+    return json_response(reply, 503 if reasons else 200)
 
 
 def _warnings(view: NodeAdmin) -> dict[str, Any]:

@@ -139,13 +139,13 @@ async def _limit_requests(request: web.Request, handler: Handler) -> web.StreamR
             return await handler(request)
         if not await request.app[RATE_LIMITER].acquire(connection.source, lambda: request.transport is None):
             raise ConnectionResetError
-        answer = await handler(request)
-        size = (answer.content_length or 0) if isinstance(answer, web.Response) else 0
+        reply = await handler(request)
+        size = (reply.content_length or 0) if isinstance(reply, web.Response) else 0
         if connection.listeners.num_unsent_bytes + size > MAX_UNSENT_BYTES:
             text = f"cannot {request.method} {request.path}: too many answers are not read; try again later"
             count_busy_refusal("http")
             return error_response(503, Code.BUSY, text)
-        return answer
+        return reply
     finally:
         connection.request_finished()
 

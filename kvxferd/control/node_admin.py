@@ -33,7 +33,7 @@ from kvxferd.telemetry.history import History
 from kvxferd.telemetry.logs import operator_log
 from kvxferd.telemetry.samples import Samples
 from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import Finding, NodeWarning, finding_of
+from kvxferd.telemetry.warnings.warning_list import NodeWarning, WarningCondition, finding_of
 from kvxferd.telemetry.warnings.warning_watch import WarningWatch
 
 # Of the topology: 16 ranks that read 8 engines of 8 stages of 8 ranks. They take 24 ms of the loop, which all
@@ -64,7 +64,7 @@ class NodeAdmin:
         start_drain: Callable[[], None],
         reload: Callable[[], ReloadResult],
         samples: Samples | None = None,
-        checks: Iterable[Callable[[], Iterable[Finding]]] = (),
+        checks: Iterable[Callable[[], Iterable[WarningCondition]]] = (),
         config_path: str = "",
     ) -> None:
         """`checks` find what is to be warned of, beside the configuration and the ranks' placements.
@@ -136,11 +136,11 @@ class NodeAdmin:
         """The warnings' timer, and their number."""
         return self._warning_watch
 
-    def _configuration(self) -> list[Finding]:
+    def _configuration(self) -> list[WarningCondition]:
         sentences = exposure_warnings(self._config.peer)
         return [finding_of(WarningKind.PEER_SOCKET_OPEN, "", sentence) for sentence in sentences]
 
-    def _placements(self) -> list[Finding]:
+    def _placements(self) -> list[WarningCondition]:
         return findings_of(self._node.engines_snapshot(), self._cards)
 
     # --- changing

@@ -31,7 +31,7 @@ MAX_FILE_BYTES = 32 << 20
 _NEW_SUFFIX = ".new"
 
 
-class _Content(msgspec.Struct):
+class _Ownerships(msgspec.Struct):
     """The file's content."""
 
     users: dict[EngineId, int]
@@ -56,7 +56,7 @@ class OwnershipFile:
         try:
             if self._path.stat().st_size > MAX_FILE_BYTES:
                 raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-            kept = msgspec.json.decode(self._path.read_bytes(), type=_Content)
+            kept = msgspec.json.decode(self._path.read_bytes(), type=_Ownerships)
             return tuple(kept.users.items()), kept.ranks
         except FileNotFoundError:
             return NO_OWNERSHIPS
@@ -106,7 +106,7 @@ class OwnershipFile:
 
     def _write(self, listed: StoredOwnerships) -> None:
         users, ranks = listed
-        content = msgspec.json.encode(_Content(dict(users), ranks))
+        content = msgspec.json.encode(_Ownerships(dict(users), ranks))
         fresh: Path | None = None
         try:
             fd, name = tempfile.mkstemp(_NEW_SUFFIX, f"{self._path.stem}.", self._path.parent)  # 0600

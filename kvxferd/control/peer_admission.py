@@ -17,7 +17,7 @@ from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.ids import Endpoint
 from kvxferd.telemetry.logs import operator_log
 from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import Finding
+from kvxferd.telemetry.warnings.warning_list import WarningCondition
 
 log = structlog.get_logger()
 
@@ -86,11 +86,11 @@ class PeerAdmission:
         self._config = config
         return AllowlistUse(dropped, must_shut)
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[WarningCondition]:
         """Return a warning where the keys file cannot be read."""
         file = self._config.curve_allowed_keys_file
         sentences = self._keys_file.warnings()
-        return [Finding(WarningKind.ALLOWED_KEYS_UNREAD, file, *sentence) for sentence in sentences]
+        return [WarningCondition(WarningKind.ALLOWED_KEYS_UNREAD, file, *sentence) for sentence in sentences]
 
     def _on_keys_read(self, found: KeysRead) -> None:
         if found.problem:

@@ -26,13 +26,13 @@ from kvxferd.wire.codec import refusal_of_undecodable
 from kvxferd.wire.common import Message, RankManifest
 from kvxferd.wire.outlines import (
     PEER_OUTLINES,
-    EngineManifestOutline,
     JoinRankOutline,
+    ManifestReplyOutline,
     PeerOutline,
-    decode_engine_manifest,
     decode_join_rank,
+    decode_manifest_reply,
 )
-from kvxferd.wire.peer import EngineManifest, JoinRank, PeerMessage, PeerRefused, refusal_of
+from kvxferd.wire.peer import JoinRank, ManifestReply, PeerMessage, PeerRefused, refusal_of
 
 log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 MAX_INLINE_BYTES = 1 << 20
 # The encoder puts a message's type first. Whole engines always go to the thread: nothing in them can be
 # refused earlier.
-_ENGINE_PREFIX = b"\xa1t\xafengine-manifest"
+_MANIFEST_REPLY_PREFIX = b"\xa1t" + msgspec.msgpack.encode(ManifestReply.__name__)
 # Waiting behind a manifest that is being checked. The rest is dropped, and sent again by the peer.
 MAX_DEFERRED_BYTES = 16 << 20
 MAX_TOTAL_DEFERRED_BYTES = 128 << 20
@@ -147,7 +147,7 @@ class PeerInbox:
     # --- decoding
 
     def _decode(self, sender: Sender, payload: bytes) -> None:
-        if len(payload) > MAX_INLINE_BYTES or payload.startswith(_ENGINE_PREFIX, 1):
+        if len(payload) > MAX_INLINE_BYTES or payload.startswith(_MANIFEST_REPLY_PREFIX, 1):
             self._run_on_thread(
                 sender,
                 lambda: PEER_OUTLINES.decode(payload),
@@ -167,7 +167,7 @@ class PeerInbox:
                 self._refuse_undecodable(sender, payload, outline)
             case JoinRankOutline():
                 self._handle_join(sender, outline)
-            case EngineManifestOutline():
+            case ManifestReplyOutline():
                 self._handle_engine_manifest(sender, outline)
             case _:
                 self._emit_message(sender, outline)
@@ -193,7 +193,7 @@ class PeerInbox:
 
     def _handle_join(self, sender: Sender, outline: JoinRankOutline) -> None:
         if not sender.route:
-            self._log_refused(sender, Code.OUT_OF_PLACE, "a join-rank came as an answer")
+            self._log_refused(sender, Code.OUT_OF_PLACE, "a JoinRank came as a reply")
             return
         refused = self._checks().refusal_of_join(sender.route, outline, sender.key)
         if refused is not None:
@@ -237,9 +237,9 @@ class PeerInbox:
             _, (_, num_bytes) = self._manifest_cache.popitem(last=False)
             self._num_cached_bytes -= num_bytes
 
-    def _handle_engine_manifest(self, sender: Sender, outline: EngineManifestOutline) -> None:
+    def _handle_engine_manifest(self, sender: Sender, outline: ManifestReplyOutline) -> None:
         if sender.endpoint is None:
-            text = "cannot take an engine-manifest here: it is no question"
+            text = "cannot take a ManifestReply here: it is no request"
             self._reply(
                 sender.route,
                 PeerRefused(request=outline.request, code=Code.OUT_OF_PLACE, message=text),
@@ -248,13 +248,13 @@ class PeerInbox:
         if not self._checks().is_request_open(sender.endpoint, outline.request):
             return  # replied to already, or given up
 
-        def work() -> tuple[EngineManifest, tuple[CheckedLayout, ...]]:
-            message = decode_engine_manifest(outline)
+        def work() -> tuple[ManifestReply, tuple[CheckedLayout, ...]]:
+            message = decode_manifest_reply(outline)
             if not message.ranks:
                 return message, ()
             return message, checked_layouts(message.ranks, self._layouts)
 
-        def done(outcome: tuple[EngineManifest, tuple[CheckedLayout, ...]] | Exception) -> None:
+        def done(outcome: tuple[ManifestReply, tuple[CheckedLayout, ...]] | Exception) -> None:
             if not isinstance(outcome, Exception):
                 message, checked = outcome
                 self._on_event(LayoutsChecked(checked))

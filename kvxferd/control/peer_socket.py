@@ -33,7 +33,7 @@ from kvxferd.telemetry.warnings.turned_away_peers import TurnedAwayPeers
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import BlockIds, Message
 from kvxferd.wire.endpoint import address_of, host_of, key_of
-from kvxferd.wire.limits import MAX_PEER_MESSAGE_BYTES, MAX_PEER_QUESTION_BYTES
+from kvxferd.wire.limits import MAX_PEER_MESSAGE_BYTES, MAX_PEER_REQUEST_BYTES
 from kvxferd.wire.peer import PeerRefused
 
 log = structlog.get_logger()
@@ -116,7 +116,7 @@ class PeerSocket:
         self._start_zap()
         router = self._make_socket(zmq.ROUTER, self._bind)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_QUESTION_BYTES)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_REQUEST_BYTES)
         router.setsockopt(zmq.SNDHWM, MAX_SHORT_REPLIES)
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         router.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -171,8 +171,8 @@ class PeerSocket:
 
     def _on_zap_request(self, route: bytes, parts: list[zmq.Frame]) -> None:
         assert self._zap_socket is not None and self._authenticator is not None
-        question = [route, *(part.bytes for part in parts)]
-        reply = self._authenticator.reply(question, asyncio.get_running_loop().time())
+        request = [route, *(part.bytes for part in parts)]
+        reply = self._authenticator.reply(request, asyncio.get_running_loop().time())
         if reply is not None:
             with suppress(zmq.ZMQError):  # the connection has closed meanwhile
                 self._zap_socket.socket.send_multipart(reply, zmq.NOBLOCK)

@@ -10,7 +10,7 @@ from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot
 from kvxferd.core.ucx_log import NETWORK, NODE
 from kvxferd.telemetry.logs import SAME_NODE_TCP_WARNING
 from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import Finding, finding_of
+from kvxferd.telemetry.warnings.warning_list import WarningCondition, finding_of
 
 _CARDS = Path("/sys/class/infiniband")
 
@@ -21,7 +21,7 @@ SETTINGS_TCP_WARNING = (
 )
 
 
-class Problem(NamedTuple):
+class PlacementProblem(NamedTuple):
     """What is wrong with a rank; `subject` is what ranks with the same problem share."""
 
     kind: WarningKind
@@ -29,10 +29,10 @@ class Problem(NamedTuple):
     sentence: str
 
 
-def findings_of(engines: Iterable[EngineSnapshot], cards: Sequence[str] = ()) -> list[Finding]:
+def findings_of(engines: Iterable[EngineSnapshot], cards: Sequence[str] = ()) -> list[WarningCondition]:
     """Return one finding for each problem, however many ranks have it. `cards`: with an active RDMA port."""
     ranks = [(engine.engine_id, rank) for engine in engines for rank in engine.ranks]
-    found: dict[Problem, list[str]] = {}
+    found: dict[PlacementProblem, list[str]] = {}
     for engine_id, rank in ranks:
         for problem in _problems(rank, cards):
             found.setdefault(problem, []).append(f"{engine_id} {rank.rank}")
@@ -52,7 +52,7 @@ def active_rdma_cards(cards: Path = _CARDS) -> list[str]:
     return found
 
 
-def _problems(rank: RankSnapshot, cards: Sequence[str]) -> Iterator[Problem]:
+def _problems(rank: RankSnapshot, cards: Sequence[str]) -> Iterator[PlacementProblem]:
     placement = rank.placement
     if placement is not None and placement.why:
         sentence = (
@@ -61,18 +61,18 @@ def _problems(rank: RankSnapshot, cards: Sequence[str]) -> Iterator[Problem]:
             if placement.kind == "direct"
             else f"memory is reached the {placement.kind} way, not directly: {placement.why}"
         )
-        yield Problem(WarningKind.PLACEMENT, f"{placement.kind}: {placement.why}", sentence)
+        yield PlacementProblem(WarningKind.PLACEMENT, f"{placement.kind}: {placement.why}", sentence)
     if any(lanes.slow for lanes in rank.lanes):
-        yield Problem(WarningKind.SAME_NODE_TCP, "", SAME_NODE_TCP_WARNING)
+        yield PlacementProblem(WarningKind.SAME_NODE_TCP, "", SAME_NODE_TCP_WARNING)
     elif any(lanes.reach == NODE and lanes.lanes == "tcp" for lanes in rank.lanes):
-        yield Problem(WarningKind.SAME_NODE_TCP, "settings", SETTINGS_TCP_WARNING)
+        yield PlacementProblem(WarningKind.SAME_NODE_TCP, "settings", SETTINGS_TCP_WARNING)
     if cards and any(lanes.reach == NETWORK and lanes.lanes == "tcp" for lanes in rank.lanes):
         sentence = (
             f"data to another node goes over TCP, though this node has the RDMA card {cards[0]}; see whether "
             "the daemon may open /dev/infiniband/uverbs*, what UCX_TLS and UCX_NET_DEVICES in "
             "mover.environment allow, and whether the other node has a card"
         )
-        yield Problem(WarningKind.CARD_UNUSED, "", sentence)
+        yield PlacementProblem(WarningKind.CARD_UNUSED, "", sentence)
 
 
 def _some(names: list[str]) -> str:

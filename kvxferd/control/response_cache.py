@@ -56,8 +56,8 @@ class ResponseCache:
         made = self._responses.get((request.path, key))
         if made is None:
             made = self._responses[request.path, key] = asyncio.ensure_future(self._render(request, handler))
-        answer = await asyncio.shield(made)
-        return web.Response(body=answer.body, status=answer.status, headers=answer.headers)
+        reply = await asyncio.shield(made)
+        return web.Response(body=reply.body, status=reply.status, headers=reply.headers)
 
     async def _make_snapshot(self) -> NodeSnapshot:
         started = asyncio.get_running_loop().time()
@@ -68,10 +68,10 @@ class ResponseCache:
 
     async def _render(self, request: web.Request, handler: Handler) -> web.Response:
         started = asyncio.get_running_loop().time()
-        answer = await handler(request)
-        assert isinstance(answer, web.Response)
+        reply = await handler(request)
+        assert isinstance(reply, web.Response)
         self._set_stale(started)
-        return answer
+        return reply
 
     def _set_stale(self, started: float) -> None:
         now = asyncio.get_running_loop().time()
@@ -90,5 +90,5 @@ def is_operator(request: web.Request) -> bool:
 
 async def snapshot_for(request: web.Request) -> NodeSnapshot:
     """Return a new snapshot for an operator, the cached one for others."""
-    answers = request.app[RESPONSE_CACHE]
-    return await (answers.fresh_snapshot() if is_operator(request) else answers.cached_snapshot())
+    replies = request.app[RESPONSE_CACHE]
+    return await (replies.fresh_snapshot() if is_operator(request) else replies.cached_snapshot())

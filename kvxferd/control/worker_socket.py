@@ -35,7 +35,7 @@ from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first_frame, encode
 from kvxferd.wire.common import FdBatch, Message
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.limits import FENCE_SLOTS, MAX_FDS_PER_FRAME, MAX_REGISTER_BYTES
-from kvxferd.wire.worker import Farewell, FdsWanted, Publish, Refused, Register, Registered, Suspended
+from kvxferd.wire.worker import Farewell, FdsRequest, Publish, Refused, Register, Registered, Suspended
 
 log = structlog.get_logger()
 
@@ -296,7 +296,7 @@ class WorkerSocket:
             self._fds.charge(connection)
         elif isinstance(message, Registered):
             connection.is_admitted = True
-        elif isinstance(message, FdsWanted):
+        elif isinstance(message, FdsRequest):
             connection.is_admitted = connection.has_memory = True
         try:
             connection.frame_socket.send(encode(message), fds)

@@ -16,7 +16,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover
 from kvxferd.ids import MoverId
 from kvxferd.wire.limits import CHUNK_BYTES
-from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted
+from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest
 
 # One mover's: a read under way, a scatter under way, a read behind each, and as many again of another pull.
 MAX_BYTES_PER_MOVER = 8 * CHUNK_BYTES
@@ -73,7 +73,7 @@ class ChunkMemory:
         holding = self._holdings.get(mover)
         return CHUNK_BYTES * holding.lost if holding is not None else 0
 
-    def handle(self, mover: MoverId, message: ChunkMemoryWanted) -> None:
+    def handle(self, mover: MoverId, message: ChunkMemoryRequest) -> None:
         """Note what a mover wants and holds, and send it and the others what they may hold."""
         holding = self._holdings.setdefault(mover, _Holding())
         holding.has_seen(message.number)

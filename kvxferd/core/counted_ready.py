@@ -1,4 +1,4 @@
-"""The `rank-ready` requests that a home has counted: a repeated request does not count twice."""
+"""The `RankReady` requests that a home has counted: a repeated request does not count twice."""
 
 from __future__ import annotations
 

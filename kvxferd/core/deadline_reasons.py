@@ -1,7 +1,7 @@
 """Whom a pull waited for when its deadline passed, and the sentence that names it.
 
 A peer that waits for a publish says so every `peer.request_timeout_s` alone, which a short deadline may not
-meet. So shortly before the deadline the daemon sends a greeting to the peer, or a request to the mover, that
+meet. So shortly before the deadline the daemon sends a hello to the peer, or a request to the mover, that
 the pull waits for: who does not reply is named. Nothing is decided by it.
 """
 
@@ -37,7 +37,7 @@ def describe_wait(pull: Pull, grant_client: GrantClient) -> tuple[str, str]:
 def describe_read(pull: Pull) -> tuple[str, str]:
     """Return whom a pull waits for that its mover reads, and the sentence for its message."""
     hold, progress = pull.held_grant, pull.progress
-    if pull.asked_mover and (progress is None or not progress.agents):
+    if pull.report_requested and (progress is None or not progress.agents):
         mover = f"the mover of rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
         why = f"was in its phase {progress.phase}" if progress else "did not reply to this daemon"
         return mover, f"{mover} {why}; check that this node's processors are free"

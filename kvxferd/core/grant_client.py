@@ -28,15 +28,15 @@ from kvxferd.wire.limits import (
 )
 from kvxferd.wire.peer import (
     Acknowledge,
-    AskGrant,
     Consumer,
-    Granted,
+    GrantReply,
+    GrantRequest,
     GrantsRenewed,
     PeerRefused,
+    ReleaseGrant,
     RenewGrants,
     ReplyMessage,
     RequestMessage,
-    ReturnGrant,
 )
 
 # A grant with a shorter lease would be renewed all the time; a longer lease never ends in practice.
@@ -70,7 +70,7 @@ class HeldGrant:
     settled_at: float | None = None  # when the grant arrived, or was refused
     remote: RemoteEngine | None = None
     plan: Plan | None = None
-    granted: Granted | None = None
+    granted: GrantReply | None = None
     refusal: Refusal | None = None
     refused_in: str = ""  # which phase ended with the refusal: "handshake", "plan" or "grant"
     num_stale_bindings: int = 0
@@ -137,12 +137,12 @@ class GrantClient:
                 f"in {hold.state}: {address_of(hold.ref.endpoint)} is there, and waits for engine "
                 f"{hold.ref.engine}: {what}; look at that engine"
             )
-        asked = f"engine {hold.ref.engine}" if hold.state is GrantState.HANDSHAKING else "a grant"
+        requested = f"engine {hold.ref.engine}" if hold.state is GrantState.HANDSHAKING else "a grant"
         silent_s = self._peers.silent_s(hold.ref.endpoint, hold.started_at)
         wait_s = self._context.settings.handshake_wait_s
         text = (
-            f"in {hold.state}: {address_of(hold.ref.endpoint)} was asked for {asked}, and has sent nothing "
-            f"for {silent_s:.1f} s; {CHECK_PEER}"
+            f"in {hold.state}: {address_of(hold.ref.endpoint)} was asked for {requested}, and has sent "
+            f"nothing for {silent_s:.1f} s; {CHECK_PEER}"
         )
         # A peer replies at once, unless it waits for ranks.
         return (
@@ -152,7 +152,7 @@ class GrantClient:
         )
 
     def check_peer(self, hold: HeldGrant) -> None:
-        """Greet the peer whose reply the grant waits for: `awaited` then knows whether it is there."""
+        """Send the peer a hello whose reply the grant waits for: `awaited` then knows whether it is there."""
         if hold.state in (GrantState.HANDSHAKING, GrantState.REQUESTING):
             self._peers.check(hold.ref.endpoint)
 
@@ -194,12 +194,12 @@ class GrantClient:
         wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
         if hold.after_tokens >= 0:
             wait_s = hold.wait_s + DEADLINE_MARGIN_S
-        self._ask(
+        self._send_request(
             hold,
             remote,
             plan,
             wait_s,
-            lambda answer: self._handle_grant_reply(hold, answer),
+            lambda reply: self._handle_grant_reply(hold, reply),
         )
 
     def request_more(
@@ -207,18 +207,18 @@ class GrantClient:
     ) -> None:
         """Ask once more for a grant that is held: `on_more` is called when more tokens are ready, or all.
 
-        The source keeps the question until then, so nothing is polled.
+        The source keeps the request until then, so nothing is polled.
         """
         assert hold.remote is not None and hold.plan is not None
         hold.after_tokens, hold.on_more = after_tokens, on_more
         hold.num_mores += 1
         number = hold.num_mores
-        self._ask(
+        self._send_request(
             hold,
             hold.remote,
             hold.plan,
             wait_s + DEADLINE_MARGIN_S,
-            lambda answer: self._handle_more(hold, number, answer),
+            lambda reply: self._handle_more(hold, number, reply),
         )
 
     def _handle_more(self, hold: HeldGrant, number: int, reply: ReplyMessage) -> None:
@@ -234,12 +234,12 @@ class GrantClient:
         assert before is not None
         if isinstance(reply, PeerRefused):
             return Refusal(reply.code, reply.message, reply.retry_after_s)
-        if not isinstance(reply, Granted) or (problem := _grant_error(reply)):
-            what = problem if isinstance(reply, Granted) else f"a {type(reply).__name__}"
-            return Refusal(Code.BAD_FRAME, f"cannot use the peer's answer to a grant: {what}")
+        if not isinstance(reply, GrantReply) or (problem := _grant_error(reply)):
+            what = problem if isinstance(reply, GrantReply) else f"a {type(reply).__name__}"
+            return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {what}")
         if 0 <= reply.ready_tokens <= hold.after_tokens:
             text = f"{reply.ready_tokens} tokens are ready, and more than {hold.after_tokens} were asked for"
-            return Refusal(Code.BAD_FRAME, f"cannot use the peer's answer to a grant: {text}")
+            return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {text}")
         if reply.fence_word != before.fence_word or 0 <= reply.ready_tokens < before.ready_tokens:
             return Refusal(
                 Code.RELEASED, f"cannot read on in transfer {hold.ref.transfer_id}: it is another one now"
@@ -256,7 +256,7 @@ class GrantClient:
         hold.granted = reply
         return None
 
-    def _ask(
+    def _send_request(
         self,
         hold: HeldGrant,
         remote: RemoteEngine,
@@ -265,7 +265,7 @@ class GrantClient:
         on_reply: Callable[[ReplyMessage], None],
     ) -> None:
         def make(request: int) -> RequestMessage:
-            return AskGrant(
+            return GrantRequest(
                 request=request,
                 grant=hold.grant_id,
                 ref=hold.ref,
@@ -280,10 +280,10 @@ class GrantClient:
 
     def _handle_grant_reply(self, hold: HeldGrant, reply: ReplyMessage) -> None:
         if hold.state is not GrantState.REQUESTING:
-            if isinstance(reply, Granted):
+            if isinstance(reply, GrantReply):
                 self._send_return(hold)  # the pull has ended
             return
-        if isinstance(reply, Granted):
+        if isinstance(reply, GrantReply):
             if problem := _grant_error(reply):
                 self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's grant: {problem}"))
                 self._send_return(hold)
@@ -299,9 +299,9 @@ class GrantClient:
             self._settle(hold, Refusal(reply.code, reply.message, reply.retry_after_s))
         else:
             what = type(reply).__name__
-            self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's answer to a grant: a {what}"))
+            self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: a {what}"))
 
-    def _accept(self, hold: HeldGrant, granted: Granted) -> None:
+    def _accept(self, hold: HeldGrant, granted: GrantReply) -> None:
         size, uid = request_bytes(granted.blocks) + len(granted.fence_metadata), hold.rank.uid
         try:
             self._block_id_memory.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
@@ -389,7 +389,7 @@ class GrantClient:
             endpoint,
             lambda request: RenewGrants(request=request, grants=grants),
             lease_s,
-            lambda answer: self._handle_renewal_reply(endpoint, answer),
+            lambda reply: self._handle_renewal_reply(endpoint, reply),
             uid,
         )
 
@@ -432,9 +432,9 @@ class GrantClient:
     def _send_return(self, hold: HeldGrant) -> None:
         self._peers.request(
             hold.ref.endpoint,
-            lambda request: ReturnGrant(request=request, grant=hold.grant_id),
+            lambda request: ReleaseGrant(request=request, grant=hold.grant_id),
             self._context.settings.silent_after_s,
-            lambda answer: None,
+            lambda reply: None,
             hold.rank.uid,
         )
 
@@ -453,7 +453,7 @@ class GrantClient:
                 bytes=num_bytes,
             ),
             self._context.settings.acknowledge_for_s,
-            lambda answer: on_reply(not isinstance(answer, PeerRefused)),
+            lambda reply: on_reply(not isinstance(reply, PeerRefused)),
             hold.rank.uid,
         )
 
@@ -464,7 +464,7 @@ def _host_word_address(binding: Binding) -> int:
     return next((region.address for region in plain if region.size_bytes >= FENCE_WORD_BYTES), 0)
 
 
-def _grant_error(granted: Granted) -> str:
+def _grant_error(granted: GrantReply) -> str:
     """Return why a timer or a mover cannot use the grant; "" where they can."""
     if not MIN_LEASE_S <= granted.lease_s <= MAX_LEASE_S:  # NaN is not in between either
         return f"a lease of {granted.lease_s} s"

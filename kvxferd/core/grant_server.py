@@ -25,13 +25,13 @@ from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_ENDPOINT_CHARS, MAX_NAME_C
 from kvxferd.wire.peer import (
     AbandonTransfer,
     Acknowledge,
-    AskGrant,
-    Done,
-    Granted,
+    GrantReply,
+    GrantRequest,
     GrantsRenewed,
     PeerRefused,
+    ReleaseGrant,
     RenewGrants,
-    ReturnGrant,
+    RequestDone,
     refusal_of,
 )
 
@@ -64,7 +64,7 @@ class _PendingGrant:
     grant: GrantId  # the name by `_scoped_grant_id`
     peer_id: str  # the peer's key, or its route
     route: bytes
-    message: AskGrant
+    message: GrantRequest
     transfer: TransferKey  # that the message names; kept, because five methods need it
     requested_at: float
     agents: frozenset[AgentName] = frozenset()  # that poll for it, or were requested to
@@ -106,7 +106,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
 
     # --- requests
 
-    def acquire(self, route: bytes, message: AskGrant, key: str = "") -> None:
+    def acquire(self, route: bytes, message: GrantRequest, key: str = "") -> None:
         """Reply at once, or when the transfer is published and ready, and its movers poll."""
         grant = _scoped_grant_id(message.grant, key)
         pending = self._pending.get(grant)
@@ -167,7 +167,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             return
         left_s = pending.requested_at + found.wait_s - self._context.now
         if left_s > 0:
-            self._context.after(("ask", pending.grant), left_s, lambda: self._consider(pending))
+            self._context.after(("request", pending.grant), left_s, lambda: self._consider(pending))
             return
         self._refuse(pending, found.code, found.message)
 
@@ -181,7 +181,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         self._unindex_message(pending)
         for agent in sorted(pending.agents):
             discard(self._pending_by_agent, agent, pending.grant)
-        self._context.timers.cancel(("ask", pending.grant))
+        self._context.timers.cancel(("request", pending.grant))
         transfer = self._published.table.by_grant.get(pending.grant)
         kept = transfer.grants[pending.grant].agents if transfer else frozenset()
         for agent in sorted(pending.agents - kept):
@@ -208,7 +208,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         return self._transfer_obstacle(pending, transfer, engine)
 
     def _engine_obstacle(
-        self, message: AskGrant, engine: LocalEngine | None, key: EngineKey
+        self, message: GrantRequest, engine: LocalEngine | None, key: EngineKey
     ) -> _Obstacle | None:
         ref = message.ref
         what = f"cannot grant transfer {ref.transfer_id}"
@@ -243,7 +243,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         tombstone = self._published.table.tombstones.get((ref.engine, ref.transfer_id))
         return tombstone is not None and tombstone.nonce == ref.nonce
 
-    def _missing_transfer_obstacle(self, message: AskGrant) -> _Obstacle:
+    def _missing_transfer_obstacle(self, message: GrantRequest) -> _Obstacle:
         ref = message.ref
         what = f"cannot grant transfer {ref.transfer_id}"
         if self._is_released(ref):
@@ -312,13 +312,13 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             )
         return place
 
-    def _is_readable(self, message: AskGrant, transfer: Transfer, engine: LocalEngine) -> bool:
+    def _is_readable(self, message: GrantRequest, transfer: Transfer, engine: LocalEngine) -> bool:
         """Whether the reader can go on: with the whole, or with more than it has."""
         if self._published.is_ready(transfer, engine):
             return True
         return 0 <= message.after_tokens < self._published.tokens_ready(transfer, engine)
 
-    def _wait_limit_s(self, message: AskGrant) -> float:
+    def _wait_limit_s(self, message: GrantRequest) -> float:
         is_progressive = message.after_tokens >= 0
         longest_s = MAX_PREFILL_S if is_progressive else self._context.settings.handshake_wait_s
         return min(message.wait_s, longest_s)
@@ -348,7 +348,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         parts, blocks = split_block_ids(transfer.blocks, stream)
         for part in parts:
             self._context.emit(ReplyToPeer(pending.route, part))
-        granted = Granted(
+        granted = GrantReply(
             request=message.request,
             grant=message.grant,
             blocks=blocks,
@@ -391,13 +391,13 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
                 self._published.schedule_lease_check(transfer)
         self._context.emit(ReplyToPeer(route, GrantsRenewed(request=message.request, ended=tuple(ended))))
 
-    def release(self, route: bytes, message: ReturnGrant, key: str = "") -> None:
+    def release(self, route: bytes, message: ReleaseGrant, key: str = "") -> None:
         """End the grant of a pull that failed."""
         grant = _scoped_grant_id(message.grant, key)
         if waiting := self._pending.get(grant):
             self._refuse(waiting, Code.CANCELLED, "its reader gave the grant back before it had it")
         self._published.end_grant(grant)
-        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
 
     def acknowledge(self, route: bytes, message: Acknowledge, key: str = "") -> None:
         """Record that a consumer rank has the bytes. The last one completes the transfer."""
@@ -410,7 +410,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             self._record_acknowledgement(route, message, transfer)
             if transfer.is_read_by_all:
                 self._published.release(transfer, Code.COMPLETED)
-        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
 
     def _record_acknowledgement(self, route: bytes, message: Acknowledge, transfer: Transfer) -> None:
         consumer = message.consumer
@@ -440,7 +440,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             transfer.reader(message.consumer).abandoned = True
             if transfer.is_read_by_all:
                 self._published.release(transfer, Code.ABANDONED)
-        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
 
     def _keep_reader(self, peer_id: str, message: Acknowledge | AbandonTransfer, transfer: Transfer) -> bool:
         """Whether the consumer is kept with the transfer. An invented one gets a reply, and is not kept."""
@@ -464,7 +464,7 @@ def _scoped_grant_id(grant: GrantId, key: str) -> GrantId:
     return GrantId(f"{key}/{grant}") if key else grant
 
 
-def _is_large(message: AskGrant) -> bool:
+def _is_large(message: GrantRequest) -> bool:
     """Whether the request names many agents. Raises EngineError where its names are too long.
 
     A request may wait for seconds among thousands, and its names are kept as long.
@@ -476,12 +476,12 @@ def _is_large(message: AskGrant) -> bool:
     longest = max(map(len, names))
     if longest > MAX_NAME_CHARS or len(ref.endpoint) > MAX_ENDPOINT_CHARS:
         raise EngineError(
-            f"cannot grant: a name of {longest} characters in the question; {MAX_NAME_CHARS} is the limit",
+            f"cannot grant: a name of {longest} characters in the request; {MAX_NAME_CHARS} is the limit",
             Code.BAD_FRAME,
         )
     if sum(map(len, names)) > MAX_REQUEST_CHARS:
         raise EngineError(
-            f"cannot grant: the question names {len(message.reads)} agents in more than {MAX_REQUEST_CHARS} "
+            f"cannot grant: the request names {len(message.reads)} agents in more than {MAX_REQUEST_CHARS} "
             "characters",
             Code.BAD_FRAME,
         )

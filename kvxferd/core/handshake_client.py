@@ -21,7 +21,7 @@ from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, count_bus
 from kvxferd.ids import Endpoint, EngineId, EngineKey
 from kvxferd.plan import check_engine
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.peer import EngineManifest, FetchEngine, ReplyMessage, RequestMessage
+from kvxferd.wire.peer import ManifestReply, ManifestRequest, ReplyMessage, RequestMessage
 
 # A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
 MAX_ENGINES_PER_PEER = 64
@@ -83,7 +83,7 @@ class HandshakeClient:
         self._learning_share.add(uid, 1)
 
         def make(request: int) -> RequestMessage:
-            return FetchEngine(
+            return ManifestRequest(
                 request=request,
                 engine_id=key.engine_id,
                 generation=key.generation,
@@ -91,7 +91,7 @@ class HandshakeClient:
                 pp_aware=self._context.settings.pp_aware,
             )
 
-        def answered(reply: ReplyMessage) -> None:
+        def replied(reply: ReplyMessage) -> None:
             self._learning_share.release(uid)
             waiting = peer.learning.pop(key)
             outcome = self._charge_engine(
@@ -102,7 +102,7 @@ class HandshakeClient:
             self._finish_learning(peer, key, outcome, started, waiting)
 
         timeout_s = wait_s + self._context.settings.silent_after_s
-        self._peers.request(peer.endpoint, make, timeout_s, answered, uid, waits=True)
+        self._peers.request(peer.endpoint, make, timeout_s, replied, uid, waits=True)
 
     def _fetch_for_longer_waits(
         self, peer: Peer, key: EngineKey, deadline: float, waiting: list[EngineWaiter]
@@ -152,7 +152,7 @@ class HandshakeClient:
 
     def _parse_engine(self, key: EngineKey, reply: ReplyMessage) -> RemoteEngine | Refusal:
         """Return the engine of the reply, or a refusal where it cannot be read."""
-        if not isinstance(reply, EngineManifest):
+        if not isinstance(reply, ManifestReply):
             refused = as_refusal(reply)
             return Refusal(refused.code, refused.message, refused.retry_after_s)
         if not reply.ranks or any(manifest.spec.key != key for manifest in reply.ranks):

@@ -13,10 +13,10 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineId, EngineKey
 from kvxferd.plan import require_pp_aware
 from kvxferd.wire.limits import MAX_NAME_CHARS
-from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused, refusal_of
+from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused, refusal_of
 
 FetchKey = tuple[bytes, int]  # route and number
-READER = "the asking node"  # as refusals name it
+READER = "the requesting node"  # as refusals name it
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _PendingFetch:
 
     peer_id: str  # the peer's key, or its route
     route: bytes
-    message: FetchEngine
+    message: ManifestRequest
     requested_at: float
 
 
@@ -36,7 +36,7 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
         super().__init__(context, "fetches-due")
         self._registry = registry
 
-    def fetch(self, route: bytes, message: FetchEngine, key: str = "") -> None:
+    def fetch(self, route: bytes, message: ManifestRequest, key: str = "") -> None:
         """Reply now or later. A repeated request changes nothing."""
         name, peer_id = (route, message.request), key or route.hex()
         is_repeated = name in self._pending
@@ -76,7 +76,7 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
             self._context.emit(ReplyToPeer(fetch.route, refused))
             return
         assert engine is not None
-        manifest = EngineManifest(
+        manifest = ManifestReply(
             request=message.request,
             boot=self._context.boot,
             ranks=self._registry.manifest(engine, READER, message.pp_aware),
@@ -84,7 +84,7 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
         self._context.emit(ReplyToPeer(fetch.route, manifest))
 
     def _obstacle(
-        self, key: EngineKey, engine: LocalEngine | None, message: FetchEngine
+        self, key: EngineKey, engine: LocalEngine | None, message: ManifestRequest
     ) -> tuple[KvxferdError, float] | None:
         """Return why the manifest cannot be sent now, and for how long the request may wait."""
         settings = self._context.settings
@@ -110,7 +110,7 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
         return None
 
 
-def _check_names(message: FetchEngine) -> None:
+def _check_names(message: ManifestRequest) -> None:
     """Raise EngineError for a name that is too long: a fetch waits for seconds, and is kept as long."""
 
     longest = max(len(message.engine_id), len(message.generation))

@@ -25,12 +25,12 @@ from kvxferd.wire.common import RankManifest
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.outlines import JoinRankOutline, ManifestOutline
 from kvxferd.wire.peer import (
-    Done,
     JoinRank,
     LeaveRank,
     PeerRefused,
     RankReady,
     ReplyMessage,
+    RequestDone,
     SetRankPolling,
     refusal_of,
 )
@@ -89,7 +89,7 @@ class Home:
         ):
             present.request = max(present.request, message.request)
             self._refresh_heartbeat(present, route)  # the usual case: nothing is checked again
-            self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+            self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
             return
         try:
             # The sender is checked before the layout, which takes much longer.
@@ -107,7 +107,7 @@ class Home:
         self._refresh_heartbeat(record, route)
         if present is None or present.incarnation != record.incarnation:
             self._published.rank_mapped(record)
-        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
         self._on_change(spec.engine_id)
 
     def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
@@ -263,7 +263,7 @@ class Home:
         if record.agent in self._may_still_poll:  # its node was silent then, and is back
             self._may_still_poll.discard(record.agent)
             if not self._is_polling_requested(record.agent):
-                self._send_polling_request(record, False, lambda answer: None)
+                self._send_polling_request(record, False, lambda reply: None)
         self._context.after(
             ("member", record.spec.key, record.spec.rank),
             self._context.settings.tombstone_s,
@@ -282,7 +282,7 @@ class Home:
     def _replace(self, present: MemberRank | None, record: MemberRank) -> None:
         if present is None:
             # An earlier home on this endpoint may have had the mover poll: that is over.
-            self._send_polling_request(record, False, lambda answer: None)
+            self._send_polling_request(record, False, lambda reply: None)
             return
         self._members.pop(present.agent, None)
         if present.agent != record.agent:
@@ -299,15 +299,15 @@ class Home:
         self._peer_requests.withdraw(self._polling_requests.get(agent, 0))
         self._polling_requests[agent] = number
 
-        def answered(reply: ReplyMessage) -> None:
+        def replied(reply: ReplyMessage) -> None:
             self._polling_requests.pop(agent, None)
-            if not on and not isinstance(reply, Done) and agent in self._members:
+            if not on and not isinstance(reply, RequestDone) and agent in self._members:
                 self._may_still_poll.add(agent)
             on_reply(reply)
 
         message = SetRankPolling(request=number, agent=agent, on=on)
         timeout_s = self._context.settings.silent_after_s
-        self._peer_requests.request(member.route, message, timeout_s, answered, member.identity.key)
+        self._peer_requests.request(member.route, message, timeout_s, replied, member.identity.key)
 
     def _member_expired(self, record: MemberRank) -> None:
         """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
@@ -370,7 +370,7 @@ class Home:
             holder = MemberIdentity(key, message.secret).holder
             if holder and self._rank_holders.absent_holder(engine, message.rank) == holder:
                 self._rank_holders.rank_left(engine, message.rank)  # it left while this daemon was away
-        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
 
     def _record_leave(self, engine: EngineKey, message: LeaveRank, key: str) -> None:
         """Record the request, after which an earlier `JoinRank` is late. Of an unknown daemon nothing is."""
@@ -423,7 +423,7 @@ class Home:
             self._published.rank_ready(
                 present, message.incarnation, message.transfer_id, message.ready_tokens
             )
-        self._context.emit(ReplyToPeer(route, Done(request=message.request)))
+        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
         self._on_ready((engine, message.transfer_id))
 
     def request_polling(self, agent: AgentName, on: bool, on_reply: Callable[[bool], None]) -> None:
@@ -432,11 +432,11 @@ class Home:
         if member is None:
             return
 
-        def answered(reply: ReplyMessage) -> None:
+        def replied(reply: ReplyMessage) -> None:
             if on:
-                on_reply(isinstance(reply, Done))
+                on_reply(isinstance(reply, RequestDone))
 
-        self._send_polling_request(member, on, answered)
+        self._send_polling_request(member, on, replied)
 
 
 def _check_names(message: RankReady) -> None:

@@ -120,7 +120,7 @@ def check_waiting(num_of_peer: int, num_waiting: int, limits: LimitsConfig) -> N
 
     `num_of_peer` of the `num_waiting` requests come from the same CURVE key, or without keys the same route.
     """
-    what = "wait for what was asked: too many questions wait"
+    what = "wait for what was asked: too many requests wait"
     check_count(num_waiting, limits.max_waiting, what, "limits.max_waiting")
     check_count(num_of_peer, limits.max_waiting_per_peer, what, "limits.max_waiting_per_peer")
     check_reserve(num_of_peer, num_waiting, limits.max_waiting, what, "limits.max_waiting")

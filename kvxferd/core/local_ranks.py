@@ -31,11 +31,11 @@ from kvxferd.wire.mover import Bind, Bound, ProbeResult, ReadWay
 from kvxferd.wire.worker import (
     Attach,
     Farewell,
-    FdsWanted,
+    FdsRequest,
     MoverAcknowledged,
     MoverChanged,
     MoverOffered,
-    MoverWanted,
+    MoverRequest,
     Refused,
     Register,
     Registered,
@@ -86,7 +86,7 @@ class LocalRanks:
     ) -> None:
         """Claim the rank and find a mover for it, or refuse. A refusal does not end the session.
 
-        If the frame announced more descriptors than it carried, `FdsWanted` requests them from the worker
+        If the frame announced more descriptors than it carried, `FdsRequest` requests them from the worker
         once all else is valid.
         """
         try:
@@ -128,7 +128,7 @@ class LocalRanks:
         rank.sends_fence_page = True
         if awaits_fds:
             rank.awaits_fds = True
-            self._context.emit(SendToWorker(session.session_id, FdsWanted(request=message.request)))
+            self._context.emit(SendToWorker(session.session_id, FdsRequest(request=message.request)))
             return
         self._map(session, rank)
 
@@ -475,7 +475,7 @@ class LocalRanks:
             self._context.after(("rebind", rank.session), again_s, lambda: self._rebind(session, rank))
         elif rank.resident:  # only the worker can start one
             rank.awaits_resident = True
-            self._context.emit(SendToWorker(rank.session, MoverWanted()))
+            self._context.emit(SendToWorker(rank.session, MoverRequest()))
         else:
             self._request_mover(session, rank)
 

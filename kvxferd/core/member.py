@@ -15,12 +15,12 @@ from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, SessionId, TransferId
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.peer import (
-    Done,
     JoinRank,
     LeaveRank,
     PeerRefused,
     RankReady,
     ReplyMessage,
+    RequestDone,
     RequestMessage,
     SetRankPolling,
     TransferReleased,
@@ -79,7 +79,7 @@ class Member:
             secret = self._secret
             return JoinRank(request=request, boot=self._context.boot, manifest=joined, secret=secret)
 
-        def answered(reply: ReplyMessage) -> None:
+        def replied(reply: ReplyMessage) -> None:
             if number:
                 if self._open_joins.get(rank.session) != number:
                     return  # a later request about the rank is in its place
@@ -100,7 +100,7 @@ class Member:
             if rank.agent == agent and rank.state is RankState.JOINING:
                 self._join(rank, on_reply, deadline)
 
-        self._peers.request(rank.spec.home, make, self._context.settings.silent_after_s, answered, rank.uid)
+        self._peers.request(rank.spec.home, make, self._context.settings.silent_after_s, replied, rank.uid)
 
     def _cancel_join(self, rank: LocalRank) -> None:
         """End the rank's open `JoinRank`: sent again, it would undo at the home what is sent from now on."""
@@ -144,7 +144,7 @@ class Member:
             )
 
         timeout_s = self._context.settings.acknowledge_for_s
-        self._peers.request(spec.home, make, timeout_s, lambda answer: None, rank.uid)
+        self._peers.request(spec.home, make, timeout_s, lambda reply: None, rank.uid)
 
     def report_ready(
         self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int = -1
@@ -167,7 +167,7 @@ class Member:
                 ready_tokens=ready_tokens,
             ),
             self._context.settings.acknowledge_for_s,
-            lambda answer: None,
+            lambda reply: None,
             rank.uid,
         )
 
@@ -187,7 +187,7 @@ class Member:
             self.reply_to_polling_requests()
         else:
             self._poll_requests.release(message.agent, ("home", home))
-            self._context.emit(SendToPeer(home, Done(request=message.request)))
+            self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
 
     def _rank_of(self, agent: AgentName, home: Endpoint) -> LocalRank | None:
         """Return the local rank that the agent serves, if its home is `home`."""
@@ -207,7 +207,7 @@ class Member:
         still = []
         for home, message in self._pending:
             if self._poll_requests.is_polling(message.agent):
-                self._context.emit(SendToPeer(home, Done(request=message.request)))
+                self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
             else:
                 still.append((home, message))
         # Only the last request of a home about an agent needs a reply; older ones were withdrawn.
@@ -230,7 +230,7 @@ class Member:
                 self._context.emit(
                     SendToWorker(session, Released(transfer_id=message.transfer_id, why=message.why))
                 )
-        self._context.emit(SendToPeer(home, Done(request=message.request)))
+        self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
 
     def _is_first_report(self, engine: EngineKey, transfer_id: TransferId) -> bool:
         """Return whether the ranks are to be told; a transfer id is used once in a generation."""

@@ -78,7 +78,7 @@ from kvxferd.wire.endpoint import key_of, parse_endpoint
 from kvxferd.wire.mover import (
     BindRefused,
     Bound,
-    ChunkMemoryWanted,
+    ChunkMemoryRequest,
     DisconnectJudged,
     DisconnectSeen,
     FenceMapped,
@@ -97,17 +97,17 @@ from kvxferd.wire.peer import (
     PEER_VERSIONS,
     AbandonTransfer,
     Acknowledge,
-    AskGrant,
-    FetchEngine,
+    GrantRequest,
     JoinRank,
     LeaveRank,
+    ManifestRequest,
     PeerHello,
     PeerMessage,
     PeerRefused,
     PeerWelcome,
     RankReady,
+    ReleaseGrant,
     RenewGrants,
-    ReturnGrant,
     SetRankPolling,
     TransferReleased,
     refusal_of,
@@ -516,7 +516,7 @@ class Node:
                 self.context.emit(
                     SendToMover(mover.mover_id, DisconnectJudged(number=message.number, over=False))
                 )
-            case ChunkMemoryWanted():
+            case ChunkMemoryRequest():
                 # A resident mover's memory is its worker's, whose word on it would cost other users.
                 if mover.resident:
                     self.chunk_memory.refuse(mover.mover_id)
@@ -581,13 +581,13 @@ class Node:
             self.movers.reconsider(mover.mover_id)
             return
 
-        def answered(is_polling: bool) -> None:
+        def replied(is_polling: bool) -> None:
             if is_polling:
                 self._polling_confirmed(agent)
             else:
                 self.poll_requests.request_failed(agent)
 
-        self.home.request_polling(agent, on, answered)
+        self.home.request_polling(agent, on, replied)
 
     def _polling_confirmed(self, agent: AgentName) -> None:
         if self.poll_requests.confirm(agent):
@@ -624,13 +624,13 @@ class Node:
         match message:
             case PeerHello():
                 self._welcome_peer(route, message, key)
-            case FetchEngine():
+            case ManifestRequest():
                 self.handshake_server.fetch(route, message, key)
-            case AskGrant():
+            case GrantRequest():
                 self.grant_server.acquire(route, message, key)
             case RenewGrants():
                 self.grant_server.renew(route, message, key)
-            case ReturnGrant():
+            case ReleaseGrant():
                 self.grant_server.release(route, message, key)
             case Acknowledge():
                 self.grant_server.acknowledge(route, message, key)

@@ -12,7 +12,14 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import NO_USER, ReplyToPeer, SendToPeer
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint
-from kvxferd.wire.peer import Done, PeerMessage, PeerRefused, ReplyMessage, RequestMessage, StillWaiting
+from kvxferd.wire.peer import (
+    PeerMessage,
+    PeerRefused,
+    ReplyMessage,
+    RequestDone,
+    RequestMessage,
+    StillWaiting,
+)
 
 Address = Endpoint | bytes  # a peer's endpoint, or the route of a connection that a peer opened
 OnReply = Callable[[ReplyMessage], None]
@@ -76,24 +83,24 @@ class PeerRequests:
         self._schedule_give_up(number)
 
     def _schedule_give_up(self, number: int) -> None:
-        asked = self._open[number]
-        when = min(asked.ends_at, asked.waiting_at + asked.silent_s)
+        requested = self._open[number]
+        when = min(requested.ends_at, requested.waiting_at + requested.silent_s)
         self._context.timers.set(("give-up", number), when, lambda: self._time_out(number))
 
     def _send(self, number: int) -> None:
-        asked = self._open[number]
-        if isinstance(asked.address, bytes):
-            self._context.emit(ReplyToPeer(asked.address, asked.message))
+        requested = self._open[number]
+        if isinstance(requested.address, bytes):
+            self._context.emit(ReplyToPeer(requested.address, requested.message))
         else:
-            self._context.emit(SendToPeer(asked.address, asked.message, asked.uid))
+            self._context.emit(SendToPeer(requested.address, requested.message, requested.uid))
         self._context.after(("resend", number), self._context.settings.resend_s, lambda: self._send(number))
 
     def _time_out(self, number: int) -> None:
-        asked = self._open[number]
-        silent_s = self._context.now - asked.waiting_at
-        if asked.waiting_at > asked.opened_at and silent_s < asked.silent_s:
-            what = f"{asked.address!r}, which has kept {type(asked.message).__name__}"
-            text = f"cannot wait longer for {what} for {self._context.now - asked.opened_at:.4g} s"
+        requested = self._open[number]
+        silent_s = self._context.now - requested.waiting_at
+        if requested.waiting_at > requested.opened_at and silent_s < requested.silent_s:
+            what = f"{requested.address!r}, which has kept {type(requested.message).__name__}"
+            text = f"cannot wait longer for {what} for {self._context.now - requested.opened_at:.4g} s"
             self._complete(number, PeerRefused(request=number, code=Code.DEADLINE, message=text))
             return
         self._complete(
@@ -101,31 +108,31 @@ class PeerRequests:
             PeerRefused(
                 request=number,
                 code=Code.PEER_UNREACHABLE,
-                message=f"cannot reach {asked.address!r}: no answer to {type(asked.message).__name__} for "
-                f"{silent_s:.4g} s; {CHECK_PEER}",
+                message=f"cannot reach {requested.address!r}: no reply to "
+                f"{type(requested.message).__name__} for {silent_s:.4g} s; {CHECK_PEER}",
             ),
         )
 
     def handle_reply(self, source: Address, reply: ReplyMessage, key: str = "") -> None:
         """Give a reply to its request. A reply from another peer than the request went to changes nothing."""
-        asked = self._open.get(reply.request)
-        if asked is None or asked.address != source or asked.key != key:
+        requested = self._open.get(reply.request)
+        if requested is None or requested.address != source or requested.key != key:
             return
         if isinstance(reply, StillWaiting):
-            asked.waiting_at = self._context.now
+            requested.waiting_at = self._context.now
             self._schedule_give_up(reply.request)
         else:
             self._complete(reply.request, reply)
 
     def handle_inbound_reply(self, route: bytes, message: PeerMessage, key: str = "") -> None:
         """Handle a message that is no request, on a connection that a peer opened: a reply, or refuse it."""
-        if isinstance(message, Done | PeerRefused):
+        if isinstance(message, RequestDone | PeerRefused):
             self.handle_reply(route, message, key)
             return
         refused = PeerRefused(
             request=getattr(message, "request", 0),
             code=Code.OUT_OF_PLACE,
-            message=f"cannot take a {type(message).__name__} here: it is no question",
+            message=f"cannot take a {type(message).__name__} here: it is no request",
         )
         self._context.emit(ReplyToPeer(route, refused))
 
@@ -133,14 +140,14 @@ class PeerRequests:
         self._remove(number).on_reply(reply)
 
     def _remove(self, number: int) -> _OpenRequest:
-        asked = self._open.pop(number)
-        there = self._open_by_address.get(asked.address, {})
+        requested = self._open.pop(number)
+        there = self._open_by_address.get(requested.address, {})
         there.pop(number, None)
         if not there:
-            self._open_by_address.pop(asked.address, None)
+            self._open_by_address.pop(requested.address, None)
         self._context.timers.cancel(("resend", number))
         self._context.timers.cancel(("give-up", number))
-        return asked
+        return requested
 
     def withdraw(self, number: int) -> None:
         """Drop a request without a reply. Does nothing where it is not open."""

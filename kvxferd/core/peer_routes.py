@@ -22,7 +22,7 @@ class PeerRoutes:
             del self._endpoints[next(iter(self._endpoints))]
 
     def endpoint_of(self, route: bytes) -> Endpoint:
-        """Return where the other side says it is; "" before its greeting."""
+        """Return where the other side says it is; "" before its hello."""
         endpoint = self._endpoints.pop(route, None)
         if endpoint is None:
             return Endpoint("")

@@ -1,4 +1,4 @@
-"""The other daemons: who may take a place among them, the greeting, and the requests to each."""
+"""The other daemons: who may take a place among them, the hello, and the requests to each."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES, MAX_SENTENCE_CHARS
 from kvxferd.wire.peer import (
     PEER_VERSIONS,
-    Done,
-    EngineManifest,
-    Granted,
+    GrantReply,
     GrantsRenewed,
+    ManifestReply,
     PeerHello,
     PeerMessage,
     PeerRefused,
     PeerWelcome,
     ReplyMessage,
+    RequestDone,
     RequestMessage,
     StillWaiting,
     refusal_of,
@@ -46,8 +46,8 @@ from kvxferd.wire.peer import (
 # 32,768 in all (`limits.max_waiting`). 200 acknowledgements a second to a dead source, each repeated for
 # 120 s, are 24,000: one user's share is 28,672.
 MAX_OPEN_REQUESTS = 32_768
-# A peer that has not answered a greeting that was sent twice is shown as silent.
-GREETING_RESENDS = 2
+# A peer that has not answered a hello that was sent twice is shown as silent.
+HELLO_RESENDS = 2
 # A thousand pulls may have one deadline: their peer is greeted once for all.
 CHECK_EVERY_S, CHECK_TIMEOUT_S = 0.1, 1.0
 
@@ -78,7 +78,7 @@ class Peer:
     boot: BootId | None = None  # None: no `PeerWelcome` yet
     last_seen_at: float | None = None  # when its last message arrived
     round_trip_s: float | None = None  # of the last message that a peer answers at once
-    checked_at: float | None = None  # when `check` sent its last greeting
+    checked_at: float | None = None  # when `check` sent its last hello
     waiting_for_welcome: list[tuple[MakeMessage, float, OnReply, bool]] = field(default_factory=list)
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
     learning: dict[EngineKey, list[EngineWaiter]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Peers:
         uid: int,
         waits: bool = False,
     ) -> None:
-        """Send a request for that user, after the greeting. `make_message` gets the request number.
+        """Send a request for that user, after the hello. `make_message` gets the request number.
 
         `waits`: the request may wait at the peer for as long as `timeout_s`; a peer that is silent meanwhile
         is unreachable all the same.
@@ -128,16 +128,16 @@ class Peers:
         self._open_request_share.add(uid, 1)
         peer.num_open_requests[uid] += 1
 
-        def answered(reply: ReplyMessage) -> None:
+        def replied(reply: ReplyMessage) -> None:
             self._open_request_share.release(uid)
             decrease(peer.num_open_requests, uid)
             on_reply(reply)
             self._forget_if_unused(peer)
 
         if peer.boot is not None:
-            self._send_request(peer, make_message, timeout_s, answered, waits)
+            self._send_request(peer, make_message, timeout_s, replied, waits)
             return
-        peer.waiting_for_welcome.append((make_message, timeout_s, answered, waits))
+        peer.waiting_for_welcome.append((make_message, timeout_s, replied, waits))
         if len(peer.waiting_for_welcome) == 1:
             self._send_hello(peer)
 
@@ -256,16 +256,16 @@ class Peers:
         # Until the request is sent again the peer has nothing to send, and one message may be lost.
         silent_s = settings.silent_after_s + 2 * settings.resend_s if waits else math.inf
 
-        def answered(reply: ReplyMessage) -> None:
+        def replied(reply: ReplyMessage) -> None:
             if isinstance(reply, PeerRefused) and reply.code is Code.PEER_UNREACHABLE:
                 self._mark_silent(peer)
-            elif isinstance(reply, Done | GrantsRenewed):  # a grant may wait at the source
+            elif isinstance(reply, RequestDone | GrantsRenewed):  # a grant may wait at the source
                 peer.round_trip_s = self._context.now - sent_at
             on_reply(reply)
 
         number = self._peer_requests.next_id()
         self._peer_requests.request(
-            peer.endpoint, make_message(number), timeout_s, answered, uid=peer.uid, silent_s=silent_s
+            peer.endpoint, make_message(number), timeout_s, replied, uid=peer.uid, silent_s=silent_s
         )
 
     def _send_hello(self, peer: Peer) -> None:
@@ -273,7 +273,7 @@ class Peers:
 
         sent_at = self._context.now
 
-        def answered(reply: ReplyMessage) -> None:
+        def replied(reply: ReplyMessage) -> None:
             waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
             if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
                 peer.boot = reply.boot
@@ -284,19 +284,19 @@ class Peers:
                 return
             self._mark_silent(peer)
             refused = as_refusal(reply)
-            self._context.run_in_batches(partial(on_answer, refused) for _, _, on_answer, _ in waiting)
+            self._context.run_in_batches(partial(on_reply, refused) for _, _, on_reply, _ in waiting)
 
         timeout_s = self._context.settings.silent_after_s
-        self._peer_requests.request(peer.endpoint, message, timeout_s, answered, uid=peer.uid)
+        self._peer_requests.request(peer.endpoint, message, timeout_s, replied, uid=peer.uid)
 
     def check(self, endpoint: Endpoint) -> None:
-        """Greet the peer once more, so that `is_there` knows whether it still replies.
+        """Send the peer a hello once more, so that `is_there` knows whether it still replies.
 
         Changes nothing else: requests to it have timeouts of their own.
         """
         peer, now = self._peers.get(endpoint), self._context.now
         if peer is None or peer.waiting_for_welcome:
-            return  # its greeting is open
+            return  # its hello is open
         if peer.checked_at is not None and now - peer.checked_at < CHECK_EVERY_S:
             return
         peer.checked_at = now
@@ -323,11 +323,11 @@ class Peers:
     def _send_after_welcome(
         self, peer: Peer, make_message: MakeMessage, timeout_s: float, on_reply: OnReply, waits: bool
     ) -> None:
-        """Send a request that waited for the greeting, unless the peer is silent or forgotten since."""
+        """Send a request that waited for the hello, unless the peer is silent or forgotten since."""
         if self._peers.get(peer.endpoint) is peer and peer.boot is not None:
             self._send_request(peer, make_message, timeout_s, on_reply, waits)
             return
-        text = f"cannot reach {peer.endpoint}: it answered the greeting, and nothing since; {CHECK_PEER}"
+        text = f"cannot reach {peer.endpoint}: it answered the hello, and nothing since; {CHECK_PEER}"
         on_reply(PeerRefused(request=0, code=Code.PEER_UNREACHABLE, message=text))
 
     def _mark_silent(self, peer: Peer) -> None:
@@ -369,16 +369,16 @@ class Peers:
             case BlockIds():
                 if self._peer_requests.has_open(endpoint):  # else no reply can need them
                     peer.assembly.add(message)
-            case Granted():
+            case GrantReply():
                 # Assembled also where no request is open: that removes the parts of a duplicate.
                 self._peer_requests.handle_reply(endpoint, _reassembled(peer, message))
             case PeerRefused():
                 clipped = message.message[:MAX_SENTENCE_CHARS]
                 self._peer_requests.handle_reply(endpoint, msgspec.structs.replace(message, message=clipped))
-            case PeerWelcome() | EngineManifest() | GrantsRenewed() | Done() | StillWaiting():
+            case PeerWelcome() | ManifestReply() | GrantsRenewed() | RequestDone() | StillWaiting():
                 self._peer_requests.handle_reply(endpoint, message)
             case _:
-                raise ProtocolError(f"cannot take a {type(message).__name__} as an answer", Code.OUT_OF_PLACE)
+                raise ProtocolError(f"cannot take a {type(message).__name__} as a reply", Code.OUT_OF_PLACE)
 
     def protocol_broken(self, endpoint: Endpoint, error: ProtocolError) -> None:
         """Close the connection of a peer that broke the protocol, and fail the requests to it."""
@@ -464,7 +464,7 @@ class Peers:
                 ),
                 num_grants=num_grants.get(peer.endpoint, 0),
                 round_trip_s=None if peer.round_trip_s is None else round(peer.round_trip_s, 6),
-                last_answer_s=None
+                last_reply_s=None
                 if peer.last_seen_at is None
                 else round(self._context.now - peer.last_seen_at, 3),
             )
@@ -473,9 +473,9 @@ class Peers:
         )
 
     def _state(self, peer: Peer) -> str:
-        """Return "silent" where a reply is overdue, else "up", or "greeting" before the first welcome.
+        """Return "silent" where a reply is overdue, else "up", or "connecting" before the first welcome.
 
-        A greeting is answered at once. Another request may wait for ranks or a publish, whatever else the
+        A hello is answered at once. Another request may wait for ranks or a publish, whatever else the
         peer sends meanwhile.
         """
         settings = self._context.settings
@@ -483,13 +483,13 @@ class Peers:
         if waiting_since is not None:
             patience_s = max(settings.silent_after_s, settings.handshake_wait_s)
             if peer.boot is None:
-                patience_s = min(GREETING_RESENDS * settings.resend_s, patience_s)
+                patience_s = min(HELLO_RESENDS * settings.resend_s, patience_s)
             if self._context.now - max(waiting_since, peer.last_seen_at or 0.0) > patience_s:
                 return "silent"
-        return "up" if peer.boot else "greeting"
+        return "up" if peer.boot else "connecting"
 
 
-def _reassembled(peer: Peer, granted: Granted) -> ReplyMessage:
+def _reassembled(peer: Peer, granted: GrantReply) -> ReplyMessage:
     """Return the grant with all its block ids, or a refusal if some were dropped: then its lease ends it."""
     try:
         blocks = peer.assembly.complete(granted.blocks, granted.stream)
@@ -522,5 +522,5 @@ def as_refusal(reply: ReplyMessage) -> PeerRefused:
     return PeerRefused(
         request=reply.request,
         code=Code.BAD_FRAME,
-        message=f"cannot use the peer's answer: it is a {type(reply).__name__}",
+        message=f"cannot use the peer's reply: it is a {type(reply).__name__}",
     )

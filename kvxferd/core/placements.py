@@ -7,7 +7,7 @@ from kvxferd.core.effects import EmitRecord
 from kvxferd.core.registry import LocalRank
 from kvxferd.core.snapshot import PlacementRecord, TransportsRecord
 from kvxferd.core.ucx_log import ITSELF, TransportsUsed, data_transports, slow_transports
-from kvxferd.wire.common import Placement
+from kvxferd.wire.common import MeasuredPlacement
 
 
 class Placements:
@@ -18,9 +18,9 @@ class Placements:
 
     def reset(self, rank: LocalRank) -> None:
         """Forget what is known of the rank's last mover: it has another one."""
-        rank.placement, rank.transports_used = Placement(), ()
+        rank.placement, rank.transports_used = MeasuredPlacement(), ()
 
-    def record_placement(self, rank: LocalRank, placement: Placement) -> None:
+    def record_placement(self, rank: LocalRank, placement: MeasuredPlacement) -> None:
         """Record how the mover bound the rank, or the result of its test read."""
         rank.placement = placement
         if is_proved(placement) or placement.why:
@@ -60,6 +60,6 @@ def own_transports(rank: LocalRank) -> str:
     )
 
 
-def is_proved(placement: Placement) -> bool:
+def is_proved(placement: MeasuredPlacement) -> bool:
     """Whether a read was checked and timed."""
     return placement.gigabytes_per_s > 0

@@ -437,7 +437,7 @@ class PublishedTransfers:
                 why=why,
             )
             self._peer_requests.request(
-                route, message, self._context.settings.acknowledge_for_s, lambda answer: None, key
+                route, message, self._context.settings.acknowledge_for_s, lambda reply: None, key
             )
 
     def check_integrity(self) -> None:

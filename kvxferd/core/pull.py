@@ -19,13 +19,13 @@ from kvxferd.wire.mover import PullOutcome, PullProgress
 class PullPhase(StrEnum):
     """Where a pull is. In WAITING no read of it is under way: none was posted, or all are over."""
 
-    WAITING = "holding"  # handshake, plan and grant
+    WAITING = "waiting"  # handshake, plan and grant
     POSTED = "posted"  # the mover has it
     STOPPING = "stopping"  # cancelled: the mover has been sent AbortPull
     DELIVERED = "delivered"
     FAILED = "failed"
     IN_DOUBT = "in-doubt"  # failed, and the mover may still write
-    QUIESCED = "quiet"  # failed, and proved to be over since
+    QUIESCED = "quiesced"  # failed, and proved to be over since
 
 
 class PullTrigger(StrEnum):
@@ -107,7 +107,7 @@ class Pull:
     hidden_bytes: int = 0  # that had been read by then
     more_refused: Refusal | None = None  # why the source will have no more, learnt while a piece is read
     fence_word: bytes = b""  # of the transfer that they are of
-    asked_mover: bool = False  # the mover was requested to report what the pull waits for
+    report_requested: bool = False  # the mover was requested to report what the pull waits for
     progress: PullProgress | None = None  # its reply
 
     @property

@@ -2,35 +2,36 @@
 
 How a pull works. Names in backticks are messages, modules, methods, settings or fields.
 
-1. The worker sends `Prepare` as soon as it has a reference, and `Pull` when it has blocks: a ticket, the
-   reference, its own block ids, a deadline. `worker_requests` checks the limits, and starts the pull with
+1. The worker sends `Prepare` as soon as it has a reference, and `PullRequest` when it has blocks: a ticket,
+   the reference, its own block ids, a deadline. `worker_requests` checks the limits, and starts the pull with
    the prepared grant or a new one. The pull is WAITING.
-2. `grant_client` sends `FetchEngine` to the source's daemon, unless it has the engine's manifest, and makes
-   the plan from both layouts. Then it sends `AskGrant` with the agents that will be read. The source's
-   daemon replies `Granted`, with its block ids and the fence word, when the transfer is published and ready
-   and those agents' movers poll. Otherwise it replies `PeerRefused`, and the pull fails. A grant is renewed
-   until its pull ends, for `max_hold_s` at most.
+2. `grant_client` sends `ManifestRequest` to the source's daemon, unless it has the engine's manifest, and
+   makes the plan from both layouts. Then it sends `GrantRequest` with the agents that will be read. The
+   source's daemon sends `GrantReply`, with its block ids and the fence word, when the transfer is published
+   and ready and those agents' movers poll. Otherwise it replies `PeerRefused`, and the pull fails. A grant is
+   renewed until its pull ends, for `max_hold_s` at most.
 3. `post` gives the pull to the rank's mover: the plan, the remote agents, both lists of block ids, and
    `StartPull`. The pull is POSTED. A rank without a mover posts its pulls after the next bind
    (`post_waiting`). A pull without block ids is delivered at once.
 4. The mover reads the runs, and the fence word after them. It sends `PullDone` with one of three outcomes,
    which `mover_done` handles:
 
-   * The word is unchanged: the bytes are the published ones. The worker gets `Delivered`, from the mover
-     itself where they share a delivery socket, otherwise from here. The source's daemon gets `Acknowledge`.
-     After the last one it overwrites the word and sends `Released` to the publisher and to the ranks of its
-     engine.
-   * The word has changed: the source took its blocks back. The worker gets `Failed` with the code
-     `released` and `safe_to_reuse`, and the source's daemon gets `ReturnGrant`.
+   * The word is unchanged: the bytes are the published ones. The worker gets `TicketDelivered`, from the
+     mover itself where they share a delivery socket, otherwise from here. The source's daemon gets
+     `Acknowledge`. After the last one it overwrites the word and sends `Released` to the publisher and to the
+     ranks of its engine.
+   * The word has changed: the source took its blocks back. The worker gets `TicketFailed` with the code
+     `released` and `safe_to_reuse`, and the source's daemon gets `ReleaseGrant`.
    * The word was not read, because a read failed or the pull was aborted. If every posted read is terminal,
-     a failure of the transport is read once more with a new grant (`_retry`), and any other end is `Failed`
-     with `safe_to_reuse`. If not, the worker gets `Failed` with `safe_to_reuse=False`, and the pull is
-     IN_DOUBT.
+     a failure of the transport is read once more with a new grant (`_retry`), and any other end is
+     `TicketFailed` with `safe_to_reuse`. If not, the worker gets `TicketFailed` with `safe_to_reuse=False`,
+     and the pull is IN_DOUBT.
 
 5. A pull IN_DOUBT keeps its blocks in quarantine until the mover sends `PullQuiesced` or a late `PullDone`,
-   or is dead. Then the worker gets `Quiesced`, and the source's daemon `ReturnGrant`. After `quiesce_s`, or
-   at once where the mover cannot end the doubt, the mover is retired: another one serves the rank, and this
-   one is killed when its other pulls and its readers have ended, or after `RETIRED_S` (`Movers.retire`).
+   or is dead. Then the worker gets `TicketQuiesced`, and the source's daemon `ReleaseGrant`. After
+   `quiesce_s`, or at once where the mover cannot end the doubt, the mover is retired: another one serves the
+   rank, and this one is killed when its other pulls and its readers have ended, or after `RETIRED_S`
+   (`Movers.retire`).
 
 What ends a pull from outside:
 
@@ -40,14 +41,15 @@ What ends a pull from outside:
   is IN_DOUBT, because its reads are not known to be over.
 * The mover dies: nothing that it posted writes any more. A POSTED pull with time left is WAITING for the
   next mover; a pull survives the deaths of two movers. With a delivery socket the dead mover may have
-  sent `Delivered`, so the worker gets `PullsInterrupted`, and its `PullsResumed` lists the pulls that
+  sent `TicketDelivered`, so the worker gets `PullsInterrupted`, and its `PullsResumed` lists the pulls that
   arrived and those to read again. Other pulls fail, and those IN_DOUBT are quiesced.
 * The rank is suspended: its WAITING pulls fail, its movers are killed, and none of its pulls waits again:
   for its engine all have ended with `Suspended`. The worker is gone: its pulls are dropped without an
   event, and their grants returned or, where they were delivered, acknowledged.
 
-So the worker gets exactly one of `Delivered` and `Failed` for a pull, and `Quiesced` after a `Failed` with
-`safe_to_reuse=False`. The legal moves are `TRANSITIONS` in pull.py; docs/architecture.md draws the messages.
+So the worker gets exactly one of `TicketDelivered` and `TicketFailed` for a pull, and `TicketQuiesced` after
+a `TicketFailed` with `safe_to_reuse=False`. The legal moves are `TRANSITIONS` in pull.py;
+docs/architecture.md draws the messages.
 """
 
 from __future__ import annotations
@@ -84,11 +86,11 @@ from kvxferd.wire.mover import (
     StartPull,
 )
 from kvxferd.wire.worker import (
-    Delivered,
-    Failed,
     PullsInterrupted,
     PullsResumed,
-    Quiesced,
+    TicketDelivered,
+    TicketFailed,
+    TicketQuiesced,
 )
 
 # A retry with less time than this would end at its deadline, in doubt instead of safely failed.
@@ -210,7 +212,7 @@ class Pulls:
             return
         pull.transition(PullTrigger.POST)
         pull.mover, pull.piece = mover, piece
-        pull.asked_mover, pull.progress = False, None
+        pull.report_requested, pull.progress = False, None
         pull.posted_at = self._context.now
         self._start_on_mover(mover, pull)
         if not piece.is_last:
@@ -340,7 +342,7 @@ class Pulls:
             self._fail(pull, PullTrigger.FINISH, outcome.code or Code.TRANSPORT, outcome.message)
         elif pull.can(PullTrigger.FAULT):
             self._fail(pull, PullTrigger.FAULT, outcome.code or Code.TRANSPORT, outcome.message)
-            if not outcome.quiet_follows:
+            if not outcome.quiesced_follows:
                 self._context.timers.cancel(("quiesce", pull.pull_id))
                 self._retire_mover(pull, mover)
         if outcome.agent is not None and outcome.code is Code.TRANSPORT:
@@ -400,7 +402,7 @@ class Pulls:
         self._last_interruption += 1
         for pull in [p for p in self._pulls.values() if p.mover == mover]:
             if pull.delivered_by_mover:
-                self._deliver(pull, PullOutcome(delivered=True, told=True))
+                self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
             elif not self._can_wait_for_next_mover(pull):
                 self._fail(pull, PullTrigger.FINISH, Code.MOVER_LOST, _mover_lost_message(pull))
             else:
@@ -426,14 +428,14 @@ class Pulls:
     def _wait_for_next_mover(self, pull: Pull) -> None:
         """Have the pull wait for its rank's next mover.
 
-        The dead mover may have sent `Delivered` to the worker alone, and the engine may use the blocks: only
-        the worker knows.
+        The dead mover may have sent `TicketDelivered` to the worker alone, and the engine may use the blocks:
+        only the worker knows.
         """
         pull.transition(PullTrigger.RETRY)
         pull.num_movers_lost += 1
         pull.mover = None
-        is_told = pull.piece is None or pull.piece.is_last
-        pull.interruption = self._last_interruption if is_told else 0
+        is_last = pull.piece is None or pull.piece.is_last
+        pull.interruption = self._last_interruption if is_last else 0
         if pull.held_grant.state is GrantState.HELD:
             self.post(pull)
         else:
@@ -442,13 +444,13 @@ class Pulls:
     def resume_interrupted(self, rank: LocalRank, message: PullsResumed) -> None:
         """Continue the pulls of one interruption, as the worker reports which have not ended for it."""
         again, arrived = set(message.tickets), set(message.arrived)
-        asked = [p for p in self._pulls_of(rank) if p.awaits_worker and p.interruption == message.number]
-        for pull in asked:
+        requested = [p for p in self._pulls_of(rank) if p.awaits_worker and p.interruption == message.number]
+        for pull in requested:
             pull.interruption = 0
             if pull.phase is not PullPhase.WAITING:
                 continue
             if pull.ticket in arrived:
-                self._deliver(pull, PullOutcome(delivered=True, told=True))
+                self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
             elif pull.ticket not in again:
                 self._refuse(pull, Code.MOVER_LOST, _mover_lost_message(pull))
             else:
@@ -465,9 +467,10 @@ class Pulls:
             return
         assert pull.phase is PullPhase.DELIVERED
         total = add_piece(pull.read, outcome)
-        if not outcome.told:
+        if not outcome.sent_to_worker:
             self._send_to_worker(
-                pull, Delivered(ticket=pull.ticket, bytes=total.bytes, runs=total.runs, wire_s=total.wire_s)
+                pull,
+                TicketDelivered(ticket=pull.ticket, bytes=total.bytes, runs=total.runs, wire_s=total.wire_s),
             )
         ended = self._context.now
         self._remove(pull)
@@ -492,7 +495,7 @@ class Pulls:
             return
         if was_stopping and phase is PullPhase.FAILED:
             code, message = Code.CANCELLED, f"transfer {pull.ref.transfer_id}: the pull was cancelled"
-        failed = Failed(
+        failed = TicketFailed(
             ticket=pull.ticket,
             code=code,
             message=message,
@@ -523,7 +526,7 @@ class Pulls:
         self._movers.retire(mover)
 
     def _finish_quiesced(self, pull: Pull) -> None:
-        self._send_to_worker(pull, Quiesced(ticket=pull.ticket))
+        self._send_to_worker(pull, TicketQuiesced(ticket=pull.ticket))
         self._remove(pull)
         self._grant_client.release(pull.held_grant)
 
@@ -547,11 +550,11 @@ class Pulls:
         """Record deliveries that the mover reported to the worker, whose report here may never come."""
         for ticket in tickets:
             for pull in self._pulls_of(rank, ticket):
-                # For an engine that has received `Failed`, it was no delivery.
+                # For an engine that has received `TicketFailed`, it was no delivery.
                 if pull.phase in (PullPhase.POSTED, PullPhase.STOPPING):
                     pull.delivered_by_mover = True
                 elif pull.awaits_worker and pull.phase is PullPhase.WAITING:
-                    self._deliver(pull, PullOutcome(delivered=True, told=True))
+                    self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
 
     def _pulls_of(self, rank: LocalRank, ticket: Ticket | None = None) -> list[Pull]:
         """Return the rank's pulls, of one ticket or all."""
@@ -600,13 +603,13 @@ class Pulls:
         if pull.phase is PullPhase.WAITING:
             self._grant_client.check_peer(pull.held_grant)
         elif pull.phase is PullPhase.POSTED and pull.mover is not None and not pull.rank.resident:
-            pull.asked_mover = True
+            pull.report_requested = True
             self._context.emit(SendToMover(pull.mover, ReportPull(pull=pull.pull_id)))
 
     def record_progress(self, mover: MoverId, message: PullProgress) -> None:
         """Keep what the mover reports of a pull whose deadline is near."""
         pull = self._pulls.get(message.pull)
-        if pull is not None and pull.mover == mover and pull.asked_mover and message.phase in PHASES:
+        if pull is not None and pull.mover == mover and pull.report_requested and message.phase in PHASES:
             pull.progress = message
 
     def _expire(self, pull: Pull) -> None:

@@ -34,7 +34,7 @@ from kvxferd.plan import (
     check_same_engine,
     engine_rules,
 )
-from kvxferd.wire.common import Binding, Placement, RankIncarnations, RankManifest, RegionAddress
+from kvxferd.wire.common import Binding, MeasuredPlacement, RankIncarnations, RankManifest, RegionAddress
 from kvxferd.wire.worker import RegionExport
 
 
@@ -65,19 +65,19 @@ class LocalRank:
     pid: int = 0  # and process
     resident: bool = False  # its movers are threads of the worker
     state: RankState = RankState.MAPPING
-    awaits_fds: bool = False  # FdsWanted was sent, and the descriptors have not arrived
+    awaits_fds: bool = False  # FdsRequest was sent, and the descriptors have not arrived
     registered_sent: bool = False  # Registered was sent for the present mapping
     was_registered: bool = False  # Registered was sent for any mapping
     sends_fence_page: bool = False  # that Registered carries the session's fence page
     mover: MoverId | None = None
     offer_number: int = 0  # of the MoverOffered that the worker has not acknowledged; 0: there is none
-    awaits_resident: bool = False  # MoverWanted was sent, and the worker has not started another mover
+    awaits_resident: bool = False  # MoverRequest was sent, and the worker has not started another mover
     num_unacknowledged: int = 0  # offers in a row that the worker has not acknowledged
     agent: AgentName | None = None
     library: str = ""
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
-    placement: Placement = field(default_factory=Placement)
+    placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)
     transports_used: tuple[TransportsUsed, ...] = ()  # how its mover has connected so far
     topology: TransferTopology = field(init=False)  # the remote engines that it reads
     block_bytes: dict[GroupName, int] = field(init=False)

@@ -241,11 +241,11 @@ class PeerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: Endpoint
     boot: BootId | None
-    state: str  # "greeting", "up", "silent"
+    state: str  # "connecting", "up", "silent"
     engines: tuple[RemoteEngineSnapshot, ...]
     num_grants: int
-    round_trip_s: float | None = None  # of the last greeting, renewal or acknowledgement; None: not known
-    last_answer_s: float | None = None  # how long ago its last message arrived
+    round_trip_s: float | None = None  # of the last hello, renewal or acknowledgement; None: not known
+    last_reply_s: float | None = None  # how long ago its last message arrived
 
 
 class TransferSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,9 +27,9 @@ from kvxferd.wire.endpoint import parse_endpoint
 from kvxferd.wire.limits import (
     FENCE_SLOTS,
     FENCE_WORD_BYTES,
+    MAX_DELIVERED_BY_MOVER,
     MAX_GROUPS_PER_REQUEST,
     MAX_NAME_CHARS,
-    MAX_NOTICED,
 )
 from kvxferd.wire.peer import AbandonTransfer, Consumer, RequestMessage
 from kvxferd.wire.traceparent import read_traceparent
@@ -40,23 +40,21 @@ from kvxferd.wire.worker import (
     Cancel,
     ClientMessage,
     DeliveredByMover,
-    Failed,
     Hello,
     MoverAcknowledged,
     NewMover,
     Prepare,
     Publish,
     PublishRefused,
+    PullRequest,
     PullsResumed,
     Ready,
     Register,
     Resume,
     Suspend,
+    TicketFailed,
     Unpublish,
     Welcome,
-)
-from kvxferd.wire.worker import (
-    Pull as PullRequest,
 )
 
 MAX_PREPARED = 1024  # grants requested ahead, per session; each is renewed for minutes
@@ -139,7 +137,7 @@ class WorkerRequests:
                 assert_never(message)
 
     def _check_tickets(self, tickets: tuple[Ticket, ...]) -> None:
-        most = max(MAX_NOTICED, self._context.settings.limits.max_pulls_per_rank)
+        most = max(MAX_DELIVERED_BY_MOVER, self._context.settings.limits.max_pulls_per_rank)
         if len(tickets) > most:
             raise ProtocolError(f"cannot take {len(tickets)} tickets: {most} pulls may run")
 
@@ -257,7 +255,7 @@ class WorkerRequests:
         self._pulls.start(pull)
 
     def _refuse_pull(self, session: Session, message: PullRequest, error: KvxferdError) -> None:
-        failed = Failed(
+        failed = TicketFailed(
             ticket=message.ticket,
             code=error.code,
             message=error.message,

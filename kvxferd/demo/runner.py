@@ -36,7 +36,7 @@ KEEP_GAP_S = 0.25
 LOG_POLL_S = 0.02
 
 
-class _Serving(msgspec.Struct, tag_field="event", tag="serving"):
+class _Serving(msgspec.Struct, tag_field="event", tag=True):
     """The log line of a daemon that serves."""
 
     http: str
@@ -158,8 +158,8 @@ class Demo:
 
     def _collect_records(self, results: DemoResults) -> None:
         """Read the phases of the pulls from the decode daemon's history."""
-        answer = self.daemons["decode"].control.get("/v1/history")
-        records = map(record_from_json, answer["records"])
+        reply = self.daemons["decode"].control.get("/v1/history")
+        records = map(record_from_json, reply["records"])
         sink = results.pair.engine("decode")[PUBLISHER_RANK][0].engine_id
         results.add_records([one for one in records if isinstance(one, PullRecord) and one.sink == sink])
 

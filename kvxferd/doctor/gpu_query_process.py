@@ -12,14 +12,14 @@ def main() -> None:
     """Print the devices as one line of JSON."""
     try:
         driver = open_driver()
-        said = {
+        result = {
             "name": driver.name,
             "describe": driver.describe(),
             "devices": [device._asdict() for device in driver.devices()],
         }
     except KvxferdError as error:
-        said = {"refusal": error.message}
-    print(json.dumps(said))
+        result = {"refusal": error.message}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

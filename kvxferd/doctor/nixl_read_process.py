@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from kvxferd.mover.transport.base import Span, Transport
+    from kvxferd.mover.transport.base import MemoryRange, Transport
 
 NUM_READS = 4  # the first one connects
 
@@ -31,11 +31,11 @@ def main() -> None:
     """
     role, size = sys.argv[1], int(sys.argv[2])
     # The libraries log to standard output, which is for the result.
-    answer = os.fdopen(os.dup(1), "w")
+    reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from kvxferd.ids import AgentName
     from kvxferd.mover.backends import take_backend
-    from kvxferd.mover.transport.base import Span
+    from kvxferd.mover.transport.base import MemoryRange
     from kvxferd.mover.transport.nixl import NixlTransport, import_library
 
     library = import_library(sys.argv[3])
@@ -43,26 +43,26 @@ def main() -> None:
     parameters = library.plugin_parameters(backend)
     transport = NixlTransport(library, AgentName(f"doctor/{role}-{os.getpid()}"), backend)
     memory = mmap.mmap(-1, size)
-    span = Span(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)
+    span = MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)
     transport.register(span)
     if role == "source":
         memory[:] = os.urandom(1 << 16) * (size >> 16)
-        _print_json(_describe_memory(transport, span, memory), answer)
+        _print_json(_describe_memory(transport, span, memory), reply)
         poller = select.poll()
         poller.register(0, select.POLLIN)
         while not poller.poll(0):
             transport.progress()
     else:
         found = _read_and_verify(transport, span, memory, json.loads(sys.stdin.readline()))
-        _print_json({**found, "plugins": library.plugins(), "parameters": parameters}, answer)
+        _print_json({**found, "plugins": library.plugins(), "parameters": parameters}, reply)
     os._exit(0)  # the library's destructors could hang, and are not needed
 
 
-def _print_json(value: dict[str, Any], answer: TextIO) -> None:
-    print(json.dumps(value), file=answer, flush=True)
+def _print_json(value: dict[str, Any], reply: TextIO) -> None:
+    print(json.dumps(value), file=reply, flush=True)
 
 
-def _describe_memory(transport: Transport, span: Span, memory: mmap.mmap) -> dict[str, Any]:
+def _describe_memory(transport: Transport, span: MemoryRange, memory: mmap.mmap) -> dict[str, Any]:
     return {
         "metadata": transport.metadata([span]).hex(),
         "address": span.address,
@@ -71,7 +71,7 @@ def _describe_memory(transport: Transport, span: Span, memory: mmap.mmap) -> dic
 
 
 def _read_and_verify(
-    transport: Transport, span: Span, memory: mmap.mmap, source: dict[str, Any]
+    transport: Transport, span: MemoryRange, memory: mmap.mmap, source: dict[str, Any]
 ) -> dict[str, Any]:
     import numpy as np
 

@@ -59,10 +59,10 @@ def _read_cached(variables: tuple[tuple[str, str], ...], library: str) -> ReadRe
 def _parse_ucx_log(errors: str) -> tuple[dict[str, str], str]:
     """Return the transports that UCX chose, by reach, and its version."""
     lanes, version = {ITSELF: "", NODE: ""}, ""
-    for said in filter(None, map(parse_line, errors.splitlines())):
-        if said.text.startswith("Version "):
-            version = said.text.split()[1]
-        if (connected := parse_transports(said.text)) is not None:
+    for line in filter(None, map(parse_line, errors.splitlines())):
+        if line.text.startswith("Version "):
+            version = line.text.split()[1]
+        if (connected := parse_transports(line.text)) is not None:
             lanes[connected.reach] = lanes.get(connected.reach) or data_transports(connected.transports)
     return lanes, version
 

@@ -85,11 +85,11 @@ def _connection(peers: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding:
     for one in peers:
         if peer not in (one["endpoint"], address_of(Endpoint(one["endpoint"]))):
             continue
-        round_trip, last = one.get("round_trip_s"), one.get("last_answer_s")
-        facts = {"state": one["state"], "round_trip_s": round_trip, "last_answer_s": last}
+        round_trip, last = one.get("round_trip_s"), one.get("last_reply_s")
+        facts = {"state": one["state"], "round_trip_s": round_trip, "last_reply_s": last}
         found = one["state"]
         found += f", round trip {format_duration(round_trip)}" if round_trip is not None else ""
-        found += f", last answer {format_duration(last)} ago" if last is not None else ""
+        found += f", last reply {format_duration(last)} ago" if last is not None else ""
         if one["state"] != "up":
             todo = "where `ping` works and this stays: `kvxferd drop-peer`, so that the daemon connects again"
             return warn("daemon's connection", found, todo, **facts)

@@ -2,7 +2,7 @@
 
 It makes a connection of its own, with this node's key, and greets the daemon there; so it works while the
 local daemon is down, and the other daemon may be of an earlier release. The other side of a failed handshake
-gives hardly a reason, so each step is tried by itself: name, TCP, ZMTP greeting, handshake, `greet`.
+gives hardly a reason, so each step is tried by itself: name, TCP, ZMTP greeting, handshake, `PeerHello`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Outcome(StrEnum):
     WRONG_SERVER_KEY = "wrong-server-key"
     KEY_REFUSED = "key-refused"
     ADDRESS_REFUSED = "address-refused"
-    NO_ANSWER = "no-answer"
+    NO_REPLY = "no-reply"
     BAD_VERSION = "bad-version"
 
 
@@ -89,7 +89,7 @@ class _Failed(Exception):
         self.outcome, self.message, self.remedy = outcome, message, remedy
 
 
-class _Greeted(NamedTuple):
+class _Welcomed(NamedTuple):
     welcome: PeerWelcome
     connect_s: float
     round_trips_s: list[float]
@@ -124,7 +124,7 @@ def ping(
 
 def _try(
     endpoint: Endpoint, allowlist: PeerAllowlist, key: CurveKeyPair | None, count: int, timeout_s: float
-) -> _Greeted:
+) -> _Welcomed:
     try:
         allowlist.check(endpoint)
     except KvxferdError as error:
@@ -148,7 +148,7 @@ def _try(
             "the daemon there has no key, and this one speaks CURVE alone",
             "set peer.curve_secret_key_file there",
         )
-    return _greet(endpoint, key, count, timeout_s)
+    return _send_hello(endpoint, key, count, timeout_s)
 
 
 # --- TCP and ZMTP
@@ -219,15 +219,15 @@ def _exchange_greetings(connection: socket.socket, timeout_s: float) -> bytes:
                 break
     except TimeoutError:
         if not text:
-            raise _no_answer("TCP connects, and then nothing comes") from None
+            raise _no_reply("TCP connects, and then nothing comes") from None
     except OSError:
         pass  # a reset: what came so far decides
     return text
 
 
-def _no_answer(what: str) -> _Failed:
+def _no_reply(what: str) -> _Failed:
     return _Failed(
-        Outcome.NO_ANSWER,
+        Outcome.NO_REPLY,
         f"a daemon is there and does not answer: {what}",
         "look at it on its node: `kvxferd status` and its log; if that does not answer either, it hangs: "
         "take `kvxferd support-bundle` there, then restart it",
@@ -237,7 +237,7 @@ def _no_answer(what: str) -> _Failed:
 # --- the handshake and the greeting
 
 
-def _greet(endpoint: Endpoint, key: CurveKeyPair | None, count: int, timeout_s: float) -> _Greeted:
+def _send_hello(endpoint: Endpoint, key: CurveKeyPair | None, count: int, timeout_s: float) -> _Welcomed:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     monitor = dealer.get_monitor_socket()
@@ -257,7 +257,7 @@ def _greet(endpoint: Endpoint, key: CurveKeyPair | None, count: int, timeout_s: 
         welcome, _ = _round_trip(dealer, fd, 1, boot, timeout_s)
         connect_s = time.monotonic() - began
         round_trips = [_round_trip(dealer, fd, number, boot, timeout_s)[1] for number in range(2, count + 2)]
-        return _Greeted(welcome, connect_s, round_trips)
+        return _Welcomed(welcome, connect_s, round_trips)
     finally:
         dealer.close(linger=0)
         # The monitor's socket ends with the dealer: `disable_monitor` may wait for this thread.
@@ -287,7 +287,7 @@ def _await_handshake(monitor: zmq.Socket[bytes], has_key: bool, timeout_s: float
                 raise _broken(has_key)
             case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
                 raise _broken(has_key)
-    raise _no_answer("its handshake does not end, so its event loop is stuck or overloaded")
+    raise _no_reply("its handshake does not end, so its event loop is stuck or overloaded")
 
 
 def _refused(status: bytes, has_key: bool) -> _Failed:
@@ -320,7 +320,7 @@ def _broken(has_key: bool) -> _Failed:
             "give the endpoint as that daemon's `kvxferd status` shows it; if it should have this key, "
             "another daemon has taken its address",
         )
-    return _no_answer("it closes the connection during the handshake")
+    return _no_reply("it closes the connection during the handshake")
 
 
 def _round_trip(
@@ -334,7 +334,7 @@ def _round_trip(
     while (left_s := deadline - time.monotonic()) > 0:
         if not dealer.poll(max(1, int(min(left_s, CHECK_S) * 1000))):
             if _received_bytes(fd) - num_before > MAX_RECEIVED_BYTES:
-                raise _no_answer(f"it sends more than {MAX_RECEIVED_BYTES} bytes, which are no reply")
+                raise _no_reply(f"it sends more than {MAX_RECEIVED_BYTES} bytes, which are no reply")
             continue
         try:
             reply = PEER_MESSAGES.decode(dealer.recv())
@@ -352,8 +352,8 @@ def _round_trip(
                 raise _bad_version(reply.message[:MAX_MESSAGE_CHARS])
             case PeerRefused():
                 message = reply.message[:MAX_MESSAGE_CHARS]
-                raise _no_answer(f"it refuses the greeting: {message} [{reply.code.value}]")
-    raise _no_answer(f"no reply to the greeting within {timeout_s:g} s")
+                raise _no_reply(f"it refuses the greeting: {message} [{reply.code.value}]")
+    raise _no_reply(f"no reply to the greeting within {timeout_s:g} s")
 
 
 def _received_bytes(fd: int) -> int:

@@ -223,12 +223,12 @@ def main() -> None:
         total_bytes = device.driver.device(uuid).total_bytes
         num_blocks = min(NUM_BLOCKS, total_bytes // MAX_SHARE // BLOCK_BYTES)
         if placement == DEVICE_COPY:
-            said = measure_copy(device, num_blocks)
+            result = measure_copy(device, num_blocks)
         else:
-            said = measure_placement(device, placement, num_blocks, Path(directory))
+            result = measure_placement(device, placement, num_blocks, Path(directory))
     except KvxferdError as error:
         sys.exit(f"{error.message} [{error.code.value}]")
-    print(json.dumps(said), flush=True)
+    print(json.dumps(result), flush=True)
     os._exit(0)  # destructors of drivers and libraries could hang, and are not needed
 
 

@@ -24,8 +24,8 @@ def print_findings(findings: Sequence[Finding], title: str = "This node") -> Non
         table.add_column(head)
     for finding in findings:
         verdict = Text(finding.verdict.value, style=_STYLES[finding.verdict])
-        said = (plain_text(finding.found), plain_text(finding.todo))
-        table.add_row(plain_text(finding.name), plain_text(finding.check), verdict, *said)
+        shown = (plain_text(finding.found), plain_text(finding.todo))
+        table.add_row(plain_text(finding.name), plain_text(finding.check), verdict, *shown)
     print_fitted(console(), table)
 
 
@@ -48,13 +48,13 @@ def _over_transports(one: PlacementResult) -> str:
 
 def as_json(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> dict[str, Any]:
     """Return findings and placements as one JSON object."""
-    said: dict[str, Any] = {
+    shown: dict[str, Any] = {
         "findings": msgspec.to_builtins(list(findings)),
         "status": exit_status(findings, tried),
     }
     if tried is not None:
-        said["placements"] = msgspec.to_builtins(list(tried))
-    return said
+        shown["placements"] = msgspec.to_builtins(list(tried))
+    return shown
 
 
 def exit_status(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> int:

@@ -19,7 +19,7 @@ MIN_TIME_GAIN = 1.2
 MIN_RUN_GAIN = 2.0
 
 
-class Change(NamedTuple):
+class OptionChange(NamedTuple):
     """Other options for one or both engines."""
 
     decode: dict[str, str | int]
@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    change: Change
+    change: OptionChange
     explanation: Explanation
 
 
@@ -139,16 +139,16 @@ def _cost(explanation: Explanation) -> tuple[float, int]:
     return explanation.predicted_s, explanation.num_runs
 
 
-def _changes(prefill: EngineDescription, decode: EngineDescription) -> Iterator[Change]:
+def _changes(prefill: EngineDescription, decode: EngineDescription) -> Iterator[OptionChange]:
     """Yield each combination of one or two changed options, or of the same layout for both."""
     of_decode = list(_options(decode.deployment, prefill.deployment))
     of_prefill = list(_options(prefill.deployment, decode.deployment))
     for options in of_decode:
-        yield Change(options, {})
+        yield OptionChange(options, {})
     for options in of_prefill:
-        yield Change({}, options)
+        yield OptionChange({}, options)
     for mine in of_decode:
-        yield from (Change(mine, theirs) for theirs in of_prefill if len(mine) == len(theirs) == 1)
+        yield from (OptionChange(mine, theirs) for theirs in of_prefill if len(mine) == len(theirs) == 1)
 
 
 def _options(mine: Deployment | None, other: Deployment | None) -> Iterator[dict[str, str | int]]:

@@ -40,7 +40,7 @@ _NO_HOME = Endpoint("")
 MAX_SAMPLE_RUNS = 1 << 19
 
 
-class Refusal(NamedTuple):
+class Incompatibility(NamedTuple):
     """Why nothing can be read: a fact that differs between the engines, or a part that no rank holds."""
 
     field: str
@@ -124,7 +124,7 @@ class Explanation:
     prefill: EngineDescription
     decode: EngineDescription
     ranks: tuple[DecodeRankReads, ...] = ()
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[Incompatibility, ...] = ()
     notes: tuple[str, ...] = ()
     link: str = DEFAULT_LINK  # for which times are predicted
     advice: str = ""
@@ -181,7 +181,7 @@ def explain_pair(
     plans = PlanCache(max_bytes=sys.maxsize)  # all of them are shown
     remote = _renamed(prefill, PREFILL)
     ranks: list[DecodeRankReads] = []
-    refused: dict[Refusal, None] = {}  # in order, each once
+    refused: dict[Incompatibility, None] = {}  # in order, each once
     reader = _renamed(decode, DECODE)
     for rank, (spec, layout) in sorted(reader.ranks.items()):
         topology = TransferTopology(spec, layout)
@@ -211,7 +211,7 @@ def _renamed(engine: EngineDescription, engine_id: EngineId) -> EngineDescriptio
 
 def _refusals(
     prefill: EngineDescription, decode: EngineDescription, rank: Rank, error: PlanError
-) -> Iterator[Refusal]:
+) -> Iterator[Incompatibility]:
     """Yield every difference for one decode rank, else the planner's error."""
     spec, layout = decode.ranks[rank]
     differences = find_differences(spec, layout, prefill.spec, prefill.layouts())
@@ -220,9 +220,9 @@ def _refusals(
             f"{difference.field} of {difference.where} is {difference.remote!r} at prefill and "
             f"{difference.local!r} at decode"
         )
-        yield Refusal(difference.field, difference.remote, difference.local, message)
+        yield Incompatibility(difference.field, difference.remote, difference.local, message)
     if not differences:
-        yield Refusal(error.code.value, prefill.label, f"{decode.label} {rank}", error.message)
+        yield Incompatibility(error.code.value, prefill.label, f"{decode.label} {rank}", error.message)
 
 
 def _reads(plan: Plan, link: Link) -> Iterator[RankRead]:

@@ -244,9 +244,9 @@ def _all_ranks(name: str, listed: list[_RankForm]) -> dict[Rank, tuple[EngineSpe
 
 
 def _from_daemon(engine_id: str, daemon: ControlClient) -> dict[Rank, tuple[EngineSpec, RankLayout]]:
-    answer = daemon.get(f"/v1/engines/{urllib.parse.quote(engine_id, safe='')}/layouts")
+    reply = daemon.get(f"/v1/engines/{urllib.parse.quote(engine_id, safe='')}/layouts")
     try:
-        listed = msgspec.convert(answer["ranks"], list[_RankForm])
+        listed = msgspec.convert(reply["ranks"], list[_RankForm])
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ConfigError(f"cannot read what the daemon says of {engine_id!r}: {error}") from error
     return _all_ranks(f"@{engine_id}", listed)

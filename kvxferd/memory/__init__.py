@@ -7,13 +7,13 @@ the calls that need them.
 from kvxferd.memory.fence import FencePage
 from kvxferd.memory.mapping import Mapping, map_memfd
 from kvxferd.memory.memfd import SealedMemory
-from kvxferd.memory.share import Placement, SharedMemory, share, share_all
+from kvxferd.memory.share import MemoryPlacement, SharedMemory, share, share_all
 from kvxferd.memory.validate import check_memfd
 
 __all__ = [
     "FencePage",
     "Mapping",
-    "Placement",
+    "MemoryPlacement",
     "SealedMemory",
     "SharedMemory",
     "check_memfd",

@@ -30,7 +30,7 @@ from kvxferd.memory.memfd import SealedMemory
 _TRANSFER_LIBRARIES = ("nixl", "rixl")
 
 
-class Placement(StrEnum):
+class MemoryPlacement(StrEnum):
     """How the daemon reaches a tensor's memory."""
 
     MEMFD = "memfd"  # host: a child mover maps it
@@ -54,18 +54,18 @@ class SharedMemory:
     memory: SealedMemory | DeviceMemory | ResidentMemory
     offset: int
     size_bytes: int
-    placement: Placement
-    passed_over: Mapping[Placement, str]
+    placement: MemoryPlacement
+    passed_over: Mapping[MemoryPlacement, str]
     owners: tuple[object, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def is_resident(self) -> bool:
         """Whether the rank's mover must be a thread of this process."""
-        return self.placement is Placement.RESIDENT
+        return self.placement is MemoryPlacement.RESIDENT
 
     def close(self) -> None:
         """Close the descriptor of adopted memory. The tensor stays, and so does a rank that is registered."""
-        if self.placement is Placement.ADOPTED and isinstance(self.memory, SealedMemory):
+        if self.placement is MemoryPlacement.ADOPTED and isinstance(self.memory, SealedMemory):
             self.memory.close()
 
 
@@ -95,7 +95,7 @@ def share_all(
         EngineError: no placement works (`region-not-exportable`); the message lists each and why.
         LayoutError: a tensor has no memory.
     """
-    wanted = tuple(Placement) if placements is None else tuple(map(_placement, placements))
+    wanted = tuple(MemoryPlacement) if placements is None else tuple(map(_placement, placements))
     regions, shared = tensor_regions(tensors), dict[str, SharedMemory]()
     try:
         for region in regions:
@@ -110,17 +110,17 @@ def share_all(
     return shared
 
 
-def _placement(name: str) -> Placement:
+def _placement(name: str) -> MemoryPlacement:
     try:
-        return Placement(name)
+        return MemoryPlacement(name)
     except ValueError as error:
         raise EngineError(
-            f"cannot share a tensor as {name!r}: there are {', '.join(Placement)}", Code.BAD_REQUEST
+            f"cannot share a tensor as {name!r}: there are {', '.join(MemoryPlacement)}", Code.BAD_REQUEST
         ) from error
 
 
-def _share_region(region: TensorRegion, wanted: Sequence[Placement]) -> SharedMemory:
-    passed_over: dict[Placement, str] = {}
+def _share_region(region: TensorRegion, wanted: Sequence[MemoryPlacement]) -> SharedMemory:
+    passed_over: dict[MemoryPlacement, str] = {}
     for placement in wanted:
         try:
             memory, offset = _MAKERS[placement](region)
@@ -142,7 +142,9 @@ def _as_resident(shared: SharedMemory, region: TensorRegion) -> SharedMemory:
     memory, offset = _resident(region)
     shared.close()
     passed_over = {**shared.passed_over, shared.placement: "another allocation of the rank is resident"}
-    return SharedMemory(memory, offset, region.size_bytes, Placement.RESIDENT, passed_over, region.owners)
+    return SharedMemory(
+        memory, offset, region.size_bytes, MemoryPlacement.RESIDENT, passed_over, region.owners
+    )
 
 
 _Made = tuple[SealedMemory | DeviceMemory | ResidentMemory, int]
@@ -180,9 +182,9 @@ def _require_device(region: TensorRegion, device: str) -> None:
         raise EngineError(f"it is on {region.device}", Code.REGION_INVALID)
 
 
-_MAKERS: Mapping[Placement, Callable[[TensorRegion], _Made]] = {
-    Placement.MEMFD: _in_memfd,
-    Placement.ADOPTED: _adopted,
-    Placement.EXPORTED: _exported,
-    Placement.RESIDENT: _resident,
+_MAKERS: Mapping[MemoryPlacement, Callable[[TensorRegion], _Made]] = {
+    MemoryPlacement.MEMFD: _in_memfd,
+    MemoryPlacement.ADOPTED: _adopted,
+    MemoryPlacement.EXPORTED: _exported,
+    MemoryPlacement.RESIDENT: _resident,
 }

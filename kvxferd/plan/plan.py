@@ -87,7 +87,7 @@ class StridePattern(msgspec.Struct, frozen=True, array_like=True):
     local: Strides
     remote: Strides
     num_units: int
-    extents: tuple[Extent, ...] = msgspec.field(name="pieces")
+    extents: tuple[Extent, ...]
 
 
 class GroupRead(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +97,7 @@ class GroupRead(msgspec.Struct, frozen=True, array_like=True):
     local: BlockGeometry
     remote: BlockGeometry
     granule_tokens: int  # tokens per item, equal on both sides
-    patterns: tuple[StridePattern, ...] = msgspec.field(name="strips")
+    patterns: tuple[StridePattern, ...]
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
@@ -108,7 +108,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
     local_rank: Rank
     digest: Digest
-    group_reads: tuple[GroupRead, ...] = msgspec.field(name="lanes")
+    group_reads: tuple[GroupRead, ...]
 
     @property
     def sources(self) -> tuple[Rank, ...]:

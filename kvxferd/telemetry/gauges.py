@@ -20,7 +20,7 @@ from kvxferd.core.ucx_log import REACHES
 
 RANK_STATES = (*(state.value for state in RankState), "remote")
 ENGINE_STATES = ("readable", "unreadable", "incomplete", "member")
-PEER_STATES = ("greeting", "up", "silent")
+PEER_STATES = ("connecting", "up", "silent")
 PLACEMENTS = ("direct", "resident", "staged")
 # RDMA; GPU transports; one copy from process to process; TCP.
 TRANSPORT_CLASSES = ("rdma", "gpu", "copy", "tcp", "other")

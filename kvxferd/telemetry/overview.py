@@ -33,7 +33,7 @@ class Level(StrEnum):
     BAD = "bad"
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class NodeVerdict(msgspec.Struct, frozen=True):
     """One sentence on the node, and how bad it is."""
 
     level: Level
@@ -48,16 +48,16 @@ def verdict_of(
     warnings: Sequence[str],
     minute: LastMinute,
     config_path: str = "",
-) -> Verdict:
+) -> NodeVerdict:
     """Return what an operator must know first.
 
     `reasons`: why the node is not ready. `warnings`: the kinds of the current ones. `config_path`: of the
     daemon's configuration file, for commands that need it; "": it has none.
     """
     if node.draining:
-        return Verdict(Level.WARN, f"Draining: nothing new is taken. {_pulls(minute)}")
+        return NodeVerdict(Level.WARN, f"Draining: nothing new is taken. {_pulls(minute)}")
     if reasons:
-        return Verdict(Level.BAD, f"Not ready: {'; '.join(reasons)}.")
+        return NodeVerdict(Level.BAD, f"Not ready: {'; '.join(reasons)}.")
     kinds = ", ".join(dict.fromkeys(warnings))
     noun = "warning" if len(warnings) == 1 else "warnings"
     others = f"{_long_pull(minute)}{_near_limits(node.limits)}"
@@ -66,10 +66,10 @@ def verdict_of(
     if minute.failed:
         level = Level.BAD if minute.failure_share >= FAILING_SHARE else Level.WARN
         remedy = remedy_of(minute.worst_code, Endpoint(minute.worst_peer), config_path)
-        return Verdict(level, f"Pulls fail: {_pulls(minute)}{others}", remedy)
+        return NodeVerdict(level, f"Pulls fail: {_pulls(minute)}{others}", remedy)
     if others:
-        return Verdict(Level.WARN, f"Ready, but:{others} {_pulls(minute)}")
-    return Verdict(Level.GOOD, f"Ready. {_pulls(minute)}")
+        return NodeVerdict(Level.WARN, f"Ready, but:{others} {_pulls(minute)}")
+    return NodeVerdict(Level.GOOD, f"Ready. {_pulls(minute)}")
 
 
 def _near_limits(limits: Iterable[LimitSnapshot]) -> str:
@@ -110,7 +110,7 @@ class PeerLine(PeerRow, frozen=True, kw_only=True):
 
     state: str
     round_trip_s: float | None
-    last_answer_s: float | None
+    last_reply_s: float | None
     transport: str  # over which local movers read from such nodes; "" where none has connected
     num_grants: int
     engines: tuple[str, ...]
@@ -135,7 +135,7 @@ def _peer_line(node: NodeSnapshot, peer: PeerSnapshot | None, row: PeerRow) -> P
         **msgspec.structs.asdict(row),
         state=state,
         round_trip_s=peer.round_trip_s if peer else None,
-        last_answer_s=peer.last_answer_s if peer else None,
+        last_reply_s=peer.last_reply_s if peer else None,
         transport=_transport(node, row.peer),
         num_grants=peer.num_grants if peer else 0,
         engines=tuple(str(engine.engine_id) for engine in peer.engines) if peer else (),

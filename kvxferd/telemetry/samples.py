@@ -69,8 +69,8 @@ class Samples:
         self._times = np.zeros((RING_S, len(BOUNDS_S) + 1), np.uint32)
         self._phases_s = np.zeros((RING_S, len(PHASES)), np.float64)
         self._failures: dict[str, Counts] = {}  # by code: at most as many as there are codes
-        self._pairs = _Table(len(COARSE_BOUNDS_S) + 1)
-        self._peers = _Table()
+        self._pairs = _SlotSums(len(COARSE_BOUNDS_S) + 1)
+        self._peers = _SlotSums()
         self._start_second()
 
     def start(self, now: float) -> None:
@@ -245,7 +245,7 @@ class Samples:
             yield round(latest - (self._last - number) if gap else float(self._at[number % RING_S]))
 
 
-class _Table:
+class _SlotSums:
     """Sums for each of a few keys, in slots of `SLOT_S`. A key without a row counts in the last row."""
 
     def __init__(self, num_buckets: int = 0) -> None:
@@ -257,7 +257,7 @@ class _Table:
         self._elapsed_s = np.zeros(shape, np.float64)
         self._times = np.zeros((*shape, num_buckets), np.uint16)
         self._last_failures: dict[int, tuple[str, float]] = {}
-        self._pending: dict[int, _Pending] = {}  # rows of the second that is not over
+        self._pending: dict[int, _PendingPulls] = {}  # rows of the second that is not over
         self._slot = 0
         self._full_slot = -1  # the slot in which no row was free
 
@@ -273,7 +273,7 @@ class _Table:
         row = self._row_of(key)
         pending = self._pending.get(row)
         if pending is None:
-            pending = self._pending[row] = _Pending()
+            pending = self._pending[row] = _PendingPulls()
         if code:
             pending.failed += 1
             pending.code = code
@@ -353,7 +353,7 @@ class _Table:
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingPulls:
     """A row's pulls of the second that is not over."""
 
     delivered: int = 0

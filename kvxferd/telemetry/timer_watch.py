@@ -17,7 +17,7 @@ from kvxferd.telemetry.late_timers import (
     read_clocks,
 )
 from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import Finding, finding_of
+from kvxferd.telemetry.warnings.warning_list import WarningCondition, finding_of
 
 log = structlog.get_logger()
 
@@ -59,7 +59,7 @@ class TimerWatch:
         if self._clocks is not None:
             self._clocks.close()
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[WarningCondition]:
         """Return what an operator should know of late timers of the last minutes, one for each cause."""
         by_cause = self._late_timers.warnings(self._read().now)
         return [finding_of(WarningKind.TIMERS_LATE, cause.value, text) for cause, text in by_cause.items()]

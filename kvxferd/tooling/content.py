@@ -94,7 +94,7 @@ def region_bytes(layout: RankLayout) -> int:
     return region.size_bytes
 
 
-class _Piece(NamedTuple):
+class _TensorItems(NamedTuple):
     """Some items of one tensor: `view`[`ids`] is [block, unit, item, chunk, byte]."""
 
     tensor: CacheTensor
@@ -118,11 +118,11 @@ class _Piece(NamedTuple):
         return f"layer {tensor.layer}, {tensor.component}, unit {_units(tensor)[unit]}, token {token}"
 
 
-def _pieces(memory: Bytes, layout: RankLayout, held: RequestBlocks, start: int) -> Iterator[_Piece]:
+def _pieces(memory: Bytes, layout: RankLayout, held: RequestBlocks, start: int) -> Iterator[_TensorItems]:
     for tensor, group in _tensors(layout):
         view, ids = _view(memory, tensor, group), _physical_ids(group, held.ids[group.name])
         if group.kind is GroupKind.STATE:
-            yield _Piece(tensor, view, ids[-1:], np.array([[held.num_tokens]]))
+            yield _TensorItems(tensor, view, ids[-1:], np.array([[held.num_tokens]]))
             continue
         granule, per_block = tensor.granule_tokens, view.shape[2]
         first = max(0, start - held.first_token) // granule
@@ -131,7 +131,7 @@ def _pieces(memory: Bytes, layout: RankLayout, held: RequestBlocks, start: int) 
         for blocks, items in _segments(first, stop, per_block, most):
             places = np.add.outer(np.arange(blocks.start, blocks.stop) * per_block, np.arange(per_block))
             tokens = held.first_token + places[:, items] * granule
-            yield _Piece(tensor, view[:, :, items], ids[blocks], tokens)
+            yield _TensorItems(tensor, view[:, :, items], ids[blocks], tokens)
 
 
 def _segments(first: int, stop: int, per_block: int, most_blocks: int) -> Iterator[tuple[slice, slice]]:

@@ -91,6 +91,6 @@ class DaemonProcess(OwnedProcess):
     def _why_not_ready(self) -> str | None:
         """Return "" if it is ready, its reasons if it is not, None if it does not respond."""
         with suppress(KvxferdError):
-            status, answer = self.control.request("GET", "/readyz")
-            return "" if status == 200 else "; ".join(answer.get("reasons", [])) or f"it responds {status}"
+            status, reply = self.control.request("GET", "/readyz")
+            return "" if status == 200 else "; ".join(reply.get("reasons", [])) or f"it responds {status}"
         return None

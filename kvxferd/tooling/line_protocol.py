@@ -20,11 +20,11 @@ def encode_line(line: Any) -> bytes:
     return _ENCODER.encode(line) + b"\n"
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", kw_only=True):
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="t", kw_only=True):
     """Base of commands and replies."""
 
 
-class CommandFailed(Line, frozen=True, tag="broken"):
+class CommandFailed(Line, frozen=True):
     """The command failed."""
 
     message: str

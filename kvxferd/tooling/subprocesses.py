@@ -72,7 +72,7 @@ class CommandProcess:
     async def request(self, command: Any, kind: type[R]) -> R:
         """Return its reply to a command. Raises KvxferdError if that fails, it ends or sends no line."""
         try:
-            answer = await asyncio.wait_for(self._exchange_lines(encode_line(command)), REPLY_TIMEOUT_S)
+            reply = await asyncio.wait_for(self._exchange_lines(encode_line(command)), REPLY_TIMEOUT_S)
         except TimeoutError:
             raise KvxferdError(
                 f"cannot run {self._tool}: process {self.name} has not answered for {REPLY_TIMEOUT_S:.0f} s",
@@ -83,11 +83,11 @@ class CommandProcess:
                 f"cannot run {self._tool}: process {self.name} sent a line of more than "
                 f"{MAX_LINE_BYTES} bytes"
             ) from None
-        if not answer:
+        if not reply:
             raise KvxferdError(
                 f"cannot run {self._tool}: process {self.name} ended: {_last_lines(self._log)}"
             )
-        return self._protocol.decode_reply(answer, kind, self._tool, self.name)
+        return self._protocol.decode_reply(reply, kind, self._tool, self.name)
 
     async def pause(self) -> None:
         """Stop its execution: some processes would spin a core while others are timed."""

@@ -37,21 +37,21 @@ class Decoder(Generic[M]):
 
 
 CLIENT_MESSAGES: Decoder[worker.ClientMessage] = Decoder(worker.ClientMessage)
-MOVER_DELIVERIES: Decoder[worker.Delivered] = Decoder(worker.Delivered)
+MOVER_DELIVERIES: Decoder[worker.TicketDelivered] = Decoder(worker.TicketDelivered)
 DAEMON_MESSAGES: Decoder[worker.DaemonMessage] = Decoder(worker.DaemonMessage)
 TO_MOVER: Decoder[mover.ToMover] = Decoder(mover.ToMover)
 FROM_MOVER: Decoder[mover.FromMover] = Decoder(mover.FromMover)
 PEER_MESSAGES: Decoder[peer.PeerMessage] = Decoder(peer.PeerMessage)
 
 
-class _HelloVersions(Message, frozen=True, forbid_unknown_fields=False, tag="hello"):
+class _HelloVersions(Message, frozen=True, forbid_unknown_fields=False, tag="Hello"):
     """The fields of any version's hello that this version reads."""
 
     versions: Versions
 
 
-class _PeerHelloVersions(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
-    """The fields of any version's greet that this version reads."""
+class _PeerHelloVersions(Message, frozen=True, forbid_unknown_fields=False, tag="PeerHello"):
+    """The fields of any version's `PeerHello` that this version reads."""
 
     request: int
     versions: Versions
@@ -84,13 +84,13 @@ def decode_first_frame(payload: bytes) -> worker.ClientMessage:
 def refusal_of_undecodable(payload: bytes, error: ProtocolError) -> peer.PeerRefused:
     """Return the reply to a peer's message that could not be decoded.
 
-    A greet of a later version may have other fields; the reply to it names the versions of this side.
+    A `PeerHello` of a later version may have other fields; the reply to it names the versions of this side.
     """
     request = 0
     try:
-        greet = _PEER_HELLO.decode(payload)
-        request = greet.request
-        negotiate_version(peer.PEER_VERSIONS, greet.versions)
+        hello = _PEER_HELLO.decode(payload)
+        request = hello.request
+        negotiate_version(peer.PEER_VERSIONS, hello.versions)
     except ProtocolError as cause:
         error = cause if cause.code is Code.BAD_VERSION else error
     return peer.refusal_of(request, error)

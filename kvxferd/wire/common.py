@@ -27,7 +27,13 @@ from kvxferd.wire.traceparent import read_traceparent
 
 
 class Message(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="t", kw_only=True
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag=True,
+    tag_field="t",
+    kw_only=True,
 ):
     """Base of everything that is sent: a msgpack map whose key ``t`` names the type."""
 
@@ -193,7 +199,7 @@ class RankManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
         return self.spec.rank
 
 
-class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class MeasuredPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a rank's mover reaches the rank's memory, as its probe measured."""
 
     kind: Annotated[str, NAME] = "direct"  # direct, resident or staged
@@ -215,7 +221,7 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(error.code, error.message, error.retry_after_s)
 
 
-class FdBatch(Message, frozen=True, tag="descriptors"):
+class FdBatch(Message, frozen=True):
     """The first descriptors of a registration that has more than a frame carries.
 
     `first` is the number that came before: 0 starts over. The message that needs them carries the rest.
@@ -224,7 +230,7 @@ class FdBatch(Message, frozen=True, tag="descriptors"):
     first: int
 
 
-class BlockIds(Message, frozen=True, tag="block-ids"):
+class BlockIds(Message, frozen=True):
     """The front part of a long block list; the message that names `stream` carries the rest.
 
     `offset` is the number of bytes of the group's list that came before: 0 starts the list over, and any

@@ -8,9 +8,9 @@ MAX_FRAME_BYTES = 4 << 20
 # ranks of 128 layers in hybrid models are ten times that.
 MAX_PEER_MESSAGE_BYTES = 16 << 20
 
-# A peer's request. The largest is `join-rank`: a layout as long as a `register` may be (1 MiB), NIXL
+# A peer's request. The largest is `JoinRank`: a layout as long as a `register` may be (1 MiB), NIXL
 # metadata of 2 MiB, and 8,192 pieces of 10 bytes. It takes 28 ms at most to decode without its manifest.
-MAX_PEER_QUESTION_BYTES = 4 << 20
+MAX_PEER_REQUEST_BYTES = 4 << 20
 
 # The grants that a node holds at one peer: 64 ranks x 1,024 pulls. 2 MiB, decoded in 5 ms.
 MAX_GRANTS_PER_RENEWAL = 1 << 16
@@ -25,8 +25,8 @@ MAX_REQUEST_IDS_BYTES = 16 << 20
 # A group is a kind of layer. The limit is there because a name without ids takes memory too.
 MAX_GROUPS_PER_REQUEST = 256
 
-# Tickets in one `noticed`: the default limit of pulls that a session may have at a time.
-MAX_NOTICED = 1024
+# Tickets in one `DeliveredByMover`: the default limit of pulls that a session may have at a time.
+MAX_DELIVERED_BY_MOVER = 1024
 
 # Requests of one connection whose ids arrive in parts at the same time.
 MAX_OPEN_ASSEMBLIES = 8
@@ -50,7 +50,7 @@ MAX_METADATA_BYTES = 2 << 20
 MAX_NAME_CHARS = 256  # engine ids, transfer ids, group names: they are shown in logs and tables
 # An endpoint: a host name of 253 characters, a port, a key of 64 digits.
 MAX_ENDPOINT_CHARS = 512
-# `hello`: a name of the client and a few fields. Fields that a later version adds are ignored, and small.
+# `Hello`: a name of the client and a few fields. Fields that a later version adds are ignored, and small.
 MAX_HELLO_BYTES = 4 << 10
 # `register`: a layout of 128 layers with 6 components is 150 KiB, 8,192 pieces of regions 72 KiB.
 MAX_REGISTER_BYTES = 1 << 20
@@ -69,7 +69,7 @@ FENCE_PAGE_BYTES = 64 << 10  # 4,096 published transfers of one session at a tim
 FENCE_SLOTS = FENCE_PAGE_BYTES // FENCE_WORD_BYTES
 
 # A packet on a worker's delivery socket: one `Delivered`.
-MAX_NOTICE_BYTES = 1024
+MAX_DELIVERY_BYTES = 1024
 
 # What a mover reads a covering read into; memory for it is granted in multiples. 64 MiB are sixteen reads,
 # each of a few milliseconds.

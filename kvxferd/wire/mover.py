@@ -19,7 +19,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Digest, PullId, Rank, SessionId, Ticket
 from kvxferd.layout import BlocksByGroup
 from kvxferd.wire.bounds import METADATA, NAME, REASON, REGIONS
-from kvxferd.wire.common import BlockIds, FdBatch, Message, Placement, RegionAddress
+from kvxferd.wire.common import BlockIds, FdBatch, MeasuredPlacement, Message, RegionAddress
 from kvxferd.wire.worker import RegionExport
 
 
@@ -38,7 +38,7 @@ class ReadWay(StrEnum):
 # --- daemon to mover
 
 
-class Bind(Message, frozen=True, tag="bind"):
+class Bind(Message, frozen=True):
     """Map and register a rank's regions. Carries the regions' descriptors, then the worker's pidfd.
 
     The mover exits when the worker dies. Before the pidfd comes the socket of the worker's `Register`. The
@@ -50,7 +50,7 @@ class Bind(Message, frozen=True, tag="bind"):
     always_stage: bool = False  # stage GPU memory, whatever the library could read: `mover.placement`
 
 
-class MapFence(Message, frozen=True, tag="map-fence"):
+class MapFence(Message, frozen=True):
     """Map and register a session's fence page. Carries its descriptor.
 
     The reply is `FenceMapped` or `FenceRefused`.
@@ -60,27 +60,27 @@ class MapFence(Message, frozen=True, tag="map-fence"):
     size_bytes: int
 
 
-class UnmapFence(Message, frozen=True, tag="unmap-fence"):
+class UnmapFence(Message, frozen=True):
     """Unmap the fence page of a session that has ended."""
 
     session: SessionId
 
 
-class SetPolling(Message, frozen=True, tag="attend"):
+class SetPolling(Message, frozen=True):
     """Poll while `on`: a reader reads from this mover. The reply is `Polling`, once the mover polls."""
 
     on: bool
     token: int = 0
 
 
-class LoadPlan(Message, frozen=True, tag="load-plan"):
+class LoadPlan(Message, frozen=True):
     """Keep a plan that later pulls name by its digest."""
 
     digest: Digest
     encoded: bytes  # kvxferd.plan.encode_plan
 
 
-class LoadRemote(Message, frozen=True, tag="load-remote"):
+class LoadRemote(Message, frozen=True):
     """Load a remote agent's metadata. Sent again when the same agent has more regions.
 
     `word` is an address in host memory that this makes readable: 16 bytes of it may be read, so
@@ -92,7 +92,7 @@ class LoadRemote(Message, frozen=True, tag="load-remote"):
     word: int = 0
 
 
-class DropRemote(Message, frozen=True, tag="drop-remote"):
+class DropRemote(Message, frozen=True):
     """Drop a remote agent that is gone, with everything prepared for it."""
 
     agent: AgentName
@@ -122,7 +122,7 @@ class PiecesRead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wire_s: float
 
 
-class StartPull(Message, frozen=True, tag="start-pull"):
+class StartPull(Message, frozen=True):
     """Expand the plan over these blocks, read, then read the fence word. The reply is `PullDone`.
 
     Parts of long lists came before: `local`'s under `stream`, `remote`'s under `stream + 1`.
@@ -140,13 +140,13 @@ class StartPull(Message, frozen=True, tag="start-pull"):
     before: PiecesRead | None = None  # of the last piece of a progressive pull
 
 
-class AbortPull(Message, frozen=True, tag="abort-pull"):
+class AbortPull(Message, frozen=True):
     """Post nothing more for the pull; `PullDone` follows when all that was posted is terminal."""
 
     pull: PullId
 
 
-class ReportPull(Message, frozen=True, tag="report-pull"):
+class ReportPull(Message, frozen=True):
     """Report what the pull waits for: its deadline is near. The reply is `PullProgress`, unless it has ended.
 
     Sent to child movers alone.
@@ -155,17 +155,17 @@ class ReportPull(Message, frozen=True, tag="report-pull"):
     pull: PullId
 
 
-class DisconnectJudged(Message, frozen=True, tag="disconnect-judged"):
+class DisconnectJudged(Message, frozen=True):
     """The reply to `DisconnectSeen`: `over` means that no read over that connection writes any more."""
 
     number: int
     over: bool
 
 
-class ChunkMemoryGranted(Message, frozen=True, tag="chunk-memory-granted"):
+class ChunkMemoryGranted(Message, frozen=True):
     """The mover may hold so much memory for covering reads, in all. Where it holds more, it gives that back.
 
-    The reply to `ChunkMemoryWanted`, and sent again whenever it changes. Where it is less than before, the
+    The reply to `ChunkMemoryRequest`, and sent again whenever it changes. Where it is less than before, the
     mover reports.
     """
 
@@ -176,7 +176,7 @@ class ChunkMemoryGranted(Message, frozen=True, tag="chunk-memory-granted"):
 # --- mover to daemon
 
 
-class MoverUp(Message, frozen=True, tag="up"):
+class MoverUp(Message, frozen=True):
     """The mover has created its agent. The mover's first message."""
 
     agent: Annotated[AgentName, NAME]
@@ -184,28 +184,28 @@ class MoverUp(Message, frozen=True, tag="up"):
     pid: int
 
 
-class Bound(Message, frozen=True, tag="bound"):
+class Bound(Message, frozen=True):
     """The rank's regions are mapped and registered."""
 
     regions: Annotated[tuple[RegionAddress, ...], REGIONS]
     metadata: Annotated[bytes, METADATA]
-    placement: Placement = Placement()
+    placement: MeasuredPlacement = MeasuredPlacement()
 
 
-class BindRefused(Message, frozen=True, tag="bind-refused"):
+class BindRefused(Message, frozen=True):
     """The regions cannot be mapped or registered; nothing of them is mapped."""
 
     code: Code
     message: Annotated[str, REASON]
 
 
-class ProbeResult(Message, frozen=True, tag="proved"):
+class ProbeResult(Message, frozen=True):
     """The result of the probe's read of the bound regions, after a `Bound` that did not wait for it."""
 
-    placement: Placement
+    placement: MeasuredPlacement
 
 
-class FenceMapped(Message, frozen=True, tag="fence-mapped"):
+class FenceMapped(Message, frozen=True):
     """The session's fence page is readable through this mover's agent."""
 
     session: SessionId
@@ -213,7 +213,7 @@ class FenceMapped(Message, frozen=True, tag="fence-mapped"):
     metadata: Annotated[bytes, METADATA]
 
 
-class FenceRefused(Message, frozen=True, tag="fence-refused"):
+class FenceRefused(Message, frozen=True):
     """The session's fence page cannot be mapped or registered; nothing of it is mapped."""
 
     session: SessionId
@@ -221,7 +221,7 @@ class FenceRefused(Message, frozen=True, tag="fence-refused"):
     message: Annotated[str, REASON]
 
 
-class Polling(Message, frozen=True, tag="attending"):
+class Polling(Message, frozen=True):
     """The mover polls."""
 
     token: int
@@ -233,7 +233,7 @@ class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     delivered: bool
     started: bool = True  # False: no handle was ever posted
     finished: bool = True  # every handle ever posted is terminal; False: in doubt, `PullQuiesced` follows
-    quiet_follows: bool = True  # False: it never will, only the mover's death ends the doubt
+    quiesced_follows: bool = True  # False: it never will, only the mover's death ends the doubt
     code: Code | None = None
     message: Annotated[str, REASON] = ""
     agent: Annotated[AgentName, NAME] | None = None  # the remote agent that failed
@@ -244,13 +244,13 @@ class PullOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     post_s: float = 0.0  # time inside the transport's post call
     wire_s: float = 0.0  # first post to the last data read terminal
     fence_s: float = 0.0
-    told: bool = False  # the mover has sent Delivered to the worker itself
+    sent_to_worker: bool = False  # the mover has sent Delivered to the worker itself
     # Of a mover that may read in other ways than directly. A resident one does not, and sends neither.
     covered_bytes: int = 0  # of `bytes`: by covering reads
     predicted_s: float = 0.0  # how long the reads were to take, 0 where there is no prediction
 
 
-class PullDone(Message, frozen=True, tag="pull-done"):
+class PullDone(Message, frozen=True):
     """A pull ended. Exactly one for each `StartPull`."""
 
     pull: PullId
@@ -261,7 +261,7 @@ class PullDone(Message, frozen=True, tag="pull-done"):
 MAX_AWAITED = 8
 
 
-class PullProgress(Message, frozen=True, tag="pull-progress"):
+class PullProgress(Message, frozen=True):
     """What a pull waits for: reads from these agents, or where there are none, this mover itself."""
 
     pull: PullId
@@ -269,19 +269,19 @@ class PullProgress(Message, frozen=True, tag="pull-progress"):
     agents: Annotated[tuple[Annotated[AgentName, NAME], ...], msgspec.Meta(max_length=MAX_AWAITED)] = ()
 
 
-class PullQuiesced(Message, frozen=True, tag="pull-quiet"):
+class PullQuiesced(Message, frozen=True):
     """A pull that ended in doubt: every handle posted for it is terminal now."""
 
     pull: PullId
 
 
-class DisconnectSeen(Message, frozen=True, tag="disconnect-seen"):
+class DisconnectSeen(Message, frozen=True):
     """A connection was lost during a read. Whether that read is over depends on the transports."""
 
     number: int
 
 
-class ChunkMemoryWanted(Message, frozen=True, tag="chunk-memory-wanted"):
+class ChunkMemoryRequest(Message, frozen=True):
     """How much memory for covering reads the mover would use, and has. The reply is `ChunkMemoryGranted`.
 
     These are totals, so that a message that comes twice changes nothing.
@@ -293,7 +293,7 @@ class ChunkMemoryWanted(Message, frozen=True, tag="chunk-memory-wanted"):
     number: int = 0  # of the last `ChunkMemoryGranted` that the mover has; 0: it has none
 
 
-class MoverLeaving(Message, frozen=True, tag="leaving"):
+class MoverLeaving(Message, frozen=True):
     """A resident mover ends and accepts nothing more. When the stream ends, its agent is gone."""
 
     code: Code
@@ -328,6 +328,6 @@ FromMover = (
     | PullProgress
     | PullQuiesced
     | DisconnectSeen
-    | ChunkMemoryWanted
+    | ChunkMemoryRequest
     | MoverLeaving
 )

@@ -55,7 +55,7 @@ class ManifestOutline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     binding: BindingOutline
 
 
-class JoinRankOutline(Message, frozen=True, tag="join-rank"):
+class JoinRankOutline(Message, frozen=True, tag="JoinRank"):
     """A `JoinRank` whose manifest is still encoded."""
 
     request: int
@@ -64,8 +64,8 @@ class JoinRankOutline(Message, frozen=True, tag="join-rank"):
     secret: Annotated[str, REQUIRED_NAME]
 
 
-class EngineManifestOutline(Message, frozen=True, tag="engine-manifest"):
-    """An `EngineManifest` whose manifests are still encoded."""
+class ManifestReplyOutline(Message, frozen=True, tag="ManifestReply"):
+    """A `ManifestReply` whose manifests are still encoded."""
 
     request: int
     boot: Annotated[BootId, NAME]
@@ -74,10 +74,10 @@ class EngineManifestOutline(Message, frozen=True, tag="engine-manifest"):
 
 PeerOutline = (
     peer.PeerHello
-    | peer.FetchEngine
-    | peer.AskGrant
+    | peer.ManifestRequest
+    | peer.GrantRequest
     | peer.RenewGrants
-    | peer.ReturnGrant
+    | peer.ReleaseGrant
     | peer.Acknowledge
     | peer.AbandonTransfer
     | JoinRankOutline
@@ -86,10 +86,10 @@ PeerOutline = (
     | peer.SetRankPolling
     | peer.TransferReleased
     | peer.PeerWelcome
-    | EngineManifestOutline
-    | peer.Granted
+    | ManifestReplyOutline
+    | peer.GrantReply
     | peer.GrantsRenewed
-    | peer.Done
+    | peer.RequestDone
     | peer.StillWaiting
     | peer.PeerRefused
     | BlockIds
@@ -111,10 +111,10 @@ def decode_join_rank(outline: JoinRankOutline) -> peer.JoinRank:
     return peer.JoinRank(request=outline.request, boot=outline.boot, manifest=manifest, secret=outline.secret)
 
 
-def decode_engine_manifest(outline: EngineManifestOutline) -> peer.EngineManifest:
+def decode_manifest_reply(outline: ManifestReplyOutline) -> peer.ManifestReply:
     """Return the message with its manifests decoded. Raises ProtocolError(bad-frame)."""
     ranks = tuple(_decode_manifest(_MANIFEST.decode(bytes(raw))) for raw in outline.ranks)
-    return peer.EngineManifest(request=outline.request, boot=outline.boot, ranks=ranks)
+    return peer.ManifestReply(request=outline.request, boot=outline.boot, ranks=ranks)
 
 
 def _decode_manifest(outline: ManifestOutline) -> RankManifest:

@@ -47,7 +47,7 @@ class Consumer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # --- handshake
 
 
-class PeerHello(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
+class PeerHello(Message, frozen=True, forbid_unknown_fields=False):
     """First message on a connection, and again after a silence. Fields of a later version are ignored."""
 
     request: int
@@ -56,7 +56,7 @@ class PeerHello(Message, frozen=True, forbid_unknown_fields=False, tag="greet"):
     endpoint: Annotated[Endpoint, ENDPOINT]
 
 
-class PeerWelcome(Message, frozen=True, tag="greeting"):
+class PeerWelcome(Message, frozen=True):
     """The negotiated version, and the boot id of the daemon that replies."""
 
     request: int
@@ -66,7 +66,7 @@ class PeerWelcome(Message, frozen=True, tag="greeting"):
     software: Annotated[str, NAME] = ""  # kvxferd's version
 
 
-class FetchEngine(Message, frozen=True, tag="fetch-engine"):
+class ManifestRequest(Message, frozen=True):
     """Request every rank of one engine. The reply waits at most `wait_s` for an incomplete engine."""
 
     request: int
@@ -76,8 +76,8 @@ class FetchEngine(Message, frozen=True, tag="fetch-engine"):
     pp_aware: bool = True
 
 
-class EngineManifest(Message, frozen=True, tag="engine-manifest"):
-    """The reply to `FetchEngine`: one entry per `(pp_rank, tp_rank)`."""
+class ManifestReply(Message, frozen=True):
+    """The reply to `ManifestRequest`: one entry per `(pp_rank, tp_rank)`."""
 
     request: int
     boot: Annotated[BootId, NAME]
@@ -87,7 +87,7 @@ class EngineManifest(Message, frozen=True, tag="engine-manifest"):
 # --- grants
 
 
-class AskGrant(Message, frozen=True, tag="ask-grant"):
+class GrantRequest(Message, frozen=True):
     """Request that this consumer rank may read a transfer. `reads` names the agents that its plan reads.
 
     Another request with the same `grant` returns the same grant. The reply waits at most `wait_s` for an
@@ -107,8 +107,8 @@ class AskGrant(Message, frozen=True, tag="ask-grant"):
     after_tokens: int = -1  # -1: all must be ready
 
 
-class Granted(Message, frozen=True, tag="granted"):
-    """The reply to `AskGrant`: the blocks stay while the grant is renewed, and the source movers poll."""
+class GrantReply(Message, frozen=True):
+    """The reply to `GrantRequest`: the blocks stay while the grant is renewed, and the source movers poll."""
 
     request: int
     grant: Annotated[GrantId, NAME]
@@ -127,28 +127,28 @@ class Granted(Message, frozen=True, tag="granted"):
     part_bytes: int = 0  # of block ids that `stream` carried before this message
 
 
-class RenewGrants(Message, frozen=True, tag="renew-grants"):
+class RenewGrants(Message, frozen=True):
     """Renew all grants that one user holds at this peer, in one message."""
 
     request: int
     grants: GrantIds
 
 
-class GrantsRenewed(Message, frozen=True, tag="grants-renewed"):
+class GrantsRenewed(Message, frozen=True):
     """The reply to `RenewGrants`: `ended` lists the grants that could not be renewed."""
 
     request: int
     ended: GrantIds
 
 
-class ReturnGrant(Message, frozen=True, tag="return-grant"):
+class ReleaseGrant(Message, frozen=True):
     """End the grant of a pull that failed or was cancelled. It does not count as an acknowledgement."""
 
     request: int
     grant: Annotated[GrantId, NAME]
 
 
-class Acknowledge(Message, frozen=True, tag="acknowledge"):
+class Acknowledge(Message, frozen=True):
     """This consumer rank has the bytes. Repeated until the reply comes; a duplicate counts once."""
 
     request: int
@@ -158,7 +158,7 @@ class Acknowledge(Message, frozen=True, tag="acknowledge"):
     bytes: Annotated[int, msgspec.Meta(ge=0)]  # that the rank read
 
 
-class AbandonTransfer(Message, frozen=True, tag="abandon-transfer"):
+class AbandonTransfer(Message, frozen=True):
     """No rank of the consumer's engine will read the transfer any more."""
 
     request: int
@@ -166,19 +166,19 @@ class AbandonTransfer(Message, frozen=True, tag="abandon-transfer"):
     consumer: Consumer
 
 
-class Done(Message, frozen=True, tag="done"):
+class RequestDone(Message, frozen=True):
     """The reply to a returned grant, an acknowledgement, an abandonment or a member's report."""
 
     request: int
 
 
-class StillWaiting(Message, frozen=True, tag="still-waiting"):
-    """To a `FetchEngine` or `AskGrant` that was sent again: it is kept, and its reply comes later."""
+class StillWaiting(Message, frozen=True):
+    """To a `ManifestRequest` or `GrantRequest` that was sent again: it is kept, and its reply comes later."""
 
     request: int
 
 
-class PeerRefused(Message, frozen=True, tag="peer-refused"):
+class PeerRefused(Message, frozen=True):
     """The request is refused; `code` tells whether another attempt can help."""
 
     request: int
@@ -190,7 +190,7 @@ class PeerRefused(Message, frozen=True, tag="peer-refused"):
 # --- an engine that spans nodes: its members and their home
 
 
-class JoinRank(Message, frozen=True, tag="join-rank"):
+class JoinRank(Message, frozen=True):
     """Member to home: a rank that has registered with the member. Repeated as a heartbeat."""
 
     request: int
@@ -200,7 +200,7 @@ class JoinRank(Message, frozen=True, tag="join-rank"):
     secret: Annotated[str, REQUIRED_NAME]
 
 
-class LeaveRank(Message, frozen=True, tag="leave-rank"):
+class LeaveRank(Message, frozen=True):
     """Member to home: the rank is gone, or has another mover or mapping now."""
 
     request: int
@@ -212,7 +212,7 @@ class LeaveRank(Message, frozen=True, tag="leave-rank"):
     secret: Annotated[str, REQUIRED_NAME]  # as in `JoinRank`
 
 
-class RankReady(Message, frozen=True, tag="rank-ready"):
+class RankReady(Message, frozen=True):
     """Member to home: a rank has finished writing a transfer's blocks."""
 
     request: int
@@ -225,16 +225,16 @@ class RankReady(Message, frozen=True, tag="rank-ready"):
     ready_tokens: int = -1  # tokens [0, ready_tokens) are written; -1: all
 
 
-class SetRankPolling(Message, frozen=True, tag="attend-rank"):
-    """Home to member: the rank's mover must poll, or need not any more. The reply is `Done`."""
+class SetRankPolling(Message, frozen=True):
+    """Home to member: the rank's mover must poll, or need not any more. The reply is `RequestDone`."""
 
     request: int
     agent: Annotated[AgentName, NAME]
     on: bool
 
 
-class TransferReleased(Message, frozen=True, tag="transfer-released"):
-    """Home to member: send `Released` to the engine's ranks on this node. The reply is `Done`."""
+class TransferReleased(Message, frozen=True):
+    """Home to member: send `Released` to the engine's ranks on this node. The reply is `RequestDone`."""
 
     request: int
     engine_id: Annotated[EngineId, NAME]
@@ -245,10 +245,10 @@ class TransferReleased(Message, frozen=True, tag="transfer-released"):
 
 RequestMessage = (
     PeerHello
-    | FetchEngine
-    | AskGrant
+    | ManifestRequest
+    | GrantRequest
     | RenewGrants
-    | ReturnGrant
+    | ReleaseGrant
     | Acknowledge
     | AbandonTransfer
     | JoinRank
@@ -257,7 +257,9 @@ RequestMessage = (
     | SetRankPolling
     | TransferReleased
 )
-ReplyMessage = PeerWelcome | EngineManifest | Granted | GrantsRenewed | Done | StillWaiting | PeerRefused
+ReplyMessage = (
+    PeerWelcome | ManifestReply | GrantReply | GrantsRenewed | RequestDone | StillWaiting | PeerRefused
+)
 PeerMessage = RequestMessage | ReplyMessage | BlockIds
 
 

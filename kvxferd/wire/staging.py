@@ -22,7 +22,7 @@ MAX_CHUNK_RUNS = 512
 STAMP_BYTES = 16
 
 
-class ChunkRequest(Message, frozen=True, tag="ask"):
+class ChunkRequest(Message, frozen=True):
     """Copy these address ranges, one behind the other, into a staging buffer."""
 
     number: int  # chosen by the reader; never used twice
@@ -31,7 +31,7 @@ class ChunkRequest(Message, frozen=True, tag="ask"):
     metadata: bytes  # of the reader's agent, for the reply
 
 
-class ChunkReady(Message, frozen=True, tag="lent"):
+class ChunkReady(Message, frozen=True):
     """The reply to `ChunkRequest`: the bytes are valid while the stamp is unchanged."""
 
     number: int
@@ -40,14 +40,14 @@ class ChunkReady(Message, frozen=True, tag="lent"):
     stamp: bytes
 
 
-class ChunkRefused(Message, frozen=True, tag="denied"):
+class ChunkRefused(Message, frozen=True):
     """The refusal of a `ChunkRequest`, and why."""
 
     number: int
     message: str
 
 
-class ChunkRelease(Message, frozen=True, tag="returned"):
+class ChunkRelease(Message, frozen=True):
     """The chunk has been read, or is not needed any more."""
 
     number: int

@@ -42,18 +42,18 @@ class RegionExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 # --- client to daemon
 
 
-class Hello(Message, frozen=True, forbid_unknown_fields=False, tag="hello"):
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
     """The first frame. Fields of a later version are ignored: the version is negotiated first."""
 
     versions: Versions
     client: str  # name and version, for logs
 
 
-class Register(Message, frozen=True, tag="register"):
+class Register(Message, frozen=True):
     """This connection is a rank, with memory. Carries the regions' descriptors, and last a socket.
 
-    The rank's mover writes each `Delivered` into the socket itself, a packet each, and the daemon does not
-    send it. Only while the socket is full does the daemon send it.
+    The rank's mover writes each `TicketDelivered` into the socket itself, a packet each, and the daemon does
+    not send it. Only while the socket is full does the daemon send it.
     """
 
     request: int
@@ -65,7 +65,7 @@ class Register(Message, frozen=True, tag="register"):
     num_descriptors: int = 0  # of the regions in all, where more follow; 0: all are in this frame
 
 
-class Attach(Message, frozen=True, tag="attach"):
+class Attach(Message, frozen=True):
     """This connection publishes for an engine and has no memory of its own (a scheduler)."""
 
     request: int
@@ -73,7 +73,7 @@ class Attach(Message, frozen=True, tag="attach"):
     generation: Generation  # "": the newest whose ranks are registered, which `Registered` names
 
 
-class Publish(Message, frozen=True, tag="publish"):
+class Publish(Message, frozen=True):
     """A request's blocks may be read. The fence word is in the page before this is sent."""
 
     transfer_id: TransferId
@@ -92,7 +92,7 @@ class Publish(Message, frozen=True, tag="publish"):
     ready_tokens: int = -1
 
 
-class Ready(Message, frozen=True, tag="ready"):
+class Ready(Message, frozen=True):
     """This rank has written the transfer's blocks, or so many tokens of them.
 
     The session that published may add blocks: `ids` follow those that were sent before. It may send them
@@ -106,19 +106,19 @@ class Ready(Message, frozen=True, tag="ready"):
     stream: int = 0
 
 
-class Unpublish(Message, frozen=True, tag="unpublish"):
+class Unpublish(Message, frozen=True):
     """The publisher withdraws a transfer. It may use the blocks again at `Released`."""
 
     transfer_id: TransferId
 
 
-class Prepare(Message, frozen=True, tag="prepare"):
+class Prepare(Message, frozen=True):
     """A pull of this reference will follow: do the handshake, plan and connect now."""
 
     ref: TransferRef
 
 
-class Pull(Message, frozen=True, tag="pull"):
+class PullRequest(Message, frozen=True):
     """Read a transfer into this rank's blocks."""
 
     ticket: Ticket
@@ -131,13 +131,13 @@ class Pull(Message, frozen=True, tag="pull"):
     progressive: bool = False
 
 
-class Cancel(Message, frozen=True, tag="cancel"):
+class Cancel(Message, frozen=True):
     """Stop a pull. Its terminal event still comes."""
 
     ticket: Ticket
 
 
-class DeliveredByMover(Message, frozen=True, tag="noticed"):
+class DeliveredByMover(Message, frozen=True):
     """The latest pulls that a mover has reported as delivered. Sent before `Suspend` and before the end.
 
     The mover's own report may still be on its way to the daemon, or be lost by the mover's end. By this
@@ -147,7 +147,7 @@ class DeliveredByMover(Message, frozen=True, tag="noticed"):
     tickets: tuple[Ticket, ...]
 
 
-class PullsResumed(Message, frozen=True, tag="pulls-resumed"):
+class PullsResumed(Message, frozen=True):
     """The reply to `PullsInterrupted`: the pulls to read again, and those that the mover delivered."""
 
     number: int  # of the interruption
@@ -155,17 +155,17 @@ class PullsResumed(Message, frozen=True, tag="pulls-resumed"):
     arrived: tuple[Ticket, ...] = ()
 
 
-class Abandon(Message, frozen=True, tag="abandon"):
+class Abandon(Message, frozen=True):
     """This rank's engine will not read the transfer any more, on any rank."""
 
     ref: TransferRef
 
 
-class Suspend(Message, frozen=True, tag="suspend"):
+class Suspend(Message, frozen=True):
     """Unmap this rank's memory, which the engine frees only after `Suspended`."""
 
 
-class Resume(Message, frozen=True, tag="resume"):
+class Resume(Message, frozen=True):
     """The rank's memory is back, in a new mapping. Carries the regions' descriptors."""
 
     request: int
@@ -174,11 +174,11 @@ class Resume(Message, frozen=True, tag="resume"):
     placement: Annotated[str, NAME] = "child"
 
 
-class NewMover(Message, frozen=True, tag="new-mover"):
-    """Another resident mover, after `MoverWanted`. Carries one descriptor: its socket."""
+class NewMover(Message, frozen=True):
+    """Another resident mover, after `MoverRequest`. Carries one descriptor: its socket."""
 
 
-class MoverAcknowledged(Message, frozen=True, tag="mover-acknowledged"):
+class MoverAcknowledged(Message, frozen=True):
     """The client watches the pidfd of `MoverOffered`. The mover may have the memory."""
 
     number: int
@@ -187,7 +187,7 @@ class MoverAcknowledged(Message, frozen=True, tag="mover-acknowledged"):
 # --- daemon to client
 
 
-class Welcome(Message, frozen=True, tag="welcome"):
+class Welcome(Message, frozen=True):
     """The negotiated version, and the boot id of the daemon."""
 
     version: int
@@ -195,7 +195,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     lease_s: float  # of a publish that names none
 
 
-class Registered(Message, frozen=True, tag="registered"):
+class Registered(Message, frozen=True):
     """The rank is readable. It is also the reply to `Attach` and to `Resume`.
 
     The reply to `Register` and to `Attach` carries one descriptor: the session's fence page.
@@ -206,13 +206,13 @@ class Registered(Message, frozen=True, tag="registered"):
     generation: Annotated[Generation, NAME] = Generation("")  # in the reply to an `Attach` that named none
 
 
-class FdsWanted(Message, frozen=True, tag="descriptors-wanted"):
+class FdsRequest(Message, frozen=True):
     """Send the rest of the descriptors: the `Register` that announced them is accepted so far."""
 
     request: int
 
 
-class EngineRanks(Message, frozen=True, tag="engine-ranks"):
+class EngineRanks(Message, frozen=True):
     """The new ranks, or new incarnations of ranks, of the session's engine.
 
     Sent before `registered`, and whenever a rank registers or is mapped again. A rank that leaves is not
@@ -222,11 +222,11 @@ class EngineRanks(Message, frozen=True, tag="engine-ranks"):
     ranks: RankIncarnations
 
 
-class MoverChanged(Message, frozen=True, tag="mover-changed"):
+class MoverChanged(Message, frozen=True):
     """The rank's mover was replaced."""
 
 
-class MoverOffered(Message, frozen=True, tag="mover-offered"):
+class MoverOffered(Message, frozen=True):
     """A mover for the rank. Carries its pidfd, which is readable once it is dead.
 
     The daemon sends the mover neither memory nor pulls before `MoverAcknowledged` of this number.
@@ -235,11 +235,11 @@ class MoverOffered(Message, frozen=True, tag="mover-offered"):
     number: int  # of the session's offers, from 1 on
 
 
-class MoverWanted(Message, frozen=True, tag="mover-wanted"):
+class MoverRequest(Message, frozen=True):
     """The rank's resident mover has ended or is ending: start another and send `NewMover`."""
 
 
-class Refused(Message, frozen=True, tag="refused"):
+class Refused(Message, frozen=True):
     """A `Register`, `Attach` or `Resume` is refused; the connection stays open."""
 
     request: int
@@ -248,7 +248,7 @@ class Refused(Message, frozen=True, tag="refused"):
     retry_after_s: float = 0.0  # with the code `busy`
 
 
-class Delivered(Message, frozen=True, tag="delivered"):
+class TicketDelivered(Message, frozen=True):
     """The pull's blocks hold exactly the published bytes."""
 
     ticket: Ticket
@@ -257,8 +257,8 @@ class Delivered(Message, frozen=True, tag="delivered"):
     wire_s: float
 
 
-class Failed(Message, frozen=True, tag="failed"):
-    """The pull ended without its bytes. Blocks that are not safe stay quarantined until `Quiesced`."""
+class TicketFailed(Message, frozen=True):
+    """The pull ended without its bytes. Blocks that are not safe stay quarantined until `TicketQuiesced`."""
 
     ticket: Ticket
     code: Code
@@ -267,13 +267,13 @@ class Failed(Message, frozen=True, tag="failed"):
     retry_after_s: float = 0.0  # with the code `busy`
 
 
-class Quiesced(Message, frozen=True, tag="quiesced"):
+class TicketQuiesced(Message, frozen=True):
     """Nothing writes the failed pull's blocks any more."""
 
     ticket: Ticket
 
 
-class PullsInterrupted(Message, frozen=True, tag="pulls-interrupted"):
+class PullsInterrupted(Message, frozen=True):
     """The mover of these pulls is dead. It may have sent Delivered to the worker alone.
 
     None is read again before `PullsResumed` names it: the engine may use delivered blocks already.
@@ -283,7 +283,7 @@ class PullsInterrupted(Message, frozen=True, tag="pulls-interrupted"):
     tickets: tuple[Ticket, ...]
 
 
-class Released(Message, frozen=True, tag="released"):
+class Released(Message, frozen=True):
     """The transfer is over: the engine may use its blocks on this rank again.
 
     Sent once to the publisher and each rank.
@@ -297,7 +297,7 @@ class Released(Message, frozen=True, tag="released"):
     why: Code
 
 
-class PublishRefused(Message, frozen=True, tag="publish-refused"):
+class PublishRefused(Message, frozen=True):
     """The publish is refused: the transfer was never readable, and the engine may use the blocks again.
 
     Attributes:
@@ -313,11 +313,11 @@ class PublishRefused(Message, frozen=True, tag="publish-refused"):
     retry_after_s: float = 0.0
 
 
-class Suspended(Message, frozen=True, tag="suspended"):
+class Suspended(Message, frozen=True):
     """No process but the worker maps the rank's memory: it may be freed now."""
 
 
-class Farewell(Message, frozen=True, tag="farewell"):
+class Farewell(Message, frozen=True):
     """The daemon's last frame: it closes this connection, and why."""
 
     code: Code
@@ -334,7 +334,7 @@ ClientMessage = (
     | Ready
     | Unpublish
     | Prepare
-    | Pull
+    | PullRequest
     | Cancel
     | DeliveredByMover
     | PullsResumed
@@ -347,15 +347,15 @@ ClientMessage = (
 DaemonMessage = (
     Welcome
     | Registered
-    | FdsWanted
+    | FdsRequest
     | EngineRanks
     | MoverChanged
     | MoverOffered
-    | MoverWanted
+    | MoverRequest
     | Refused
-    | Delivered
-    | Failed
-    | Quiesced
+    | TicketDelivered
+    | TicketFailed
+    | TicketQuiesced
     | PullsInterrupted
     | Released
     | PublishRefused

@@ -85,9 +85,9 @@ def test_without_nixl_it_lives_and_registrations_are_told_why(fleet: Fleet, tmp_
             fleet.register(daemon, spec_of("prefill"))
         assert raised.value.code == "nixl-unavailable"
         assert "blocked for a test" in raised.value.message
-        status, answer = daemon.control.request("GET", "/readyz")
+        status, reply = daemon.control.request("GET", "/readyz")
         assert status == 503
-        assert "nixl" in " ".join(answer["reasons"])
+        assert "nixl" in " ".join(reply["reasons"])
     finally:
         assert daemon.stop() == 0
 

@@ -275,15 +275,15 @@ def record(finished: Run) -> None:
     EVIDENCE.write_text("".join(parts))
 
 
-def why_not(proof: Proof, asked: argparse.Namespace, last: dict[str, object], left_s: float) -> str:
+def why_not(proof: Proof, requested: argparse.Namespace, last: dict[str, object], left_s: float) -> str:
     """Return why a proof does not run now; "" where it does."""
-    if proof.on_demand and not asked.names:
+    if proof.on_demand and not requested.names:
         return f"on demand: make proofs ONLY={proof.name}"
     if missing := proof.missing():
         return missing
     since = str(last.get("commit", "")) if last.get("result") == "passed" else ""
-    since = since if asked.stale else asked.changed
-    if (asked.stale or asked.changed) and unchanged_since(proof, since):
+    since = since if requested.stale else requested.changed
+    if (requested.stale or requested.changed) and unchanged_since(proof, since):
         return f"unchanged since {since}"
     return f"no time left: {proof.minutes:g} min" if proof.minutes * 60 > left_s else ""
 
@@ -300,19 +300,19 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin none that takes longer")
     parser.add_argument("--record", action="store_true", help="write the results into docs/evidence")
-    asked = parser.parse_args()
-    if unknown := set(asked.names) - set(names):
+    requested = parser.parse_args()
+    if unknown := set(requested.names) - set(names):
         parser.error(f"there is no proof {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     _commit()
     evidence = read_evidence()
-    end = time.monotonic() + 60 * asked.minutes
+    end = time.monotonic() + 60 * requested.minutes
     finished = []
     for proof in sorted(PROOFS, key=lambda one: one.minutes):
-        if asked.names and proof.name not in asked.names:
+        if requested.names and proof.name not in requested.names:
             continue
-        why = why_not(proof, asked, evidence.get(proof.name, {}), end - time.monotonic())
-        finished.append(Run(proof, "skipped", why=why) if why else run(proof, asked.args.strip()))
-        if asked.record and finished[-1].result != "skipped":
+        why = why_not(proof, requested, evidence.get(proof.name, {}), end - time.monotonic())
+        finished.append(Run(proof, "skipped", why=why) if why else run(proof, requested.args.strip()))
+        if requested.record and finished[-1].result != "skipped":
             record(finished[-1])
     show(finished)
     return int(any(one.result == "failed" for one in finished))

@@ -14,14 +14,14 @@ from kvxferd.bench.points import Point, point_of
 from kvxferd.bench.protocol import Sample
 from kvxferd.bench.results import Machine, Result
 from kvxferd.bench.rounds import Round, Rounds
-from kvxferd.bench.shapes import Deployment
+from kvxferd.bench.shapes import BenchDeployment
 
 MIB = 1 << 20
 
 
 def a_case() -> Case:
     """One that does not matter."""
-    deployment = Deployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
+    deployment = BenchDeployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
     return Case(deployment=deployment, lists=BlockPattern.SCATTERED, blocks=4)
 
 

@@ -19,5 +19,5 @@ def second(spec):
     return msgspec.structs.replace(spec, pp_rank=1)
 
 
-def is_not_allowed(answer: Message) -> bool:
-    return isinstance(answer, PeerRefused) and answer.code is Code.NOT_ALLOWED
+def is_not_allowed(reply: Message) -> bool:
+    return isinstance(reply, PeerRefused) and reply.code is Code.NOT_ALLOWED

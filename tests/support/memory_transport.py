@@ -18,9 +18,9 @@ from kvxferd.ids import AgentName
 from kvxferd.mover.transport.base import (
     HOST,
     MemoryKind,
+    MemoryRange,
     ReadHandle,
     ReadKinds,
-    Span,
     TransportError,
     check_agent_name,
 )
@@ -33,7 +33,7 @@ class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `metadata` encodes."""
 
     agent: AgentName
-    spans: tuple[Span, ...]
+    spans: tuple[MemoryRange, ...]
 
 
 @dataclass
@@ -62,8 +62,8 @@ class MemoryTransport:
     def __init__(self, fabric: Fabric, agent: AgentName) -> None:
         self._fabric = fabric
         self._agent = agent
-        self._spans: set[Span] = set()
-        self._remote_spans: dict[AgentName, set[Span]] = {}
+        self._spans: set[MemoryRange] = set()
+        self._remote_spans: dict[AgentName, set[MemoryRange]] = {}
         self._lost: set[AgentName] = set()
         fabric.agents[agent] = self
 
@@ -80,13 +80,13 @@ class MemoryTransport:
         """The agents that are loaded here."""
         return set(self._remote_spans)
 
-    def register(self, span: Span) -> None:
+    def register(self, span: MemoryRange) -> None:
         self._spans.add(span)
 
-    def deregister(self, span: Span) -> None:
+    def deregister(self, span: MemoryRange) -> None:
         self._spans.remove(span)
 
-    def metadata(self, spans: Sequence[Span]) -> bytes:
+    def metadata(self, spans: Sequence[MemoryRange]) -> bytes:
         if not spans or not self._spans.issuperset(spans):
             raise TransportError("cannot describe memory that is not registered", settled=True)
         return msgspec.msgpack.encode(_Metadata(self._agent, tuple(spans)))
@@ -161,7 +161,7 @@ class MemoryTransport:
         read.done = True
 
 
-def _within(spans: set[Span], place: MemoryKind, addresses: Uint64s, lengths: Uint64s) -> bool:
+def _within(spans: set[MemoryRange], place: MemoryKind, addresses: Uint64s, lengths: Uint64s) -> bool:
     """Whether each stretch is in one span, as the library demands of a descriptor."""
     alike = [span for span in spans if (span.mem_type, span.device) == (place.mem_type, place.device)]
     return not place.staged and all(

@@ -35,7 +35,7 @@ from kvxferd.memory import SealedMemory
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import MoverPool
-from kvxferd.mover.supervisor.pool_events import Tick
+from kvxferd.mover.supervisor.pool_events import TimersDue
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Plan, encode_plan, make_plan
 from kvxferd.wire.block_id_parts import split_block_ids
@@ -44,7 +44,7 @@ from kvxferd.wire.mover import (
     Bind,
     Bound,
     ChunkMemoryGranted,
-    ChunkMemoryWanted,
+    ChunkMemoryRequest,
     FenceLocation,
     FenceMapped,
     FromMover,
@@ -129,7 +129,7 @@ class AwaitedPool(MoverPool):
         """Keep that many ready from now on, and fork them now."""
         self._decisions.size = size
         self._decisions._fill()
-        self._feed(Tick())
+        self._feed(TimersDue())
 
 
 class Node:
@@ -152,7 +152,7 @@ class Node:
         self._chunk_memory = chunk_memory
         self.said: list[tuple[MoverId, FromMover]] = []
         self.exits: list[MoverId] = []
-        self.chunk_reports: dict[MoverId, ChunkMemoryWanted] = {}  # the last one of each
+        self.chunk_reports: dict[MoverId, ChunkMemoryRequest] = {}  # the last one of each
         self._changed = asyncio.Event()
         self.pool = AwaitedPool(
             boot=BootId(name),
@@ -179,7 +179,7 @@ class Node:
             gone.clear()
 
     def _message(self, mover: MoverId, message: FromMover) -> None:
-        if isinstance(message, ChunkMemoryWanted):
+        if isinstance(message, ChunkMemoryRequest):
             self.chunk_reports[mover] = message
             self._changed.set()
             size = min(message.wanted_bytes, self._chunk_memory)
@@ -200,7 +200,7 @@ class Node:
                 await self._changed.wait()
             return value
 
-    async def heard(self, mover: MoverHandle, kind: type[T], deadline_s: float = DEADLINE_S) -> T:
+    async def received(self, mover: MoverHandle, kind: type[T], deadline_s: float = DEADLINE_S) -> T:
         """Wait for the first message of a kind, and take it out."""
 
         def find() -> T | None:
@@ -304,7 +304,7 @@ async def bind(node: Node, rank: Worker) -> tuple[MoverHandle, Bound]:
     """Take a mover and give it the rank's memory."""
     mover = await asyncio.wait_for(node.pool.acquire(), DEADLINE_S)
     mover.send(Bind(regions=rank.export(), read_way=node.read_way), rank.fds)
-    return mover, await node.heard(mover, Bound)
+    return mover, await node.received(mover, Bound)
 
 
 @dataclass
@@ -330,9 +330,9 @@ async def serve(node: Node, rank: Worker) -> Served:
     mover, bound = await bind(node, rank)
     page = SharedFencePage()
     mover.send(MapFence(session=SessionId(1), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
-    fence = await node.heard(mover, FenceMapped)
+    fence = await node.received(mover, FenceMapped)
     mover.send(SetPolling(on=True, token=5))
-    assert (await node.heard(mover, Polling)).token == 5
+    assert (await node.received(mover, Polling)).token == 5
     return Served(rank, node, mover, bound, page, fence)
 
 
@@ -386,7 +386,7 @@ class Sink:
         return number
 
     async def outcome(self, number: PullId, deadline_s: float = DEADLINE_S) -> PullOutcome:
-        done = await self.node.heard(self.mover, PullDone, deadline_s)
+        done = await self.node.received(self.mover, PullDone, deadline_s)
         assert done.pull == number
         return done.outcome
 

@@ -66,7 +66,7 @@ class Side:
         export = RegionExport(region=POOL, size_bytes=POOL_BYTES, fd_index=0)
         fds = (self.memory.fd, self.deliveries[1].fileno(), pidfd)
         self.mover.send(Bind(regions=(export,), read_way=self.node.read_way), fds)
-        self.bound = await self.node.heard(self.mover, Bound)
+        self.bound = await self.node.received(self.mover, Bound)
 
     @property
     def address(self) -> int:
@@ -102,9 +102,9 @@ class Movers:
         self.page.write(0, self.word)
         mover = self.source.mover
         mover.send(MapFence(session=SessionId(1), size_bytes=FENCE_PAGE_BYTES), (self.page.fd,))
-        self.fence = await self.source.node.heard(mover, FenceMapped)
+        self.fence = await self.source.node.received(mover, FenceMapped)
         mover.send(SetPolling(on=True, token=1))
-        await self.source.node.heard(mover, Polling)
+        await self.source.node.received(mover, Polling)
         for metadata in (self.source.bound.metadata, self.fence.metadata):
             self.sink.mover.send(LoadRemote(agent=mover.agent, metadata=metadata))
 
@@ -167,7 +167,7 @@ class Movers:
 
     async def _outcome(self, start: StartPull) -> PullOutcome:
         self.sink.mover.send(start)
-        done = await self.sink.node.heard(self.sink.mover, PullDone)
+        done = await self.sink.node.received(self.sink.mover, PullDone)
         assert done.pull == start.pull
         return done.outcome
 

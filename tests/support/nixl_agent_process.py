@@ -8,7 +8,7 @@ import sys
 
 from kvxferd.ids import AgentName
 from kvxferd.memory import Mapping, SealedMemory, map_memfd
-from kvxferd.mover.transport.base import Span
+from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.nixl import NixlTransport, import_library
 
 
@@ -25,26 +25,26 @@ def main() -> None:
         if not line:
             return
         command = json.loads(line)
-        answer: object = None
+        reply: object = None
         match command["do"]:
             case "allocate":
                 memory = SealedMemory.create(command["size"])
                 mapping = map_memfd(memory.fd, command["size"])
                 kept[mapping.address] = (memory, mapping)
-                transport.register(Span(mapping.address, command["size"], "DRAM", command["device"]))
-                answer = mapping.address
+                transport.register(MemoryRange(mapping.address, command["size"], "DRAM", command["device"]))
+                reply = mapping.address
             case "describe":
-                answer = transport.metadata([Span(*span) for span in command["spans"]]).hex()
+                reply = transport.metadata([MemoryRange(*span) for span in command["spans"]]).hex()
             case "tell":
                 to = transport.load_remote(bytes.fromhex(command["metadata"]))
                 transport.notify(to, bytes.fromhex(command["note"]))
             case "heard":
-                answer = [(agent, note.hex()) for agent, note in transport.receive_notifications()]
+                reply = [(agent, note.hex()) for agent, note in transport.receive_notifications()]
             case "write":
                 _, mapping = kept[command["address"]]
                 content = bytes.fromhex(command["content"])
                 mapping.view()[command["offset"] : command["offset"] + len(content)] = content
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(reply), flush=True)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def node_snapshot(*, draining: bool = False) -> NodeSnapshot:
                 engines=(remote,),
                 num_grants=7,
                 round_trip_s=0.0011,
-                last_answer_s=1.75,
+                last_reply_s=1.75,
             ),
         ),
         transfers=(_transfer("req-1", "granted", 2), _transfer("req-2", "writing", 0)),

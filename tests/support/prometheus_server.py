@@ -89,7 +89,7 @@ class PrometheusServer:
         ]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_until(lambda: self._answers("/-/ready"), "Prometheus is ready", LIMIT_S)
+        wait_until(lambda: self._replies("/-/ready"), "Prometheus is ready", LIMIT_S)
 
     def close(self) -> None:
         """End it; its files stay for the test's report."""
@@ -115,10 +115,10 @@ class PrometheusServer:
         """Return the samples of an instant query: `metric` and `value`."""
         path = "/api/v1/query?" + urllib.parse.urlencode({"query": expression})
         try:
-            answer = self._get(path)
+            reply = self._get(path)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{expression}: {error.read().decode()}") from error
-        return list(answer["data"]["result"])
+        return list(reply["data"]["result"])
 
     def firing(self) -> list[dict[str, Any]]:
         """Return the alerts that fire: `labels` and `annotations`."""
@@ -153,12 +153,12 @@ class PrometheusServer:
         draft.write_text(json.dumps(groups))
         draft.rename(self._targets_file)
 
-    def _answers(self, path: str) -> bool:
+    def _replies(self, path: str) -> bool:
         assert self._process.poll() is None, f"Prometheus ended: {self.log.read_text()[-2000:]}"
         with suppress(OSError), urllib.request.urlopen(self._url + path, timeout=5):
             return True
         return False
 
     def _get(self, path: str) -> Any:
-        with urllib.request.urlopen(self._url + path, timeout=20) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(self._url + path, timeout=20) as reply:
+            return json.load(reply)

@@ -19,7 +19,7 @@ from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.mover.process.device_scatter import DeviceScatterer
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import Scatterer, ScatterJob
-from kvxferd.mover.transport.base import Span
+from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import MAX_RUNS, encode_plan, make_plan
@@ -70,7 +70,7 @@ class Memory:
 
     def __init__(self, transport: MemoryTransport, size: int) -> None:
         self.page = mmap.mmap(-1, size)
-        self.span = Span(ctypes.addressof(ctypes.c_char.from_buffer(self.page)), size)
+        self.span = MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(self.page)), size)
         transport.register(self.span)
         self.array = np.frombuffer(self.page, dtype=np.uint8)
 
@@ -82,7 +82,7 @@ class FakeDeviceMemory:
         device = driver.devices()[1]
         self.uuid = device.uuid
         self.pool = DevicePool(device.uuid, driver)
-        self.span = Span(self.pool.allocate(size).address, size, driver.mem_type, device.ordinal)
+        self.span = MemoryRange(self.pool.allocate(size).address, size, driver.mem_type, device.ordinal)
         transport.register(self.span)
         memory = (ctypes.c_uint8 * size).from_address(self.span.address)
         self.array = np.ctypeslib.as_array(memory)
@@ -147,7 +147,7 @@ class Bench:
         plan = make_plan(spec("D", 1, 0), ours, spec("P", 2, 0), remote)
         self.engine.load_plan(DIGEST, encode_plan(plan))
         self.load()
-        self.told: list[FromMover] = []
+        self.reported: list[FromMover] = []
         self._next = 0
 
     def close(self) -> None:
@@ -205,16 +205,16 @@ class Bench:
         self.drain()
 
     def drain(self) -> None:
-        self.told += self.engine.outbox
+        self.reported += self.engine.outbox
         self.engine.outbox.clear()
 
     def outcomes(self) -> dict[PullId, PullOutcome]:
-        done = [message for message in self.told if isinstance(message, PullDone)]
+        done = [message for message in self.reported if isinstance(message, PullDone)]
         assert len({d.pull for d in done}) == len(done), "a pull ended twice"
         return {d.pull: d.outcome for d in done}
 
     def quiet(self) -> list[PullId]:
-        return [message.pull for message in self.told if isinstance(message, PullQuiesced)]
+        return [message.pull for message in self.reported if isinstance(message, PullQuiesced)]
 
 
 def scattered(num: int) -> range:

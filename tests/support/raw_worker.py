@@ -24,7 +24,7 @@ class Raw:
         self.socket.connect(path)
         self.link = FrameSocket(self.socket.dup())
         self.deliveries, self._mover_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self.ended = False
         if hello:
             self.say(worker.Hello(versions=worker.WORKER_VERSIONS, client="raw"))
@@ -51,7 +51,7 @@ class Raw:
 
     def next(self) -> Message | None:
         """The next message, None at the end of the connection."""
-        while not self.heard and not self.ended:
+        while not self.received and not self.ended:
             self.socket.settimeout(WAIT_S)
             ready, _, _ = select.select([self.link], [], [], WAIT_S)
             assert ready, "the daemon says nothing"
@@ -63,18 +63,18 @@ class Raw:
                 self.ended = True
                 break
             for frame in frames:
-                self.heard.append(DAEMON_MESSAGES.decode(frame.payload))
+                self.received.append(DAEMON_MESSAGES.decode(frame.payload))
                 for fd in frame.fds:
                     os.close(fd)
-        match self.heard[:1]:
+        match self.received[:1]:
             case [worker.EngineRanks()]:  # comes when it comes
-                self.heard.pop(0)
+                self.received.pop(0)
                 return self.next()
             case [worker.MoverOffered(number=number)]:
-                self.heard.pop(0)
+                self.received.pop(0)
                 self.say(worker.MoverAcknowledged(number=number))
                 return self.next()
-        return self.heard.pop(0) if self.heard else None
+        return self.received.pop(0) if self.received else None
 
     def answer(self) -> Message | None:
         """The next message that is no mover's, which are acknowledged, and no report of ranks."""

@@ -71,11 +71,11 @@ class HttpService:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 headers = {name.lower(): value for name, value in self.headers.items()}
-                answer = service.handle(self.path, body, headers)
-                self.send_response(answer.status)
-                self.send_header("Content-Type", answer.content_type)
+                reply = service.handle(self.path, body, headers)
+                self.send_response(reply.status)
+                self.send_header("Content-Type", reply.content_type)
                 self.end_headers()
-                self.wfile.write(answer.text.encode())
+                self.wfile.write(reply.text.encode())
 
             def log_message(self, *_: Any) -> None:
                 """Print nothing."""

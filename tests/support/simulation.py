@@ -77,7 +77,7 @@ class Worker:
     def known(self) -> RankIncarnations:
         """What its daemons have reported of the engine's ranks, the rank's own included."""
         known: dict[Rank, Incarnation] = {}
-        for report in self.heard(wk.EngineRanks):
+        for report in self.received(wk.EngineRanks):
             known |= dict(report.ranks)
         return tuple(known.items())
 
@@ -91,7 +91,7 @@ class Worker:
         """Say that the rank has written the transfer, or so many tokens of it, in its present memory."""
         self.say(wk.Ready(transfer_id=transfer_id, incarnation=self.incarnation, ready_tokens=ready_tokens))
 
-    def heard(self, kind: type[Message]) -> list[Message]:
+    def received(self, kind: type[Message]) -> list[Message]:
         return [m for m in self.inbox if isinstance(m, kind)]
 
     def exports(self) -> tuple[wk.RegionExport, ...]:
@@ -136,16 +136,24 @@ class Worker:
     ) -> int:
         ticket = next(self.tickets)
         blocks = {"full": PackedBlocks(pack_ids(ids), first)}
-        self.say(wk.Pull(ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=deadline_s))
+        self.say(
+            wk.PullRequest(
+                ticket=ticket, ref=ref, blocks=blocks, num_tokens=num_tokens, deadline_s=deadline_s
+            )
+        )
         return ticket
 
     def reads(self, ref: TransferRef) -> bool:
         """Pull three blocks, and return whether they are delivered at once."""
-        return isinstance(self.ended(self.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+        return isinstance(self.ended(self.pull(ref, SINK_IDS, TOKENS)), wk.TicketDelivered)
 
     def ended(self, ticket: int) -> Message | None:
         """The ticket's terminal event; more than one is a failure."""
-        found = [m for m in self.inbox if isinstance(m, wk.Delivered | wk.Failed) and m.ticket == ticket]
+        found = [
+            m
+            for m in self.inbox
+            if isinstance(m, wk.TicketDelivered | wk.TicketFailed) and m.ticket == ticket
+        ]
         assert len(found) <= 1, found
         return found[0] if found else None
 
@@ -153,7 +161,7 @@ class Worker:
         """Answer for pulls whose mover died, as a client does."""
         ended = {ticket: self.ended(ticket) for ticket in tickets}
         again = tuple(ticket for ticket, event in ended.items() if event is None)
-        delivered = tuple(t for t, event in ended.items() if isinstance(event, wk.Delivered))
+        delivered = tuple(t for t, event in ended.items() if isinstance(event, wk.TicketDelivered))
         if self.connected:
             self.say(wk.PullsResumed(number=number, tickets=again, arrived=delivered))
 
@@ -322,14 +330,14 @@ class Mover:
                 self.worker.ended(start.ticket) is None
             ):  # else it is a client's Quiesced, which the daemon says too
                 before = start.before or mv.PiecesRead(bytes=0, runs=0, wire_s=0.0)
-                told = wk.Delivered(
+                told = wk.TicketDelivered(
                     ticket=start.ticket,
                     bytes=before.bytes + outcome.bytes,
                     runs=before.runs + outcome.runs,
                     wire_s=0.0,
                 )
                 self.worker.inbox.append(told)
-            outcome = msgspec.structs.replace(outcome, told=True)
+            outcome = msgspec.structs.replace(outcome, sent_to_worker=True)
         self.say(mv.PullDone(pull=start.pull, outcome=outcome))
 
     def die(self) -> None:
@@ -480,7 +488,9 @@ class World:
         host.node.check_integrity()
         self.settle()
 
-    def ask(self, host: Host, message: Message, route: bytes = b"stranger", key: str = "") -> list[Message]:
+    def send_request(
+        self, host: Host, message: Message, route: bytes = b"stranger", key: str = ""
+    ) -> list[Message]:
         """Send as a bare peer that has proved that key; return what came back at once."""
         effects = host.node.feed(ev.PeerRequest(route, message, key), self.now)
         host.node.check_integrity()

@@ -357,7 +357,7 @@ def handshake(
 
     from kvxferd.ids import Generation
     from kvxferd.integrations.vllm import KvxferdConnector
-    from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
+    from kvxferd.integrations.vllm.step_metadata import EngineReport
 
     known = {
         "ours": OURS | {"kv_connector_extra_config": {"socket": socket_path}},
@@ -389,7 +389,7 @@ def handshake(
         kv_transfer_state._KV_CONNECTOR_AGENT = worker
         for one in getattr(worker, "sub_connectors", [worker]):
             if isinstance(one, KvxferdConnector):
-                engine = RegisteredEngine(engine_id, Generation(generation), needs_ready=False)
+                engine = EngineReport(engine_id, Generation(generation), needs_ready=False)
                 one._registered_engine = engine  # as `register_kv_caches` leaves it
         if (sent := worker.get_handshake_metadata()) is not None:
             content[stage, 0] = sent

@@ -30,8 +30,8 @@ LAYOUT = attention_layout(
 class Listening:
     """A worker socket, what it said, and sessions by hand."""
 
-    def __init__(self, workers: WorkerSocket, path: str, heard: asyncio.Queue[ev.Event]) -> None:
-        self.workers, self.path, self.heard = workers, path, heard
+    def __init__(self, workers: WorkerSocket, path: str, received: asyncio.Queue[ev.Event]) -> None:
+        self.workers, self.path, self.received = workers, path, received
         self.opened: list[socket.socket] = []
 
     async def session(self) -> socket.socket:
@@ -56,7 +56,7 @@ class Listening:
 
     async def event(self, kind: type) -> ev.Event:
         while True:
-            event = await asyncio.wait_for(self.heard.get(), 5)
+            event = await asyncio.wait_for(self.received.get(), 5)
             if isinstance(event, kind):
                 return event
 
@@ -81,18 +81,18 @@ async def listening(
     max_sessions: int = 256, on_event: Callable[[ev.Event], None] | None = None, **config: Any
 ) -> AsyncIterator[Listening]:
     """A worker socket in a directory that everybody may enter. `on_event`: sees each event first."""
-    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+    received: asyncio.Queue[ev.Event] = asyncio.Queue()
 
     def hear(event: ev.Event) -> None:
         if on_event is not None:
             on_event(event)
-        heard.put_nowait(event)
+        received.put_nowait(event)
 
     with open_directory() as directory:
         path = str(directory / "worker.sock")
         workers = WorkerSocket(WorkerConfig(socket=path, **config), hear, max_sessions)
         workers.start()
-        found = Listening(workers, path, heard)
+        found = Listening(workers, path, received)
         try:
             yield found
         finally:

@@ -51,7 +51,7 @@ def test_what_looks_like_a_key_has_a_fingerprint(key: bytes, around: str) -> Non
         "a public key of 64 hex digits",
         "num_tokens=4096 block_tokens: 16",
         "curve_secret_key_file = '/etc/kvxferd/peer.key'",
-        "cannot reach tcp://10.0.0.1:9441: no answer to PeerHello for 2 s",
+        "cannot reach tcp://10.0.0.1:9441: no reply to PeerHello for 2 s",
         "UCX_TLS=rc,cuda_copy pid=12 uid=0",
         "python3 -m kvxferd.cli drain --wait",
     ],

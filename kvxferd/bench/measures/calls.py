@@ -8,7 +8,7 @@ from kvxferd.bench.cases import BlockPattern, Case
 from kvxferd.bench.implementations import KvxferdPulls
 from kvxferd.bench.points import percentile
 from kvxferd.bench.rounds import verify_all_bytes
-from kvxferd.bench.shapes import IDS_SHAPE, Deployment
+from kvxferd.bench.shapes import IDS_SHAPE, BenchDeployment
 from kvxferd.bench.testbed import Testbed
 from kvxferd.bench.workload import Workload
 
@@ -27,7 +27,7 @@ class Calls:
 
 async def measure_calls(testbed: Testbed, workload: Workload) -> Calls:
     """Measure calls whose ids are an int32 buffer, which the client copies."""
-    deployment = Deployment(name="ids", shape=IDS_SHAPE, layers=1, pool_blocks=max(NUM_IDS))
+    deployment = BenchDeployment(name="ids", shape=IDS_SHAPE, layers=1, pool_blocks=max(NUM_IDS))
     times: dict[int, list[float]] = {num: [] for num in NUM_IDS}
     async with testbed.pair(deployment) as pair:
         ours = KvxferdPulls(pair, is_prepared=False)

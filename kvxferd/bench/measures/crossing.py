@@ -13,8 +13,8 @@ from kvxferd.bench import protocol
 from kvxferd.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case
 from kvxferd.bench.points import median
 from kvxferd.bench.processes import BenchProcesses
-from kvxferd.bench.shapes import Deployment, EngineOptions, footprint
-from kvxferd.bench.testbed import EnginePair, Testbed
+from kvxferd.bench.shapes import BenchDeployment, EngineOptions, footprint
+from kvxferd.bench.testbed import RunningEngines, Testbed
 from kvxferd.bench.workload import MIB, CrossingSize
 from kvxferd.core.snapshot import PullRecord
 from kvxferd.errors import KvxferdError
@@ -75,7 +75,7 @@ class _Contender:
     """One way to move a case: engines, and what their pulls took."""
 
     name: str
-    pair: EnginePair
+    pair: RunningEngines
     seconds: list[float] = field(default_factory=list)
     bytes: int = 0
     runs: int = 0
@@ -123,12 +123,12 @@ async def _measure_pairs(
             yield await _measure_point(pairs, transport, crossing, one)
 
 
-def deployment_of(name: str, crossing: Crossing, num_tokens: int) -> Deployment:
+def deployment_of(name: str, crossing: Crossing, num_tokens: int) -> BenchDeployment:
     """Return engines with room for requests of so many tokens, and half as much beside them."""
     source, sink = crossing.source, crossing.sink
     whole = math.lcm(source.block_tokens, sink.block_tokens)
     room = -(-num_tokens * 3 // (2 * whole)) * whole
-    return Deployment(
+    return BenchDeployment(
         name=name,
         shape=SHAPE,
         layers=LAYERS,
@@ -145,14 +145,14 @@ def memory_bytes(size: CrossingSize) -> int:
 
 def request_tokens(crossing: Crossing, size_bytes: int) -> int:
     """Return the tokens of a request of about this size, in whole runs of four blocks on both sides."""
-    alone = Deployment(name="alone", shape=SHAPE, layers=LAYERS, pool_blocks=1)
+    alone = BenchDeployment(name="alone", shape=SHAPE, layers=LAYERS, pool_blocks=1)
     of = footprint(alone.layout())
     whole = BLOCKS_PER_RUN * math.lcm(crossing.source.block_tokens, crossing.sink.block_tokens)
     return max(1, round(size_bytes * of.block_tokens / of.block_bytes / whole)) * whole
 
 
 async def _measure_point(
-    pairs: Mapping[str, EnginePair], transport: str, crossing: Crossing, size: CrossingSize
+    pairs: Mapping[str, RunningEngines], transport: str, crossing: Crossing, size: CrossingSize
 ) -> CrossingPoint:
     contenders = [_Contender(name, pair) for name, pair in pairs.items()]
     tokens = request_tokens(crossing, size.size_bytes)
@@ -212,10 +212,10 @@ async def _move(
     one.runs = sum(sample.runs for sample in samples)
 
 
-async def _covered_bytes(pair: EnginePair) -> int:
+async def _covered_bytes(pair: RunningEngines) -> int:
     """Return how many bytes of this pair's pulls in the sink's history were not read directly."""
-    answer = await pair.testbed.get("sink", "/v1/history")
-    records = [record_from_json(one) for one in answer["records"]]
+    reply = await pair.testbed.get("sink", "/v1/history")
+    records = [record_from_json(one) for one in reply["records"]]
     return sum(
         num_bytes
         for record in records

@@ -9,8 +9,8 @@ from kvxferd.bench import protocol
 from kvxferd.bench.cases import BlockPattern, Case, blocks_for
 from kvxferd.bench.points import median
 from kvxferd.bench.processes import BenchProcesses
-from kvxferd.bench.shapes import Deployment, layers_for
-from kvxferd.bench.testbed import EnginePair, PublishedBatch, Testbed
+from kvxferd.bench.shapes import BenchDeployment, layers_for
+from kvxferd.bench.testbed import PublishedBatch, RunningEngines, Testbed
 from kvxferd.bench.workload import FIRST_BYTES, Workload
 
 SHAPE = "llama-3-70b"
@@ -39,12 +39,12 @@ async def measure_first_pull(
             Testbed.open(processes, environment, baselines=False) as testbed,
             testbed.pair(_deployment(f"first-{nonce}"), baselines=False) as pair,
         ):
-            await pair.source.request(protocol.Stamp(case=_case(pair), nonce=nonce), protocol.Done)
+            await pair.source.request(protocol.Stamp(case=_case(pair), nonce=nonce), protocol.CommandDone)
             found.first_s.append(await _pull_and_verify(pair, await pair.publish(_case(pair), 1), nonce))
     return found
 
 
-async def _pull_and_verify(pair: EnginePair, batch: PublishedBatch, nonce: int) -> float:
+async def _pull_and_verify(pair: RunningEngines, batch: PublishedBatch, nonce: int) -> float:
     """Pull, compare every byte, and return how long the pull took."""
     command = protocol.PullCommand(case=_case(pair), refs=batch.refs)
     (sample,) = (await pair.sink.request(command, protocol.Moved)).samples
@@ -53,13 +53,13 @@ async def _pull_and_verify(pair: EnginePair, batch: PublishedBatch, nonce: int) 
     return sample.ended - sample.began
 
 
-def _deployment(name: str) -> Deployment:
+def _deployment(name: str) -> BenchDeployment:
     layers = layers_for(SHAPE, FIRST_BYTES)
-    sized = Deployment(name=name, shape=SHAPE, layers=layers, pool_blocks=1)
+    sized = BenchDeployment(name=name, shape=SHAPE, layers=layers, pool_blocks=1)
     blocks = blocks_for(sized, FIRST_BYTES)
-    return Deployment(name=name, shape=SHAPE, layers=layers, pool_blocks=2 * blocks)
+    return BenchDeployment(name=name, shape=SHAPE, layers=layers, pool_blocks=2 * blocks)
 
 
-def _case(pair: EnginePair) -> Case:
+def _case(pair: RunningEngines) -> Case:
     blocks = blocks_for(pair.deployment, FIRST_BYTES)
     return Case(deployment=pair.deployment, lists=BlockPattern.CONTIGUOUS, blocks=blocks)

@@ -12,8 +12,8 @@ from kvxferd.bench.content import UNSTAMPED
 from kvxferd.bench.implementations import KvxferdPulls
 from kvxferd.bench.points import percentile
 from kvxferd.bench.rounds import verify_all_bytes
-from kvxferd.bench.shapes import Deployment
-from kvxferd.bench.testbed import EnginePair, Testbed
+from kvxferd.bench.shapes import BenchDeployment
+from kvxferd.bench.testbed import RunningEngines, Testbed
 from kvxferd.bench.workload import SMALL_BYTES, Workload
 
 SHAPE = "llama-3-70b"
@@ -39,7 +39,7 @@ async def measure_head_of_line(
     testbed: Testbed, workload: Workload, lists: BlockPattern = BlockPattern.FRAGMENTED
 ) -> HeadOfLine:
     """Measure pulls of 64 KiB, alone and behind a large one, in turn."""
-    sized = Deployment(name="sized", shape=SHAPE, layers=LAYERS, pool_blocks=1)
+    sized = BenchDeployment(name="sized", shape=SHAPE, layers=LAYERS, pool_blocks=1)
     small_blocks = blocks_for(sized, SMALL_BYTES)
     room = _SMALL_SLOTS * BLOCKS_PER_RUN * small_blocks
     large_blocks = blocks_for(sized, workload.head_of_line_bytes)
@@ -55,12 +55,12 @@ async def measure_head_of_line(
         await ours.move(large, 1, 1)  # every page is mapped
         await verify_all_bytes(pair, small, [ours], 1)
         for nonce in range(_FIRST_NONCE, _FIRST_NONCE + workload.rounds):
-            await pair.source.request(protocol.Stamp(case=small, nonce=nonce), protocol.Done)
+            await pair.source.request(protocol.Stamp(case=small, nonce=nonce), protocol.CommandDone)
             samples = await ours.move(small, workload.small_per_round, 1)
             slots = min(workload.small_per_round, _SMALL_SLOTS)
             await pair.require_correct(protocol.Check(case=small, nonce=nonce, slots=slots))
             alone += [sample.ended - sample.began for sample in samples]
-            await pair.source.request(protocol.Stamp(case=large, nonce=nonce), protocol.Done)
+            await pair.source.request(protocol.Stamp(case=large, nonce=nonce), protocol.CommandDone)
             _, *rest = await _pull_behind_large(pair, large, small, workload.head_of_line_pulls)
             await pair.require_correct(protocol.Check(case=large, nonce=nonce, slots=1))
             # Stamping the large case restored the small ones' content: they must have moved that.
@@ -77,7 +77,9 @@ async def measure_head_of_line(
     )
 
 
-async def _pull_behind_large(pair: EnginePair, large: Case, small: Case, count: int) -> list[protocol.Sample]:
+async def _pull_behind_large(
+    pair: RunningEngines, large: Case, small: Case, count: int
+) -> list[protocol.Sample]:
     large_batch = await pair.publish_prepared(large, 1)
     small_batch = await pair.publish_prepared(small, count)
     command = protocol.PullBehind(
@@ -86,7 +88,7 @@ async def _pull_behind_large(pair: EnginePair, large: Case, small: Case, count: 
     moved = await pair.sink.request(command, protocol.Moved)
     num_small = len(moved.samples) - 1
     unread = small_batch.refs[num_small:]
-    await pair.sink.request(protocol.AbandonCommand(refs=unread), protocol.Done)
+    await pair.sink.request(protocol.AbandonCommand(refs=unread), protocol.CommandDone)
     await pair.release(large_batch)
     await pair.release(small_batch)
     return moved.samples

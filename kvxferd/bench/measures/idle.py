@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from kvxferd.bench import protocol
 from kvxferd.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case
 from kvxferd.bench.proc_stats import cpu_seconds, private_bytes, process_tree, resident_bytes
-from kvxferd.bench.shapes import Deployment
-from kvxferd.bench.testbed import EnginePair
+from kvxferd.bench.shapes import BenchDeployment
+from kvxferd.bench.testbed import RunningEngines
 from kvxferd.tooling.async_tasks import gather_or_cancel
 
 # Longer than a source goes on polling after it was read.
@@ -28,12 +28,12 @@ class Idle:
     mover_private_bytes: list[int]  # each, without the worker's memory that it maps
 
 
-def idle_deployment() -> Deployment:
+def idle_deployment() -> BenchDeployment:
     """Return engines of eight ranks."""
-    return Deployment(name="eight", shape="llama-3-70b", layers=1, ranks=8, pool_blocks=BLOCKS_PER_RUN)
+    return BenchDeployment(name="eight", shape="llama-3-70b", layers=1, ranks=8, pool_blocks=BLOCKS_PER_RUN)
 
 
-async def measure_idle(pair: EnginePair, seconds: float) -> Idle:
+async def measure_idle(pair: RunningEngines, seconds: float) -> Idle:
     """Measure the sink's daemon and the processes that it started. `pair`: of `idle_deployment`."""
     case = Case(deployment=pair.deployment, lists=BlockPattern.CONTIGUOUS, blocks=1)
     # Each rank pulls once, so that a peer is connected and every mover has read.

@@ -10,7 +10,7 @@ from kvxferd.bench.cases import BlockPattern, Case, blocks_for, ids_per_pull
 from kvxferd.bench.implementations import KVXFERD, RAW, EngineNixl, Implementation, KvxferdPulls, RawNixl
 from kvxferd.bench.points import Point, median, percentile, point_of
 from kvxferd.bench.rounds import Rounds, interleave
-from kvxferd.bench.shapes import Deployment, layers_for
+from kvxferd.bench.shapes import BenchDeployment, layers_for
 from kvxferd.bench.testbed import Testbed
 from kvxferd.bench.workload import SMALL_BYTES, Workload
 
@@ -29,7 +29,7 @@ class Latency:
 async def measure_latency(testbed: Testbed, transport: str, workload: Workload) -> Latency:
     """Measure pulls of 64 KiB, one after the other."""
     layers = layers_for(SHAPE, SMALL_BYTES)
-    sized = Deployment(name="sized", shape=SHAPE, layers=layers, pool_blocks=1)
+    sized = BenchDeployment(name="sized", shape=SHAPE, layers=layers, pool_blocks=1)
     blocks = blocks_for(sized, SMALL_BYTES)
     slots = 4
     pool = 2 * slots * ids_per_pull(sized, blocks)

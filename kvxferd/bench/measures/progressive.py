@@ -14,8 +14,8 @@ from kvxferd.bench.implementations import KVXFERD, Implementation, KvxferdPulls
 from kvxferd.bench.points import median
 from kvxferd.bench.protocol import Sample
 from kvxferd.bench.rounds import interleave
-from kvxferd.bench.shapes import Deployment, footprint, layers_for
-from kvxferd.bench.testbed import EnginePair
+from kvxferd.bench.shapes import BenchDeployment, footprint, layers_for
+from kvxferd.bench.testbed import RunningEngines
 from kvxferd.bench.workload import ProgressiveSize, Workload
 from kvxferd.tooling.async_tasks import gather_or_cancel
 
@@ -46,7 +46,7 @@ class WholePulls:
 
     name = KVXFERD
 
-    def __init__(self, pair: EnginePair) -> None:
+    def __init__(self, pair: RunningEngines) -> None:
         self._pulls = KvxferdPulls(pair)
         self.seconds: list[float] = []
 
@@ -62,7 +62,7 @@ class ProgressivePulls:
 
     name = PROGRESSIVE
 
-    def __init__(self, pair: EnginePair, size: ProgressiveSize, beside: WholePulls) -> None:
+    def __init__(self, pair: RunningEngines, size: ProgressiveSize, beside: WholePulls) -> None:
         self._pair = pair
         self._size = size
         self._beside = beside
@@ -86,7 +86,7 @@ class ProgressivePulls:
         )
         extended = asyncio.ensure_future(pair.source.request(extend, protocol.Extended))
         await gather_or_cancel(pulled, extended)
-        await pair.source.request(protocol.AwaitRelease(names=[name]), protocol.Done)
+        await pair.source.request(protocol.AwaitRelease(names=[name]), protocol.CommandDone)
         (sample,) = pulled.result().samples
         last = extended.result().last_at
         # Delivered has the bytes of the last piece. That all are there is checked by their content.
@@ -94,17 +94,17 @@ class ProgressivePulls:
 
 
 async def measure_progressive(
-    pair: EnginePair, transport: str, workload: Workload
+    pair: RunningEngines, transport: str, workload: Workload
 ) -> AsyncIterator[ProgressivePoint]:
     """Yield a point for each size. `pair`: of `deployment_of`."""
     for size in workload.progressive:
         yield await _measure_point(pair, transport, size)
 
 
-def deployment_of(transport: str, workload: Workload) -> Deployment:
+def deployment_of(transport: str, workload: Workload) -> BenchDeployment:
     """Return engines with room for one transfer of each size in turn."""
     largest = max(size.chunk_bytes for size in workload.progressive)
-    alone = Deployment(name="alone", shape=SHAPE, layers=layers_for(SHAPE, largest), pool_blocks=1)
+    alone = BenchDeployment(name="alone", shape=SHAPE, layers=layers_for(SHAPE, largest), pool_blocks=1)
     blocks = [size.num_chunks * _chunk_blocks(alone, size) for size in workload.progressive]
     return msgspec.structs.replace(
         alone,
@@ -113,7 +113,7 @@ def deployment_of(transport: str, workload: Workload) -> Deployment:
     )
 
 
-def case_of(deployment: Deployment, size: ProgressiveSize) -> Case:
+def case_of(deployment: BenchDeployment, size: ProgressiveSize) -> Case:
     """Return one transfer of that size."""
     blocks = size.num_chunks * _chunk_blocks(deployment, size)
     return Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=blocks)
@@ -124,12 +124,12 @@ def num_bytes(case: Case) -> int:
     return case.blocks * footprint(case.deployment.layout()).block_bytes
 
 
-def _chunk_blocks(deployment: Deployment, size: ProgressiveSize) -> int:
+def _chunk_blocks(deployment: BenchDeployment, size: ProgressiveSize) -> int:
     """Return how many blocks come closest to a chunk, in whole runs."""
     return max(1, round(blocks_for(deployment, size.chunk_bytes) / BLOCKS_PER_RUN)) * BLOCKS_PER_RUN
 
 
-async def _measure_point(pair: EnginePair, transport: str, size: ProgressiveSize) -> ProgressivePoint:
+async def _measure_point(pair: RunningEngines, transport: str, size: ProgressiveSize) -> ProgressivePoint:
     case = case_of(pair.deployment, size)
     whole = WholePulls(pair)
     await whole.move(case, 1, 1)  # connects, and maps every page

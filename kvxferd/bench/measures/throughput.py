@@ -8,7 +8,7 @@ from kvxferd.bench.cases import Case, blocks_for, ids_per_pull
 from kvxferd.bench.implementations import implementations_of
 from kvxferd.bench.points import Point, point_of
 from kvxferd.bench.rounds import interleave
-from kvxferd.bench.shapes import Deployment, footprint, layers_for
+from kvxferd.bench.shapes import BenchDeployment, footprint, layers_for
 from kvxferd.bench.testbed import Testbed
 from kvxferd.bench.workload import MIB, ThroughputPoint, Workload
 
@@ -54,13 +54,13 @@ def _by_shape_and_size(pulls: tuple[ThroughputPoint, ...]) -> dict[tuple[str, in
     return groups
 
 
-def _deployment(name: str, pulls: list[ThroughputPoint]) -> Deployment | None:
+def _deployment(name: str, pulls: list[ThroughputPoint]) -> BenchDeployment | None:
     """Return engines for pulls of one shape and size; None if its states alone are larger."""
     shape, size = pulls[0].shape, pulls[0].size_bytes
-    deployment = Deployment(name=name, shape=shape, layers=layers_for(shape, size), pool_blocks=1)
+    deployment = BenchDeployment(name=name, shape=shape, layers=layers_for(shape, size), pool_blocks=1)
     blocks = blocks_for(deployment, size)
     if blocks == 0 or footprint(deployment.layout()).state_bytes > size:
         return None
     most = max(requests_per_round(one) for one in pulls)
     pool = int(most * ids_per_pull(deployment, blocks) * _POOL_HEADROOM) + 4
-    return Deployment(name=name, shape=shape, layers=deployment.layers, pool_blocks=pool)
+    return BenchDeployment(name=name, shape=shape, layers=deployment.layers, pool_blocks=pool)

@@ -40,7 +40,7 @@ from kvxferd.integrations.vllm.publisher_session import (
 )
 from kvxferd.integrations.vllm.registration import derive_caches, register_caches
 from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
-from kvxferd.integrations.vllm.step_metadata import RegisteredEngine, StepMetadata
+from kvxferd.integrations.vllm.step_metadata import EngineReport, StepMetadata
 from kvxferd.integrations.vllm.support import version_warning
 from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
 
@@ -58,14 +58,14 @@ class KvxferdMetadata(KVConnectorMetadata):  # type: ignore[misc]
 class KvxferdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """The engine that a worker has registered, sent once at start."""
 
-    engine: RegisteredEngine
+    engine: EngineReport
 
 
 @dataclass
 class KvxferdWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The same, sent with the first step: inside MultiConnector the workers send no handshake of ours."""
 
-    engine: RegisteredEngine
+    engine: EngineReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return this one: all ranks send the same."""
@@ -91,7 +91,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         self._pool_offer = PoolOffer()
-        self._registered_engine: RegisteredEngine | None = None
+        self._registered_engine: EngineReport | None = None
         self._has_reported_engine = False
         self._step_results = Results()
         if role == KVConnectorRole.SCHEDULER:

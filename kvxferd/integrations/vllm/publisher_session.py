@@ -11,7 +11,7 @@ from kvxferd import client
 from kvxferd.client import Publisher
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.integrations.vllm.options import Options
-from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
+from kvxferd.integrations.vllm.step_metadata import EngineReport
 
 _LOG = logging.getLogger("vllm.kvxferd.scheduler")
 
@@ -20,7 +20,7 @@ _LOG = logging.getLogger("vllm.kvxferd.scheduler")
 RANKS_BACK_S = 5.0
 
 
-def open_publisher(options: Options, engine: RegisteredEngine) -> Publisher:
+def open_publisher(options: Options, engine: EngineReport) -> Publisher:
     """Return the publisher of an engine whose ranks are registered. Blocks. Raises KvxferdError."""
     deadline = time.monotonic() + options.connect_timeout_s
     connection = connect_to_daemon(options, f"vllm {engine.engine_id} scheduler", deadline)
@@ -67,7 +67,7 @@ def open_publisher_by_id(options: Options, engine_id: str, tag: str) -> Publishe
     return publisher
 
 
-def open_publisher_in_thread(options: Options, engine: RegisteredEngine) -> Future[Publisher]:
+def open_publisher_in_thread(options: Options, engine: EngineReport) -> Future[Publisher]:
     """Open the publisher in a thread, for an engine that runs already. Errors are the future's."""
     pending: Future[Publisher] = Future()
 

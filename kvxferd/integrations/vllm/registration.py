@@ -17,7 +17,7 @@ from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_la
 from kvxferd.integrations.vllm.memory_sharing import SharedCaches
 from kvxferd.integrations.vllm.options import Options, home_of
 from kvxferd.integrations.vllm.rank_sharing import RankSharing
-from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
+from kvxferd.integrations.vllm.step_metadata import EngineReport
 from kvxferd.integrations.vllm.worker import ConnectorWorker
 
 _LOG = logging.getLogger("vllm.kvxferd")
@@ -45,7 +45,7 @@ class RegisteredCaches(NamedTuple):
     """What `register_caches` made."""
 
     worker: ConnectorWorker  # the rank's side of the connector
-    engine: RegisteredEngine  # as the scheduler needs it
+    engine: EngineReport  # as the scheduler needs it
     shared: SharedCaches
 
 
@@ -95,7 +95,7 @@ def register_caches(
         bounce_buffers=sharing.shared.bounce_buffers,
         record_launched=_record_event if is_ahead or (is_progressive and is_on_device) else None,
     )
-    registered = RegisteredEngine(str(spec.engine_id), generation, needs_ready)
+    registered = EngineReport(str(spec.engine_id), generation, needs_ready)
     return RegisteredCaches(worker, registered, sharing.shared)
 
 

@@ -29,7 +29,7 @@ from kvxferd.integrations.vllm.request_params import (
     wants_pull,
 )
 from kvxferd.integrations.vllm.stats import ConnectorStats
-from kvxferd.integrations.vllm.step_metadata import PublishSpec, PullSpec, RegisteredEngine, StepMetadata
+from kvxferd.integrations.vllm.step_metadata import EngineReport, PublishSpec, PullSpec, StepMetadata
 from kvxferd.wire.limits import MAX_NAME_CHARS
 
 _LOG = logging.getLogger("vllm.kvxferd.scheduler")
@@ -83,7 +83,7 @@ class ConnectorScheduler:
         self._pending_publisher = pending
         self._needs_ready = needs_ready
 
-    def confirm(self, engine: RegisteredEngine) -> bool:
+    def confirm(self, engine: EngineReport) -> bool:
         """Record the engine that the workers report. Return whether its publisher is open, or being opened.
 
         A publisher of another generation is closed: it was opened by the engine's id, and the daemon had

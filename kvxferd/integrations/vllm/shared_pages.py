@@ -16,7 +16,7 @@ from kvxferd.layout import compute_physical_blocks_per_logical
 from kvxferd.layout.tensor_views import TensorView
 
 
-class _KernelBlocks(NamedTuple):
+class _AttentionBlocks(NamedTuple):
     """The attention in one allocation."""
 
     num_bytes: int  # from one kernel block to the next
@@ -28,14 +28,14 @@ class SharedPages:
     """The attention and the states of each allocation of one rank."""
 
     def __init__(self) -> None:
-        self._attention: dict[RegionId, _KernelBlocks] = {}
+        self._attention: dict[RegionId, _AttentionBlocks] = {}
         self._states: list[tuple[LayerFacts, tuple[int, ...], RegionId]] = []
 
     def add_attention(self, view: TensorView, per_id: int) -> None:
         """Add an attention layer's tensor, whose ids stand for `per_id` kernel blocks each."""
         if len(view.shape) == 5 and view.shape[0] == 2:
             return  # K and V lie apart, so a kernel block is in two places: no state can overlay it
-        blocks = _KernelBlocks(view.strides[0], kernel_block_tokens(view), per_id)
+        blocks = _AttentionBlocks(view.strides[0], kernel_block_tokens(view), per_id)
         self._attention.setdefault(view.region, blocks)
 
     def add_state(self, layer: LayerFacts, state: StateFacts, region: RegionId) -> None:

@@ -62,7 +62,7 @@ class StepMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class RegisteredEngine:
+class EngineReport:
     """The engine that a worker reports once its rank is registered."""
 
     engine_id: str

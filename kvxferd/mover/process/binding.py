@@ -19,11 +19,11 @@ from kvxferd.memory.driver_registry import open_driver
 from kvxferd.memory.prefault import prefault
 from kvxferd.memory.validate import check_exports
 from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.transport.base import Span, TransportError
+from kvxferd.mover.transport.base import MemoryRange, TransportError
 from kvxferd.mover.transport.copy_probe import probe_strided_copies
 from kvxferd.mover.transport.probe import ProbeOutcome, placement_of, probe_span
 from kvxferd.mover.transport.staging import StagedTransport
-from kvxferd.wire.common import Placement, RegionAddress
+from kvxferd.wire.common import MeasuredPlacement, RegionAddress
 from kvxferd.wire.mover import Bound, FenceMapped
 from kvxferd.wire.worker import RegionExport
 
@@ -36,7 +36,7 @@ class BoundRegions(NamedTuple):
     """Regions at their addresses in this process, and the spans that readers must load for them."""
 
     regions: tuple[RegionAddress, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[MemoryRange, ...]
 
 
 class Bindings:
@@ -58,10 +58,10 @@ class Bindings:
         self._transport = transport
         self._make_driver = make_driver
         self._fences: dict[SessionId, Mapping] = {}
-        self._host_spans: tuple[Span, ...] = ()
+        self._host_spans: tuple[MemoryRange, ...] = ()
         self._prefaulting: deque[Iterator[None]] = deque()
         self._always_stage = False
-        self._placement = Placement()
+        self._placement = MeasuredPlacement()
         self._scatters = False
         self._scattering_driver: Driver | None = None
         self.device_scatterer: DeviceScatterer | None = (
@@ -131,7 +131,7 @@ class Bindings:
             return
         self._prefaulting.popleft()
 
-    def probe_host_memory(self, placement: Placement) -> Placement | None:
+    def probe_host_memory(self, placement: MeasuredPlacement) -> MeasuredPlacement | None:
         """Return what a read of the bound host memory shows; None where there is none, or it was probed.
 
         The first region and the last stand for all, because all are mapped and registered alike.
@@ -166,7 +166,7 @@ class Bindings:
         mapping = DeviceMapping.map(driver, uuid, [(fds[number], sizes[number]) for number in numbers])
         self._keep_mapping(mapping, undoing)
         handles = dict(zip(numbers, mapping.allocations, strict=True))
-        found = [Span(*handle, driver.mem_type, ordinal) for handle in mapping.allocations]
+        found = [MemoryRange(*handle, driver.mem_type, ordinal) for handle in mapping.allocations]
         spans = self._register_or_stage("direct", driver, uuid, found, undoing)
         regions = tuple(
             RegionAddress(
@@ -183,8 +183,8 @@ class Bindings:
         return BoundRegions(regions, spans)
 
     def _register_or_stage(
-        self, kind: str, driver: Driver, uuid: str, found: Sequence[Span], undoing: ExitStack
-    ) -> tuple[Span, ...]:
+        self, kind: str, driver: Driver, uuid: str, found: Sequence[MemoryRange], undoing: ExitStack
+    ) -> tuple[MemoryRange, ...]:
         """Register a GPU's memory, or stage it where the library cannot read it. Returns what readers load.
 
         A registration that succeeds proves nothing; only a read does. And a read proves nothing of the order
@@ -215,10 +215,10 @@ class Bindings:
                 if proof.is_stuck:  # a read may go on, so its memory stays registered
                     undoing.push(registering.pop_all())
         _LOG.warning("GPU memory staged: device=%s reason=%s", uuid, why)
-        self._placement = Placement("staged", why)
+        self._placement = MeasuredPlacement("staged", why)
         return self._transport.stage(driver, uuid, found)
 
-    def _probe(self, spans: Iterable[Span], driver: Driver | None = None) -> ProbeOutcome:
+    def _probe(self, spans: Iterable[MemoryRange], driver: Driver | None = None) -> ProbeOutcome:
         """Return the first outcome that fails, or else the last: all were mapped and registered alike."""
         proof = ProbeOutcome(True, "", False, 0.0)
         for span in spans:
@@ -236,14 +236,14 @@ class Bindings:
                     Code.REGION_INVALID,
                 )
         if exports:
-            self._placement = Placement("resident")
+            self._placement = MeasuredPlacement("resident")
         on_host = [export for export in exports if not export.device]
-        spans = [self._register(Span(e.address, e.size_bytes), undoing) for e in on_host]
+        spans = [self._register(MemoryRange(e.address, e.size_bytes), undoing) for e in on_host]
         regions = [RegionAddress(e.region, e.address, e.size_bytes) for e in on_host]
         if on_device := [export for export in exports if export.device]:
             uuid, driver = _only_device(on_device), self._make_driver()
             ordinal = driver.device(uuid).ordinal
-            found = [Span(e.address, e.size_bytes, driver.mem_type, ordinal) for e in on_device]
+            found = [MemoryRange(e.address, e.size_bytes, driver.mem_type, ordinal) for e in on_device]
             spans += self._register_or_stage("resident", driver, uuid, found, undoing)
             staged = self._placement.kind == "staged"
             regions += [
@@ -257,7 +257,7 @@ class Bindings:
         self._mappings.append(mapping)
         return mapping
 
-    def _register(self, span: Span, undoing: ExitStack) -> Span:
+    def _register(self, span: MemoryRange, undoing: ExitStack) -> MemoryRange:
         self._transport.register(span)
         undoing.callback(self._transport.deregister, span)
         return span
@@ -349,5 +349,5 @@ def pieces_of(export: RegionExport) -> tuple[tuple[int, int], ...]:
     return tuple((len(list(alike)), size) for size, alike in groupby(sizes))
 
 
-def _span_of(mapping: Mapping) -> Span:
-    return Span(mapping.address, mapping.size_bytes)
+def _span_of(mapping: Mapping) -> MemoryRange:
+    return MemoryRange(mapping.address, mapping.size_bytes)

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from kvxferd.errors import DeviceError, KvxferdError
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport.base import Span, Transport, TransportError
+from kvxferd.mover.transport.base import MemoryRange, Transport, TransportError
 from kvxferd.wire.limits import CHUNK_BYTES
-from kvxferd.wire.mover import ChunkMemoryWanted
+from kvxferd.wire.mover import ChunkMemoryRequest
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ MOVES = frozenset(
 class Chunk:
     """A range of this process's own memory, registered by itself."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: MemoryRange) -> None:
         self.span = span
         self.state = ChunkState.FREE
         self.agent: AgentName | None = None  # that it is read from
@@ -89,7 +89,7 @@ class HostChunk(Chunk):
 
     def __init__(self, size_bytes: int) -> None:
         self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        super().__init__(Span(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), size_bytes))
+        super().__init__(MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), size_bytes))
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
 
 
@@ -104,7 +104,7 @@ class ChunkPool:
         transport: Transport,
         chunk_bytes: int = CHUNK_BYTES,
         max_chunks: int = 0,
-        report: Callable[[ChunkMemoryWanted], None] | None = None,
+        report: Callable[[ChunkMemoryRequest], None] | None = None,
     ) -> None:
         """`max_chunks`: the grant to begin with. `report` sends to the daemon; None: no grant will come."""
         self._transport = transport
@@ -175,7 +175,7 @@ class ChunkPool:
         one. An agent whose reads are slow gets no second one in any case, and none gets all: a source that is
         stopped holds those that it had, and leaves one.
         """
-        self._ask_for_memory(now)
+        self._request_memory(now)
         held = [chunk for chunk in self._chunks if chunk.agent == agent]
         if any(_is_slow(chunk, now) for chunk in held):
             return None
@@ -193,7 +193,7 @@ class ChunkPool:
         """Return how many chunks may be made now."""
         return max(0, self._max_chunks - len(self._chunks)) if now >= self._make_again_at else 0
 
-    def _ask_for_memory(self, now: float) -> None:
+    def _request_memory(self, now: float) -> None:
         """Ask the daemon, unless it was asked, so that there may be a chunk when one is needed."""
         self._last_used = now
         if not self._is_wanted and self._report is not None:
@@ -277,7 +277,7 @@ class ChunkPool:
     def _send_report(self) -> None:
         if self._report is not None:
             self._report(
-                ChunkMemoryWanted(
+                ChunkMemoryRequest(
                     wanted_bytes=self.chunk_bytes * MAX_CHUNKS if self._is_wanted else 0,
                     held_bytes=self.num_bytes,
                     lost_bytes=self.chunk_bytes * (self.count(ChunkState.LOST) + self._num_stuck),

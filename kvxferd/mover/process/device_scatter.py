@@ -27,7 +27,7 @@ from kvxferd.memory.driver import Driver, StridedCopy
 from kvxferd.mover.process.chunks import Chunk
 from kvxferd.mover.process.covering import ChunkFill, PlacedStretches
 from kvxferd.mover.process.scatterer import ScatterJob
-from kvxferd.mover.transport.base import MemoryKind, Span
+from kvxferd.mover.transport.base import MemoryKind, MemoryRange
 from kvxferd.plan.copy_patterns import CopyPattern, form_patterns, plane_fits, progressions
 from kvxferd.plan.run_shapes import Int64s
 from kvxferd.plan.stretches import StretchForm
@@ -48,7 +48,7 @@ class DeviceChunk(Chunk):
         """Raises DeviceError."""
         self._pool = pool
         self._address = pool.allocate(size_bytes).address
-        super().__init__(Span(self._address, size_bytes, kind.mem_type, kind.device))
+        super().__init__(MemoryRange(self._address, size_bytes, kind.mem_type, kind.device))
 
     def free(self) -> None:
         self._pool.free(self._address)
@@ -186,7 +186,7 @@ class DeviceScatterer:
         self._jobs.append(job)
         return job
 
-    def _copies(self, fill: ChunkFill, chunk: Span) -> Iterator[StridedCopy]:
+    def _copies(self, fill: ChunkFill, chunk: MemoryRange) -> Iterator[StridedCopy]:
         for placed in fill.placed:
             patterns = self._patterns_of(placed.stretches.form)
             assert patterns is not None, "a form was not asked about"
@@ -220,7 +220,7 @@ class DeviceScatterer:
 def strided_copies(
     placed: PlacedStretches,
     patterns: Sequence[CopyPattern],
-    chunk: Span,
+    chunk: MemoryRange,
     regions: Mapping[RegionId, RegionAddress],
     max_pitch: int,
 ) -> Iterator[StridedCopy]:

@@ -32,7 +32,7 @@ from kvxferd.wire.codec import TO_MOVER, encode
 from kvxferd.wire.common import BlockIds, FdBatch, Message
 from kvxferd.wire.fd_batches import FdBatchAssembly
 from kvxferd.wire.framing import Frame
-from kvxferd.wire.worker import Delivered, RegionExport
+from kvxferd.wire.worker import RegionExport, TicketDelivered
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class DeliverySocket:
         """Raises OSError where it is no socket; the descriptor is then still the caller's."""
         self._socket = socket.socket(fileno=fd)
 
-    def send(self, delivered: Delivered) -> bool:
+    def send(self, delivered: TicketDelivered) -> bool:
         """Return whether it was sent; never waits. False where the worker has too many unread, or is gone."""
         try:
             self._socket.send(encode(delivered), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -135,12 +135,12 @@ class MoverLoop:
             waiting = self._tickets.pop(message.pull, None)
             outcome = message.outcome
             if waiting is not None and outcome.delivered and self._notify_worker(*waiting, outcome):
-                outcome = msgspec.structs.replace(outcome, told=True)
+                outcome = msgspec.structs.replace(outcome, sent_to_worker=True)
                 message = msgspec.structs.replace(message, outcome=outcome)
         self._send(message)
 
     def _notify_worker(self, ticket: Ticket, before: wire.PiecesRead, outcome: wire.PullOutcome) -> bool:
-        delivered = Delivered(
+        delivered = TicketDelivered(
             ticket=ticket,
             bytes=before.bytes + outcome.bytes,
             runs=before.runs + outcome.runs,

@@ -228,7 +228,7 @@ class PullState:
             finished=not (
                 self.inflight or self.covering or self.in_doubt or self.num_awaiting_disconnect_reply
             ),
-            quiet_follows=not self.in_doubt,
+            quiesced_follows=not self.in_doubt,
             code=failure.code if failure else None,
             message=failure.message if failure else "",
             agent=failure.agent if failure else None,

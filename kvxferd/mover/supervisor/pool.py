@@ -27,7 +27,7 @@ from kvxferd.mover.supervisor.pool_effects import (
     AssignMover,
     DiscardMover,
     KillForkserver,
-    KillMover,
+    KillProcess,
     PoolEffect,
     RefuseRequest,
     ReportEarlyDeath,
@@ -37,7 +37,7 @@ from kvxferd.mover.supervisor.pool_effects import (
     ReportStopped,
     ReportTransports,
     RequestFork,
-    SendToMover,
+    SendMessage,
     ShutDownForkserver,
     StartForkserver,
 )
@@ -53,7 +53,7 @@ from kvxferd.mover.supervisor.pool_events import (
     PoolEvent,
     Started,
     StopRequested,
-    Tick,
+    TimersDue,
     UcxLineRead,
     UcxLinesLost,
 )
@@ -179,7 +179,7 @@ class MoverPool:
         if self._timer is not None:
             self._timer.cancel()
         deadline = self._decisions.next_deadline()
-        self._timer = None if deadline is None else loop.call_at(deadline, self._feed, Tick())
+        self._timer = None if deadline is None else loop.call_at(deadline, self._feed, TimersDue())
 
     def _notice_exits(self) -> None:
         """Notice the exits of ready movers that the event loop has not come to."""
@@ -228,9 +228,9 @@ class MoverPool:
                 self._on_result.pop(effect.request)(self._handles[effect.mover])
             case RefuseRequest():
                 self._on_result.pop(effect.request)(effect.error)
-            case SendToMover():
+            case SendMessage():
                 self._handles[effect.mover].send(effect.message)
-            case KillMover():
+            case KillProcess():
                 self._kill(effect)
             case DiscardMover():
                 if handle := self._handles.pop(effect.mover, None):
@@ -292,7 +292,7 @@ class MoverPool:
             )
             self._forkserver.fork(effect.mover, effect.agent, theirs)
 
-    def _kill(self, effect: KillMover) -> None:
+    def _kill(self, effect: KillProcess) -> None:
         handle = self._handles.get(effect.mover)
         if handle is None:
             return

@@ -16,7 +16,7 @@ from kvxferd.mover.supervisor.pool_effects import (
     AssignMover,
     DiscardMover,
     KillForkserver,
-    KillMover,
+    KillProcess,
     PoolEffect,
     RefuseRequest,
     ReportEarlyDeath,
@@ -26,7 +26,7 @@ from kvxferd.mover.supervisor.pool_effects import (
     ReportStopped,
     ReportTransports,
     RequestFork,
-    SendToMover,
+    SendMessage,
     ShutDownForkserver,
     StartForkserver,
 )
@@ -42,7 +42,7 @@ from kvxferd.mover.supervisor.pool_events import (
     PoolEvent,
     Started,
     StopRequested,
-    Tick,
+    TimersDue,
     UcxLineRead,
     UcxLinesLost,
 )
@@ -125,7 +125,7 @@ class PoolDecisions:
         return is_busy != self._is_busy or (not is_busy and self._num_wanted() > 0)
 
     def next_deadline(self) -> float | None:
-        """Return when a `Tick` is due; None: never."""
+        """Return when a `TimersDue` is due; None: never."""
         return self._timers.next_deadline()
 
     def status(self) -> PoolStatus:
@@ -184,7 +184,7 @@ class PoolDecisions:
                 self._on_ucx_line(event.line)
             case UcxLinesLost():
                 self.evidence.lose_lines()
-            case Tick():
+            case TimersDue():
                 pass
             case _:
                 assert_never(event)
@@ -321,7 +321,7 @@ class PoolDecisions:
             if isinstance(message, DisconnectSeen):
                 is_over = self._has_forkserver and self.evidence.has_no_reads_left(mover)
                 judged = DisconnectJudged(number=message.number, over=is_over)
-                self._effects.append(SendToMover(mover, judged))
+                self._effects.append(SendMessage(mover, judged))
             elif mover in self._assigned:
                 self._effects.append(ReportMessage(mover, message))
 
@@ -352,7 +352,7 @@ class PoolDecisions:
             self._fill_later()
         elif mover not in self._assigned:
             return  # it is ending, or gone
-        self._effects.append(KillMover(mover, reason))
+        self._effects.append(KillProcess(mover, reason))
 
     def _on_exit(self, mover: MoverId) -> None:
         if mover in self._assigned:
@@ -403,7 +403,7 @@ class PoolDecisions:
         for mover in [m for m, is_forked in self._starting.items() if is_forked] + self.warm():
             self._kill(mover)
         for mover in self._assigned:
-            self._effects.append(KillMover(mover))
+            self._effects.append(KillProcess(mover))
         if self._has_forkserver:
             self._effects.append(ShutDownForkserver())
             kill = KillForkserver(f"it has not ended in {SHUTDOWN_S:g} s")

@@ -53,7 +53,7 @@ class RefuseRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SendToMover:
+class SendMessage:
     """Send a message to a mover."""
 
     mover: MoverId
@@ -61,7 +61,7 @@ class SendToMover:
 
 
 @dataclass(frozen=True, slots=True)
-class KillMover:
+class KillProcess:
     """Kill the mover's process, also where it is stopped. `MoverExited` follows. `reason`: "" if wanted."""
 
     mover: MoverId
@@ -123,8 +123,8 @@ PoolEffect = (
     | RequestFork
     | AssignMover
     | RefuseRequest
-    | SendToMover
-    | KillMover
+    | SendMessage
+    | KillProcess
     | DiscardMover
     | ReportMessage
     | ReportTransports

@@ -101,7 +101,7 @@ class ResidentOffered:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class TimersDue:
     """Time has passed: run the timers that are due."""
 
 
@@ -122,6 +122,6 @@ PoolEvent = (
     | MoverExited
     | UcxLineRead
     | UcxLinesLost
-    | Tick
+    | TimersDue
 )
-ResidentEvent = ResidentOffered | MoverReported | MoverExited | StopRequested | Tick
+ResidentEvent = ResidentOffered | MoverReported | MoverExited | StopRequested | TimersDue

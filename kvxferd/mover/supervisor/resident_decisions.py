@@ -23,7 +23,7 @@ from kvxferd.mover.supervisor.pool_events import (
     ResidentEvent,
     ResidentOffered,
     StopRequested,
-    Tick,
+    TimersDue,
 )
 from kvxferd.wire.mover import DisconnectSeen, FromMover, MoverLeaving, MoverUp
 
@@ -56,7 +56,7 @@ class ResidentDecisions:
         return effects
 
     def next_deadline(self) -> float | None:
-        """Return when a `Tick` is due; None: never."""
+        """Return when a `TimersDue` is due; None: never."""
         return self._timers.next_deadline()
 
     def _handle(self, event: ResidentEvent) -> None:
@@ -75,7 +75,7 @@ class ResidentDecisions:
                 for mover in self._assigned:
                     self._effects.append(DiscardMover(mover))
                 self._assigned.clear()
-            case Tick():
+            case TimersDue():
                 pass
             case _:
                 assert_never(event)

@@ -34,7 +34,7 @@ from kvxferd.mover.supervisor.pool_events import (
     ResidentEvent,
     ResidentOffered,
     StopRequested,
-    Tick,
+    TimersDue,
 )
 from kvxferd.mover.supervisor.resident_decisions import ResidentDecisions
 from kvxferd.wire.framing import Frame
@@ -106,7 +106,7 @@ class ResidentPool:
         if self._timer is not None:
             self._timer.cancel()
         deadline = self._decisions.next_deadline()
-        self._timer = None if deadline is None else loop.call_at(deadline, self._feed, Tick())
+        self._timer = None if deadline is None else loop.call_at(deadline, self._feed, TimersDue())
 
     def _carry_out(self, effect: ResidentEffect) -> None:
         match effect:

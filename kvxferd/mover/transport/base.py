@@ -13,7 +13,7 @@ from kvxferd.ids import AgentName
 from kvxferd.plan import Runs
 
 
-class Span(NamedTuple):
+class MemoryRange(NamedTuple):
     """A range of this process's memory that is registered as one."""
 
     address: int
@@ -82,15 +82,15 @@ class Transport(Protocol):
         """Return the library's name and version, for people."""
         ...
 
-    def register(self, span: Span) -> None:
+    def register(self, span: MemoryRange) -> None:
         """Make memory readable by others and usable as a destination. Raises TransportError."""
         ...
 
-    def deregister(self, span: Span) -> None:
+    def deregister(self, span: MemoryRange) -> None:
         """Undo `register`. Reads of the memory must have ended."""
         ...
 
-    def metadata(self, spans: Sequence[Span]) -> bytes:
+    def metadata(self, spans: Sequence[MemoryRange]) -> bytes:
         """Return what a reader loads to read these spans, how to connect included.
 
         A reader that has loaded the agent already may load it again, to read more spans.

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvxferd.errors import DeviceError
 from kvxferd.memory.driver import Driver
-from kvxferd.mover.transport.base import Span, Transport
+from kvxferd.mover.transport.base import MemoryRange, Transport
 from kvxferd.plan import Runs
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 
@@ -61,7 +61,7 @@ class WordSlots:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._slots = SlotPool(address, _WORD_SLOT_BYTES, _NUM_WORD_SLOTS)
         self._base = address
-        self.span = Span(address, len(self._memory))
+        self.span = MemoryRange(address, len(self._memory))
         transport.register(self.span)
 
     def acquire(self) -> int | None:
@@ -91,7 +91,7 @@ class PinnedBuffer:
         self._driver = driver
         self._uuid = uuid
         with driver.on(uuid):
-            self.span = Span(driver.allocate_host(size_bytes), size_bytes)
+            self.span = MemoryRange(driver.allocate_host(size_bytes), size_bytes)
             try:
                 self._stream = driver.open_stream()
             except BaseException:

@@ -27,9 +27,9 @@ from kvxferd.mover.disconnects import ucx_tls_proves_over
 from kvxferd.mover.transport.base import (
     HOST,
     MemoryKind,
+    MemoryRange,
     ReadHandle,
     ReadKinds,
-    Span,
     TransportError,
     check_agent_name,
 )
@@ -184,7 +184,7 @@ class NixlTransport:
         self._agent = agent
         self._library = library.description + ("" if backend.name == UCX else f", {backend.name}")
         self._disconnect_proves_over = ucx_tls_proves_over(backend, os.environ.get("UCX_TLS", ""))
-        self._registered: dict[Span, Any] = {}
+        self._registered: dict[MemoryRange, Any] = {}
         self._read_handles: weakref.WeakSet[NixlRead] = weakref.WeakSet()
         # Bounded: where this mover never reads them, peers could send any number.
         self._notifications: deque[tuple[AgentName, bytes]] = deque(maxlen=MAX_NOTIFICATIONS)
@@ -208,7 +208,7 @@ class NixlTransport:
     def library(self) -> str:
         return self._library
 
-    def register(self, span: Span) -> None:
+    def register(self, span: MemoryRange) -> None:
         try:
             self._registered[span] = self._nixl.register_memory(
                 [_registration_descriptor(span)], span.mem_type
@@ -218,17 +218,17 @@ class NixlTransport:
                 f"cannot register {span.size_bytes} bytes: {_text_of(error)}", settled=True
             ) from error
 
-    def deregister(self, span: Span) -> None:
+    def deregister(self, span: MemoryRange) -> None:
         descriptors = self._registered.pop(span)
         try:
             self._nixl.deregister_memory(descriptors)
         except Exception as error:
             raise TransportError(f"cannot deregister memory: {_text_of(error)}", settled=True) from error
 
-    def metadata(self, spans: Sequence[Span]) -> bytes:
+    def metadata(self, spans: Sequence[MemoryRange]) -> bytes:
         if not spans:
             raise TransportError("cannot describe memory to readers: there is none", settled=True)
-        by_type: dict[str, list[Span]] = {}
+        by_type: dict[str, list[MemoryRange]] = {}
         for span in spans:
             by_type.setdefault(span.mem_type, []).append(span)
         try:
@@ -238,7 +238,7 @@ class NixlTransport:
                 f"cannot describe memory to readers: {_text_of(error)}", settled=True
             ) from error
 
-    def _partial_metadata(self, mem_type: str, spans: Sequence[Span]) -> bytes:
+    def _partial_metadata(self, mem_type: str, spans: Sequence[MemoryRange]) -> bytes:
         descriptors = self._nixl.get_reg_descs([_registration_descriptor(span) for span in spans], mem_type)
         return bytes(self._nixl.get_partial_agent_metadata(descriptors, inc_conn_info=True))
 
@@ -353,7 +353,7 @@ class NixlTransport:
             raise MoverError(f"cannot end agent {self._agent}: something still holds it")
 
 
-def _registration_descriptor(span: Span) -> tuple[int, int, int, str]:
+def _registration_descriptor(span: MemoryRange) -> tuple[int, int, int, str]:
     return span.address, span.size_bytes, span.device, ""
 
 

@@ -20,10 +20,17 @@ from typing import NamedTuple, Protocol
 from kvxferd.errors import KvxferdError
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import Driver
-from kvxferd.mover.transport.base import MemoryKind, ReadHandle, ReadKinds, Span, Transport, TransportError
+from kvxferd.mover.transport.base import (
+    MemoryKind,
+    MemoryRange,
+    ReadHandle,
+    ReadKinds,
+    Transport,
+    TransportError,
+)
 from kvxferd.mover.transport.runs import single_run
 from kvxferd.plan import Runs
-from kvxferd.wire.common import Placement
+from kvxferd.wire.common import MeasuredPlacement
 
 SAMPLE_BYTES = 4096  # compared at the beginning, in the middle and at the end
 TIMED_BYTES = 1 << 20  # read to measure the rate: 0.2 ms by a memory copy, 1 ms over TCP
@@ -60,11 +67,11 @@ class ProbedMemory(Protocol):
         """Write into the probe's own memory."""
         ...
 
-    def allocate_target(self) -> Span:
+    def allocate_target(self) -> MemoryRange:
         """Allocate `TIMED_BYTES` for reads to land in."""
         ...
 
-    def free_target(self, span: Span) -> None:
+    def free_target(self, span: MemoryRange) -> None:
         """Free what `allocate_target` returned."""
         ...
 
@@ -85,15 +92,15 @@ class ProbedHostMemory:
     def write(self, address: int, content: bytes) -> None:
         ctypes.memmove(address, content, len(content))
 
-    def allocate_target(self) -> Span:
+    def allocate_target(self) -> MemoryRange:
         made = mmap.mmap(-1, TIMED_BYTES)
         anchor = ctypes.c_char.from_buffer(made)
         address = ctypes.addressof(anchor)
         del anchor  # or the mapping could not be closed
         self._targets[address] = made
-        return Span(address, TIMED_BYTES)
+        return MemoryRange(address, TIMED_BYTES)
 
-    def free_target(self, span: Span) -> None:
+    def free_target(self, span: MemoryRange) -> None:
         self._targets.pop(span.address).close()
 
     def close(self) -> None:
@@ -103,7 +110,7 @@ class ProbedHostMemory:
 class ProbedDeviceMemory:
     """Memory of a device, read and written by copies."""
 
-    def __init__(self, driver: Driver, span: Span) -> None:
+    def __init__(self, driver: Driver, span: MemoryRange) -> None:
         self._driver = driver
         self._span = span
         self._uuid = driver.device_of(span.address)
@@ -129,12 +136,12 @@ class ProbedDeviceMemory:
             self._driver.copy([to], [source], [size_bytes], self._stream)
             self._driver.synchronize(self._stream)
 
-    def allocate_target(self) -> Span:
+    def allocate_target(self) -> MemoryRange:
         """Allocate exportable memory, as workers' is."""
         block = self._pool.allocate(TIMED_BYTES)
-        return Span(block.address, block.size_bytes, self._span.mem_type, self._span.device)
+        return MemoryRange(block.address, block.size_bytes, self._span.mem_type, self._span.device)
 
-    def free_target(self, span: Span) -> None:
+    def free_target(self, span: MemoryRange) -> None:
         self._pool.free(span.address)
 
     def close(self) -> None:
@@ -143,13 +150,13 @@ class ProbedDeviceMemory:
             self._driver.close_stream(self._stream)
 
 
-def placement_of(kind: str, proof: ProbeOutcome) -> Placement:
+def placement_of(kind: str, proof: ProbeOutcome) -> MeasuredPlacement:
     """Return the placement that a mover reports for a probe's outcome."""
     transports = "tcp" if proof.over_tcp else ""  # the other transports are in UCX's log
-    return Placement(kind, proof.why, transports, float(f"{proof.gigabytes_per_s:.3g}"))
+    return MeasuredPlacement(kind, proof.why, transports, float(f"{proof.gigabytes_per_s:.3g}"))
 
 
-def probe_span(transport: Transport, span: Span, driver: Driver | None = None) -> ProbeOutcome:
+def probe_span(transport: Transport, span: MemoryRange, driver: Driver | None = None) -> ProbeOutcome:
     """Read samples of a registered span through the transport, and compare. Raises nothing.
 
     `driver`: the span is memory of one of its devices; None: of the host. It takes about a millisecond, and
@@ -168,7 +175,7 @@ def probe_span(transport: Transport, span: Span, driver: Driver | None = None) -
 
 
 class _Probe:
-    def __init__(self, transport: Transport, memory: ProbedMemory, span: Span, limit_s: float) -> None:
+    def __init__(self, transport: Transport, memory: ProbedMemory, span: MemoryRange, limit_s: float) -> None:
         self._limit_s = limit_s
         self._transport = transport
         self._memory = memory
@@ -190,7 +197,7 @@ class _Probe:
         last = first + max(0, size - SAMPLE_BYTES)
         return sorted({first, first + (last - first) // 2, last})
 
-    def _compare_sample(self, address: int, target: Span) -> str:
+    def _compare_sample(self, address: int, target: MemoryRange) -> str:
         """Return what is wrong with one sample, "" if nothing is."""
         size = min(SAMPLE_BYTES, self._span.size_bytes)
         for _ in range(NUM_ATTEMPTS):
@@ -207,7 +214,7 @@ class _Probe:
             "other than those that lie there"
         )
 
-    def _measure(self, target: Span) -> ProbeOutcome:
+    def _measure(self, target: MemoryRange) -> ProbeOutcome:
         size = min(TIMED_BYTES, self._span.size_bytes)
         over_tcp, best = False, float("inf")
         for number in range(NUM_TIMED_READS):
@@ -219,7 +226,7 @@ class _Probe:
                 over_tcp = tcp_bytes_received() - before >= size // 2
         return ProbeOutcome(True, "", over_tcp, size / best / 1e9)
 
-    def _read(self, address: int, size: int, target: Span) -> None:
+    def _read(self, address: int, size: int, target: MemoryRange) -> None:
         transport = self._transport
         runs = single_run(target.address, address, size)
         try:
@@ -237,7 +244,7 @@ class _Probe:
         return self._transport.post(self._transport.agent, runs, self._kinds)
 
     @contextmanager
-    def _registered_target(self) -> Iterator[Span]:
+    def _registered_target(self) -> Iterator[MemoryRange]:
         target = self._memory.allocate_target()
         try:
             self._transport.register(target)

@@ -19,7 +19,7 @@ from typing import Any, assert_never
 from kvxferd.errors import DeviceError, ProtocolError
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Driver
-from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, Transport, TransportError
+from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, Transport, TransportError
 from kvxferd.mover.transport.buffers import PinnedBuffer, SlotPool, WordSlots
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.reply_agents import ReplyAgents
@@ -49,7 +49,7 @@ MAX_PACKED_RUNS = 2048  # as in any post; a requested chunk has fewer
 CHUNK_REPLY_TIMEOUT_S = 10.0  # a source that does not reply by then is gone
 
 
-class ChunkState(Enum):
+class PartState(Enum):
     """The step that a chunk is at."""
 
     REQUESTED = auto()  # the source copies it
@@ -59,11 +59,11 @@ class ChunkState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
+class StagedPart:
     """A part of a read that fits into one slot."""
 
     runs: Runs
-    state: ChunkState
+    state: PartState
     created_at: float
     slot: int | None = None  # of this mover's own
     number: int = 0  # of the request
@@ -81,7 +81,7 @@ class StagedRead:
     kinds: ReadKinds
     remaining: Iterator[Runs]
     next: Runs | None
-    active: list[Chunk] = field(default_factory=list)
+    active: list[StagedPart] = field(default_factory=list)
     error: TransportError | None = None
     has_posted: bool = False  # a part of it was posted
     done: bool = False
@@ -109,7 +109,7 @@ class StagedTransport:
         self._stamp_slots: WordSlots | None = None
         self._unused_slots: WordSlots | None = None
         self._reply_metadata = b""  # which a source loads to reply
-        self._requested: dict[int, tuple[AgentName, Chunk]] = {}
+        self._requested: dict[int, tuple[AgentName, StagedPart]] = {}
         self._refused: dict[int, str] = {}
         self._loaded_agents: set[AgentName] = set()
         self._reply_agents = ReplyAgents(inner, self._loaded_agents.__contains__)
@@ -124,13 +124,13 @@ class StagedTransport:
     def library(self) -> str:
         return self._inner.library
 
-    def register(self, span: Span) -> None:
+    def register(self, span: MemoryRange) -> None:
         self._inner.register(span)
 
-    def deregister(self, span: Span) -> None:
+    def deregister(self, span: MemoryRange) -> None:
         self._inner.deregister(span)
 
-    def metadata(self, spans: Sequence[Span]) -> bytes:
+    def metadata(self, spans: Sequence[MemoryRange]) -> bytes:
         return self._inner.metadata(spans)
 
     def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
@@ -154,7 +154,7 @@ class StagedTransport:
 
     # --- memory that the library cannot reach
 
-    def stage(self, driver: Driver, uuid: str, spans: Sequence[Span]) -> tuple[Span, ...]:
+    def stage(self, driver: Driver, uuid: str, spans: Sequence[MemoryRange]) -> tuple[MemoryRange, ...]:
         """Serve this memory of a device by copies. Returns the spans that readers load instead.
 
         Raises KvxferdError.
@@ -236,13 +236,15 @@ class StagedTransport:
                     if self._slots.is_exhausted:
                         read.error = TransportError("cannot stage: every buffer is in doubt", settled=True)
                     break
-            chunk = Chunk(read.next, ChunkState.READING, self._clock(), slot)
+            chunk = StagedPart(read.next, PartState.READING, self._clock(), slot)
             read.next = next(read.remaining, None)
             read.active.append(chunk)
             self._try_step(read, chunk, self._start_chunk)
         read.done = read.error is None and read.next is None and not read.active
 
-    def _try_step(self, read: StagedRead, chunk: Chunk, step: Callable[[StagedRead, Chunk], None]) -> None:
+    def _try_step(
+        self, read: StagedRead, chunk: StagedPart, step: Callable[[StagedRead, StagedPart], None]
+    ) -> None:
         try:
             step(read, chunk)
         except TransportError as error:
@@ -251,14 +253,14 @@ class StagedTransport:
             # A copy that failed may be a copy that still runs.
             self._fail_chunk(read, chunk, TransportError(error.message, settled=False))
 
-    def _start_chunk(self, read: StagedRead, chunk: Chunk) -> None:
+    def _start_chunk(self, read: StagedRead, chunk: StagedPart) -> None:
         if read.kinds.remote.staged:
             self._request_chunk(read, chunk)
         else:
             self._post_read(read, chunk, chunk.runs.remote, read.kinds)
 
-    def _request_chunk(self, read: StagedRead, chunk: Chunk) -> None:
-        chunk.state = ChunkState.REQUESTED
+    def _request_chunk(self, read: StagedRead, chunk: StagedPart) -> None:
+        chunk.state = PartState.REQUESTED
         # Who replies with the number has received the request. The name of an agent in a message is no proof:
         # it is what its sender wrote.
         chunk.number = secrets.randbits(63)
@@ -283,11 +285,11 @@ class StagedTransport:
             self._unused_slots = WordSlots(self._inner)
             self._reply_metadata = self._inner.metadata([self._unused_slots.span])
 
-    def _post_read(self, read: StagedRead, chunk: Chunk, remote: Any, kinds: ReadKinds) -> None:
+    def _post_read(self, read: StagedRead, chunk: StagedPart, remote: Any, kinds: ReadKinds) -> None:
         runs = chunk.runs
         local = runs.local if chunk.slot is None else packed_addresses(chunk.slot, runs.length)
         place = kinds.local if chunk.slot is None else HOST.local
-        chunk.state = ChunkState.READING
+        chunk.state = PartState.READING
         chunk.handle = self._inner.post(
             read.agent, Runs(local, remote, runs.length), ReadKinds(place, kinds.remote)
         )
@@ -295,25 +297,25 @@ class StagedTransport:
         if chunk.handle.done:
             self._advance_chunk(read, chunk)
 
-    def _advance_chunk(self, read: StagedRead, chunk: Chunk) -> None:
+    def _advance_chunk(self, read: StagedRead, chunk: StagedPart) -> None:
         match chunk.state:
-            case ChunkState.REQUESTED:
+            case PartState.REQUESTED:
                 self._check_reply(read, chunk)
-            case ChunkState.READING if self._is_read_done(chunk):
+            case PartState.READING if self._is_read_done(chunk):
                 if chunk.ready is not None:
                     self._post_stamp_read(read, chunk, chunk.ready)
                 else:
                     self._start_copy(read, chunk)
-            case ChunkState.VERIFYING if self._is_read_done(chunk):
+            case PartState.VERIFYING if self._is_read_done(chunk):
                 self._verify_stamp(read, chunk)
-            case ChunkState.COPYING:
+            case PartState.COPYING:
                 assert self._pinned is not None
                 if self._pinned.is_done(chunk.copy_event):
                     self._end_chunk(read, chunk)
             case _:
                 pass
 
-    def _is_read_done(self, chunk: Chunk) -> bool:
+    def _is_read_done(self, chunk: StagedPart) -> bool:
         assert chunk.handle is not None
         if not self._inner.poll(chunk.handle):
             return False
@@ -321,7 +323,7 @@ class StagedTransport:
         chunk.handle = None
         return True
 
-    def _check_reply(self, read: StagedRead, chunk: Chunk) -> None:
+    def _check_reply(self, read: StagedRead, chunk: StagedPart) -> None:
         if (why := self._refused.pop(chunk.number, None)) is not None:
             raise TransportError(f"cannot read from agent {read.agent}: {why}", settled=True)
         if chunk.ready is not None:
@@ -329,23 +331,22 @@ class StagedTransport:
             self._post_read(read, chunk, remote, ReadKinds(read.kinds.local, HOST.remote))
         elif self._clock() > chunk.created_at + CHUNK_REPLY_TIMEOUT_S:
             raise TransportError(
-                f"cannot read from agent {read.agent}: it did not lend a chunk in "
-                f"{CHUNK_REPLY_TIMEOUT_S:.0f} s",
+                f"cannot read from agent {read.agent}: it sent no chunk in {CHUNK_REPLY_TIMEOUT_S:.0f} s",
                 settled=True,
             )
 
-    def _post_stamp_read(self, read: StagedRead, chunk: Chunk, lent: ChunkReady) -> None:
-        chunk.state = ChunkState.VERIFYING
+    def _post_stamp_read(self, read: StagedRead, chunk: StagedPart, ready: ChunkReady) -> None:
+        chunk.state = PartState.VERIFYING
         chunk.stamp_slot = self._open_stamp_slots().acquire()
         if chunk.stamp_slot is None:
             raise TransportError("cannot read a chunk's stamp: too many are read", settled=True)
         chunk.handle = self._inner.post(
-            read.agent, single_run(chunk.stamp_slot, lent.stamp_address, len(lent.stamp)), HOST
+            read.agent, single_run(chunk.stamp_slot, ready.stamp_address, len(ready.stamp)), HOST
         )
         if chunk.handle.done:
             self._advance_chunk(read, chunk)
 
-    def _verify_stamp(self, read: StagedRead, chunk: Chunk) -> None:
+    def _verify_stamp(self, read: StagedRead, chunk: StagedPart) -> None:
         assert chunk.ready is not None and chunk.stamp_slot is not None
         word = self._open_stamp_slots().read(chunk.stamp_slot)
         self._open_stamp_slots().release(chunk.stamp_slot)
@@ -357,23 +358,23 @@ class StagedTransport:
             )
         self._start_copy(read, chunk)
 
-    def _start_copy(self, read: StagedRead, chunk: Chunk) -> None:
+    def _start_copy(self, read: StagedRead, chunk: StagedPart) -> None:
         if chunk.slot is None:
             self._end_chunk(read, chunk)
             return
         assert self._pinned is not None
         local, length = chunk.runs.local, chunk.runs.length
-        chunk.state = ChunkState.COPYING  # set before: a driver that refuses the second copy runs the first
+        chunk.state = PartState.COPYING  # set before: a driver that refuses the second copy runs the first
         chunk.copy_event = self._pinned.start_copies(
             Runs(local, packed_addresses(chunk.slot, length), length)
         )
 
-    def _end_chunk(self, read: StagedRead, chunk: Chunk) -> None:
+    def _end_chunk(self, read: StagedRead, chunk: StagedPart) -> None:
         read.active.remove(chunk)
         if chunk.slot is not None and self._slots is not None:
             self._slots.release(chunk.slot)
 
-    def _release_chunk(self, read: StagedRead, chunk: Chunk) -> None:
+    def _release_chunk(self, read: StagedRead, chunk: StagedPart) -> None:
         """Release the chunk at its source, which may use its slot again."""
         self._requested.pop(chunk.number, None)
         self._refused.pop(chunk.number, None)
@@ -384,7 +385,7 @@ class StagedTransport:
             _LOG.info("chunk not released: agent=%s reason=%s", read.agent, error.message)
         chunk.number = 0
 
-    def _fail_chunk(self, read: StagedRead, chunk: Chunk, error: TransportError) -> None:
+    def _fail_chunk(self, read: StagedRead, chunk: StagedPart, error: TransportError) -> None:
         """End a chunk, and with it the read once its other chunks are terminal."""
         read.active.remove(chunk)
         if chunk.number:
@@ -396,15 +397,15 @@ class StagedTransport:
         settled = error.settled
         if chunk.slot is not None:
             # A read lands in the slot; only the copy writes the destination.
-            settled |= chunk.state is not ChunkState.COPYING
-        elif chunk.state is ChunkState.VERIFYING:
+            settled |= chunk.state is not PartState.COPYING
+        elif chunk.state is PartState.VERIFYING:
             settled = True  # the chunk's own read has ended
         first, message = read.error, error.message if read.error is None else read.error.message
         failure = TransportError(message, settled=settled, lost=error.lost)
         if first is None or _doubt_level(failure) > _doubt_level(first):
             read.error = failure
 
-    def _release_slots(self, chunk: Chunk, over: bool) -> None:
+    def _release_slots(self, chunk: StagedPart, over: bool) -> None:
         """Release a failed chunk's slots, or quarantine them where something may still land there."""
         if chunk.stamp_slot is not None and over:
             self._open_stamp_slots().release(chunk.stamp_slot)

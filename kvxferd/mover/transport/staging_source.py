@@ -19,7 +19,7 @@ import numpy as np
 from kvxferd.errors import EngineError
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Driver
-from kvxferd.mover.transport.base import Span, Transport
+from kvxferd.mover.transport.base import MemoryRange, Transport
 from kvxferd.mover.transport.buffers import PinnedBuffer, SlotPool
 from kvxferd.mover.transport.reply_agents import ReplyAgents
 from kvxferd.mover.transport.runs import Uint64s, packed_addresses
@@ -72,11 +72,11 @@ class StagingSource:
         self.pinned = PinnedBuffer(transport, driver, uuid, num_slots * (slot_bytes + STAMP_BYTES))
         self._stamps_address = self.pinned.address + num_slots * slot_bytes
         self.slots = SlotPool(self.pinned.address, slot_bytes, num_slots)
-        self._spans: list[Span] = []
+        self._spans: list[MemoryRange] = []
         self._waiting: deque[_ChunkLease] = deque()
         self._leases: dict[_ChunkKey, _ChunkLease] = {}
 
-    def add(self, span: Span) -> None:
+    def add(self, span: MemoryRange) -> None:
         """Serve this memory too."""
         self._spans.append(span)
 
@@ -95,24 +95,24 @@ class StagingSource:
     def _check_request(self, agent: AgentName, request: ChunkRequest) -> None:
         waiting = sum(lease.agent == agent for lease in self._waiting)
         if len(self._waiting) >= MAX_WAITING or waiting >= MAX_WAITING_PER_AGENT:
-            raise EngineError(f"cannot lend more: {len(self._waiting)} chunks are waited for")
+            raise EngineError(f"cannot stage more: {len(self._waiting)} chunks are waited for")
         if (agent, request.number) in self._leases or any(
             (lease.agent, lease.request.number) == (agent, request.number) for lease in self._waiting
         ):
-            raise EngineError(f"cannot lend chunk {request.number} twice")
+            raise EngineError(f"cannot stage chunk {request.number} twice")
         num_runs, odd = divmod(len(request.addresses), 8)
         if odd or len(request.lengths) != 4 * num_runs or not 0 < num_runs <= MAX_CHUNK_RUNS:
-            raise EngineError(f"cannot lend {num_runs} stretches: 1 to {MAX_CHUNK_RUNS}, each with a length")
+            raise EngineError(f"cannot stage {num_runs} stretches: 1 to {MAX_CHUNK_RUNS}, each with a length")
         start, length = _requested_ranges(request)
         if not length.all() or int(length.sum()) > self._slot_bytes:
-            raise EngineError(f"cannot lend {int(length.sum())} bytes: stretches of 1 to {self._slot_bytes}")
+            raise EngineError(f"cannot stage {int(length.sum())} bytes: stretches of 1 to {self._slot_bytes}")
         inside = np.zeros(num_runs, dtype=bool)
         for span in self._spans:
             first, end = np.uint64(span.address), np.uint64(span.address + span.size_bytes)
             # Not start + length, which a malicious request makes wrap around.
             inside |= (start >= first) & (start < end) & (length <= end - np.minimum(start, end))
         if not inside.all():
-            raise EngineError("cannot lend memory that is not this rank's")
+            raise EngineError("cannot stage memory that is not this rank's")
 
     def handle_release(self, agent: AgentName, number: int) -> None:
         """End a chunk's lease, or its request: the reader has read it, or does not need it any more."""

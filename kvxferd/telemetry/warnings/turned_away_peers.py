@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import Finding
+from kvxferd.telemetry.warnings.warning_list import WarningCondition
 
 TURNED_AWAY_FOR_S = 60.0
 
@@ -18,7 +18,7 @@ class TurnedAwayPeers:
         """Take over a refused connection. Anybody may cause these: only the last one is kept."""
         self._last = now, address, reason
 
-    def findings(self, now: float) -> list[Finding]:
+    def findings(self, now: float) -> list[WarningCondition]:
         """Return the one finding. Daemons connect again each few seconds: it lasts while the cause does."""
         if self._last is None or now - self._last[0] > TURNED_AWAY_FOR_S:
             return []
@@ -29,4 +29,4 @@ class TurnedAwayPeers:
             "the file of peer.curve_allowed_keys_file, its address to peer.allowed_addresses: "
             "docs/how-to/keys.md"
         )
-        return [Finding(WarningKind.PEER_TURNED_AWAY, "", message, remedy)]
+        return [WarningCondition(WarningKind.PEER_TURNED_AWAY, "", message, remedy)]

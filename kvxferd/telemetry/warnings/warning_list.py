@@ -36,7 +36,7 @@ class NodeWarning(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.message}; {self.remedy}" if self.remedy else self.message
 
 
-class Finding(NamedTuple):
+class WarningCondition(NamedTuple):
     """What a check has found now. `subject` tells it from others of its kind."""
 
     kind: WarningKind
@@ -45,7 +45,7 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-class Change(NamedTuple):
+class WarningChange(NamedTuple):
     """A warning that began or ended, to be logged."""
 
     what: Literal["began", "ended"]
@@ -53,10 +53,10 @@ class Change(NamedTuple):
     lasted_s: float
 
 
-def finding_of(kind: WarningKind, subject: str, sentence: str) -> Finding:
+def finding_of(kind: WarningKind, subject: str, sentence: str) -> WarningCondition:
     """Return the finding of a sentence whose remedy follows its first semicolon."""
     message, _, remedy = sentence.partition("; ")
-    return Finding(kind, subject, message, remedy)
+    return WarningCondition(kind, subject, message, remedy)
 
 
 class _Active:
@@ -75,7 +75,9 @@ class WarningList:
         self._active: dict[tuple[WarningKind, str], _Active] = {}
         self._counts: Counter[WarningKind] = Counter()
 
-    def update(self, findings: Iterable[Finding], now: float, unix_now: float) -> list[Change]:
+    def update(
+        self, findings: Iterable[WarningCondition], now: float, unix_now: float
+    ) -> list[WarningChange]:
         """Take over what is found now. Return the warnings that began or ended.
 
         A warning ends when it was not found for the `hold_s` of its kind.
@@ -83,13 +85,13 @@ class WarningList:
         changes = []
         for finding in findings:
             if (began := self._add(_printable(finding), now, unix_now)) is not None:
-                changes.append(Change("began", began, 0.0))
+                changes.append(WarningChange("began", began, 0.0))
         for key, active in list(self._active.items()):
             missing_s = now - active.found_at
             if missing_s > 0 and missing_s >= key[0].hold_s:
                 del self._active[key]
                 self._counts[key[0]] -= 1
-                changes.append(Change("ended", active.warning, now - active.started))
+                changes.append(WarningChange("ended", active.warning, now - active.started))
         return changes
 
     def warnings(self) -> list[NodeWarning]:
@@ -100,7 +102,7 @@ class WarningList:
         """Return how many current warnings are of that kind."""
         return self._counts[kind]
 
-    def _add(self, finding: Finding, now: float, unix_now: float) -> NodeWarning | None:
+    def _add(self, finding: WarningCondition, now: float, unix_now: float) -> NodeWarning | None:
         """Renew the warning of a finding. Return it if it is new, and there is room."""
         key = finding.kind, finding.subject
         active = self._active.get(key)
@@ -125,9 +127,9 @@ class WarningList:
         return warning
 
 
-def _printable(finding: Finding) -> Finding:
+def _printable(finding: WarningCondition) -> WarningCondition:
     """Return the finding without control characters and of bounded length: names in it are of others."""
-    return Finding(
+    return WarningCondition(
         finding.kind,
         _clean(finding.subject, MAX_SUBJECT_CHARS),
         _clean(finding.message, MAX_TEXT_CHARS),

@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import Change, Finding, NodeWarning, WarningList
+from kvxferd.telemetry.warnings.warning_list import NodeWarning, WarningChange, WarningCondition, WarningList
 
 log = structlog.get_logger()
 
@@ -25,7 +25,7 @@ class WarningWatch:
 
     def __init__(
         self,
-        checks: Iterable[Callable[[], Iterable[Finding]]],
+        checks: Iterable[Callable[[], Iterable[WarningCondition]]],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -100,7 +100,7 @@ class WarningCollector(Collector):
         )
 
 
-def _run(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+def _run(check: Callable[[], Iterable[WarningCondition]]) -> list[WarningCondition]:
     try:
         return list(check())
     except Exception:  # a bug of one check: the others go on, and readiness is still reported
@@ -108,7 +108,7 @@ def _run(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         return []
 
 
-def _log_change(change: Change) -> None:
+def _log_change(change: WarningChange) -> None:
     warning = change.warning
     if change.what == "began":
         log.warning(

@@ -16,15 +16,15 @@ from kvxferd.integrations.vllm.publisher_session import (
     open_publisher_by_id,
     open_publisher_in_thread,
 )
-from kvxferd.integrations.vllm.step_metadata import RegisteredEngine
+from kvxferd.integrations.vllm.step_metadata import EngineReport
 from tests.support.connector_harness import EngineUnderTest
 from tests.support.nodes.daemon import Daemon
 
 Make = Callable[..., EngineUnderTest]
 
 
-def enrolled(engine: EngineUnderTest) -> RegisteredEngine:
-    return RegisteredEngine(engine.engine_id, engine.generation, needs_ready=False)
+def enrolled(engine: EngineUnderTest) -> EngineReport:
+    return EngineReport(engine.engine_id, engine.generation, needs_ready=False)
 
 
 def test_requests_are_published_once_the_publisher_has_arrived(engine: Make, daemon: Daemon) -> None:
@@ -95,7 +95,7 @@ def test_a_publisher_of_an_earlier_start_is_replaced_and_its_requests_are_let_go
     assert publisher is not None
     earlier.scheduler.attach(publisher)
     assert earlier.prefill("p-1", 8, [1, 2], fill=5) is not None
-    present = RegisteredEngine("prefill", prefill.generation, needs_ready=False)
+    present = EngineReport("prefill", prefill.generation, needs_ready=False)
     assert not earlier.scheduler.confirm(present)
     assert not earlier.scheduler.is_attached
     assert earlier.step_until(lambda results: results.sent == {"p-1"}, "the blocks are free").sent == {"p-1"}

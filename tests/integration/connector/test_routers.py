@@ -105,12 +105,12 @@ def test_the_cache_moves(engines: Engines, router: str, path: str, stream: bool)
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     sent: Send = getattr(engines, router)
-    answer = sent(path, body)
+    reply = sent(path, body)
 
     prompt = prompt_of(path, body)
-    assert (answer.status, answer.content_type == "text/event-stream") == (200, stream)
-    assert answer.chunks[0]["choices"][0]["token_ids"] == [content_of(prompt)]
-    assert answer.chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert (reply.status, reply.content_type == "text/event-stream") == (200, stream)
+    assert reply.chunks[0]["choices"][0]["token_ids"] == [content_of(prompt)]
+    assert reply.chunks[-1]["choices"][0]["finish_reason"] == "length"
 
     (prefilled,) = [served for one in engines.prefill for served in one.served]
     (decoded,) = engines.decode.served
@@ -138,8 +138,8 @@ def test_min_tokens_go_to_the_decode_engine_alone(engines: Engines, router: str)
 
 def test_min_tokens_through_llm_d_s_sidecar_are_refused_by_the_prefill_engine(engines: Engines) -> None:
     """The sidecar keeps them beside max_tokens 1; vLLM refuses that, and nothing is left behind."""
-    answer = engines.through_sidecar(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 40, "min_tokens": 20})
-    assert answer.status == 400
+    reply = engines.through_sidecar(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 40, "min_tokens": 20})
+    assert reply.status == 400
     assert engines.decode.served == []
 
 
@@ -152,8 +152,8 @@ def test_the_sidecar_s_header_names_the_prefill_engine(engines: Engines) -> None
 
 
 def test_without_the_sidecar_s_header_the_decode_engine_computes(engines: Engines) -> None:
-    answer = engines.through_sidecar(COMPLETIONS, REQUESTS[COMPLETIONS], **{PREFILLER_HEADER: ""})
-    assert answer.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
+    reply = engines.through_sidecar(COMPLETIONS, REQUESTS[COMPLETIONS], **{PREFILLER_HEADER: ""})
+    assert reply.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
     assert [one.served for one in engines.prefill] == [[], []]
     assert engines.decode.served[0].num_pulled == 0
 
@@ -185,8 +185,8 @@ def test_a_prefill_that_fails_reaches_the_client_and_no_decode_engine(
 def test_the_overlapping_router_gives_both_engines_one_reference(engines: Engines, stream: bool) -> None:
     body = REQUESTS[COMPLETIONS] | {"stream": stream}
     for _ in range(2):  # the first learns the engine, where no test before did
-        answer = engines.through_overlapping_router(COMPLETIONS, body)
-        assert (answer.status, answer.chunks[0]["choices"][0]["token_ids"]) == (200, [content_of(PROMPT)])
+        reply = engines.through_overlapping_router(COMPLETIONS, body)
+        assert (reply.status, reply.chunks[0]["choices"][0]["token_ids"]) == (200, [content_of(PROMPT)])
     prefilled, decoded = engines.prefill[0].served[-1], engines.decode.served[-1]
     assert decoded.num_pulled == len(PROMPT)
     given = prefilled.body["kv_transfer_params"]
@@ -218,15 +218,15 @@ def test_a_cache_by_another_reference_is_decoded_by_that(
         return decode(path, body, headers)
 
     monkeypatch.setattr(engines.decode, "handle", handle)
-    answer = engines.through_overlapping_router(COMPLETIONS, REQUESTS[COMPLETIONS])
-    assert answer.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
+    reply = engines.through_overlapping_router(COMPLETIONS, REQUESTS[COMPLETIONS])
+    assert reply.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
     assert engines.decode.served[-1].num_pulled == len(PROMPT)
 
 
 def test_a_router_must_pass_on_every_field(engines: Engines) -> None:
     """One that keeps the fields it knows, those of vLLM's NIXL connector, loses the reference."""
-    asked = REQUESTS[COMPLETIONS] | {"max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
-    params = json.loads(post(engines.prefill[0].url, COMPLETIONS, asked).text)["kv_transfer_params"]
+    requested = REQUESTS[COMPLETIONS] | {"max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
+    params = json.loads(post(engines.prefill[0].url, COMPLETIONS, requested).text)["kv_transfer_params"]
     known = {"do_remote_prefill": True} | {name: params.get(name) for name in PREFILL_PARAMS}
     known["do_remote_prefill"] = True
     kept = post(engines.decode.url, COMPLETIONS, REQUESTS[COMPLETIONS] | {"kv_transfer_params": known})

@@ -19,9 +19,9 @@ def place(fleet: Fleet, driver: str, movers: str, *cases: str) -> list[dict[str,
     """Return what two ranks found in each case, on a daemon whose movers have the driver `movers`."""
     arguments = [str(daemon(fleet, "node", movers).worker_socket), driver, *cases]
     ran = run_python("-m", "tests.support.placed_ranks", *arguments)
-    answers = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert answers, ran.stderr
-    found: list[dict[str, Any]] = json.loads(answers[0].removeprefix("ANSWER "))
+    replies = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert replies, ran.stderr
+    found: list[dict[str, Any]] = json.loads(replies[0].removeprefix("ANSWER "))
     return found
 
 

@@ -63,7 +63,7 @@ async def test_regions_that_cannot_be_mapped(
     with SealedMemory.create(SIZE, "kvxferd-binding") as memory:
         good = RegionExport(region=RegionId("other"), size_bytes=SIZE, fd_index=0)
         mover.send(Bind(regions=(good, region)), (memory.fd, *worker_fds))
-        refused = await node.heard(mover, BindRefused)
+        refused = await node.received(mover, BindRefused)
         assert refused.code is code
         assert "kv" in refused.message
         assert maps_of(mover.pid, "kvxferd-binding") == 0, "nothing stays mapped"
@@ -73,9 +73,9 @@ async def test_regions_that_cannot_be_mapped(
 async def test_a_bind_without_regions_or_without_a_worker(node: Node, worker_fds: tuple[int, int]) -> None:
     mover = await node.pool.acquire()
     mover.send(Bind(regions=()), worker_fds)
-    assert (await node.heard(mover, BindRefused)).code is Code.REGION_INVALID
+    assert (await node.received(mover, BindRefused)).code is Code.REGION_INVALID
     mover.send(Bind(regions=(export(),)))
-    assert (await node.heard(mover, BindRefused)).code is Code.BAD_FRAME
+    assert (await node.received(mover, BindRefused)).code is Code.BAD_FRAME
 
 
 async def test_several_regions_of_one_descriptor(node: Node, worker_fds: tuple[int, int]) -> None:
@@ -86,7 +86,7 @@ async def test_several_regions_of_one_descriptor(node: Node, worker_fds: tuple[i
             for n in range(3)
         )
         mover.send(Bind(regions=regions), (memory.fd, *worker_fds))
-        bound = await node.heard(mover, Bound)
+        bound = await node.received(mover, Bound)
         assert [(r.region, r.size_bytes, r.mem_type) for r in bound.regions] == [
             (f"r{n}", SIZE, "DRAM") for n in range(3)
         ]
@@ -101,10 +101,10 @@ async def test_a_fence_page_that_cannot_be_mapped_is_refused_and_the_mover_serve
     with SealedMemory.create(SIZE) as bad, SealedMemory.create(SIZE) as good:
         fcntl.fcntl(bad.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
         mover.send(MapFence(session=SessionId(1), size_bytes=SIZE), (bad.fd,))
-        refused = await node.heard(mover, FenceRefused)
+        refused = await node.received(mover, FenceRefused)
         assert (refused.session, refused.code) == (1, Code.REGION_INVALID)
         mover.send(MapFence(session=SessionId(1), size_bytes=SIZE), (good.fd,))
-        assert (await node.heard(mover, FenceMapped)).session == 1
+        assert (await node.received(mover, FenceMapped)).session == 1
 
 
 async def test_a_session_that_is_over_costs_no_mapping_and_no_memory(node: Node) -> None:
@@ -116,7 +116,7 @@ async def test_a_session_that_is_over_costs_no_mapping_and_no_memory(node: Node)
         for number in range(first, first + count):
             page = UnmappedFencePage.create()
             mover.send(MapFence(session=SessionId(number), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
-            await node.heard(mover, FenceMapped)
+            await node.received(mover, FenceMapped)
             page.close()
             mover.send(UnmapFence(session=SessionId(number - 8)))
 

@@ -158,7 +158,7 @@ async def test_a_killed_source_leaves_doubt_where_the_transports_are_not_known(
         # A pull that waits for a chunk for long reads the rest directly.
         is_covered = outcome.covered_bytes == outcome.bytes
         is_finished = is_over or is_covered
-        assert (outcome.finished, outcome.quiet_follows) == (is_finished, is_finished)
+        assert (outcome.finished, outcome.quiesced_follows) == (is_finished, is_finished)
         if read_way == "covering":
             reports, sink_mover = here.chunk_reports, reader.mover.mover_id
             if not is_over:
@@ -182,17 +182,17 @@ async def test_an_aborted_pull_waits_for_a_stopped_source_only_where_it_writes_t
         number = reader.start([source], source.place(0, WORD), range(2048), range(2048))
         follower = reader.start([source], source.place(0, WORD), [0], [0])
         with pytest.raises(TimeoutError):
-            await there.heard(reader.mover, PullDone, 0.2)
+            await there.received(reader.mover, PullDone, 0.2)
         reader.mover.send(AbortPull(pull=number))
         if read_way == "covering":
             outcomes = {number: await reader.outcome(number)}
         else:
             outcomes = {}
             with pytest.raises(TimeoutError):
-                await there.heard(reader.mover, PullDone, 0.3)
+                await there.received(reader.mover, PullDone, 0.3)
     finally:
         os.kill(source.mover.pid, signal.SIGCONT)
-    done = [await there.heard(reader.mover, PullDone) for _ in range(2 - len(outcomes))]
+    done = [await there.received(reader.mover, PullDone) for _ in range(2 - len(outcomes))]
     outcomes |= {d.pull: d.outcome for d in done}
     assert (outcomes[number].code, outcomes[number].finished) == (Code.CANCELLED, True)
     assert outcomes[follower].delivered
@@ -206,7 +206,7 @@ async def test_movers_go_when_their_parent_is_killed_and_new_ones_come(make_work
         await node.gone(mover)
         again = await take_again(node)
         again.send(Bind(regions=rank.export()), rank.fds)
-        await node.heard(again, Bound)
+        await node.received(again, Bound)
         assert again.agent != mover.agent
         assert node.exits == [mover.mover_id]
 

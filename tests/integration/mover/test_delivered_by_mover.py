@@ -14,7 +14,7 @@ import pytest
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import MOVER_DELIVERIES
-from kvxferd.wire.limits import MAX_NOTICE_BYTES
+from kvxferd.wire.limits import MAX_DELIVERY_BYTES
 from kvxferd.wire.mover import Bind, BindRefused, PiecesRead
 from tests.support.mover_harness import WORD, Connect, Node, Worker, serve, sink
 
@@ -26,8 +26,8 @@ async def test_the_worker_hears_of_what_is_delivered(pair: tuple[Node, Node], co
     number = reader.start([source], source.place(0, WORD), [1, 2], [3, 4])
     outcome = await reader.outcome(number)
     assert outcome.delivered
-    assert outcome.told
-    assert MOVER_DELIVERIES.decode(reader.worker.deliveries.recv(MAX_NOTICE_BYTES)) == wk.Delivered(
+    assert outcome.sent_to_worker
+    assert MOVER_DELIVERIES.decode(reader.worker.deliveries.recv(MAX_DELIVERY_BYTES)) == wk.TicketDelivered(
         ticket=number + 1000, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s
     )
 
@@ -39,8 +39,8 @@ async def test_the_last_piece_is_reported_with_those_before(
     before = PiecesRead(bytes=1 << 40, runs=7, wire_s=2.0)
     number = reader.start([source], source.place(0, WORD), [1, 2], [3, 4], before=before)
     outcome = await reader.outcome(number)
-    told = MOVER_DELIVERIES.decode(reader.worker.deliveries.recv(MAX_NOTICE_BYTES))
-    assert isinstance(told, wk.Delivered)
+    told = MOVER_DELIVERIES.decode(reader.worker.deliveries.recv(MAX_DELIVERY_BYTES))
+    assert isinstance(told, wk.TicketDelivered)
     assert (told.bytes, told.runs) == ((1 << 40) + outcome.bytes, 7 + outcome.runs)
     assert told.wire_s == 2.0 + outcome.wire_s
     assert outcome.bytes < 1 << 40  # the daemon gets those of the piece, and adds them up itself
@@ -51,9 +51,9 @@ async def test_of_what_failed_the_daemon_speaks(pair: tuple[Node, Node], connect
     source.page.overwrite(0)
     outcome = await reader.read(source, [1], [3])
     assert outcome.code is Code.RELEASED
-    assert not outcome.told
+    assert not outcome.sent_to_worker
     with pytest.raises(BlockingIOError):
-        reader.worker.deliveries.recv(MAX_NOTICE_BYTES)
+        reader.worker.deliveries.recv(MAX_DELIVERY_BYTES)
 
 
 async def test_a_full_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], connect: Connect) -> None:
@@ -63,7 +63,7 @@ async def test_a_full_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], co
             reader.worker.mover_end.send(b"x")
     outcome = await reader.read(source, [1], [3])
     assert outcome.delivered
-    assert not outcome.told
+    assert not outcome.sent_to_worker
 
 
 async def test_what_is_no_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], make_worker: Make) -> None:
@@ -74,7 +74,7 @@ async def test_what_is_no_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node]
     source.page.write(7, WORD)
     outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))
     assert outcome.delivered
-    assert not outcome.told
+    assert not outcome.sent_to_worker
     source.close()
 
 
@@ -82,18 +82,18 @@ async def test_a_second_bind_leaves_the_socket_of_the_first(
     pair: tuple[Node, Node], connect: Connect
 ) -> None:
     source, reader = await connect(pair[0], pair[1])
-    assert (await reader.read(source, [1], [3])).told
-    reader.worker.deliveries.recv(MAX_NOTICE_BYTES)
+    assert (await reader.read(source, [1], [3])).sent_to_worker
+    reader.worker.deliveries.recv(MAX_DELIVERY_BYTES)
     before = open_files(reader.mover.pid)  # connected by now
     others_end, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     with others_end, others:
         again = Bind(regions=reader.worker.export())
         reader.mover.send(again, (reader.worker.memory.fd, others.fileno(), reader.worker.pidfd))
-        assert (await pair[1].heard(reader.mover, BindRefused)).code is Code.OUT_OF_PLACE
+        assert (await pair[1].received(reader.mover, BindRefused)).code is Code.OUT_OF_PLACE
     assert open_files(reader.mover.pid) == before
     outcome = await reader.read(source, [1], [3])
-    assert outcome.told
-    assert MOVER_DELIVERIES.decode(reader.worker.deliveries.recv(MAX_NOTICE_BYTES))
+    assert outcome.sent_to_worker
+    assert MOVER_DELIVERIES.decode(reader.worker.deliveries.recv(MAX_DELIVERY_BYTES))
 
 
 def open_files(pid: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, TransportError
 from kvxferd.mover.transport.probe import LIMIT_S, TIMED_BYTES, probe_span
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Runs
@@ -33,7 +33,7 @@ class Rank:
         self.page = mmap.mmap(-1, len(content))
         self.page[:] = content
         anchor = ctypes.c_char.from_buffer(self.page)
-        self.span = Span(ctypes.addressof(anchor), len(content))
+        self.span = MemoryRange(ctypes.addressof(anchor), len(content))
         self.content = content
 
 
@@ -132,7 +132,7 @@ def test_device_memory_is_looked_at_by_copies_and_nothing_of_it_is_kept() -> Non
     driver.set_access(uuid, address, SIZE)
     content = os.urandom(SIZE)
     ctypes.memmove(address, content, SIZE)
-    span = Span(address, SIZE, driver.mem_type, driver.device(uuid).ordinal)
+    span = MemoryRange(address, SIZE, driver.mem_type, driver.device(uuid).ordinal)
     transport.register(span)
     used = used_bytes(driver, uuid)
     proof = probe_span(transport, span, driver)
@@ -152,11 +152,11 @@ _SCRIPT = """
 import ctypes, json, mmap, os, time
 from kvxferd.mover.transport.nixl import NixlTransport, import_library
 from kvxferd.mover.transport.probe import probe_span
-from kvxferd.mover.transport.base import Span
+from kvxferd.mover.transport.base import MemoryRange
 transport = NixlTransport(import_library(), "me")
 page = mmap.mmap(-1, 4 << 20)
 page[:] = os.urandom(len(page))
-span = Span(ctypes.addressof(ctypes.c_char.from_buffer(page)), len(page))
+span = MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(page)), len(page))
 transport.register(span)
 began = time.perf_counter()
 proof = probe_span(transport, span)

@@ -90,7 +90,7 @@ async def test_a_second_fence_page_reaches_readers_that_know_the_agent(
     page = SharedFencePage()
     page.write(9, WORD)
     source.mover.send(MapFence(session=SessionId(2), size_bytes=FENCE_PAGE_BYTES), (page.fd,))
-    fence = await there.heard(source.mover, FenceMapped)
+    fence = await there.received(source.mover, FenceMapped)
     second = Served(source.worker, there, source.mover, source.bound, page, fence)
     unknown = await reader.outcome(reader.start([source], second.place(9, WORD), range(2), range(2)))
     assert (unknown.delivered, unknown.finished, unknown.code) == (False, True, Code.TRANSPORT)
@@ -106,7 +106,7 @@ async def test_a_fence_page_that_is_gone_releases_and_harms_nobody(
     source, reader = await connect(there, here)
     source.mover.send(UnmapFence(session=SessionId(1)))
     source.mover.send(MapFence(session=SessionId(2), size_bytes=FENCE_PAGE_BYTES), (source.page.fd,))
-    fence = await there.heard(source.mover, FenceMapped)
+    fence = await there.received(source.mover, FenceMapped)
     assert fence.address != source.fence.address, "an address is never used twice"
     outcome = await reader.read(source, range(2), range(2))
     assert (outcome.delivered, outcome.finished) == (False, True)

@@ -19,7 +19,7 @@ import pytest
 
 from kvxferd.ids import AgentName
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
-from kvxferd.mover.transport.base import HOST, MemoryKind, ReadKinds, Span, Transport, TransportError
+from kvxferd.mover.transport.base import HOST, MemoryKind, MemoryRange, ReadKinds, Transport, TransportError
 from kvxferd.mover.transport.nixl import NixlTransport, import_library
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Runs
@@ -36,11 +36,11 @@ class Peer(Protocol):
 
     agent: AgentName
 
-    def allocate(self, size: int, device: int = 0) -> Span: ...
-    def describe(self, *spans: Span) -> bytes: ...
-    def write(self, span: Span, offset: int, content: bytes) -> None: ...
+    def allocate(self, size: int, device: int = 0) -> MemoryRange: ...
+    def describe(self, *spans: MemoryRange) -> bytes: ...
+    def write(self, span: MemoryRange, offset: int, content: bytes) -> None: ...
     def tell(self, metadata: bytes, note: bytes) -> None: ...
-    def heard(self) -> list[tuple[str, bytes]]: ...
+    def received(self) -> list[tuple[str, bytes]]: ...
     def kill(self) -> None: ...
 
 
@@ -48,25 +48,25 @@ class MemoryPeer:
     def __init__(self, fabric: Fabric, agent: AgentName) -> None:
         self.agent = agent
         self._transport = MemoryTransport(fabric, agent)
-        self._pages: dict[Span, mmap.mmap] = {}
+        self._pages: dict[MemoryRange, mmap.mmap] = {}
 
-    def allocate(self, size: int, device: int = 0) -> Span:
+    def allocate(self, size: int, device: int = 0) -> MemoryRange:
         page = mmap.mmap(-1, size)
-        span = Span(ctypes.addressof(ctypes.c_char.from_buffer(page)), size, "DRAM", device)
+        span = MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(page)), size, "DRAM", device)
         self._pages[span] = page
         self._transport.register(span)
         return span
 
-    def describe(self, *spans: Span) -> bytes:
+    def describe(self, *spans: MemoryRange) -> bytes:
         return self._transport.metadata(spans)
 
-    def write(self, span: Span, offset: int, content: bytes) -> None:
+    def write(self, span: MemoryRange, offset: int, content: bytes) -> None:
         self._pages[span][offset : offset + len(content)] = content
 
     def tell(self, metadata: bytes, note: bytes) -> None:
         self._transport.notify(self._transport.load_remote(metadata), note)
 
-    def heard(self) -> list[tuple[str, bytes]]:
+    def received(self) -> list[tuple[str, bytes]]:
         return list(self._transport.receive_notifications())
 
     def kill(self) -> None:
@@ -83,35 +83,35 @@ class NixlPeer:
             text=True,
             env={**os.environ, "KVXFERD_TEST": MARK, **environment},
         )
-        assert self._answer() == "ready"
+        assert self._reply() == "ready"
 
-    def _answer(self) -> object:
+    def _reply(self) -> object:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 
-    def _ask(self, **command: object) -> object:
+    def _send_request(self, **command: object) -> object:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        return self._reply()
 
-    def allocate(self, size: int, device: int = 0) -> Span:
-        address = int(str(self._ask(do="allocate", size=size, device=device)))
-        return Span(address, size, "DRAM", device)
+    def allocate(self, size: int, device: int = 0) -> MemoryRange:
+        address = int(str(self._send_request(do="allocate", size=size, device=device)))
+        return MemoryRange(address, size, "DRAM", device)
 
-    def describe(self, *spans: Span) -> bytes:
-        return bytes.fromhex(str(self._ask(do="describe", spans=spans)))
+    def describe(self, *spans: MemoryRange) -> bytes:
+        return bytes.fromhex(str(self._send_request(do="describe", spans=spans)))
 
-    def write(self, span: Span, offset: int, content: bytes) -> None:
-        self._ask(do="write", address=span.address, offset=offset, content=content.hex())
+    def write(self, span: MemoryRange, offset: int, content: bytes) -> None:
+        self._send_request(do="write", address=span.address, offset=offset, content=content.hex())
 
     def tell(self, metadata: bytes, note: bytes) -> None:
-        self._ask(do="tell", metadata=metadata.hex(), note=note.hex())
+        self._send_request(do="tell", metadata=metadata.hex(), note=note.hex())
 
-    def heard(self) -> list[tuple[str, bytes]]:
-        answer = self._ask(do="heard")
-        assert isinstance(answer, list)
-        return [(agent, bytes.fromhex(note)) for agent, note in answer]
+    def received(self) -> list[tuple[str, bytes]]:
+        reply = self._send_request(do="heard")
+        assert isinstance(reply, list)
+        return [(agent, bytes.fromhex(note)) for agent, note in reply]
 
     def kill(self) -> None:
         self._process.kill()
@@ -131,7 +131,7 @@ class World:
         self._idle: list[Peer] = []
         self._peers: list[Peer] = []
         self._page = mmap.mmap(-1, PAGE)
-        self.span = Span(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), PAGE)
+        self.span = MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(self._page)), PAGE)
         transport.register(self.span)
 
     @property
@@ -242,7 +242,7 @@ def test_many_stretches_in_one_read(world: World) -> None:
 def test_an_agent_reads_its_own_memory_without_loading_itself(world: World) -> None:
     with mmap.mmap(-1, PAGE) as page:
         anchor = ctypes.c_char.from_buffer(page)
-        own = Span(ctypes.addressof(anchor), PAGE)
+        own = MemoryRange(ctypes.addressof(anchor), PAGE)
         del anchor
         page[:5] = b"mine!"
         world.transport.register(own)
@@ -271,19 +271,19 @@ def test_agents_tell_each_other_things(world: World) -> None:
     notes = [b"first", bytes(range(256)) * 32, b"last"]
     for note in notes:
         world.transport.notify(peer.agent, note)
-    heard: list[tuple[str, bytes]] = []
+    received: list[tuple[str, bytes]] = []
     deadline = time.monotonic() + DEADLINE_S
-    while len(heard) < len(notes):
-        assert time.monotonic() < deadline, f"only {len(heard)} notes came"
+    while len(received) < len(notes):
+        assert time.monotonic() < deadline, f"only {len(received)} notes came"
         world.transport.progress()
-        heard += peer.heard()
-    assert heard == [(world.transport.agent, note) for note in notes]
+        received += peer.received()
+    assert received == [(world.transport.agent, note) for note in notes]
     peer.tell(world.transport.metadata([world.span]), b"answer")
-    answers: list[tuple[AgentName, bytes]] = []
-    while not answers:
+    replies: list[tuple[AgentName, bytes]] = []
+    while not replies:
         assert time.monotonic() < deadline, "no answer came"
-        answers += world.transport.receive_notifications()
-    assert answers == [(peer.agent, b"answer")]
+        replies += world.transport.receive_notifications()
+    assert replies == [(peer.agent, b"answer")]
 
 
 def test_nobody_is_told_who_is_not_loaded(world: World) -> None:
@@ -408,7 +408,7 @@ def test_an_agent_that_was_dropped_can_be_loaded_again(world: World) -> None:
 
 def test_memory_can_be_registered_and_taken_back(world: World) -> None:
     page = mmap.mmap(-1, PAGE)
-    span = Span(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE)
+    span = MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE)
     world.transport.register(span)
     assert world.transport.metadata([span])
     world.transport.deregister(span)

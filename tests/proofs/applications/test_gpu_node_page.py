@@ -96,8 +96,8 @@ def test_the_walk_through(tmp_path: Path, fleet: Fleet) -> None:
         prefill, decode = engines
         router = RouterProcess(prefill.url, decode.url)
         stack.callback(router.stop)
-        answer = post(router.url, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 8})
-        assert answer.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
+        reply = post(router.url, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 8})
+        assert reply.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
         assert decode.served[0].num_pulled == len(PROMPT)
         prefill.wait_until_released(1)
         for verb in ("engines", "transfers"):

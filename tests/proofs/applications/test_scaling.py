@@ -17,12 +17,12 @@ SINK, SOURCE = DeploymentShape(tp=2, model="qwen3-8b"), DeploymentShape(tp=2, pp
 KINDS = (
     "Publish",
     "Prepare",
-    "Pull",
+    "PullRequest",
     "PullDone",
-    "AskGrant",
-    "Granted",
+    "GrantRequest",
+    "GrantReply",
     "Acknowledge",
-    "Done",
+    "RequestDone",
     "RenewGrants",
 )
 
@@ -92,7 +92,7 @@ def test_the_fleet_says_what_the_formula_says() -> None:
     found = fleet.measure(fleet.FleetConfig(2, 3, 10.0, num_tokens=64, seconds=2.0, shape=SINK))
     assert found.num_delivered == found.num_requests * SINK.num_ranks
     expected = [said for said in found.said if said.expected_per_s]
-    assert {said.kind for said in expected} == {"AskGrant", "Granted", "Acknowledge", "Done"}
+    assert {said.kind for said in expected} == {"GrantRequest", "GrantReply", "Acknowledge", "RequestDone"}
     for said in expected:
         assert said.per_s == pytest.approx(said.expected_per_s), said.kind
     assert 0 < found.num_handshakes <= 6

@@ -219,7 +219,7 @@ KINDS: dict[str, Kind] = {
     "freeze link": Kind(1, (5.5, 7.5), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.STALLED)),
     "cut link": Kind(8, (0.05, 1.5), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.CUT)),
     "stall link": Kind(8, (0.05, 2.0), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.STALLED)),
-    "lose questions": Kind(5, (0.05, 2.0), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.ASKING_LOST)),
-    "lose answers": Kind(5, (0.05, 2.0), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.ANSWERS_LOST)),
+    "lose questions": Kind(5, (0.05, 2.0), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.REQUESTS_LOST)),
+    "lose answers": Kind(5, (0.05, 2.0), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.REPLIES_LOST)),
     "slow link": Kind(3, (0.1, 1.0), lambda s: s.link(s.rng.choice(s.fleet.nodes), Mode.SLOW)),
 }

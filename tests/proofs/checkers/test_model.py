@@ -123,7 +123,7 @@ def test_a_word_that_is_said_twice_is_found(monkeypatch):
     report = Host._report
 
     def silent(host: Host, mover: Mover, job: Job, **outcome: Any) -> None:
-        report(host, mover, job, **(outcome | {"told": False}))
+        report(host, mover, job, **(outcome | {"sent_to_worker": False}))
 
     monkeypatch.setattr(Host, "_report", silent)
     with pytest.raises(Broken, match="ended twice"):

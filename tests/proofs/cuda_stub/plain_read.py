@@ -14,7 +14,7 @@ import sys
 
 from kvxferd.ids import AgentName
 from kvxferd.memory.driver_registry import open_driver
-from kvxferd.mover.transport.base import MemoryKind, ReadKinds, Span
+from kvxferd.mover.transport.base import MemoryKind, MemoryRange, ReadKinds
 from kvxferd.mover.transport.nixl import NixlTransport, import_library
 from kvxferd.mover.transport.runs import single_run
 from tests.support.devices import read, write
@@ -29,7 +29,7 @@ def main() -> None:
     driver = open_driver("cuda")
     device = driver.devices()[0]
     address = driver.allocate_plain(device.uuid, SIZE_BYTES)
-    span = Span(address, SIZE_BYTES, driver.mem_type, device.ordinal)
+    span = MemoryRange(address, SIZE_BYTES, driver.mem_type, device.ordinal)
     transport.register(span)
     content = random.Random(1).randbytes(SIZE_BYTES)
     if role == "source":

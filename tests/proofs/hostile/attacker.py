@@ -59,14 +59,14 @@ class Scene:
     def left_s(self) -> float:
         return self.until - time.monotonic()
 
-    def ask(self, request: str, /, **arguments: Any) -> Any:
+    def send_request(self, request: str, /, **arguments: Any) -> Any:
         """Have the runner do something; returns what came of it."""
         self.pipe.send((request, arguments))
         return self.pipe.recv()
 
     def honest(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Have the honest pair do something."""
-        return self.ask("honest", do=do, **arguments)
+        return self.send_request("honest", do=do, **arguments)
 
     def worker(self, place: Place | None = None, **more: Any) -> WorkerByHand:
         """A connection to a worker socket that has greeted."""

@@ -156,21 +156,21 @@ class Pair:
         if ref is not None:
             self._pull(other, ref, self._counter, DEADLINE_S, None)
 
-    def _pull(self, sink: int, ref: Any, request: int, deadline_s: float, asked: int | None) -> None:
+    def _pull(self, sink: int, ref: Any, request: int, deadline_s: float, requested: int | None) -> None:
         engine = self._engines[sink]
         ids, engine.room = engine.room[:NUM_BLOCKS], engine.room[NUM_BLOCKS:]
         try:
             ticket = engine.rank.pull(ref, _blocks(ids), TOKENS, deadline_s)
         except BaseException as error:
             engine.room += ids
-            if asked is None:
+            if requested is None:
                 self._say(end="failed", code=f"raised {error!r}", sink=sink, ms=0.0)
             else:
                 self._say(
-                    answer=asked, outcome="raised", code=str(getattr(error, "code", "")), why=repr(error)
+                    answer=requested, outcome="raised", code=str(getattr(error, "code", "")), why=repr(error)
                 )
             return
-        self._pulls[sink, ticket.number] = (request, ids, time.monotonic(), asked)
+        self._pulls[sink, ticket.number] = (request, ids, time.monotonic(), requested)
 
     def _take(self, number: int, engine: Engine, event: client.Event) -> None:
         match event:
@@ -190,17 +190,17 @@ class Pair:
                 self._say(end="disconnected", code=str(event.code), why=event.message, sink=number, ms=0.0)
 
     def _ended(self, sink: int, engine: Engine, ticket: int, outcome: str, why: str, safe: bool) -> None:
-        request, ids, began, asked = self._pulls[sink, ticket]
+        request, ids, began, requested = self._pulls[sink, ticket]
         took_ms = (time.monotonic() - began) * 1e3
         wrong = engine.num_wrong(request, ids) if outcome == "delivered" and request else 0
         if safe:
             del self._pulls[sink, ticket]
             engine.room += ids
         fields = {"outcome": outcome, "wrong": wrong, "why": why, "safe": safe, "ms": took_ms, "sink": sink}
-        if asked is None:
+        if requested is None:
             self._say(end="delivered" if outcome == "delivered" else "failed", code=outcome, **fields)
         else:
-            self._say(answer=asked, **fields)
+            self._say(answer=requested, **fields)
 
     # --- commands
 

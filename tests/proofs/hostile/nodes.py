@@ -23,7 +23,7 @@ from tests.proofs.hostile.watched_daemon import Meter
 from tests.support.cluster.processes import children, lives, num_fds
 from tests.support.ports import free_port
 
-ANSWER_S = 5.0
+REPLY_S = 5.0
 FLAGS = {
     "--mover-pool-size": "1",
     "--drain-limit-s": "2",
@@ -85,7 +85,7 @@ class Node:
                 preexec_fn=self._limit if self._setup.num_fds else None,  # noqa: PLW1509 - one thread
                 **as_user,
             )
-        self.control = ControlClient(str(self.run_directory / "control.sock"), timeout_s=ANSWER_S)
+        self.control = ControlClient(str(self.run_directory / "control.sock"), timeout_s=REPLY_S)
 
     def _in_own_mounts(self) -> list[str]:
         """With a resolver configuration of its own that names a server which never answers."""
@@ -163,7 +163,7 @@ class Node:
         """What is wrong with it, seen from outside."""
         if self.process.poll() is not None:
             return f"the daemon has ended with {self.process.returncode}"
-        connection = http.client.HTTPConnection(*self.http, timeout=ANSWER_S)
+        connection = http.client.HTTPConnection(*self.http, timeout=REPLY_S)
         try:
             for path in ("/healthz", "/v1/status"):
                 connection.request("GET", path)

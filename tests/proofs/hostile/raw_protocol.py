@@ -124,7 +124,7 @@ class WorkerByHand:
         )
         spec = more.pop("spec", spec)
         wait_s, deliveries = more.pop("wait_s", 20.0), more.pop("deliveries", None)
-        answers = more.pop("answers", (worker.Registered, worker.Refused, worker.Farewell))
+        replies = more.pop("answers", (worker.Registered, worker.Refused, worker.Farewell))
         layout = layout or attention_layout(spec=spec, **FACTS)
         region = layout.regions[0]
         own = memory or SealedMemory.create(region.size_bytes, "by-hand")
@@ -140,7 +140,7 @@ class WorkerByHand:
             self.say(register, own.fd, unread.fileno() if deliveries is None else deliveries)
         if memory is None:
             own.close()
-        return self.await_one(answers, wait_s)
+        return self.await_one(replies, wait_s)
 
     def close(self) -> None:
         self.socket.close()
@@ -182,14 +182,14 @@ class PeerByHand:
             return None
         return PEER_MESSAGES.decode(self.socket.recv())
 
-    def ask(self, message: Any, wait_s: float = WAIT_S) -> Any:
+    def send_request(self, message: Any, wait_s: float = WAIT_S) -> Any:
         """Say it; return the answer to that request."""
         self.say(message)
         until = time.monotonic() + wait_s
         while (left := until - time.monotonic()) > 0:
-            answer = self.next(left)
-            if answer is None or getattr(answer, "request", None) in (message.request, 0):
-                return answer
+            reply = self.next(left)
+            if reply is None or getattr(reply, "request", None) in (message.request, 0):
+                return reply
         return None
 
     def close(self) -> None:

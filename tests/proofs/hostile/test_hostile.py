@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_root]
 
 
 def _kill(scene: Scene) -> str:
-    scene.ask("kill", node="a")
+    scene.send_request("kill", node="a")
     return ""
 
 

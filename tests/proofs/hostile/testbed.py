@@ -57,7 +57,7 @@ class Honest:
         self.is_registered = False
         self.traffic = Traffic()
 
-    def ask(self, **command: Any) -> int:
+    def send_request(self, **command: Any) -> int:
         number = next(self._numbers)
         os.write(self._in, json.dumps({"number": number, **command}).encode() + b"\n")
         return number
@@ -211,7 +211,7 @@ class Stage:
 
     def do_honest(self, limit_s: float = 40.0, **command: Any) -> dict[str, Any]:
         assert self.honest is not None
-        number = self.honest.ask(**command)
+        number = self.honest.send_request(**command)
         if not self.pump_until(lambda: number in self.honest.answers, limit_s):
             return {"outcome": "no answer", "why": f"{command['do']} did not end in {limit_s} s"}
         return self.honest.answers.pop(number)

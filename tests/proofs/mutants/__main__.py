@@ -48,17 +48,17 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=10_000, help="after which a mutant counts as missed")
     parser.add_argument("--complete", action="store_true", help="fail where a mutant is stale or unproved")
     parser.add_argument("--matrix", metavar="ROOM", help="which unit tests notice the mutants of this folder")
-    asked = parser.parse_args()
-    seed = asked.seed if asked.seed is not None else random.SystemRandom().randrange(1 << 32)
+    requested = parser.parse_args()
+    seed = requested.seed if requested.seed is not None else random.SystemRandom().randrange(1 << 32)
     began = time.monotonic()
-    chosen, lacking = _choose(asked.only, asked.matrix)
+    chosen, lacking = _choose(requested.only, requested.matrix)
     _check_control(seed)
-    if asked.matrix:
-        print_matrix(chosen, asked.jobs, lambda one: _simulate(one, seed, asked.faults).how)
+    if requested.matrix:
+        print_matrix(chosen, requested.jobs, lambda one: _simulate(one, seed, requested.faults).how)
         return 0
     simulated = [mutant for mutant in chosen if mutant.is_for_simulation]
-    with ThreadPoolExecutor(asked.jobs) as pool:
-        running = [pool.submit(_simulate, one, seed, asked.faults) for one in simulated]
+    with ThreadPoolExecutor(requested.jobs) as pool:
+        running = [pool.submit(_simulate, one, seed, requested.faults) for one in simulated]
         running += [pool.submit(_run_proof, one) for one in chosen if one.hostile]
         outcomes = []
         for future in running:
@@ -66,7 +66,7 @@ def main() -> int:
             print(f"{outcome.mutant.name}: {outcome.how}", file=sys.stderr, flush=True)
     print(json.dumps(_report(seed, outcomes, chosen, time.monotonic() - began) | lacking))
     num_caught = sum(one.faults is not None for one in outcomes)
-    is_incomplete = asked.complete and any(lacking.values())
+    is_incomplete = requested.complete and any(lacking.values())
     return 1 if is_incomplete or 100 * num_caught < NEEDED_PERCENT * len(outcomes) else 0
 
 

@@ -25,18 +25,18 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="those too that have a proof")
     parser.add_argument("--hostile", action="store_true", help="those alone that need a liar")
     parser.add_argument("--model", action="store_true", help="try the model too, which takes minutes")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     found, stale_ones = proofs(), stale()
     chosen = [
         mutant
         for mutant in all_mutants().values()
         if mutant.name not in stale_ones
-        and asked.only in mutant.name
-        and (asked.again or mutant.name not in found)
-        and (mutant.hostile or not asked.hostile)
+        and requested.only in mutant.name
+        and (requested.again or mutant.name not in found)
+        and (mutant.hostile or not requested.hostile)
     ]
-    with ThreadPoolExecutor(asked.jobs) as pool:
-        running = {pool.submit(find_proof, mutant, asked.model): mutant for mutant in chosen}
+    with ThreadPoolExecutor(requested.jobs) as pool:
+        running = {pool.submit(find_proof, mutant, requested.model): mutant for mutant in chosen}
         for future in as_completed(running):
             mutant, test = running[future], future.result()
             print(f"{mutant.name}: {test or 'NO TEST NOTICES IT'}", flush=True)

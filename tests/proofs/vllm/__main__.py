@@ -20,9 +20,9 @@ def main() -> int:
     """Return pytest's exit status."""
     parser = argparse.ArgumentParser(prog="vllm", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", default="", help="that of an environment beside .venv-vllm")
-    asked, words = parser.parse_known_args()
-    tests = HERE / "test_real_vllm.py" if asked.version else HERE
-    environ = os.environ | {PYTHON_VARIABLE: python_of(asked.version)}
+    requested, words = parser.parse_known_args()
+    tests = HERE / "test_real_vllm.py" if requested.version else HERE
+    environ = os.environ | {PYTHON_VARIABLE: python_of(requested.version)}
     command = [sys.executable, "-m", "pytest", str(tests), *words]
     return subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
 

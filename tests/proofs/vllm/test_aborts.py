@@ -36,9 +36,9 @@ pytestmark = pytest.mark.usefixtures("next_one_is_right")
 
 def test_while_the_prompt_is_computed(llama: Llama, new_prompt: NewPrompt) -> None:
     with stopped(llama.prefill.workers()):
-        asked = Asked(llama.prefill.url, new_prompt(1500), 1, kv_transfer_params=dict(ASK_FOR_PREFILL))
+        requested = Asked(llama.prefill.url, new_prompt(1500), 1, kv_transfer_params=dict(ASK_FOR_PREFILL))
         wait_until(lambda: is_working_on(llama.prefill, 1), "the prefill engine has the request")
-        asked.hang_up()
+        requested.hang_up()
         wait_until(lambda: is_working_on(llama.prefill, 0), "the prefill engine noticed")
 
 
@@ -50,9 +50,9 @@ def test_while_the_cache_is_pulled(llama: Llama, new_prompt: NewPrompt) -> None:
     prompt = new_prompt(600)
     params = prefill(llama.prefill.url, prompt)
     with stopped(llama.nodes.decode.movers()):
-        asked = Asked(llama.decode.url, prompt, 12, kv_transfer_params=params)
+        requested = Asked(llama.decode.url, prompt, 12, kv_transfer_params=params)
         wait_until(lambda: llama.nodes.num_pulls() == 1, llama.nodes.what_moves)
-        asked.hang_up()
+        requested.hang_up()
         wait_until(lambda: is_working_on(llama.decode, 0), "the decode engine noticed")
 
 
@@ -60,30 +60,30 @@ def test_while_several_wait_for_their_caches_and_one_leaves(llama: Llama, new_pr
     prompts = [new_prompt(300 + 10 * n) for n in range(4)]
     params = [prefill(llama.prefill.url, prompt) for prompt in prompts]
     with stopped(llama.nodes.decode.movers()):
-        asked = [
+        requested = [
             Asked(llama.decode.url, p, 12, kv_transfer_params=kv)
             for p, kv in zip(prompts, params, strict=True)
         ]
         wait_until(lambda: llama.nodes.num_pulls() == len(prompts), llama.nodes.what_moves)
-        asked[1].hang_up()
+        requested[1].hang_up()
         wait_until(lambda: is_working_on(llama.decode, 3), "the decode engine noticed")
     for number in (0, 2, 3):
-        assert asked[number].answer().tokens == llama.right_tokens(prompts[number]), number
+        assert requested[number].answer().tokens == llama.right_tokens(prompts[number]), number
 
 
 def test_while_tokens_come(llama: Llama, new_prompt: NewPrompt) -> None:
     prompt = new_prompt(500)
     params = prefill(llama.prefill.url, prompt)
-    asked = Asked(llama.decode.url, prompt, 1400, kv_transfer_params=params, stream=True)
-    asked.wait_for_a_token()
-    asked.hang_up()
+    requested = Asked(llama.decode.url, prompt, 1400, kv_transfer_params=params, stream=True)
+    requested.wait_for_a_token()
+    requested.hang_up()
     wait_until(lambda: is_working_on(llama.decode, 0), "the decode engine noticed")
 
 
 def test_through_a_router(llama: Llama, new_prompt: NewPrompt, router: RouterProcess) -> None:
-    asked = Asked(router.url, new_prompt(700), 1200, stream=True)
-    asked.wait_for_a_token()
-    asked.hang_up()
+    requested = Asked(router.url, new_prompt(700), 1200, stream=True)
+    requested.wait_for_a_token()
+    requested.hang_up()
     wait_until(lambda: is_working_on(llama.decode, 0), "the decode engine noticed")
 
 

@@ -40,12 +40,10 @@ VICTIMS = [
 EACH_VICTIM = pytest.mark.parametrize("victim", VICTIMS, ids=lambda victim: victim.name.replace(" ", "-"))
 
 
-def check(
-    answered: Callable[[], Sequence[int]], right: Sequence[int], may_fail: tuple[int, ...] = ()
-) -> None:
+def check(replied: Callable[[], Sequence[int]], right: Sequence[int], may_fail: tuple[int, ...] = ()) -> None:
     """The answer is right, or an error with one of the statuses. 0: the connection broke."""
     try:
-        tokens = answered()
+        tokens = replied()
     except RequestFailed as error:
         if error.status not in may_fail:
             raise
@@ -75,11 +73,11 @@ def test_killed_between_prefill_and_decode(llama: Llama, new_prompt: NewPrompt, 
     right = [llama.right_tokens(prompt) for prompt in prompts]
     victim.kill(llama)
 
-    def answer(engine: Engine, number: int) -> Sequence[int]:
+    def reply(engine: Engine, number: int) -> Sequence[int]:
         return Asked(engine.url, prompts[number], 12, kv_transfer_params=params[number]).answer().tokens
 
-    check(lambda: answer(llama.decode, 0), right[0], may_fail=(0,) if victim.takes_decode else ())
-    check(lambda: answer(llama.strict, 1), right[1], may_fail=(500,))
+    check(lambda: reply(llama.decode, 0), right[0], may_fail=(0,) if victim.takes_decode else ())
+    check(lambda: reply(llama.strict, 1), right[1], may_fail=(500,))
     check_recovery(llama, new_prompt)
 
 
@@ -90,17 +88,17 @@ def test_killed_while_caches_are_pulled(llama: Llama, new_prompt: NewPrompt, vic
     right = [llama.right_tokens(prompt) for prompt in prompts]
     engines = [llama.decode, llama.strict, llama.decode, llama.strict]
     with stopped(llama.nodes.decode.movers()):
-        asked = [
+        requested = [
             Asked(engine.url, prompt, 12, kv_transfer_params=kv)
             for engine, prompt, kv in zip(engines, prompts, params, strict=True)
         ]
         wait_until(lambda: llama.nodes.num_pulls() == len(prompts), llama.nodes.what_moves)
         victim.kill(llama)
-    with ThreadPoolExecutor(len(asked)) as pool:
-        answers = [pool.submit(one.answer) for one in asked]
-    for engine, answer, tokens in zip(engines, answers, right, strict=True):
+    with ThreadPoolExecutor(len(requested)) as pool:
+        replies = [pool.submit(one.answer) for one in requested]
+    for engine, reply, tokens in zip(engines, replies, right, strict=True):
         may_fail = (500,) if engine is llama.strict else (0,) if victim.takes_decode else ()
-        check(lambda answer=answer: answer.result().tokens, tokens, may_fail)
+        check(lambda reply=reply: reply.result().tokens, tokens, may_fail)
     check_recovery(llama, new_prompt)
 
 
@@ -113,16 +111,16 @@ def test_killed_while_eight_requests_are_on_their_way(
     engines = [llama.decode, llama.strict] * 4
     before = llama.decode.num_unanswered()
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [
+        replies = [
             pool.submit(through, llama.prefill, engine, prompt, 60)
             for engine, prompt in zip(engines, prompts, strict=True)
         ]
         wait_until(lambda: llama.decode.num_unanswered() > before, "the first is being decoded")
         victim.kill(llama)
-    for engine, answer, tokens in zip(engines, answers, right, strict=True):
+    for engine, reply, tokens in zip(engines, replies, right, strict=True):
         may_fail = (500,) if engine is llama.strict else ()
         may_fail += (0,) if victim.takes_decode or "engine" in victim.name else ()
-        check(lambda answer=answer: answer.result().tokens, tokens, may_fail)
+        check(lambda reply=reply: reply.result().tokens, tokens, may_fail)
     check_recovery(llama, new_prompt)
 
 

@@ -78,6 +78,6 @@ def test_eight_at_once_and_all_blocks_back(pair: Pair, new_prompt: NewPrompt) ->
     prompts = [new_prompt(40 + 70 * number) for number in range(8)]
     right = [pair.right_tokens(prompt, 20) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda p: through(pair.prefill, pair.decode, p, 20).tokens, prompts))
-    assert answers == right
+        replies = list(pool.map(lambda p: through(pair.prefill, pair.decode, p, 20).tokens, prompts))
+    assert replies == right
     wait_until_settled(pair.nodes, pair.prefill, pair.decode)

@@ -47,7 +47,7 @@ class Overlap:
     def all(self) -> tuple[Engine, Engine, Engine]:
         return self.alone, self.prefill, self.decode
 
-    def ask(self, prompt: list[int], max_tokens: int = 12) -> tuple[Asked, Asked]:
+    def send_request(self, prompt: list[int], max_tokens: int = 12) -> tuple[Asked, Asked]:
         """Ask the decode engine, then the prefill engine."""
         names = {"transfer_id": secrets.token_hex(8), "nonce": secrets.token_hex(16)}
         shared = {"kvxferd": self._known | names, "kvxferd_overlap": True}
@@ -77,7 +77,7 @@ def test_the_tokens_are_one_engine_s(overlap: Overlap, new_prompt: NewPrompt, le
     prompt = new_prompt(length)
     before = num_external_tokens(overlap.decode)
     with stopped(overlap.prefill.workers()):
-        decoding, prefilling = overlap.ask(prompt)
+        decoding, prefilling = overlap.send_request(prompt)
         wait_until(lambda: overlap.nodes.num_pulls() == 1, overlap.nodes.what_moves)
     prefilling.answer()
     assert decoding.answer().tokens == overlap.right_tokens(prompt)
@@ -87,7 +87,7 @@ def test_the_tokens_are_one_engine_s(overlap: Overlap, new_prompt: NewPrompt, le
 def test_a_beginning_that_both_engines_have(overlap: Overlap, new_prompt: NewPrompt) -> None:
     beginning = new_prompt(320)
     for prompt in (beginning + new_prompt(400), beginning + new_prompt(300)):
-        decoding, prefilling = overlap.ask(prompt)
+        decoding, prefilling = overlap.send_request(prompt)
         prefilling.answer()
         assert decoding.answer().tokens == overlap.right_tokens(prompt)
 
@@ -96,24 +96,24 @@ def test_preempted_prompts_are_computed_by_the_decode_engine(overlap: Overlap, n
     prompts = [new_prompt(900 + number) for number in range(4)]
     right = [overlap.right_tokens(prompt) for prompt in prompts]
     before = overlap.prefill.metric("vllm:num_preemptions_total")
-    asked = [overlap.ask(prompt) for prompt in prompts]
-    for decoding, tokens in zip([one for one, _ in asked], right, strict=True):
+    requested = [overlap.send_request(prompt) for prompt in prompts]
+    for decoding, tokens in zip([one for one, _ in requested], right, strict=True):
         assert decoding.answer().tokens == tokens
-    for _, prefilling in asked:
+    for _, prefilling in requested:
         prefilling.answer()
     assert overlap.prefill.metric("vllm:num_preemptions_total") > before
 
 
 def test_a_client_that_leaves_both(overlap: Overlap, new_prompt: NewPrompt) -> None:
     with stopped(overlap.prefill.workers()):
-        decoding, prefilling = overlap.ask(new_prompt(1400))
+        decoding, prefilling = overlap.send_request(new_prompt(1400))
         wait_until(lambda: overlap.nodes.num_pulls() == 1, overlap.nodes.what_moves)
         decoding.hang_up()
         prefilling.hang_up()
         for engine in (overlap.decode, overlap.prefill):
             wait_until(lambda engine=engine: engine.num_unanswered() == 0, f"{engine.name} noticed")
     prompt = new_prompt(300)
-    decoding, prefilling = overlap.ask(prompt)
+    decoding, prefilling = overlap.send_request(prompt)
     assert decoding.answer().tokens == overlap.right_tokens(prompt)
     prefilling.answer()
 
@@ -126,9 +126,9 @@ def test_through_the_example_router(overlap: Overlap, new_prompt: NewPrompt) -> 
             before = num_external_tokens(overlap.decode)
             assert complete(router.url, prompt, 12).tokens == overlap.right_tokens(prompt)
             assert num_external_tokens(overlap.decode) - before in (length - 1, length)
-        asked = Asked(router.url, new_prompt(1400), 40)
+        requested = Asked(router.url, new_prompt(1400), 40)
         wait_until(lambda: overlap.decode.num_unanswered() == 1, "the decode engine has the request")
-        asked.hang_up()
+        requested.hang_up()
         for engine in (overlap.decode, overlap.prefill):
             wait_until(lambda engine=engine: engine.num_unanswered() == 0, f"{engine.name} noticed")
     finally:

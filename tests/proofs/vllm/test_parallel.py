@@ -90,6 +90,6 @@ def test_requests_that_are_preempted(cut_up: CutUp, new_prompt: NewPrompt) -> No
     right = [cut_up.right_tokens(prompt, 150) for prompt in prompts]
     before = small.metric("vllm:num_preemptions_total")
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda p: through(cut_up.engines["prefill"], small, p, 150).tokens, prompts))
-    assert answers == right
+        replies = list(pool.map(lambda p: through(cut_up.engines["prefill"], small, p, 150).tokens, prompts))
+    assert replies == right
     assert small.metric("vllm:num_preemptions_total") > before

@@ -55,19 +55,19 @@ def engine(daemon: Daemon) -> Iterator[Callable[..., EngineUnderTest]]:
         yield make
 
 
-def ask(*arguments: str) -> Any:
+def send_request(*arguments: str) -> Any:
     assert PYTHON is not None
     script = Path(__file__).parents[2] / "support" / "vllm_introspection.py"
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     ran = subprocess.run(
         [PYTHON, script, *arguments], capture_output=True, text=True, check=False, env=environ
     )
-    (answer,) = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")] or [ran.stderr]
-    return json.loads(answer.removeprefix("ANSWER "))
+    (reply,) = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")] or [ran.stderr]
+    return json.loads(reply.removeprefix("ANSWER "))
 
 
 def test_tensors_have_the_shapes_and_strides_of_ours() -> None:
-    found = ask("views")
+    found = send_request("views")
     assert len(found) == 8
     for name, made in found.items():
         layout, kernel = name.split("/")
@@ -79,7 +79,7 @@ def test_tensors_have_the_shapes_and_strides_of_ours() -> None:
 @pytest.mark.parametrize("block_tokens", [32, 64])
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
 def test_its_kernel_packs_a_block_as_our_reference_does(isa: str, block_tokens: int) -> None:
-    found = ask("packing", isa, str(block_tokens))
+    found = send_request("packing", isa, str(block_tokens))
     if "missing" in found:
         pytest.skip(found["missing"])
     tokens = found["tokens"]
@@ -96,7 +96,7 @@ def test_its_kernel_packs_a_block_as_our_reference_does(isa: str, block_tokens: 
 
 
 def test_its_specs_are_read_as_the_stand_ins_are() -> None:
-    *found, full, sliding, state, latent = ask("groups")
+    *found, full, sliding, state, latent = send_request("groups")
     assert found == [
         ["full", 32, None, 0, False],
         ["sliding", 32, 1025, 0, False],
@@ -115,7 +115,7 @@ PAIRS = [(1, 1), (2, 2), (1, 2), (1, 8), (2, 4), (2, 1), (4, 1), (8, 2), (8, 8)]
 
 def test_its_planning_code_reads_the_ranks_that_ours_reads() -> None:
     """For attention without replicas: of several that hold the same, each chooses in its own way."""
-    found = ask("topology", *(f"{tp},{remote_tp}" for tp, remote_tp in PAIRS))
+    found = send_request("topology", *(f"{tp},{remote_tp}" for tp, remote_tp in PAIRS))
     assert len(found) == len(PAIRS)
     facts = ModelFacts("dense", 8, (LayerKind.FULL,), key_and_value(8, 4))
     for (tp, remote_tp), (ratio, targets) in zip(PAIRS, found, strict=True):
@@ -129,7 +129,7 @@ def test_its_planning_code_reads_the_ranks_that_ours_reads() -> None:
 
 
 def test_its_base_class_calls_what_the_connector_defines() -> None:
-    found = ask("hooks")
+    found = send_request("hooks")
     assert not found["abstract"]
     # vLLM 0.32 reports sleep to its backend alone.
     assert set(found["unknown"]) <= {"unregister_kv_caches", "restore_kv_caches"}
@@ -139,7 +139,7 @@ def test_its_base_class_calls_what_the_connector_defines() -> None:
 
 def test_its_server_understands_what_the_connector_counts_alone_and_as_one_of_several() -> None:
     """Where it does not, the server ends with the first transfer."""
-    said = ask("statistics")
+    said = send_request("statistics")
     for line, num_pulls, num_failed in said.values():
         assert "Num pulls=4" in line.replace("': ", "=")  # several are a dict
         assert (num_pulls, num_failed) == (4, 4)
@@ -148,7 +148,7 @@ def test_its_server_understands_what_the_connector_counts_alone_and_as_one_of_se
 
 def test_its_last_token_finds_all_of_its_window_whatever_the_prompts_length() -> None:
     """Of a prompt pulled to its end, one length in sixteen has no block for the oldest token."""
-    assert ask("windows") == {}
+    assert send_request("windows") == {}
 
 
 OURS_SENT, OTHERS_SENT = ["KvxferdHandshake"] * 2, ["OwnHandshake"] * 2
@@ -170,7 +170,7 @@ def test_two_stages_and_the_first_request_are_published_at_each_position_of_mult
     tag = hashlib.blake2s(b"1732", digest_size=4).hexdigest()
     generation = str(engine("prefill", tag=tag).generation)
     known = daemon.worker_socket, "prefill", "1732", generation
-    found = ask("handshake", *known, str(BLOCK_TOKENS), children)
+    found = send_request("handshake", *known, str(BLOCK_TOKENS), children)
     assert found["sent"] == sent
     for name in ("first", "second"):
         params = found[name]
@@ -180,7 +180,7 @@ def test_two_stages_and_the_first_request_are_published_at_each_position_of_mult
 
 
 def test_the_tables_of_what_is_supported_have_each_name_of_its() -> None:
-    found = ask("names")
+    found = send_request("names")
     assert set(found["caches"]) - {"AttentionSpec"} == {*support.CACHES, support.UNIFORM_SPEC}
     assert set(found["backends"]) <= set(support.BACKENDS)
     assert set(found["quantisation"]) == set(support.QUANT_MODES)
@@ -188,10 +188,10 @@ def test_the_tables_of_what_is_supported_have_each_name_of_its() -> None:
 
 
 def test_the_documents_name_flags_and_fields_of_its() -> None:
-    found = ask("flags")
+    found = send_request("flags")
     if "missing" in found:
         pytest.skip(found["missing"])
-    flags, fields = set(found), set(ask("names")["transfer"])
+    flags, fields = set(found), set(send_request("names")["transfer"])
     served = [c for page in PAGES for c in commands_of(page) if c.program == "vllm" and c.words[1] == "serve"]
     assert served
     for command in served:

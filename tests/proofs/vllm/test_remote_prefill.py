@@ -60,27 +60,27 @@ def test_a_prompt_seen_before_moves_its_last_block_alone(llama: Llama, new_promp
 def test_the_reference_carries_the_trace_of_the_request(llama: Llama, new_prompt: NewPrompt) -> None:
     prompt, traceparent = new_prompt(64), f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
     given = ASK_FOR_PREFILL | {"traceparent": traceparent}
-    answer = complete(llama.prefill.url, prompt, 1, kv_transfer_params=given)
-    assert answer.kv_transfer_params is not None
-    assert answer.kv_transfer_params["kvxferd"]["traceparent"] == traceparent
-    moved = decode(llama.decode.url, prompt, answer.kv_transfer_params)
+    reply = complete(llama.prefill.url, prompt, 1, kv_transfer_params=given)
+    assert reply.kv_transfer_params is not None
+    assert reply.kv_transfer_params["kvxferd"]["traceparent"] == traceparent
+    moved = decode(llama.decode.url, prompt, reply.kv_transfer_params)
     assert moved.tokens == llama.right_tokens(prompt)
 
 
 def test_a_conversation_goes_on(llama: Llama, new_prompt: NewPrompt) -> None:
     said = new_prompt(90)
     for turn in range(3):
-        answer = through(llama.prefill, llama.decode, said, max_tokens=20).tokens
-        assert answer == llama.right_tokens(said, 20), f"turn {turn}"
-        said = [*said, *answer, *new_prompt(25)]
+        reply = through(llama.prefill, llama.decode, said, max_tokens=20).tokens
+        assert reply == llama.right_tokens(said, 20), f"turn {turn}"
+        said = [*said, *reply, *new_prompt(25)]
 
 
 def test_eight_requests_at_once(llama: Llama, new_prompt: NewPrompt) -> None:
     prompts = [new_prompt(length) for length in (40, 700, 33, 200, 1200, 64, 96, 350)]
     right = [llama.right_tokens(prompt, 30) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = [pool.submit(through, llama.prefill, llama.decode, p, 30) for p in prompts]
-    assert [a.result().tokens for a in asked] == right
+        requested = [pool.submit(through, llama.prefill, llama.decode, p, 30) for p in prompts]
+    assert [a.result().tokens for a in requested] == right
 
 
 def test_eight_requests_through_a_router_half_of_them_streamed(
@@ -88,13 +88,13 @@ def test_eight_requests_through_a_router_half_of_them_streamed(
 ) -> None:
     prompts = [new_prompt(length) for length in (300, 31, 65, 480, 128, 900, 17, 222)]
 
-    def ask(number: int) -> Completion:
+    def send_request(number: int) -> Completion:
         return complete(router.url, prompts[number], 16, stream=number % 2 == 1)
 
     before = num_external_tokens(llama.decode)
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(ask, range(len(prompts))))
-    assert [answer.tokens for answer in answers] == [llama.right_tokens(p, 16) for p in prompts]
+        replies = list(pool.map(send_request, range(len(prompts))))
+    assert [reply.tokens for reply in replies] == [llama.right_tokens(p, 16) for p in prompts]
     moved = num_external_tokens(llama.decode) - before
     assert sum(map(len, prompts)) - len(prompts) <= moved <= sum(map(len, prompts))
 

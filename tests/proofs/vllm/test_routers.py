@@ -51,9 +51,9 @@ def through(llama: Llama, sidecar: LlmdSidecar, prompt: list[int], **fields: Any
 def test_llm_ds_sidecar(llama: Llama, new_prompt: NewPrompt, sidecar: LlmdSidecar, stream: bool) -> None:
     prompt = new_prompt(200)
     before = num_external_tokens(llama.decode)
-    answer = through(llama, sidecar, prompt, stream=stream)
-    assert answer.status == 200
-    tokens = [token for chunk in answer.chunks for token in chunk["choices"][0].get("token_ids") or []]
+    reply = through(llama, sidecar, prompt, stream=stream)
+    assert reply.status == 200
+    tokens = [token for chunk in reply.chunks for token in chunk["choices"][0].get("token_ids") or []]
     assert tuple(tokens) == tuple(llama.right_tokens(prompt, 16))
     assert num_external_tokens(llama.decode) - before in (199, 200)
 

@@ -40,17 +40,17 @@ def main() -> int:
     parser.add_argument("target", nargs="?", choices=NAMES)
     parser.add_argument("input", nargs="?", type=Path)
     parser.add_argument("--seconds", type=int, default=600)
-    asked = parser.parse_args()
-    if asked.input is not None:
-        _targets()[asked.target](asked.input.read_bytes())
+    requested = parser.parse_args()
+    if requested.input is not None:
+        _targets()[requested.target](requested.input.read_bytes())
         return 0
     if importlib.util.find_spec("atheris") is None:
         print("skipped: atheris is not installed here; pip install 'kvxferd[fuzz]'")
         return 0
-    if asked.target is not None:
-        _guided(asked.target, asked.seconds)
+    if requested.target is not None:
+        _guided(requested.target, requested.seconds)
         return 0
-    found = [_child(name, asked.seconds * SHARES[name] // sum(SHARES.values())) for name in NAMES]
+    found = [_child(name, requested.seconds * SHARES[name] // sum(SHARES.values())) for name in NAMES]
     return int(any(found))
 
 

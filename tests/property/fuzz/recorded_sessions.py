@@ -26,7 +26,7 @@ class Tape:
 
     boot: str
     endpoint: str
-    heard: tuple[tuple[ev.Event, float], ...]
+    received: tuple[tuple[ev.Event, float], ...]
     tokens: tuple[str, ...]
 
 
@@ -35,7 +35,7 @@ class _Recording(World):
 
     def __init__(self) -> None:
         super().__init__(0, SETTINGS)
-        self.heard: dict[str, list[tuple[ev.Event, float]]] = {}
+        self.received: dict[str, list[tuple[ev.Event, float]]] = {}
         self.tokens: dict[str, list[str]] = {}
 
     def host(self, name: str) -> Host:
@@ -51,12 +51,12 @@ class _Recording(World):
         return host
 
     def feed(self, host: Host, event: ev.Event) -> None:
-        self.heard.setdefault(host.name, []).append((event, self.now))
+        self.received.setdefault(host.name, []).append((event, self.now))
         super().feed(host, event)
 
     def tapes(self) -> list[Tape]:
         return [
-            Tape(host.node.context.boot, host.endpoint, tuple(self.heard[name]), tuple(self.tokens[name]))
+            Tape(host.node.context.boot, host.endpoint, tuple(self.received[name]), tuple(self.tokens[name]))
             for name, host in self.hosts.items()
         ]
 
@@ -102,7 +102,7 @@ def _grown() -> list[Tape]:
     source.say(BlockIds(stream=1, group="full", offset=0, ids=pack_ids(IDS[:1])))
     ref = source.publish("t1", IDS[1:2], TOKENS, ready_tokens=4, stream=1)
     blocks = {"full": PackedBlocks(pack_ids(SINK_IDS))}
-    pull = wk.Pull(
+    pull = wk.PullRequest(
         ticket=9, ref=ref, blocks=blocks, num_tokens=TOKENS, deadline_s=9.0, progressive=True,
     )  # fmt: skip
     sink.say(pull)
@@ -110,7 +110,7 @@ def _grown() -> list[Tape]:
     more = {"full": PackedBlocks(pack_ids(IDS[2:]))}
     source.say(wk.Ready(transfer_id="t1", blocks=more, incarnation=source.incarnation, ready_tokens=-1))
     mover = mover_of(sink)
-    mover.say(mv.ChunkMemoryWanted(wanted_bytes=1 << 30))
+    mover.say(mv.ChunkMemoryRequest(wanted_bytes=1 << 30))
     mover.hold = True
     other.ready("t1")
     sink.say(wk.DeliveredByMover(tickets=(77,)))

@@ -103,10 +103,10 @@ def try_session(source: bytes) -> None:
     draw = Draw(source)
     tape = draw.pick(tapes())
     replay = Replay(tape)
-    heard = list(tape.heard)
+    received = list(tape.received)
     at = 0
-    while at < len(heard):
-        event, when = heard[at]
+    while at < len(received):
+        event, when = received[at]
         at += 1
         replay.now = max(replay.now, when)
         fate = 0 if draw.is_over else draw.below(32)
@@ -120,7 +120,7 @@ def try_session(source: bytes) -> None:
         elif fate == 29:
             pass
         elif fate == 30:
-            replay.feed(heard[draw.below(len(heard))][0])
+            replay.feed(received[draw.below(len(received))][0])
             at -= draw.below(2)
         else:
             replay.now += draw.pick([0.0, 0.01, 0.5, 2.0, 31.0, 700.0])

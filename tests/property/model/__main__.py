@@ -16,11 +16,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--depth", type=int, choices=sorted(SIZES), default=2)
     parser.add_argument("--max-states", type=int, help="give up a size after so many states, and say so")
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     total: Counter[str] = Counter()
-    for scenario in upto(asked.depth):
+    for scenario in upto(requested.depth):
         begun = time.monotonic()
-        found = Search(scenario).run(asked.max_states)
+        found = Search(scenario).run(requested.max_states)
         line = {
             "scenario": scenario.settings(),
             **found.as_dict(),
@@ -28,7 +28,7 @@ def main() -> None:
         }
         print(json.dumps(line), flush=True)
         total += Counter({k: int(v) for k, v in line.items() if k != "scenario"})
-    print(json.dumps({"scenarios": len(upto(asked.depth)), **total, "violations": 0}))
+    print(json.dumps({"scenarios": len(upto(requested.depth)), **total, "violations": 0}))
 
 
 main()

@@ -175,8 +175,8 @@ class ClientHost(Host):
                 if (number == 1 or number - 1 in scheduler.released) and are_awake:
                     yield "publish", number
                 return
-            asked = f"unpublish {number}" in scheduler.said
-            if self.scenario.unpublish and not asked and number not in scheduler.released:
+            requested = f"unpublish {number}" in scheduler.said
+            if self.scenario.unpublish and not requested and number not in scheduler.released:
                 yield "unpublish", number
 
     def _pulls(self, process: Process) -> Iterator[Step]:
@@ -185,8 +185,8 @@ class ClientHost(Host):
                 if number == 1 or number - 1 in process.ended:
                     yield "pull", process.number, number
                 return
-            asked = f"cancel {number}" in process.said
-            if self.scenario.cancel and not asked and number not in process.ended:
+            requested = f"cancel {number}" in process.said
+            if self.scenario.cancel and not requested and number not in process.ended:
                 yield "cancel", process.number, number
 
     def _do_begin(self) -> None:
@@ -401,7 +401,7 @@ class ClientHost(Host):
                 address = PAGE + PAGE_BYTES * effect.session
                 self.pages.setdefault(effect.mover, {})[address] = self.fences[effect.session]
                 mapped = mv.FenceMapped(session=effect.session, address=address, metadata=b"")
-                self._answer(effect.mover, mapped)
+                self._reply(effect.mover, mapped)
             case _:
                 super()._act(effect)
 
@@ -471,4 +471,6 @@ class ClientHost(Host):
             rank.memory = [0] * len(rank.memory)
 
     def _notice(self, worker: Process, ticket: int) -> None:
-        worker.client.handle_delivered_by_mover(wk.Delivered(ticket=ticket, bytes=1, runs=1, wire_s=0.0))
+        worker.client.handle_delivered_by_mover(
+            wk.TicketDelivered(ticket=ticket, bytes=1, runs=1, wire_s=0.0)
+        )

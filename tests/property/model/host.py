@@ -246,7 +246,7 @@ class Host:
         ids = [NUM_BLOCKS * (number - 1) + i for i in range(NUM_BLOCKS)]
         blocks = {"full": PackedBlocks(pack_ids(ids))}
         ref = TransferRef(endpoint_of("source"), "source", "g", f"t{number}", "n")
-        request = wk.Pull(ticket=number, ref=ref, blocks=blocks, num_tokens=TOKENS, deadline_s=4.0)
+        request = wk.PullRequest(ticket=number, ref=ref, blocks=blocks, num_tokens=TOKENS, deadline_s=4.0)
         self._say(worker, msgspec.structs.replace(request, progressive=self.scenario.grows))
 
     def _do_cancel(self, session: int, number: int) -> None:
@@ -301,7 +301,7 @@ class Host:
 
     def _do_report(self, number: int, pull: int) -> None:
         mover = self.movers[number]
-        self._report(mover, mover.jobs[pull], delivered=True, told=True)
+        self._report(mover, mover.jobs[pull], delivered=True, sent_to_worker=True)
 
     def _do_doubt(self, number: int, pull: int) -> None:
         mover = self.movers[number]
@@ -375,9 +375,9 @@ class Host:
                 assert effect.mover in self.watched, "a mover has memory that its worker does not watch"
                 region = self.workers[effect.session].layout.regions[0]
                 address = RegionAddress(region.region, 4096, region.size_bytes)
-                self._answer(effect.mover, mv.Bound(regions=(address,), metadata=b""))
+                self._reply(effect.mover, mv.Bound(regions=(address,), metadata=b""))
             case fx.ShareFencePage():
-                self._answer(effect.mover, mv.FenceMapped(session=effect.session, address=PAGE, metadata=b""))
+                self._reply(effect.mover, mv.FenceMapped(session=effect.session, address=PAGE, metadata=b""))
             case fx.SendToMover():
                 if effect.mover in self.movers and self.movers[effect.mover].alive:
                     self._to_mover(self.movers[effect.mover], effect.message)
@@ -395,7 +395,7 @@ class Host:
             ):
                 pass
 
-    def _answer(self, mover: int, message: mv.FromMover) -> None:
+    def _reply(self, mover: int, message: mv.FromMover) -> None:
         if mover in self.movers and self.movers[mover].alive:
             self._local.append(ev.MoverMessage(mover, message))
 
@@ -403,7 +403,7 @@ class Host:
         match message:
             case mv.SetPolling():
                 if message.on:
-                    self._answer(mover.mover, mv.Polling(token=message.token))
+                    self._reply(mover.mover, mv.Polling(token=message.token))
             case mv.LoadRemote():
                 mover.remotes.add(message.agent)
             case mv.DropRemote():
@@ -434,13 +434,13 @@ class Host:
                 assert worker.words[0] != word_of(number), f"t{number} was released before its fence word"
                 worker.released.add(number)
                 worker.memory = [0] * NUM_BLOCKS  # reused at once
-            case wk.Failed() | wk.Quiesced() if message.ticket in worker.noticed:
+            case wk.TicketFailed() | wk.TicketQuiesced() if message.ticket in worker.noticed:
                 pass  # a late word
-            case wk.Delivered():
+            case wk.TicketDelivered():
                 self._delivered(worker, message.ticket)
-            case wk.Failed():
+            case wk.TicketFailed():
                 self._end(worker, message.ticket, "failed" if message.safe_to_reuse else "in-doubt")
-            case wk.Quiesced():
+            case wk.TicketQuiesced():
                 assert worker.ended[message.ticket] == "in-doubt", f"ticket {message.ticket} was safe before"
                 assert message.ticket not in worker.quiet, f"ticket {message.ticket} was quiet before"
                 worker.quiet.add(message.ticket)

@@ -117,7 +117,7 @@ def check_stretches(
     """A stretch lies in one region and in one block, and begins and ends with a byte that was asked for."""
     for rank, part in found.items():
         owners = blocks_of_bytes(ranks[rank])
-        asked = {at for _, at in bytes_of([wanted[rank]])} if rank in wanted else set()
+        requested = {at for _, at in bytes_of([wanted[rank]])} if rank in wanted else set()
         for at, size, form in stretches_of(part):
             assert form.num_bytes <= size * form.num_blocks
             regions = [
@@ -128,8 +128,8 @@ def check_stretches(
             ((region, begin),) = regions
             (length,) = [r.size_bytes for r in ranks[rank].regions if r.region == region]
             assert begin + size <= length
-            assert at in asked
-            assert at + size - 1 in asked
+            assert at in requested
+            assert at + size - 1 in requested
             # Tensors of different groups may lie in one page; blocks of one group must not meet.
             for group in {name for name, _ in owners[region, begin]}:
                 blocks = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvxferd.client.registration import MemoryState
 from kvxferd.core.local_ranks import REBIND_AFTER_S
 from kvxferd.wire.common import BlockIds
-from kvxferd.wire.peer import Granted
+from kvxferd.wire.peer import GrantReply
 from tests.property.simulation.agenda import Actor
 from tests.property.simulation.engine import Engine
 from tests.property.simulation.mover import Mover
@@ -72,7 +72,7 @@ class Faults:
 
     def _lose_grant(self, rng: random.Random) -> None:
         """The next grant that is sent is lost, or a part of the block ids that come before it."""
-        kind = rng.choice((Granted, BlockIds))
+        kind = rng.choice((GrantReply, BlockIds))
 
         def strike() -> None:
             if not self.is_over:

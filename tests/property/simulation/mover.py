@@ -12,14 +12,14 @@ from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.mover.process.loop import IDLE_CHECK_S
 from kvxferd.mover.process.pull_engine import PullEngine
 from kvxferd.mover.process.scatterer import InlineScatterer
-from kvxferd.mover.transport.base import Span
+from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import MAX_RUNS
 from kvxferd.wire import mover as mv
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds, Message, RegionAddress
-from kvxferd.wire.worker import Delivered
+from kvxferd.wire.worker import TicketDelivered
 from tests.property.simulation.agenda import Actor, Pipe
 from tests.property.simulation.copying import CopyThread
 from tests.property.simulation.memory import Buffer, FencePage
@@ -133,7 +133,7 @@ class Mover(Actor):
         address = self.transport.map(memory)
         region = RegionAddress(export.region, address, export.size_bytes)
         self._engine.bind([region], read_way=message.read_way)
-        metadata = self.transport.metadata([Span(address, export.size_bytes)])
+        metadata = self.transport.metadata([MemoryRange(address, export.size_bytes)])
         self._report(mv.Bound(regions=(region,), metadata=metadata))
         self.daemon.world.oracle.mover_bound(self, memory)
 
@@ -141,7 +141,7 @@ class Mover(Actor):
         """Map a session's fence page."""
         address = self.transport.map(page.buffer)
         self.fences[session] = address
-        metadata = self.transport.metadata([Span(address, len(page.buffer.bytes))])
+        metadata = self.transport.metadata([MemoryRange(address, len(page.buffer.bytes))])
         self._report(mv.FenceMapped(session=session, address=address, metadata=metadata))
 
     def handle(self, message: Message) -> None:
@@ -245,9 +245,11 @@ class Mover(Actor):
                 if at_delivery is not None and (pull := self._pull_of(ticket)) is not None:
                     at_delivery(pull)
             if ticket is not None and outcome.delivered:
-                told = Delivered(ticket=ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s)
+                told = TicketDelivered(
+                    ticket=ticket, bytes=outcome.bytes, runs=outcome.runs, wire_s=outcome.wire_s
+                )
                 if self.process.receive_delivery(told):
-                    outcome = msgspec.structs.replace(outcome, told=True)
+                    outcome = msgspec.structs.replace(outcome, sent_to_worker=True)
                     message = msgspec.structs.replace(message, outcome=outcome)
                     if self.dies_at_delivery:
                         self.die("before it reports a delivery")

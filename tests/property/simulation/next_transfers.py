@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from kvxferd.core.local_ranks import REBIND_AFTER_S
 from kvxferd.ids import EngineKey
-from kvxferd.wire.peer import Granted
+from kvxferd.wire.peer import GrantReply
 from tests.property.simulation.engine import MAX_ATTEMPTS, Engine, Transfer
 from tests.property.simulation.mover import Mover
 from tests.property.simulation.network import DELAYED, LOST
@@ -157,7 +157,7 @@ class NextTransfers:
         network = self._world.network
         network.spares_parts = True
         if self._rng.random() < 0.5:
-            network.to_lose[Granted].append(lambda: None)
+            network.to_lose[GrantReply].append(lambda: None)
             return
         for _ in range(self._rng.choice((1, 2, 3))):
             network.planned[None].append((LOST, 0.0, lambda: None))

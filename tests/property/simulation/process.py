@@ -64,7 +64,7 @@ class Process(Actor):
         self.has_descriptors = True
         self._memories: dict[int, Buffer] = {}  # by descriptor
         self._events: deque[Event] = deque()
-        self._deliveries: deque[wk.Delivered] = deque()
+        self._deliveries: deque[wk.TicketDelivered] = deque()
         self._watched: dict[int, dict[Mover, None]] = {}
         self._ended_epochs: dict[int, None] = {}
         self.on_registering: Callable[[], None] | None = None  # called once, when it sends a registration
@@ -226,7 +226,7 @@ class Process(Actor):
             self._receive_deliveries()
             self.session.movers_exited(epoch)
 
-    def receive_delivery(self, delivered: wk.Delivered) -> bool:
+    def receive_delivery(self, delivered: wk.TicketDelivered) -> bool:
         """Take a packet of a mover; return whether there was room."""
         if not self.is_alive or self.rng.random() < NO_ROOM_SHARE:
             return False

@@ -67,10 +67,10 @@ class ReadRules:
         process = self._mover.process
         if start.ticket is None or (process, start.ticket) not in process.engine.pulls:
             return
-        asked = process.engine.pulls[process, start.ticket].ids
-        first = asked.index(blocks[0]) if blocks and blocks[0] in asked else 0
-        if asked[first : first + len(blocks)] != blocks:
-            self._fail(f"is to read pull {start.pull} into blocks {blocks}: its rank has named {asked}")
+        requested = process.engine.pulls[process, start.ticket].ids
+        first = requested.index(blocks[0]) if blocks and blocks[0] in requested else 0
+        if requested[first : first + len(blocks)] != blocks:
+            self._fail(f"is to read pull {start.pull} into blocks {blocks}: its rank has named {requested}")
 
     def reported(self, message: Message) -> None:
         """Check what the mover tells its daemon."""
@@ -89,7 +89,7 @@ class ReadRules:
                 pull = self._pulls.pop(message.pull)
                 self._check_is_over(pull)
                 told = pull.told
-                if told is None or not told.outcome.quiet_follows:
+                if told is None or not told.outcome.quiesced_follows:
                     self._fail(f"says that pull {message.pull} is quiet, and had said that it never would")
 
     def _check_is_over(self, pull: _Pull) -> None:
@@ -158,7 +158,7 @@ class ReadRules:
         for number, pull in self._pulls.items():
             if pull.told is None or number in is_known:
                 continue
-            if pull.told.outcome.quiet_follows and not (pull.is_doubtful or pull.may_be_doubtful):
+            if pull.told.outcome.quiesced_follows and not (pull.is_doubtful or pull.may_be_doubtful):
                 self._fail(f"has forgotten pull {number}, and never says that it is quiet")
         self._check_chunks()
 

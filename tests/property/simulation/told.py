@@ -32,13 +32,13 @@ class ToldWorker:
     def check(self, message: Message) -> None:
         """Check the next message. Raises Violation."""
         match message:
-            case wk.Delivered() | wk.Failed():
+            case wk.TicketDelivered() | wk.TicketFailed():
                 if message.ticket in self._ended:
                     raise Violation(
                         "violations", f"{self._name} is told twice of the end of {message.ticket}"
                     )
-                self._ended[message.ticket] = isinstance(message, wk.Delivered) or message.safe_to_reuse
-            case wk.Quiesced():
+                self._ended[message.ticket] = isinstance(message, wk.TicketDelivered) or message.safe_to_reuse
+            case wk.TicketQuiesced():
                 if self._ended.get(message.ticket, True):
                     text = f"{self._name} is told that {message.ticket} is quiet, which was safe before"
                     raise Violation("violations", text)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, TransportError
 from kvxferd.plan import Runs
 from tests.property.simulation.agenda import Actor, Agenda
 from tests.property.simulation.memory import Buffer
@@ -127,13 +127,13 @@ class SimulatedTransport:
         """Whether the memory is mapped here."""
         return any(one is buffer for _, one in self._places.values())
 
-    def register(self, span: Span) -> None:
+    def register(self, span: MemoryRange) -> None:
         self._places.setdefault(span.address, (span.size_bytes, None))
 
-    def deregister(self, span: Span) -> None:
+    def deregister(self, span: MemoryRange) -> None:
         self._places.pop(span.address, None)
 
-    def metadata(self, spans: Sequence[Span]) -> bytes:
+    def metadata(self, spans: Sequence[MemoryRange]) -> bytes:
         return ";".join([self._agent, *(f"{span.address}+{span.size_bytes}" for span in spans)]).encode()
 
     def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:

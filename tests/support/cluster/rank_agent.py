@@ -286,24 +286,26 @@ class Agent:
         if self._sabotage == "hang":
             self._sabotage = ""
             return
-        asked = self._pulls.pop(number)
-        del self._numbers[asked.ticket.number]
+        requested = self._pulls.pop(number)
+        del self._numbers[requested.ticket.number]
         if self._sabotage == "corrupt":
             self._sabotage = ""
-            self._blocks.fill(asked.ids[0], 7)
-        held = content.RequestBlocks(asked.request, {GROUP: np.array(asked.ids, np.int32)}, asked.num_tokens)
-        took = time.monotonic() - asked.began
+            self._blocks.fill(requested.ids[0], 7)
+        held = content.RequestBlocks(
+            requested.request, {GROUP: np.array(requested.ids, np.int32)}, requested.num_tokens
+        )
+        took = time.monotonic() - requested.began
         wrong = content.check(self._bytes, self._layout, held).wrong_items
-        self._yard.park(asked.ids)
+        self._yard.park(requested.ids)
         if self._sabotage == "late-write":
             self._sabotage = ""
             self._yard.spoil()
         self._say("ended", number, "delivered", wrong, True, took)
 
     def _failed(self, number: int, event: client.Failed) -> None:
-        asked = self._pulls[number]
-        took = time.monotonic() - asked.began
+        requested = self._pulls[number]
+        took = time.monotonic() - requested.began
         if event.safe_to_reuse:
             del self._pulls[number], self._numbers[event.ticket.number]
-            self._yard.park(asked.ids)
+            self._yard.park(requested.ids)
         self._say("ended", number, str(event.code), 0, event.safe_to_reuse, took)

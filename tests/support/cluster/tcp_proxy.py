@@ -18,8 +18,8 @@ class Mode(Enum):
     OPEN = "open"
     CUT = "cut"  # connections are reset, new ones too
     STALLED = "stalled"  # nothing passes, nothing is reset
-    ASKING_LOST = "asking-lost"  # what the connecting side sends does not pass
-    ANSWERS_LOST = "answers-lost"  # what the listening side sends does not pass
+    REQUESTS_LOST = "asking-lost"  # what the connecting side sends does not pass
+    REPLIES_LOST = "answers-lost"  # what the listening side sends does not pass
     SLOW = "slow"  # a few bytes at a time
 
 
@@ -116,9 +116,9 @@ class Proxy:
         match self._mode:
             case Mode.STALLED:
                 return False
-            case Mode.ASKING_LOST:
+            case Mode.REQUESTS_LOST:
                 return source is not pair.near
-            case Mode.ANSWERS_LOST:
+            case Mode.REPLIES_LOST:
                 return source is pair.near
         return True
 

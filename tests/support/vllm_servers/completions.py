@@ -53,7 +53,7 @@ class Asked:
 
     def __init__(self, url: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -> None:
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=LIMIT_S)
-        asked = {
+        requested = {
             "model": "tiny",
             "prompt": list(prompt),
             "max_tokens": max_tokens,
@@ -66,7 +66,7 @@ class Asked:
         self._started = time.monotonic()
         try:
             self._connection.request(
-                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
+                "POST", "/v1/completions", json.dumps(requested), {"Content-Type": "application/json"}
             )
         except OSError as error:
             self.hang_up()
@@ -123,9 +123,9 @@ def complete(url: str, prompt: Sequence[int], max_tokens: int = 12, **fields: An
 
 def prefill(url: str, prompt: Sequence[int]) -> dict[str, Any]:
     """Have a prefill engine compute a prompt's cache; return what a decode engine is to be given."""
-    answer = complete(url, prompt, 1, kv_transfer_params=dict(ASK_FOR_PREFILL))
-    assert answer.kv_transfer_params, "the prefill engine named no kv_transfer_params"
-    return answer.kv_transfer_params
+    reply = complete(url, prompt, 1, kv_transfer_params=dict(ASK_FOR_PREFILL))
+    assert reply.kv_transfer_params, "the prefill engine named no kv_transfer_params"
+    return reply.kv_transfer_params
 
 
 def decode(

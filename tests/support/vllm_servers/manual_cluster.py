@@ -35,7 +35,7 @@ def main() -> None:
             engine.wait()
             print(f"{engine.name}: {engine.url} pid {engine.pid} log {engine.log}", flush=True)
         for length in map(int, options.lengths.split(",")):
-            _ask(*engines, length)
+            _send_request(*engines, length)
         if not options.once:
             print("Ctrl-C ends the rig", flush=True)
             signal.sigwait({signal.SIGINT, signal.SIGTERM})
@@ -85,7 +85,7 @@ def _engines(options: argparse.Namespace, site: Site) -> list[Engine]:
     return engines
 
 
-def _ask(prefill_engine: Engine, decode_engine: Engine, length: int) -> None:
+def _send_request(prefill_engine: Engine, decode_engine: Engine, length: int) -> None:
     prompt = prompt_of(length, seed=length)
     try:
         alone = complete(prefill_engine.url, prompt).tokens

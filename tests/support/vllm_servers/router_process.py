@@ -24,14 +24,14 @@ class RouterProcess:
         command = [sys.executable, str(SCRIPT), "--port", str(port)]
         command += ["--prefill", prefill_url, "--decode", decode_url, *options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        wait_until(self._answers, "the router answers", 20.0)
+        wait_until(self._replies, "the router answers", 20.0)
 
     def stop(self) -> None:
         """End it."""
         self._process.terminate()
         self._process.wait(20)
 
-    def _answers(self) -> bool:
+    def _replies(self) -> bool:
         assert self._process.poll() is None, "the router ended"
         try:
             urllib.request.urlopen(self.url, timeout=2).close()

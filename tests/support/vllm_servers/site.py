@@ -117,8 +117,8 @@ def through(
     prefill_engine: Engine, decode_engine: Engine, prompt: Sequence[int], max_tokens: int = 12
 ) -> Completion:
     """One request as a router sends it, with whatever the prefill engine named, nothing included."""
-    answer = complete(prefill_engine.url, prompt, 1, kv_transfer_params=dict(ASK_FOR_PREFILL))
-    return complete(decode_engine.url, prompt, max_tokens, kv_transfer_params=answer.kv_transfer_params)
+    reply = complete(prefill_engine.url, prompt, 1, kv_transfer_params=dict(ASK_FOR_PREFILL))
+    return complete(decode_engine.url, prompt, max_tokens, kv_transfer_params=reply.kv_transfer_params)
 
 
 def num_external_tokens(engine: Engine) -> int:

@@ -4,15 +4,17 @@ import numpy as np
 import pytest
 
 from kvxferd.bench.cases import BlockPattern, Case, block_lists, blocks_for, runs_of
-from kvxferd.bench.shapes import FIRST_RANK, IDS_SHAPE, SHAPES, Deployment, footprint, layers_for
+from kvxferd.bench.shapes import FIRST_RANK, IDS_SHAPE, SHAPES, BenchDeployment, footprint, layers_for
 from kvxferd.bench.workload import ALL_SIZES, MIB
 from kvxferd.layout.presets import deploy
 
 POOL = 400
 
 
-def sized(shape: str, size_bytes: int, pool_blocks: int = POOL) -> Deployment:
-    return Deployment(name="d", shape=shape, layers=layers_for(shape, size_bytes), pool_blocks=pool_blocks)
+def sized(shape: str, size_bytes: int, pool_blocks: int = POOL) -> BenchDeployment:
+    return BenchDeployment(
+        name="d", shape=shape, layers=layers_for(shape, size_bytes), pool_blocks=pool_blocks
+    )
 
 
 def case_of(shape: str, lists: BlockPattern, blocks: int = 32, slots: int = 3) -> Case:
@@ -20,7 +22,7 @@ def case_of(shape: str, lists: BlockPattern, blocks: int = 32, slots: int = 3) -
 
 
 def test_eight_ranks_of_llama_are_the_engine_of_tp8() -> None:
-    eight = Deployment(name="d", shape="llama-3-70b", layers=80, pool_blocks=POOL, ranks=8)
+    eight = BenchDeployment(name="d", shape="llama-3-70b", layers=80, pool_blocks=POOL, ranks=8)
     theirs = deploy("llama-3-70b", tp=8, num_blocks=POOL)
     assert {rank: layout for rank, (_, layout) in eight.engine("sink").items()} == {
         rank: layout for rank, (_, layout) in theirs.items()

@@ -11,10 +11,10 @@ from kvxferd import client
 from kvxferd.bench import protocol
 from kvxferd.bench.cases import BlockPattern, Case
 from kvxferd.bench.rank_process import BenchRank
-from kvxferd.bench.shapes import Deployment
+from kvxferd.bench.shapes import BenchDeployment
 from kvxferd.tooling.event_waiter import EventWaiter
 
-DEPLOYMENT = Deployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
+DEPLOYMENT = BenchDeployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
 SMALL = Case(deployment=DEPLOYMENT, lists=BlockPattern.CONTIGUOUS, blocks=1)
 LARGE = Case(deployment=DEPLOYMENT, lists=BlockPattern.CONTIGUOUS, blocks=32, first_block=4)
 

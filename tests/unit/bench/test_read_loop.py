@@ -8,10 +8,10 @@ from kvxferd.bench.cases import BlockPattern, Case
 from kvxferd.bench.protocol import Sample
 from kvxferd.bench.read_loop import PostedRead, run_reads
 from kvxferd.bench.rounds import Round, order_in_round
-from kvxferd.bench.shapes import Deployment
+from kvxferd.bench.shapes import BenchDeployment
 
 CASE = Case(
-    deployment=Deployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64),
+    deployment=BenchDeployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64),
     lists=BlockPattern.CONTIGUOUS,
     blocks=4,
     slots=3,

@@ -121,7 +121,7 @@ async def test_odd_filters_get_a_code_and_a_sentence(tmp_path: Path) -> None:
             "after=x",
             "kind=" + "," * 4000,
         ):
-            status, answer = await asyncio.to_thread(control.request, "GET", f"/v1/history?{query}")
+            status, reply = await asyncio.to_thread(control.request, "GET", f"/v1/history?{query}")
             assert status == 400, query
-            assert answer["error"]["code"] == "bad-request"
-            assert answer["error"]["message"].startswith("cannot search the history: ")
+            assert reply["error"]["code"] == "bad-request"
+            assert reply["error"]["message"].startswith("cannot search the history: ")

@@ -148,11 +148,11 @@ async def test_without_a_daemon_a_sentence_says_what_to_do(tmp_path: Path, verb:
 async def test_a_server_that_speaks_something_else(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 smtp ready\r\n")
         writer.close()
 
-    async with await asyncio.start_unix_server(answer, path):
+    async with await asyncio.start_unix_server(reply, path):
         result = await run("status", "--socket", str(path))
     assert result.exit_code == 2
     assert result.stderr.startswith("kvxferd: cannot ask")

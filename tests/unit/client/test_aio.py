@@ -41,9 +41,9 @@ async def awaiter(rank: RankHandle) -> AsyncIterator[Awaiter]:
         yield awaiter
 
 
-async def pulled(stage: Stage, rank: RankHandle, awaiter: Awaiter) -> tuple[AsyncPull, worker.Pull]:
+async def pulled(stage: Stage, rank: RankHandle, awaiter: Awaiter) -> tuple[AsyncPull, worker.PullRequest]:
     pull = awaiter.pull(rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0))
-    return pull, await aside(stage.side.expect, worker.Pull)
+    return pull, await aside(stage.side.expect, worker.PullRequest)
 
 
 async def begun(awaited: Awaitable[Any]) -> asyncio.Task[Any]:
@@ -82,8 +82,8 @@ class TestInThread:
         side = stage.side = await aside(stage.daemon.accept)
         await aside(side.greet)
         await aside(side.register, stage.new_mover())
-        asked = await aside(side.expect, worker.Pull)
-        side.say(worker.Delivered(ticket=asked.ticket, bytes=7, runs=1, wire_s=0.1))
+        requested = await aside(side.expect, worker.PullRequest)
+        side.say(worker.TicketDelivered(ticket=requested.ticket, bytes=7, runs=1, wire_s=0.1))
         assert (await soon(running)).bytes == 7
 
     async def test_a_connect_that_is_cancelled_leaves_nothing(self, stage: Stage) -> None:
@@ -211,9 +211,11 @@ class TestPulls:
     async def test_a_failure_is_raised_with_its_blocks(
         self, stage: Stage, rank: RankHandle, awaiter: Awaiter
     ) -> None:
-        pull, asked = await pulled(stage, rank, awaiter)
+        pull, requested = await pulled(stage, rank, awaiter)
         stage.side.say(
-            worker.Failed(ticket=asked.ticket, code=Code.RELEASED, message="gone", safe_to_reuse=True)
+            worker.TicketFailed(
+                ticket=requested.ticket, code=Code.RELEASED, message="gone", safe_to_reuse=True
+            )
         )
         with pytest.raises(PullFailed, match="gone") as raised:
             await soon(pull)
@@ -226,35 +228,35 @@ class TestPulls:
     async def test_cancelled_blocks_are_in_doubt_until_they_are_quiet(
         self, stage: Stage, rank: RankHandle, awaiter: Awaiter
     ) -> None:
-        pull, asked = await pulled(stage, rank, awaiter)
+        pull, requested = await pulled(stage, rank, awaiter)
         await cancelled(await begun(pull))  # at once: the daemon has said nothing
-        assert (await aside(stage.side.expect, worker.Cancel)).ticket == asked.ticket
+        assert (await aside(stage.side.expect, worker.Cancel)).ticket == requested.ticket
         assert awaiter.pulls_in_doubt == (pull,)
         is_safe = await begun(pull.safe())
-        stage.side.say(worker.Failed(ticket=asked.ticket, safe_to_reuse=False, **FAILED))
+        stage.side.say(worker.TicketFailed(ticket=requested.ticket, safe_to_reuse=False, **FAILED))
         with pytest.raises(PullFailed) as raised:
             await soon(pull)  # its end may still be awaited
         assert not raised.value.failed.safe_to_reuse
         assert not is_safe.done()
         assert awaiter.pulls_in_doubt == (pull,)
-        stage.side.say(worker.Quiesced(ticket=asked.ticket))
+        stage.side.say(worker.TicketQuiesced(ticket=requested.ticket))
         await soon(is_safe)
         assert awaiter.pulls_in_doubt == ()
 
     async def test_waiting_for_safety_may_be_cancelled_and_repeated(
         self, stage: Stage, rank: RankHandle, awaiter: Awaiter
     ) -> None:
-        pull, asked = await pulled(stage, rank, awaiter)
+        pull, requested = await pulled(stage, rank, awaiter)
         await cancelled(await begun(pull.safe()))
-        stage.side.say(worker.Failed(ticket=asked.ticket, safe_to_reuse=True, **FAILED))
+        stage.side.say(worker.TicketFailed(ticket=requested.ticket, safe_to_reuse=True, **FAILED))
         await soon(pull.safe())
 
     async def test_a_delivery_that_was_quicker_than_the_cancel(
         self, stage: Stage, rank: RankHandle, awaiter: Awaiter
     ) -> None:
-        pull, asked = await pulled(stage, rank, awaiter)
+        pull, requested = await pulled(stage, rank, awaiter)
         await cancelled(await begun(pull))
-        stage.side.say(worker.Delivered(ticket=asked.ticket, **DELIVERED))
+        stage.side.say(worker.TicketDelivered(ticket=requested.ticket, **DELIVERED))
         await soon(pull.safe())
         assert isinstance(await soon(pull), Delivered)
 
@@ -307,9 +309,9 @@ class TestSuspended:
         resuming = await begun(
             in_thread(lambda: rank.resume({REGION: stage.memory}, WAIT_S), lambda _: rank.suspend())
         )
-        asked = await aside(stage.side.expect, worker.Resume)
+        requested = await aside(stage.side.expect, worker.Resume)
         resuming.cancel()
-        await aside(stage.side.accept_resume, asked.request, stage.new_mover())
+        await aside(stage.side.accept_resume, requested.request, stage.new_mover())
         with pytest.raises(asyncio.CancelledError):
             await soon(resuming)
         suspending = await begun(awaiter.suspended())

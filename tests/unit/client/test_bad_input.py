@@ -90,7 +90,7 @@ def test_any_reference_raises_here_or_can_be_sent(
         found = [fields]
     ref = found[form % len(found)]
     for call, kind in (
-        (lambda: rank.pull(ref, blocks(), 10, 30.0), worker.Pull),
+        (lambda: rank.pull(ref, blocks(), 10, 30.0), worker.PullRequest),
         (lambda: rank.prepare(ref), worker.Prepare),
         (lambda: rank.abandon(ref), worker.Abandon),
     ):
@@ -112,8 +112,8 @@ def _raises_or_is_sent(stage: Stage, call: Callable[[], object], kind: type) -> 
     except KvxferdError:
         return
     sent = stage.side.expect(kind)
-    if isinstance(sent, worker.Pull):
-        stage.side.say(worker.Delivered(ticket=sent.ticket, bytes=0, runs=0, wire_s=0.0))
+    if isinstance(sent, worker.PullRequest):
+        stage.side.say(worker.TicketDelivered(ticket=sent.ticket, bytes=0, runs=0, wire_s=0.0))
 
 
 BAD_CALLS: dict[str, Callable[[RankHandle], object]] = {
@@ -155,7 +155,7 @@ def test_a_year_is_not_too_long_for_the_thread(stage: Stage) -> None:
     rank.publish("t", blocks(), 10, lease_s=9 * year)
     assert stage.side.expect(worker.Publish).lease_s > 8 * year
     rank.pull(REF, blocks(), 10, 9 * year)
-    assert stage.side.expect(worker.Pull).deadline_s > 8 * year
+    assert stage.side.expect(worker.PullRequest).deadline_s > 8 * year
     stage.side.close()  # the lease is the client's to watch now
     stage.rejoin()
     assert stage.side.expect(worker.Publish).transfer_id == "t"

@@ -13,28 +13,30 @@ from kvxferd.errors import Code
 from kvxferd.ids import Ticket
 from kvxferd.wire import worker
 from kvxferd.wire.codec import encode
-from kvxferd.wire.limits import MAX_NOTICE_BYTES
+from kvxferd.wire.limits import MAX_DELIVERY_BYTES
 from tests.support.client_harness import REF, Stage, blocks, events_of, one_event, one_failure
 
 
 def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTicket:
     """A pull that its daemon has."""
     ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
-    assert stage.side.expect(worker.Pull).ticket == ticket.number
+    assert stage.side.expect(worker.PullRequest).ticket == ticket.number
     return ticket
 
 
 def noticed_in_doubt(stage: Stage, rank: RankHandle) -> None:
     """A pull that has failed in doubt, and then its mover's word."""
     ticket = pulled(stage, rank)
-    failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
+    failed = worker.TicketFailed(
+        ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False
+    )
     stage.side.say(failed)
     one_failure(rank)
     stage.side.deliver(word_of(ticket))
 
 
 def word_of(ticket: PullTicket) -> bytes:
-    return encode(worker.Delivered(ticket=ticket.number, bytes=3, runs=2, wire_s=0.5))
+    return encode(worker.TicketDelivered(ticket=ticket.number, bytes=3, runs=2, wire_s=0.5))
 
 
 def test_a_notice_is_an_event(stage: Stage) -> None:
@@ -51,10 +53,12 @@ def test_what_the_daemon_says_of_it_later_means_nothing(stage: Stage) -> None:
     rank = stage.rank()
     ticket, other = pulled(stage, rank), pulled(stage, rank)
     stage.side.deliver(word_of(ticket))
-    failed = worker.Failed(ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False)
+    failed = worker.TicketFailed(
+        ticket=ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False
+    )
     stage.side.say(failed)
-    stage.side.say(worker.Quiesced(ticket=ticket.number))
-    stage.side.say(worker.Delivered(ticket=other.number, bytes=1, runs=1, wire_s=0.0))
+    stage.side.say(worker.TicketQuiesced(ticket=ticket.number))
+    stage.side.say(worker.TicketDelivered(ticket=other.number, bytes=1, runs=1, wire_s=0.0))
     assert [type(event) for event in events_of(rank, 2)] == [Delivered, Delivered]
     assert rank.is_connected
 
@@ -125,8 +129,8 @@ def test_a_notice_after_a_failure_in_doubt_gives_the_blocks_back(stage: Stage) -
         b"nonsense",
         b"",
         encode(worker.Suspended()),
-        bytes(MAX_NOTICE_BYTES + 1),
-        encode(worker.Delivered(ticket=Ticket(99), bytes=0, runs=0, wire_s=0.0)),  # never asked
+        bytes(MAX_DELIVERY_BYTES + 1),
+        encode(worker.TicketDelivered(ticket=Ticket(99), bytes=0, runs=0, wire_s=0.0)),  # never requested
     ],
 )
 def test_nonsense_ends_the_connection(stage: Stage, raw: bytes) -> None:
@@ -170,7 +174,9 @@ def test_the_daemon_hears_of_them_before_the_end(stage: Stage) -> None:
 def test_of_pulls_whose_mover_died_the_client_says_which_have_not_ended(stage: Stage) -> None:
     rank = stage.rank()
     delivered, open_, cancelled = (pulled(stage, rank) for _ in range(3))
-    failed = worker.Failed(ticket=cancelled.number, code=Code.CANCELLED, message="no", safe_to_reuse=True)
+    failed = worker.TicketFailed(
+        ticket=cancelled.number, code=Code.CANCELLED, message="no", safe_to_reuse=True
+    )
     stage.side.say(failed)
     stage.side.deliver(word_of(delivered))
     tickets = (delivered.number, open_.number, cancelled.number)

@@ -49,7 +49,7 @@ def test_a_pull_goes_when_nobody_uses_its_blocks(stage: Stage) -> None:
     stage.side.expect(worker.Prepare)
     kernel.still_runs()
     kernel.done.set()
-    assert stage.side.expect(worker.Pull).ticket == ticket.number
+    assert stage.side.expect(worker.PullRequest).ticket == ticket.number
 
 
 def test_a_pull_whose_kernel_never_ends_fails_in_time_and_safely(stage: Stage) -> None:
@@ -154,13 +154,13 @@ def test_what_cannot_be_waited_for_is_refused_before_anything_moves(
     stage: Stage, after: Any, why: str
 ) -> None:
     rank = stage.rank()
-    for ask in (
+    for send_request in (
         lambda: rank.publish("req-1", blocks(), num_tokens=48, after=after),
         lambda: rank.ready("req-1", after=after),
         lambda: rank.pull(REF, blocks(), num_tokens=48, deadline_s=WAIT_S, after=after),
     ):
         with pytest.raises(EngineError, match=why) as raised:
-            ask()
+            send_request()
         assert raised.value.code is Code.BAD_REQUEST
     rank.publish("req-1", blocks(), num_tokens=48)
     assert stage.side.expect(worker.Publish).transfer_id == "req-1", "and nothing before it"

@@ -77,7 +77,7 @@ def test_deadlines_and_leases_are_those_of_the_moment_of_sending() -> None:
     queue.publish(expires_at=60.0)
     assert queue.outbox.pop(False, 1, now=2.0) is None  # no daemon takes requests yet
     pull, publish = queue.sent(now=12.5)
-    assert isinstance(pull, worker.Pull)
+    assert isinstance(pull, worker.PullRequest)
     assert isinstance(publish, worker.Publish)
     assert (pull.deadline_s, publish.lease_s) == (17.5, 47.5)
 

@@ -157,4 +157,4 @@ def test_a_router_makes_the_reference(stage: Stage) -> None:
 def test_a_progressive_pull_is_sent_as_one(stage: Stage) -> None:
     rank = stage.rank()
     rank.pull(make_ref("tcp://10.0.0.1:9441", "e", "g1", "t1"), lists(3), 16, deadline_s=30, progressive=True)
-    assert stage.side.expect(worker.Pull).progressive
+    assert stage.side.expect(worker.PullRequest).progressive

@@ -47,11 +47,11 @@ def test_the_requests_trace_goes_to_the_daemon_and_into_the_reference(stage: Sta
     assert "traceparent" not in plain.to_dict()
     others = f"00-{'a' * 32}-{'c' * 16}-00"
     rank.pull(ref, blocks(), num_tokens=48, deadline_s=9)
-    assert stage.side.expect(worker.Pull).ref.traceparent == traceparent
+    assert stage.side.expect(worker.PullRequest).ref.traceparent == traceparent
     rank.pull(ref.with_trace(others), blocks(), num_tokens=48, deadline_s=9)
-    assert stage.side.expect(worker.Pull).ref.traceparent == others
+    assert stage.side.expect(worker.PullRequest).ref.traceparent == others
     rank.pull(ref.with_trace("not one"), blocks(), num_tokens=48, deadline_s=9)
-    assert stage.side.expect(worker.Pull).ref.traceparent == ""
+    assert stage.side.expect(worker.PullRequest).ref.traceparent == ""
 
 
 def test_the_lease_is_the_daemons_unless_named(stage: Stage) -> None:

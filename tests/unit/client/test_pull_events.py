@@ -18,7 +18,7 @@ from tests.support.client_harness import REF, Stage, blocks, events_of, one_even
 def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 30.0):
     """A pull that the daemon has received: its ticket and its message."""
     ticket = rank.pull(REF, blocks(4, 5, first_token=16), num_tokens=48, deadline_s=deadline_s)
-    return ticket, stage.side.expect(worker.Pull)
+    return ticket, stage.side.expect(worker.PullRequest)
 
 
 @pytest.mark.parametrize("form", ["ref", "dict", "json", "bytes"])
@@ -26,7 +26,7 @@ def test_a_pull_is_sent_whatever_form_its_reference_has(stage: Stage, form: str)
     rank = stage.rank()
     forms = {"ref": REF, "dict": REF.to_dict(), "json": REF.to_json(), "bytes": REF.to_json().encode()}
     ticket = rank.pull(forms[form], blocks(4, 5, first_token=16), num_tokens=48, deadline_s=9.0)
-    pull = stage.side.expect(worker.Pull)
+    pull = stage.side.expect(worker.PullRequest)
     assert (pull.ref.transfer_id, pull.ref.nonce, pull.ticket) == ("req-1", REF.nonce, ticket.number)
     assert list(unpack_ids(pull.blocks["full"].ids)) == [4, 5]
     assert pull.blocks["full"].first_token == 16
@@ -36,7 +36,7 @@ def test_a_pull_is_sent_whatever_form_its_reference_has(stage: Stage, form: str)
 def test_delivered(stage: Stage) -> None:
     rank = stage.rank()
     ticket, pull = pulled(stage, rank)
-    stage.side.say(worker.Delivered(ticket=pull.ticket, bytes=4096, runs=2, wire_s=0.25))
+    stage.side.say(worker.TicketDelivered(ticket=pull.ticket, bytes=4096, runs=2, wire_s=0.25))
     assert one_event(rank) == Delivered(ticket, 4096, 2, 0.25)
 
 
@@ -44,7 +44,7 @@ def test_failed_safely(stage: Stage) -> None:
     rank = stage.rank()
     ticket, pull = pulled(stage, rank)
     stage.side.say(
-        worker.Failed(ticket=pull.ticket, code=Code.NONCE_WRONG, message="cannot", safe_to_reuse=True)
+        worker.TicketFailed(ticket=pull.ticket, code=Code.NONCE_WRONG, message="cannot", safe_to_reuse=True)
     )
     event = one_failure(rank)
     assert (event.ticket, event.code, event.message, event.safe_to_reuse) == (
@@ -61,17 +61,17 @@ def test_failed_in_doubt_and_quiesced_later(stage: Stage) -> None:
     rank = stage.rank()
     ticket, pull = pulled(stage, rank)
     stage.side.say(
-        worker.Failed(ticket=pull.ticket, code=Code.TRANSPORT, message="cannot", safe_to_reuse=False)
+        worker.TicketFailed(ticket=pull.ticket, code=Code.TRANSPORT, message="cannot", safe_to_reuse=False)
     )
     assert not one_failure(rank).safe_to_reuse
-    stage.side.say(worker.Quiesced(ticket=pull.ticket))
+    stage.side.say(worker.TicketQuiesced(ticket=pull.ticket))
     quiesced = one_event(rank)
     assert isinstance(quiesced, Quiesced)
     assert quiesced.ticket is ticket
     assert list(quiesced.blocks["full"].ids) == [4, 5]
-    stage.side.say(worker.Quiesced(ticket=pull.ticket))  # said twice: told once
+    stage.side.say(worker.TicketQuiesced(ticket=pull.ticket))  # said twice: told once
     _, other = pulled(stage, rank)
-    stage.side.say(worker.Delivered(ticket=other.ticket, bytes=1, runs=1, wire_s=0.0))
+    stage.side.say(worker.TicketDelivered(ticket=other.ticket, bytes=1, runs=1, wire_s=0.0))
     assert isinstance(one_event(rank), Delivered)
 
 
@@ -81,7 +81,7 @@ def test_cancel_is_passed_on_and_the_terminal_event_is_the_daemons(stage: Stage)
     ticket.cancel()
     assert stage.side.expect(worker.Cancel).ticket == pull.ticket
     assert rank.poll() == []
-    stage.side.say(worker.Delivered(ticket=pull.ticket, bytes=1, runs=1, wire_s=0.0))  # it was quicker
+    stage.side.say(worker.TicketDelivered(ticket=pull.ticket, bytes=1, runs=1, wire_s=0.0))  # it was quicker
     assert isinstance(one_event(rank), Delivered)
     ticket.cancel()  # over: says nothing
     assert stage.side.is_silent()
@@ -101,9 +101,9 @@ def test_a_silent_daemon_cannot_hold_a_pull_past_its_deadline(stage: Stage) -> N
 @pytest.mark.parametrize(
     "late",
     [
-        worker.Delivered(ticket=1, bytes=1, runs=1, wire_s=0.0),
-        worker.Failed(ticket=1, code=Code.CANCELLED, message="cancelled", safe_to_reuse=True),
-        worker.Quiesced(ticket=1),
+        worker.TicketDelivered(ticket=1, bytes=1, runs=1, wire_s=0.0),
+        worker.TicketFailed(ticket=1, code=Code.CANCELLED, message="cancelled", safe_to_reuse=True),
+        worker.TicketQuiesced(ticket=1),
     ],
     ids=["delivered", "failed", "quiesced"],
 )
@@ -111,7 +111,7 @@ def test_a_late_terminal_message_only_proves_quiet(stage: Stage, late: object) -
     rank = stage.rank()
     ticket, _ = pulled(stage, rank, deadline_s=0.01)
     one_failure(rank)
-    stage.side.say(worker.Failed(ticket=1, code=Code.DEADLINE, message="late", safe_to_reuse=False))
+    stage.side.say(worker.TicketFailed(ticket=1, code=Code.DEADLINE, message="late", safe_to_reuse=False))
     stage.side.say(late)
     event = one_event(rank)
     assert isinstance(event, Quiesced)
@@ -122,9 +122,11 @@ def test_a_lent_list_is_not_copied_and_comes_back_with_a_failure(stage: Stage) -
     rank = stage.rank()
     ids = np.arange(65_536, dtype=np.int32) % 16
     rank.pull(REF, {"full": BlockList(ids=ids, borrowed=True)}, num_tokens=1_048_576, deadline_s=30.0)
-    pull = stage.side.expect(worker.Pull)
+    pull = stage.side.expect(worker.PullRequest)
     assert pull.blocks["full"].ids == ids.tobytes()
-    stage.side.say(worker.Failed(ticket=pull.ticket, code=Code.RELEASED, message="gone", safe_to_reuse=True))
+    stage.side.say(
+        worker.TicketFailed(ticket=pull.ticket, code=Code.RELEASED, message="gone", safe_to_reuse=True)
+    )
     failed = one_event(rank)
     assert isinstance(failed, Failed)
     assert np.shares_memory(np.asarray(failed.blocks["full"].ids), ids)
@@ -137,7 +139,7 @@ def test_the_descriptor_is_readable_while_there_are_events(stage: Stage) -> None
     assert readable.poll(0) == []
     first, second = pulled(stage, rank)[1], pulled(stage, rank)[1]
     for pull in (first, second):
-        stage.side.say(worker.Delivered(ticket=pull.ticket, bytes=1, runs=1, wire_s=0.0))
+        stage.side.say(worker.TicketDelivered(ticket=pull.ticket, bytes=1, runs=1, wire_s=0.0))
     assert len(events_of(rank, 2)) == 2
     assert readable.poll(0) == []
     assert rank.poll() == []

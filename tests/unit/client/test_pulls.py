@@ -96,7 +96,7 @@ def test_other_epochs_are_left_alone() -> None:
     pulls.connection_lost(1, 0.0, Code.DAEMON_LOST, "gone")
     pulls.movers_exited(1)
     assert [event.ticket.number for event in events] == [1]
-    pulls.handle_delivered(worker.Delivered(ticket=2, bytes=1, runs=1, wire_s=0.0))
+    pulls.handle_delivered(worker.TicketDelivered(ticket=2, bytes=1, runs=1, wire_s=0.0))
     assert isinstance(events[1], Delivered)
 
 
@@ -104,8 +104,8 @@ def test_other_epochs_are_left_alone() -> None:
 def test_a_ticket_that_was_never_given_out(number: int) -> None:
     pulls = ClientPulls(lambda event: None)
     add(pulls, deadline=1.0)
-    with pytest.raises(ProtocolError, match="never asked"):
-        pulls.handle_quiesced(worker.Quiesced(ticket=number))
+    with pytest.raises(ProtocolError, match="never requested"):
+        pulls.handle_quiesced(worker.TicketQuiesced(ticket=number))
 
 
 class Life:
@@ -125,7 +125,7 @@ class Life:
         self.pulls.cancel(self.number)
 
     def deliver(self) -> None:
-        self.pulls.handle_delivered(worker.Delivered(ticket=self.number, bytes=1, runs=1, wire_s=0.0))
+        self.pulls.handle_delivered(worker.TicketDelivered(ticket=self.number, bytes=1, runs=1, wire_s=0.0))
 
     def fail_safely(self) -> None:
         self._fail(True)
@@ -135,11 +135,11 @@ class Life:
 
     def _fail(self, safe: bool) -> None:
         self.pulls.handle_failed(
-            worker.Failed(ticket=self.number, code=Code.TRANSPORT, message="", safe_to_reuse=safe)
+            worker.TicketFailed(ticket=self.number, code=Code.TRANSPORT, message="", safe_to_reuse=safe)
         )
 
     def quiesce(self) -> None:
-        self.pulls.handle_quiesced(worker.Quiesced(ticket=self.number))
+        self.pulls.handle_quiesced(worker.TicketQuiesced(ticket=self.number))
 
     def drop(self) -> None:
         self.pulls.fail_queued(Code.SUSPENDED, "")

@@ -39,7 +39,7 @@ from tests.support.scripted_daemon import WAIT_S, until
 def pull_on(stage: Stage, rank: RankHandle, deadline_s: float = 30.0):
     """A pull that the daemon has received."""
     ticket = rank.pull(REF, blocks(4, 5), num_tokens=32, deadline_s=deadline_s)
-    stage.side.expect(worker.Pull)
+    stage.side.expect(worker.PullRequest)
     return ticket
 
 
@@ -95,7 +95,7 @@ def test_a_dying_mover_proves_nothing_while_its_daemon_lives(stage: Stage) -> No
     stage.side.expect(worker.Prepare)
     assert rank.poll() == []
     stage.side.say(worker.MoverChanged(), stage.new_mover().pidfd)
-    stage.side.say(worker.Quiesced(ticket=1))
+    stage.side.say(worker.TicketQuiesced(ticket=1))
     assert isinstance(one_event(rank), Quiesced)
 
 
@@ -118,7 +118,7 @@ def test_pulls_asked_meanwhile_go_to_the_next_daemon(stage: Stage) -> None:
     event = one_failure(rank)
     assert (event.ticket, event.code, event.safe_to_reuse) == (cancelled, Code.CANCELLED, True)
     stage.daemon.start()
-    pull = stage.rejoin().expect(worker.Pull)
+    pull = stage.rejoin().expect(worker.PullRequest)
     assert pull.ticket == kept.number
     assert 20.0 < pull.deadline_s < 30.0
     assert stage.side.is_silent()
@@ -210,11 +210,11 @@ def test_a_lease_that_ends_while_a_daemon_is_there_is_the_daemons_affair(stage: 
 
 def test_unpublish_without_a_daemon_is_done_at_once(stage: Stage) -> None:
     rank = stage.rank()
-    asked = rank.publish("asked", blocks(), num_tokens=48)
+    requested = rank.publish("asked", blocks(), num_tokens=48)
     rank.publish("kept", blocks(), num_tokens=48)
     stage.side.expect(worker.Publish)
     stage.side.expect(worker.Publish)
-    rank.unpublish(asked)
+    rank.unpublish(requested)
     stage.side.expect(worker.Unpublish)  # and dies before it says Released
     stage.daemon.stop()
     assert one_event(rank) == Released("asked", Code.UNPUBLISHED)
@@ -340,11 +340,11 @@ def _unasked_answer(stage: Stage) -> None:
 
 
 def _unknown_ticket(stage: Stage) -> None:
-    stage.side.say(worker.Quiesced(ticket=99))
+    stage.side.say(worker.TicketQuiesced(ticket=99))
 
 
 def _quiesced_too_early(stage: Stage) -> None:
-    stage.side.say(worker.Quiesced(ticket=1))
+    stage.side.say(worker.TicketQuiesced(ticket=1))
 
 
 def _unasked_suspension(stage: Stage) -> None:
@@ -393,7 +393,7 @@ def test_nonsense_costs_the_connection_and_no_more(stage: Stage, nonsense) -> No
 def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTicket:
     """A pull that its daemon has."""
     ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
-    assert stage.side.expect(worker.Pull).ticket == ticket.number
+    assert stage.side.expect(worker.PullRequest).ticket == ticket.number
     return ticket
 
 

@@ -260,7 +260,7 @@ def test_the_rest_comes_when_it_is_wanted(stage: Stage) -> None:
     assert isinstance(register, worker.Register)
     assert (register.num_descriptors, len(first)) == (num, MAX_FDS_PER_FRAME)
     assert side.is_silent()
-    side.say(worker.FdsWanted(request=register.request))
+    side.say(worker.FdsRequest(request=register.request))
     part, rest = side.receive()
     assert part == FdBatch(first=MAX_FDS_PER_FRAME - 1)
     inodes = [os.fstat(fd).st_ino for fd in (*first[:-1], *rest)]

@@ -105,7 +105,7 @@ def test_resume_sends_the_new_memory(stage: Stage) -> None:
     stage.side.accept_resume(resume.request, stage.new_mover())
     resuming.result(WAIT_S)
     rank.pull(REF, blocks(), num_tokens=48, deadline_s=9.0)
-    stage.side.expect(worker.Pull)
+    stage.side.expect(worker.PullRequest)
     new.close()
 
 
@@ -140,7 +140,7 @@ def test_a_resume_that_times_out_goes_on(stage: Stage) -> None:
     rank.pull(REF, blocks(), num_tokens=48, deadline_s=9.0)
     resume = stage.side.expect(worker.Resume)
     stage.side.accept_resume(resume.request, stage.new_mover())
-    stage.side.expect(worker.Pull)
+    stage.side.expect(worker.PullRequest)
 
 
 def test_pulls_that_no_daemon_heard_of_fail_safely(stage: Stage) -> None:
@@ -242,12 +242,12 @@ def test_a_daemons_doubt_ends_no_doubt() -> None:
     assert isinstance(pull.ticket, PullTicket)
     assert pulls.build_message(pull, 1, 0.0) is not None
     pulls.expire(2.0)
-    late = worker.Failed(
+    late = worker.TicketFailed(
         ticket=pull.ticket.number, code=Code.DEADLINE, message="late", safe_to_reuse=False, retry_after_s=0.0
     )
     pulls.handle_failed(late)
     assert [type(event) for event in events] == [Failed]
-    pulls.handle_quiesced(worker.Quiesced(ticket=pull.ticket.number))
+    pulls.handle_quiesced(worker.TicketQuiesced(ticket=pull.ticket.number))
     assert [type(event) for event in events] == [Failed, Quiesced]
 
 

@@ -49,8 +49,8 @@ def _serve(stage: Stage, number: int) -> None:
     """Deliver every pull and release every publish."""
     for _ in range(2 * number):
         match stage.side.receive()[0]:
-            case worker.Pull(ticket=ticket):
-                stage.side.say(worker.Delivered(ticket=ticket, bytes=1, runs=1, wire_s=0.0))
+            case worker.PullRequest(ticket=ticket):
+                stage.side.say(worker.TicketDelivered(ticket=ticket, bytes=1, runs=1, wire_s=0.0))
             case worker.Publish(transfer_id=transfer_id):
                 stage.side.say(worker.Released(transfer_id=transfer_id, why=Code.COMPLETED))
             case other:
@@ -82,7 +82,7 @@ def test_a_bug_in_the_thread_leaves_nobody_waiting(stage: Stage, monkeypatch: py
     rank.publish("req-1", blocks(), num_tokens=48)
     ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=30.0)
     stage.side.expect(worker.Publish)
-    stage.side.expect(worker.Pull)
+    stage.side.expect(worker.PullRequest)
     monkeypatch.setattr(rank._session, "handle", lambda message, now: 1 / 0)
     stage.side.say(worker.Suspended())
     released, failed, over = events_of(rank, 3)

@@ -87,9 +87,9 @@ async def test_warnings_do_not_make_a_node_unready(tmp_path: Path) -> None:
     node.warned = ["the peer socket is open"]
     async with serving(config, node), over_unix(config) as client, client.get("/readyz") as response:
         assert response.status == 200
-        answer = await response.json()
-        active = answer.pop("active_warnings")
-        assert answer == {"ready": True, "reasons": [], "warnings": node.warned}
+        reply = await response.json()
+        active = reply.pop("active_warnings")
+        assert reply == {"ready": True, "reasons": [], "warnings": node.warned}
         assert [(w["kind"], w["message"], w["since"]) for w in active] == [
             ("peer-socket-open", "the peer socket is open", 1_790_000_000.0)
         ]

@@ -91,7 +91,7 @@ async def admitted(socket_: Listening, memory: SealedMemory, num_descriptors: in
     connection = await socket_.session()
     await socket_.register(connection, num_descriptors, memory.fd)
     session = (await socket_.said(wk.Register)).session
-    socket_.workers.send(session, wk.FdsWanted(request=1))
+    socket_.workers.send(session, wk.FdsRequest(request=1))
     return connection
 
 

@@ -32,19 +32,19 @@ from kvxferd.layout import EngineSpec, PackedBlocks
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Binding, BlockIds, RankManifest, RegionAddress
-from kvxferd.wire.limits import MAX_PEER_QUESTION_BYTES
+from kvxferd.wire.limits import MAX_PEER_REQUEST_BYTES
 from kvxferd.wire.peer import (
     PEER_VERSIONS,
-    Done,
-    EngineManifest,
-    FetchEngine,
-    Granted,
+    GrantReply,
     JoinRank,
+    ManifestReply,
+    ManifestRequest,
     PeerHello,
     PeerRefused,
+    RequestDone,
 )
 
-QUESTION = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
+REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 CURVE = GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
 NULL = GREETING + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -54,17 +54,17 @@ class Node:
     """A peer socket and what it heard."""
 
     def __init__(self, key: CurveKeyPair | None = None, gate: NoChecks | None = None) -> None:
-        self.heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self.received: asyncio.Queue[ev.Event] = asyncio.Queue()
         trust = PeerAllowlist(own_key=key.public if key else "")
         self.socket = PeerSocket(
-            "tcp://127.0.0.1:0", self.heard.put_nowait, trust, key, lambda: gate or NoChecks()
+            "tcp://127.0.0.1:0", self.received.put_nowait, trust, key, lambda: gate or NoChecks()
         )
         self.key = key
         self.socket.start()
         self.port = int(self.socket.bound_endpoint.rpartition(":")[2])
 
     async def next(self) -> ev.Event:
-        return await asyncio.wait_for(self.heard.get(), 10)
+        return await asyncio.wait_for(self.received.get(), 10)
 
 
 def part_of(body: bytes, *, is_last: bool = False) -> bytes:
@@ -146,14 +146,14 @@ async def is_ended(connection: socket.socket) -> bool:
 async def test_what_nobody_has_been_admitted_for_is_not_kept(keyed, context):
     """A handshake's command may be as long as any message, and libzmq takes all of it first."""
     before = resident_mib()
-    frame = b"\x06" + (MAX_PEER_QUESTION_BYTES - 100).to_bytes(8, "big")
+    frame = b"\x06" + (MAX_PEER_REQUEST_BYTES - 100).to_bytes(8, "big")
     # How fast somebody sends says nothing: who has sent more than a handshake needs is ended, however slowly.
     strangers = [tcp_to(keyed, CURVE + frame + bytes(8 * MAX_HANDSHAKE_BYTES)) for _ in range(48)]
     assert all(await asyncio.gather(*map(is_ended, strangers)))
     assert resident_mib() - before < 100
     honest = dealer_to(context, keyed)
-    await honest.send(encode(QUESTION))
-    assert (await keyed.next()).message == QUESTION
+    await honest.send(encode(REQUEST))
+    assert (await keyed.next()).message == REQUEST
 
 
 async def test_half_open_connections_keep_no_honest_one_out(keyed, context):
@@ -162,8 +162,8 @@ async def test_half_open_connections_keep_no_honest_one_out(keyed, context):
         guard = keyed.socket._guard
         assert guard is not None
         honest = dealer_to(context, keyed)
-        await honest.send(encode(QUESTION))
-        assert (await keyed.next()).message == QUESTION
+        await honest.send(encode(REQUEST))
+        assert (await keyed.next()).message == REQUEST
         await until(lambda: len(guard._connections) <= connection_guard.MAX_UNFINISHED + 1, "they stay")
     finally:
         for stranger in strangers:
@@ -217,7 +217,7 @@ async def test_a_number_that_is_no_connection_by_now_costs_no_descriptor(node, t
 
 async def test_a_message_comes_with_the_key_that_was_proved(keyed, context):
     honest = dealer_to(context, keyed)
-    await honest.send(encode(QUESTION))
+    await honest.send(encode(REQUEST))
     assert (await keyed.next()).key == keyed.key.public
 
 
@@ -257,22 +257,22 @@ async def test_an_admission_that_takes_long_loses_no_message(node, context):
 
     node.socket._zap_socket.on_message = hold
     honest = dealer_to(context, node)
-    await honest.send(encode(QUESTION))
+    await honest.send(encode(REQUEST))
     await asyncio.wait_for(waiting.wait(), 10)
-    by_hand = asyncio.create_task(speaking(node, {}, encode(QUESTION)))
+    by_hand = asyncio.create_task(speaking(node, {}, encode(REQUEST)))
     await until(lambda: len(requests) == 2, "it is not asked for")
     node.socket._zap_socket.on_message = admit
     for request in requests:
         admit(*request)
     with await by_hand:
         for _ in range(2):
-            assert (await node.next()).message == QUESTION
+            assert (await node.next()).message == REQUEST
 
 
 async def test_without_curve_nobody_has_a_key_whatever_they_say(node):
-    with await speaking(node, {b"User-Id": b"0a" * 32}, encode(QUESTION)):
+    with await speaking(node, {b"User-Id": b"0a" * 32}, encode(REQUEST)):
         event = await node.next()
-        assert (event.message, event.key) == (QUESTION, "")
+        assert (event.message, event.key) == (REQUEST, "")
 
 
 async def send_all(connection: socket.socket, payload: bytes) -> bool:
@@ -309,8 +309,8 @@ async def test_a_message_without_end_is_not_kept(node, context):
         finally:
             flood.cancel()
             await asyncio.gather(flood, return_exceptions=True)
-    await honest.send(encode(QUESTION))
-    assert (await node.next()).message == QUESTION
+    await honest.send(encode(REQUEST))
+    assert (await node.next()).message == REQUEST
 
 
 async def test_what_a_busy_loop_has_not_read_yet_shuts_nobody_out(node, context, monkeypatch):
@@ -318,18 +318,18 @@ async def test_what_a_busy_loop_has_not_read_yet_shuts_nobody_out(node, context,
     monkeypatch.setattr(connection_guard, "OPEN_CHECK_S", 0.01)
     monkeypatch.setattr(connection_guard, "MAX_INCOMPLETE_BYTES", 20_000)
     honest = dealer_to(context, node)
-    await honest.send(encode(QUESTION))
-    assert (await node.next()).message == QUESTION
+    await honest.send(encode(REQUEST))
+    assert (await node.next()).message == REQUEST
     await until(lambda: node.socket._guard._connections, "the guard knows of it")
     before = list(node.socket._guard._connections.values())
-    padded = encode(QUESTION) + b"\xc0" * 10_000  # refused by its decoder, on the connection that stays
+    padded = encode(REQUEST) + b"\xc0" * 10_000  # refused by its decoder, on the connection that stays
     for _ in range(5):
         for _ in range(10):
             await honest.send(padded)
         await asyncio.sleep(0)
         time.sleep(0.1)  # noqa: ASYNC251 - the loop is busy
-        await honest.send(encode(QUESTION))
-        assert (await node.next()).message == QUESTION
+        await honest.send(encode(REQUEST))
+        assert (await node.next()).message == REQUEST
     assert list(map(id, node.socket._guard._connections.values())) == list(map(id, before))
 
 
@@ -353,20 +353,20 @@ async def test_a_message_of_many_parts_holds_no_loop(node, context, monkeypatch)
         await until(lambda: len(turns) >= 20, "all of it was read")
         # In one turn the rest's own call may come, and one because more has arrived.
         assert max(Counter(turns).values()) <= 2, "other work runs between"
-    await honest.send(encode(QUESTION))
-    assert (await node.next()).message == QUESTION
+    await honest.send(encode(REQUEST))
+    assert (await node.next()).message == REQUEST
     assert not node.socket._router.is_skipping
 
 
 async def test_who_names_its_own_connection_is_not_listened_to(node):
     """A name that was another's route would bring it the answers to that one."""
-    with await speaking(node, {b"Identity": b"anybody"}, encode(QUESTION)) as stranger:
-        heard = b""
-        while b"peer-refused" not in heard:
+    with await speaking(node, {b"Identity": b"anybody"}, encode(REQUEST)) as stranger:
+        received = b""
+        while b"PeerRefused" not in received:
             came = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(stranger, 4096), 10)
-            assert came, heard
-            heard += came
-        assert node.heard.empty()
+            assert came, received
+            received += came
+        assert node.received.empty()
     unread = UnreadReplies()
     assert unread.claim_route(b"\0abcd", "a")
     assert not unread.claim_route(b"\0abcd", "b")
@@ -377,21 +377,21 @@ async def test_a_name_that_is_no_text_stops_nobody_elses_messages(node, context)
     """libzmq's descriptor announces an arrival once: who ends the reading early leaves the rest unread."""
     honest, hostile = dealer_to(context, node), context.socket(zmq.DEALER)
     hostile.setsockopt(zmq.ROUTING_ID, b"\xff\xfe\xfd")
-    await honest.send(encode(QUESTION))
+    await honest.send(encode(REQUEST))
     await node.next()
     hostile.connect(node.socket.bound_endpoint)
     for _ in range(20):
         for _ in range(30):
-            await hostile.send(encode(QUESTION))
-        await honest.send(encode(QUESTION))
+            await hostile.send(encode(REQUEST))
+        await honest.send(encode(REQUEST))
     for _ in range(20):
         event = await node.next()
         assert event.route != b"\xff\xfe\xfd"
-    node.socket.reply(event.route, Done(request=9))
-    assert PEER_MESSAGES.decode(await asyncio.wait_for(honest.recv(), 10)) == Done(request=9)
+    node.socket.reply(event.route, RequestDone(request=9))
+    assert PEER_MESSAGES.decode(await asyncio.wait_for(honest.recv(), 10)) == RequestDone(request=9)
     refused = PEER_MESSAGES.decode(await asyncio.wait_for(hostile.recv(), 10))
     assert (refused.code, "chose the name" in refused.message) == (Code.BAD_FRAME, True)
-    assert node.heard.empty()
+    assert node.received.empty()
 
 
 async def test_a_message_that_cannot_be_taken_keeps_no_other_unread(node, context, monkeypatch):
@@ -409,9 +409,9 @@ async def test_a_message_that_cannot_be_taken_keeps_no_other_unread(node, contex
         for _ in range(20):
             await sender.send(b"defect")
             await sender.send(b"defect")
-            await sender.send(encode(QUESTION))
+            await sender.send(encode(REQUEST))
         for _ in range(20):
-            assert (await node.next()).message == QUESTION
+            assert (await node.next()).message == REQUEST
     assert [line["event"] for line in logged] == ["peer message failed"] * 40
 
 
@@ -456,7 +456,7 @@ async def test_what_may_not_be_joined_is_neither_decoded_nor_checked(context, mo
         stranger = dealer_to(context, node)
         await stranger.send(encode(join_of(layers=2000)))
         assert PEER_MESSAGES.decode(await asyncio.wait_for(stranger.recv(), 10)).code is Code.NOT_ALLOWED
-        assert node.heard.empty()
+        assert node.received.empty()
     finally:
         node.socket.stop()
 
@@ -469,15 +469,15 @@ async def test_an_engine_that_is_asked_for_is_read_and_one_that_is_not_is_droppe
     node, router = Node(gate=Asking()), context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     endpoint = Endpoint(f"tcp://127.0.0.1:{port}")
-    fetch = FetchEngine(request=5, engine_id="spread", generation="g1", wait_s=1.0)
+    fetch = ManifestRequest(request=5, engine_id="spread", generation="g1", wait_s=1.0)
     try:
         node.socket.send(endpoint, fetch)
         route, _ = await asyncio.wait_for(router.recv_multipart(), 10)
         for request in (4, 5):
-            answer = EngineManifest(request=request, boot="b", ranks=(manifest_of(),))
-            await router.send_multipart([route, encode(answer)])
+            reply = ManifestReply(request=request, boot="b", ranks=(manifest_of(),))
+            await router.send_multipart([route, encode(reply)])
         assert isinstance(await node.next(), ev.LayoutsChecked)
-        assert (await node.next()).message == answer
+        assert (await node.next()).message == reply
     finally:
         node.socket.stop()
 
@@ -486,7 +486,7 @@ async def test_an_engine_that_is_asked_for_is_read_and_one_that_is_not_is_droppe
 
 
 async def route_of(node: Node, dealer: zmq.asyncio.Socket) -> bytes:
-    await dealer.send(encode(QUESTION))
+    await dealer.send(encode(REQUEST))
     return (await node.next()).route
 
 
@@ -501,14 +501,14 @@ async def test_answers_that_nobody_reads_do_not_pile_up(node, context):
     deaf.connect(node.socket.bound_endpoint)
     unread = small_limits(node, 8 << 20)
     route, before = await route_of(node, deaf), resident_mib()
-    large = EngineManifest(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
+    large = ManifestReply(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
     for request in range(200):
         node.socket.reply(route, msgspec.structs.replace(large, request=request))
     assert unread.num_bytes <= 8 << 20
     assert resident_mib() - before < 100  # of 400
     back = await route_of(node, other)
-    node.socket.reply(back, Done(request=9))
-    assert PEER_MESSAGES.decode(await asyncio.wait_for(other.recv(), 10)) == Done(request=9)
+    node.socket.reply(back, RequestDone(request=9))
+    assert PEER_MESSAGES.decode(await asyncio.wait_for(other.recv(), 10)) == RequestDone(request=9)
 
 
 async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, context):
@@ -517,7 +517,7 @@ async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, cont
     slow.connect(node.socket.bound_endpoint)
     unread = small_limits(node, 8 << 20)
     route = await route_of(node, slow)
-    large = EngineManifest(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
+    large = ManifestReply(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
     for request in range(50):
         node.socket.reply(route, msgspec.structs.replace(large, request=request))
     read: list[int] = []
@@ -531,7 +531,7 @@ async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, cont
     try:
         # libzmq says that a message is written after its reader may have read it, from another thread.
         await until(lambda: unread.has_room(route, 8 << 20), "no room, and all is read")
-        node.socket.reply(route, Done(request=99))
+        node.socket.reply(route, RequestDone(request=99))
         await until(lambda: 99 in read, "the answer has not come")
     finally:
         reading.cancel()
@@ -546,7 +546,7 @@ async def test_an_answer_in_parts_is_sent_whole_or_not(node, context, monkeypatc
     parts = [
         BlockIds(stream=7, group=GroupName("full"), offset=n << 19, ids=bytes(1 << 19)) for n in range(4)
     ]
-    granted = Granted(
+    granted = GrantReply(
         request=7,
         grant="g",
         blocks={"full": PackedBlocks(b"")},
@@ -565,8 +565,8 @@ async def test_an_answer_in_parts_is_sent_whole_or_not(node, context, monkeypatc
         node.socket.reply(route, part)
     monkeypatch.undo()
     node.socket.reply(route, granted)
-    node.socket.reply(route, Done(request=8))
+    node.socket.reply(route, RequestDone(request=8))
     assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == parts[0]
-    assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == Done(request=8)
+    assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == RequestDone(request=8)
     assert not node.socket._truncated_replies
     assert unread_replies.MAX_UNREAD_BYTES > 64 << 20

@@ -54,8 +54,8 @@ async def test_more_unfinished_requests_than_there_is_room_for_keep_nobody_out(t
         held = [await open_tcp(server) for _ in range(40)]
         for _, writer in held:
             writer.write(UNFINISHED)
-        async with over_tcp(server) as client, client.get("/healthz") as answer:
-            assert answer.status == 200
+        async with over_tcp(server) as client, client.get("/healthz") as reply:
+            assert reply.status == 200
         # Eight of sixteen are TCP's: the others have been closed.
         ends = [asyncio.create_task(reader.read(1)) for reader, _ in held]
         for end in islice(asyncio.as_completed(ends, timeout=20), 40 - 8):
@@ -113,10 +113,10 @@ async def test_users_who_fill_the_control_socket_keep_root_not_out() -> None:
                     held.send(UNFINISHED)
             finally:
                 os.seteuid(0)
-            async with over_unix(config) as client, client.get("/healthz") as answer:
-                assert answer.status == 200
-            async with over_unix(config) as client, client.post("/v1/drain") as answer:
-                assert answer.status == 202
+            async with over_unix(config) as client, client.get("/healthz") as reply:
+                assert reply.status == 200
+            async with over_unix(config) as client, client.post("/v1/drain") as reply:
+                assert reply.status == 202
 
 
 @needs_root
@@ -275,15 +275,15 @@ async def test_strangers_share_a_snapshot_and_an_answer_and_root_gets_its_own(tm
         bodies = set()
         for _ in range(10):
             for path in ("/metrics", "/v1/transfers", "/v1/status", "/"):
-                async with tcp.get(path) as answer:
-                    assert answer.status == 200
-                    bodies.add(await answer.read())
+                async with tcp.get(path) as reply:
+                    assert reply.status == 200
+                    bodies.add(await reply.read())
         possible = (time.monotonic() - started) / response_cache.MAX_AGE_S + 1
         assert node.num_made <= possible
         before = node.num_made
         for _ in range(10):
-            async with unix.get("/v1/status") as answer:
-                assert answer.status == 200
+            async with unix.get("/v1/status") as reply:
+                assert reply.status == 200
         assert node.num_made == before + 10
 
 

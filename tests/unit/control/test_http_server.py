@@ -29,11 +29,11 @@ async def test_reading_is_the_same_on_both(tmp_path: Path) -> None:
         for path in (route.format(engine_id=SOURCE) for route in READ_ROUTES):
             for client in (tcp, unix):
                 query = {"id": "req-1"} if path == "/transfers" else {}
-                async with client.get(path, params=query) as answer:
-                    assert answer.status == 200, path
-        async with tcp.get("/metrics") as answer:
-            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
-            assert "kvxferd_registered_ranks" in await answer.text()
+                async with client.get(path, params=query) as reply:
+                    assert reply.status == 200, path
+        async with tcp.get("/metrics") as reply:
+            assert reply.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            assert "kvxferd_registered_ranks" in await reply.text()
 
 
 async def test_json_holds_what_the_node_said(tmp_path: Path) -> None:
@@ -57,18 +57,18 @@ async def test_json_holds_what_the_node_said(tmp_path: Path) -> None:
 async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     async with serving(config, StillNode(["nixl cannot be imported"])), over_unix(config) as client:
-        async with client.get("/readyz") as answer:
-            assert answer.status == 503
-            assert await answer.json() == {
+        async with client.get("/readyz") as reply:
+            assert reply.status == 503
+            assert await reply.json() == {
                 "ready": False,
                 "reasons": ["nixl cannot be imported"],
                 "warnings": [],
                 "active_warnings": [],
             }
-        async with client.get("/healthz") as answer:
-            assert answer.status == 200
-        async with client.get("/v1/status") as answer:
-            verdict = (await answer.json())["verdict"]
+        async with client.get("/healthz") as reply:
+            assert reply.status == 200
+        async with client.get("/v1/status") as reply:
+            verdict = (await reply.json())["verdict"]
             text = "Not ready: nixl cannot be imported."
             assert verdict == {"level": "bad", "text": text, "remedy": ""}
 
@@ -76,12 +76,12 @@ async def test_a_node_that_is_not_ready_says_why(tmp_path: Path) -> None:
 async def test_what_is_not_in_the_table_gets_a_code_and_a_sentence(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     async with serving(config, StillNode()), over_unix(config) as client:
-        async with client.get("/v2/status") as answer:
-            assert answer.status == 404
-            assert (await answer.json())["error"]["code"] == "not-found"
-        async with client.get("/v1/drain") as answer:
-            assert answer.status == 405
-            assert answer.headers["Allow"] == "POST"
+        async with client.get("/v2/status") as reply:
+            assert reply.status == 404
+            assert (await reply.json())["error"]["code"] == "not-found"
+        async with client.get("/v1/drain") as reply:
+            assert reply.status == 405
+            assert reply.headers["Allow"] == "POST"
 
 
 async def test_an_error_of_the_daemons_costs_one_answer(tmp_path: Path) -> None:
@@ -91,11 +91,11 @@ async def test_an_error_of_the_daemons_costs_one_answer(tmp_path: Path) -> None:
 
     config = config_in(tmp_path)
     async with serving(config, Broken()), over_unix(config) as client:
-        async with client.get("/v1/history") as answer:
-            assert answer.status == 500
-            assert "secret" not in await answer.text()
-        async with client.get("/v1/status") as answer:
-            assert answer.status == 200
+        async with client.get("/v1/history") as reply:
+            assert reply.status == 500
+            assert "secret" not in await reply.text()
+        async with client.get("/v1/status") as reply:
+            assert reply.status == 200
 
 
 async def test_the_control_socket_comes_and_goes(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ async def test_a_dead_daemons_socket_is_replaced(tmp_path: Path) -> None:
     config = config_in(tmp_path)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(config.control.socket)
-    async with serving(config, StillNode()), over_unix(config) as client, client.get("/healthz") as answer:
-        assert answer.status == 200
+    async with serving(config, StillNode()), over_unix(config) as client, client.get("/healthz") as reply:
+        assert reply.status == 200
 
 
 async def test_a_living_daemons_socket_is_left_to_it(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ async def test_a_living_daemons_socket_is_left_to_it(tmp_path: Path) -> None:
             async with serving(config, StillNode()):
                 pass
         assert refused.value.code is Code.ALREADY_RUNNING
-        async with client.get("/healthz") as answer:
-            assert answer.status == 200
+        async with client.get("/healthz") as reply:
+            assert reply.status == 200
 
 
 async def test_tcp_may_be_off(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress
 from kvxferd.wire.peer import PEER_VERSIONS, JoinRank, PeerHello
 
-QUESTION = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
+REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 MEMBER = Sender(route=b"\0abcd", key="0a" * 32, address="127.0.0.1")
 OTHER = Sender(route=b"\0efgh", key="0b" * 32, address="127.0.0.1")
 
@@ -39,7 +39,7 @@ class Harness:
     """An inbox whose thread waits until it is let go on."""
 
     def __init__(self) -> None:
-        self.heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self.received: asyncio.Queue[ev.Event] = asyncio.Queue()
         self.answered: list[Message] = []
         self.going_on = threading.Event()
         self.is_defect: Callable[[ev.Event], bool] = lambda event: False  # once
@@ -55,10 +55,10 @@ class Harness:
         if self.is_defect(event):
             self.is_defect = lambda event: False
             raise RuntimeError("a defect")
-        self.heard.put_nowait(event)
+        self.received.put_nowait(event)
 
     async def next(self) -> ev.Event:
-        return await asyncio.wait_for(self.heard.get(), 10)
+        return await asyncio.wait_for(self.received.get(), 10)
 
 
 @pytest.fixture
@@ -78,20 +78,20 @@ def harness(monkeypatch) -> Iterator[Harness]:
 async def test_what_waits_is_taken_where_the_manifest_could_not_be(harness):
     harness.is_defect = lambda event: isinstance(event, ev.LayoutsChecked)
     harness.inbox.handle(MEMBER, encode(join()))
-    harness.inbox.handle(MEMBER, encode(QUESTION))
+    harness.inbox.handle(MEMBER, encode(REQUEST))
     harness.going_on.set()
-    assert (await harness.next()).message == QUESTION
+    assert (await harness.next()).message == REQUEST
 
 
 async def test_what_waits_is_taken_where_one_before_it_could_not_be(harness):
-    harness.is_defect = lambda event: isinstance(event, ev.PeerRequest) and event.message == QUESTION
+    harness.is_defect = lambda event: isinstance(event, ev.PeerRequest) and event.message == REQUEST
     harness.inbox.handle(MEMBER, encode(join()))
-    harness.inbox.handle(MEMBER, encode(QUESTION))
-    harness.inbox.handle(MEMBER, encode(QUESTION))
+    harness.inbox.handle(MEMBER, encode(REQUEST))
+    harness.inbox.handle(MEMBER, encode(REQUEST))
     harness.going_on.set()
     assert isinstance(await harness.next(), ev.LayoutsChecked)
     assert isinstance((await harness.next()).message, JoinRank)
-    assert (await harness.next()).message == QUESTION
+    assert (await harness.next()).message == REQUEST
 
 
 async def test_a_connection_waits_for_no_work_that_could_not_be_given(harness, monkeypatch):
@@ -101,8 +101,8 @@ async def test_a_connection_waits_for_no_work_that_could_not_be_given(harness, m
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", none_left)
         harness.inbox.handle(MEMBER, encode(join()))
-        harness.inbox.handle(MEMBER, encode(QUESTION))
-        assert (await harness.next()).message == QUESTION
+        harness.inbox.handle(MEMBER, encode(REQUEST))
+        assert (await harness.next()).message == REQUEST
     assert len(harness.answered) == 1
 
 
@@ -110,13 +110,13 @@ async def test_what_has_waited_is_not_taken_from_a_key_that_was_removed_meanwhil
     """Neither the manifest nor what waits behind it; what another sends is."""
     for sender in (MEMBER, OTHER):
         harness.inbox.handle(sender, encode(join()))
-        harness.inbox.handle(sender, encode(QUESTION))
+        harness.inbox.handle(sender, encode(REQUEST))
     harness.removed.add(MEMBER.key)
     harness.going_on.set()
     assert isinstance(await harness.next(), ev.LayoutsChecked)
-    heard = [await harness.next() for _ in range(2)]
-    assert [event.key for event in heard] == [OTHER.key] * 2
-    assert harness.heard.empty()
+    received = [await harness.next() for _ in range(2)]
+    assert [event.key for event in received] == [OTHER.key] * 2
+    assert harness.received.empty()
     assert not harness.answered
     assert MEMBER not in harness.inbox._deferred
     assert harness.inbox._num_deferred_bytes == 0
@@ -126,8 +126,8 @@ async def test_large_ranks_of_one_peer_keep_no_other_waiting(harness):
     """They are checked one after the other, while everybody else is listened to."""
     for number in range(8):
         harness.inbox.handle(MEMBER, encode(join(f"e{number}")))
-    harness.inbox.handle(OTHER, encode(QUESTION))
-    assert (await harness.next()).message == QUESTION
+    harness.inbox.handle(OTHER, encode(REQUEST))
+    assert (await harness.next()).message == REQUEST
     harness.going_on.set()
     kinds = [type(await harness.next()) for _ in range(16)]
     assert kinds.count(ev.LayoutsChecked) == 8
@@ -137,16 +137,16 @@ async def test_what_waits_behind_a_manifest_has_a_limit(harness, monkeypatch):
     monkeypatch.setattr(peer_inbox, "MAX_DEFERRED_BYTES", 4096)
     harness.inbox.handle(MEMBER, encode(join()))
     for _ in range(1000):
-        harness.inbox.handle(MEMBER, encode(QUESTION))
+        harness.inbox.handle(MEMBER, encode(REQUEST))
         assert harness.inbox._num_deferred_bytes <= 4096
     assert harness.inbox._num_deferred_bytes > 3000
-    harness.inbox.handle(OTHER, encode(QUESTION))
-    assert (await harness.next()).message == QUESTION
+    harness.inbox.handle(OTHER, encode(REQUEST))
+    assert (await harness.next()).message == REQUEST
     harness.going_on.set()
     assert isinstance(await harness.next(), ev.LayoutsChecked)
     assert isinstance((await harness.next()).message, JoinRank)
     while harness.inbox._num_deferred_bytes:
-        assert (await harness.next()).message == QUESTION
+        assert (await harness.next()).message == REQUEST
 
 
 async def test_a_bad_layout_is_refused_by_the_thread(harness):
@@ -154,8 +154,8 @@ async def test_a_bad_layout_is_refused_by_the_thread(harness):
     layout = msgspec.structs.replace(said.manifest.layout, end_layer=99)
     manifest = msgspec.structs.replace(said.manifest, layout=layout)
     harness.inbox.handle(MEMBER, encode(msgspec.structs.replace(said, manifest=manifest)))
-    harness.inbox.handle(MEMBER, encode(QUESTION))
+    harness.inbox.handle(MEMBER, encode(REQUEST))
     harness.going_on.set()
-    assert (await harness.next()).message == QUESTION
+    assert (await harness.next()).message == REQUEST
     (refused,) = harness.answered
     assert (refused.request, refused.code) == (7, Code.LAYOUT_INVALID)

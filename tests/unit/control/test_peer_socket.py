@@ -10,7 +10,7 @@ import pytest
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.core import events as ev
 from kvxferd.ids import Endpoint, GrantId
-from kvxferd.wire.peer import ReturnGrant
+from kvxferd.wire.peer import ReleaseGrant
 
 LIMIT_S = 30.0
 
@@ -29,9 +29,9 @@ class Daemon:
 
     def _on_event(self, event: ev.Event) -> None:
         match event:
-            case ev.PeerRequest(message=ReturnGrant(request=number)):
+            case ev.PeerRequest(message=ReleaseGrant(request=number)):
                 self.requests.append((event.route, number))
-            case ev.PeerReply(message=ReturnGrant(request=number)):
+            case ev.PeerReply(message=ReleaseGrant(request=number)):
                 self.replies.append((event.endpoint, number))
         self._changed.set()
 
@@ -60,8 +60,8 @@ async def start() -> AsyncIterator[Callable[..., Daemon]]:
         daemon.stop()
 
 
-def question(number: int) -> ReturnGrant:
-    return ReturnGrant(request=number, grant=GrantId("g"))
+def question(number: int) -> ReleaseGrant:
+    return ReleaseGrant(request=number, grant=GrantId("g"))
 
 
 async def test_replies_go_to_who_asked_until_it_disconnects(start: Callable[..., Daemon]) -> None:

@@ -17,7 +17,7 @@ from kvxferd.core.fair_share import FairShare
 from kvxferd.ids import Endpoint
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 
-QUESTION = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
+REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 Answers = asyncio.Queue[tuple[str, str]]
 
 
@@ -45,16 +45,16 @@ def servers():
     made.released.set()
 
 
-async def answer_of(resolver: Resolver, host: str, uid: int = NO_USER) -> tuple[str, str]:
-    answers = Answers()
-    resolver.resolve(host, lambda address, reason: answers.put_nowait((address, reason)), uid)
-    return await asyncio.wait_for(answers.get(), 10)
+async def reply_of(resolver: Resolver, host: str, uid: int = NO_USER) -> tuple[str, str]:
+    replies = Answers()
+    resolver.resolve(host, lambda address, reason: replies.put_nowait((address, reason)), uid)
+    return await asyncio.wait_for(replies.get(), 10)
 
 
 async def test_a_name_without_an_answer_keeps_no_other_waiting(servers):
     resolver = Resolver(servers, give_up_s=0.2)
-    given_up = asyncio.ensure_future(answer_of(resolver, "silent"))
-    assert await answer_of(resolver, "peer") == ("127.0.0.1", "")
+    given_up = asyncio.ensure_future(reply_of(resolver, "silent"))
+    assert await reply_of(resolver, "peer") == ("127.0.0.1", "")
     address, reason = await given_up
     assert not address
     assert "no name server answered" in reason
@@ -62,19 +62,19 @@ async def test_a_name_without_an_answer_keeps_no_other_waiting(servers):
 
 async def test_a_name_is_asked_for_once_at_a_time(servers):
     resolver = Resolver(servers, give_up_s=0.2)
-    first, second = asyncio.ensure_future(answer_of(resolver, "silent")), answer_of(resolver, "silent")
+    first, second = asyncio.ensure_future(reply_of(resolver, "silent")), reply_of(resolver, "silent")
     await asyncio.gather(first, second)
-    await answer_of(resolver, "silent")  # its query is still there
+    await reply_of(resolver, "silent")  # its query is still there
     assert servers.num_queries == 1
 
 
 async def test_a_name_that_moves_is_found_and_one_whose_server_is_away_is_where_it_was(servers):
     resolver = Resolver(servers)
-    await answer_of(resolver, "peer")
+    await reply_of(resolver, "peer")
     servers.addresses["peer"] = ["127.0.0.2"]
-    assert await answer_of(resolver, "peer") == ("127.0.0.2", "")
+    assert await reply_of(resolver, "peer") == ("127.0.0.2", "")
     del servers.addresses["peer"]
-    assert await answer_of(resolver, "peer") == ("127.0.0.2", "")
+    assert await reply_of(resolver, "peer") == ("127.0.0.2", "")
 
 
 async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_for_anew(servers, monkeypatch):
@@ -82,20 +82,20 @@ async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_f
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(resolving, "MAX_QUERIES", 1)
-    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+    received: asyncio.Queue[ev.Event] = asyncio.Queue()
     resolver = Resolver(servers)
-    peers = PeerSocket("tcp://127.0.0.1:0", heard.put_nowait, resolver=resolver)
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put_nowait, resolver=resolver)
     peers.start()
     try:
         endpoint = Endpoint(f"tcp://peer:{peers.bound_endpoint.rpartition(':')[2]}")
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
-            peers.send(endpoint, QUESTION)
-            unreachable = await asyncio.wait_for(heard.get(), 20)
+            peers.send(endpoint, REQUEST)
+            unreachable = await asyncio.wait_for(received.get(), 20)
             assert isinstance(unreachable, ev.PeerUnreachable)
             assert "start new thread" in unreachable.reason
-        peers.send(endpoint, QUESTION)
-        assert (await asyncio.wait_for(heard.get(), 20)).message == QUESTION
+        peers.send(endpoint, REQUEST)
+        assert (await asyncio.wait_for(received.get(), 20)).message == REQUEST
     finally:
         peers.stop()
 
@@ -109,7 +109,7 @@ async def test_a_lookup_that_breaks_is_an_answer(monkeypatch):
     monkeypatch.setattr(resolving, "MAX_QUERIES", 1)
     resolver = Resolver(broken)
     for host in ("first", "second"):
-        assert "embedded null character" in (await answer_of(resolver, host))[1]
+        assert "embedded null character" in (await reply_of(resolver, host))[1]
 
 
 async def test_an_asker_that_cannot_take_its_answer_keeps_it_from_no_other(servers):
@@ -118,7 +118,7 @@ async def test_an_asker_that_cannot_take_its_answer_keeps_it_from_no_other(serve
 
     resolver = Resolver(servers)
     resolver.resolve("peer", broken)
-    assert await answer_of(resolver, "peer") == ("127.0.0.1", "")
+    assert await reply_of(resolver, "peer") == ("127.0.0.1", "")
     assert servers.num_queries == 1
 
 
@@ -126,10 +126,10 @@ async def test_only_so_many_names_wait(servers, monkeypatch):
     monkeypatch.setattr(resolving, "MAX_QUERIES", 3)
     resolver = Resolver(servers, give_up_s=0.1)
     for number in range(3):
-        assert not (await answer_of(resolver, f"silent-{number}"))[0]
-    assert "numeric address" in (await answer_of(resolver, "peer"))[1]
+        assert not (await reply_of(resolver, f"silent-{number}"))[0]
+    assert "numeric address" in (await reply_of(resolver, "peer"))[1]
     monkeypatch.setattr(resolver, "_num_queued", FairShare(0))
-    assert "numeric address" in (await answer_of(resolver, "peer"))[1]
+    assert "numeric address" in (await reply_of(resolver, "peer"))[1]
     servers.released.set()
 
 
@@ -137,7 +137,7 @@ async def test_one_users_names_without_answers_keep_no_other_user_waiting(server
     resolver = Resolver(servers)
     for number in range(resolving.MAX_QUERIES + 10):
         resolver.resolve(f"silent-{number}", lambda address, reason: None, 1000)
-    assert await answer_of(resolver, "peer", 2000) == ("127.0.0.1", "")
+    assert await reply_of(resolver, "peer", 2000) == ("127.0.0.1", "")
     assert servers.num_queries < resolving.MAX_QUERIES
 
 
@@ -145,17 +145,17 @@ async def test_a_name_that_stands_in_a_long_queue_is_looked_up_for_who_has_a_sho
     resolver = Resolver(servers)
     for number in range(resolving.MAX_QUERIES):
         resolver.resolve(f"silent-{number}", lambda address, reason: None, 1000)
-    first = asyncio.ensure_future(answer_of(resolver, "peer", 1000))
+    first = asyncio.ensure_future(reply_of(resolver, "peer", 1000))
     await asyncio.sleep(0)
-    assert await answer_of(resolver, "peer", 2000) == ("127.0.0.1", "")
+    assert await reply_of(resolver, "peer", 2000) == ("127.0.0.1", "")
     assert await first == ("127.0.0.1", "")
 
 
 async def test_names_that_wait_are_looked_up_when_others_have_answers(servers, monkeypatch):
     monkeypatch.setattr(resolving, "MAX_QUERIES", 2)
     resolver = Resolver(servers)
-    waiting = [asyncio.ensure_future(answer_of(resolver, f"silent-{n}", 1000)) for n in range(5)]
-    last = asyncio.ensure_future(answer_of(resolver, "peer", 1000))
+    waiting = [asyncio.ensure_future(reply_of(resolver, f"silent-{n}", 1000)) for n in range(5)]
+    last = asyncio.ensure_future(reply_of(resolver, "peer", 1000))
     await asyncio.sleep(0)
     servers.released.set()
     assert await last == ("127.0.0.1", "")
@@ -171,18 +171,18 @@ def test_the_systems_own():
 
 async def test_peers_are_reached_while_a_name_waits_for_its_server(servers):
     """libzmq asked in its only thread, and spoke with nobody until it had an answer."""
-    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
-    peers = PeerSocket("tcp://127.0.0.1:0", heard.put_nowait, resolver=Resolver(servers, give_up_s=5.0))
+    received: asyncio.Queue[ev.Event] = asyncio.Queue()
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put_nowait, resolver=Resolver(servers, give_up_s=5.0))
     peers.start()
     try:
         port = peers.bound_endpoint.rpartition(":")[2]
-        peers.send(Endpoint("tcp://silent:9441"), QUESTION)
-        peers.send(Endpoint(peers.bound_endpoint), QUESTION)
-        assert (await asyncio.wait_for(heard.get(), 20)).message == QUESTION
-        peers.send(Endpoint(f"tcp://peer:{port}"), QUESTION)
-        assert (await asyncio.wait_for(heard.get(), 20)).message == QUESTION
+        peers.send(Endpoint("tcp://silent:9441"), REQUEST)
+        peers.send(Endpoint(peers.bound_endpoint), REQUEST)
+        assert (await asyncio.wait_for(received.get(), 20)).message == REQUEST
+        peers.send(Endpoint(f"tcp://peer:{port}"), REQUEST)
+        assert (await asyncio.wait_for(received.get(), 20)).message == REQUEST
         servers.released.set()
-        unreachable = await asyncio.wait_for(heard.get(), 20)
+        unreachable = await asyncio.wait_for(received.get(), 20)
         assert isinstance(unreachable, ev.PeerUnreachable)
         assert unreachable.endpoint == "tcp://silent:9441"
         assert "check the name" in unreachable.reason
@@ -191,16 +191,16 @@ async def test_peers_are_reached_while_a_name_waits_for_its_server(servers):
 
 
 async def test_a_peer_that_is_forgotten_while_it_is_looked_up_is_not_connected(servers):
-    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
-    peers = PeerSocket("tcp://127.0.0.1:0", heard.put_nowait, resolver=Resolver(servers))
+    received: asyncio.Queue[ev.Event] = asyncio.Queue()
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put_nowait, resolver=Resolver(servers))
     peers.start()
     try:
         servers.addresses["silent"] = ["127.0.0.1"]
-        peers.send(Endpoint("tcp://silent:9441"), QUESTION)
+        peers.send(Endpoint("tcp://silent:9441"), REQUEST)
         peers.disconnect(Endpoint("tcp://silent:9441"))
         servers.released.set()
-        assert (await answer_of(peers._resolver, "silent"))[0] == "127.0.0.1"
+        assert (await reply_of(peers._resolver, "silent"))[0] == "127.0.0.1"
         assert not peers._dealers
-        assert heard.empty()
+        assert received.empty()
     finally:
         peers.stop()

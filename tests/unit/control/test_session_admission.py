@@ -66,7 +66,7 @@ async def test_a_hello_that_shares_no_version_is_refused(socket_: Listening) -> 
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     socket_.opened.append(connection)
     await asyncio.get_running_loop().sock_connect(connection, socket_.path)
-    future = {"t": "hello", "versions": [7, 9], "client": {"name": "x"}, "shape": "another"}
+    future = {"t": "Hello", "versions": [7, 9], "client": {"name": "x"}, "shape": "another"}
     await socket_.send(connection, encode_frame(msgspec.msgpack.encode(future), 0))
     refused = await socket_.farewell(connection)
     assert refused.code is Code.BAD_VERSION
@@ -100,7 +100,7 @@ async def test_descriptors_behind_a_registration_come_once_it_is_admitted(
     await socket_.register(connection, 3, memory.fd)
     said = await socket_.said(wk.Register)
     assert (said.problem, said.awaits_fds) == (None, True)
-    socket_.workers.send(said.session, wk.FdsWanted(request=1))
+    socket_.workers.send(said.session, wk.FdsRequest(request=1))
     await socket_.say(connection, FdBatch(first=1), memory.fd, memory.fd)
     came = await socket_.event(ev.FdsArrived)
     assert isinstance(came, ev.FdsArrived)
@@ -167,11 +167,11 @@ async def test_who_is_not_admitted_and_reads_nothing_is_disconnected_soon(socket
     session = (await socket_.said(wk.Hello)).session
     refused = wk.Refused(request=1, code=Code.BUSY, message="x" * 4000)
     num_sent = 0
-    while socket_.heard.empty():
+    while socket_.received.empty():
         socket_.workers.send(session, refused)
         num_sent += 1
         assert num_sent < 200  # the kernel's buffer, and 64 KiB
-    assert socket_.heard.get_nowait() == ev.WorkerDisconnected(session)
+    assert socket_.received.get_nowait() == ev.WorkerDisconnected(session)
 
 
 async def test_an_attachment_brings_no_descriptors(socket_: Listening, memory: SealedMemory) -> None:
@@ -192,7 +192,7 @@ async def test_another_registration_while_descriptors_are_awaited_ends_the_sessi
     connection = await socket_.session()
     await socket_.register(connection, 3, memory.fd)
     session = (await socket_.said(wk.Register)).session
-    socket_.workers.send(session, wk.FdsWanted(request=1))
+    socket_.workers.send(session, wk.FdsRequest(request=1))
     await asyncio.get_running_loop().sock_recv(connection, 1 << 16)
     await socket_.register(connection, 2, memory.fd)
     assert (await socket_.farewell(connection)).code is Code.OUT_OF_PLACE

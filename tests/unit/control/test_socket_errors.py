@@ -27,28 +27,28 @@ from kvxferd.wire.limits import MAX_FRAME_BYTES
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 from kvxferd.wire.worker import Farewell
 
-QUESTION = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
+REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 
 
 Heard = asyncio.Queue[ev.Event]
 
 
-async def next_of(heard: Heard) -> ev.Event:
-    return await asyncio.wait_for(heard.get(), 20)
+async def next_of(received: Heard) -> ev.Event:
+    return await asyncio.wait_for(received.get(), 20)
 
 
 async def test_an_endpoint_that_libzmq_refuses_is_unreachable_and_no_more():
-    heard = Heard()
-    peers = PeerSocket("tcp://127.0.0.1:0", heard.put_nowait)
+    received = Heard()
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put_nowait)
     peers.start()
     try:
-        peers.send(Endpoint("nonsense"), QUESTION)
-        peers.send(Endpoint("tcp://-x:1"), QUESTION)
-        peers.send(Endpoint(peers.bound_endpoint), QUESTION)
+        peers.send(Endpoint("nonsense"), REQUEST)
+        peers.send(Endpoint("tcp://-x:1"), REQUEST)
+        peers.send(Endpoint(peers.bound_endpoint), REQUEST)
         unreachable = []
-        while isinstance(event := await next_of(heard), ev.PeerUnreachable):
+        while isinstance(event := await next_of(received), ev.PeerUnreachable):
             unreachable.append(event.endpoint)
-        assert event.message == QUESTION
+        assert event.message == REQUEST
         assert set(unreachable) <= {"nonsense", "tcp://-x:1"}
     finally:
         peers.stop()
@@ -71,7 +71,7 @@ async def test_a_turn_of_many_answers_looks_for_messages_once():
         await asyncio.sleep(0)
         before = peers.num_looks
         for _ in range(100):
-            peers.reply(b"nobody", QUESTION)
+            peers.reply(b"nobody", REQUEST)
         for _ in range(5):
             await asyncio.sleep(0)
         assert 0 < peers.num_looks - before <= 5
@@ -83,11 +83,11 @@ class Counting(WorkerSocket):
     """Says how often it tried to accept."""
 
     def __init__(self, path: Path) -> None:
-        self.heard = Heard()
+        self.received = Heard()
         self.path = str(path)
         self.num_accepts = 0
         self.tried = asyncio.Event()
-        super().__init__(WorkerConfig(socket=self.path), self.heard.put_nowait)
+        super().__init__(WorkerConfig(socket=self.path), self.received.put_nowait)
 
     def _accept(self) -> None:
         self.num_accepts += 1
@@ -112,9 +112,9 @@ def connect(workers: Counting) -> socket.socket:
 
 async def test_a_message_too_long_for_a_frame_ends_the_session_it_is_for(workers):
     with connect(workers):
-        assert isinstance(await next_of(workers.heard), ev.WorkerConnected)
+        assert isinstance(await next_of(workers.received), ev.WorkerConnected)
         workers.send(SessionId(1), Farewell(code=Code.INTERNAL, message="x" * MAX_FRAME_BYTES))
-        assert isinstance(await next_of(workers.heard), ev.WorkerDisconnected)
+        assert isinstance(await next_of(workers.received), ev.WorkerDisconnected)
 
 
 async def test_without_descriptors_it_waits_and_does_not_spin(workers):
@@ -127,7 +127,7 @@ async def test_without_descriptors_it_waits_and_does_not_spin(workers):
                 await asyncio.sleep(0)  # turns of the loop in which it could try again
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert isinstance(await next_of(workers.heard), ev.WorkerConnected)
+        assert isinstance(await next_of(workers.received), ev.WorkerConnected)
     assert workers.num_accepts <= 3
 
 

@@ -64,9 +64,9 @@ async def knock(path: str, uid: int, gid: int, patience_s: float = 0.3) -> str:
 )
 async def test_users_and_groups(config, uid, gid, answer):
     async with listening(**config) as found:
-        path, heard = found.path, found.heard
+        path, received = found.path, found.received
         assert await knock(path, uid, gid) == answer
-        opened = [heard.get_nowait() for _ in range(heard.qsize())]
+        opened = [received.get_nowait() for _ in range(received.qsize())]
         assert [e.uid for e in opened if isinstance(e, ev.WorkerConnected)] == (
             [uid] if answer == "welcome" else []
         )
@@ -74,36 +74,36 @@ async def test_users_and_groups(config, uid, gid, answer):
 
 async def test_a_connection_too_many_is_told_so():
     async with listening(max_sessions=2) as found:
-        path, heard = found.path, found.heard
+        path, received = found.path, found.received
         first = [await connect(path) for _ in range(2)]
         for _ in first:
-            assert isinstance(await asyncio.wait_for(heard.get(), 20), ev.WorkerConnected)
+            assert isinstance(await asyncio.wait_for(received.get(), 20), ev.WorkerConnected)
         third = await connect(path)
         farewell = DAEMON_MESSAGES.decode((await receive(third))[HEADER.size :])
         assert (farewell.code, "limits.max_sessions" in farewell.message) == (Code.BUSY, True)
         first[0].close()
-        assert isinstance(await asyncio.wait_for(heard.get(), 20), ev.WorkerDisconnected)
+        assert isinstance(await asyncio.wait_for(received.get(), 20), ev.WorkerDisconnected)
         await connect(path)
-        assert isinstance(await asyncio.wait_for(heard.get(), 20), ev.WorkerConnected)
+        assert isinstance(await asyncio.wait_for(received.get(), 20), ev.WorkerConnected)
 
 
 async def test_who_never_reads_is_disconnected_and_the_others_are_served():
     async with listening() as found:
-        workers, path, heard = found.workers, found.path, found.heard
+        workers, path, received = found.workers, found.path, found.received
         deaf, other = await connect(path), await connect(path)
-        sessions = [(await asyncio.wait_for(heard.get(), 20)).session for _ in range(2)]
+        sessions = [(await asyncio.wait_for(received.get(), 20)).session for _ in range(2)]
         for session, connection in zip(sessions, (deaf, other), strict=True):  # who is admitted may be slow
             workers.send(session, wk.Registered(request=1, endpoint="tcp://10.0.0.1:1"))
             assert await receive(connection)
         # 4 KiB each: past the socket's buffer they are kept, and 32 MiB of them are enough.
         event = wk.PublishRefused(transfer_id="t", code=Code.INTERNAL, message="x" * 4000)
         num_sent = 0
-        while not heard.qsize():
+        while not received.qsize():
             workers.send(sessions[0], event)
             num_sent += 1
             assert num_sent < 20_000
         assert num_sent * 4096 > 16 << 20
-        assert heard.get_nowait() == ev.WorkerDisconnected(sessions[0])
+        assert received.get_nowait() == ev.WorkerDisconnected(sessions[0])
         workers.send(sessions[0], event)  # who is gone gets nothing
         workers.send(sessions[1], event)
         (frame,) = FrameDecoder().feed(await receive(other))
@@ -123,12 +123,12 @@ async def receive(connection: socket.socket) -> bytes:
 
 async def test_the_credentials_are_the_kernels_word():
     async with listening() as found:
-        path, heard = found.path, found.heard
+        path, received = found.path, found.received
         mine = await connect(path)
-        opened = await asyncio.wait_for(heard.get(), 20)
+        opened = await asyncio.wait_for(received.get(), 20)
         assert (opened.pid, opened.uid) == (os.getpid(), os.geteuid())
         mine.send(encode_frame(encode(wk.Hello(versions=wk.WORKER_VERSIONS, client="x")), 0))
-        said = await asyncio.wait_for(heard.get(), 20)
+        said = await asyncio.wait_for(received.get(), 20)
         assert isinstance(said.message, wk.Hello)
 
 
@@ -150,22 +150,22 @@ sys.stdin.read()
 """
 
 
-async def next_of(heard: asyncio.Queue[ev.Event]) -> ev.Event:
-    return await asyncio.wait_for(heard.get(), WAIT_S)
+async def next_of(received: asyncio.Queue[ev.Event]) -> ev.Event:
+    return await asyncio.wait_for(received.get(), WAIT_S)
 
 
 @pytest.mark.process
 async def test_a_forked_child_that_holds_the_socket_does_not_keep_the_session():
     async with listening() as found:
-        heard = found.heard
+        received = found.received
         held, holds = os.pipe()
         command = (sys.executable, "-c", FORKED, found.path, "00")
         worker = await asyncio.create_subprocess_exec(*command, stdin=held)
         os.close(held)
         try:
-            opened = await next_of(heard)
+            opened = await next_of(received)
             assert isinstance(opened, ev.WorkerConnected)
-            assert await next_of(heard) == ev.WorkerDisconnected(opened.session)
+            assert await next_of(received) == ev.WorkerDisconnected(opened.session)
         finally:
             os.close(holds)
             await worker.wait()

@@ -90,7 +90,7 @@ def test_a_home_that_is_not_allowed_refuses_the_registration() -> None:
     world = World(settings=Settings(allowlist=LAN))
     host = world.host("p")
     worker = world.register(host, spec_of("spread", pp=2, home="tcp://elsewhere:9441"))
-    (refused,) = worker.heard(wk.Refused)
+    (refused,) = worker.received(wk.Refused)
     assert refused.code is Code.NOT_ALLOWED
     assert not world.network
 
@@ -100,7 +100,7 @@ def test_its_own_engines_are_always_read() -> None:
     host = world.host("node")
     source, sink = world.engine(host, "prefill")[0], world.engine(host, "decode")[0]
     ticket = sink.pull(source.publish("t1", [3, 1, 2], 11), [7, 9, 4], 11)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     forged = msgspec.structs.replace(source.publish("t2", [3, 1, 2], 11), endpoint="tcp://evil:1")
     assert sink.ended(sink.pull(forged, [7, 9, 4], 11)).code is Code.NOT_ALLOWED
 
@@ -114,7 +114,7 @@ NOBODY_ELSE = PeerAllowlist(networks=(ipaddress.ip_network("192.0.2.0/24"),))
 
 def test_a_peer_that_is_admitted_no_more_is_forgotten_and_not_asked_again(world, source, sink):
     ticket = sink.pull(source.publish("r1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     node = sink.host.node
     (peer,) = node.peers.endpoints()
     assert fx.ClosePeerConnection(peer) in node.feed(ev.AllowlistChanged(NOBODY_ELSE), world.now)
@@ -135,7 +135,7 @@ def test_a_pull_with_its_grant_goes_on(world, source, sink):
     mover.copy()
     mover.finish()
     world.settle()
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     world.advance(1000)  # what it was to acknowledge ends with its time, and nothing is asked
     assert not sink.host.node.peers.endpoints()
 

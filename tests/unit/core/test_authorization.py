@@ -20,9 +20,9 @@ def test_a_rank_of_another_engine_can_neither_complete_nor_end_a_transfer(world)
     stranger.ready("t1")
     stranger.say(wk.Unpublish(transfer_id="t1"))
     assert sink.ended(ticket) is None
-    assert not first.heard(wk.Released)
+    assert not first.received(wk.Released)
     second.ready("t1")
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_a_rank_says_ready_for_itself_alone(world):
@@ -33,17 +33,17 @@ def test_a_rank_says_ready_for_itself_alone(world):
         second.ready("t1")
     assert sink.ended(ticket) is None
     third.ready("t1")
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_only_the_publishing_session_takes_a_transfer_back(world):
     first, second = world.engine(world.host("p"), "prefill", tp=2)
     first.publish("t1", IDS, TOKENS)
     second.say(wk.Unpublish(transfer_id="t1"))
-    assert not first.heard(wk.Released)
-    assert not second.heard(wk.Released)
+    assert not first.received(wk.Released)
+    assert not second.received(wk.Released)
     first.say(wk.Unpublish(transfer_id="t1"))
-    assert [m.why for m in second.heard(wk.Released)] == [Code.UNPUBLISHED]
+    assert [m.why for m in second.received(wk.Released)] == [Code.UNPUBLISHED]
 
 
 def test_only_the_rank_whose_ticket_it_is_cancels_a_pull(world):
@@ -67,7 +67,7 @@ def test_a_reference_without_its_nonce_reads_and_ends_nothing(world):
     guessed = msgspec.structs.replace(ref, nonce="0" * 32)
     sink.say(wk.Abandon(ref=guessed))
     assert sink.ended(sink.pull(guessed, SINK_IDS, TOKENS)).code is Code.NONCE_WRONG
-    assert not source.heard(wk.Released)
+    assert not source.received(wk.Released)
     assert sink.reads(ref)
 
 
@@ -79,20 +79,22 @@ def test_a_reference_without_its_nonce_reads_and_ends_nothing(world):
 def test_an_engine_is_its_users(world, uid, allowed, generation):
     host = world.host("p")
     owner = world.register(host, spec_of("prefill", tp=2), uid=1000)
-    assert owner.heard(wk.Registered)
+    assert owner.received(wk.Registered)
     other = msgspec.structs.replace(spec_of("prefill", tp=2, generation=generation), tp_rank=1)
     second = world.register(host, other, uid=uid)
-    assert bool(second.heard(wk.Registered)) is allowed
+    assert bool(second.received(wk.Registered)) is allowed
     publisher = world.connect(host, uid)
     publisher.say(wk.Attach(request=5, engine_id="prefill", generation=generation))
-    assert bool(publisher.heard(wk.Registered)) is allowed
+    assert bool(publisher.received(wk.Registered)) is allowed
     if not allowed:
-        assert {m.code for m in second.heard(wk.Refused) + publisher.heard(wk.Refused)} == {Code.NOT_ALLOWED}
+        assert {m.code for m in second.received(wk.Refused) + publisher.received(wk.Refused)} == {
+            Code.NOT_ALLOWED
+        }
         assert not host.node.registry.is_superseded(owner.spec.key)
         owner.close()
         world.advance(world.settings.ownership_s + 1)
         world.register_again(second)
-        assert second.heard(wk.Registered)
+        assert second.received(wk.Registered)
 
 
 def test_another_user_does_not_learn_the_newest_generation_by_attaching_without_one(world):
@@ -100,10 +102,10 @@ def test_another_user_does_not_learn_the_newest_generation_by_attaching_without_
     world.register(host, spec_of("prefill"), uid=1000)
     stranger = world.connect(host, 1001)
     stranger.say(wk.Attach(request=5, engine_id="prefill", generation=""))
-    (refused,) = stranger.heard(wk.Refused)
+    (refused,) = stranger.received(wk.Refused)
     assert refused.code is Code.NOT_ALLOWED
     assert "g1" not in refused.message
-    assert not stranger.heard(wk.Registered)
+    assert not stranger.received(wk.Registered)
 
 
 def test_who_attached_before_the_ranks_came_still_cannot_publish_for_another_user(world):
@@ -113,6 +115,6 @@ def test_who_attached_before_the_ranks_came_still_cannot_publish_for_another_use
     early.say(wk.Attach(request=5, engine_id="prefill", generation="g1"))
     owner = world.register(host, spec_of("prefill"), uid=1000)
     early.publish("t1", IDS, TOKENS)
-    assert "another user" in early.heard(wk.PublishRefused)[0].message
+    assert "another user" in early.received(wk.PublishRefused)[0].message
     owner.publish("t1", IDS, TOKENS)
-    assert not owner.heard(wk.PublishRefused)
+    assert not owner.received(wk.PublishRefused)

@@ -46,12 +46,12 @@ def test_a_publish_past_the_limit_is_busy_until_another_is_released(source: Work
     limit_to(source, 3, PUBLISHED)
     for number in range(4):
         source.publish(f"t{number}", IDS, TOKENS)
-    (refused,) = source.heard(wk.PublishRefused)
+    (refused,) = source.received(wk.PublishRefused)
     assert (refused.transfer_id, refused.code) == ("t3", Code.BUSY)
     assert refused.retry_after_s > 0
     source.say(wk.Unpublish(transfer_id="t0"))
     source.publish("t4", IDS, TOKENS)
-    assert len(source.heard(wk.PublishRefused)) == 1
+    assert len(source.received(wk.PublishRefused)) == 1
     source.close()
     assert kept(source) == 0
 
@@ -64,7 +64,7 @@ def test_a_pull_past_the_limit_is_busy_until_another_ends(source: Worker, sink: 
     second = sink.pull(refs[1], SINK_IDS, TOKENS)  # there is room for its ids, and none for the source's
     assert sink.ended(first) is None
     failed = sink.ended(second)
-    assert isinstance(failed, wk.Failed)
+    assert isinstance(failed, wk.TicketFailed)
     assert failed.code is Code.BUSY
     assert failed.safe_to_reuse
     mover_of(sink).hold = False
@@ -72,7 +72,7 @@ def test_a_pull_past_the_limit_is_busy_until_another_ends(source: Worker, sink: 
     mover_of(sink).finish()
     assert kept(sink) == 0
     third = sink.pull(refs[1], SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(third), wk.Delivered | None)
+    assert isinstance(sink.ended(third), wk.TicketDelivered | None)
     sink.close()
     assert kept(sink) == 0
 
@@ -100,7 +100,7 @@ def test_what_a_publish_names_of_ranks_that_are_absent_is_counted(world: World) 
     named = [(Rank(0, 0), Incarnation("first"))]
     named += [(Rank(0, number), Incarnation(f"{number:0250}")) for number in range(1, 64)]
     first.publish("t1", IDS, TOKENS, incarnations=tuple(named))
-    assert not first.heard(wk.PublishRefused)
+    assert not first.received(wk.PublishRefused)
     assert kept(first) - before > 63 * 250
     first.say(wk.Unpublish(transfer_id="t1"))
     assert kept(first) == before
@@ -164,7 +164,9 @@ def test_a_pull_takes_what_it_is_counted_for(source: Worker, sink: Worker) -> No
 
     def pull(number: int) -> None:
         blocks = {"full": PackedBlocks(pack_ids(SINK_IDS))}
-        said = wk.Pull(ticket=number, ref=refs[number], blocks=blocks, num_tokens=TOKENS, deadline_s=500.0)
+        said = wk.PullRequest(
+            ticket=number, ref=refs[number], blocks=blocks, num_tokens=TOKENS, deadline_s=500.0
+        )
         sink.say(CLIENT_MESSAGES.decode(encode(said)))
 
     each = bytes_of_each(pull)

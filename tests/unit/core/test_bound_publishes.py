@@ -38,14 +38,14 @@ def replay(world: World, worker: Worker, ref: TransferRef, incarnations: tuple) 
 
 def suspend(worker: Worker) -> None:
     worker.say(wk.Suspend())
-    assert worker.heard(wk.Suspended)
+    assert worker.received(wk.Suspended)
 
 
 def failure(world: World, sink: Worker, ref: TransferRef) -> Code:
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=60.0)
     world.advance(61.0)
     failed = sink.ended(ticket)
-    assert isinstance(failed, wk.Failed), failed
+    assert isinstance(failed, wk.TicketFailed), failed
     return failed.code
 
 
@@ -121,7 +121,7 @@ def test_a_member_that_slept_while_its_home_was_away(world: World, first_back: s
     second.resume()
     world.cut.clear()
     world.advance(10.0)
-    assert len(second.heard(wk.Registered)) == 2
+    assert len(second.received(wk.Registered)) == 2
     if first_back == "member":
         replay(world, scheduler, ref, known)
     assert scheduler.over() == [("t1", Code.RANK_LOST)]
@@ -153,14 +153,14 @@ def test_sessions_are_reported_the_ranks_and_what_changes(world: World) -> None:
     host = world.host("p")
     spec = spec_of("prefill", tp=2)
     scheduler, stranger = world.attach(host, spec), world.attach(host, spec, uid=7)
-    assert scheduler.heard(wk.EngineRanks) == []
+    assert scheduler.received(wk.EngineRanks) == []
     first, second = world.engine(host, "prefill", tp=2)
     suspend(second)
     second.resume()
     reports = [((FIRST, "first"),), ((SECOND, "first"),), ((SECOND, "second"),)]
-    assert [m.ranks for m in scheduler.heard(wk.EngineRanks)] == reports
-    assert [m.ranks for m in first.heard(wk.EngineRanks)] == reports
-    assert stranger.heard(wk.EngineRanks) == []  # another user's, attached before the engine had ranks
+    assert [m.ranks for m in scheduler.received(wk.EngineRanks)] == reports
+    assert [m.ranks for m in first.received(wk.EngineRanks)] == reports
+    assert stranger.received(wk.EngineRanks) == []  # another user's, attached before the engine had ranks
     late = world.attach(host, spec)
     kinds = [type(m) for m in late.inbox]
     assert kinds.index(wk.EngineRanks) < kinds.index(wk.Registered)
@@ -174,10 +174,10 @@ def test_a_resume_in_the_same_incarnation_is_refused(world: World) -> None:
     (rank,) = world.engine(world.host("p"), "prefill")
     suspend(rank)
     rank.resume("first")
-    (refused,) = rank.heard(wk.Refused)
+    (refused,) = rank.received(wk.Refused)
     assert refused.code is Code.REGION_INVALID
     rank.resume()
-    assert len(rank.heard(wk.Registered)) == 2
+    assert len(rank.received(wk.Registered)) == 2
 
 
 def test_readiness_ends_when_its_rank_sleeps(world: World) -> None:
@@ -191,7 +191,7 @@ def test_readiness_ends_when_its_rank_sleeps(world: World) -> None:
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=20.0)
     assert sink.ended(ticket) is None
     second.ready("early")
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_ready_of_memory_that_is_gone_releases_the_transfer(world: World) -> None:
@@ -248,7 +248,7 @@ def test_a_publish_that_implies_readiness_names_every_rank(world: World, incarna
 def test_ready_without_an_incarnation_costs_the_connection(world: World) -> None:
     (rank,) = world.engine(world.host("p"), "prefill")
     rank.say(wk.Ready(transfer_id="t1", incarnation=""))
-    assert [m.code for m in rank.heard(wk.Farewell)] == [Code.BAD_FRAME]
+    assert [m.code for m in rank.received(wk.Farewell)] == [Code.BAD_FRAME]
 
 
 def test_transfers_that_name_the_same_share_one_object(world: World) -> None:
@@ -323,7 +323,7 @@ def test_a_publish_lists_the_groups_of_all_stages(world: World) -> None:
         assert worker.over() == []
         publish_groups(worker, f"{name}-other", "full", "window", "other")
         publish_groups(worker, f"{name}-less", "full")
-        first, second = worker.heard(wk.PublishRefused)
+        first, second = worker.received(wk.PublishRefused)
         assert (first.code, second.code) == (Code.BLOCKS_INVALID, Code.BLOCKS_INVALID)
         assert "group 'other': the engine's groups are 'full', 'window'" in first.message
         assert "without blocks of group 'window'" in second.message
@@ -355,9 +355,9 @@ def test_one_reply_before_the_release() -> None:
     world = World()
     (rank,) = world.engine(world.host("p"), "prefill")
     rank.publish("quiet", IDS, TOKENS)
-    assert not rank.heard(wk.PublishAccepted)
+    assert not rank.received(wk.PublishAccepted)
     ref = rank.publish("t1", IDS, TOKENS, wants_reply=True)
-    assert rank.heard(wk.PublishAccepted) == [wk.PublishAccepted(transfer_id="t1")]
+    assert rank.received(wk.PublishAccepted) == [wk.PublishAccepted(transfer_id="t1")]
     assert ref.transfer_id == "t1"
     rank.say(wk.Unpublish(transfer_id="t1"))
     kinds = [type(m) for m in rank.inbox if isinstance(m, wk.PublishAccepted | wk.Released)]
@@ -368,5 +368,5 @@ def test_a_refusal_is_the_only_reply() -> None:
     world = World()
     (rank,) = world.engine(world.host("p"), "prefill")
     rank.publish("t1", [1, 1], TOKENS, wants_reply=True)
-    assert not rank.heard(wk.PublishAccepted)
-    assert [m.code for m in rank.heard(wk.PublishRefused)] == [Code.BLOCKS_INVALID]
+    assert not rank.received(wk.PublishAccepted)
+    assert [m.code for m in rank.received(wk.PublishRefused)] == [Code.BLOCKS_INVALID]

@@ -17,8 +17,8 @@ from kvxferd.core.settings import Settings
 from kvxferd.core.snapshot import PullRecord
 from kvxferd.ids import BootId, Endpoint, MoverId
 from kvxferd.wire.limits import CHUNK_BYTES
-from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted, PullDone, PullOutcome
-from kvxferd.wire.worker import Delivered
+from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest, PullDone, PullOutcome
+from kvxferd.wire.worker import TicketDelivered
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, mover_of
 
 
@@ -49,7 +49,7 @@ class ManyMovers:
     def report(self, mover: int) -> None:
         self.memory.handle(
             MoverId(mover),
-            ChunkMemoryWanted(
+            ChunkMemoryRequest(
                 wanted_bytes=self.wanted[mover] * CHUNK_BYTES,
                 held_bytes=self.held[mover] * CHUNK_BYTES,
                 lost_bytes=self.lost.get(mover, 0) * CHUNK_BYTES,
@@ -188,7 +188,7 @@ def test_nothing_is_kept_of_a_mover_that_wants_and_holds_nothing() -> None:
 @pytest.mark.parametrize("size", [-1, 1 << 80])
 def test_a_mover_that_names_odd_numbers_gets_no_more_than_one_may_have(size: int) -> None:
     movers = ManyMovers(1000)
-    message = ChunkMemoryWanted(wanted_bytes=size, held_bytes=size, lost_bytes=size)
+    message = ChunkMemoryRequest(wanted_bytes=size, held_bytes=size, lost_bytes=size)
     movers.memory.handle(MoverId(1), message)
     movers.receive()
     assert 0 <= movers.granted[1] <= MAX_BYTES_PER_MOVER // CHUNK_BYTES
@@ -209,19 +209,19 @@ def test_a_record_has_the_bytes_of_each_way_whatever_the_mover_claims(world, sou
 
 def test_a_resident_movers_memory_is_not_counted(world, source, sink):
     node = sink.host.node
-    mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=2 * CHUNK_BYTES))
+    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=2 * CHUNK_BYTES))
     assert node.chunk_memory.num_bytes == 2 * CHUNK_BYTES
-    mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=0))
-    mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=0, number=1 << 30))
+    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=0))
+    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=0, number=1 << 30))
     for mover in node.movers._movers.values():
         mover.resident = True
-    mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=2 * CHUNK_BYTES))
+    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=2 * CHUNK_BYTES))
     assert node.chunk_memory.num_bytes == 0
 
 
 def test_a_movers_memory_is_free_when_it_is_dead(world, source, sink):
     node = sink.host.node
-    mover_of(sink).say(ChunkMemoryWanted(wanted_bytes=2 * CHUNK_BYTES, held_bytes=CHUNK_BYTES))
+    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=2 * CHUNK_BYTES, held_bytes=CHUNK_BYTES))
     assert node.chunk_memory.num_bytes == 2 * CHUNK_BYTES
     mover_of(sink).die()
     assert node.chunk_memory.num_bytes == 0
@@ -229,7 +229,7 @@ def test_a_movers_memory_is_free_when_it_is_dead(world, source, sink):
 
 def lose_a_chunk(worker: Worker) -> Mover:
     mover = mover_of(worker)
-    mover.say(ChunkMemoryWanted(wanted_bytes=CHUNK_BYTES, held_bytes=CHUNK_BYTES, lost_bytes=CHUNK_BYTES))
+    mover.say(ChunkMemoryRequest(wanted_bytes=CHUNK_BYTES, held_bytes=CHUNK_BYTES, lost_bytes=CHUNK_BYTES))
     return mover
 
 
@@ -238,7 +238,7 @@ def test_an_idle_mover_with_a_lost_chunk_is_replaced(world, source, sink):
     world.advance(1)
     assert not old.alive
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), Delivered)
+    assert isinstance(sink.ended(ticket), TicketDelivered)
     assert sink.host.node.chunk_memory.num_bytes == 0
 
 
@@ -250,7 +250,7 @@ def test_a_mover_with_a_lost_chunk_is_not_replaced_while_it_reads(world, source,
     assert old.alive
     old.copy()
     old.finish()
-    assert isinstance(sink.ended(ticket), Delivered)
+    assert isinstance(sink.ended(ticket), TicketDelivered)
     world.advance(LOST_CHUNKS_CHECK_S)
     assert not old.alive
 

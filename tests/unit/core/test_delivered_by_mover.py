@@ -19,19 +19,19 @@ def world() -> World:
 
 def test_the_daemon_does_not_say_it_again(world: World, source: Worker, sink: Worker) -> None:
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)  # of two it would complain
-    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)  # of two it would complain
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
 def test_the_daemon_says_it_where_the_mover_could_not(world: World, source: Worker, sink: Worker) -> None:
     sink.receives_deliveries = False  # full: the mover's word does not fit in
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_a_pull_that_moves_nothing_is_told_by_the_daemon(world: World, source: Worker, sink: Worker) -> None:
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), [], TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 @pytest.mark.parametrize("said", [False, True])
@@ -50,9 +50,9 @@ def test_a_mover_that_ends_between_its_two_words(
         sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket),)))
     sink.close()
     world.advance(1)
-    assert [m.why for m in source.heard(wk.Released)] == ([Code.COMPLETED] if said else [])
+    assert [m.why for m in source.received(wk.Released)] == ([Code.COMPLETED] if said else [])
     world.advance(60)
-    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED if said else Code.LEASE_EXPIRED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED if said else Code.LEASE_EXPIRED]
 
 
 def test_a_noticed_pull_is_delivered_when_its_mover_dies(world: World, source: Worker, sink: Worker) -> None:
@@ -63,9 +63,9 @@ def test_a_noticed_pull_is_delivered_when_its_mover_dies(world: World, source: W
     sink.say(wk.Suspend())
     mover.die()
     assert sink.ended(ticket) is None  # it knows
-    assert sink.heard(wk.Suspended)
+    assert sink.received(wk.Suspended)
     world.advance(1)
-    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
 def test_a_waiting_pull_is_not_believed_to_be_there(world: World, source: Worker, sink: Worker) -> None:
@@ -86,11 +86,11 @@ def test_what_the_engine_was_told_has_failed_is_not_acknowledged(
     mover_of(sink).hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
     world.advance(3.1)
-    assert isinstance(sink.ended(ticket), wk.Failed)
+    assert isinstance(sink.ended(ticket), wk.TicketFailed)
     sink.say(wk.DeliveredByMover(tickets=(Ticket(ticket),)))
     sink.close()
     world.advance(60)
-    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
 def test_a_word_that_comes_after_the_deadline_gives_the_blocks_back(
@@ -100,7 +100,7 @@ def test_a_word_that_comes_after_the_deadline_gives_the_blocks_back(
     mover.hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
     world.advance(3.1)
-    assert isinstance(sink.ended(ticket), wk.Failed)
+    assert isinstance(sink.ended(ticket), wk.TicketFailed)
     mover.copy()
     mover.finish()
-    assert sink.heard(wk.Quiesced) == [wk.Quiesced(ticket=Ticket(ticket))]
+    assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=Ticket(ticket))]

@@ -38,12 +38,12 @@ def test_ranks_have_a_share_of_each_user() -> None:
     world = World(settings=Settings(limits=LimitsConfig(max_ranks=16)))
     host = world.host("p")
     first = [world.register(host, spec_of(f"a{n}"), uid=FIRST) for n in range(16)]
-    refused = [w.heard(wk.Refused) for w in first]
+    refused = [w.received(wk.Refused) for w in first]
     assert [bool(r) for r in refused] == [False] * 14 + [True] * 2
     assert refused[-1][0].code is Code.BUSY
     assert "uid 1000" in refused[-1][0].message
     second = world.register(host, spec_of("b"), uid=SECOND)
-    assert second.heard(wk.Registered)
+    assert second.received(wk.Registered)
 
 
 def test_bytes_in_flight_have_a_share_of_each_user() -> None:
@@ -62,9 +62,9 @@ def ref_to(endpoint: str, transfer: str = "t", engine: str = "prefill") -> Trans
     return TransferRef(f"tcp://{endpoint}:9441", engine, "g1", transfer, "n")
 
 
-def failed_of(worker: Worker, ticket: int) -> wk.Failed | None:
+def failed_of(worker: Worker, ticket: int) -> wk.TicketFailed | None:
     found = worker.ended(ticket)
-    assert found is None or isinstance(found, wk.Failed)
+    assert found is None or isinstance(found, wk.TicketFailed)
     return found
 
 
@@ -107,7 +107,7 @@ def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() 
     for ref in refs:
         sink.say(wk.Prepare(ref=ref))
         sink.say(wk.Abandon(ref=ref))
-    assert [m.why for m in source.heard(wk.Released)] == [Code.ABANDONED] * 8
+    assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED] * 8
     assert sink.host.node.worker_requests._prepared_share.held_by(FIRST) == 0
     assert sink.host.node.sessions[sink.session].num_discarded == 0
 
@@ -152,13 +152,13 @@ def test_who_registers_and_leaves_in_a_loop_is_busy_and_others_register() -> Non
     host = world.host("p")
     for _ in range(REGISTER_BURST):
         worker = world.register(host, spec_of("a"), uid=FIRST)
-        assert worker.heard(wk.Registered)
+        assert worker.received(wk.Registered)
         worker.close()
     num_movers = len(host.movers)
-    (refused,) = world.register(host, spec_of("a"), uid=FIRST).heard(wk.Refused)
+    (refused,) = world.register(host, spec_of("a"), uid=FIRST).received(wk.Refused)
     assert refused.code is Code.BUSY
     assert 0 < refused.retry_after_s <= 1 / REGISTER_PER_S
     assert len(host.movers) == num_movers
-    assert world.register(host, spec_of("b"), uid=SECOND).heard(wk.Registered)
+    assert world.register(host, spec_of("b"), uid=SECOND).received(wk.Registered)
     world.advance(refused.retry_after_s)
-    assert world.register(host, spec_of("a"), uid=FIRST).heard(wk.Registered)
+    assert world.register(host, spec_of("a"), uid=FIRST).received(wk.Registered)

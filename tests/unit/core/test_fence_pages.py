@@ -25,7 +25,7 @@ def test_a_page_of_another_user_is_registered_by_no_mover_of_the_engine(world, u
     assert host.node.fence_pages.is_served(rank.session)
     assert not host.node.fence_pages.is_served(stranger.session)
     stranger.publish("t1", IDS, TOKENS)
-    assert [m.code for m in stranger.heard(wk.PublishRefused)] == [Code.OUT_OF_PLACE]
+    assert [m.code for m in stranger.received(wk.PublishRefused)] == [Code.OUT_OF_PLACE]
 
 
 def test_root_is_told_that_it_cannot_publish_for_anothers_engine(world):
@@ -33,7 +33,7 @@ def test_root_is_told_that_it_cannot_publish_for_anothers_engine(world):
     world.register(host, spec_of("prefill"), uid=1000)
     root = world.connect(host, 0)
     attach(root)
-    (refused,) = root.heard(wk.Refused)
+    (refused,) = root.received(wk.Refused)
     assert refused.code is Code.NOT_ALLOWED
     assert "1000" in refused.message
 
@@ -45,7 +45,7 @@ def test_a_page_that_no_mover_can_use_ends_its_session_alone(world):
     bad = world.connect(host)
     bad.spoilt = True
     attach(bad)
-    (farewell,) = bad.heard(wk.Farewell)
+    (farewell,) = bad.received(wk.Farewell)
     assert farewell.code is Code.MOVER_LOST
     assert "fence page" in farewell.message
     assert not bad.connected
@@ -53,7 +53,7 @@ def test_a_page_that_no_mover_can_use_ends_its_session_alone(world):
     assert mover_of(rank) is mover
     (sink,) = world.engine(world.host("d"), "decode")
     ticket = sink.pull(rank.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_a_refusal_of_a_mover_that_was_not_asked_changes_nothing(world):
@@ -63,7 +63,7 @@ def test_a_refusal_of_a_mover_that_was_not_asked_changes_nothing(world):
     code, text = Code.REGION_INVALID, "cannot"
     mover_of(second).say(mv.FenceRefused(session=first.session, code=code, message=text))
     assert first.connected
-    assert not first.heard(wk.Farewell)
+    assert not first.received(wk.Farewell)
     assert host.node.fence_pages.get(first.session)
 
 
@@ -73,5 +73,5 @@ def test_a_slot_without_a_word_publishes_nothing(world):
         wk.Publish(transfer_id="t1", nonce="0" * 32, blocks={}, num_tokens=1, fence_slot=3, incarnations=()),
         bytes(16),
     )
-    (refused,) = rank.heard(wk.PublishRefused)
+    (refused,) = rank.received(wk.PublishRefused)
     assert "slot 3 holds no word" in refused.message

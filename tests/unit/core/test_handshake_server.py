@@ -17,22 +17,22 @@ from kvxferd.errors import Code, NotPPAwareError
 from kvxferd.ids import Rank
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.peer import EngineManifest, FetchEngine
+from kvxferd.wire.peer import ManifestReply, ManifestRequest
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
 
 def fetch(world, host, engine="prefill", generation="g1", wait_s=5.0, pp_aware=True):
-    question = FetchEngine(
+    request = ManifestRequest(
         request=1, engine_id=engine, generation=generation, wait_s=wait_s, pp_aware=pp_aware
     )
-    return world.ask(host, question)
+    return world.send_request(host, request)
 
 
 def test_the_manifest_names_every_rank_of_every_stage(world):
     host = world.host("p")
     world.engine(host, "prefill", pp=2, tp=4, layers=4)
     (manifest,) = fetch(world, host)
-    assert isinstance(manifest, EngineManifest)
+    assert isinstance(manifest, ManifestReply)
     assert [m.rank for m in manifest.ranks] == [Rank(pp, tp) for pp in range(2) for tp in range(4)]
     assert [(m.layout.start_layer, m.layout.end_layer) for m in manifest.ranks] == [(0, 2)] * 4 + [(2, 4)] * 4
     assert len({m.binding.agent for m in manifest.ranks}) == 8
@@ -48,9 +48,9 @@ def test_any_parallelism_is_read_by_any_other(world):
         source.ready("t1")
     ids = [8, 6, 4, 2]
     for sink in sinks:
-        assert isinstance(sink.ended(sink.pull(ref, ids, TOKENS)), wk.Delivered)
+        assert isinstance(sink.ended(sink.pull(ref, ids, TOKENS)), wk.TicketDelivered)
         assert sink.num_wrong(ids, TOKENS, seed=1) == 0
-    assert [m.why for m in sources[3].heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in sources[3].received(wk.Released)] == [Code.COMPLETED]
 
 
 def test_an_incomplete_engine_is_waited_for_and_its_missing_ranks_named(world):
@@ -79,7 +79,7 @@ def test_a_pull_goes_on_when_the_last_rank_comes(world):
     assert sink.ended(ticket) is None
     last = world.register(host, msgspec.structs.replace(spec, tp_rank=1))
     last.ready("t1")
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_an_unknown_engine_is_refused_after_a_moment(world):
@@ -124,7 +124,7 @@ def test_an_engine_is_fetched_once_for_many_pulls(world):
     world.hold_network = True
     tickets = [sinks[0].pull(ref, SINK_IDS, TOKENS) for ref in refs]
     world.deliver()
-    assert all(isinstance(sinks[0].ended(t), wk.Delivered) for t in tickets)
+    assert all(isinstance(sinks[0].ended(t), wk.TicketDelivered) for t in tickets)
     from kvxferd.core.snapshot import HandshakeRecord
 
     handshakes = [r for r in world.hosts["d"].records if isinstance(r, HandshakeRecord)]
@@ -164,7 +164,7 @@ def test_a_rank_does_not_read_its_own_engine(world):
 
 @pytest.mark.parametrize("is_learnt", [False, True])
 def test_a_pull_whose_peer_fell_silent_names_it_and_what_to_check(world, is_learnt):
-    """Its daemon came back on another port, say. A peer that was known is asked without a greeting."""
+    """Its daemon came back on another port, say. A peer that was known is asked without a hello."""
     source = world.engine(world.host("p"), "prefill")[0]
     sink = world.engine(world.host("d"), "decode")[0]
     ref = source.publish("t1", IDS, TOKENS)
@@ -222,7 +222,7 @@ def two_nodes(**sink_settings: bool) -> tuple[World, Host, Host]:
     return world, source, world.host("d")
 
 
-def pull(sources: list[Worker], sink: Worker) -> wk.Delivered | wk.PullFailed | None:
+def pull(sources: list[Worker], sink: Worker) -> wk.TicketDelivered | wk.PullFailed | None:
     """Publish at the source, read at the sink; return how the pull ended."""
     ref = sources[0].publish("t1", IDS, TOKENS)
     for source in sources[1:]:
@@ -241,9 +241,9 @@ def test_a_node_that_is_not_pp_aware_is_refused_by_the_source_with_what_to_do() 
     world.settle()
     failed = reader.ended(ticket)
     assert failed.code is Code.NOT_PP_AWARE
-    assert "the asking node" in failed.message
+    assert "the requesting node" in failed.message
     assert "peer.pp_aware" in failed.message
-    assert not any(message.pp_aware for message in sent if isinstance(message, FetchEngine))
+    assert not any(message.pp_aware for message in sent if isinstance(message, ManifestRequest))
     assert reader.num_wrong(SINK_IDS, TOKENS, seed=1)  # nothing moved
 
 
@@ -254,7 +254,7 @@ def test_it_refuses_the_stages_itself_where_the_source_does_not() -> None:
 
     def arrive_changed(envelope) -> None:  # type: ignore[no-untyped-def]
         message = PEER_MESSAGES.decode(envelope.payload)
-        if isinstance(message, FetchEngine):
+        if isinstance(message, ManifestRequest):
             envelope = replace(envelope, payload=encode(msgspec.structs.replace(message, pp_aware=True)))
         arrive(envelope)
 
@@ -268,6 +268,6 @@ def test_it_refuses_the_stages_itself_where_the_source_does_not() -> None:
 def test_it_reads_engines_of_one_stage_and_its_own_stages_are_read() -> None:
     world, aware, legacy = two_nodes(pp_aware=False)
     sources, (reader,) = world.engine(aware, "prefill", tp=2), world.engine(legacy, "decode")
-    assert isinstance(pull(sources, reader), wk.Delivered)
+    assert isinstance(pull(sources, reader), wk.TicketDelivered)
     staged, (other,) = world.engine(legacy, "staged", pp=2), world.engine(aware, "turn-2")
-    assert isinstance(pull(staged, other), wk.Delivered)
+    assert isinstance(pull(staged, other), wk.TicketDelivered)

@@ -37,14 +37,14 @@ def late_join(record):
 
 def test_a_third_node_reads_both_stages(world, spread):
     stages, sink = spread
-    assert all(stage.heard(wk.Registered) for stage in stages)
+    assert all(stage.received(wk.Registered) for stage in stages)
     ref = stages[0].publish("t1", IDS, TOKENS)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     assert sink.ended(ticket) is None  # the other stage has not finished writing
     stages[1].ready("t1")
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
-    assert [[m.why for m in s.heard(wk.Released)] for s in stages] == [[Code.COMPLETED]] * 2
+    assert [[m.why for m in s.received(wk.Released)] for s in stages] == [[Code.COMPLETED]] * 2
 
 
 def test_every_source_mover_polls_before_the_grant(world, spread):
@@ -63,7 +63,7 @@ def test_every_source_mover_polls_before_the_grant(world, spread):
 def test_a_publish_away_from_home_is_refused_by_name(world, spread):
     stages, _ = spread
     stages[1].publish("t1", IDS, TOKENS)
-    (refused,) = stages[1].heard(wk.PublishRefused)
+    (refused,) = stages[1].received(wk.PublishRefused)
     assert refused.code is Code.NOT_HOME
     assert "tcp://p0:9441" in refused.message
 
@@ -73,11 +73,11 @@ def test_a_members_worker_that_dies_voids_the_engines_transfers(world, spread):
     ref = stages[0].publish("t1", IDS, TOKENS)
     word = bytes(stages[0].fence[:16])
     stages[1].close()
-    assert [m.why for m in stages[0].heard(wk.Released)] == [Code.RANK_LOST]
+    assert [m.why for m in stages[0].received(wk.Released)] == [Code.RANK_LOST]
     assert bytes(stages[0].fence[:16]) != word
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     world.advance(6)
-    assert isinstance(sink.ended(ticket), wk.Failed)
+    assert isinstance(sink.ended(ticket), wk.TicketFailed)
 
 
 def test_without_its_home_a_rank_is_refused_with_a_reason(world):
@@ -85,7 +85,7 @@ def test_without_its_home_a_rank_is_refused_with_a_reason(world):
     spec = spec_of("prefill", pp=2, layers=4, home="tcp://p0:9441")
     worker = world.register(other, msgspec.structs.replace(spec, pp_rank=1))
     world.advance(11)
-    (refused,) = worker.heard(wk.Refused)
+    (refused,) = worker.received(wk.Refused)
     assert refused.code is Code.HOME_UNREACHABLE
 
 
@@ -100,10 +100,10 @@ def test_a_refusal_waits_until_no_mover_can_map_the_memory(world):
     mover.die = lambda: kills.append(mover.agent)
     world.advance(11)
     assert kills == [mover.agent]
-    assert not worker.heard(wk.Refused)
+    assert not worker.received(wk.Refused)
     del mover.die
     mover.die()
-    assert [m.code for m in worker.heard(wk.Refused)] == [Code.HOME_UNREACHABLE]
+    assert [m.code for m in worker.received(wk.Refused)] == [Code.HOME_UNREACHABLE]
 
 
 def test_a_home_that_gets_no_reply_releases_again_and_the_rank_is_told_once(world, spread):
@@ -112,7 +112,7 @@ def test_a_home_that_gets_no_reply_releases_again_and_the_rank_is_told_once(worl
     world.cut.add(("p1", "p0"))  # replies are lost
     stages[0].say(wk.Unpublish(transfer_id="t1"))
     world.advance(3 * world.settings.resend_s)
-    assert [m.why for m in stages[1].heard(wk.Released)] == [Code.UNPUBLISHED]
+    assert [m.why for m in stages[1].received(wk.Released)] == [Code.UNPUBLISHED]
     world.cut.clear()
 
 
@@ -120,17 +120,17 @@ def test_a_rank_that_wakes_without_its_home_stays_suspended_and_wakes_with_it(wo
     stages, sink = spread
     member = stages[1]
     member.say(wk.Suspend())
-    assert member.heard(wk.Suspended)
+    assert member.received(wk.Suspended)
     world.cut |= {("p0", "p1"), ("p1", "p0")}
     member.resume()
     world.advance(11)
-    (refused,) = member.heard(wk.Refused)
+    (refused,) = member.received(wk.Refused)
     assert (refused.request, refused.code) == (2, Code.HOME_UNREACHABLE)
     assert not [mover for mover in member.host.movers.values() if mover.alive]
     world.cut.clear()
     member.resume("third", request=3)
     world.advance(2)
-    assert [reply.request for reply in member.heard(wk.Registered)] == [1, 3]
+    assert [reply.request for reply in member.received(wk.Registered)] == [1, 3]
     for stage in stages:
         stage.fill(IDS, TOKENS, seed=1)
     ref = stages[0].publish("t1", IDS, TOKENS)
@@ -143,7 +143,7 @@ def test_a_home_refuses_a_rank_that_disagrees(world):
     spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
     world.register(home, spec)
     worker = world.register(other, msgspec.structs.replace(spec, pp_rank=1, fingerprint="other"))
-    (refused,) = worker.heard(wk.Refused)
+    (refused,) = worker.received(wk.Refused)
     assert refused.code is Code.SHAPE_MISMATCH
 
 
@@ -191,7 +191,7 @@ def test_a_late_join_of_a_former_generation_does_not_bring_it_back(world, spread
     spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint, generation="second")
     stages = [world.register(home, spec), world.register(member, msgspec.structs.replace(spec, pp_rank=1))]
     world.advance(1)
-    assert all(stage.heard(wk.Registered) for stage in stages)
+    assert all(stage.received(wk.Registered) for stage in stages)
     world.feed(home, ev.PeerRequest(record.route, late_join(record)))
     (engine,) = home.node.registry
     assert engine.key == spec.key
@@ -250,7 +250,7 @@ def test_a_rank_whose_join_was_answered_late_still_says_itself_again(world):
     world.advance(4)  # longer than a heartbeat; the home starts now
     world.host("p0")
     world.advance(3)
-    assert member.heard(wk.Registered)
+    assert member.received(wk.Registered)
     home = world.host("p0")  # again
     world.advance(7)
     (engine,) = home.node.registry
@@ -277,7 +277,7 @@ def test_a_late_ready_does_not_speak_for_another_transfer_of_the_same_id(world, 
     world.hold_network = False
     stages[0].say(wk.Unpublish(transfer_id="t1"))
     ref = stages[0].publish("t1", IDS, TOKENS)
-    assert stages[0].heard(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
+    assert stages[0].received(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
     for envelope in late:
         world.arrive(envelope)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
@@ -291,10 +291,10 @@ def test_a_release_that_members_are_still_to_hear_of_ends_no_other_transfer(worl
     world.cut.update({("p0", "p1"), ("p1", "p0")})
     stages[0].say(wk.Unpublish(transfer_id="t1"))
     stages[0].publish("t1", IDS, TOKENS)
-    assert stages[0].heard(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
+    assert stages[0].received(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
     world.cut.clear()
     world.advance(5)
-    assert [released.transfer_id for released in stages[1].heard(wk.Released)] == ["t1"]
+    assert [released.transfer_id for released in stages[1].received(wk.Released)] == ["t1"]
 
 
 def test_a_member_that_connects_anew_is_told_what_it_was_to_be_told(world, spread):
@@ -328,7 +328,7 @@ def test_a_member_that_could_not_be_asked_to_poll_is_asked_again_by_the_next_rea
     world.cut.clear()
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=9)
     world.advance(4)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_a_member_of_whom_nothing_is_heard_for_very_long_is_forgotten(world, spread):

@@ -32,16 +32,16 @@ from kvxferd.wire.limits import (
 from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import (
     Acknowledge,
-    AskGrant,
     Consumer,
-    Done,
-    EngineManifest,
-    FetchEngine,
-    Granted,
+    GrantReply,
+    GrantRequest,
     JoinRank,
+    ManifestReply,
+    ManifestRequest,
     PeerRefused,
+    ReleaseGrant,
     RenewGrants,
-    ReturnGrant,
+    RequestDone,
     SetRankPolling,
     TransferReleased,
 )
@@ -75,12 +75,12 @@ def tamper(world: World, kind: type[Message], **changes: object) -> None:
 def test_a_grant_that_makes_no_sense_fails_its_pull_and_nothing_else(world, source, sink, nonsense):
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    tamper(world, Granted, **nonsense)
+    tamper(world, GrantReply, **nonsense)
     assert sink.ended(ticket).code is Code.BAD_FRAME
     assert sink.ended(ticket).safe_to_reuse
     world.hold_network = False
     good = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(good), wk.Delivered)
+    assert isinstance(sink.ended(good), wk.TicketDelivered)
     world.advance(100)
     assert source.host.node.is_idle
 
@@ -88,18 +88,18 @@ def test_a_grant_that_makes_no_sense_fails_its_pull_and_nothing_else(world, sour
 def test_a_peer_cannot_describe_another_peers_agent(world, source, sink):
     """What it says of the agent would replace how the agent is reached, for every later pull of it."""
     honest = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(honest), wk.Delivered)
+    assert isinstance(sink.ended(honest), wk.TicketDelivered)
     (agent,) = {mover.agent for mover in source.host.movers.values()}
     liar = world.engine(world.host("liar"), "liar")[0]
     world.hold_network = True
     ticket = sink.pull(liar.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
-    tamper(world, Granted, fence_agent=agent, fence_metadata=b"elsewhere")
+    tamper(world, GrantReply, fence_agent=agent, fence_metadata=b"elsewhere")
     failed = sink.ended(ticket)
     assert (failed.code, failed.safe_to_reuse) == (Code.BAD_FRAME, True)
     assert f"agent {agent}" in failed.message
     world.hold_network = False
     again = sink.pull(source.publish("t3", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(again), wk.Delivered)
+    assert isinstance(sink.ended(again), wk.TicketDelivered)
     world.advance(100)
     assert liar.host.node.is_idle
     assert source.host.node.is_idle
@@ -108,7 +108,7 @@ def test_a_peer_cannot_describe_another_peers_agent(world, source, sink):
 def test_what_a_peer_says_of_its_agents_does_not_pile_up(world, source, sink):
     """Each grant may name its fence page by other metadata, and a mover keeps what it has loaded."""
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     movers, (number,) = sink.host.node.movers, sink.host.movers
     mover = movers.get(number)
     assert mover is not None
@@ -138,7 +138,7 @@ def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world
     for ref in refs[:2]:
         sink.say(wk.Prepare(ref=ref))
     failed = sink.ended(sink.pull(refs[2], SINK_IDS, TOKENS))
-    assert isinstance(failed, wk.Failed)
+    assert isinstance(failed, wk.TicketFailed)
     assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
     sink.say(wk.Abandon(ref=refs[0]))
     assert sink.reads(refs[2])
@@ -171,12 +171,12 @@ def test_a_grant_whose_list_had_no_room_is_refused_as_busy(world, source, sink, 
     while world.network:
         envelope = world.network.popleft()
         message = PEER_MESSAGES.decode(envelope.payload)
-        if isinstance(message, Granted):
+        if isinstance(message, GrantReply):
             hear(world, sink.host, source.host.endpoint, ids)
             envelope.payload = encode(msgspec.structs.replace(message, stream=7))
         world.arrive(envelope)
     failed = sink.ended(ticket)
-    assert isinstance(failed, wk.Failed)
+    assert isinstance(failed, wk.TicketFailed)
     assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
 
 
@@ -190,7 +190,7 @@ def test_a_part_that_had_no_room_behind_a_manifest_fails_its_own_grant_alone(wor
     while world.network:
         envelope = world.network.popleft()
         message = PEER_MESSAGES.decode(envelope.payload)
-        if isinstance(message, Granted):
+        if isinstance(message, GrantReply):
             num_granted += 1
             if num_granted == 1:
                 hear(world, sink.host, source.host.endpoint, first)
@@ -198,22 +198,22 @@ def test_a_part_that_had_no_room_behind_a_manifest_fails_its_own_grant_alone(wor
                 envelope.payload = encode(msgspec.structs.replace(message, stream=7))
         world.arrive(envelope)
     ended = [sink.ended(ticket) for ticket in tickets]
-    assert {type(e) for e in ended} == {wk.Failed, wk.Delivered}
-    (failed,) = (e for e in ended if isinstance(e, wk.Failed))
+    assert {type(e) for e in ended} == {wk.TicketFailed, wk.TicketDelivered}
+    (failed,) = (e for e in ended if isinstance(e, wk.TicketFailed))
     assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
 
 
 def test_an_agent_stays_the_peers_that_named_it_first_when_a_read_has_failed(world, source, sink):
     """A copy of an honest manifest with an address that is not there makes the mover drop the agent."""
     honest = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(honest), wk.Delivered)
+    assert isinstance(sink.ended(honest), wk.TicketDelivered)
     (agent,) = {mover.agent for mover in source.host.movers.values()}
     movers, (mover,) = sink.host.node.movers, sink.host.movers
     movers.drop_remote(mover, agent)
     with pytest.raises(PeerError, match=f"it is an agent of {source.host.endpoint}"):
         movers.load_remote(mover, Endpoint("tcp://liar:9441"), agent, b"elsewhere")
     again = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(again), wk.Delivered)
+    assert isinstance(sink.ended(again), wk.TicketDelivered)
 
 
 # --- engines that span nodes
@@ -241,11 +241,11 @@ def released(transfer_id: str, engine: str = "prefill") -> TransferReleased:
 def test_only_an_engines_home_can_tell_its_ranks_of_a_release(world, source, stages):
     source.publish("t1", IDS, TOKENS)
     hear(world, source.host, "tcp://evil:9441", released("t1"))
-    assert not source.heard(wk.Released)
+    assert not source.received(wk.Released)
     hear(world, stages[1].host, "tcp://evil:9441", released("t1", "spread"))
-    assert not stages[1].heard(wk.Released)
+    assert not stages[1].received(wk.Released)
     hear(world, stages[1].host, stages[0].host.endpoint, released("t1", "spread"))
-    assert stages[1].heard(wk.Released)
+    assert stages[1].received(wk.Released)
 
 
 def test_only_a_ranks_home_can_have_its_mover_poll(world, source, stages):
@@ -292,16 +292,16 @@ def joining(world: World, worker: Worker, **changes: object) -> JoinRank:
 )
 def test_a_rank_that_cannot_be_is_not_joined(world, stages, changes, code):
     home = stages[0].host
-    (refused,) = world.ask(home, joining(world, stages[1], **changes))
+    (refused,) = world.send_request(home, joining(world, stages[1], **changes))
     assert refused.code is code
     assert len(list(home.node.registry)) == 1
 
 
 def test_a_binding_of_other_regions_than_the_layouts_is_not_joined(world, stages):
-    question = joining(world, stages[1])
-    binding = msgspec.structs.replace(question.manifest.binding, regions=())
-    manifest = msgspec.structs.replace(question.manifest, binding=binding)
-    (refused,) = world.ask(stages[0].host, msgspec.structs.replace(question, manifest=manifest))
+    request = joining(world, stages[1])
+    binding = msgspec.structs.replace(request.manifest.binding, regions=())
+    manifest = msgspec.structs.replace(request.manifest, binding=binding)
+    (refused,) = world.send_request(stages[0].host, msgspec.structs.replace(request, manifest=manifest))
     assert refused.code is Code.REGION_INVALID
 
 
@@ -313,7 +313,7 @@ def test_a_manifest_that_makes_no_sense_fails_its_pull(world, source, sink, chan
     manifest = msgspec.structs.replace(
         rank.manifest(), spec=msgspec.structs.replace(rank.manifest().spec, **changes)
     )
-    tamper(world, EngineManifest, ranks=(manifest,))
+    tamper(world, ManifestReply, ranks=(manifest,))
     assert sink.ended(ticket).code in (Code.BAD_FRAME, Code.ENGINE_INCOMPLETE, Code.RANK_INVALID)
 
 
@@ -355,7 +355,7 @@ def test_a_manifest_costs_no_more_than_one_rank_may(world, source, sink, num_ran
             )
         )
     check_manifest(ranks[0], LayoutCache())
-    tamper(world, EngineManifest, ranks=tuple(ranks * copies))
+    tamper(world, ManifestReply, ranks=tuple(ranks * copies))
     assert sink.ended(ticket).code is Code.LAYOUT_INVALID
 
 
@@ -363,9 +363,9 @@ def test_a_refusal_as_long_as_a_message_may_be_is_handed_on_in_short(world, sour
     world.hold_network = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS, num_readers=3), SINK_IDS, TOKENS)
     world.advance(1)
-    questions = [PEER_MESSAGES.decode(e.payload) for e in world.network]
+    requests = [PEER_MESSAGES.decode(e.payload) for e in world.network]
     world.network.clear()
-    long = PeerRefused(request=questions[0].request, code=Code.INTERNAL, message="x" * (8 << 20))
+    long = PeerRefused(request=requests[0].request, code=Code.INTERNAL, message="x" * (8 << 20))
     hear(world, sink.host, source.host.endpoint, long)
     assert sink.ended(ticket).code is Code.INTERNAL
     assert len(encode(sink.ended(ticket))) < MAX_FRAME_BYTES
@@ -377,16 +377,16 @@ def test_blocks_of_groups_that_nobody_reads_do_not_reach_the_mover(world, source
     world.hold_network = True
     sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
     many = {f"{n}" * 100: PackedBlocks(b"") for n in range(100)}
-    tamper(world, Granted, blocks=many | {"full": PackedBlocks(pack_ids(IDS))})
+    tamper(world, GrantReply, blocks=many | {"full": PackedBlocks(pack_ids(IDS))})
     assert [set(start.remote) for start in mover.started] == [{"full"}]
 
 
 # --- grants
 
 
-def grant_of(world: World, source: Worker, ref, grant: str = "g", num_ranks: int = 1, **more) -> AskGrant:
+def grant_of(world: World, source: Worker, ref, grant: str = "g", num_ranks: int = 1, **more) -> GrantRequest:
     rank = source.host.node.sessions[source.session].rank
-    return AskGrant(
+    return GrantRequest(
         request=5,
         grant=grant,
         ref=ref,
@@ -399,14 +399,14 @@ def grant_of(world: World, source: Worker, ref, grant: str = "g", num_ranks: int
 
 def test_one_grants_name_on_two_transfers_is_refused(world, source):
     first, second = (source.publish(f"t{n}", [n], 4) for n in range(2))
-    world.ask(source.host, grant_of(world, source, first))  # its mover begins to poll
+    world.send_request(source.host, grant_of(world, source, first))  # its mover begins to poll
     world.feed(source.host, ev.PeerRequest(b"stranger", grant_of(world, source, first)))
     source.host.node.context.pop_effects()
     (mover,) = source.host.movers.values()
     world.feed(source.host, ev.MoverMessage(mover.mover, mv.Polling(token=0)))
-    (granted,) = world.ask(source.host, grant_of(world, source, first))
-    assert isinstance(granted, Granted)
-    (refused,) = world.ask(source.host, grant_of(world, source, second))
+    (granted,) = world.send_request(source.host, grant_of(world, source, first))
+    assert isinstance(granted, GrantReply)
+    (refused,) = world.send_request(source.host, grant_of(world, source, second))
     assert refused.code is Code.OUT_OF_PLACE
 
 
@@ -418,12 +418,12 @@ def test_asking_for_a_grant_again_and_again_holds_it_no_longer_than_renewing(wor
         world.feed(source.host, ev.PeerRequest(b"stranger", grant_of(world, source, ref)))
         world.advance(10)
     world.advance(settings.lease_s)
-    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
 def test_a_pull_from_a_peer_that_fell_silent_is_told_before_a_long_deadline(world, source, sink):
     first = sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(first), wk.Delivered)
+    assert isinstance(sink.ended(first), wk.TicketDelivered)
     ref = source.publish("t1", IDS, TOKENS)
     world.cut.add(("d", "p"))
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=3600.0)
@@ -466,7 +466,7 @@ def test_engines_of_one_peer_whose_ids_never_come_back_are_forgotten(world, sink
     for number in range(MAX_ENGINES_PER_PEER + 5):
         source = world.engine(host, f"prefill-{number}")[0]
         ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-        assert isinstance(sink.ended(ticket), wk.Delivered)
+        assert isinstance(sink.ended(ticket), wk.TicketDelivered)
         source.close()
     (peer,) = sink.host.node.snapshot().peers
     assert len(peer.engines) == MAX_ENGINES_PER_PEER
@@ -477,27 +477,27 @@ def test_engines_of_one_peer_whose_ids_never_come_back_are_forgotten(world, sink
 
 def test_a_layout_that_was_checked_by_the_shell_is_not_checked_again(world, stages, monkeypatch):
     """The thread takes 25 us a tensor for it; the loop has no time for that."""
-    question = joining(world, stages[1])
-    manifest = question.manifest
+    request = joining(world, stages[1])
+    manifest = request.manifest
     layout = msgspec.structs.replace(
         manifest.layout, tensors=tuple(reversed(manifest.layout.tensors))
     )  # another one, as far as digests go
-    question = msgspec.structs.replace(question, manifest=msgspec.structs.replace(manifest, layout=layout))
-    found = checked_layouts((question.manifest,), LayoutCache())
+    request = msgspec.structs.replace(request, manifest=msgspec.structs.replace(manifest, layout=layout))
+    found = checked_layouts((request.manifest,), LayoutCache())
     world.feed(stages[0].host, ev.LayoutsChecked(found))
     monkeypatch.setattr(
         "kvxferd.core.layout_cache.validate_layout", lambda *args: pytest.fail("checked again")
     )
-    (done,) = world.ask(stages[0].host, question)
-    assert isinstance(done, Done)
+    (done,) = world.send_request(stages[0].host, request)
+    assert isinstance(done, RequestDone)
 
 
 def test_who_may_not_join_is_refused_before_a_layout_is_looked_at(world, stages, monkeypatch):
     monkeypatch.setattr(core_home, "check_manifest", lambda *args: pytest.fail("looked at"))
-    question = msgspec.structs.replace(joining(world, stages[1]), secret="another")
-    (refused,) = world.ask(stages[0].host, question)
+    request = msgspec.structs.replace(joining(world, stages[1]), secret="another")
+    (refused,) = world.send_request(stages[0].host, request)
     assert refused.code is Code.NOT_ALLOWED
-    outline = PEER_OUTLINES.decode(encode(question))
+    outline = PEER_OUTLINES.decode(encode(request))
     assert stages[0].host.node.refusal_of_join(b"evil", outline, "").code is Code.NOT_ALLOWED
 
 
@@ -530,32 +530,34 @@ def granted(world, source):
 
 def test_a_grant_is_its_keys_whatever_another_names(world, source, granted):
     _, transfer = granted
-    (done,) = world.ask(source.host, ReturnGrant(request=1, grant="g"), key="0b")
-    assert isinstance(done, Done)
-    (renewed,) = world.ask(source.host, RenewGrants(request=1, grants=("g",)), key="0b")
+    (done,) = world.send_request(source.host, ReleaseGrant(request=1, grant="g"), key="0b")
+    assert isinstance(done, RequestDone)
+    (renewed,) = world.send_request(source.host, RenewGrants(request=1, grants=("g",)), key="0b")
     assert renewed.ended == ("g",)
     assert len(transfer.grants) == 1
-    (renewed,) = world.ask(source.host, RenewGrants(request=1, grants=("g",)), key="0a")
+    (renewed,) = world.send_request(source.host, RenewGrants(request=1, grants=("g",)), key="0a")
     assert not renewed.ended
-    world.ask(source.host, ReturnGrant(request=1, grant="g"), key="0a")
+    world.send_request(source.host, ReleaseGrant(request=1, grant="g"), key="0a")
     assert not transfer.grants
 
 
 def test_a_question_that_waits_keeps_its_asker(world, source):
     """Another that uses its name waits beside it, and does not get its answer."""
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
-    question = grant_of(world, source, ref)
-    assert not world.ask(source.host, question, key="0a")
-    assert not world.ask(source.host, msgspec.structs.replace(question, request=6), key="0b")
+    request = grant_of(world, source, ref)
+    assert not world.send_request(source.host, request, key="0a")
+    assert not world.send_request(source.host, msgspec.structs.replace(request, request=6), key="0b")
     asks = source.host.node.grant_server._pending.values()
-    assert sorted(ask.message.request for ask in asks) == [5, 6]
+    assert sorted(send_request.message.request for send_request in asks) == [5, 6]
 
 
 def test_an_acknowledgement_ends_no_grant_of_another_transfer(world, source, granted):
     _, transfer = granted
     other = source.publish("t2", [4], 4)
     consumer = Consumer("decode", "g1", Rank(0, 0), 2)
-    world.ask(source.host, Acknowledge(request=1, grant="g", ref=other, consumer=consumer, bytes=0), key="0a")
+    world.send_request(
+        source.host, Acknowledge(request=1, grant="g", ref=other, consumer=consumer, bytes=0), key="0a"
+    )
     assert len(transfer.grants) == 1
 
 
@@ -564,7 +566,7 @@ def test_made_up_readers_are_not_kept_without_end(world, source, granted):
     for number in range(MAX_READERS + 10):
         consumer = Consumer(f"made-up-{number}", "g1", Rank(0, 0), 2)
         acknowledge = Acknowledge(request=1, grant="x", ref=ref, consumer=consumer, bytes=0)
-        assert world.ask(source.host, acknowledge, key="0b")
+        assert world.send_request(source.host, acknowledge, key="0b")
     assert len(transfer.readers) == MAX_READERS
 
 
@@ -578,11 +580,11 @@ def test_made_up_readers_are_not_kept_without_end(world, source, granted):
 )
 def test_a_question_as_long_as_a_message_is_not_kept_waiting(world, source, changes):
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
-    question = msgspec.structs.replace(grant_of(world, source, ref), **changes)
-    (refused,) = world.ask(source.host, question, key="0b")
+    request = msgspec.structs.replace(grant_of(world, source, ref), **changes)
+    (refused,) = world.send_request(source.host, request, key="0b")
     assert refused.code is Code.BAD_FRAME
-    fetch = FetchEngine(request=1, engine_id="e" * 300, generation="g", wait_s=5.0)
-    (refused,) = world.ask(source.host, fetch, key="0b")
+    fetch = ManifestRequest(request=1, engine_id="e" * 300, generation="g", wait_s=5.0)
+    (refused,) = world.send_request(source.host, fetch, key="0b")
     assert refused.code is Code.BAD_FRAME
 
 
@@ -590,27 +592,27 @@ def test_many_routes_of_one_key_have_one_share():
     world = World(settings=Settings(limits=LimitsConfig(max_waiting_per_peer=3, max_waiting=100)))
     source = world.engine(world.host("p"), "prefill")[0]
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
-    answers: list[Message] = []
+    replies: list[Message] = []
     for number in range(6):
-        question = grant_of(world, source, ref, grant=f"g{number}")
-        event = ev.PeerRequest(b"%d" % number, question, "0b")
+        request = grant_of(world, source, ref, grant=f"g{number}")
+        event = ev.PeerRequest(b"%d" % number, request, "0b")
         effects = source.host.node.feed(event, world.now)
-        answers += [e.message for e in effects if getattr(e, "route", b"") == b"%d" % number]
-    assert [a.code for a in answers] == [Code.BUSY] * 3
+        replies += [e.message for e in effects if getattr(e, "route", b"") == b"%d" % number]
+    assert [a.code for a in replies] == [Code.BUSY] * 3
 
 
 def test_a_question_that_grows_as_it_is_asked_again_counts_as_long(world, source, monkeypatch):
     monkeypatch.setattr(grant_server, "MAX_LARGE_REQUESTS_PER_PEER", 3)
     ref = TransferRef(source.host.endpoint, "not-yet", "g1", "later", "00" * 16)
-    answers: list[Message] = []
+    replies: list[Message] = []
     for number in range(6):
         short = grant_of(world, source, ref, grant=f"g{number}")
-        assert not world.ask(source.host, short, key="0b")
+        assert not world.send_request(source.host, short, key="0b")
         long = msgspec.structs.replace(short, reads=((Rank(0, 0), "a" * 200),) * 100)
-        answers += [a for a in world.ask(source.host, long, key="0b") if isinstance(a, PeerRefused)]
-    assert [a.code for a in answers] == [Code.BUSY] * 3
+        replies += [a for a in world.send_request(source.host, long, key="0b") if isinstance(a, PeerRefused)]
+    assert [a.code for a in replies] == [Code.BUSY] * 3
     other = msgspec.structs.replace(grant_of(world, source, ref), reads=((Rank(0, 0), "a" * 200),) * 100)
-    assert Code.BUSY not in [a.code for a in world.ask(source.host, other, key="0a")]
+    assert Code.BUSY not in [a.code for a in world.send_request(source.host, other, key="0a")]
 
 
 def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, granted, monkeypatch):
@@ -618,17 +620,17 @@ def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, gr
     monkeypatch.setattr(grant_server, "MAX_GRANTS_PER_TRANSFER", 4)
     ref, transfer = granted
 
-    def asked(name: str, key: str) -> Message:
-        return world.ask(source.host, grant_of(world, source, ref, grant=name), key=key)[-1]
+    def requested(name: str, key: str) -> Message:
+        return world.send_request(source.host, grant_of(world, source, ref, grant=name), key=key)[-1]
 
-    assert isinstance(asked("g1", "0a"), Granted)
-    assert asked("g2", "0a").code is Code.BUSY
-    assert isinstance(asked("g1", "0a"), Granted)  # asked again: no more than before
-    assert isinstance(asked("g", "0b"), Granted)
-    assert isinstance(asked("g", "0c"), Granted)
-    assert asked("g", "0d").code is Code.BUSY
-    world.ask(source.host, ReturnGrant(request=1, grant="g1"), key="0a")
-    assert isinstance(asked("g", "0d"), Granted)
+    assert isinstance(requested("g1", "0a"), GrantReply)
+    assert requested("g2", "0a").code is Code.BUSY
+    assert isinstance(requested("g1", "0a"), GrantReply)  # asked again: no more than before
+    assert isinstance(requested("g", "0b"), GrantReply)
+    assert isinstance(requested("g", "0c"), GrantReply)
+    assert requested("g", "0d").code is Code.BUSY
+    world.send_request(source.host, ReleaseGrant(request=1, grant="g1"), key="0a")
+    assert isinstance(requested("g", "0d"), GrantReply)
     assert transfer.num_grants_of_peer == {"0a": 1, "0b": 1, "0c": 1, "0d": 1}
 
 
@@ -639,7 +641,9 @@ def test_joined_ranks_are_bounded_by_peer(world, stages, monkeypatch):
         said = joining(world, stages[1], engine_id=f"new-{number}")
         binding = msgspec.structs.replace(said.manifest.binding, agent=f"agent-{number}")
         said = msgspec.structs.replace(said, manifest=msgspec.structs.replace(said.manifest, binding=binding))
-        codes += [getattr(a, "code", None) for a in world.ask(home, said) if isinstance(a, PeerRefused)]
+        codes += [
+            getattr(a, "code", None) for a in world.send_request(home, said) if isinstance(a, PeerRefused)
+        ]
     assert codes == [Code.BUSY]
 
 
@@ -648,14 +652,14 @@ def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(
     monkeypatch.setattr(
         "kvxferd.core.manifest_checks._is_valid_region", lambda region: pytest.fail("counted")
     )
-    question = joining(world, stages[1])
-    binding = question.manifest.binding
+    request = joining(world, stages[1])
+    binding = request.manifest.binding
     (region,) = binding.regions
     many = msgspec.structs.replace(region, pieces=((1, 1),) * 5000)
-    layout = question.manifest.layout
+    layout = request.manifest.layout
     regions = tuple(RegionSpec(f"r{n}", region.size_bytes) for n in range(2))
     manifest = msgspec.structs.replace(
-        question.manifest,
+        request.manifest,
         layout=msgspec.structs.replace(layout, regions=(*layout.regions, *regions)),
         binding=msgspec.structs.replace(
             binding,

@@ -11,7 +11,7 @@ from kvxferd.core import events as ev
 from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
-from kvxferd.wire.peer import EngineManifest, FetchEngine, PeerRefused, StillWaiting
+from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused, StillWaiting
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, delivers, mover_of, spec_of
 
 
@@ -24,13 +24,13 @@ def test_a_rank_too_many_is_refused_and_may_come_when_another_has_gone():
     host = world.host("p")
     first, second = world.engine(host, "prefill", tp=2)
     third = world.register(host, spec_of("other"))
-    (refused,) = third.heard(wk.Refused)
+    (refused,) = third.received(wk.Refused)
     assert (refused.code, refused.retry_after_s) == (Code.BUSY, RETRY_LATER_S)
     assert "limits.max_ranks = 2" in refused.message
     second.close()
     world.register_again(third)
-    assert third.heard(wk.Registered)
-    assert not first.heard(wk.Refused)
+    assert third.received(wk.Registered)
+    assert not first.received(wk.Refused)
 
 
 def test_a_transfer_too_many_of_one_engine_is_refused_until_one_is_released():
@@ -39,13 +39,13 @@ def test_a_transfer_too_many_of_one_engine_is_refused_until_one_is_released():
     (source,), (other,) = world.engine(host, "prefill"), world.engine(host, "other")
     for name in ("t1", "t2", "t3"):
         source.publish(name, IDS, TOKENS)
-    (refused,) = source.heard(wk.PublishRefused)
+    (refused,) = source.received(wk.PublishRefused)
     assert (refused.transfer_id, refused.code, refused.retry_after_s) == ("t3", Code.BUSY, RETRY_AFTER_S)
     other.publish("t1", IDS, TOKENS)
-    assert not other.heard(wk.PublishRefused)
+    assert not other.received(wk.PublishRefused)
     source.say(wk.Unpublish(transfer_id="t1"))
     source.publish("t4", IDS, TOKENS)
-    assert len(source.heard(wk.PublishRefused)) == 1
+    assert len(source.received(wk.PublishRefused)) == 1
 
 
 def test_ready_for_transfers_that_nobody_publishes_is_bounded_engine_by_engine():
@@ -72,7 +72,7 @@ def test_a_pull_too_many_of_one_rank_fails_at_once_and_safely():
     assert other.ended(other.pull(source.publish("u", IDS, TOKENS), SINK_IDS, TOKENS)) is None
     world.deliver()
     world.hold_network = False
-    assert isinstance(sink.ended(tickets[0]), wk.Delivered)
+    assert isinstance(sink.ended(tickets[0]), wk.TicketDelivered)
     assert delivers(source, sink, "later")
 
 
@@ -87,7 +87,7 @@ def test_bytes_in_flight_are_bounded_and_a_pull_larger_than_the_bound_goes_alone
     assert sink.ended(second).code is Code.BUSY
     assert "limits.max_inflight_bytes" in sink.ended(second).message
     world.deliver()
-    assert isinstance(sink.ended(alone), wk.Delivered)
+    assert isinstance(sink.ended(alone), wk.TicketDelivered)
     world.hold_network = False
     assert delivers(source, sink, "t3")
 
@@ -126,7 +126,7 @@ def test_peers_too_many_are_not_asked():
     mover_of(sink).hold = False
     mover_of(sink).copy()
     mover_of(sink).finish()
-    assert isinstance(sink.ended(running), wk.Delivered)
+    assert isinstance(sink.ended(running), wk.TicketDelivered)
     assert delivers(sources[1], sink, "t3")
 
 
@@ -146,19 +146,19 @@ def test_questions_that_wait_are_bounded_by_peer_and_in_all(limits):
     world = world_of(**limits)
     host = world.host("p")
 
-    def ask(route: bytes, number: int):
-        question = FetchEngine(request=number, engine_id="nobody", generation="g", wait_s=5.0)
-        return [e.message for e in host.node.feed(ev.PeerRequest(route, question), world.now)]
+    def send_request(route: bytes, number: int):
+        request = ManifestRequest(request=number, engine_id="nobody", generation="g", wait_s=5.0)
+        return [e.message for e in host.node.feed(ev.PeerRequest(route, request), world.now)]
 
-    assert [ask(b"loud", number) for number in range(3)] == [[]] * 3
-    (refused,) = ask(b"loud", 3)
+    assert [send_request(b"loud", number) for number in range(3)] == [[]] * 3
+    (refused,) = send_request(b"loud", 3)
     assert isinstance(refused, PeerRefused)
     assert (refused.request, refused.code, refused.retry_after_s) == (3, Code.BUSY, RETRY_AFTER_S)
-    assert ask(b"loud", 0) == [StillWaiting(request=0)]  # asked again: the same question
-    assert bool(ask(b"other", 0)) is ("max_waiting" in limits)
+    assert send_request(b"loud", 0) == [StillWaiting(request=0)]  # asked again: the same question
+    assert bool(send_request(b"other", 0)) is ("max_waiting" in limits)
     world.advance(2)
     world.engine(host, "nobody", generation="g")
-    assert isinstance(ask(b"loud", 9)[0], EngineManifest)
+    assert isinstance(send_request(b"loud", 9)[0], ManifestReply)
 
 
 def test_grants_that_wait_are_bounded_and_the_pull_is_told():
@@ -171,7 +171,7 @@ def test_grants_that_wait_are_bounded_and_the_pull_is_told():
     assert (failed.code, failed.retry_after_s) == (Code.BUSY, RETRY_AFTER_S)
     for number in range(2):
         stages[1].ready(f"t{number}")
-        assert isinstance(sink.ended(tickets[number]), wk.Delivered)
+        assert isinstance(sink.ended(tickets[number]), wk.TicketDelivered)
     stages[1].ready("t2")
     assert sink.reads(refs[2])
 

@@ -23,7 +23,7 @@ def test_another_mover_delivers_no_pull(world, source, sink):
     assert sink.ended(ticket) is None
     mover_of(sink).copy()
     mover_of(sink).finish()
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_another_mover_ends_no_doubt(world, source, sink):
@@ -35,10 +35,10 @@ def test_another_mover_ends_no_doubt(world, source, sink):
     assert not sink.ended(ticket).safe_to_reuse
     (pull,) = sink.host.node.pulls.running()
     other.say(mv.PullQuiesced(pull=PullId(pull.pull_id)))
-    assert not sink.heard(wk.Quiesced)
+    assert not sink.received(wk.TicketQuiesced)
     mover.copy()
     mover.finish()
-    assert sink.heard(wk.Quiesced) == [wk.Quiesced(ticket=ticket)]
+    assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=ticket)]
 
 
 def test_another_mover_serves_no_fence_page(world, source, sink):
@@ -71,4 +71,4 @@ def test_a_grant_that_is_renewed_for_ever_ends(world, source, sink):
         renewal = RenewGrants(request=10_000 + number, grants=(grant,))
         world.feed(source.host, ev.PeerRequest(b"reader", renewal, ""))
         world.advance(settings.lease_s / 2)
-    assert len(source.heard(wk.Released)) == 1
+    assert len(source.received(wk.Released)) == 1

@@ -13,7 +13,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import Generation, Incarnation
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message
-from kvxferd.wire.peer import Done, JoinRank, LeaveRank, PeerRefused, RankReady, SetRankPolling
+from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankReady, RequestDone, SetRankPolling
 from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
@@ -52,8 +52,8 @@ def record_of(home: Host) -> MemberRank:
 
 def as_stranger(world: World, home: Host, message: Message) -> Message:
     """Send as a daemon that the allow-lists admit, and return its answer."""
-    (answer,) = world.ask(home, message, b"evil", world.keys.get("evil", ""))
-    return answer
+    (reply,) = world.send_request(home, message, b"evil", world.keys.get("evil", ""))
+    return reply
 
 
 def test_a_strangers_rank_ready_does_not_make_a_transfer_readable(world, stages, sink):
@@ -72,7 +72,7 @@ def test_a_strangers_rank_ready_does_not_make_a_transfer_readable(world, stages,
     world.settle()
     assert sink.ended(ticket) is None
     stages[1].ready("t1")
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
@@ -90,7 +90,7 @@ def test_a_strangers_leave_rank_ends_nothing(world, stages, sink):
     )
     assert is_not_allowed(as_stranger(world, stages[0].host, leave))
     assert record_of(stages[0].host) is record
-    assert not stages[0].heard(wk.Released)
+    assert not stages[0].received(wk.Released)
     stages[1].ready("t1")
     assert sink.reads(ref)
 
@@ -106,7 +106,7 @@ def test_a_replayed_join_redirects_nothing(world, stages, incarnation):
     assert is_not_allowed(as_stranger(world, stages[0].host, join))
     assert record_of(stages[0].host) is record
     assert (record.route, record.incarnation) == (b"p1", "first")
-    assert not stages[0].heard(wk.Released)
+    assert not stages[0].received(wk.Released)
 
 
 def test_an_answer_counts_from_the_member_that_was_asked_alone(world, stages, sink):
@@ -116,24 +116,26 @@ def test_an_answer_counts_from_the_member_that_was_asked_alone(world, stages, si
     ref = stages[0].publish("t1", IDS, TOKENS)
     world.cut.add(("p0", "p1"))
     sink.say(wk.Prepare(ref=ref))
-    (asked,) = [a for a in home.node.peer_requests._open.values() if isinstance(a.message, SetRankPolling)]
-    done = Done(request=asked.message.request)
+    (requested,) = [
+        a for a in home.node.peer_requests._open.values() if isinstance(a.message, SetRankPolling)
+    ]
+    done = RequestDone(request=requested.message.request)
     world.feed(home, ev.PeerRequest(b"evil", done, world.keys.get("evil", "")))
     if world.keys:
         world.feed(home, ev.PeerRequest(b"p1", done, STRANGER_KEY))
-    assert asked.message.request in home.node.peer_requests._open
+    assert requested.message.request in home.node.peer_requests._open
     world.feed(home, ev.PeerRequest(b"p1", done, world.keys.get("p1", "")))
-    assert asked.message.request not in home.node.peer_requests._open
+    assert requested.message.request not in home.node.peer_requests._open
 
 
 def test_a_members_daemon_that_restarts_has_its_rank_back(world, stages, sink):
     """By its key at once; without keys once nothing was heard of its former self for a while."""
     restarted = world.host("p1")
     again = world.register(restarted, stages[1].spec)
-    assert bool(again.heard(wk.Registered)) is bool(world.keys)
+    assert bool(again.received(wk.Registered)) is bool(world.keys)
     world.advance(2 * world.settings.silent_after_s)
-    assert again.heard(wk.Registered)
-    assert not again.heard(wk.Refused)
+    assert again.received(wk.Registered)
+    assert not again.received(wk.Refused)
     assert record_of(stages[0].host).boot == restarted.node.context.boot
     ref = stages[0].publish("t1", IDS, TOKENS)
     again.ready("t1")
@@ -146,8 +148,8 @@ def test_a_rank_whose_daemon_fell_silent_is_not_another_keys(world, stages):
     del world.hosts["p1"]
     world.advance(2 * world.settings.silent_after_s)
     join = JoinRank(request=7, boot="boot-evil", manifest=record.joined, secret="another")
-    answer = as_stranger(world, home, join)
-    assert is_not_allowed(answer) if world.keys else isinstance(answer, Done)
+    reply = as_stranger(world, home, join)
+    assert is_not_allowed(reply) if world.keys else isinstance(reply, RequestDone)
 
 
 def test_two_daemons_with_one_rank_by_mistake_do_not_take_it_from_each_other(world, stages):
@@ -157,9 +159,9 @@ def test_two_daemons_with_one_rank_by_mistake_do_not_take_it_from_each_other(wor
     late = world.register(world.host("p2"), stages[1].spec)
     world.advance(60)
     assert record_of(stages[0].host).route in (b"p1", b"p2")
-    assert stages[1].heard(wk.Registered)
+    assert stages[1].received(wk.Registered)
     if not world.keys:
-        assert [refused.code for refused in late.heard(wk.Refused)] == [Code.NOT_ALLOWED]
+        assert [refused.code for refused in late.received(wk.Refused)] == [Code.NOT_ALLOWED]
         assert record_of(stages[0].host).route == b"p1"
 
 
@@ -168,20 +170,20 @@ def test_an_engine_that_starts_anew_is_joined_by_its_former_member_once_the_home
 ):
     spec = msgspec.structs.replace(stages[1].spec, generation=Generation("g2"))
     again = world.register(stages[1].host, spec)
-    assert not again.heard(wk.Registered)
+    assert not again.received(wk.Registered)
     for stage in stages:
         stage.close()
     world.advance(2 * world.settings.silent_after_s)
-    assert again.heard(wk.Registered)
+    assert again.received(wk.Registered)
 
 
 def test_a_new_member_of_an_engine_that_starts_anew_waits_for_the_home(world, stages):
     spec = msgspec.structs.replace(stages[1].spec, generation=Generation("g2"))
     moved = world.register(world.host("p2"), spec)
-    assert not moved.inbox or not moved.heard(wk.Refused)
+    assert not moved.inbox or not moved.received(wk.Refused)
     world.register(stages[0].host, msgspec.structs.replace(stages[0].spec, generation=Generation("g2")))
     world.advance(2 * world.settings.member_heartbeat_s)
-    assert moved.heard(wk.Registered)
+    assert moved.received(wk.Registered)
 
 
 @pytest.mark.parametrize("world", ["keys"], indirect=True)  # a secret is no proof: a restart makes another
@@ -235,7 +237,7 @@ def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, 
         (effect,) = home.node.feed(ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")), world.now)
         return effect.message
 
-    assert [type(say_ready(request)) for request in (1, 2, 2)] == [Done, Done, Done]
+    assert [type(say_ready(request)) for request in (1, 2, 2)] == [RequestDone, RequestDone, RequestDone]
     refused = say_ready(3)
     assert isinstance(refused, PeerRefused)
     assert refused.code is Code.BUSY
@@ -261,5 +263,5 @@ def test_who_joined_first_has_no_rank_refused_for_good(world, stages, is_of_othe
         ),
     )
     assert home.node.registry.get(KEY) is not None
-    (refused,) = restarted.register(home, stages[0].spec).heard(wk.Refused)
+    (refused,) = restarted.register(home, stages[0].spec).received(wk.Refused)
     assert refused.code in RETRIED_ON_REREGISTER

@@ -11,9 +11,9 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.limits import (
+    MAX_DELIVERED_BY_MOVER,
     MAX_GROUPS_PER_REQUEST,
     MAX_NAME_CHARS,
-    MAX_NOTICED,
     MAX_RANKS,
     MAX_REGIONS,
     MAX_SENTENCE_CHARS,
@@ -41,18 +41,18 @@ def test_noticed_costs_its_tickets_and_not_pulls_times_tickets(num_pulls: int) -
     mover_of(sink).hold = True
     tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(num_pulls)]
     Counted.num_compared = 0
-    strange = tuple(Counted(n) for n in range(10_000, 10_000 + MAX_NOTICED - num_pulls))
+    strange = tuple(Counted(n) for n in range(10_000, 10_000 + MAX_DELIVERED_BY_MOVER - num_pulls))
     sink.say(wk.DeliveredByMover(tickets=(*strange, *map(Counted, tickets))))  # type: ignore[arg-type]
-    assert Counted.num_compared <= 4 * MAX_NOTICED
+    assert Counted.num_compared <= 4 * MAX_DELIVERED_BY_MOVER
     mover_of(sink).die()
-    assert all(isinstance(sink.ended(ticket), wk.Delivered | None) for ticket in tickets)
+    assert all(isinstance(sink.ended(ticket), wk.TicketDelivered | None) for ticket in tickets)
 
 
 def test_more_tickets_than_there_can_be_pulls_end_the_session() -> None:
     world = World()
     (sink,) = world.engine(world.host("b"), "decode")
-    sink.say(wk.DeliveredByMover(tickets=tuple(range(MAX_NOTICED + 1))))  # type: ignore[arg-type]
-    (farewell,) = sink.heard(wk.Farewell)
+    sink.say(wk.DeliveredByMover(tickets=tuple(range(MAX_DELIVERED_BY_MOVER + 1))))  # type: ignore[arg-type]
+    (farewell,) = sink.received(wk.Farewell)
     assert isinstance(farewell, wk.Farewell)
     assert farewell.code is Code.BAD_FRAME
 
@@ -67,8 +67,8 @@ def test_more_groups_than_a_request_has_end_the_session(kind: str) -> None:
         sink.say(wk.Publish(transfer_id="t", nonce="n", blocks=blocks, **facts), b"x" * 16)
     else:
         ref = TransferRef("tcp://a:9441", "e", "g", "t", "n")
-        sink.say(wk.Pull(ticket=1, ref=ref, blocks=blocks, num_tokens=1, deadline_s=1.0))
-    assert sink.heard(wk.Farewell)
+        sink.say(wk.PullRequest(ticket=1, ref=ref, blocks=blocks, num_tokens=1, deadline_s=1.0))
+    assert sink.received(wk.Farewell)
 
 
 @pytest.mark.parametrize("kind", ["groups", "incarnations"])
@@ -92,7 +92,7 @@ def test_a_nonce_that_no_reference_could_name_is_not_kept() -> None:
     world = World()
     (source,) = world.engine(world.host("a"), "prefill")
     source.publish("t", IDS, TOKENS, nonce="n" * (MAX_NAME_CHARS + 1))
-    (refused,) = source.heard(wk.PublishRefused)
+    (refused,) = source.received(wk.PublishRefused)
     assert isinstance(refused, wk.PublishRefused)
     assert refused.code is Code.OUT_OF_PLACE
     assert not source.host.node.published.table.live
@@ -110,7 +110,7 @@ def test_what_was_wrongly_exported_is_said_in_short(num_regions: int) -> None:
         request=1, engine=model.spec, layout=model.layout, regions=regions, incarnation="i"
     )
     worker.say(register)
-    (refused,) = worker.heard(wk.Refused)
+    (refused,) = worker.received(wk.Refused)
     assert isinstance(refused, wk.Refused)
     assert refused.code is Code.REGION_INVALID
     assert len(refused.message) <= MAX_SENTENCE_CHARS

@@ -31,23 +31,23 @@ def acknowledge(worker: Worker, number: int) -> None:
 
 
 def offers(worker: Worker) -> list[int]:
-    return [offer.number for offer in worker.heard(wk.MoverOffered)]
+    return [offer.number for offer in worker.received(wk.MoverOffered)]
 
 
 def test_the_memory_is_given_once_the_worker_watches_the_mover(world, silent):
     assert offers(silent) == [1]
     assert silent.pidfds == [(wk.MoverOffered, mover_of(silent).mover)]
     assert not mover_of(silent).is_bound
-    assert not silent.heard(wk.Registered)
+    assert not silent.received(wk.Registered)
     acknowledge(silent, 1)
     assert mover_of(silent).is_bound
-    assert len(silent.heard(wk.Registered)) == 1
+    assert len(silent.received(wk.Registered)) == 1
     assert len(silent.pidfds) == 1  # with the offer alone
 
 
 def test_what_a_mover_says_of_memory_that_it_was_not_given_is_void(world, silent):
     mover_of(silent).say(mv.Bound(regions=(), metadata=b""))
-    assert not silent.heard(wk.Registered)
+    assert not silent.received(wk.Registered)
 
 
 def test_a_pull_waits_for_the_worker_to_watch_the_next_mover(world, source, silent):
@@ -59,8 +59,8 @@ def test_a_pull_waits_for_the_worker_to_watch_the_next_mover(world, source, sile
     assert not mover_of(silent).is_bound
     assert silent.ended(ticket) is None
     acknowledge(silent, 2)
-    assert len(silent.heard(wk.MoverChanged)) == 1
-    assert isinstance(silent.ended(ticket), wk.Delivered)
+    assert len(silent.received(wk.MoverChanged)) == 1
+    assert isinstance(silent.ended(ticket), wk.TicketDelivered)
     assert silent.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
@@ -73,14 +73,14 @@ def test_an_acknowledgement_that_comes_twice_or_too_late_says_nothing_new(world,
     acknowledge(silent, 2)
     acknowledge(silent, 2)
     acknowledge(silent, 1)
-    assert len(silent.heard(wk.Registered)) == 1
+    assert len(silent.received(wk.Registered)) == 1
     assert silent.connected
 
 
 @pytest.mark.parametrize("number", [0, -1, 2, 1 << 62])
 def test_a_number_that_was_never_offered_costs_its_sender_the_connection(world, source, silent, number):
     acknowledge(silent, number)
-    assert [m.code for m in silent.heard(wk.Farewell)] == [Code.OUT_OF_PLACE]
+    assert [m.code for m in silent.received(wk.Farewell)] == [Code.OUT_OF_PLACE]
     assert not silent.connected
     assert source.connected
 
@@ -90,7 +90,7 @@ def test_a_mover_that_is_not_acknowledged_is_replaced_and_then_the_session_ends(
         assert offers(silent)[-1] == number
         assert silent.connected
         world.advance(OFFER_TIMEOUT_S + 1)
-    assert [m.code for m in silent.heard(wk.Farewell)] == [Code.DEADLINE]
+    assert [m.code for m in silent.received(wk.Farewell)] == [Code.DEADLINE]
     assert not silent.connected
     assert not [m for m in silent.host.movers.values() if m.alive and m.worker is silent]
     assert silent.host.node.next_deadline() is None
@@ -110,13 +110,13 @@ def test_a_pidfd_that_could_not_be_sent_is_sent_again(world):
     world.without_descriptors.add("d")
     worker = world.register(host, spec_of("decode"))
     world.advance(60)
-    assert not worker.heard(wk.MoverOffered)
+    assert not worker.received(wk.MoverOffered)
     assert not mover_of(worker).is_bound
     assert len(host.movers) == 1  # it was not the worker that failed
     world.without_descriptors.clear()
     world.advance(OFFER_RETRY_S)
     assert offers(worker) == [1]
-    assert len(worker.heard(wk.Registered)) == 1
+    assert len(worker.received(wk.Registered)) == 1
 
 
 def test_a_rank_is_suspended_while_its_mover_waits_to_be_acknowledged(world, silent):
@@ -124,7 +124,7 @@ def test_a_rank_is_suspended_while_its_mover_waits_to_be_acknowledged(world, sil
     mover_of(silent).die()
     world.advance(1)
     silent.say(wk.Suspend())
-    assert len(silent.heard(wk.Suspended)) == 1
+    assert len(silent.received(wk.Suspended)) == 1
     acknowledge(silent, 2)
     assert not [m for m in silent.host.movers.values() if m.alive and m.worker is silent]
     world.advance(OFFER_TIMEOUT_S + 1)
@@ -157,4 +157,4 @@ def test_a_resident_mover_is_not_offered(world):
     worker = world.register(world.host("d"), spec_of("decode"))
     resume_resident(world, worker)
     assert offers(worker) == [1]  # of the child that it had
-    assert [m.request for m in worker.heard(wk.Registered)] == [1, 2]
+    assert [m.request for m in worker.received(wk.Registered)] == [1, 2]

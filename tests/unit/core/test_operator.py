@@ -38,7 +38,7 @@ DROPPED = ev.PeerDropRequested(Endpoint("tcp://p:9441"))
 UNADMITTED = ev.AllowlistChanged(PeerAllowlist(networks=(ip_network("192.0.2.0/24"),)))
 
 
-@pytest.mark.parametrize("num_arrived", [0, 1, 2])  # waits for the greeting, for the engine, for the grant
+@pytest.mark.parametrize("num_arrived", [0, 1, 2])  # waits for the hello, for the engine, for the grant
 @pytest.mark.parametrize(("event", "code"), [(DROPPED, Code.CANCELLED), (UNADMITTED, Code.NOT_ALLOWED)])
 def test_what_waits_for_a_dropped_peer_fails_at_once(world, source, sink, num_arrived, event, code):
     ref = source.publish("t1", IDS, TOKENS)
@@ -66,9 +66,9 @@ def test_a_pull_with_its_grant_goes_on_without_the_peer(world, source, sink):
     world.feed(sink.host, ev.PeerDropRequested(source.host.endpoint))
     mover.copy()
     mover.finish()
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
-    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
 def test_an_unknown_peer_is_no_matter(world, sink):
@@ -83,12 +83,12 @@ def test_a_cancelled_transfer_is_released_with_its_fence_word_first(world, sourc
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     mover.copy()
     world.feed(source.host, ev.TransferCancelRequested(PREFILL, "t1"))
-    assert [m.why for m in source.heard(wk.Released)] == [Code.CANCELLED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.CANCELLED]
     mover.finish()
     assert sink.ended(ticket).code is Code.RELEASED
     for again in (PREFILL, EngineKey("prefill", "g2")):
         world.feed(source.host, ev.TransferCancelRequested(again, "t1"))
-    assert len(source.heard(wk.Released)) == 1
+    assert len(source.received(wk.Released)) == 1
     late = sink.pull(ref, SINK_IDS, TOKENS)
     assert sink.ended(late).code in (Code.RELEASED, Code.CANCELLED)
 

@@ -25,7 +25,7 @@ def restarted(world: World, name: str):
 
 
 def refusals(worker) -> list[Code]:
-    return [m.code for m in worker.heard(wk.Refused)]
+    return [m.code for m in worker.received(wk.Refused)]
 
 
 def test_a_second_of_squatting_after_a_restart_takes_nobodys_engine(world):
@@ -35,8 +35,8 @@ def test_a_second_of_squatting_after_a_restart_takes_nobodys_engine(world):
     publisher = world.connect(host, 1001)
     publisher.say(wk.Attach(request=5, engine_id="prefill", generation="g1"))
     assert refusals(squatter) == refusals(publisher) == [Code.NOT_ALLOWED]
-    assert "uid 1000" in squatter.heard(wk.Refused)[0].message
-    assert world.register(host, spec_of("prefill"), uid=1000).heard(wk.Registered)
+    assert "uid 1000" in squatter.received(wk.Refused)[0].message
+    assert world.register(host, spec_of("prefill"), uid=1000).received(wk.Registered)
 
 
 def test_an_id_is_kept_for_minutes_after_the_last_rank_and_no_longer(world):
@@ -51,7 +51,7 @@ def test_an_id_is_kept_for_minutes_after_the_last_rank_and_no_longer(world):
     world.advance(world.settings.ownership_s - 1)
     assert refusals(world.register(host, spec_of("prefill"), uid=1001)) == [Code.NOT_ALLOWED]
     world.advance(2)
-    assert world.register(host, spec_of("prefill"), uid=1001).heard(wk.Registered)
+    assert world.register(host, spec_of("prefill"), uid=1001).received(wk.Registered)
     assert host.node.ownerships.saved_users() == (("prefill", 1001),)
 
 
@@ -66,7 +66,7 @@ def test_an_operator_gives_an_id_back(world):
     world.register(world.host("p"), spec_of("prefill"), uid=1001).close()
     host = restarted(world, "p")
     world.feed(host, ev.DisownRequested("prefill"))
-    assert world.register(host, spec_of("prefill"), uid=1000).heard(wk.Registered)
+    assert world.register(host, spec_of("prefill"), uid=1000).received(wk.Registered)
 
 
 def test_root_takes_over_and_has_it_then(world):
@@ -81,17 +81,17 @@ def test_nobody_replaces_an_engine_whose_ranks_are_all_on_other_nodes(world):
     """It has no user at its home, so whoever was on that node could end it by a start of another name."""
     home = world.host("p0")
     spec = spec_of("big", tp=2, home=home.endpoint)
-    assert world.register(world.host("p1"), spec).heard(wk.Registered)
+    assert world.register(world.host("p1"), spec).received(wk.Registered)
     key, other = spec.key, msgspec.structs.replace(spec, generation="g2")
     assert refusals(world.register(home, other, uid=4242)) == [Code.NOT_ALLOWED]
     assert not home.node.registry.is_superseded(key)
     scheduler = world.connect(home, 4242)
     scheduler.say(wk.Attach(request=5, engine_id="big", generation="g1"))
-    assert scheduler.heard(wk.Registered)
+    assert scheduler.received(wk.Registered)
     beside = world.register(home, msgspec.structs.replace(spec, tp_rank=1), uid=1000)
-    assert beside.heard(wk.Registered)
+    assert beside.received(wk.Registered)
     beside.close()
-    assert world.register(home, other, uid=1000).heard(wk.Registered)
+    assert world.register(home, other, uid=1000).received(wk.Registered)
 
 
 def test_the_daemons_own_user_may_replace_an_engine_of_other_nodes():
@@ -99,7 +99,7 @@ def test_the_daemons_own_user_may_replace_an_engine_of_other_nodes():
     home = world.host("p0")
     world.register(world.host("p1"), spec_of("big", home=home.endpoint))
     replaced = spec_of("big", home=home.endpoint, generation="g2")
-    assert world.register(home, replaced, uid=1000).heard(wk.Registered)
+    assert world.register(home, replaced, uid=1000).received(wk.Registered)
 
 
 # --- bounds
@@ -183,7 +183,7 @@ def test_what_an_earlier_daemon_had_is_older_than_what_it_never_met(world):
     new.fill([1, 2], 8, seed=3)
     sink = world.engine(world.host("d"), "decode")[0]
     ticket = sink.pull(new.publish("t1", [1, 2], 8), [3, 4], 8)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong([3, 4], 8, seed=3) == 0
 
 

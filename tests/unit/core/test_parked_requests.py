@@ -13,7 +13,7 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import AskGrant, Consumer, EngineManifest, FetchEngine, Granted
+from kvxferd.wire.peer import Consumer, GrantReply, GrantRequest, ManifestReply, ManifestRequest
 from tests.support.simulation import IDS, TOKENS, Worker, World, spec_of
 
 
@@ -31,13 +31,13 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return seen
 
 
-def ask(world: World, source: Worker, ref: TransferRef, number: int, agent: str = "gone") -> None:
+def send_request(world: World, source: Worker, ref: TransferRef, number: int, agent: str = "gone") -> None:
     reads = ((Rank(0, 0), agent),)
     consumer = Consumer("decode", "g1", Rank(0, 0), 1)
-    question = AskGrant(
+    request = GrantRequest(
         request=number, grant=f"g{number}", ref=ref, consumer=consumer, reads=reads, wait_s=9.0
     )
-    world.feed(source.host, ev.PeerRequest(b"d", question, ""))  # type: ignore[arg-type]
+    world.feed(source.host, ev.PeerRequest(b"d", request, ""))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def waiting() -> tuple[World, Worker]:
     source = world.register(world.host("p"), spec_of("prefill", tp=2))
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
     for number in range(20):
-        ask(world, source, ref, number)
-        fetch = FetchEngine(request=100 + number, engine_id="prefill", generation="g1", wait_s=9.0)
+        send_request(world, source, ref, number)
+        fetch = ManifestRequest(request=100 + number, engine_id="prefill", generation="g1", wait_s=9.0)
         world.feed(source.host, ev.PeerRequest(b"d", fetch, ""))
     return world, source
 
@@ -69,7 +69,7 @@ def test_another_engines_rank_that_comes_and_goes_makes_nobody_look(
     world, source = waiting
     looked_at.clear()
     other = world.register(source.host, spec_of("other"))
-    assert other.heard(wk.Registered)
+    assert other.received(wk.Registered)
     other.close()
     assert not looked_at
 
@@ -100,7 +100,7 @@ def test_what_many_wait_for_is_looked_at_in_turns(looked_at: list[object]) -> No
     num = 2 * REQUESTS_PER_TURN + 10
     for number in range(num):
         # Past the world, which checks the books after each event.
-        question = AskGrant(
+        request = GrantRequest(
             request=number,
             grant=f"g{number}",
             ref=ref,
@@ -108,12 +108,12 @@ def test_what_many_wait_for_is_looked_at_in_turns(looked_at: list[object]) -> No
             reads=((Rank(0, 0), rank.agent),),
             wait_s=9.0,
         )
-        node.feed(ev.PeerRequest(b"d", question, ""), world.now)
+        node.feed(ev.PeerRequest(b"d", request, ""), world.now)
     looked_at.clear()
     source.publish("t", IDS, TOKENS, nonce="n")
     assert len(looked_at) <= 3 * REQUESTS_PER_TURN  # each at most by the publish, its mover, and one turn
     world.advance(0.1)
-    granted = [m for e in world.network if isinstance(m := decoded(e.payload), Granted)]
+    granted = [m for e in world.network if isinstance(m := decoded(e.payload), GrantReply)]
     assert len(granted) == num
     assert not node.grant_server._due
 
@@ -124,13 +124,13 @@ def test_fetches_are_looked_at_in_turns(looked_at: list[object]) -> None:
     source = world.register(world.host("p"), spec_of("prefill", tp=2))
     node, num = source.host.node, 3 * REQUESTS_PER_TURN
     for number in range(num):
-        fetch = FetchEngine(request=number, engine_id="prefill", generation="g1", wait_s=9.0)
+        fetch = ManifestRequest(request=number, engine_id="prefill", generation="g1", wait_s=9.0)
         node.feed(ev.PeerRequest(b"d", fetch, ""), world.now)
     looked_at.clear()
     world.register(source.host, spec_of("prefill", tp=2, tp_rank=1))
     assert len(looked_at) <= 2 * REQUESTS_PER_TURN
     world.advance(0.1)
-    assert len([m for e in world.network if isinstance(m := decoded(e.payload), EngineManifest)]) == num
+    assert len([m for e in world.network if isinstance(m := decoded(e.payload), ManifestReply)]) == num
 
 
 def test_a_mover_that_repeats_itself_makes_nobody_look(

@@ -11,7 +11,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import Done, FetchEngine, PeerHello, PeerRefused
+from kvxferd.wire.peer import ManifestRequest, PeerHello, PeerRefused, RequestDone
 from tests.support.simulation import (
     FIRST,
     IDS,
@@ -49,7 +49,7 @@ def test_peers_that_never_answer_give_their_places_to_another_user() -> None:
     assert [delivers(source, second, f"t{n}") for n, source in enumerate(sources)] == [True] * 4
     assert first.host.node.peers._peer_share.held_by(FIRST) == 4
     ended = [first.ended(ticket) for ticket in tickets]
-    assert {e.code for e in ended if isinstance(e, wk.Failed)} == {Code.BUSY}
+    assert {e.code for e in ended if isinstance(e, wk.TicketFailed)} == {Code.BUSY}
     world.advance(30.0)
     assert first.host.node.peers.endpoints() <= {source.host.endpoint for source in sources}
     assert first.host.node.peers._open_request_share.held == 0
@@ -81,7 +81,7 @@ def test_a_peer_that_is_read_from_keeps_its_place() -> None:
     for _ in sources:
         mover_of(first).copy()
         mover_of(first).finish()
-    assert all(isinstance(first.ended(ticket), wk.Delivered) for ticket in tickets)
+    assert all(isinstance(first.ended(ticket), wk.TicketDelivered) for ticket in tickets)
 
 
 def test_a_peer_that_two_users_wait_for_is_not_given_up_for_a_third() -> None:
@@ -95,7 +95,7 @@ def test_a_peer_that_two_users_wait_for_is_not_given_up_for_a_third() -> None:
     tickets = [third.pull(ref_to(f"c-{number}"), SINK_IDS, TOKENS) for number in range(2)]
     assert known <= first.host.node.peers.endpoints()
     failed = third.ended(tickets[-1])
-    assert isinstance(failed, wk.Failed)
+    assert isinstance(failed, wk.TicketFailed)
     assert failed.code is Code.BUSY
 
 
@@ -110,7 +110,7 @@ def test_the_home_of_a_rank_keeps_its_place() -> None:
     other = world.register(member, spec_of("decode"), uid=SECOND)
     ticket = other.pull(ref_to("elsewhere"), SINK_IDS, TOKENS)
     failed = other.ended(ticket)
-    assert isinstance(failed, wk.Failed)
+    assert isinstance(failed, wk.TicketFailed)
     assert failed.code is Code.BUSY
     assert member.node.peers.endpoints() == {home.endpoint}
 
@@ -126,7 +126,7 @@ def test_a_silent_peer_keeps_its_place_while_it_is_asked_again() -> None:
     ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=60.0)
     world.advance(30.0)
     failed = sink.ended(ticket)
-    assert isinstance(failed, wk.Failed)
+    assert isinstance(failed, wk.TicketFailed)
     assert failed.code is Code.PEER_UNREACHABLE
     node = sink.host.node
     assert node.peers._peer_share.held == 1
@@ -143,7 +143,7 @@ def test_what_comes_from_a_peer_that_is_forgotten_is_not_kept() -> None:
     world = world_of()
     sink = world.engine(world.host("d"), "decode")[0]
     for number in range(20):
-        world.feed(sink.host, ev.PeerReply(Endpoint(f"tcp://gone-{number}:9441"), Done(request=1)))
+        world.feed(sink.host, ev.PeerReply(Endpoint(f"tcp://gone-{number}:9441"), RequestDone(request=1)))
     assert not sink.host.node.peers.endpoints()
 
 
@@ -160,7 +160,7 @@ def test_pulls_that_are_cancelled_leave_questions_for_others(monkeypatch) -> Non
     for number in range(64):
         ticket = first.pull(msgspec.structs.replace(ref, transfer_id=f"t{number}"), SINK_IDS, TOKENS)
         ended = first.ended(ticket)
-        codes.append(ended.code if isinstance(ended, wk.Failed) else None)
+        codes.append(ended.code if isinstance(ended, wk.TicketFailed) else None)
         first.say(wk.Cancel(ticket=ticket))
     assert codes[0] is None
     assert codes[-1] is Code.BUSY
@@ -189,7 +189,7 @@ def test_grants_are_renewed_though_another_user_of_the_peer_may_ask_nothing_more
     world.advance(world.settings.lease_s + 1.0)
     mover_of(second).copy()
     mover_of(second).finish()
-    assert isinstance(second.ended(ticket), wk.Delivered)
+    assert isinstance(second.ended(ticket), wk.TicketDelivered)
 
 
 def test_an_engine_is_learnt_for_whoever_waits_and_has_room_for_it() -> None:
@@ -206,8 +206,8 @@ def test_an_engine_is_learnt_for_whoever_waits_and_has_room_for_it() -> None:
         for n, sink in enumerate((first, second))
     ]
     world.deliver()
-    assert isinstance(second.ended(tickets[1]), wk.Delivered)
-    assert isinstance(first.ended(tickets[0]), wk.Delivered)
+    assert isinstance(second.ended(tickets[1]), wk.TicketDelivered)
+    assert isinstance(first.ended(tickets[0]), wk.TicketDelivered)
     assert shares.held_by(SECOND) > 0
 
 
@@ -221,12 +221,12 @@ def test_who_waits_longer_for_an_engine_is_not_refused_with_who_waits_shorter() 
     short = first.pull(ref, SINK_IDS, TOKENS, deadline_s=0.5)
     long = second.pull(ref, SINK_IDS, TOKENS, deadline_s=8.0)
     world.advance(1.0)
-    assert isinstance(first.ended(short), wk.Failed)
+    assert isinstance(first.ended(short), wk.TicketFailed)
     assert second.ended(long) is None
     world.register(host, other)
     world.advance(2.0)
     failed = second.ended(long)
-    assert isinstance(failed, wk.Failed)
+    assert isinstance(failed, wk.TicketFailed)
     assert failed.code is Code.TRANSFER_UNKNOWN  # the engine was learnt
     assert (
         first.host.node.handshake_client._learning_share.held
@@ -247,13 +247,13 @@ def test_a_source_that_refuses_at_once_is_asked_again_once() -> None:
     ]
     node, num_refused = first.host.node, 0
     for _ in range(8):
-        for request, asked in list(node.peer_requests._open.items()):
-            if isinstance(asked.message, FetchEngine):
+        for request, requested in list(node.peer_requests._open.items()):
+            if isinstance(requested.message, ManifestRequest):
                 num_refused += 1
                 refused = PeerRefused(request=request, code=Code.ENGINE_INCOMPLETE, message="no")
-                world.feed(first.host, ev.PeerReply(asked.address, refused))
-            elif isinstance(asked.message, PeerHello):
-                world.feed(first.host, ev.PeerReply(asked.address, welcome_of(request)))
+                world.feed(first.host, ev.PeerReply(requested.address, refused))
+            elif isinstance(requested.message, PeerHello):
+                world.feed(first.host, ev.PeerReply(requested.address, welcome_of(request)))
     assert num_refused == 2
     ended = [sink.ended(ticket) for sink, ticket in zip((first, second, first), tickets, strict=True)]
-    assert [e.code for e in ended if isinstance(e, wk.Failed)] == [Code.ENGINE_INCOMPLETE] * 3
+    assert [e.code for e in ended if isinstance(e, wk.TicketFailed)] == [Code.ENGINE_INCOMPLETE] * 3

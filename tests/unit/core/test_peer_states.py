@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxferd.core.peers import GREETING_RESENDS
+from kvxferd.core.peers import HELLO_RESENDS
 from kvxferd.core.registry import RankState
 from kvxferd.core.snapshot import LIMIT_NAMES, PULL_STATES, RELEASE_REASONS
 from kvxferd.errors import Code
@@ -21,8 +21,8 @@ def test_a_peer_that_does_not_answer_the_greeting_is_silent() -> None:
     [sink] = world.engine(world.host("d"), "decode")
     nobody = "tcp://nobody:9441"
     sink.pull(TransferRef(nobody, "prefill", "g1", "t", "n"), SINK_IDS, TOKENS)
-    assert states_of(world) == {nobody: "greeting"}
-    world.advance(GREETING_RESENDS * world.settings.resend_s + 0.1)
+    assert states_of(world) == {nobody: "connecting"}
+    world.advance(HELLO_RESENDS * world.settings.resend_s + 0.1)
     assert states_of(world) == {nobody: "silent"}
     assert set(states_of(world).values()) <= set(PEER_STATES)
 
@@ -82,4 +82,4 @@ def test_limits_and_what_is_published_follow_the_node() -> None:
     assert shown.published_bytes == shown.oldest_published_s == used()["max_transfers_per_engine"] == 0
     [served] = world.hosts["p"].served
     assert (served.source, served.sink, served.peer) == ("prefill", "decode", sink.host.endpoint)
-    assert served.bytes == sink.heard(wk.Delivered)[0].bytes
+    assert served.bytes == sink.received(wk.TicketDelivered)[0].bytes

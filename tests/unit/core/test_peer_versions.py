@@ -23,7 +23,7 @@ class OtherVersions(World):
     def __init__(self, is_chosen: bool) -> None:
         super().__init__()
         self.is_chosen = is_chosen
-        self.num_requests = 0  # that no greeting allowed
+        self.num_requests = 0  # that no hello allowed
 
     def arrive(self, envelope: Envelope) -> None:
         message = PEER_MESSAGES.decode(envelope.payload)
@@ -32,7 +32,7 @@ class OtherVersions(World):
                 message = msgspec.structs.replace(message, versions=Versions(OTHER, OTHER))
             case peer.PeerWelcome() if self.is_chosen:
                 message = msgspec.structs.replace(message, version=OTHER)
-            case peer.AskGrant() | peer.FetchEngine():
+            case peer.GrantRequest() | peer.ManifestRequest():
                 self.num_requests += 1
         envelope.payload = encode(message)
         super().arrive(envelope)
@@ -43,7 +43,7 @@ def test_a_pull_from_a_peer_that_shares_no_version_fails_with_the_reason(is_chos
     world = OtherVersions(is_chosen)
     (source,), (sink,) = world.engine(world.host("p"), "prefill"), world.engine(world.host("d"), "decode")
     failed = sink.ended(sink.pull(source.publish("t", IDS, TOKENS), SINK_IDS, TOKENS))
-    assert isinstance(failed, wk.Failed)
+    assert isinstance(failed, wk.TicketFailed)
     assert (failed.code, failed.safe_to_reuse) == (Code.BAD_VERSION, True)
     assert f"version {OTHER}" in failed.message
     assert f"this one speaks {peer.PEER_VERSIONS}; upgrade the older" in failed.message

@@ -7,7 +7,7 @@ import pytest
 from kvxferd.core.events import MoverMessage, TransportsSeen
 from kvxferd.core.snapshot import PlacementRecord, RankSnapshot, TransportsRecord
 from kvxferd.core.ucx_log import TransportsUsed
-from kvxferd.wire.common import Placement
+from kvxferd.wire.common import MeasuredPlacement
 from kvxferd.wire.mover import ProbeResult
 from tests.support.simulation import Worker, World, mover_of, spec_of
 
@@ -25,7 +25,7 @@ def rank(worker: Worker) -> RankSnapshot:
     return shown
 
 
-def prove(worker: Worker, placement: Placement) -> None:
+def prove(worker: Worker, placement: MeasuredPlacement) -> None:
     worker.world.feed(worker.host, MoverMessage(mover_of(worker).mover, ProbeResult(placement=placement)))
 
 
@@ -46,7 +46,7 @@ def test_a_rank_is_ready_before_its_memory_is_proved(worker):
 
 def test_a_proof_is_told_with_the_lanes_that_its_mover_has_to_itself(worker):
     connect(worker, ITSELF)
-    prove(worker, Placement(gigabytes_per_s=4.5))
+    prove(worker, MeasuredPlacement(gigabytes_per_s=4.5))
     found = rank(worker).placement
     assert found is not None
     assert (found.proved, found.lanes, found.gigabytes_per_s) == (True, "cma", 4.5)
@@ -56,12 +56,12 @@ def test_a_proof_is_told_with_the_lanes_that_its_mover_has_to_itself(worker):
 
 def test_what_the_kernel_counted_wins_over_what_the_library_says(worker):
     connect(worker, ITSELF)
-    prove(worker, Placement(lanes="tcp", gigabytes_per_s=0.9))
+    prove(worker, MeasuredPlacement(lanes="tcp", gigabytes_per_s=0.9))
     assert records(worker, PlacementRecord)[0].lanes == "tcp"
 
 
 def test_memory_that_was_read_wrongly_says_why(worker):
-    prove(worker, Placement(why="a read brought other bytes"))
+    prove(worker, MeasuredPlacement(why="a read brought other bytes"))
     (record,) = records(worker, PlacementRecord)
     assert (record.proved, record.why) == (False, "a read brought other bytes")
 
@@ -81,7 +81,7 @@ def test_tcp_to_a_process_of_this_node_is_slow_where_the_mover_could_do_better(w
 
 def test_another_mover_starts_with_nothing_known(worker):
     connect(worker, ITSELF)
-    prove(worker, Placement(gigabytes_per_s=4.5))
+    prove(worker, MeasuredPlacement(gigabytes_per_s=4.5))
     mover_of(worker).die()
     worker.world.advance(5.0)
     found = rank(worker).placement
@@ -94,7 +94,7 @@ def test_what_a_dead_mover_found_is_void(worker):
     mover_of(worker).die()
     worker.world.settle()
     worker.world.feed(
-        worker.host, MoverMessage(number, ProbeResult(placement=Placement(gigabytes_per_s=9.0)))
+        worker.host, MoverMessage(number, ProbeResult(placement=MeasuredPlacement(gigabytes_per_s=9.0)))
     )
     worker.world.feed(worker.host, TransportsSeen(number, ITSELF))
     assert rank(worker).lanes == ()

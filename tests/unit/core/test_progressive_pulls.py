@@ -14,7 +14,7 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import AskGrant, Consumer
+from kvxferd.wire.peer import Consumer, GrantRequest
 from tests.support.simulation import Mover, Worker, World, mover_of, spec_of
 
 DELIVERED_BOTH_WAYS = True
@@ -72,7 +72,7 @@ def say_extend(source: Worker, ids: list[int], ready: int, transfer_id: str = "t
 def pull(sink: Worker, ref: TransferRef, deadline_s: float = 30.0, first: int = 0, **more: object) -> int:
     ticket = next(sink.tickets)
     blocks = {"full": PackedBlocks(pack_ids(SINK_IDS[first // BLOCK_TOKENS :]), first)}
-    request = wk.Pull(
+    request = wk.PullRequest(
         ticket=ticket,
         ref=ref,
         blocks=blocks,
@@ -90,7 +90,7 @@ def progress_of(sink: Worker) -> list[int]:
 
 
 def check_delivered(sink: Worker, ticket: int) -> None:
-    assert isinstance(sink.ended(ticket), wk.Delivered), sink.ended(ticket)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered), sink.ended(ticket)
     assert sink.num_wrong(SINK_IDS, TOKENS, SEED) == 0
 
 
@@ -110,7 +110,7 @@ def test_what_is_ready_is_read_and_then_the_rest(world, source, sink):
     extend(source, 13, TOKENS)
     check_delivered(sink, ticket)
     world.advance(1)
-    assert source.heard(wk.Released)[0].why is Code.COMPLETED
+    assert source.received(wk.Released)[0].why is Code.COMPLETED
     assert world.hosts["p"].node.is_idle
     assert sink.host.node.is_idle
 
@@ -175,7 +175,7 @@ def test_what_is_taken_back_is_never_delivered(world, source, sink, while_read):
     mover.hold = while_read
     ticket = pull(sink, ref)
     source.say(wk.Unpublish(transfer_id="t1"))
-    assert source.heard(wk.Released)
+    assert source.received(wk.Released)
     source.fill(SOURCE_IDS, TOKENS, seed=99)
     if while_read:
         mover.copy()
@@ -246,7 +246,7 @@ def test_a_wrong_extension_ends_the_transfer_alone(world, source, sink, ids):
     ticket = pull(sink, publish(source, ready=8))
     other = publish(source, ready=8, transfer_id="t2")
     source.say(wk.Ready(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(ids))}))
-    assert [(m.transfer_id, m.why) for m in source.heard(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
+    assert [(m.transfer_id, m.why) for m in source.received(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
     assert sink.ended(ticket).code is Code.RELEASED
     second = pull(sink, other)
     extend(source, 8, TOKENS, "t2")
@@ -288,7 +288,7 @@ def test_blocks_that_do_not_continue_the_list_end_the_transfer(world, source, si
     ticket = pull(sink, publish(source, ready=8))
     more = PackedBlocks(pack_ids(SOURCE_IDS[2:]), first)
     source.say(wk.Ready(transfer_id="t1", blocks={"full": more}, incarnation=source.incarnation))
-    assert [(m.transfer_id, m.why) for m in source.heard(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
+    assert [(m.transfer_id, m.why) for m in source.received(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
     assert sink.ended(ticket).code is Code.RELEASED
 
 
@@ -307,30 +307,30 @@ def test_a_block_that_is_in_two_parts_is_found_at_the_end(world, source, sink):
     say_extend(source, [first], ready=12)
     assert progress_of(sink) == [8, 12]
     say_extend(source, SOURCE_IDS[blocks_of(12) :], ready=-1)
-    assert [(m.transfer_id, m.why) for m in source.heard(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
+    assert [(m.transfer_id, m.why) for m in source.received(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
     assert sink.ended(ticket).code is Code.RELEASED
 
 
 @pytest.mark.parametrize("ready", [-2, TOKENS + 1])
 def test_a_publish_with_an_impossible_number_is_refused(world, source, ready):
     source.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=ready)
-    (refused,) = source.heard(wk.PublishRefused)
+    (refused,) = source.received(wk.PublishRefused)
     assert refused.code is Code.BLOCKS_INVALID
 
 
 def test_an_impossible_report_ends_its_session_alone(world, source, sink):
     other = world.engine(world.hosts["p"], "other")[0]
     source.ready("t1", -2)
-    assert source.heard(wk.Farewell)
+    assert source.received(wk.Farewell)
     ref = other.publish("t1", SOURCE_IDS, TOKENS)
-    assert isinstance(sink.ended(pull(sink, ref)), wk.Delivered)
+    assert isinstance(sink.ended(pull(sink, ref)), wk.TicketDelivered)
 
 
 def test_blocks_of_another_mapping_of_the_memory_end_the_transfer(world, source, sink):
     ticket = pull(sink, publish(source, ready=8))
     blocks = {"full": PackedBlocks(pack_ids(SOURCE_IDS[2:]))}
     source.say(wk.Ready(transfer_id="t1", blocks=blocks, incarnation="before", ready_tokens=-1))
-    assert source.heard(wk.Released)[0].why is Code.RANK_LOST
+    assert source.received(wk.Released)[0].why is Code.RANK_LOST
     assert sink.ended(ticket).code is Code.RELEASED
 
 
@@ -366,9 +366,9 @@ def test_an_extension_renews_the_lease(world, source, sink):
     for ready in (8, 12, 16):
         world.advance(2)
         extend(source, ready - 4, ready)
-    assert not source.heard(wk.Released)
+    assert not source.received(wk.Released)
     world.advance(3.1)
-    assert source.heard(wk.Released)[0].why is Code.LEASE_EXPIRED
+    assert source.received(wk.Released)[0].why is Code.LEASE_EXPIRED
 
 
 def test_a_cancel_between_pieces_is_over_at_once(world, source, sink):
@@ -401,7 +401,7 @@ def test_a_piece_that_is_late_is_in_doubt_until_its_mover_says_so(world, source,
     assert not sink.ended(ticket).safe_to_reuse
     mover.copy()
     mover.finish()
-    assert [m.ticket for m in sink.heard(wk.Quiesced)] == [ticket]
+    assert [m.ticket for m in sink.received(wk.TicketQuiesced)] == [ticket]
 
 
 def test_what_became_ready_while_a_piece_was_read_is_read_at_once(world, source, sink):
@@ -462,7 +462,7 @@ def test_a_piece_that_is_there_while_its_rank_is_suspended_is_the_last(world, so
     read = mv.PullOutcome(delivered=True, bytes=1, runs=1)
     mover.last_report = mv.PullDone(pull=mover.started[-1].pull, outcome=read)
     sink.say(wk.Suspend())
-    assert sink.heard(wk.Suspended)
+    assert sink.received(wk.Suspended)
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.SUSPENDED, True)
     assert not sink.host.node.pulls.running()
 
@@ -494,7 +494,7 @@ def test_pieces_of_an_earlier_publish_are_read_anew(world, source, sink):
     again.fill(SOURCE_IDS, TOKENS, seed=2)
     again.ready("t1")
     world.advance(1)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, 2) == 0
 
 
@@ -509,7 +509,7 @@ def test_two_readers_are_at_different_places(world, source, sink):
     check_delivered(sink, first)
     check_delivered(other, second)
     world.advance(1)
-    assert source.heard(wk.Released)[0].why is Code.COMPLETED
+    assert source.received(wk.Released)[0].why is Code.COMPLETED
 
 
 def test_what_the_reader_has_already_is_not_read(world, source, sink):
@@ -530,7 +530,7 @@ def test_what_the_reader_has_already_is_not_read(world, source, sink):
 
 def test_a_full_prefix_hit_reads_nothing(world, source, sink):
     ticket = pull(sink, publish(source, ready=1), blocks={"full": PackedBlocks(b"")})
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_messages_that_are_lost_are_repeated(world, source, sink):
@@ -562,25 +562,25 @@ def test_a_source_that_dies_ends_the_pull_long_before_its_deadline(world, source
 
 def test_a_peer_that_keeps_a_request_too_long_is_not_taken_for_silent(world, source, sink):
     """Its other requests go on, and what was learnt of it stays."""
-    requests, answers = sink.host.node.peers, []
+    requests, replies = sink.host.node.peers, []
 
-    def make(request: int) -> AskGrant:
+    def make(request: int) -> GrantRequest:
         held = pull_request(sink, unpublished(source))
         return msgspec.structs.replace(held, request=request)
 
-    requests.request(source.host.endpoint, make, 7.0, answers.append, 0, waits=True)
+    requests.request(source.host.endpoint, make, 7.0, replies.append, 0, waits=True)
     world.advance(0.0)  # it greets the peer
     world.advance(7.1)
-    assert [(answer.code, "cannot wait longer" in answer.message) for answer in answers] == [
+    assert [(reply.code, "cannot wait longer" in reply.message) for reply in replies] == [
         (Code.DEADLINE, True)
     ]
     assert [peer.state for peer in sink.host.node.snapshot().peers] == ["up"]
 
 
-def pull_request(sink: Worker, ref: TransferRef) -> AskGrant:
+def pull_request(sink: Worker, ref: TransferRef) -> GrantRequest:
     """Return a request for a grant that waits for a transfer that is not published."""
     consumer = Consumer(sink.spec.engine_id, sink.spec.generation, sink.spec.rank, 1)
-    return AskGrant(
+    return GrantRequest(
         request=0, grant="waits", ref=ref, consumer=consumer, reads=(), wait_s=60.0, after_tokens=0
     )
 
@@ -669,7 +669,7 @@ def test_a_prefix_is_handed_over_when_it_is_ready(world, source, sink):
     read_slowly(world, sink, 0.25)
     extend(source, 8, 17)
     read_slowly(world, sink, 0.5)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     record = record_of(sink)
     assert (record.bytes, record.hidden_bytes) == (2, 1)
     assert record.handover_s == pytest.approx(0.5)

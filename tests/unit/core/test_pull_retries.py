@@ -31,9 +31,9 @@ def test_a_source_whose_mover_was_replaced_is_read_through_the_new_one(world, so
     world.advance(1)  # another mover is bound
     mover_of(sink).hold = False
     mover_of(sink).copy()  # from an agent that is gone
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
-    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
     assert [r.retried for r in records(sink)] == [True]
     assert not any(sink.host.node.grant_client.num_grants().values())
 
@@ -96,7 +96,7 @@ def test_what_was_released_meanwhile_is_said_to_be(world, source, sink):
     source.say(wk.Unpublish(transfer_id="t1"))
     fail(sink)
     assert sink.ended(ticket).code is Code.RELEASED
-    assert len([m for m in sink.heard(wk.Failed) if m.ticket == ticket]) == 1
+    assert len([m for m in sink.received(wk.TicketFailed) if m.ticket == ticket]) == 1
 
 
 def test_the_source_never_sees_the_transfer_without_a_reader_between_the_tries(world, source, sink):
@@ -109,4 +109,4 @@ def test_the_source_never_sees_the_transfer_without_a_reader_between_the_tries(w
     mover.hold = False
     mover.copy()
     mover.finish()
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)

@@ -47,7 +47,7 @@ def test_a_grant_that_arrives_after_the_cancel_is_given_back(world, source, sink
     world.hold_network = False
     world.deliver()
     world.advance(31)
-    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
 def test_cancel_while_the_mover_works_waits_for_its_word(world, source, sink):
@@ -59,13 +59,13 @@ def test_cancel_while_the_mover_works_waits_for_its_word(world, source, sink):
     mover.hold = False
     mover.copy()
     mover.finish()
-    assert isinstance(sink.ended(ticket), wk.Delivered)  # it was done before it could be stopped
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)  # it was done before it could be stopped
 
 
 def test_an_unknown_ticket_is_cancelled_without_complaint(world, source, sink):
     sink.say(wk.Cancel(ticket=99))
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_a_deadline_before_the_mover_has_it_is_free_at_once(world, source, sink):
@@ -86,10 +86,10 @@ def test_a_deadline_while_the_mover_works_is_in_doubt_until_it_says_so(world, so
     failed = sink.ended(ticket)
     assert failed.code is Code.DEADLINE
     assert not failed.safe_to_reuse
-    assert not sink.heard(wk.Quiesced)
+    assert not sink.received(wk.TicketQuiesced)
     mover.copy()
     mover.finish()
-    assert sink.heard(wk.Quiesced) == [wk.Quiesced(ticket=ticket)]
+    assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=ticket)]
 
 
 def test_a_frozen_mover_is_killed_and_replaced_and_the_next_pull_works(world, source, sink):
@@ -100,7 +100,7 @@ def test_a_frozen_mover_is_killed_and_replaced_and_the_next_pull_works(world, so
     assert not sink.ended(ticket).safe_to_reuse
     world.advance(world.settings.quiesce_s)
     assert not frozen.alive
-    assert sink.heard(wk.Quiesced) == [wk.Quiesced(ticket=ticket)]
+    assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=ticket)]
     world.advance(1)
     ref = source.publish("t2", IDS, TOKENS)
     assert sink.reads(ref)
@@ -188,17 +188,17 @@ def test_draining_refuses_what_is_new_and_finishes_what_runs(world, source, sink
     assert not sink.host.node.is_idle
     mover.copy()
     mover.finish()
-    assert isinstance(sink.ended(running), wk.Delivered)
+    assert isinstance(sink.ended(running), wk.TicketDelivered)
     assert sink.host.node.is_idle
 
 
 def test_a_suspended_ranks_pulls_fail_and_work_again_after_resume(world, source, sink):
     ref = source.publish("t1", IDS, TOKENS)
     sink.say(wk.Suspend())
-    assert sink.heard(wk.Suspended)
+    assert sink.received(wk.Suspended)
     assert not [m for m in sink.host.movers.values() if m.alive]
     sink.resume()
-    assert [m.request for m in sink.heard(wk.Registered)] == [1, 2]
+    assert [m.request for m in sink.received(wk.Registered)] == [1, 2]
     assert sink.reads(ref)
 
 
@@ -218,7 +218,7 @@ def test_long_block_lists_travel_in_parts(world):
     world.rng.shuffle(ids)
     ref = source.publish("t1", ids, num)
     ticket = sink.pull(ref, list(range(num)), num)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     tensors = zip(source.layout.tensors, sink.layout.tensors, strict=True)
     for there, here in tensors:
         for token in (0, 1, num // 2, num - 1):

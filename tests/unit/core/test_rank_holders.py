@@ -22,7 +22,7 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress
 from kvxferd.wire.outlines import PEER_OUTLINES
-from kvxferd.wire.peer import Done, JoinRank, LeaveRank, PeerRefused, RankReady
+from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankReady, RequestDone
 from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
 from tests.support.simulation import BLOCK_TOKENS, IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
@@ -58,9 +58,9 @@ def as_stranger(world: World, home: Host, message: Message) -> Message:
 
 
 def as_holder_of(world: World, home: Host, key: str, message: Message) -> Message:
-    said = world.ask(home, message, b"from " + key.encode(), key)
-    (answer,) = [message for message in said if isinstance(message, Done | PeerRefused)]
-    return answer
+    said = world.send_request(home, message, b"from " + key.encode(), key)
+    (reply,) = [message for message in said if isinstance(message, RequestDone | PeerRefused)]
+    return reply
 
 
 def changed(spec: EngineSpec, **changes: object) -> EngineSpec:
@@ -91,29 +91,29 @@ def test_who_joins_a_missing_rank_starts_no_generation(world):
     home = world.host("p0")
     spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
     first = world.register(home, spec)
-    assert isinstance(as_stranger(world, home, join(second(spec))), Done)
+    assert isinstance(as_stranger(world, home, join(second(spec))), RequestDone)
     for rank in (spec, second(spec)):
-        answer = as_stranger(world, home, join(changed(rank, generation=Generation("g2")), "evil/2"))
-        assert is_not_allowed(answer)
-        assert isinstance(answer, PeerRefused)
-        assert answer.retry_after_s > 0
-        assert "worker of this node" in answer.message
+        reply = as_stranger(world, home, join(changed(rank, generation=Generation("g2")), "evil/2"))
+        assert is_not_allowed(reply)
+        assert isinstance(reply, PeerRefused)
+        assert reply.retry_after_s > 0
+        assert "worker of this node" in reply.message
     assert not home.node.registry.is_superseded(KEY)
     first.publish("t1", IDS, TOKENS)
-    assert not first.heard(wk.PublishRefused)
-    assert not first.heard(wk.Released)
+    assert not first.received(wk.PublishRefused)
+    assert not first.received(wk.Released)
 
 
 def test_a_member_starts_no_generation_while_another_has_a_rank(world):
     home = world.host("p0")
     spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
     member = world.register(world.host("p1"), second(spec))
-    assert isinstance(as_stranger(world, home, join(spec)), Done)
+    assert isinstance(as_stranger(world, home, join(spec)), RequestDone)
     anew = changed(spec, generation=Generation("g2"))
     assert is_not_allowed(as_stranger(world, home, join(anew, "evil/2")))
     member.close()
     world.advance(world.settings.member_silent_after_s + 1)
-    assert isinstance(as_stranger(world, home, join(anew, "evil/2")), Done)
+    assert isinstance(as_stranger(world, home, join(anew, "evil/2")), RequestDone)
 
 
 def test_the_only_member_of_an_engine_starts_its_next_generation(world):
@@ -121,7 +121,7 @@ def test_the_only_member_of_an_engine_starts_its_next_generation(world):
     spec = spec_of("prefill", home=home.endpoint)
     world.register(world.host("p1"), spec)
     again = world.register(world.hosts["p1"], changed(spec, generation=Generation("g2")))
-    assert again.heard(wk.Registered)
+    assert again.received(wk.Registered)
     assert home.node.registry.is_superseded(spec.key)
 
 
@@ -132,10 +132,10 @@ def test_after_a_restart_of_the_home_a_rank_is_its_former_daemons(world):
     stages = stages_of(world)
     home = restarted(world, "p0")
     comes_back(world, stages[0], home)
-    answer = as_stranger(world, home, join(stages[1].spec))
-    assert is_not_allowed(answer)
-    assert "disown" in answer.message
-    assert answer.retry_after_s > 0
+    reply = as_stranger(world, home, join(stages[1].spec))
+    assert is_not_allowed(reply)
+    assert "disown" in reply.message
+    assert reply.retry_after_s > 0
     world.advance(2 * world.settings.member_heartbeat_s)
     (record,) = [r for r in home.node.registry.get(KEY).ranks.values() if isinstance(r, MemberRank)]
     assert record.identity.key == world.keys.get("p1", "")
@@ -154,10 +154,10 @@ def test_a_stranger_is_not_first_with_another_shape_or_generation(world):
         changed(spec, generation=Generation("g2")),
     ):
         assert is_not_allowed(as_stranger(world, home, join(tried)))
-    assert comes_back(world, stages[0], home).heard(wk.Registered)
+    assert comes_back(world, stages[0], home).received(wk.Registered)
     world.advance(2 * world.settings.member_heartbeat_s)
     assert not home.node.registry.get(KEY).missing()
-    assert not stages[1].heard(wk.Refused)
+    assert not stages[1].received(wk.Refused)
 
 
 def test_the_members_of_an_engine_without_a_rank_at_home_come_back_in_any_order(world):
@@ -179,9 +179,9 @@ def test_a_rank_is_kept_for_its_key_for_minutes_and_for_a_secret_for_seconds(wor
     comes_back(world, stages[0], home)
     again = comes_back(world, stages[1], world.host("p1"))
     if not world.keys:
-        assert not again.heard(wk.Registered)
+        assert not again.received(wk.Registered)
         world.advance(world.settings.member_silent_after_s + world.settings.member_heartbeat_s)
-    assert again.heard(wk.Registered)
+    assert again.received(wk.Registered)
     del world.hosts["p1"]
     home = restarted(world, "p0")
     comes_back(world, stages[0], home)
@@ -189,7 +189,7 @@ def test_a_rank_is_kept_for_its_key_for_minutes_and_for_a_secret_for_seconds(wor
     world.advance(kept_s - 1)
     assert is_not_allowed(as_stranger(world, home, join(again.spec)))
     world.advance(2)
-    assert isinstance(as_stranger(world, home, join(again.spec)), Done)
+    assert isinstance(as_stranger(world, home, join(again.spec)), RequestDone)
 
 
 def test_an_operator_gives_a_rank_of_a_lost_node_back(world):
@@ -200,7 +200,7 @@ def test_an_operator_gives_a_rank_of_a_lost_node_back(world):
     assert is_not_allowed(as_stranger(world, home, join(stages[1].spec)))
     assert home.node.disownable(KEY.engine_id).num_ranks == 1
     world.feed(home, ev.DisownRequested(KEY.engine_id))
-    assert isinstance(as_stranger(world, home, join(stages[1].spec)), Done)
+    assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
     assert not home.node.disownable(KEY.engine_id)
 
 
@@ -214,7 +214,7 @@ def test_an_operator_gives_a_rank_back_whose_node_is_silent_and_none_that_is_hea
     world.advance(world.settings.member_silent_after_s + 1)
     assert home.node.disownable(KEY.engine_id).num_ranks == 1
     world.feed(home, ev.DisownRequested(KEY.engine_id))
-    assert isinstance(as_stranger(world, home, join(stages[1].spec)), Done)
+    assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
 
 
 def test_a_member_that_leaves_after_the_homes_restart_keeps_its_rank_for_seconds(world):
@@ -233,15 +233,15 @@ def test_nobody_here_takes_an_engine_of_other_nodes_that_is_to_come_back(world):
     home = world.host("p3")
     spec = changed(stages[1].spec, engine_id="far", home=home.endpoint)
     far = world.register(world.hosts["p1"], spec)
-    assert far.heard(wk.Registered)
+    assert far.received(wk.Registered)
     home = restarted(world, "p3")
     refused = []
     for tried in (changed(spec, generation=Generation("g2")), spec):
         worker = world.register(home, changed(tried, home=""), uid=1001)
-        refused += [m.code for m in worker.heard(wk.Refused)]
+        refused += [m.code for m in worker.received(wk.Refused)]
     assert refused == [Code.NOT_ALLOWED, Code.NOT_ALLOWED]
     root = world.register(home, changed(spec, home=""), uid=0)
-    assert [m.code for m in root.heard(wk.Refused)] == [Code.RANK_TAKEN]
+    assert [m.code for m in root.received(wk.Refused)] == [Code.RANK_TAKEN]
     world.advance(2 * world.settings.member_heartbeat_s)
     assert list(home.node.registry.get(spec.key).ranks) == [SECOND]
 
@@ -254,7 +254,7 @@ def test_a_rank_of_this_node_is_kept_as_long_as_its_engine_is_its_users(world):
     world.advance(world.settings.ownership_s - 1)
     assert is_not_allowed(as_stranger(world, home, join(stages[0].spec)))
     world.advance(2)
-    assert isinstance(as_stranger(world, home, join(stages[0].spec)), Done)
+    assert isinstance(as_stranger(world, home, join(stages[0].spec)), RequestDone)
 
 
 def test_a_leave_of_nobody_does_not_make_a_rank_of_this_node_absent(world):
@@ -269,7 +269,7 @@ def test_a_leave_of_nobody_does_not_make_a_rank_of_this_node_absent(world):
         agent="a",
         secret="another",
     )
-    assert isinstance(as_stranger(world, home, leave), Done)
+    assert isinstance(as_stranger(world, home, leave), RequestDone)
     assert home.node.ownerships.rank_holders.num_absent(KEY.engine_id) == 0
     world.advance(world.settings.ownership_s + 1)
     assert home.node.ownerships.rank_holders.holder_of(KEY, spec.rank) == holder_of_user(0)
@@ -280,10 +280,10 @@ def test_a_new_start_at_home_ends_what_is_kept_of_the_former(world):
     del world.hosts["p1"]
     home = restarted(world, "p0")
     anew = changed(stages[0].spec, generation=Generation("g2"))
-    assert world.register(home, anew).heard(wk.Registered)
+    assert world.register(home, anew).received(wk.Registered)
     assert not home.node.ownerships.rank_holders.num_absent(KEY.engine_id)
     moved = world.register(world.host("p2"), second(anew))
-    assert moved.heard(wk.Registered)
+    assert moved.received(wk.Registered)
 
 
 # --- bounds
@@ -369,16 +369,16 @@ def test_joined_ranks_are_bounded_by_key_and_in_all(monkeypatch):
     def joins(number: int) -> JoinRank:
         return join(spec_of(f"e{number}", home=home.endpoint), f"agent-{number}")
 
-    answers = [as_holder_of(world, home, key, joins(n)) for n, key in enumerate(("0a", "0a", "0a", "0b"))]
-    assert [getattr(a, "code", None) for a in answers] == [None, None, Code.BUSY, None]
-    assert answers[2].retry_after_s == RETRY_LATER_S
-    answers = [as_holder_of(world, home, key, joins(n)) for n, key in ((5, "0c"), (6, "0d"), (0, "0a"))]
-    assert [getattr(a, "code", None) for a in answers] == [None, Code.BUSY, None]  # said again: no more
+    replies = [as_holder_of(world, home, key, joins(n)) for n, key in enumerate(("0a", "0a", "0a", "0b"))]
+    assert [getattr(a, "code", None) for a in replies] == [None, None, Code.BUSY, None]
+    assert replies[2].retry_after_s == RETRY_LATER_S
+    replies = [as_holder_of(world, home, key, joins(n)) for n, key in ((5, "0c"), (6, "0d"), (0, "0a"))]
+    assert [getattr(a, "code", None) for a in replies] == [None, Code.BUSY, None]  # said again: no more
     leave = LeaveRank(
         request=9, boot="evil", engine_id="e5", generation="g1", rank=FIRST, agent="agent-5", secret="another"
     )
     home.node.feed(ev.PeerRequest(b"from 0c", leave, "0c"), world.now)
-    assert isinstance(as_holder_of(world, home, "0d", joins(6)), Done)
+    assert isinstance(as_holder_of(world, home, "0d", joins(6)), RequestDone)
     outline = PEER_OUTLINES.decode(encode(joins(7)))
     refused = home.node.refusal_of_join(b"from 0e", outline, "0e")  # before a layout is decoded
     assert refused is not None
@@ -405,7 +405,9 @@ def test_a_few_peers_leave_room_for_one_that_has_little(monkeypatch):
         return as_holder_of(world, home, key, ready)
 
     for say in (joins, is_ready):
-        num_taken = {key: sum(isinstance(say(key, n), Done) for n in range(9)) for key in ("0a", "0b", "0c")}
+        num_taken = {
+            key: sum(isinstance(say(key, n), RequestDone) for n in range(9)) for key in ("0a", "0b", "0c")
+        }
         assert num_taken == {"0a": 8, "0b": 6, "0c": 1}
 
 
@@ -425,11 +427,11 @@ def test_a_member_that_found_its_home_busy_asks_again(world, monkeypatch):
     other = world.register(
         world.hosts["p1"], changed(stages[1].spec, engine_id="other", pp_size=1, pp_rank=0, num_layers=2)
     )
-    assert not other.heard(wk.Registered)
-    assert not other.heard(wk.Refused)
+    assert not other.received(wk.Registered)
+    assert not other.received(wk.Refused)
     stages[1].close()
     world.advance(RETRY_LATER_S + 1)
-    assert other.heard(wk.Registered)
+    assert other.received(wk.Registered)
 
 
 def test_what_a_member_says_of_ended_transfers_leaves_nothing_behind(world):
@@ -465,7 +467,7 @@ def test_open_questions_follow_a_member_without_being_sent_at_once(world):
     secret = stages[1].host.node.member._secret
     again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
     effects = home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)
-    assert [type(effect.message) for effect in effects] == [Done]
+    assert [type(effect.message) for effect in effects] == [RequestDone]
     effects = home.node.feed(ev.Tick(), world.now + world.settings.resend_s)
     assert len([e for e in effects if e.route == b"anew"]) == 20
 
@@ -489,9 +491,9 @@ def test_a_peer_whose_key_was_taken_away_loses_its_ranks_to_the_operator(world):
     """It sends no heartbeat any more, and that is what `disown` asks."""
     home = world.host("p0")
     spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
-    assert isinstance(as_stranger(world, home, join(second(spec))), Done)
-    assert world.register(home, spec).heard(wk.Registered)
+    assert isinstance(as_stranger(world, home, join(second(spec))), RequestDone)
+    assert world.register(home, spec).received(wk.Registered)
     world.advance(world.settings.member_silent_after_s + 1)
     world.feed(home, ev.DisownRequested(KEY.engine_id))
     late = world.register(world.host("p1"), second(spec))
-    assert late.heard(wk.Registered)
+    assert late.received(wk.Registered)

@@ -23,14 +23,14 @@ from tests.support.simulation import IDS, SINK_IDS, TOKENS, spec_of
 
 
 def refusal(worker) -> wk.Refused:
-    (refused,) = worker.heard(wk.Refused)
+    (refused,) = worker.received(wk.Refused)
     return refused
 
 
 def test_a_registration_is_answered_once_its_memory_is_mapped(world):
     host = world.host("p")
     worker = world.register(host, spec_of("e"))
-    assert worker.heard(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
+    assert worker.received(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
 
 
 def test_two_workers_that_claim_one_rank(world):
@@ -40,7 +40,7 @@ def test_two_workers_that_claim_one_rank(world):
     assert refusal(second).code is Code.RANK_TAKEN
     first.close()
     world.register_again(second)
-    assert second.heard(wk.Registered)
+    assert second.received(wk.Registered)
 
 
 def test_the_same_registration_again_is_refused_and_changes_nothing(world):
@@ -49,12 +49,12 @@ def test_the_same_registration_again_is_refused_and_changes_nothing(world):
     worker.publish("t1", IDS, TOKENS)
     world.register_again(worker, request=7)
     assert len(worker.host.movers) == movers
-    assert not worker.heard(wk.Released)
-    assert not worker.heard(wk.MoverChanged)
+    assert not worker.received(wk.Released)
+    assert not worker.received(wk.MoverChanged)
     assert (refusal(worker).request, refusal(worker).code) == (7, Code.OUT_OF_PLACE)
-    assert len(worker.heard(wk.Registered)) == 1
+    assert len(worker.received(wk.Registered)) == 1
     worker.publish("t2", IDS, TOKENS)
-    assert not worker.heard(wk.PublishRefused)
+    assert not worker.received(wk.PublishRefused)
 
 
 def test_another_incarnation_on_one_connection_voids_the_ranks_transfers(world):
@@ -62,7 +62,7 @@ def test_another_incarnation_on_one_connection_voids_the_ranks_transfers(world):
     worker.publish("t1", IDS, TOKENS)
     world.register_again(worker, incarnation="second")
     assert refusal(worker).code is Code.INCARNATION_CHANGED
-    assert [m.why for m in worker.heard(wk.Released)] == [Code.RANK_LOST]
+    assert [m.why for m in worker.received(wk.Released)] == [Code.RANK_LOST]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_without_movers_the_registration_is_refused_and_the_session_lives(world)
     assert refusal(worker).code is Code.NIXL_UNAVAILABLE
     host.give_movers = True
     world.register_again(worker)
-    assert worker.heard(wk.Registered)
+    assert worker.received(wk.Registered)
 
 
 def test_a_frame_before_hello_costs_the_connection_and_nobody_elses(world):
@@ -172,7 +172,7 @@ def test_a_frame_before_hello_costs_the_connection_and_nobody_elses(world):
     host.workers[999] = fresh
     world.feed(host, ev.WorkerConnected(999, 1, 0))
     fresh.ready("t")
-    assert [m.code for m in fresh.heard(wk.Farewell)] == [Code.OUT_OF_PLACE]
+    assert [m.code for m in fresh.received(wk.Farewell)] == [Code.OUT_OF_PLACE]
     assert 999 not in host.node.sessions
     assert neighbour.connected
 
@@ -184,7 +184,7 @@ def test_a_client_of_another_version_is_told_which_are_spoken(world):
     host.workers[999] = fresh
     world.feed(host, ev.WorkerConnected(999, 1, 0))
     fresh.say(wk.Hello(versions=Versions(6, 7), client="future"))
-    (farewell,) = fresh.heard(wk.Farewell)
+    (farewell,) = fresh.received(wk.Farewell)
     assert farewell.code is Code.BAD_VERSION
     assert "version 6 to 7: this one speaks 1; upgrade the older" in farewell.message
 
@@ -196,18 +196,18 @@ def test_a_client_of_another_version_is_told_which_are_spoken(world):
 def test_a_bad_publish_is_refused_and_its_blocks_are_the_engines(world, ids, tokens):
     worker = world.register(world.host("p"), spec_of("e"))
     worker.publish("t1", ids, tokens)
-    (refused,) = worker.heard(wk.PublishRefused)
+    (refused,) = worker.received(wk.PublishRefused)
     assert refused.code is Code.BLOCKS_INVALID
     worker.publish("t1", IDS, TOKENS)
-    assert len(worker.heard(wk.PublishRefused)) == 1
+    assert len(worker.received(wk.PublishRefused)) == 1
 
 
 def test_one_id_published_twice_is_refused_and_the_first_lives(world):
     worker = world.register(world.host("p"), spec_of("e"))
     worker.publish("t1", IDS, TOKENS)
     worker.publish("t1", IDS, TOKENS)
-    assert [m.code for m in worker.heard(wk.PublishRefused)] == [Code.TRANSFER_EXISTS]
-    assert not worker.heard(wk.Released)
+    assert [m.code for m in worker.received(wk.PublishRefused)] == [Code.TRANSFER_EXISTS]
+    assert not worker.received(wk.Released)
 
 
 def test_when_a_worker_goes_its_mover_is_killed_and_its_engine_forgotten(world):
@@ -227,7 +227,7 @@ def test_a_home_that_is_no_endpoint(world, home):
 def test_a_home_in_another_spelling_is_the_same(world):
     host = world.host("p")
     worker = world.register(host, spec_of("e", home="tcp://P:9441"))
-    assert worker.heard(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
+    assert worker.received(wk.Registered) == [wk.Registered(request=1, endpoint=host.endpoint)]
 
 
 def test_a_mover_that_binds_while_its_rank_is_suspended_changes_nothing(world):
@@ -240,9 +240,9 @@ def test_a_mover_that_binds_while_its_rank_is_suspended_changes_nothing(world):
     effects += host.node.feed(ev.MoverMessage(mover.mover, bound), world.now)  # it was on its way
     assert [e for e in effects if isinstance(e, fx.KillMover)]
     mover.die()
-    assert worker.heard(wk.Suspended)
+    assert worker.received(wk.Suspended)
     worker.resume()
-    assert [m.request for m in worker.heard(wk.Registered)] == [1, 2]
+    assert [m.request for m in worker.received(wk.Registered)] == [1, 2]
 
 
 def test_a_refusal_to_bind_of_a_mover_that_is_the_ranks_no_more(world):
@@ -251,10 +251,10 @@ def test_a_refusal_to_bind_of_a_mover_that_is_the_ranks_no_more(world):
     (old,) = host.movers.values()
     host.node.feed(ev.WorkerMessage(worker.session, wk.Suspend()), world.now)
     world.feed(host, ev.MoverMessage(old.mover, mv.BindRefused(code=Code.INTERNAL, message="no")))
-    assert not worker.heard(wk.Farewell)
+    assert not worker.received(wk.Farewell)
     old.die()
     worker.resume()
-    assert len(worker.heard(wk.Registered)) == 2
+    assert len(worker.received(wk.Registered)) == 2
 
 
 @pytest.mark.parametrize("is_bound", [False, True])
@@ -263,7 +263,7 @@ def test_a_rank_whose_resume_is_refused_may_be_resumed_again(world, is_bound):
     worker = world.register(host, spec_of("e"))
     (mover,) = host.movers.values()
     worker.say(wk.Suspend())
-    assert worker.heard(wk.Suspended)
+    assert worker.received(wk.Suspended)
     assert not mover.alive
     for number in range(2):
         message = wk.Resume(request=2 + number, regions=worker.exports(), incarnation=f"n{number}")
@@ -287,7 +287,7 @@ def test_a_rank_whose_resume_is_refused_may_be_resumed_again(world, is_bound):
         assert [(r.request, r.code) for r in replies] == [(2 + number, Code.NIXL_UNAVAILABLE)]
         host.node.check_integrity()
     worker.resume("last", request=4)
-    assert [m.request for m in worker.heard(wk.Registered)] == [1, 4]
+    assert [m.request for m in worker.received(wk.Registered)] == [1, 4]
 
 
 def test_a_pull_of_a_suspended_rank_fails_at_once(world):
@@ -334,12 +334,12 @@ def test_a_fence_slot_holds_one_transfer_at_a_time(world):
     worker.publish("t1", IDS, TOKENS)
     worker.slots = itertools.count()  # the same slot again
     worker.publish("t2", IDS, TOKENS)
-    (refused,) = worker.heard(wk.PublishRefused)
+    (refused,) = worker.received(wk.PublishRefused)
     assert (refused.transfer_id, refused.code) == ("t2", Code.OUT_OF_PLACE)
     worker.say(wk.Unpublish(transfer_id="t1"))
     worker.slots = itertools.count()
     worker.publish("t3", IDS, TOKENS)
-    assert len(worker.heard(wk.PublishRefused)) == 1
+    assert len(worker.received(wk.PublishRefused)) == 1
 
 
 @pytest.mark.parametrize("group", ["", "x" * 300])
@@ -348,14 +348,14 @@ def test_parts_without_end_cost_the_connection(world, group):
     worker, neighbour = world.register(host, spec_of("e")), world.connect(host)
     for number in range(300):
         worker.say(BlockIds(stream=1, group=f"{group}{number}", offset=0, ids=b""))
-    assert [m.code for m in worker.heard(wk.Farewell)] == [Code.BAD_FRAME]
+    assert [m.code for m in worker.received(wk.Farewell)] == [Code.BAD_FRAME]
     assert neighbour.connected
 
 
 def test_nothing_is_put_together_before_a_registration(world):
     worker = world.connect(world.host("p"))
     worker.say(BlockIds(stream=1, group="full", offset=0, ids=b"\0" * 4))
-    assert [m.code for m in worker.heard(wk.Farewell)] == [Code.OUT_OF_PLACE]
+    assert [m.code for m in worker.received(wk.Farewell)] == [Code.OUT_OF_PLACE]
 
 
 def test_what_arrives_in_parts_has_a_share_of_each_user(world):
@@ -382,7 +382,7 @@ def test_what_arrives_in_parts_has_a_share_of_each_user(world):
             ),
             b"x" * 16,
         )
-    codes = [m.code for s in schedulers for m in s.heard(wk.PublishRefused)]
+    codes = [m.code for s in schedulers for m in s.received(wk.PublishRefused)]
     assert codes[1:] == [Code.BUSY, Code.BUSY]
     assert all(s.connected for s in schedulers)
     assert host.node.reassembly_memory._other_users.held == 0
@@ -412,10 +412,10 @@ def test_a_list_as_long_as_may_be_can_be_sent_again():
 def test_an_attach_with_a_name_that_is_no_name_is_refused_and_keeps_nothing(world, engine_id, generation):
     worker = world.connect(world.host("p"))
     worker.say(wk.Attach(request=3, engine_id=engine_id, generation=generation))
-    assert [(m.request, m.code) for m in worker.heard(wk.Refused)] == [(3, Code.RANK_INVALID)]
+    assert [(m.request, m.code) for m in worker.received(wk.Refused)] == [(3, Code.RANK_INVALID)]
     assert worker.host.node.sessions[worker.session].attached is None
     worker.say(wk.Attach(request=4, engine_id="e" * 256, generation="g" * 256))
-    assert [m.request for m in worker.heard(wk.Registered)] == [4]
+    assert [m.request for m in worker.received(wk.Registered)] == [4]
 
 
 def test_an_attach_that_names_no_generation_is_of_the_newest(world):
@@ -424,23 +424,23 @@ def test_an_attach_that_names_no_generation_is_of_the_newest(world):
         world.register(host, spec_of("e", generation=generation))
     scheduler, named = world.connect(host), world.connect(host)
     scheduler.say(wk.Attach(request=7, engine_id="e", generation=""))
-    assert [(m.request, m.generation) for m in scheduler.heard(wk.Registered)] == [(7, "g2")]
+    assert [(m.request, m.generation) for m in scheduler.received(wk.Registered)] == [(7, "g2")]
     assert host.node.sessions[scheduler.session].attached == EngineKey("e", "g2")
     named.say(wk.Attach(request=7, engine_id="e", generation="g1"))
-    assert [m.generation for m in named.heard(wk.Registered)] == [""]
+    assert [m.generation for m in named.received(wk.Registered)] == [""]
 
 
 def test_an_attach_that_names_no_generation_needs_a_rank_of_this_node(world):
     host = world.host("p")
     scheduler = world.connect(host)
     scheduler.say(wk.Attach(request=7, engine_id="e", generation=""))
-    refused = scheduler.heard(wk.Refused)
+    refused = scheduler.received(wk.Refused)
     assert [(m.request, m.code) for m in refused] == [(7, Code.ENGINE_UNKNOWN)]
     assert refused[0].retry_after_s > 0
     assert host.node.sessions[scheduler.session].attached is None
     world.register(host, spec_of("e"))
     scheduler.say(wk.Attach(request=8, engine_id="e", generation=""))
-    assert [m.request for m in scheduler.heard(wk.Registered)] == [8]
+    assert [m.request for m in scheduler.received(wk.Registered)] == [8]
 
 
 @pytest.mark.parametrize("had_rank", [True, False])
@@ -497,11 +497,11 @@ def test_resuming_counts_as_registering_does(world):
     while registrations.acquire(worker.host.node.sessions[worker.session].uid, world.now) == 0.0:
         pass
     worker.say(wk.Suspend())
-    assert worker.heard(wk.Suspended)
+    assert worker.received(wk.Suspended)
     worker.resume()
     refused = refusal(worker)
     assert refused.code is Code.BUSY
     assert refused.retry_after_s > 0
     world.advance(1.0)
     worker.resume(request=3)
-    assert worker.heard(wk.Registered)[-1].request == 3
+    assert worker.received(wk.Registered)[-1].request == 3

@@ -41,7 +41,7 @@ def test_two_homes_that_name_one_engine_id_neither_refuse_nor_evict_each_other(w
         for number, (source, ids) in enumerate(sources):
             source.fill(ids, TOKENS, seed=number)
             ticket = sink.pull(source.publish(f"t{turn}-{number}", ids, TOKENS), IDS, TOKENS)
-            assert isinstance(sink.ended(ticket), wk.Delivered), sink.ended(ticket)
+            assert isinstance(sink.ended(ticket), wk.TicketDelivered), sink.ended(ticket)
             assert sink.num_wrong(IDS, TOKENS, seed=number) == 0
     known = sink.host.node.sessions[sink.session].rank.topology
     homes = [source.host.endpoint for source, _ in sources]
@@ -69,14 +69,16 @@ def test_a_hold_keeps_its_plan_and_manifest_when_its_engine_expires(world, monke
     (hold,) = [hold for held in decode.node.grant_client._held.values() for hold in held.values()]
     manifest = weakref.ref(hold.remote)
     monkeypatch.setattr(topology, "MAX_REMOTE_ENGINES", 1)
-    assert isinstance(sink.ended(sink.pull(other.publish("t2", IDS, TOKENS), IDS, TOKENS)), wk.Delivered)
+    assert isinstance(
+        sink.ended(sink.pull(other.publish("t2", IDS, TOKENS), IDS, TOKENS)), wk.TicketDelivered
+    )
     decode.node.handshake_client.forget_engine(prefill.endpoint, ref.engine)
     gc.collect()
     assert [engine for engine, _, _ in registered(sink)] == ["other"]
     assert manifest() is hold.remote
     fetched = len([r for r in decode.records if isinstance(r, HandshakeRecord)])
     ticket = sink.pull(ref, IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(IDS, TOKENS, seed=1) == 0
     assert len([r for r in decode.records if isinstance(r, HandshakeRecord)]) == fetched
     del hold
@@ -95,9 +97,9 @@ def test_a_hold_keeps_its_plan_and_manifest_when_a_new_generation_replaces_its_e
     (new,) = world.engine(prefill, "prefill", generation="g2", block_tokens=8)
     new.fill(IDS[:2], TOKENS, seed=2)
     ticket = sink.pull(new.publish("t2", IDS[:2], TOKENS), [4, 5, 6], TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert [generation for _, generation, _ in registered(sink)] == ["g2"]
-    assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.Delivered)
+    assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
     assert sink.num_wrong(IDS, TOKENS, seed=1) == 0
     assert sink.num_wrong([4, 5, 6], TOKENS, seed=2) == 0
 
@@ -110,7 +112,7 @@ def test_memory_that_is_mapped_again_is_a_new_manifest_with_the_plan_that_is_the
     for turn in range(3):
         source.fill(IDS, TOKENS, seed=turn)
         ticket = sink.pull(source.publish(f"t{turn}", IDS, TOKENS), IDS, TOKENS)
-        assert isinstance(sink.ended(ticket), wk.Delivered), sink.ended(ticket)
+        assert isinstance(sink.ended(ticket), wk.TicketDelivered), sink.ended(ticket)
         assert sink.num_wrong(IDS, TOKENS, seed=turn) == 0
         plans += [plan for _, _, plan in registered(sink)]
         source.say(wk.Suspend())
@@ -126,7 +128,7 @@ def test_what_the_registry_knows_is_not_charged_to_a_user(world):
     (source,) = world.engine(world.host("p"), "prefill")
     (sink,) = world.engine(world.host("d"), "decode")
     ref = source.publish("t1", IDS, TOKENS)
-    assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.Delivered)
+    assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
     share = sink.host.node.handshake_client._learnt_bytes_share
     assert share.held > 0
     sink.host.node.handshake_client.forget_engine(source.host.endpoint, ref.engine)
@@ -172,7 +174,7 @@ def test_engines_and_agents_that_nobody_wants_are_forgotten_when_others_are_lear
         (source,) = world.engine(prefill, f"prefill-{number}")
         source.fill(IDS, TOKENS, seed=number)
         ticket = sink.pull(source.publish(f"t{number}", IDS, TOKENS), IDS, TOKENS)
-        assert isinstance(sink.ended(ticket), wk.Delivered)
+        assert isinstance(sink.ended(ticket), wk.TicketDelivered)
         source.close()
         world.advance(HOLD_S * 0.6)
     (mover,) = [m for m in decode.movers.values() if m.alive]
@@ -192,7 +194,7 @@ def test_what_is_wanted_again_and_again_is_kept(world):
         for publisher in (source, other):
             publisher.fill(IDS, TOKENS, seed=number)
             ref = publisher.publish(f"t{number}-{publisher.session}", IDS, TOKENS)
-            assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.Delivered)
+            assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
         other.close()
         world.advance(HOLD_S * 0.6)
     handshakes = [r for r in decode.records if getattr(r, "engine_id", None) == "prefill"]

@@ -55,13 +55,13 @@ def test_other_pulls_end_on_the_old_mover_and_new_ones_go_to_the_next(world, sou
     running = sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
     world.advance(1.0 + world.settings.quiesce_s)
     assert len(live_movers(sink)) == 2
-    assert not sink.heard(wk.Quiesced)
+    assert not sink.received(wk.TicketQuiesced)
     new = sink.pull(source.publish("t3", IDS, TOKENS), [20, 21, 22], TOKENS)
-    assert isinstance(sink.ended(new), wk.Delivered)  # by the next mover: the old one holds
+    assert isinstance(sink.ended(new), wk.TicketDelivered)  # by the next mover: the old one holds
     finish(old)
-    assert isinstance(sink.ended(running), wk.Delivered)
+    assert isinstance(sink.ended(running), wk.TicketDelivered)
     assert not old.alive
-    assert sink.heard(wk.Quiesced) == [wk.Quiesced(ticket=stalled)]
+    assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=stalled)]
     assert [sink.num_wrong(ids, TOKENS, seed=1) for ids in (OTHER_IDS, [20, 21, 22])] == [0, 0]
     assert not any(r.retried for r in sink.host.records if hasattr(r, "retried"))
 
@@ -78,10 +78,10 @@ def test_what_does_not_end_in_time_is_read_again_by_the_next_mover(world, source
     assert [sink.ended(ticket) for ticket in running] == [None, None]
     world.advance(0.2)
     assert not old.alive
-    assert [type(sink.ended(ticket)) for ticket in running] == [wk.Delivered] * 2
-    assert sink.heard(wk.Quiesced) == [wk.Quiesced(ticket=stalled)]
+    assert [type(sink.ended(ticket)) for ticket in running] == [wk.TicketDelivered] * 2
+    assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=stalled)]
     assert sink.num_wrong(OTHER_IDS, TOKENS, seed=1) == 0
-    assert sorted(m.why for m in source.heard(wk.Released)) == [Code.COMPLETED] * 2
+    assert sorted(m.why for m in source.received(wk.Released)) == [Code.COMPLETED] * 2
 
 
 def test_a_mover_that_dies_for_any_reason_costs_its_pulls_nothing(world, source, sink):
@@ -90,7 +90,7 @@ def test_a_mover_that_dies_for_any_reason_costs_its_pulls_nothing(world, source,
     tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(3)]
     mover.die()
     world.advance(1)
-    assert [type(sink.ended(ticket)) for ticket in tickets] == [wk.Delivered] * 3
+    assert [type(sink.ended(ticket)) for ticket in tickets] == [wk.TicketDelivered] * 3
     assert {r.retried for r in sink.host.records if hasattr(r, "retried")} == {True}
 
 
@@ -142,7 +142,7 @@ def test_a_suspended_ranks_pulls_are_not_read_again(world, source, sink):
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=30)
     sink.say(wk.Suspend())
     assert sink.ended(ticket).safe_to_reuse
-    assert sink.heard(wk.Suspended)
+    assert sink.received(wk.Suspended)
 
 
 def test_a_read_that_fails_while_its_rank_is_suspended_is_not_read_again(world, source, sink):
@@ -152,7 +152,7 @@ def test_a_read_that_fails_while_its_rank_is_suspended_is_not_read_again(world, 
     failed = mv.PullOutcome(delivered=False, started=True, finished=True, code=Code.TRANSPORT, message="lost")
     mover.last_report = mv.PullDone(pull=mover.started[-1].pull, outcome=failed)
     sink.say(wk.Suspend())
-    assert sink.heard(wk.Suspended)
+    assert sink.received(wk.Suspended)
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.TRANSPORT, True)
     assert not sink.host.node.pulls.running()
 
@@ -163,7 +163,7 @@ def test_suspend_ends_a_retired_mover_too(world, source, sink):
     world.advance(1.0 + world.settings.quiesce_s)
     assert len(live_movers(sink)) == 2
     sink.say(wk.Suspend())
-    assert sink.heard(wk.Suspended)
+    assert sink.received(wk.Suspended)
     assert not live_movers(sink)
 
 
@@ -187,11 +187,11 @@ def test_whoever_reads_from_a_retired_mover_goes_on(world, source, sink):
     assert old.alive
     assert old.attended
     finish(mover_of(reader))
-    assert isinstance(reader.ended(reading), wk.Delivered)
+    assert isinstance(reader.ended(reading), wk.TicketDelivered)
     assert reader.num_wrong(SINK_IDS, TOKENS, seed=9) == 0
     world.advance(world.settings.polling_linger_s + 0.1)
     assert not old.alive
-    assert len(sink.heard(wk.Quiesced)) == 1
+    assert len(sink.received(wk.TicketQuiesced)) == 1
 
 
 def test_a_reader_that_is_too_slow_reads_again_through_the_next_mover(world, source, sink):
@@ -203,7 +203,7 @@ def test_a_reader_that_is_too_slow_reads_again_through_the_next_mover(world, sou
     world.advance(RETIRED_S + 0.1)
     mover_of(reader).hold = False
     mover_of(reader).copy()  # from an agent that is gone
-    assert isinstance(reader.ended(reading), wk.Delivered)
+    assert isinstance(reader.ended(reading), wk.TicketDelivered)
     assert reader.num_wrong(SINK_IDS, TOKENS, seed=9) == 0
 
 
@@ -216,7 +216,7 @@ def test_a_rank_has_one_retired_mover_at_most(world, source, sink):
     assert not first.alive
     assert len(live_movers(sink)) <= 2
     world.advance(RETIRED_S + 0.1)
-    assert isinstance(sink.ended(kept), wk.Delivered)
+    assert isinstance(sink.ended(kept), wk.TicketDelivered)
 
 
 def test_where_no_second_mover_can_be_bound_the_retired_one_ends_at_once(world, source, sink):
@@ -228,7 +228,7 @@ def test_where_no_second_mover_can_be_bound_the_retired_one_ends_at_once(world, 
     world.advance(1.0 + world.settings.quiesce_s)
     assert not old.alive
     world.advance(1)
-    assert isinstance(sink.ended(running), wk.Delivered)
+    assert isinstance(sink.ended(running), wk.TicketDelivered)
     assert sink.connected
 
 
@@ -237,11 +237,11 @@ def test_doubt_that_nothing_but_death_ends_retires_the_mover_at_once(world, sour
     old.hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=60)
     start = old.started.popleft()
-    outcome = mv.PullOutcome(delivered=False, finished=False, quiet_follows=False, code=Code.TRANSPORT)
+    outcome = mv.PullOutcome(delivered=False, finished=False, quiesced_follows=False, code=Code.TRANSPORT)
     old.say(mv.PullDone(pull=start.pull, outcome=outcome))
     assert not sink.ended(ticket).safe_to_reuse
     assert not old.alive
-    assert sink.heard(wk.Quiesced) == [wk.Quiesced(ticket=ticket)]
+    assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=ticket)]
     assert len(live_movers(sink)) == 1
 
 
@@ -252,12 +252,12 @@ def test_a_delivery_that_only_the_worker_knows_of_is_not_read_again(world, sourc
     old.hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=60)
     old.copy()
-    sink.inbox.append(wk.Delivered(ticket=ticket, bytes=1, runs=1, wire_s=0.0))
+    sink.inbox.append(wk.TicketDelivered(ticket=ticket, bytes=1, runs=1, wire_s=0.0))
     sink.fill(SINK_IDS, TOKENS, seed=5)  # the engine goes on
     old.die()
     world.advance(2)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=5) == 0
-    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
 @by_mover
@@ -275,9 +275,9 @@ def test_a_worker_that_does_not_say_what_it_knows_has_its_pulls_fail(world, sour
 @by_mover
 def test_an_answer_is_to_one_interruption_alone(world, source, sink):
     """The next mover may die before the worker has answered for the pulls of the first."""
-    asked: list[tuple[int, tuple[int, ...]]] = []
-    answer = sink.resume_pulls
-    sink.resume_pulls = lambda number, tickets: asked.append((number, tickets))
+    requested: list[tuple[int, tuple[int, ...]]] = []
+    reply = sink.resume_pulls
+    sink.resume_pulls = lambda number, tickets: requested.append((number, tickets))
     old = mover_of(sink)
     stall(world, source, sink)
     first = sink.pull(source.publish("t1", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
@@ -287,26 +287,26 @@ def test_an_answer_is_to_one_interruption_alone(world, source, sink):
     mover_of(sink).die()
     old.die()
     world.advance(1)
-    assert sorted(tickets for _, tickets in asked) == [(first,), (second,)]
-    for number, tickets in asked:
-        answer(number, tickets)
+    assert sorted(tickets for _, tickets in requested) == [(first,), (second,)]
+    for number, tickets in requested:
+        reply(number, tickets)
     world.advance(1)
-    assert isinstance(sink.ended(first), wk.Delivered)
-    assert isinstance(sink.ended(second), wk.Delivered)
+    assert isinstance(sink.ended(first), wk.TicketDelivered)
+    assert isinstance(sink.ended(second), wk.TicketDelivered)
 
 
 @pytest.mark.parametrize("name", ["tickets", "arrived"])
 def test_an_answer_has_as_many_tickets_as_pulls_may_run(world, sink, name):
     many = {"tickets": (), name: tuple(range(1025))}
     sink.say(wk.PullsResumed(number=1, **many))
-    assert "1024 pulls may run" in sink.heard(wk.Farewell)[0].message
+    assert "1024 pulls may run" in sink.received(wk.Farewell)[0].message
 
 
 @by_mover
 def test_a_grant_that_ended_while_its_pull_waited_is_asked_for_anew(world, source, sink):
-    asked: list[tuple[int, tuple[int, ...]]] = []
-    answer = sink.resume_pulls
-    sink.resume_pulls = lambda number, tickets: asked.append((number, tickets))
+    requested: list[tuple[int, tuple[int, ...]]] = []
+    reply = sink.resume_pulls
+    sink.resume_pulls = lambda number, tickets: requested.append((number, tickets))
     mover_of(sink).hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=600)
     mover_of(sink).die()
@@ -314,7 +314,7 @@ def test_a_grant_that_ended_while_its_pull_waited_is_asked_for_anew(world, sourc
     world.advance(world.settings.lease_s)
     (pull,) = sink.host.node.pulls.running()
     assert pull.held_grant.state is GrantState.ENDED
-    answer(*asked[0])
+    reply(*requested[0])
     world.advance(1)
     failed = sink.ended(ticket)
     assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)
@@ -350,7 +350,7 @@ def test_a_source_that_stalls_again_and_again_is_refused_for_a_while(world, sour
     assert delivers(other, sink, "o1")
     world.advance(refused.retry_after_s + 0.1)
     again = sink.pull(source.publish("t10", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(again), wk.Delivered)
+    assert isinstance(sink.ended(again), wk.TicketDelivered)
 
 
 def test_short_deadlines_are_no_stalls(world, source, sink):
@@ -364,7 +364,7 @@ def test_short_deadlines_are_no_stalls(world, source, sink):
         finish(mover)
     mover.hold = False
     ticket = sink.pull(source.publish("last", IDS, TOKENS), SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_one_failure_of_a_source_that_many_ranks_read_counts_once(world):
@@ -407,7 +407,7 @@ def test_a_bind_that_is_refused_without_a_retired_mover_ends_the_rank(world):
     worker.refuses_binds = lambda: True
     mover_of(worker).die()
     world.advance(1)
-    assert [m.code for m in worker.heard(wk.Farewell)] == [Code.DEVICE_ERROR]
+    assert [m.code for m in worker.received(wk.Farewell)] == [Code.DEVICE_ERROR]
 
 
 def test_a_member_rank_stays_joined_while_its_mover_is_retired(world):

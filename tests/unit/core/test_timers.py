@@ -25,7 +25,7 @@ def fed(world: World, host: Host, event: ev.Event) -> int:
     host.node.check_integrity()
     for effect in effects:
         world._do(host, effect)
-    return sum(isinstance(e, fx.SendToWorker) and isinstance(e.message, wk.Failed) for e in effects)
+    return sum(isinstance(e, fx.SendToWorker) and isinstance(e.message, wk.TicketFailed) for e in effects)
 
 
 def ended_in_turns(world: World, host: Host, event: ev.Event) -> list[int]:
@@ -64,7 +64,7 @@ def test_pulls_whose_peer_fails_end_in_turns(world: World, source: Worker, sink:
     assert open_before >= 1
     assert sum(counts) == NUM
     assert max(counts) <= 3 * CALLS_PER_TURN  # a turn's own, and what falls due in it
-    assert all(isinstance(sink.ended(ticket), wk.Failed) for ticket in tickets)
+    assert all(isinstance(sink.ended(ticket), wk.TicketFailed) for ticket in tickets)
     assert node.peers._open_request_share.held == 0
 
 
@@ -83,14 +83,14 @@ def test_who_waits_when_the_peer_is_dropped_asks_it_nothing_more(
 ) -> None:
     """Those that a turn has no room for are not asked of a peer that was dropped meanwhile."""
     node, endpoint = sink.host.node, source.host.endpoint
-    answers: list[object] = []
+    replies: list[object] = []
     peer = node.peers.admit(endpoint, 0)
     peer.boot = "boot"
-    waiting = [(lambda request: pytest.fail("it was asked"), 1.0, answers.append, False)]
+    waiting = [(lambda request: pytest.fail("it was asked"), 1.0, replies.append, False)]
     node.peers.drop(endpoint)
     for wanted in waiting:
         node.peers._send_after_welcome(peer, *wanted)
-    assert [answer.code for answer in answers] == [Code.PEER_UNREACHABLE]
+    assert [reply.code for reply in replies] == [Code.PEER_UNREACHABLE]
 
 
 def test_a_node_is_behind_while_more_is_due_than_one_turn_runs(world):

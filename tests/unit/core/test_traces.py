@@ -29,12 +29,12 @@ class Pair:
     def publish(self, traceparent: str = PREFILL, name: str = "t1") -> TransferRef:
         return self.source.publish(name, IDS, TOKENS, traceparent=traceparent)
 
-    def pull(self, ref: TransferRef, traceparent: str = DECODE) -> wk.Delivered | wk.Failed:
+    def pull(self, ref: TransferRef, traceparent: str = DECODE) -> wk.TicketDelivered | wk.TicketFailed:
         ticket = self.sink.pull(ref.with_trace(traceparent), SINK_IDS, TOKENS, deadline_s=30.0)
         self.world.settle()
         self.world.advance(40.0)
         ended = self.sink.ended(ticket)
-        assert isinstance(ended, wk.Delivered | wk.Failed)
+        assert isinstance(ended, wk.TicketDelivered | wk.TicketFailed)
         return ended
 
     def pulls(self) -> list[PullRecord]:
@@ -46,7 +46,7 @@ class Pair:
 
 def test_each_sides_span_hangs_on_its_own_request() -> None:
     pair = Pair()
-    assert isinstance(pair.pull(pair.publish()), wk.Delivered)
+    assert isinstance(pair.pull(pair.publish()), wk.TicketDelivered)
     (pull,), (release,) = pair.pulls(), pair.releases()
     assert (pull.traceparent, release.traceparent) == (DECODE, PREFILL)
     assert len({pull.span_id, release.span_id, ""}) == 3
@@ -57,10 +57,10 @@ def test_a_prepared_pull_has_the_trace_of_its_own_request() -> None:
     ref = pair.publish()
     pair.sink.say(wk.Prepare(ref=ref.with_trace(PREFILL)))
     pair.world.settle()
-    assert isinstance(pair.pull(ref, DECODE), wk.Delivered)
+    assert isinstance(pair.pull(ref, DECODE), wk.TicketDelivered)
     (pull,) = pair.pulls()
     assert pull.traceparent == DECODE
-    assert len([m for m in pair.sink.inbox if isinstance(m, wk.Delivered)]) == 1
+    assert len([m for m in pair.sink.inbox if isinstance(m, wk.TicketDelivered)]) == 1
 
 
 @pytest.mark.parametrize("traceparent", ["", QUIET, "x", "0" * 55, f"00-{'0' * 32}-{'a' * 16}-01"])
@@ -69,20 +69,22 @@ def test_what_is_not_sampled_or_not_valid_makes_none_and_is_delivered(
     traceparent: str, tracing: bool
 ) -> None:
     pair = Pair(tracing=tracing)
-    assert isinstance(pair.pull(pair.publish(traceparent), traceparent), wk.Delivered)
+    assert isinstance(pair.pull(pair.publish(traceparent), traceparent), wk.TicketDelivered)
     (pull,), (release,) = pair.pulls(), pair.releases()
     assert (pull.traceparent, pull.span_id, release.traceparent, release.span_id) == ("", "", "", "")
 
 
 def test_a_node_that_exports_nothing_hands_the_trace_on_as_it_is() -> None:
     pair = Pair(tracing=False)
-    asked: list[str] = []
+    requested: list[str] = []
     seen = pair.prefill.node.grant_server.acquire
     pair.prefill.node.grant_server.acquire = (  # type: ignore[method-assign]
-        lambda route, message, key="": (asked.append(message.ref.traceparent), seen(route, message, key))[1]
+        lambda route, message, key="": (requested.append(message.ref.traceparent), seen(route, message, key))[
+            1
+        ]
     )
-    assert isinstance(pair.pull(pair.publish()), wk.Delivered)
-    assert asked == [DECODE]
+    assert isinstance(pair.pull(pair.publish()), wk.TicketDelivered)
+    assert requested == [DECODE]
 
 
 def test_a_transfer_that_was_prepared_is_abandoned_whichever_trace_its_reference_names() -> None:
@@ -100,7 +102,7 @@ def test_a_transfer_that_was_prepared_is_abandoned_whichever_trace_its_reference
 def test_transfers_without_a_trace_start_one_by_ratio() -> None:
     pair = Pair(trace_sample_ratio=1.0)
     ref = pair.publish("")
-    assert isinstance(pair.pull(ref, ""), wk.Delivered)
+    assert isinstance(pair.pull(ref, ""), wk.TicketDelivered)
     (pull,), (release,) = pair.pulls(), pair.releases()
     root = root_traceparent(ref.nonce, 1.0)
     assert pull.traceparent == release.traceparent == root

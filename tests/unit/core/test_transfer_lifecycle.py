@@ -22,16 +22,16 @@ def published(world: World, num_readers: int = 1):
 def test_a_pull_delivers_the_published_bytes_and_releases_the_source(world):
     source, sink, ref = published(world)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
-    assert source.heard(wk.Released) == [wk.Released(transfer_id="t1", why=Code.COMPLETED)]
+    assert source.received(wk.Released) == [wk.Released(transfer_id="t1", why=Code.COMPLETED)]
 
 
 def test_the_fence_word_is_overwritten_before_anybody_is_told_of_the_release(world):
     source, sink, ref = published(world)
     word = bytes(source.fence[:16])
     sink.pull(ref, SINK_IDS, TOKENS)
-    assert source.heard(wk.Released)
+    assert source.received(wk.Released)
     assert bytes(source.fence[:16]) != word
 
 
@@ -40,9 +40,9 @@ def test_a_released_transfer_is_not_taken_again(world):
     source, _, ref = published(world)
     source.say(wk.Unpublish(transfer_id="t1"))
     source.publish("t1", IDS, TOKENS, nonce=ref.nonce)
-    assert [refused.code for refused in source.heard(wk.PublishRefused)] == [Code.RELEASED]
+    assert [refused.code for refused in source.received(wk.PublishRefused)] == [Code.RELEASED]
     source.publish("t1", IDS, TOKENS)  # another transfer of that id
-    assert source.heard(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
+    assert source.received(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
 
 
 def test_a_release_during_the_read_fails_the_pull_though_its_bytes_arrived(world):
@@ -55,7 +55,7 @@ def test_a_release_during_the_read_fails_the_pull_though_its_bytes_arrived(world
     source.fill(IDS, TOKENS, seed=2)  # the engine reuses its blocks at once
     mover.finish()
     failed = sink.ended(ticket)
-    assert isinstance(failed, wk.Failed)
+    assert isinstance(failed, wk.TicketFailed)
     assert failed.code is Code.RELEASED
     assert failed.safe_to_reuse
 
@@ -66,27 +66,27 @@ def test_every_rank_of_a_sink_must_acknowledge_before_the_release(world):
     source.fill(IDS, TOKENS, seed=1)
     ref = source.publish("t1", IDS, TOKENS)
     for sink in sinks:
-        assert not source.heard(wk.Released)
+        assert not source.received(wk.Released)
         ticket = sink.pull(ref, SINK_IDS, TOKENS)
-        assert isinstance(sink.ended(ticket), wk.Delivered)
+        assert isinstance(sink.ended(ticket), wk.TicketDelivered)
         assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
-    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
 def test_two_readers_must_both_acknowledge(world):
     source, sink, ref = published(world, num_readers=2)
     sink.pull(ref, SINK_IDS, TOKENS)
-    assert not source.heard(wk.Released)
+    assert not source.received(wk.Released)
     second = world.engine(world.hosts["d"], "decode-2")[0]
     second.pull(ref, SINK_IDS, TOKENS)
-    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
 def test_the_same_rank_pulling_twice_is_one_acknowledgement(world):
     source, sink, ref = published(world, num_readers=2)
     for _ in range(2):
         assert sink.reads(ref)
-    assert not source.heard(wk.Released)
+    assert not source.received(wk.Released)
 
 
 def test_a_publish_of_many_ranks_waits_for_each_to_be_ready(world):
@@ -98,9 +98,9 @@ def test_a_publish_of_many_ranks_waits_for_each_to_be_ready(world):
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     assert sink.ended(ticket) is None
     ranks[1].ready("t1")
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
-    assert all(len(rank.heard(wk.Released)) == 1 for rank in ranks)
+    assert all(len(rank.received(wk.Released)) == 1 for rank in ranks)
 
 
 def test_ready_may_come_before_the_publish(world):
@@ -119,23 +119,23 @@ def test_a_scheduler_without_memory_publishes_for_ranks_that_are_ready_by_themse
     rank.fill(IDS, TOKENS, seed=1)
     ref = scheduler.publish("t1", IDS, TOKENS)
     assert sink.reads(ref)
-    assert [m.why for m in scheduler.heard(wk.Released)] == [Code.COMPLETED]
-    assert [m.why for m in rank.heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in scheduler.received(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in rank.received(wk.Released)] == [Code.COMPLETED]
 
 
 def test_a_lease_that_nobody_reads_expires_and_not_before(world):
     source, _, _ = published(world)
     world.advance(29.9)
-    assert not source.heard(wk.Released)
+    assert not source.received(wk.Released)
     world.advance(0.2)
-    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
 def test_a_grant_keeps_the_transfer_as_long_as_it_is_renewed(world):
     source, sink, ref = published(world)
     sink.say(wk.Prepare(ref=ref))
     world.advance(100)
-    assert not source.heard(wk.Released)
+    assert not source.received(wk.Released)
     assert sink.reads(ref)
 
 
@@ -143,7 +143,7 @@ def test_a_grant_is_held_no_longer_than_max_hold(world):
     source, sink, ref = published(world)
     sink.say(wk.Prepare(ref=ref))
     world.advance(Settings().max_hold_s + Settings().lease_s)
-    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
 def test_a_grant_that_is_not_renewed_ends(world):
@@ -151,7 +151,7 @@ def test_a_grant_that_is_not_renewed_ends(world):
     sink.say(wk.Prepare(ref=ref))
     world.cut |= {("d", "p"), ("p", "d")}
     world.advance(61)
-    assert [m.why for m in source.heard(wk.Released)] == [Code.LEASE_EXPIRED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
 
 
 def test_a_grant_of_a_reader_that_is_gone_ends_while_another_reads(world):
@@ -165,7 +165,7 @@ def test_a_grant_of_a_reader_that_is_gone_ends_while_another_reads(world):
     world.cut |= {("e", "p"), ("p", "e")}
     world.advance(Settings().lease_s + 0.1)
     assert [grant.consumer.engine_id for grant in transfer.grants.values()] == ["decode"]
-    assert not source.heard(wk.Released)
+    assert not source.received(wk.Released)
 
 
 def test_a_prepared_pull_asks_nobody_anything_before_it_reads(world):
@@ -179,24 +179,24 @@ def test_what_is_prepared_outlives_its_lease_for_as_long_as_a_grant_may_be_renew
     source, sink, ref = published(world)
     sink.say(wk.Prepare(ref=ref))
     world.advance(Settings().max_hold_s - Settings().lease_s)
-    assert not source.heard(wk.Released)
-    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.Delivered)
+    assert not source.received(wk.Released)
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.TicketDelivered)
 
 
 def test_abandoning_releases_the_source_before_its_lease_ends(world):
     source, sink, ref = published(world)
     sink.say(wk.Prepare(ref=ref))
     sink.say(wk.Abandon(ref=ref))
-    assert [m.why for m in source.heard(wk.Released)] == [Code.ABANDONED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED]
 
 
 def test_a_full_prefix_hit_moves_nothing_and_still_acknowledges(world):
     source, sink, ref = published(world)
     before = bytes(sink.memory)
     ticket = sink.pull(ref, [], TOKENS, first=TOKENS)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert bytes(sink.memory) == before
-    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
 def test_a_failed_pull_is_no_acknowledgement_and_another_engine_may_read(world):
@@ -207,7 +207,7 @@ def test_a_failed_pull_is_no_acknowledgement_and_another_engine_may_read(world):
     sink.say(wk.Cancel(ticket=ticket))
     mover.die()
     assert sink.ended(ticket).code is Code.CANCELLED
-    assert not source.heard(wk.Released)
+    assert not source.received(wk.Released)
     other = world.engine(world.hosts["d"], "decode-2")[0]
     assert other.reads(ref)
 
@@ -221,7 +221,7 @@ def test_an_engine_that_read_only_in_part_does_not_keep_another_from_reading(wor
     half[1].close()
     other = world.engine(world.hosts["d"], "decode-2")[0]
     assert other.reads(ref)
-    assert [m.why for m in source.heard(wk.Released)] == [Code.COMPLETED]
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
 
 
 def test_a_given_back_ask_is_answered_and_not_asked_again(world):
@@ -237,7 +237,7 @@ def test_a_given_back_ask_is_answered_and_not_asked_again(world):
 def test_a_lease_that_is_none_is_refused(world, lease_s):
     source = world.engine(world.host("p"), "prefill")[0]
     source.publish("t1", IDS, TOKENS, lease_s=lease_s)
-    assert [m.code for m in source.heard(wk.PublishRefused)] == [Code.BLOCKS_INVALID]
+    assert [m.code for m in source.received(wk.PublishRefused)] == [Code.BLOCKS_INVALID]
 
 
 def test_the_publishers_death_voids_what_it_published(world):
@@ -254,7 +254,7 @@ def test_another_ranks_death_voids_the_transfer_for_the_publisher_too(world):
     ranks = world.engine(world.host("p"), "prefill", tp=2)
     ranks[0].publish("t1", IDS, TOKENS)
     ranks[1].close()
-    assert [m.why for m in ranks[0].heard(wk.Released)] == [Code.RANK_LOST]
+    assert [m.why for m in ranks[0].received(wk.Released)] == [Code.RANK_LOST]
 
 
 def test_an_id_may_be_published_again_once_it_is_forgotten_and_the_old_reference_is_void(world):
@@ -281,8 +281,8 @@ def test_a_source_mover_that_dies_is_replaced_and_the_transfer_still_readable(wo
     mover_of(source).die()
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     world.advance(1)
-    assert isinstance(sink.ended(ticket), wk.Delivered)
-    assert len(source.heard(wk.MoverChanged)) == 1
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert len(source.received(wk.MoverChanged)) == 1
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
@@ -290,4 +290,4 @@ def test_unpublish_of_another_session_changes_nothing(world):
     source, _, _ = published(world)
     stranger = world.engine(world.hosts["p"], "stranger")[0]
     stranger.say(wk.Unpublish(transfer_id="t1"))
-    assert not source.heard(wk.Released)
+    assert not source.received(wk.Released)

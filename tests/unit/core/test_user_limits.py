@@ -15,9 +15,9 @@ from kvxferd.wire.common import BlockIds, TransferRef
 from kvxferd.wire.peer import (
     Acknowledge,
     Consumer,
-    Done,
-    FetchEngine,
+    ManifestRequest,
     PeerRefused,
+    RequestDone,
 )
 from tests.support.simulation import (
     FIRST,
@@ -41,8 +41,8 @@ def fake_peer(world: World, worker: Worker, name: str) -> Endpoint:
     endpoint = Endpoint(f"tcp://{name}:9441")
     host = worker.host
     worker.pull(TransferRef(endpoint, "e", "g", "t", "n"), SINK_IDS, TOKENS)
-    (greet,) = host.node.peer_requests._open_by_address[endpoint]
-    world.feed(host, ev.PeerReply(endpoint, welcome_of(greet)))
+    (hello,) = host.node.peer_requests._open_by_address[endpoint]
+    world.feed(host, ev.PeerReply(endpoint, welcome_of(hello)))
     return endpoint
 
 
@@ -77,7 +77,7 @@ def test_ids_of_one_users_grant_need_no_room_of_whoever_named_the_peer_first() -
     world.feed(second.host, ev.PeerReply(source.host.endpoint, part))
     assert shares.held_by(SECOND) == 1024
     world.deliver()
-    assert isinstance(second.ended(ticket), wk.Delivered)
+    assert isinstance(second.ended(ticket), wk.TicketDelivered)
     world.feed(second.host, ev.PeerDropRequested(source.host.endpoint))
     assert shares.held_by(SECOND) == 0
     assert shares.held_by(FIRST) == shares.held
@@ -116,9 +116,9 @@ def test_early_readiness_has_a_share_of_each_user(monkeypatch) -> None:
 
 def acknowledge(world: World, worker: Worker, ref: TransferRef, number: int, key: str) -> None:
     consumer = Consumer(f"c{number // 8}", "g", Rank(0, number % 8), 4096)
-    question = Acknowledge(request=number, grant=f"g{number}", ref=ref, consumer=consumer, bytes=0)
-    effects = worker.host.node.feed(ev.PeerRequest(b"route", question, key), world.now)
-    assert [e.message for e in effects if isinstance(e, fx.ReplyToPeer)] == [Done(request=number)]
+    request = Acknowledge(request=number, grant=f"g{number}", ref=ref, consumer=consumer, bytes=0)
+    effects = worker.host.node.feed(ev.PeerRequest(b"route", request, key), world.now)
+    assert [e.message for e in effects if isinstance(e, fx.ReplyToPeer)] == [RequestDone(request=number)]
 
 
 def test_acknowledgements_have_a_share_of_each_peer(monkeypatch) -> None:
@@ -136,7 +136,7 @@ def test_acknowledgements_have_a_share_of_each_peer(monkeypatch) -> None:
             acknowledge(world, source, ref, number, "loud")  # again: counted once
     assert node.published.table._reader_share.held_by("loud") <= 280
     assert delivers(source, sink, "quiet")
-    assert [m.transfer_id for m in source.heard(wk.Released)] == ["quiet"]
+    assert [m.transfer_id for m in source.received(wk.Released)] == ["quiet"]
     for ref in refs:
         source.say(wk.Unpublish(transfer_id=ref.transfer_id))
     assert node.published.table._reader_share.held == 0
@@ -146,12 +146,12 @@ def test_acknowledgements_have_a_share_of_each_peer(monkeypatch) -> None:
 
 
 def sleep_and_wake(world: World, worker: Worker, number: int) -> wk.Refused | None:
-    num = len(worker.heard(wk.Refused))
+    num = len(worker.received(wk.Refused))
     worker.say(wk.Suspend())
     world.settle()
     exports = worker.host.node.sessions[worker.session].rank.exports
     worker.say(wk.Resume(request=100 + number, regions=exports, incarnation=f"i{number}"))
-    refused = worker.heard(wk.Refused)[num:]
+    refused = worker.received(wk.Refused)[num:]
     return refused[0] if refused else None
 
 
@@ -201,7 +201,7 @@ def test_a_resident_mover_that_nobody_wants_is_not_taken() -> None:
     rank.resident = True
     mover_of(first).die()
     world.advance(1.0)
-    assert len(first.heard(wk.MoverWanted)) == 1
+    assert len(first.received(wk.MoverRequest)) == 1
     wanted = [
         effect
         for _ in range(10)
@@ -220,8 +220,8 @@ def test_the_last_questions_that_may_wait_are_of_who_has_few() -> None:
     host = world.host("a")
 
     def is_refused(key: str, number: int) -> bool:
-        question = FetchEngine(request=number, engine_id="later", generation="g", wait_s=5.0)
-        effects = host.node.feed(ev.PeerRequest(key.encode(), question, key), world.now)
+        request = ManifestRequest(request=number, engine_id="later", generation="g", wait_s=5.0)
+        effects = host.node.feed(ev.PeerRequest(key.encode(), request, key), world.now)
         return any(isinstance(e, fx.ReplyToPeer) and isinstance(e.message, PeerRefused) for e in effects)
 
     for key in ("one", "two", "three"):

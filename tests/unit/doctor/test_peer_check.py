@@ -32,19 +32,19 @@ class Daemon(ControlClient):
 
     def __init__(self, peers: Sequence[PeerSnapshot], history: Sequence[Record]) -> None:
         super().__init__("/nowhere")
-        self._answers: dict[str, Any] = {
+        self._replies: dict[str, Any] = {
             "/v1/peers": {"peers": msgspec.to_builtins(list(peers))},
             "/v1/history": {"records": [record_to_json(record) for record in history]},
         }
 
     def get(self, path: str) -> Any:
-        return self._answers[path]
+        return self._replies[path]
 
 
 def peer_at(endpoint: Endpoint, state: str = "up") -> PeerSnapshot:
     return PeerSnapshot(
         endpoint=endpoint, boot=BootId("b"), state=state, engines=(), num_grants=0, round_trip_s=0.002,
-        last_answer_s=1.5,
+        last_reply_s=1.5,
     )  # fmt: skip
 
 
@@ -70,10 +70,10 @@ def test_a_peer_that_is_well() -> None:
         reader = ReaderRecord(engine_id=release.engine_id, peers=(peer,), num_ranks=1, bytes=3 << 20)
         history = [pull(peer), pull(peer), pull(ELSEWHERE, "failed", Code.DEADLINE),
                    msgspec.structs.replace(release, readers=(reader,))]  # fmt: skip
-        found = findings(peer, Daemon([peer_at(ELSEWHERE, "greeting"), peer_at(peer)], history))
+        found = findings(peer, Daemon([peer_at(ELSEWHERE, "connecting"), peer_at(peer)], history))
     assert {one.verdict for one in found.values()} == {Verdict.OK}, found
     assert found["reach"].facts["software"] == "1.2.3"
-    assert "round trip 2 ms, last answer 1.5 s ago" in found["daemon's connection"].found
+    assert "round trip 2 ms, last reply 1.5 s ago" in found["daemon's connection"].found
     assert found["reads from it"].facts["gigabytes_per_s"] == pytest.approx((2 << 20) / 0.001 / 1e9)
     assert "2 delivered, 0 failed" in found["reads from it"].found
     assert found["reads by it"].facts == {"transfers": 1, "bytes": 3 << 20}
@@ -83,7 +83,7 @@ def test_what_is_wrong_is_named_with_what_to_do() -> None:
     with served_peer() as served:
         peer = served.address
     failed = [pull(peer), *[pull(peer, "failed", Code.DEADLINE)] * 2, pull(peer, "failed", Code.RELEASED)]
-    found = findings(peer, Daemon([peer_at(peer, "greeting")], failed))
+    found = findings(peer, Daemon([peer_at(peer, "connecting")], failed))
     assert found["reach"].verdict is Verdict.FAIL
     assert found["reach"].essential
     assert found["reach"].facts["outcome"] == "nothing-listens"

@@ -86,7 +86,7 @@ def test_an_address_that_is_refused(keys: dict[str, CurveKeyPair]) -> None:
 
 def test_an_event_loop_that_hangs() -> None:
     with served_peer() as peer, peer.hung():
-        failed(ping(peer.address, ALLOW_ALL, None, timeout_s=SHORT_S), Outcome.NO_ANSWER)
+        failed(ping(peer.address, ALLOW_ALL, None, timeout_s=SHORT_S), Outcome.NO_REPLY)
 
 
 def test_versions_without_one_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_other_things_that_listen() -> None:
         failed(ping(endpoint, ALLOW_ALL, None), Outcome.NOT_A_DAEMON)
     with socket.create_server(("127.0.0.1", 0)) as listener:  # as a process that is stopped
         endpoint = Endpoint(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
-        failed(ping(endpoint, ALLOW_ALL, None, timeout_s=SHORT_S), Outcome.NO_ANSWER)
+        failed(ping(endpoint, ALLOW_ALL, None, timeout_s=SHORT_S), Outcome.NO_REPLY)
     failed(ping(endpoint, ALLOW_ALL, None), Outcome.NOTHING_LISTENS)
     unknown = Endpoint("tcp://no-such-host.invalid:9441")
     failed(ping(unknown, ALLOW_ALL, None), Outcome.NAME_UNKNOWN)
@@ -155,7 +155,7 @@ def test_a_message_without_end_is_not_kept() -> None:
     """libzmq keeps every part of a message until the last: it would be gigabytes in the time of a ping."""
     with listening(_send_parts_without_end) as endpoint:
         result = ping(endpoint, ALLOW_ALL, None, timeout_s=20)
-    failed(result, Outcome.NO_ANSWER)
+    failed(result, Outcome.NO_REPLY)
     assert "which are no reply" in result.message
 
 

@@ -33,8 +33,8 @@ async def test_what_the_daemon_answers_is_a_file_that_explain_takes(tmp_path: Pa
     async with daemon(tmp_path) as config:
         connector = aiohttp.UnixConnector(path=config.control.socket)
         async with aiohttp.ClientSession("http://kvxferd", connector=connector) as client:
-            answer = await client.get("/v1/engines/prefill-0/layouts")
-            body = await answer.read()
+            reply = await client.get("/v1/engines/prefill-0/layouts")
+            body = await reply.read()
             assert (await client.get("/v1/engines/nobody/layouts")).status == 404
     file = tmp_path / "engine.json"
     file.write_bytes(body)

@@ -54,8 +54,8 @@ def said_by(stub: Path, program: str, **settings: object) -> str:
 
 def test_a_device_is_named_by_its_own_uuid_and_not_by_its_cards(stub: Path) -> None:
     """Slices of one card (MIG) differ by it; the older call tells of the card."""
-    asked = "from kvxferd.memory.cuda import CudaDriver; print(CudaDriver().devices()[0].uuid)"
-    assert said_by(stub, asked) == "GPU-abababab-abab-abab-abab-abababababab"
+    requested = "from kvxferd.memory.cuda import CudaDriver; print(CudaDriver().devices()[0].uuid)"
+    assert said_by(stub, requested) == "GPU-abababab-abab-abab-abab-abababababab"
 
 
 IMPORT = """
@@ -125,6 +125,6 @@ def test_memory_of_the_device_is_imported(stub: Path) -> None:
     ],
 )
 def test_what_writes_of_a_network_card_need(stub: Path, settings: dict[str, object], order: str) -> None:
-    asked = "from kvxferd.memory.cuda import CudaDriver; d = CudaDriver(); "
-    asked += "print(d.write_order(d.devices()[0].uuid).value)"
-    assert said_by(stub, asked, **settings) == order
+    requested = "from kvxferd.memory.cuda import CudaDriver; d = CudaDriver(); "
+    requested += "print(d.write_order(d.devices()[0].uuid).value)"
+    assert said_by(stub, requested, **settings) == order

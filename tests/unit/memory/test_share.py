@@ -17,7 +17,15 @@ from kvxferd.client.registration import _STILL_IN_USE, RankRole, Registration
 from kvxferd.errors import Code, EngineError, LayoutError
 from kvxferd.ids import BootId
 from kvxferd.layout import EngineSpec, NamedTensor, RankLayout, RegionSpec, from_tensors
-from kvxferd.memory import Placement, SealedMemory, SharedMemory, map_memfd, mapped_files, share, share_all
+from kvxferd.memory import (
+    MemoryPlacement,
+    SealedMemory,
+    SharedMemory,
+    map_memfd,
+    mapped_files,
+    share,
+    share_all,
+)
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.driver import DRIVER_VARIABLE
 from kvxferd.memory.driver_registry import open_driver
@@ -46,7 +54,7 @@ def layout_over(shared: dict[str, SharedMemory]) -> RankLayout:
 class TestHostMemory:
     def test_a_tensor_in_sealed_memory(self, sealed: SealedMemory) -> None:
         shared = share(sealed.torch()[5000:])
-        assert (shared.memory, shared.offset, shared.placement) == (sealed, 0, Placement.MEMFD)
+        assert (shared.memory, shared.offset, shared.placement) == (sealed, 0, MemoryPlacement.MEMFD)
         assert shared.size_bytes == 3 * MIB
         assert not shared.passed_over
         shared.close()
@@ -76,8 +84,8 @@ class TestHostMemory:
     def test_pages_are_adopted_and_found_again(self) -> None:
         tensor = torch.arange(5 * MIB, dtype=torch.int64)
         shared = share(tensor)
-        assert shared.placement is Placement.ADOPTED
-        assert "not in a memfd" in shared.passed_over[Placement.MEMFD]
+        assert shared.placement is MemoryPlacement.ADOPTED
+        assert "not in a memfd" in shared.passed_over[MemoryPlacement.MEMFD]
         layout = from_tensors(
             EngineSpec("e", "g", 1),
             {
@@ -98,7 +106,7 @@ class TestHostMemory:
         assert (again.memory, again.offset, again.placement) == (
             shared.memory,
             shared.offset,
-            Placement.MEMFD,
+            MemoryPlacement.MEMFD,
         )
         shared.close()
 
@@ -114,7 +122,7 @@ class TestHostMemory:
             pytest.skip("the addresses are not used again")
         found = share(fresh)
         assert found.memory is not memory
-        assert found.placement is Placement.ADOPTED
+        assert found.placement is MemoryPlacement.ADOPTED
         found.close()
         assert isinstance(memory, SealedMemory)
         memory.close()
@@ -127,13 +135,20 @@ class TestHostMemory:
         assert shared.is_resident
         assert shared.memory.address == tensor.data_ptr() // 4096 * 4096
         assert shared.memory.address + shared.size_bytes == tensor.data_ptr() + 1000
-        assert set(shared.passed_over) == {Placement.MEMFD, Placement.ADOPTED, Placement.EXPORTED}
+        assert set(shared.passed_over) == {
+            MemoryPlacement.MEMFD,
+            MemoryPlacement.ADOPTED,
+            MemoryPlacement.EXPORTED,
+        }
 
     @needs_library
     def test_a_rank_is_resident_as_a_whole(self, sealed: SealedMemory) -> None:
         shared = share_all({"small": torch.zeros(1000), "sealed": sealed.torch()})
         assert [one.is_resident for one in shared.values()] == [True, True]
-        assert shared["sealed"].passed_over[Placement.MEMFD] == "another allocation of the rank is resident"
+        assert (
+            shared["sealed"].passed_over[MemoryPlacement.MEMFD]
+            == "another allocation of the rank is resident"
+        )
         exports = export_memory(layout_over(shared), shared)
         assert (exports.placement, exports.fds) == ("resident", ())
 
@@ -189,7 +204,10 @@ class TestDeviceMemory:
         with Segment(open_driver(), UUID, [2 * GRANULARITY, GRANULARITY]) as segment:
             shared = share(DeviceTensor(segment.address + 512, 2 * GRANULARITY))
             assert isinstance(shared.memory, DeviceMemory)
-            assert (shared.memory.address, shared.placement) == (segment.address + 512, Placement.EXPORTED)
+            assert (shared.memory.address, shared.placement) == (
+                segment.address + 512,
+                MemoryPlacement.EXPORTED,
+            )
             exports = export_memory(layout_over({"a": shared}), {"a": shared})
             assert (exports.regions[0].fd_offset, len(exports.fds)) == (512, 2)
             exports.close()
@@ -201,7 +219,7 @@ class TestDeviceMemory:
         address = driver.allocate_plain(UUID, GRANULARITY)
         shared = share(DeviceTensor(address, GRANULARITY))
         assert shared.memory == ResidentMemory(address, GRANULARITY, UUID)
-        assert Placement.EXPORTED in shared.passed_over
+        assert MemoryPlacement.EXPORTED in shared.passed_over
         driver.free_plain(address)
 
     def test_without_a_driver_each_reason_is_given(self, monkeypatch: pytest.MonkeyPatch) -> None:

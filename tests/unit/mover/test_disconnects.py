@@ -110,7 +110,7 @@ def lose(bench: Bench) -> None:
 
 
 def asked(bench: Bench) -> list[int]:
-    return [message.number for message in bench.told if isinstance(message, DisconnectSeen)]
+    return [message.number for message in bench.reported if isinstance(message, DisconnectSeen)]
 
 
 def test_a_pull_waits_for_the_answer_and_then_is_finished(bench: Bench) -> None:
@@ -118,8 +118,8 @@ def test_a_pull_waits_for_the_answer_and_then_is_finished(bench: Bench) -> None:
     number = bench.start(scattered(8))
     bench.run()
     assert not bench.outcomes()
-    (question,) = asked(bench)
-    bench.disconnects.handle_reply(question, True)
+    (request,) = asked(bench)
+    bench.disconnects.handle_reply(request, True)
     bench.run()
     outcome = bench.outcomes()[number]
     assert (outcome.finished, outcome.code, outcome.agent) == (True, Code.TRANSPORT, bench.agents[1])
@@ -129,11 +129,11 @@ def test_what_is_not_proved_is_in_doubt_until_the_mover_is_dead(bench: Bench) ->
     lose(bench)
     number = bench.start(scattered(8))
     bench.run()
-    (question,) = asked(bench)
-    bench.disconnects.handle_reply(question, False)
+    (request,) = asked(bench)
+    bench.disconnects.handle_reply(request, False)
     bench.run()
     outcome = bench.outcomes()[number]
-    assert (outcome.finished, outcome.quiet_follows) == (False, False)
+    assert (outcome.finished, outcome.quiesced_follows) == (False, False)
     assert bench.quiet() == []
     other = bench.start(scattered(8))
     bench.run()
@@ -147,10 +147,10 @@ def test_an_answer_that_takes_long_ends_the_doubt(bench: Bench) -> None:
     bench.now += pull_engine.FAILED_PULL_WAIT_S
     bench.run()
     outcome = bench.outcomes()[number]
-    assert (outcome.finished, outcome.quiet_follows) == (False, True)
-    (question,) = asked(bench)
-    bench.disconnects.handle_reply(question, True)
-    bench.disconnects.handle_reply(question, False)  # a second answer says nothing
+    assert (outcome.finished, outcome.quiesced_follows) == (False, True)
+    (request,) = asked(bench)
+    bench.disconnects.handle_reply(request, True)
+    bench.disconnects.handle_reply(request, False)  # a second answer says nothing
     bench.disconnects.handle_reply(99, False)
     bench.run()
     assert bench.quiet() == [number]

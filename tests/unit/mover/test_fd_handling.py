@@ -107,10 +107,10 @@ def test_a_bind_without_descriptors_binds_nothing_and_may_come_again(monkeypatch
     daemon, stream = FrameSocket(ours), FrameSocket(theirs)
     transport, watched = MemoryTransport(Fabric(), AgentName("a")), []
     mover = MoverLoop(stream, transport, PollBackoff(lambda: False), watched.append)
-    answers: list[str] = []
+    replies: list[str] = []
     with SealedMemory.create(4096) as memory, socket.socket() as deliveries:
         bind = Bind(regions=(RegionExport(region=RegionId("r"), size_bytes=4096, fd_index=0),))
-        monkeypatch.setattr(mover, "_send", lambda message: answers.append(type(message).__name__))
+        monkeypatch.setattr(mover, "_send", lambda message: replies.append(type(message).__name__))
         frame = Frame(encode(bind), (memory.fd, deliveries.fileno(), os.pidfd_open(os.getpid())))
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Room for one copy of the two.
@@ -120,10 +120,10 @@ def test_a_bind_without_descriptors_binds_nothing_and_may_come_again(monkeypatch
             mover._send_bind_reply()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert (answers, watched) == (["BindRefused"], [])
+        assert (replies, watched) == (["BindRefused"], [])
         mover._handle(frame)
         mover._send_bind_reply()
-        assert answers[1] == "Bound"
+        assert replies[1] == "Bound"
         os.close(frame.fds[2])
     transport.close()
     mover.close()

@@ -24,7 +24,7 @@ from kvxferd.telemetry.late_timers import (
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.timer_watch import TimerWatch
 from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_list import Finding
+from kvxferd.telemetry.warnings.warning_list import WarningCondition
 from tests.support.node_samples import node_snapshot
 
 SLEEP_S = 0.25
@@ -139,7 +139,7 @@ def test_the_watch_warns_logs_and_counts() -> None:
 
     metrics, readings = Metrics(node_snapshot), clocks()
 
-    async def run() -> list[Finding]:
+    async def run() -> list[WarningCondition]:
         done = asyncio.Event()
 
         def on_late(lateness: Lateness) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvxferd.core.snapshot import LimitSnapshot, PullRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
-from kvxferd.telemetry.overview import Level, Verdict, failure_reasons, peer_lines, verdict_of
+from kvxferd.telemetry.overview import Level, NodeVerdict, failure_reasons, peer_lines, verdict_of
 from kvxferd.telemetry.sample_report import PeerRow
 from kvxferd.telemetry.samples import Gauges, Samples
 from tests.support.node_samples import PEER, node_snapshot, pull_record
@@ -27,7 +27,7 @@ def verdict(
     oldest_s: float = 0.25,
     limits: tuple[LimitSnapshot, ...] = (),
     **facts: list[str],
-) -> Verdict:
+) -> NodeVerdict:
     samples = Samples()
     samples.start(0)
     for record in records:
@@ -79,7 +79,7 @@ ELSEWHERE = pull(Code.DEADLINE, peer=Endpoint("tcp://10.9.9.9:1#KEY"))
         ),
     ],
 )
-def test_the_first_sentence_names_what_is_worst(found: Verdict, level: Level, text: str) -> None:
+def test_the_first_sentence_names_what_is_worst(found: NodeVerdict, level: Level, text: str) -> None:
     assert (found.level, found.text) == (level, text)
     assert bool(found.remedy) == text.startswith("Pulls fail")
 
@@ -99,5 +99,5 @@ def test_failed_pulls_of_one_reason_are_one_row() -> None:
 def test_peers_are_those_that_are_known_and_those_that_pulls_named() -> None:
     rows = [PeerRow(peer="tcp://10.9.9.9:1", failed=2, last_code="deadline"), PeerRow(peer=PEER, delivered=3)]
     named, known = peer_lines(node_snapshot(), rows)
-    assert (named.state, named.failed, named.last_answer_s) == ("not connected", 2, None)
+    assert (named.state, named.failed, named.last_reply_s) == ("not connected", 2, None)
     assert (known.state, known.delivered, known.num_grants, known.engines) == ("up", 3, 7, ("prefill-0",))

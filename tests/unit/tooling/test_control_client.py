@@ -18,7 +18,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
 @contextmanager
-def answering(path: Path, answer: Callable[[socket.socket, threading.Event], None]) -> Iterator[None]:
+def answering(path: Path, reply: Callable[[socket.socket, threading.Event], None]) -> Iterator[None]:
     """Answer one connection by `answer`, which ends when the event is set or the other side is gone."""
     stop = threading.Event()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -30,7 +30,7 @@ def answering(path: Path, answer: Callable[[socket.socket, threading.Event], Non
             connection, _ = listener.accept()
             with connection, suppress(OSError):
                 connection.settimeout(20)
-                answer(connection, stop)
+                reply(connection, stop)
 
         thread = threading.Thread(target=run)
         thread.start()

@@ -18,11 +18,11 @@ from tests.support.tool_process import await_end
 pytestmark = pytest.mark.process
 
 
-class Echo(Line, frozen=True, tag="echo"):
+class Echo(Line, frozen=True):
     text: str
 
 
-class Count(Line, frozen=True, tag="count"):
+class Count(Line, frozen=True):
     number: int
 
 
@@ -31,8 +31,10 @@ PROTOCOL: LineProtocol[Echo, Echo | Count | CommandFailed] = LineProtocol(Echo, 
 CHILDREN = {
     "echoes": "import sys\nfor line in sys.stdin: print(line, end='', flush=True)",
     "garbage": "import sys\nfor line in sys.stdin: print('no json', flush=True)",
-    "other": 'import sys\nfor line in sys.stdin: print(\'{"t":"count","number":1}\', flush=True)',
-    "fails": 'import sys\nfor line in sys.stdin: print(\'{"t":"broken","message":"why"}\', flush=True)',
+    "other": 'import sys\nfor line in sys.stdin: print(\'{"t":"Count","number":1}\', flush=True)',
+    "fails": (
+        'import sys\nfor line in sys.stdin: print(\'{"t":"CommandFailed","message":"why"}\', flush=True)'
+    ),
     "dies": "import os, sys\nos.read(0, 10)\nsys.exit('its last words')",
     "deaf": "import time\ntime.sleep(1000)",
     "mute": "import sys\nfor line in sys.stdin: pass",
@@ -116,7 +118,7 @@ KILLED = """
 import asyncio, os, signal, sys
 from contextlib import suppress
 from pathlib import Path
-from kvxferd.bench.protocol import PROTOCOL, AwaitRelease, Done
+from kvxferd.bench.protocol import PROTOCOL, AwaitRelease, CommandDone
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.subprocesses import CommandProcess
 
@@ -126,7 +128,7 @@ async def main():
     print(process.pid, flush=True)
     if sys.argv[2] == "paused":
         with suppress(KvxferdError):  # it is no rank, but it runs
-            await process.request(AwaitRelease(names=[]), Done)
+            await process.request(AwaitRelease(names=[]), CommandDone)
         await process.pause()
     os.kill(os.getpid(), signal.SIGKILL)
 

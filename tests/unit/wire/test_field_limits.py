@@ -53,15 +53,16 @@ CHECKED_ELSEWHERE = {
     **dict.fromkeys([f"TransferRef.{name}" for name in ("endpoint", "engine_id", "generation")], REF),
     **dict.fromkeys([f"TransferRef.{name}" for name in ("transfer_id", "nonce")], REF),
     **dict.fromkeys(
-        ["Publish.blocks", "Pull.blocks", "Ready.blocks"], "layout.blocks: a group that is none is refused"
+        ["Publish.blocks", "PullRequest.blocks", "Ready.blocks"],
+        "layout.blocks: a group that is none is refused",
     ),
     "Unpublish.transfer_id": "compared alone",
-    **dict.fromkeys([f"Granted.fence_{name}" for name in ("agent", "word", "metadata")], "core.holds"),
-    "EngineManifest.ranks": "wire.outlines.EngineOutline",
+    **dict.fromkeys([f"GrantReply.fence_{name}" for name in ("agent", "word", "metadata")], "core.holds"),
+    "ManifestReply.ranks": "wire.outlines.EngineOutline",
     "PeerRefused.message": "core.peers clips it to MAX_SENTENCE_CHARS",
-    **dict.fromkeys(["ManifestOutline.layout", "BindingOutline.regions", "EngineManifestOutline.ranks"], RAW),
+    **dict.fromkeys(["ManifestOutline.layout", "BindingOutline.regions", "ManifestReplyOutline.ranks"], RAW),
     **dict.fromkeys(["Welcome.boot_id", "Registered.endpoint", "EngineRanks.ranks"], OURS),
-    **dict.fromkeys(["Refused.message", "Failed.message", "PublishRefused.message"], OURS),
+    **dict.fromkeys(["Refused.message", "TicketFailed.message", "PublishRefused.message"], OURS),
     **dict.fromkeys(["Farewell.message", "PullsInterrupted.tickets", "Released.transfer_id"], OURS),
     **dict.fromkeys(["PublishRefused.transfer_id", "Bind.regions", "LoadPlan.digest"], OURS),
     **dict.fromkeys(["LoadPlan.encoded", "LoadRemote.agent", "LoadRemote.metadata"], OURS),
@@ -146,7 +147,7 @@ MANY = tuple(range(10_000))
         (PEER_MESSAGES, peer.RankReady(
             request=1, engine_id="e", generation="g", rank=(0, 0), transfer_id="t", incarnation="i",
             secret="")),
-        (PEER_MESSAGES, peer.ReturnGrant(request=1, grant=LONG)),
+        (PEER_MESSAGES, peer.ReleaseGrant(request=1, grant=LONG)),
         (PEER_MESSAGES, peer.TransferReleased(
             request=1, engine_id="e", generation="g", transfer_id=LONG, why="released")),
         (FROM_MOVER, mover.Bound(regions=(), metadata=bytes(3 << 20))),

@@ -14,12 +14,12 @@ from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL
 from kvxferd.wire.outlines import (
     MAX_ENTRY_BYTES,
     PEER_OUTLINES,
-    EngineManifestOutline,
     JoinRankOutline,
-    decode_engine_manifest,
+    ManifestReplyOutline,
     decode_join_rank,
+    decode_manifest_reply,
 )
-from kvxferd.wire.peer import Done, EngineManifest, JoinRank, RenewGrants
+from kvxferd.wire.peer import JoinRank, ManifestReply, RenewGrants, RequestDone
 
 
 def manifest(layers: int = 3) -> RankManifest:
@@ -39,11 +39,11 @@ def test_what_is_put_together_is_what_was_sent():
     assert isinstance(outline, JoinRankOutline)
     assert outline.manifest.spec == join.manifest.spec
     assert decode_join_rank(outline) == join == PEER_MESSAGES.decode(encode(join))
-    engine = EngineManifest(request=7, boot="b", ranks=(manifest(), manifest(5)))
+    engine = ManifestReply(request=7, boot="b", ranks=(manifest(), manifest(5)))
     outline = PEER_OUTLINES.decode(encode(engine))
-    assert isinstance(outline, EngineManifestOutline)
-    assert decode_engine_manifest(outline) == engine
-    assert PEER_OUTLINES.decode(encode(Done(request=1))) == Done(request=1)
+    assert isinstance(outline, ManifestReplyOutline)
+    assert decode_manifest_reply(outline) == engine
+    assert PEER_OUTLINES.decode(encode(RequestDone(request=1))) == RequestDone(request=1)
 
 
 def dense(count: int) -> bytes:

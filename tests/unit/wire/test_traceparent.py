@@ -141,11 +141,11 @@ def test_a_reference_with_a_bad_one_is_read_without_it(bad: object) -> None:
 TRACED = REF.with_trace(VALID)
 CONSUMER = peer.Consumer("d", "g", (0, 0), 1)  # type: ignore[arg-type]
 WITH_REFERENCES: list[Message] = [
-    peer.AskGrant(request=1, grant="a", ref=TRACED, consumer=CONSUMER, reads=(), wait_s=1.0),  # type: ignore[arg-type]
+    peer.GrantRequest(request=1, grant="a", ref=TRACED, consumer=CONSUMER, reads=(), wait_s=1.0),  # type: ignore[arg-type]
     peer.Acknowledge(request=1, grant="a", ref=TRACED, consumer=CONSUMER, bytes=1),  # type: ignore[arg-type]
     peer.AbandonTransfer(request=1, ref=TRACED, consumer=CONSUMER),
     worker.Prepare(ref=TRACED),
-    worker.Pull(ticket=1, ref=TRACED, blocks={}, num_tokens=1, deadline_s=1.0),  # type: ignore[arg-type]
+    worker.PullRequest(ticket=1, ref=TRACED, blocks={}, num_tokens=1, deadline_s=1.0),  # type: ignore[arg-type]
     worker.Abandon(ref=TRACED),
 ]
 

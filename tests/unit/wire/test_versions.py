@@ -47,7 +47,7 @@ def test_unknown_fields_of_hello_and_of_a_reference_are_ignored() -> None:
     reference = REF.to_dict() | {"colour": {"shade": 3}}
     for form in (reference, msgspec.json.encode(reference), msgspec.json.encode(reference).decode()):
         assert TransferRef.parse(form).to_dict() == REF.to_dict()
-    prepare = {"t": "prepare", "ref": reference}
+    prepare = {"t": "Prepare", "ref": reference}
     assert msgspec.to_builtins(CLIENT_MESSAGES.decode(msgspec.msgpack.encode(prepare)).ref) == REF.to_dict()
 
 
@@ -62,14 +62,14 @@ def test_what_is_ignored_has_a_limit() -> None:
 
 
 def test_a_hello_of_another_shape_is_told_the_versions() -> None:
-    future = {"t": "hello", "versions": [7, 9, "and more"], "client": {"name": "x"}, "notices": 3}
+    future = {"t": "Hello", "versions": [7, 9, "and more"], "client": {"name": "x"}, "notices": 3}
     with pytest.raises(ProtocolError, match="upgrade the older") as refused:
         decode_first_frame(msgspec.msgpack.encode(future))
     assert refused.value.code is Code.BAD_VERSION
 
 
 def test_a_peers_hello_of_another_shape_is_told_the_versions() -> None:
-    payload = msgspec.msgpack.encode({"t": "greet", "request": 4, "versions": [7, 9], "boot": 3})
+    payload = msgspec.msgpack.encode({"t": "PeerHello", "request": 4, "versions": [7, 9], "boot": 3})
     with pytest.raises(ProtocolError) as error:
         PEER_MESSAGES.decode(payload)
     refused = refusal_of_undecodable(payload, error.value)

@@ -60,9 +60,9 @@ def strange_regions(scene: Scene) -> str:
     for number, fd in enumerate(strange):
         with contextlib.suppress(OSError):
             made = WorkerByHand(scene.a.worker_socket)
-            answer = made.register(f"odd-{number}", Odd(fd))  # type: ignore[arg-type]
+            reply = made.register(f"odd-{number}", Odd(fd))  # type: ignore[arg-type]
             made.close()
-            if isinstance(answer, worker.Registered):
+            if isinstance(reply, worker.Registered):
                 return f"region {number} was taken"
     return ""
 

@@ -242,9 +242,9 @@ def all_the_bytes_in_flight(scene: Scene) -> str:
     )
     memory = SealedMemory.create(layout.regions[0].size_bytes, "sparse")
     session = scene.worker(scene.b)
-    answer = session.register("sparse", memory, layout, spec=spec)
-    assert isinstance(answer, worker.Registered), answer
-    pull = worker.Pull(
+    reply = session.register("sparse", memory, layout, spec=spec)
+    assert isinstance(reply, worker.Registered), reply
+    pull = worker.PullRequest(
         ticket=1,
         ref=reference("tcp://127.0.0.1:9", scene),
         num_tokens=64,
@@ -254,7 +254,7 @@ def all_the_bytes_in_flight(scene: Scene) -> str:
     for ticket in range(1, 40):
         session.say(msgspec.structs.replace(pull, ticket=ticket))
     scene.rest(1.0)
-    before = scene.ask("traffic")["failed"]
+    before = scene.send_request("traffic")["failed"]
     scene.rest(2.0)
-    failed = scene.ask("traffic")["failed"] - before
+    failed = scene.send_request("traffic")["failed"] - before
     return f"{failed} pulls of another user were refused" if failed else ""

@@ -24,8 +24,10 @@ SECRETS = ("", "guessed", "0" * 32, "x" * 100_000)
 def _own_rank(scene: Scene, name: str, secret: str, one: PeerByHand) -> RankManifest | str:
     """Join the first of two ranks of an engine whose home is the daemon's."""
     manifest = large_manifest(name, scene.a.endpoint, 4, f"{name}/1")
-    answer = one.ask(peer.JoinRank(request=next(NUMBERS), boot="by-hand", manifest=manifest, secret=secret))
-    return manifest if isinstance(answer, peer.Done) else f"cannot join a rank: {answer}"
+    reply = one.send_request(
+        peer.JoinRank(request=next(NUMBERS), boot="by-hand", manifest=manifest, secret=secret)
+    )
+    return manifest if isinstance(reply, peer.RequestDone) else f"cannot join a rank: {reply}"
 
 
 def _about(manifest: RankManifest, secret: str, **more: Any) -> list[Message]:
@@ -53,18 +55,20 @@ def _speak_for(scene: Scene, engine: str) -> str:
         return f"no engine on two nodes: {came}"
     try:
         one = scene.peer()
-        answer = one.ask(peer.FetchEngine(request=4, engine_id=engine, generation="g1", wait_s=3.0))
-        if not isinstance(answer, peer.EngineManifest):
-            return f"no manifest: {answer}"
-        member = next(m for m in answer.ranks if m.spec.pp_rank == 1)
-        boot = scene.ask("status", node="b")["boot"]
+        reply = one.send_request(
+            peer.ManifestRequest(request=4, engine_id=engine, generation="g1", wait_s=3.0)
+        )
+        if not isinstance(reply, peer.ManifestReply):
+            return f"no manifest: {reply}"
+        member = next(m for m in reply.ranks if m.spec.pp_rank == 1)
+        boot = scene.send_request("status", node="b")["boot"]
         made = scene.honest("spread_publish", name=engine)
         for secret in SECRETS:
             for message in _about(member, secret, boot=boot):
                 is_ready = isinstance(message, peer.RankReady)
                 changes = {"transfer_id": made["transfer"]} if is_ready else {}
-                said = one.ask(msgspec.structs.replace(message, **changes), 3.0)
-                if isinstance(said, peer.Done):
+                said = one.send_request(msgspec.structs.replace(message, **changes), 3.0)
+                if isinstance(said, peer.RequestDone):
                     return f"{type(message).__name__} with the secret {secret[:10]!r} was taken"
         scene.honest("spread_ready", name=engine, transfer=made["transfer"], request=made["request"])
         came = scene.honest("pull", sink=1, ref=made["ref"], deadline_s=8.0, request=made["request"])
@@ -94,15 +98,15 @@ def secrets_that_change(scene: Scene) -> str:
         return manifest
     for secret in SECRETS:
         for message in _about(manifest, secret):
-            said = one.ask(message, 3.0)
-            if isinstance(said, peer.Done):
+            said = one.send_request(message, 3.0)
+            if isinstance(said, peer.RequestDone):
                 return f"{type(message).__name__} with the secret {secret[:10]!r} was taken"
     for secret in SECRETS[1:]:
         with_secret = _own_rank(scene, f"long-{len(secret)}-{secret[:3]}", secret, one)
         if isinstance(with_secret, str) is (len(secret) < 256):
             return f"a secret of {len(secret)} characters: {str(with_secret)[:200]}"
     for message in _about(manifest, "first"):
-        one.ask(message, 3.0)
+        one.send_request(message, 3.0)
     return ""
 
 

@@ -21,14 +21,14 @@ from tests.proofs.hostile.honest_pair import FACTS, NUM_BLOCKS, TOKENS, spec_of
 from tests.proofs.hostile.raw_protocol import WorkerByHand, connected, frame
 from tests.proofs.hostile.registry import Setup, attack
 
-ANSWERS = (worker.Registered, worker.Refused, worker.Farewell)
+REPLIES = (worker.Registered, worker.Refused, worker.Farewell)
 
 
 def _rank(scene: Scene, name: str, **more: Any) -> WorkerByHand:
     """A registered rank that acknowledges its mover."""
     session = scene.worker()
-    answer = session.register(name, incarnation="own", **more)
-    assert isinstance(answer, worker.Registered), answer
+    reply = session.register(name, incarnation="own", **more)
+    assert isinstance(reply, worker.Registered), reply
     return session
 
 
@@ -45,7 +45,7 @@ def movers_never_acknowledged(scene: Scene) -> str:
     until = time.monotonic() + 45.0
     while time.monotonic() < until and not all(session.ended for session, _ in made):
         for session, inode in made:
-            if mappers := scene.ask("mappers", inode=inode):
+            if mappers := scene.send_request("mappers", inode=inode):
                 return f"memory is mapped by {mappers}, and nobody watches them"
             session.next(0.05)
         scene.rest(0.5)
@@ -71,7 +71,7 @@ def strange_delivery_sockets(scene: Scene) -> str:
     nothing = scene.worker()
     with contextlib.suppress(OSError):
         nothing.raw(frame(_empty_register("no-deliveries")))
-        if not isinstance(nothing.await_one(ANSWERS, 3.0), worker.Farewell):
+        if not isinstance(nothing.await_one(REPLIES, 3.0), worker.Farewell):
             return "a registration without a socket was taken"
     read, write = os.pipe()
     kept: list[socket.socket] = []
@@ -113,8 +113,8 @@ def _pull_with(scene: Scene, name: str, deliveries: int) -> str:
     session = scene.worker(scene.b)
     memory = SealedMemory.create(layout.regions[0].size_bytes, "noticed")
     with memory:
-        answer = session.register(name, memory, layout, spec=spec, deliveries=deliveries)
-        if not isinstance(answer, worker.Registered):
+        reply = session.register(name, memory, layout, spec=spec, deliveries=deliveries)
+        if not isinstance(reply, worker.Registered):
             return ""  # refused: as good
         for ticket in (1, 2):
             ref = scene.honest("publish", source=0)["ref"]
@@ -122,7 +122,7 @@ def _pull_with(scene: Scene, name: str, deliveries: int) -> str:
                 continue
             blocks = {"full": PackedBlocks(ids=pack_ids(range(NUM_BLOCKS)))}
             session.say(
-                worker.Pull(
+                worker.PullRequest(
                     ticket=ticket,
                     ref=TransferRef(**ref),
                     blocks=blocks,
@@ -130,9 +130,9 @@ def _pull_with(scene: Scene, name: str, deliveries: int) -> str:
                     deadline_s=8.0,
                 )
             )
-            ended = session.await_one((worker.Delivered, worker.Failed, worker.Farewell), 10.0)
+            ended = session.await_one((worker.TicketDelivered, worker.TicketFailed, worker.Farewell), 10.0)
             # Into a socket that takes packets the mover has said it, wherever they go.
-            if isinstance(ended, worker.Failed):
+            if isinstance(ended, worker.TicketFailed):
                 return f"a pull with a delivery socket of {name} failed: {ended.code} {ended.message}"
     session.close()
     return ""
@@ -144,8 +144,8 @@ def descriptors_that_were_promised(scene: Scene) -> str:
     with SealedMemory.create(1 << 20, "promised") as memory:
         for number in (-1, 8193, 1 << 31, 1 << 62):
             session = scene.worker()
-            answer = session.register(f"promised{number}", memory, num_descriptors=number)
-            if number > 0 and isinstance(answer, worker.Registered):
+            reply = session.register(f"promised{number}", memory, num_descriptors=number)
+            if number > 0 and isinstance(reply, worker.Registered):
                 return f"a registration of {number} descriptors was taken with one"
         for number, (name, fds) in enumerate(
             (
@@ -160,20 +160,22 @@ def descriptors_that_were_promised(scene: Scene) -> str:
                 session.say(FdBatch(first=1), *fds)
                 session.say(FdBatch(first=7), *fds)
                 session.say(FdBatch(first=0), *fds)
-            if isinstance(session.await_one(ANSWERS, 0.5), worker.Registered):
+            if isinstance(session.await_one(REPLIES, 0.5), worker.Registered):
                 return f"{name} were taken, case {number}"
         session = _promising(scene, "promised-again", memory)
         with contextlib.suppress(OSError):
             session.register("promised-again", memory, incarnation="own", num_descriptors=2, wait_s=0.5)
             session.say(FdBatch(first=1), memory.fd)
-        if isinstance(session.await_one(ANSWERS, 0.5), worker.Registered):
+        if isinstance(session.await_one(REPLIES, 0.5), worker.Registered):
             return "what one registration announced was taken for another's"
     return newcomer(scene, "late-promised")
 
 
 def _promising(scene: Scene, name: str, memory: SealedMemory) -> WorkerByHand:
     session = scene.worker()
-    session.register(name, memory, incarnation="own", num_descriptors=3, answers=(worker.FdsWanted, *ANSWERS))
+    session.register(
+        name, memory, incarnation="own", num_descriptors=3, answers=(worker.FdsRequest, *REPLIES)
+    )
     return session
 
 
@@ -184,12 +186,12 @@ def descriptors_after_attach(scene: Scene) -> str:
         for number in range(6):
             session = scene.worker()
             session.say(worker.Attach(request=1, engine_id=f"nobody-{number}", generation="g"))
-            session.await_one(ANSWERS)
+            session.await_one(REPLIES)
             with contextlib.suppress(OSError):
                 for first in range(0, 1250, 250):
                     session.say(FdBatch(first=first), *[null.fileno()] * 250)
     scene.rest(0.3)
-    held = scene.ask("num_fds", node="a")
+    held = scene.send_request("num_fds", node="a")
     return f"the daemon holds {held} descriptors" if held > 900 else newcomer(scene, "late-attached-fds")
 
 
@@ -206,10 +208,10 @@ def sleeping_and_waking_without_end(scene: Scene) -> str:
         session.await_one(worker.Suspended, 5.0)
         for incarnation in ("own", "", "x" * 900_000):
             session.say(worker.Resume(request=2, regions=exports, incarnation=incarnation), memory.fd)
-            answer = session.await_one(ANSWERS, 5.0)
-            if not isinstance(answer, worker.Refused):
-                return f"resumed as {incarnation[:20]!r}: {answer}"
-        began = len(scene.ask("pids", node="a"))
+            reply = session.await_one(REPLIES, 5.0)
+            if not isinstance(reply, worker.Refused):
+                return f"resumed as {incarnation[:20]!r}: {reply}"
+        began = len(scene.send_request("pids", node="a"))
         until, most = time.monotonic() + 4.0, 0
         with contextlib.suppress(OSError):
             for number in itertools.count():
@@ -218,7 +220,7 @@ def sleeping_and_waking_without_end(scene: Scene) -> str:
                 while session.next(0.0) is not None:
                     pass
                 if number % 50 == 0:
-                    most = max(most, len(scene.ask("pids", node="a")))
+                    most = max(most, len(scene.send_request("pids", node="a")))
                 if time.monotonic() > until:
                     break
     if most > began + 40:

@@ -27,7 +27,7 @@ class DaemonByHand:
     """A ROUTER with the admitted key. `answer` gives what each question gets."""
 
     def __init__(self, scene: Scene, answer: Answer) -> None:
-        self._answer = answer
+        self._reply = answer
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -47,14 +47,14 @@ class DaemonByHand:
                 continue
             route, content = self.socket.recv_multipart()
             self.routes.add(route)
-            question: Any = PEER_MESSAGES.decode(content)
-            if isinstance(question, peer.PeerHello):
+            request: Any = PEER_MESSAGES.decode(content)
+            if isinstance(request, peer.PeerHello):
                 welcome = peer.PeerWelcome(
-                    request=question.request, version=1, boot="evil", versions=peer.PEER_VERSIONS
+                    request=request.request, version=1, boot="evil", versions=peer.PEER_VERSIONS
                 )
                 self.socket.send_multipart([route, encode(welcome)])
                 continue
-            for message in self._answer(question):
+            for message in self._reply(request):
                 with suppress(zmq.ZMQError):
                     self.socket.send_multipart([route, encode(message)], zmq.NOBLOCK)
 
@@ -79,22 +79,22 @@ def ref_to(daemon: DaemonByHand, name: str) -> dict[str, Any]:
 def manifest_of(scene: Scene, place: str, engine: str) -> RankManifest:
     """What the daemon tells any admitted peer of an honest engine."""
     one = scene.peer(scene.places[place])
-    answer = one.ask(peer.FetchEngine(request=2, engine_id=engine, generation="g1", wait_s=2.0))
-    assert isinstance(answer, peer.EngineManifest), answer
-    return answer.ranks[0]
+    reply = one.send_request(peer.ManifestRequest(request=2, engine_id=engine, generation="g1", wait_s=2.0))
+    assert isinstance(reply, peer.ManifestReply), reply
+    return reply.ranks[0]
 
 
 def serving(manifest: RankManifest, changes: dict[str, Any]) -> Answer:
     """A source that hands that manifest out and grants whatever is asked."""
 
-    def answer(question: Any) -> list[Message]:
-        if isinstance(question, peer.FetchEngine):
-            return [peer.EngineManifest(request=question.request, boot="evil", ranks=(manifest,))]
-        if isinstance(question, peer.AskGrant):
+    def reply(request: Any) -> list[Message]:
+        if isinstance(request, peer.ManifestRequest):
+            return [peer.ManifestReply(request=request.request, boot="evil", ranks=(manifest,))]
+        if isinstance(request, peer.GrantRequest):
             ids = pack_ids(range(NUM_BLOCKS))
-            granted = peer.Granted(
-                request=question.request,
-                grant=question.grant,
+            granted = peer.GrantReply(
+                request=request.request,
+                grant=request.grant,
                 blocks={"full": PackedBlocks(ids=ids)},
                 num_tokens=TOKENS,
                 lease_s=5.0,
@@ -104,11 +104,11 @@ def serving(manifest: RankManifest, changes: dict[str, Any]) -> Answer:
                 fence_metadata=manifest.binding.metadata,
             )
             return [msgspec.structs.replace(granted, **changes)]
-        if isinstance(question, peer.RenewGrants):
-            return [peer.GrantsRenewed(request=question.request, ended=())]
-        return [peer.Done(request=question.request)]
+        if isinstance(request, peer.RenewGrants):
+            return [peer.GrantsRenewed(request=request.request, ended=())]
+        return [peer.RequestDone(request=request.request)]
 
-    return answer
+    return reply
 
 
 def _bindings(mine: RankManifest, others: RankManifest) -> list[dict[str, Any]]:
@@ -154,10 +154,10 @@ def _mislead(scene: Scene, is_meant: Callable[[dict[str, Any], str], bool]) -> s
         binding = msgspec.structs.replace(mine.binding, **changed)
         spec = msgspec.structs.replace(mine.spec, engine_id=f"evil-{number}")
         daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, binding), {}))
-        before = scene.ask("traffic")
+        before = scene.send_request("traffic")
         came = scene.honest("pull", sink=1, ref=ref_to(daemon, f"evil-{number}"), deadline_s=3.0)
         scene.rest(0.3)
-        after = scene.ask("traffic")
+        after = scene.send_request("traffic")
         daemon.close()
         if came["outcome"] == "no answer":
             return f"the pull by manifest {number} never ended"
@@ -201,14 +201,14 @@ def nonsense_in_grants(scene: Scene) -> str:
 def answers_in_a_flood(scene: Scene) -> str:
     """A daemon that is asked once answers a hundred thousand times, and with block ids of no question."""
 
-    def answer(question: Any) -> list[Message]:
+    def reply(request: Any) -> list[Message]:
         return []
 
-    daemon = DaemonByHand(scene, answer)
+    daemon = DaemonByHand(scene, reply)
     scene.honest("hint", sink=1, ref=ref_to(daemon, "flood"), what="prepare")
     scene.rest(1.0)
     route = next(iter(daemon.routes), b"")
-    done = encode(peer.Done(request=999_999))
+    done = encode(peer.RequestDone(request=999_999))
     refused = encode(peer.PeerRefused(request=3, code="busy", message="x" * 100_000))
     ids = [encode(BlockIds(stream=n, group="full", offset=0, ids=bytes(8_000_000))) for n in range(8)]
     until = time.monotonic() + 6.0
@@ -228,14 +228,14 @@ def engines_learnt_without_end(scene: Scene) -> str:
     """A daemon tells of a hundred engines of thousands of tensors each."""
     from tests.proofs.hostile.attacks.peers import large_manifest
 
-    def answer(question: Any) -> list[Message]:
-        if isinstance(question, peer.FetchEngine):
-            made = large_manifest(question.engine_id, daemon.endpoint, 6_000, "evil/1")
+    def reply(request: Any) -> list[Message]:
+        if isinstance(request, peer.ManifestRequest):
+            made = large_manifest(request.engine_id, daemon.endpoint, 6_000, "evil/1")
             one = msgspec.structs.replace(made, spec=msgspec.structs.replace(made.spec, pp_size=1))
-            return [peer.EngineManifest(request=question.request, boot="evil", ranks=(one,))]
+            return [peer.ManifestReply(request=request.request, boot="evil", ranks=(one,))]
         return []
 
-    daemon = DaemonByHand(scene, answer)
+    daemon = DaemonByHand(scene, reply)
     for number in range(24):
         scene.honest("hint", sink=1, ref=ref_to(daemon, f"large-{number}"), what="prepare")
     scene.rest(4.0)

@@ -26,13 +26,13 @@ def a_rank_that_sleeps_while_its_daemon_is_away(scene: Scene) -> str:
     content.write(source.bytes, source.layout, _held(77, ids))
     ref = publisher.publish("before", _blocks(ids), TOKENS, lease_s=60.0).to_dict()
     scene.rest(0.5)
-    scene.ask("kill", node="a")
+    scene.send_request("kill", node="a")
     scene.rest(0.3)
     source.rank.suspend()
     if not _await(source.rank, client.Suspended, 15.0):
         return "the rank was never suspended"
     source.bytes[:] = content.background(source.bytes.size)
-    if problem := scene.ask("restart", node="a"):
+    if problem := scene.send_request("restart", node="a"):
         return problem
     source.rank.resume(source.regions)
     scene.rest(1.5)

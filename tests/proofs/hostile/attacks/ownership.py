@@ -21,32 +21,32 @@ RESTART = "the daemon was restarted: pulls that ran then end"
 
 def back(scene: Scene, limit_s: float = 25.0) -> str:
     """Whether the honest pair delivers again."""
-    before = scene.ask("traffic")["done"]
+    before = scene.send_request("traffic")["done"]
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
-        if scene.ask("traffic")["done"] >= before + 6:
+        if scene.send_request("traffic")["done"] >= before + 6:
             return ""
-        scene.ask("pump", seconds=0.2)
-    return f"the honest pair does not come back: {scene.ask('traffic')['why']}"
+        scene.send_request("pump", seconds=0.2)
+    return f"the honest pair does not come back: {scene.send_request('traffic')['why']}"
 
 
 @attack("operator", allows_failed_pulls=RESTART, limit_s=60.0)
 def a_restart(scene: Scene) -> str:
     """No attack: the daemon is killed and started, and the honest pair must come back."""
-    return scene.ask("restart", node="a") or back(scene)
+    return scene.send_request("restart", node="a") or back(scene)
 
 
 @attack("user", allows_failed_pulls=RESTART, limit_s=60.0)
 def an_id_squatted_after_a_restart(scene: Scene) -> str:
     """As the daemon restarts somebody of another user registers the live engine's id first, and holds it."""
-    scene.ask("kill", node="a")
+    scene.send_request("kill", node="a")
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
             _squat(scene.a.worker_socket)
         os._exit(0)
     scene.rest(0.3)
-    scene.ask("start", node="a")
+    scene.send_request("start", node="a")
     done = back(scene, 35.0)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -59,11 +59,11 @@ def _squat(path: str) -> None:
     while time.monotonic() < until and len(kept) < 40:
         try:
             made = WorkerByHand(path)
-            answer = made.register("honest-0", generation=f"squatted-{len(kept)}")
+            reply = made.register("honest-0", generation=f"squatted-{len(kept)}")
         except OSError:
             time.sleep(0.002)
             continue
-        if isinstance(answer, worker.Registered):
+        if isinstance(reply, worker.Registered):
             kept.append(made)
             time.sleep(1.0)
             made.close()  # one second is enough
@@ -92,7 +92,7 @@ def locks_held_by_a_stranger(scene: Scene) -> str:
         time.sleep(60.0)
         os._exit(0)
     scene.rest(0.3)
-    return scene.ask("restart", node="a", limit_s=20.0) or back(scene)
+    return scene.send_request("restart", node="a", limit_s=20.0) or back(scene)
 
 
 @attack("user", allows_failed_pulls=RESTART, limit_s=80.0)
@@ -155,14 +155,14 @@ def a_child_that_holds_a_dead_workers_socket(scene: Scene) -> str:
     os.read(read, 1)
     until = time.monotonic() + 8.0
     while time.monotonic() < until:
-        status = scene.ask("status", node="a")
+        status = scene.send_request("status", node="a")
         if status is not None and not [e for e in status["engines"] if e["engine_id"] == "orphaned"]:
             break
         scene.rest(0.2)
     else:
         return "the dead worker's rank is still registered after 8 s"
     scene.rest(0.5)
-    others = scene.ask("mappers", inode=inode)
+    others = scene.send_request("mappers", inode=inode)
     return f"the dead worker's memory is mapped by {others}" if others else ""
 
 
@@ -188,7 +188,7 @@ def shared_memory_squatted(scene: Scene) -> str:
 def hang_up(scene: Scene) -> str:
     """SIGHUP reloads, or does nothing; it does not end the daemon."""
     for node in ("a", "b"):
-        scene.ask("signal", node=node, number=signal.SIGHUP)
+        scene.send_request("signal", node=node, number=signal.SIGHUP)
     scene.rest(0.5)
     return ""
 
@@ -196,7 +196,7 @@ def hang_up(scene: Scene) -> str:
 @attack("stranger")
 def what_strangers_may_know(scene: Scene) -> str:
     """The processes of a daemon of another user: their memory, descriptors and environment are nobody's."""
-    for pid in scene.ask("pids", node="a"):
+    for pid in scene.send_request("pids", node="a"):
         for name in ("mem", "environ", "fd/0", "maps"):
             with contextlib.suppress(OSError):
                 with open(f"/proc/{pid}/{name}", "rb") as file:

@@ -75,19 +75,19 @@ def nonsense_at_the_peer_port(scene: Scene) -> str:
 @attack("stranger")
 def an_older_zmtp_without_keys(scene: Scene) -> str:
     """Greetings of ZMTP 1.0 and 2.0, which know no keys, and then a question."""
-    question = encode(PeerByHand.greeting())
-    old = b"\x01\x00" + (bytes([len(question) + 1, 0]) if len(question) < 254 else b"") + question
-    newer = ZMTP[:10] + b"\x01\x05" + b"\x00\x00" + bytes([0, len(question)]) + question
+    request = encode(PeerByHand.greeting())
+    old = b"\x01\x00" + (bytes([len(request) + 1, 0]) if len(request) < 254 else b"") + request
+    newer = ZMTP[:10] + b"\x01\x05" + b"\x00\x00" + bytes([0, len(request)]) + request
     for content in (old, newer):
         with contextlib.suppress(OSError):
             one = raw(scene)
             one.sendall(content)
             one.settimeout(0.5)
-            answer = b""
+            reply = b""
             with contextlib.suppress(OSError):
                 while chunk := one.recv(4096):
-                    answer += chunk
-            if b"greeting" in answer:
+                    reply += chunk
+            if b"connecting" in reply:
                 return "a peer without a key was answered"
     return ""
 
@@ -136,7 +136,7 @@ def large_messages_in_the_clear(scene: Scene) -> str:
 def small_messages_in_the_clear(scene: Scene) -> str:
     """Where daemons have no keys: questions and nonsense by the ten thousand, no answer of which is read."""
     one = scene.peer()
-    fetch = encode(peer.FetchEngine(request=3, engine_id="honest-0", generation="g1", wait_s=0.0))
+    fetch = encode(peer.ManifestRequest(request=3, engine_id="honest-0", generation="g1", wait_s=0.0))
     with contextlib.suppress(zmq.ZMQError):
         for number in range(60_000):
             one.socket.send(fetch if number % 2 else b"\xc1" * 40, zmq.NOBLOCK)
@@ -215,7 +215,7 @@ def manifests_that_are_not_read(scene: Scene) -> str:
     """An admitted peer asks for manifests by the ten thousand and reads none."""
     one = scene.peer()
     for number in range(30_000):
-        one.say(peer.FetchEngine(request=number + 10, engine_id="honest-0", generation="g1", wait_s=0.0))
+        one.say(peer.ManifestRequest(request=number + 10, engine_id="honest-0", generation="g1", wait_s=0.0))
     scene.rest(3.0)
     return ""
 
@@ -230,7 +230,7 @@ def sessions_end_while_thousands_wait(scene: Scene) -> str:
         who = peer.Consumer("x", "g", (0, 0), 1)
         for number in range(8000):
             one.say(
-                peer.AskGrant(
+                peer.GrantRequest(
                     request=10 + number, grant=f"g{number}", ref=ref, consumer=who, reads=(), wait_s=10.0
                 )
             )

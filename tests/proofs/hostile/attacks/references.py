@@ -81,7 +81,7 @@ def references_of_nonsense(scene: Scene) -> str:
         ):
             if do == "hint" and number % 3:
                 continue
-            came = scene.ask("honest", do=do, sink=1, ref=bad, form=form, limit_s=8.0, **more)
+            came = scene.send_request("honest", do=do, sink=1, ref=bad, form=form, limit_s=8.0, **more)
             text = repr(bad)[:120]
             if came["outcome"] == "delivered" and not _means(bad, good):
                 return f"{text} was delivered"
@@ -108,9 +108,9 @@ def names_that_never_resolve(scene: Scene) -> str:
     for number in range(4):
         ref = good | {"endpoint": f"tcp://host-{number}.example.invalid:9441{key}"}
         scene.honest("hint", sink=1, ref=ref, what="prepare")
-    before = scene.ask("traffic")["done"]
+    before = scene.send_request("traffic")["done"]
     scene.rest(6.0)
-    done = scene.ask("traffic")["done"] - before
+    done = scene.send_request("traffic")["done"] - before
     # A hundred would be usual; a busy machine has its share.
     return f"{done} pulls in 6 s while names are looked up" if done < 10 else ""
 
@@ -122,7 +122,7 @@ def pulls_from_nowhere(scene: Scene) -> str:
     session.register("lost")
     ref = reference("tcp://127.0.0.1:9", scene)
     for ticket in range(1000):
-        pull = worker.Pull(
+        pull = worker.PullRequest(
             ticket=ticket, ref=ref, num_tokens=16, deadline_s=3.0, blocks={"full": PackedBlocks(ids=bytes(4))}
         )
         session.say(pull)

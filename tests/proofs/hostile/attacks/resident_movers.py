@@ -12,7 +12,7 @@ from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover, worker
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import Message, Placement, RegionAddress
+from kvxferd.wire.common import MeasuredPlacement, Message, RegionAddress
 from kvxferd.wire.framing import HEADER
 from tests.proofs.hostile.attacker import Scene
 from tests.proofs.hostile.raw_protocol import FACTS, WorkerByHand
@@ -67,7 +67,7 @@ def _frames(message: Message, count: int) -> bytes:
 @attack("worker", limit_s=60.0)
 def a_mover_that_speaks_for_others(scene: Scene) -> str:
     """A resident mover takes an honest agent's name, answers pulls, fences and questions of others."""
-    status = scene.ask("status", node="a")
+    status = scene.send_request("status", node="a")
     boot = status["boot"]
     (rank,) = [r for e in status["engines"] if e["engine_id"] == "honest-0" for r in e["ranks"]]
     thief = MoverByHand(scene, "thief")
@@ -93,7 +93,7 @@ def a_mover_that_speaks_for_others(scene: Scene) -> str:
 @attack("worker", limit_s=60.0)
 def a_mover_that_never_stops(scene: Scene) -> str:
     """A resident mover sends a hundred thousand messages, in one breath."""
-    boot = scene.ask("status", node="a")["boot"]
+    boot = scene.send_request("status", node="a")["boot"]
     one = MoverByHand(scene, "talker")
     one.say(mover.MoverUp(agent=f"{boot}/talker", library="nixl 1", pid=1))
     scene.rest(0.3)
@@ -101,7 +101,7 @@ def a_mover_that_never_stops(scene: Scene) -> str:
     scene.rest(0.3)
     for _ in range(5):
         one.push(_frames(mover.Polling(token=1), 20_000))
-    one.push(_frames(mover.ProbeResult(placement=Placement()), 5_000))
+    one.push(_frames(mover.ProbeResult(placement=MeasuredPlacement()), 5_000))
     one.push(_frames(mover.MoverLeaving(code=Code.INTERNAL, message="x" * 10_000), 200))
     scene.rest(1.0)
     return ""
@@ -110,7 +110,7 @@ def a_mover_that_never_stops(scene: Scene) -> str:
 @attack("worker", limit_s=60.0)
 def a_mover_of_many_bytes(scene: Scene) -> str:
     """A resident mover announces frames that never end, and metadata of megabytes."""
-    boot = scene.ask("status", node="a")["boot"]
+    boot = scene.send_request("status", node="a")["boot"]
     for number in range(20):
         one = MoverByHand(scene, f"heavy-{number}")
         one.say(mover.MoverUp(agent=f"{boot}/heavy-{number}", library="nixl 1", pid=1))

@@ -3,7 +3,7 @@
 Promises, beside those of `processes`:
 
 * A mover's messages are fed in the order in which it sent them, all before its exit.
-* The forkserver answers each fork in order, and its exit is fed after its last answer.
+* The forkserver answers each fork in order, and its exit is fed after its last reply.
 * A ready mover that is dead is not assigned, and what the decisions want is carried out in order.
 """
 
@@ -117,7 +117,7 @@ class SimulatedPool:
     def _tick(self, due: float) -> None:
         if due == self._tick_at:
             self._tick_at = None
-            self.feed(ev.Tick())
+            self.feed(ev.TimersDue())
 
     def _new_agent(self) -> AgentName:
         return AgentName(f"{self._owner.name}/mover{next(self._names)}")
@@ -144,9 +144,9 @@ class SimulatedPool:
                 self._on_result.pop(effect.request)(self.handles[effect.mover])
             case fx.RefuseRequest():
                 self._on_result.pop(effect.request)(effect.error)
-            case fx.SendToMover():
+            case fx.SendMessage():
                 self._on_send(effect.mover, effect.message)
-            case fx.KillMover():
+            case fx.KillProcess():
                 if handle := self.handles.get(effect.mover):
                     handle.process.kill()
             case fx.ReportMessage():
@@ -169,9 +169,9 @@ class SimulatedPool:
         self._to_forkserver = Pipe(process, self._latency_s)
         process.watch(lambda: self._from_forkserver.send(self._on_forkserver_exit))
         self._to_forkserver.delay(IMPORT_S)
-        self._to_forkserver.send(self._answer, LibraryLoaded(library="simulated"))
+        self._to_forkserver.send(self._reply, LibraryLoaded(library="simulated"))
 
-    def _answer(self, message: LibraryLoaded | Forked) -> None:
+    def _reply(self, message: LibraryLoaded | Forked) -> None:
         self._from_forkserver.send(self.feed, message)
 
     def _on_forkserver_exit(self) -> None:

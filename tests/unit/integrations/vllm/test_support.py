@@ -252,7 +252,7 @@ def test_another_version_is_warned_of(version: str, is_known: bool) -> None:
 def test_the_page_has_every_name_once_under_the_right_word() -> None:
     """The page is generated; this reads it as a reader does."""
     rows = re.findall(r"^\| (`.+?) \| (yes|no) \|", PAGE.read_text(), re.MULTILINE)
-    listed = [(name, answer == "yes") for cell, answer in rows for name in re.findall("`(.+?)`", cell)]
+    listed = [(name, reply == "yes") for cell, reply in rows for name in re.findall("`(.+?)`", cell)]
     tables = {name: found.kind is not None for name, found in support.CACHES.items()} | {
         name: found.content is not None for name, found in support.BACKENDS.items()
     }

@@ -73,8 +73,8 @@ def router() -> ModuleType:
 
 
 def test_the_router_passes_the_clients_trace_to_both_engines(router: ModuleType) -> None:
-    asked = SimpleNamespace(headers={"traceparent": HEADER, "tracestate": "a=b", "Cookie": "x"})
-    headers = router.headers_for_engines(asked)
+    requested = SimpleNamespace(headers={"traceparent": HEADER, "tracestate": "a=b", "Cookie": "x"})
+    headers = router.headers_for_engines(requested)
     assert headers.keys() == {"X-Request-Id", "traceparent", "tracestate"}
     params = router.with_trace({"do_remote_decode": True}, headers)
     assert params == {"do_remote_decode": True, "traceparent": HEADER}

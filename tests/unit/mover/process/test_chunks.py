@@ -17,12 +17,12 @@ from kvxferd.mover.process.chunks import IDLE_S, RETRY_S, SLOW_S, ChunkState
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.pull_engine import MAX_INFLIGHT, STALLED_S
 from kvxferd.mover.process.scatterer import ScatterJob, ThreadScatterer
-from kvxferd.mover.transport.base import Span, TransportError
+from kvxferd.mover.transport.base import MemoryRange, TransportError
 from kvxferd.plan import encode_plan, make_plan
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm
 from kvxferd.wire.common import RegionAddress
-from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted, FenceLocation, SourceRank, StartPull
+from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest, FenceLocation, SourceRank, StartPull
 from tests.support.memory_transport import MemoryTransport
 from tests.support.mover_harness import packed
 from tests.support.pull_engine_harness import WORD, Bench, Memory, layout, scattered, spec
@@ -40,13 +40,13 @@ class Refusing:
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def __call__(self, span: Span) -> None:
+    def __call__(self, span: MemoryRange) -> None:
         self.num_calls += 1
         raise TransportError("no memory may be locked", settled=True)
 
 
-def reports_of(bench: Bench) -> list[ChunkMemoryWanted]:
-    reports: list[ChunkMemoryWanted] = []
+def reports_of(bench: Bench) -> list[ChunkMemoryRequest]:
+    reports: list[ChunkMemoryRequest] = []
     bench.chunks._report = reports.append
     return reports
 

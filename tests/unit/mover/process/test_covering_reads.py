@@ -12,7 +12,7 @@ from kvxferd.mover.process.chunks import IDLE_S, SLOW_S, STUCK_S, ChunkState
 from kvxferd.mover.process.scatterer import InlineScatterer, ScatterJob, ThreadScatterer
 from kvxferd.mover.process.slices import SHORT_BYTES
 from kvxferd.mover.transport.base import TransportError
-from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryWanted
+from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest
 from tests.support.pull_engine_harness import (
     HEAD,
     Bench,
@@ -67,7 +67,7 @@ def test_the_word_is_read_while_a_chunk_is_scattered(
     number = bench.start(scattered(8))
     bench.run()
     assert bench.fabric.posts[-1] == (bench.agents[0], 1), "the fence word"
-    assert bench.told == []
+    assert bench.reported == []
     by_hand.run_all()
     bench.run()
     assert bench.outcomes()[number].delivered
@@ -100,7 +100,7 @@ def test_an_abort_waits_for_a_scatter_that_runs(by_hand: ManualScatterer) -> Non
         job.run_piece()
     bench.engine.abort(number)
     bench.run()
-    assert bench.told == [], "a copy may run"
+    assert bench.reported == [], "a copy may run"
     by_hand.run_all()
     before = bench.local.array.copy()
     bench.run()
@@ -445,7 +445,7 @@ class Granting(Bench):
     def __init__(self) -> None:
         super().__init__(chunk_bytes=CHUNK, max_chunks=0)
         assert self.chunks is not None
-        self.reports: list[ChunkMemoryWanted] = []
+        self.reports: list[ChunkMemoryRequest] = []
         self.chunks._report = self.reports.append
 
 

@@ -16,7 +16,7 @@ from kvxferd.memory.driver import StridedCopy
 from kvxferd.mover.process.chunks import IDLE_S, ChunkState
 from kvxferd.mover.process.covering import ChunkFill, PlacedStretches, scatter
 from kvxferd.mover.process.device_scatter import CALLS_PER_STEP, strided_copies
-from kvxferd.mover.transport.base import Span
+from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.copy_probe import probe_strided_copies
 from kvxferd.plan.copy_patterns import form_patterns
 from kvxferd.plan.covering import Stretches
@@ -126,10 +126,10 @@ def test_a_pull_is_over_when_its_copies_events_are_done(bench: Bench, driver: Co
     number = bench.start(scattered(8))
     bench.run()
     assert driver.num_copies
-    assert bench.told == []
+    assert bench.reported == []
     bench.engine.abort(number)
     bench.run()
-    assert bench.told == [], "copies that are started cannot be taken back"
+    assert bench.reported == [], "copies that are started cannot be taken back"
     driver.polls_per_copy = 0
     bench.run()
     outcome = bench.outcomes()[number]
@@ -167,9 +167,9 @@ def test_copies_of_which_nothing_is_known_leave_the_blocks_in_doubt(
 ) -> None:
     driver.is_lost = True
     outcome = bench.pull(scattered(8))
-    assert (outcome.delivered, outcome.finished, outcome.quiet_follows) == (False, False, False)
+    assert (outcome.delivered, outcome.finished, outcome.quiesced_follows) == (False, False, False)
     assert states(bench)[ChunkState.LOST] >= 1
-    assert len(bench.told) == 1, "no word that they are quiet"
+    assert len(bench.reported) == 1, "no word that they are quiet"
 
 
 def test_chunks_of_the_gpu_are_given_back(driver: CountingDriver) -> None:
@@ -231,7 +231,9 @@ def test_strided_copies_write_what_the_hosts_scatter_writes(data: st.DataObject)
     assert patterns is not None
     region = RegionAddress(RegionId("kv"), 5000, len(by_copies))
     written = np.zeros(len(by_copies), dtype=int)
-    for one in strided_copies(placed, patterns, Span(300, len(chunk)), {RegionId("kv"): region}, max_pitch):
+    for one in strided_copies(
+        placed, patterns, MemoryRange(300, len(chunk)), {RegionId("kv"): region}, max_pitch
+    ):
         if one.rows > 1:
             assert one.width <= min(one.to_pitch, one.source_pitch)
             assert max(one.to_pitch, one.source_pitch) <= max_pitch
@@ -257,7 +259,11 @@ def test_a_copy_that_leaves_its_memory_is_refused(region_bytes: int, chunk_bytes
     assert patterns is not None
     regions = {RegionId("kv"): RegionAddress(RegionId("kv"), 5000, region_bytes)}
     with pytest.raises(IndexError):
-        list(strided_copies(PlacedStretches(stretches, 0), patterns, Span(0, chunk_bytes), regions, 1000))
+        list(
+            strided_copies(
+                PlacedStretches(stretches, 0), patterns, MemoryRange(0, chunk_bytes), regions, 1000
+            )
+        )
 
 
 # --- the probe

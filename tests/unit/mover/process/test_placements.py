@@ -12,7 +12,7 @@ from kvxferd.ids import AgentName, RegionId
 from kvxferd.memory.device import DeviceMemory
 from kvxferd.mover.process.binding import Bindings
 from kvxferd.mover.transport import probe
-from kvxferd.mover.transport.base import HOST, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, TransportError
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import Runs
 from kvxferd.wire.mover import Bound
@@ -29,7 +29,7 @@ SIZES = (2 * GRANULARITY, GRANULARITY, 3 * GRANULARITY)
 class Refusing(MemoryTransport):
     """Registers one allocation of a GPU and no other."""
 
-    def register(self, span: Span) -> None:
+    def register(self, span: MemoryRange) -> None:
         if span.size_bytes in SIZES and any(known.size_bytes in SIZES for known in self._spans):
             raise TransportError(f"cannot register {span.size_bytes} bytes: no dma-buf", settled=True)
         super().register(span)

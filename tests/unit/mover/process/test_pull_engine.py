@@ -106,7 +106,7 @@ def test_an_abort_waits_for_what_is_posted(bench: Bench) -> None:
     bench.engine.abort(number)
     bench.now += 60.0
     bench.run()
-    assert bench.told == []
+    assert bench.reported == []
     posted = list(bench.fabric.posts)
     bench.fabric.stalled.clear()
     bench.run()
@@ -115,7 +115,7 @@ def test_an_abort_waits_for_what_is_posted(bench: Bench) -> None:
     assert bench.fabric.posts == posted, "an aborted pull posts no fence read either"
     bench.engine.abort(number)
     bench.run()
-    assert len(bench.told) == 1
+    assert len(bench.reported) == 1
 
 
 def test_a_lost_agent_ends_the_pull_and_is_loaded_again(bench: Bench) -> None:
@@ -144,7 +144,7 @@ def test_what_is_still_under_way_after_a_failure_is_told_later(bench: Bench) -> 
     bench.fabric.errors[bench.agents[1]] = TransportError("gone", settled=True, lost=True)
     number = bench.start(scattered(8))
     bench.run()
-    assert bench.told == [], "the other read may end in a moment"
+    assert bench.reported == [], "the other read may end in a moment"
     bench.now += pull_engine.FAILED_PULL_WAIT_S
     bench.run()
     assert bench.outcomes()[number].finished is False
@@ -359,7 +359,7 @@ def test_a_flush_that_fails_leaves_doubt(bench: Bench) -> None:
     gpu = Gpu(bench)
     gpu.refuses = True
     outcome = bench.pull(scattered(8))
-    assert (outcome.delivered, outcome.finished, outcome.quiet_follows) == (False, False, False)
+    assert (outcome.delivered, outcome.finished, outcome.quiesced_follows) == (False, False, False)
     assert outcome.code is Code.DEVICE_ERROR
 
 

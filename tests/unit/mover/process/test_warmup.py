@@ -11,7 +11,7 @@ import pytest
 from kvxferd.ids import AgentName
 from kvxferd.mover.process.remote_agents import RemoteAgents
 from kvxferd.mover.process.warmup import WARMUP_TIMEOUT_S, ConnectionWarmup
-from kvxferd.mover.transport.base import Span, TransportError
+from kvxferd.mover.transport.base import MemoryRange, TransportError
 from kvxferd.mover.transport.buffers import WordSlots
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from tests.support.memory_transport import Fabric, MemoryTransport
@@ -30,8 +30,8 @@ class Rig:
         self.page = mmap.mmap(-1, 4096)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.page))
         there = MemoryTransport(self.fabric, THERE)
-        there.register(Span(self.address, 4096))
-        self.metadata = there.metadata([Span(self.address, 4096)])
+        there.register(MemoryRange(self.address, 4096))
+        self.metadata = there.metadata([MemoryRange(self.address, 4096)])
         here = MemoryTransport(self.fabric, AgentName("here"))
         self.remotes = RemoteAgents(here)
         self.remotes.load(THERE, self.metadata)

@@ -50,7 +50,7 @@ class Pool:
     def wait(self, seconds: float) -> list[effects.PoolEffect]:
         """Let time pass; return what the timers do."""
         self.now += seconds
-        return self.feed(events.Tick())
+        return self.feed(events.TimersDue())
 
     def make_ready(self, mover: MoverId, pid: int = 0) -> list[effects.PoolEffect]:
         """Fork a mover that was requested, and have it make its agent."""
@@ -115,7 +115,7 @@ def test_a_mover_that_is_stopped_before_its_agent_is_made_is_killed_and_replaced
     pool.feed(Forked(mover=ONE, pid=100))
     assert refusals(pool.wait(START_TIMEOUT_S - 1)) == [(7, Code.MOVER_LOST)]
     (kill,) = pool.wait(1.0)
-    assert isinstance(kill, effects.KillMover)
+    assert isinstance(kill, effects.KillProcess)
     assert kill.mover == ONE
     # It is stopped no more, and reports before it dies.
     assert pool.report_up(ONE) == []
@@ -135,7 +135,7 @@ def test_a_forkserver_that_dies_while_forks_are_pending() -> None:
         "ReportForkserverDeath",
         "RefuseRequest",
         "RefuseRequest",
-        "KillMover",
+        "KillProcess",
         "DiscardMover",
     ]
     # The late exit of an old mover costs no request that waits for the next forkserver.
@@ -149,7 +149,7 @@ def test_a_forkserver_that_dies_while_forks_are_pending() -> None:
 def test_a_ready_mover_of_a_dead_forkserver_is_not_assigned() -> None:
     pool = Pool(size=1)
     pool.make_ready(ONE)
-    assert effects.KillMover(ONE) in pool.feed(events.ForkserverExited())
+    assert effects.KillProcess(ONE) in pool.feed(events.ForkserverExited())
     assert pool.feed(events.MoverRequested(1)) == []
     assert pool.feed(events.MoverExited(ONE)) == [effects.ReportEarlyDeath(ONE, was_starting=False)]
     assert pool.decisions.num_died_unassigned == 1
@@ -158,7 +158,7 @@ def test_a_ready_mover_of_a_dead_forkserver_is_not_assigned() -> None:
 def test_a_ready_mover_that_cannot_be_reached_is_not_assigned() -> None:
     pool = Pool(size=1)
     pool.make_ready(ONE)
-    assert pool.feed(events.MoverStreamClosed(ONE)) == [effects.KillMover(ONE)]
+    assert pool.feed(events.MoverStreamClosed(ONE)) == [effects.KillProcess(ONE)]
     assert pool.feed(events.MoverRequested(1)) == [
         effects.RequestFork(TWO, AgentName("boot/2")),
         effects.RequestFork(MoverId(3), AgentName("boot/3")),
@@ -225,13 +225,13 @@ def test_two_movers_of_one_process_id_prove_nothing() -> None:
     pool.make_ready(ONE, pid=100)
     pool.feed(events.UcxLineRead(UcxLine(100, "INFO", CMA)))
     seen = events.MoverReported(ONE, DisconnectSeen(number=5))
-    assert pool.feed(seen) == [effects.SendToMover(ONE, DisconnectJudged(number=5, over=True))]
+    assert pool.feed(seen) == [effects.SendMessage(ONE, DisconnectJudged(number=5, over=True))]
     pool.feed(events.MoverRequested(2))
     pool.feed(Forked(mover=TWO, pid=100))
     pool.report_up(TWO)
     for mover in (ONE, TWO):
         seen = events.MoverReported(mover, DisconnectSeen(number=5))
-        assert pool.feed(seen) == [effects.SendToMover(mover, DisconnectJudged(number=5, over=False))]
+        assert pool.feed(seen) == [effects.SendMessage(mover, DisconnectJudged(number=5, over=False))]
 
 
 def test_lines_that_arrive_before_their_mover_are_reported_once_it_is_assigned() -> None:
@@ -260,10 +260,10 @@ def test_a_stop_ends_all_and_waits_for_the_last() -> None:
     pool.feed(events.MoverRequested(2))
     out = pool.feed(events.StopRequested())
     assert refusals(out) == [(2, Code.MOVER_LOST)]
-    assert {one.mover for one in out if isinstance(one, effects.KillMover)} == {ONE, TWO}
+    assert {one.mover for one in out if isinstance(one, effects.KillProcess)} == {ONE, TWO}
     assert kinds(out)[-1] == "ShutDownForkserver"
     assert refusals(pool.feed(events.MoverRequested(3))) == [(3, Code.MOVER_LOST)]
-    assert pool.feed(Forked(mover=MoverId(3), pid=103)) == [effects.KillMover(MoverId(3))]
+    assert pool.feed(Forked(mover=MoverId(3), pid=103)) == [effects.KillProcess(MoverId(3))]
     assert kinds(pool.wait(SHUTDOWN_S)) == ["KillForkserver"]
     pool.feed(events.ForkserverExited())
     pool.feed(events.MoverExited(ONE))
@@ -303,7 +303,7 @@ class RandomShell:
                     self.assigned[effect.mover] = effect.request
                 case effects.RefuseRequest():
                     self.open.remove(effect.request)
-                case effects.KillMover() if effect.mover in self.alive:
+                case effects.KillProcess() if effect.mover in self.alive:
                     self.alive[effect.mover] = True
                 case effects.ReportExit():
                     del self.assigned[effect.mover]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.ids import AgentName
-from kvxferd.mover.transport.base import Span
+from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.reply_agents import IDLE_S, MAX_LOADED, ReplyAgents
 from tests.support.memory_transport import Fabric, MemoryTransport
 
-SPAN = Span(4096, 64)
+SPAN = MemoryRange(4096, 64)
 
 
 class Rig:

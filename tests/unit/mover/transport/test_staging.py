@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvxferd.errors import DeviceError
 from kvxferd.ids import AgentName
 from kvxferd.mover.transport import staging, staging_source
-from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds, Span, TransportError
+from kvxferd.mover.transport.base import HOST, MemoryKind, MemoryRange, ReadHandle, ReadKinds, TransportError
 from kvxferd.mover.transport.runs import single_run
 from kvxferd.mover.transport.staging import StagedRead, StagedTransport
 from kvxferd.plan import Runs
@@ -49,7 +49,7 @@ class Side:
         self.agent = AgentName(name)
         self.inner = MemoryTransport(world.fabric, self.agent)
         self.transport = StagedTransport(self.inner, lambda: world.now, SLOT, NUM_SLOTS)
-        span = Span(self.segment.address, SIZE)
+        span = MemoryRange(self.segment.address, SIZE)
         self.place = STAGED if is_staged else HOST.local
         if is_staged:
             described = self.transport.stage(world.driver, UUID, [span])
@@ -315,7 +315,7 @@ def test_what_cannot_be_staged_leaves_nothing_and_can_be_closed(
     with Segment(driver, UUID, [SIZE]) as segment:
         monkeypatch.setattr(driver, method, runs_out)
         with pytest.raises(DeviceError, match="out of memory"):
-            transport.stage(driver, UUID, [Span(segment.address, SIZE)])
+            transport.stage(driver, UUID, [MemoryRange(segment.address, SIZE)])
         assert (inner._spans, driver._host) == (set(), {})
         transport.close()
         transport.close()
@@ -377,7 +377,7 @@ class Stranger:
         self.world, self.to = world, to
         self.transport = MemoryTransport(world.fabric, AgentName("stranger"))
         self.segment = Segment(world.driver, UUID, [SIZE])
-        span = Span(self.segment.address, SIZE)
+        span = MemoryRange(self.segment.address, SIZE)
         self.transport.register(span)
         self.metadata = self.transport.metadata([span])
         self.transport.load_remote(to.metadata)
@@ -386,7 +386,7 @@ class Stranger:
         self.transport.notify(self.to.agent, note)
         self.to.transport.progress()
 
-    def ask(self, *stretches: tuple[int, int], number: int = 1) -> list[object]:
+    def send_request(self, *stretches: tuple[int, int], number: int = 1) -> list[object]:
         """Return what is answered, once copies have had time to be made."""
         addresses = np.array([start for start, _ in stretches], dtype="<u8").tobytes()
         lengths = np.array([length for _, length in stretches], dtype="<u4").tobytes()
@@ -410,9 +410,9 @@ def stranger(lent: World) -> Iterator[Stranger]:
 
 def test_an_ask_that_is_right_is_lent(lent: World, stranger: Stranger) -> None:
     base = lent.source.segment.address
-    (answer,) = stranger.ask((base, 10), (base + SIZE - 5, 5))
-    assert isinstance(answer, ChunkReady)
-    assert len(answer.stamp) == STAMP_BYTES == FENCE_WORD_BYTES
+    (reply,) = stranger.send_request((base, 10), (base + SIZE - 5, 5))
+    assert isinstance(reply, ChunkReady)
+    assert len(reply.stamp) == STAMP_BYTES == FENCE_WORD_BYTES
     stranger.say(encode(ChunkRelease(number=1)))
     lent.settle()
     assert lent.free_slots() == [NUM_SLOTS]
@@ -436,16 +436,16 @@ def test_an_ask_for_what_is_not_lent_is_denied(
     lent: World, stranger: Stranger, stretches: list[tuple[int, int]]
 ) -> None:
     base = lent.source.segment.address
-    answers = stranger.ask(*[(base + offset, length) for offset, length in stretches])
-    assert [type(answer) for answer in answers] == [ChunkRefused]
+    replies = stranger.send_request(*[(base + offset, length) for offset, length in stretches])
+    assert [type(reply) for reply in replies] == [ChunkRefused]
     assert lent.free_slots() == [NUM_SLOTS]
 
 
 def test_lengths_that_wrap_around_are_denied(lent: World, stranger: Stranger) -> None:
     address = (1 << 64) - 8
-    assert [type(answer) for answer in stranger.ask((address, 16))] == [ChunkRefused]
+    assert [type(reply) for reply in stranger.send_request((address, 16))] == [ChunkRefused]
     base = lent.source.segment.address
-    assert [type(answer) for answer in stranger.ask((base, (1 << 32) - 1), number=2)] == [ChunkRefused]
+    assert [type(reply) for reply in stranger.send_request((base, (1 << 32) - 1), number=2)] == [ChunkRefused]
 
 
 @pytest.mark.parametrize(
@@ -494,7 +494,7 @@ def test_whoever_knows_a_sources_name_does_not_know_a_requests_number(lent: Worl
 def test_a_source_cannot_write_where_the_stamps_of_others_are_read(lent: World) -> None:
     """Its own metadata for the reply is all that a source learns of the reader's memory."""
     slots = lent.sink.transport._open_stamp_slots()
-    lent.source.inner.register(Span(lent.source.segment.address, SLOT))
+    lent.source.inner.register(MemoryRange(lent.source.segment.address, SLOT))
     lent.post((0, 0, SLOT))
     ((_, note),) = lent.source.inner.receive_notifications()
     request = staging.decode_staging_message(note)
@@ -508,9 +508,9 @@ def test_a_source_cannot_write_where_the_stamps_of_others_are_read(lent: World) 
 
 def test_an_agent_that_came_by_a_request_does_not_say_where_reads_go(lent: World) -> None:
     base, other = lent.source.segment.address, lent.sink.segment.address + SLOT
-    span = Span(other, SLOT)
+    span = MemoryRange(other, SLOT)
     lent.sink.inner.register(span)
-    lent.source.inner.register(Span(base, SLOT))
+    lent.source.inner.register(MemoryRange(base, SLOT))
     request = ChunkRequest(
         number=1,
         addresses=np.array([base], dtype="<u8").tobytes(),
@@ -528,7 +528,7 @@ def test_an_agent_that_came_by_a_request_does_not_say_where_reads_go(lent: World
     notes.append((lent.sink.agent, encode(request)))
     lent.settle()
     assert is_readable()
-    registered = Span(lent.sink.segment.address, 8)
+    registered = MemoryRange(lent.sink.segment.address, 8)
     lent.sink.inner.register(registered)
     metadata = lent.sink.inner.metadata([registered])
     lent.source.transport.load_remote(metadata, lent.sink.agent)
@@ -545,11 +545,11 @@ def test_an_agent_that_came_by_a_request_does_not_say_where_reads_go(lent: World
 def test_a_source_that_lends_what_cannot_be_fails_the_read(stamp: bytes) -> None:
     world = World(False, True)
     handle = world.post((0, 0, SLOT))
-    ((_, ask),) = world.source.inner.receive_notifications()
-    number = staging.decode_staging_message(ask).number
+    ((_, send_request),) = world.source.inner.receive_notifications()
+    number = staging.decode_staging_message(send_request).number
     world.source.inner.load_remote(world.sink.metadata)
-    answer = ChunkReady(number=number, address=world.source.segment.address, stamp_address=4096, stamp=stamp)
-    world.source.inner.notify(world.sink.agent, encode(answer))
+    reply = ChunkReady(number=number, address=world.source.segment.address, stamp_address=4096, stamp=stamp)
+    world.source.inner.notify(world.sink.agent, encode(reply))
     with pytest.raises(TransportError, match="cannot be"):
         world.run(handle)
     world.close()
@@ -558,8 +558,8 @@ def test_a_source_that_lends_what_cannot_be_fails_the_read(stamp: bytes) -> None
 def test_waiting_asks_are_limited(lent: World, stranger: Stranger) -> None:
     base = lent.source.segment.address
     for number in range(1, staging_source.MAX_WAITING_PER_AGENT + NUM_SLOTS + 2):
-        answers = stranger.ask((base, 8), number=number)
-    assert [type(answer) for answer in answers] == [ChunkRefused]
-    assert [type(answer) for answer in stranger.ask((base, 8), number=1)] == [ChunkRefused], (
+        replies = stranger.send_request((base, 8), number=number)
+    assert [type(reply) for reply in replies] == [ChunkRefused]
+    assert [type(reply) for reply in stranger.send_request((base, 8), number=1)] == [ChunkRefused], (
         "the number is in use"
     )

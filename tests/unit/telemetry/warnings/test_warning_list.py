@@ -9,7 +9,7 @@ from kvxferd.telemetry.warnings.kinds import HOLD_S, WarningKind
 from kvxferd.telemetry.warnings.warning_list import (
     MAX_SUBJECT_CHARS,
     MAX_WARNINGS_PER_KIND,
-    Finding,
+    WarningCondition,
     WarningList,
     finding_of,
 )
@@ -17,11 +17,11 @@ from kvxferd.telemetry.warnings.warning_list import (
 UNIX = 1_790_000_000.0
 
 
-def placement(subject: str = "staged: 1", message: str = "it is slow") -> Finding:
-    return Finding(WarningKind.PLACEMENT, subject, message, "look at it")
+def placement(subject: str = "staged: 1", message: str = "it is slow") -> WarningCondition:
+    return WarningCondition(WarningKind.PLACEMENT, subject, message, "look at it")
 
 
-def changes_of(warnings: WarningList, now: float, *findings: Finding) -> list[tuple[str, str]]:
+def changes_of(warnings: WarningList, now: float, *findings: WarningCondition) -> list[tuple[str, str]]:
     return [(c.what, c.warning.subject) for c in warnings.update(findings, now, UNIX + now)]
 
 
@@ -50,7 +50,7 @@ def test_a_warning_ends_once_after_its_hold_and_a_gap_below_it_is_none() -> None
 
 def test_a_setting_s_warning_ends_with_the_setting() -> None:
     warnings = WarningList()
-    changes_of(warnings, 0.0, Finding(WarningKind.PEER_SOCKET_OPEN, "", "open"))
+    changes_of(warnings, 0.0, WarningCondition(WarningKind.PEER_SOCKET_OPEN, "", "open"))
     assert changes_of(warnings, 0.1) == [("ended", "")]
 
 
@@ -60,7 +60,9 @@ def test_warnings_of_a_kind_are_bounded_and_the_first_stay() -> None:
     assert len(changes_of(warnings, 0.0, *found)) == MAX_WARNINGS_PER_KIND
     assert changes_of(warnings, 1.0, *reversed(found)) == []
     assert [w.subject for w in warnings.warnings()] == [p.subject for p in found[:MAX_WARNINGS_PER_KIND]]
-    assert changes_of(warnings, 1.0, Finding(WarningKind.CARD_UNUSED, "x", "unused")) == [("began", "x")]
+    assert changes_of(warnings, 1.0, WarningCondition(WarningKind.CARD_UNUSED, "x", "unused")) == [
+        ("began", "x")
+    ]
 
 
 def test_a_stranger_s_name_is_cut_and_without_control_characters() -> None:

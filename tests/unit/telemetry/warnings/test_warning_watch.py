@@ -8,10 +8,10 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from kvxferd.telemetry.warnings.kinds import HOLD_S, WarningKind
-from kvxferd.telemetry.warnings.warning_list import Finding
+from kvxferd.telemetry.warnings.warning_list import WarningCondition
 from kvxferd.telemetry.warnings.warning_watch import MAX_AGE_S, WarningCollector, WarningWatch
 
-FINDING = Finding(WarningKind.PLACEMENT, "staged", "it is slow", "look at it")
+FINDING = WarningCondition(WarningKind.PLACEMENT, "staged", "it is slow", "look at it")
 
 
 class Node:
@@ -19,14 +19,14 @@ class Node:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.found: list[Finding] = []
+        self.found: list[WarningCondition] = []
         self.watch = WarningWatch([_failing, self.check], lambda: self.now, lambda: 1e9 + self.now)
 
-    def check(self) -> Iterable[Finding]:
+    def check(self) -> Iterable[WarningCondition]:
         return self.found
 
 
-def _failing() -> Iterable[Finding]:
+def _failing() -> Iterable[WarningCondition]:
     raise ValueError("a bug of a check")
 
 
