@@ -36,7 +36,7 @@ KEEP_GAP_S = 0.25
 LOG_POLL_S = 0.02
 
 
-class _Serving(msgspec.Struct, tag_field="event", tag=True):
+class _Serving(msgspec.Struct, tag_field="event", tag="serving"):
     """The log line of a daemon that serves."""
 
     http: str

@@ -82,7 +82,7 @@ def test_all_tokens_are_the_whole(stage: Stage) -> None:
     rank = stage.rank()
     rank.publish("t1", lists(3, 1, 2), 40, ready_tokens=16)
     stage.side.expect(worker.Publish)
-    rank.extend("t1", 40)
+    rank.ready("t1", 40)
     assert stage.side.expect(worker.Ready).ready_tokens == -1
 
 

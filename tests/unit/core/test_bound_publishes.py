@@ -346,27 +346,3 @@ def test_a_group_of_a_stage_that_is_not_back_is_waited_for(world: World) -> None
     stages_of_groups(world, host, only=1)
     scheduler.say(publish, b"w" * 16)
     assert len(scheduler.over()) == 1
-
-
-# --- A publish that wants a reply has one, in version 3 alone; no other publish has
-
-
-def test_one_reply_before_the_release() -> None:
-    world = World()
-    (rank,) = world.engine(world.host("p"), "prefill")
-    rank.publish("quiet", IDS, TOKENS)
-    assert not rank.received(wk.PublishAccepted)
-    ref = rank.publish("t1", IDS, TOKENS, wants_reply=True)
-    assert rank.received(wk.PublishAccepted) == [wk.PublishAccepted(transfer_id="t1")]
-    assert ref.transfer_id == "t1"
-    rank.say(wk.Unpublish(transfer_id="t1"))
-    kinds = [type(m) for m in rank.inbox if isinstance(m, wk.PublishAccepted | wk.Released)]
-    assert kinds == [wk.PublishAccepted, wk.Released]
-
-
-def test_a_refusal_is_the_only_reply() -> None:
-    world = World()
-    (rank,) = world.engine(world.host("p"), "prefill")
-    rank.publish("t1", [1, 1], TOKENS, wants_reply=True)
-    assert not rank.received(wk.PublishAccepted)
-    assert [m.code for m in rank.received(wk.PublishRefused)] == [Code.BLOCKS_INVALID]

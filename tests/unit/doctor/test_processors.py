@@ -7,7 +7,9 @@ import pytest
 from kvxferd.doctor.finding import Verdict
 from kvxferd.doctor.processors import MEASURE_S, SLEEP_S, finding_of, measure_wake_ups
 from kvxferd.telemetry.late_timers import Cause, ClockReading
+from tests.support.fake_driver import FAKE
 from tests.support.python_process import run_python
+from tests.support.repository import ROOT
 
 
 class SlowMachine:
@@ -56,7 +58,7 @@ def test_a_stall_ends_the_measurement_and_is_a_warning_that_says_why(waits: floa
 
 @pytest.mark.process
 def test_scatters_are_measured_and_compared() -> None:
-    ran = run_python("-m", "kvxferd.doctor.scatter_trial", "fake")
+    ran = run_python("-m", "kvxferd.doctor.scatter_trial", FAKE, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert lines[0] == "copies of rows: right"

@@ -362,7 +362,7 @@ def test_a_reader_that_never_gives_back_holds_a_slot_for_so_long(lent: World) ->
 def test_a_source_that_does_not_serve_is_given_up_in_time(lent: World) -> None:
     handle = lent.post((0, 0, SLOT))
     lent.now += staging.CHUNK_REPLY_TIMEOUT_S + 1
-    assert lent.failure_of(handle, "did not lend", source_serves=False).settled
+    assert lent.failure_of(handle, "sent no chunk", source_serves=False).settled
     lent.settle()
     assert lent.free_slots() == [NUM_SLOTS]
 
