@@ -125,6 +125,23 @@ def test_a_mover_that_is_stopped_before_its_agent_is_made_is_killed_and_replaced
     assert pool.decisions.num_died_starting == 1
 
 
+def test_a_forkserver_that_is_stopped_lets_nobody_wait_for_ever() -> None:
+    pool = Pool()
+    for request in range(1, 4):
+        pool.feed(events.MoverRequested(request))
+        assert refusals(pool.wait(START_TIMEOUT_S)) == [(request, Code.MOVER_LOST)]
+    assert pool.decisions.status().num_starting == 1  # what it has not answered is not asked again
+    assert pool.make_ready(ONE) == []
+    assert pool.feed(events.MoverRequested(4)) == [effects.AssignMover(4, ONE)]
+
+
+def test_a_library_that_never_loads_lets_nobody_wait_for_ever() -> None:
+    pool = Pool(library=False)
+    assert pool.feed(events.MoverRequested(1)) == []
+    assert pool.decisions.next_deadline() is not None
+    assert refusals(pool.wait(START_TIMEOUT_S)) == [(1, Code.MOVER_LOST)]
+
+
 def test_a_forkserver_that_dies_while_forks_are_pending() -> None:
     pool = Pool()
     pool.feed(events.MoverRequested(1))

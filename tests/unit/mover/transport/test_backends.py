@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName
 from kvxferd.mover.backends import (
+    STORAGE_BACKENDS,
     Backend,
     backend_environment,
     take_backend,
@@ -81,6 +82,18 @@ def refusal(api: FakeApi, name: str) -> str:
         TransferLibrary(api, "nixl 9").preload(Backend(name))
     assert refused.value.code is Code.NIXL_UNAVAILABLE
     return refused.value.message
+
+
+def test_a_plugin_that_is_not_there_is_refused_with_those_that_are(api: FakeApi) -> None:
+    assert refusal(api, "Mooncake") == (
+        "cannot use mover.backend = Mooncake: there is no such plugin; the installed nixl 9 has the plugins "
+        "LIBFABRIC, UCX for memory (and OBJ, POSIX for storage); set mover.backend to one of the former"
+    )
+
+
+def test_storage_is_no_backend_of_movers_though_its_plugin_is_there(api: FakeApi) -> None:
+    assert "between memory and storage" in refusal(api, "POSIX")
+    assert "UCX" not in STORAGE_BACKENDS
 
 
 def test_a_plugin_that_does_not_load_is_refused(api: FakeApi) -> None:
