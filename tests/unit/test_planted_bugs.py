@@ -10,11 +10,12 @@ import sys
 
 import pytest
 
-from tests.proofs.mutants.mutant import ROOT, proofs, stale
+from tests.proofs.mutants.mutant import ROOT, proofs, stale, unproved
 
 
 def test_each_bug_can_be_planted() -> None:
     assert stale() == {}
+    assert unproved() == []
 
 
 @pytest.mark.slow

@@ -118,8 +118,8 @@ def unproved() -> list[str]:
 
 
 def _is_proved(name: str) -> bool:
-    path, *_, function = proofs().get(name, "").partition("[")[0].split("::")
-    test = ROOT / path
+    path, _, function = proofs().get(name, "").partition("[")[0].rpartition("::")
+    test = ROOT / path.partition("::")[0]
     return test.is_file() and f"def {function}(" in test.read_text()
 
 
