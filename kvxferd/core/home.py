@@ -16,6 +16,7 @@ from kvxferd.core.peer_requests import PeerRequests
 from kvxferd.core.publishing import PublishedTransfers
 from kvxferd.core.rank_holders import is_local_user
 from kvxferd.core.registry import LocalRank, MemberRank, Registry
+from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.tables import decrease
 from kvxferd.core.transfer_table import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
@@ -59,7 +60,7 @@ class Home:
         layout_cache: LayoutCache,
         on_change: Callable[[EngineId], None],
         on_ready: Callable[[TransferKey], None],
-        is_polling_requested: Callable[[AgentName], bool],
+        poll_requests: PollRequests,
     ) -> None:
         self._context = context
         self._registry = registry
@@ -68,7 +69,7 @@ class Home:
         self._layout_cache = layout_cache
         self._on_change = on_change
         self._on_ready = on_ready
-        self._is_polling_requested = is_polling_requested
+        self._poll_requests = poll_requests
         self._members: dict[AgentName, MemberRank] = {}
         self._num_of_peer: Counter[str | bytes] = Counter()  # by `_peer_id`
         self._rank_holders = registry.ownerships.rank_holders
@@ -262,7 +263,7 @@ class Home:
             self._num_of_peer[_peer_id(record)] += 1
         if record.agent in self._may_still_poll:  # its node was silent then, and is back
             self._may_still_poll.discard(record.agent)
-            if not self._is_polling_requested(record.agent):
+            if not self._poll_requests.is_requested(record.agent):
                 self._send_polling_request(record, False, lambda reply: None)
         self._context.after(
             ("member", record.spec.key, record.spec.rank),
@@ -322,6 +323,8 @@ class Home:
         self._uncount(record)
         self._context.timers.cancel(("member", record.spec.key, record.spec.rank))
         self._published.rank_lost(record.spec.key, Code.RANK_LOST)
+        # A member that joins again is asked anew: it may have been told to stop, or be another process.
+        self._poll_requests.forget(record.agent)
         self._registry.remove(record)
 
     def check_integrity(self) -> None:

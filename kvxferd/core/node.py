@@ -187,7 +187,7 @@ class Node:
             layout_cache,
             self._engine_changed,
             self.grant_server.reconsider_transfer,
-            self.poll_requests.is_requested,
+            self.poll_requests,
         )
         self.member = Member(self.context, self.registry, self.peers, self.peer_requests, self.poll_requests)
         self.grant_client = GrantClient(

@@ -202,6 +202,27 @@ def test_a_late_join_of_a_former_generation_does_not_bring_it_back(world, spread
     assert sink.reads(ref)
 
 
+def test_a_member_that_expired_while_it_polled_is_asked_anew(world, spread):
+    """The home lost no connection, only time: the rank joins again before the lingering is over."""
+    stages, sink = spread
+    mover = mover_of(stages[1])
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].ready("t1")
+    sink.say(wk.Prepare(ref=ref))
+    assert mover.attended
+    home = stages[0].host.node.home
+    (record,) = home._members.values()
+    home._member_expired(record)
+    world.feed(stages[0].host, ev.PeerRequest(record.route, late_join(record), key=record.identity.key))
+    world.settle()
+    ref = stages[0].publish("t2", IDS, TOKENS)
+    stages[1].ready("t2")
+    sink.say(wk.Prepare(ref=ref))
+    world.advance(world.settings.polling_linger_s + 0.1)
+    assert sink.reads(ref)
+    assert mover.attended
+
+
 def test_a_mover_whose_node_was_silent_when_it_could_stop_stops_once_the_node_is_back(world, spread):
     """The home gives the request up after `silent_after_s`; the rank is still a member for much longer."""
     stages, sink = spread
