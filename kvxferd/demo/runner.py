@@ -33,7 +33,7 @@ PUBLISHER_RANK = Rank(0, 0)
 PULLS_PER_HISTORY_FETCH = 256
 # With `--keep`: what an operator looks at moves, and a core stays free.
 KEEP_GAP_S = 0.25
-LOG_POLL_S = 0.02
+LOG_POLL_S, LOG_TIMEOUT_S = 0.02, 30.0
 
 
 class _Serving(msgspec.Struct, tag_field="event", tag="serving"):
@@ -166,12 +166,13 @@ class Demo:
     def _http_address(self) -> str:
         """Return where the decode daemon serves HTTP: it has taken a free port, and logs it."""
         daemon = self.daemons["decode"]
-        while daemon.exit_code is None:
+        deadline = time.monotonic() + LOG_TIMEOUT_S
+        while daemon.exit_code is None and time.monotonic() < deadline:
             for line in daemon.log.read_bytes().splitlines():
                 with suppress(msgspec.DecodeError):  # a library's, or one that is half written
                     return msgspec.json.decode(line, type=_Serving).http
             time.sleep(LOG_POLL_S)
-        raise KvxferdError(f"cannot go on: the {daemon.name} daemon ended with {daemon.exit_code}")
+        raise KvxferdError(f"cannot go on: the log of the {daemon.name} daemon names no address for HTTP")
 
     def _log_tails(self) -> str:
         """Return the last lines of both daemons' logs."""
