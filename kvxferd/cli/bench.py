@@ -101,13 +101,13 @@ def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     Starts two daemons, their workers, and plain processes that move the same bytes by NIXL alone,
     in turn. Everything that it started ends with it.
     """
-    requested = _bench_options(options)
+    bench_options = _bench_options(options)
     # Imported here, so that the other verbs do not load numpy and asyncio.
     from kvxferd.bench.runner import run_bench
     from kvxferd.tooling.output import console, print_fitted, print_json
 
     try:
-        result = run_bench(requested, lambda what: click.echo(f"kvxferd: {what}", err=True))
+        result = run_bench(bench_options, lambda what: click.echo(f"kvxferd: {what}", err=True))
     except KeyboardInterrupt:
         click.echo("kvxferd: the bench was interrupted; everything it started is gone", err=True)
         ctx.exit(EXIT_INTERRUPTED)

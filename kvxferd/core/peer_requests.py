@@ -83,24 +83,24 @@ class PeerRequests:
         self._schedule_give_up(number)
 
     def _schedule_give_up(self, number: int) -> None:
-        requested = self._open[number]
-        when = min(requested.ends_at, requested.waiting_at + requested.silent_s)
+        open_request = self._open[number]
+        when = min(open_request.ends_at, open_request.waiting_at + open_request.silent_s)
         self._context.timers.set(("give-up", number), when, lambda: self._time_out(number))
 
     def _send(self, number: int) -> None:
-        requested = self._open[number]
-        if isinstance(requested.address, bytes):
-            self._context.emit(ReplyToPeer(requested.address, requested.message))
+        open_request = self._open[number]
+        if isinstance(open_request.address, bytes):
+            self._context.emit(ReplyToPeer(open_request.address, open_request.message))
         else:
-            self._context.emit(SendToPeer(requested.address, requested.message, requested.uid))
+            self._context.emit(SendToPeer(open_request.address, open_request.message, open_request.uid))
         self._context.after(("resend", number), self._context.settings.resend_s, lambda: self._send(number))
 
     def _time_out(self, number: int) -> None:
-        requested = self._open[number]
-        silent_s = self._context.now - requested.waiting_at
-        if requested.waiting_at > requested.opened_at and silent_s < requested.silent_s:
-            what = f"{requested.address!r}, which has kept {type(requested.message).__name__}"
-            text = f"cannot wait longer for {what} for {self._context.now - requested.opened_at:.4g} s"
+        open_request = self._open[number]
+        silent_s = self._context.now - open_request.waiting_at
+        if open_request.waiting_at > open_request.opened_at and silent_s < open_request.silent_s:
+            what = f"{open_request.address!r}, which has kept {type(open_request.message).__name__}"
+            text = f"cannot wait longer for {what} for {self._context.now - open_request.opened_at:.4g} s"
             self._complete(number, PeerRefused(request=number, code=Code.DEADLINE, message=text))
             return
         self._complete(
@@ -108,18 +108,18 @@ class PeerRequests:
             PeerRefused(
                 request=number,
                 code=Code.PEER_UNREACHABLE,
-                message=f"cannot reach {requested.address!r}: no reply to "
-                f"{type(requested.message).__name__} for {silent_s:.4g} s; {CHECK_PEER}",
+                message=f"cannot reach {open_request.address!r}: no reply to "
+                f"{type(open_request.message).__name__} for {silent_s:.4g} s; {CHECK_PEER}",
             ),
         )
 
     def handle_reply(self, source: Address, reply: ReplyMessage, key: str = "") -> None:
         """Give a reply to its request. A reply from another peer than the request went to changes nothing."""
-        requested = self._open.get(reply.request)
-        if requested is None or requested.address != source or requested.key != key:
+        open_request = self._open.get(reply.request)
+        if open_request is None or open_request.address != source or open_request.key != key:
             return
         if isinstance(reply, StillWaiting):
-            requested.waiting_at = self._context.now
+            open_request.waiting_at = self._context.now
             self._schedule_give_up(reply.request)
         else:
             self._complete(reply.request, reply)
@@ -140,14 +140,14 @@ class PeerRequests:
         self._remove(number).on_reply(reply)
 
     def _remove(self, number: int) -> _OpenRequest:
-        requested = self._open.pop(number)
-        there = self._open_by_address.get(requested.address, {})
+        open_request = self._open.pop(number)
+        there = self._open_by_address.get(open_request.address, {})
         there.pop(number, None)
         if not there:
-            self._open_by_address.pop(requested.address, None)
+            self._open_by_address.pop(open_request.address, None)
         self._context.timers.cancel(("resend", number))
         self._context.timers.cancel(("give-up", number))
-        return requested
+        return open_request
 
     def withdraw(self, number: int) -> None:
         """Drop a request without a reply. Does nothing where it is not open."""

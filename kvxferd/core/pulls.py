@@ -444,8 +444,10 @@ class Pulls:
     def resume_interrupted(self, rank: LocalRank, message: PullsResumed) -> None:
         """Continue the pulls of one interruption, as the worker reports which have not ended for it."""
         again, arrived = set(message.tickets), set(message.arrived)
-        requested = [p for p in self._pulls_of(rank) if p.awaits_worker and p.interruption == message.number]
-        for pull in requested:
+        interrupted = [
+            p for p in self._pulls_of(rank) if p.awaits_worker and p.interruption == message.number
+        ]
+        for pull in interrupted:
             pull.interruption = 0
             if pull.phase is not PullPhase.WAITING:
                 continue

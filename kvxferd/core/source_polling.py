@@ -28,14 +28,14 @@ class PollRequests:
 
     def acquire(self, agent: AgentName, holder: Hashable) -> None:
         """Have the agent poll for this holder. `is_polling` returns whether it does."""
-        attendant = self._states.get(agent)
-        if attendant is None:
-            attendant = self._states[agent] = _PollState()
-        if not attendant.requested:
-            attendant.requested = True
+        state = self._states.get(agent)
+        if state is None:
+            state = self._states[agent] = _PollState()
+        if not state.requested:
+            state.requested = True
             self._request_polling(agent, True)
-        attendant.holders.add(holder)
-        self._context.timers.cancel(("attend-linger", agent))
+        state.holders.add(holder)
+        self._context.timers.cancel(("polling-linger", agent))
 
     def is_requested(self, agent: AgentName) -> bool:
         """Whether the agent's mover is to poll, or was asked to and may still do so."""
@@ -43,36 +43,36 @@ class PollRequests:
 
     def is_polling(self, agent: AgentName) -> bool:
         """Whether the agent's mover has confirmed that it polls."""
-        attendant = self._states.get(agent)
-        return attendant is not None and attendant.confirmed
+        state = self._states.get(agent)
+        return state is not None and state.confirmed
 
     def has_holders(self, agent: AgentName) -> bool:
         """Whether a grant, or a home, needs the agent to poll."""
-        attendant = self._states.get(agent)
-        return attendant is not None and bool(attendant.holders)
+        state = self._states.get(agent)
+        return state is not None and bool(state.holders)
 
     def confirm(self, agent: AgentName) -> bool:
         """Record that the agent's mover polls. Return whether anything changed."""
-        attendant = self._states.get(agent)
-        if attendant is None or attendant.confirmed:
+        state = self._states.get(agent)
+        if state is None or state.confirmed:
             return False
-        attendant.confirmed = True
+        state.confirmed = True
         return True
 
     def request_failed(self, agent: AgentName) -> None:
         """Record that the agent's mover could not be reached: the next holder's request is sent again."""
-        if attendant := self._states.get(agent):
-            attendant.requested = attendant.confirmed
+        if state := self._states.get(agent):
+            state.requested = state.confirmed
 
     def release(self, agent: AgentName, holder: Hashable) -> None:
         """Remove the holder. After the last one the mover may stop polling, `polling_linger_s` later."""
-        attendant = self._states.get(agent)
-        if attendant is None or holder not in attendant.holders:
+        state = self._states.get(agent)
+        if state is None or holder not in state.holders:
             return
-        attendant.holders.discard(holder)
-        if not attendant.holders:
+        state.holders.discard(holder)
+        if not state.holders:
             self._context.after(
-                ("attend-linger", agent),
+                ("polling-linger", agent),
                 self._context.settings.polling_linger_s,
                 lambda: self._stop_polling(agent),
             )
@@ -83,13 +83,11 @@ class PollRequests:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where a mover that is needed is to stop."""
-        for agent, attendant in self._states.items():
-            lingers = ("attend-linger", agent) in self._context.timers
-            assert not (attendant.holders and lingers), (
-                f"{agent} is to stop polling under {attendant.holders}"
-            )
+        for agent, state in self._states.items():
+            lingers = ("polling-linger", agent) in self._context.timers
+            assert not (state.holders and lingers), f"{agent} is to stop polling under {state.holders}"
 
     def forget(self, agent: AgentName) -> None:
         """Forget an agent whose mover is gone."""
         self._states.pop(agent, None)
-        self._context.timers.cancel(("attend-linger", agent))
+        self._context.timers.cancel(("polling-linger", agent))

@@ -91,8 +91,8 @@ class Replay:
             "asks": node.grant_server._pending,
             "fetches": node.handshake_server._pending,
             "early ready": node.published.table.early_ready,
-            "attendants": node.poll_requests._states,
-            "waiting for attendants": node.member._pending,
+            "polling": node.poll_requests._states,
+            "waiting for polling": node.member._pending,
             "holds": node.grant_client.num_grants(),
         }
         return [f"{len(entries)} {name}" for name, entries in found.items() if len(entries)]

@@ -179,7 +179,7 @@ class Host:
             "questions": node.peer_requests,
             "asks": node.grant_server._pending,
             "fetches": node.handshake_server._pending,
-            "attendants": node.poll_requests._states,
+            "polling": node.poll_requests._states,
         }
         return [f"{self.name}: {len(found)} {name}" for name, found in kept.items() if len(found)]
 
