@@ -68,6 +68,13 @@ class Scene:
         """Have the honest pair do something."""
         return self.send_request("honest", do=do, **arguments)
 
+    def honest_ref(self) -> dict[str, Any]:
+        """A reference of the honest pair, as soon as its own traffic leaves blocks for one."""
+        while (ref := self.honest("publish", source=0)["ref"]) is None and self.left_s > 0:
+            self.rest(0.2)
+        assert ref is not None, "the honest pair publishes nothing"
+        return dict(ref)
+
     def worker(self, place: Place | None = None, **more: Any) -> WorkerByHand:
         """A connection to a worker socket that has greeted."""
         made = WorkerByHand((place or self.a).worker_socket, **more)

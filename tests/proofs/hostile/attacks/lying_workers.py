@@ -117,7 +117,7 @@ def _pull_with(scene: Scene, name: str, deliveries: int) -> str:
         if not isinstance(reply, worker.Registered):
             return ""  # refused: as good
         for ticket in (1, 2):
-            ref = scene.honest("publish", source=0)["ref"]
+            ref = scene.honest_ref()
             if ref is None:
                 continue
             blocks = {"full": PackedBlocks(ids=pack_ids(range(NUM_BLOCKS)))}

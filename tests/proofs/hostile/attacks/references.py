@@ -65,7 +65,7 @@ def _bad(good: dict[str, Any]) -> list[Any]:
 @attack("router", limit_s=90.0)
 def references_of_nonsense(scene: Scene) -> str:
     """Numbers past 64 bits, lone surrogates, wrong types, odd endpoints, in every form of them."""
-    good = scene.honest("publish", source=0)["ref"]
+    good = scene.honest_ref()
     several = random.Random(scene.seed).sample(list(enumerate(_bad(good))), NUM_TRIED)
     for number, bad in several:
         form = FORMS[number % len(FORMS)]
@@ -103,7 +103,7 @@ MUTE = Setup(mute_resolver=True)
 def names_that_never_resolve(scene: Scene) -> str:
     """References whose host is a name, where the name server never answers; others' pulls go on."""
     key = f"#{scene.key.public}" if scene.key else ""
-    good = scene.honest("publish", source=0)["ref"]
+    good = scene.honest_ref()
     for number in range(4):
         ref = good | {"endpoint": f"tcp://host-{number}.example.invalid:9441{key}"}
         scene.honest("hint", sink=1, ref=ref, what="prepare")
