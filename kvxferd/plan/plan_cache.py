@@ -45,7 +45,6 @@ MAX_REFUSAL_CHARS = 1 << 20
 
 RETRY_AFTER_S = 1.0  # where pulls that are under way have taken all room
 
-LayoutDigests = tuple[tuple[Rank, Digest], ...]  # of an engine's ranks, the lowest first
 _KeyPart = tuple[object, ...]
 _Key = tuple[object, ...]
 
@@ -62,10 +61,13 @@ ANY_OWNER = PlanOwner()
 
 @dataclass(slots=True, eq=False)
 class KeptPlan:
-    """A plan for as long as the cache keeps it, and which ranks it reads for ever."""
+    """A plan for as long as the cache keeps it, and which ranks it reads for ever.
+
+    The ranks are bits, because registries keep them: an engine may have 4,096 ranks that are read.
+    """
 
     plan: Plan | None  # None: evicted
-    sources: tuple[Rank, ...]  # ascending
+    sources: dict[int, int]  # by pp_rank: bit n is set where the rank of tp_rank n is read
     owner: PlanOwner = ANY_OWNER
     used_at: float = 0.0  # seconds of the caller's clock
     placed_at: float = 0.0  # `used_at` when it got its place in the order of eviction
@@ -102,9 +104,6 @@ class PlanCache:
         self._max_layouts = max_layouts
         self._max_tensors = max_tensors
         self._num_tensors = 0
-        # Engines that are deployed alike share one tuple: that of 64 ranks is 5 KiB. With the digest of it.
-        self._shared: OrderedDict[LayoutDigests, tuple[LayoutDigests, Digest]] = OrderedDict()
-        self._num_shared_ranks = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -122,9 +121,9 @@ class PlanCache:
         """Return the bytes of each owner that has any."""
         return self._bytes_of
 
-    def digests(self, remote: Mapping[Rank, RankLayout]) -> LayoutDigests:
-        """Return the digest of each rank's layout; the same object for equal ones, unless it was evicted."""
-        return self._share(tuple((rank, self._digest(remote[rank])) for rank in sorted(remote)))[0]
+    def digest(self, remote: Mapping[Rank, RankLayout]) -> Digest:
+        """Return the digest of an engine's layouts, of each rank its own."""
+        return digest_of(tuple((rank, self._digest(remote[rank])) for rank in sorted(remote)))
 
     def get(
         self,
@@ -132,10 +131,10 @@ class PlanCache:
         layout: RankLayout,
         remote_spec: EngineSpec,
         remote: Mapping[Rank, RankLayout],
-        digests: LayoutDigests | None = None,
+        digest: Digest | None = None,
     ) -> Plan:
         """Return the plan of `make_plan`, from the cache if it is there. Raises what `keep` raises."""
-        plan = self.keep(spec, layout, remote_spec, remote, digests).plan
+        plan = self.keep(spec, layout, remote_spec, remote, digest).plan
         assert plan is not None
         return plan
 
@@ -145,17 +144,17 @@ class PlanCache:
         layout: RankLayout,
         remote_spec: EngineSpec,
         remote: Mapping[Rank, RankLayout],
-        digests: LayoutDigests | None = None,
+        digest: Digest | None = None,
         *,
         owner: PlanOwner = ANY_OWNER,
         now: float = 0.0,
     ) -> KeptPlan:
         """Return the plan of `make_plan`, from the cache if it is there, for as long as it is there.
 
-        `digests`: of `remote`, where the caller has them. Raises what `make_plan` raises, and BusyError
+        `digest`: of `remote`, where the caller has it. Raises what `make_plan` raises, and BusyError
         where pulls read by so many plans of the owner that there is no room for another one.
         """
-        _, of_remote = self._share(self.digests(remote) if digests is None else digests)
+        of_remote = self.digest(remote) if digest is None else digest
         key = (_reader_key(spec), self._digest(layout), _source_key(remote_spec), of_remote)
         kept = self._kept.get(key)
         if kept is not None:
@@ -167,7 +166,7 @@ class PlanCache:
             plan, counted_for = self._make(key, spec, layout, remote_spec, remote, owner), owner
         while len(self._kept) >= self._max_plans and any(map(self._evict, self.losers(owner, 0))):
             pass
-        kept = self._kept[key] = KeptPlan(plan, plan.sources, counted_for, now, now)
+        kept = self._kept[key] = KeptPlan(plan, _rank_bits(plan), counted_for, now, now)
         self._keys_of.setdefault(counted_for, OrderedDict())[key] = None
         return kept
 
@@ -259,18 +258,6 @@ class PlanCache:
         while len(self._refusals) > MAX_REFUSALS or self._num_refusal_chars > MAX_REFUSAL_CHARS:
             self._num_refusal_chars -= len(self._refusals.popitem(last=False)[1].message)
 
-    def _share(self, digests: LayoutDigests) -> tuple[LayoutDigests, Digest]:
-        """Return the tuple that all equal ones share, and its digest."""
-        shared = self._shared.get(digests)
-        if shared is not None:
-            self._shared.move_to_end(shared[0])
-            return shared
-        shared = self._shared[digests] = (digests, digest_of(digests))
-        self._num_shared_ranks += len(digests)
-        while self._num_shared_ranks > self._max_layouts and len(self._shared) > 1:
-            self._num_shared_ranks -= len(self._shared.popitem(last=False)[0])
-        return shared
-
     def _digest(self, layout: RankLayout) -> Digest:
         known = self._layouts.get(id(layout))
         if known is None:
@@ -291,6 +278,13 @@ def bytes_of(plan: Plan) -> int:
         + PATTERN_BYTES * len(patterns)
         + EXTENT_BYTES * sum(len(pattern.extents) for pattern in patterns)
     )
+
+
+def _rank_bits(plan: Plan) -> dict[int, int]:
+    bits: dict[int, int] = {}
+    for rank in plan.sources:
+        bits[rank.pp_rank] = bits.get(rank.pp_rank, 0) | 1 << rank.tp_rank
+    return bits
 
 
 def _reader_key(spec: EngineSpec) -> _KeyPart:

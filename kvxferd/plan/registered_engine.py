@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from kvxferd.ids import Endpoint, EngineId, Generation, Rank
+from kvxferd.ids import Digest, Endpoint, EngineId, Generation, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan.plan import Plan
-from kvxferd.plan.plan_cache import KeptPlan, LayoutDigests
+from kvxferd.plan.plan_cache import KeptPlan
 from kvxferd.plan.transfer_info import EngineTransferInfo
 
 
@@ -33,7 +33,7 @@ class RegisteredEngine:
     last_used: float  # seconds of the caller's clock
     stages: dict[int, EngineTransferInfo]  # by pp_rank, the lowest first
     kept: KeptPlan  # what this rank reads of it
-    layout_digests: LayoutDigests  # of each rank, the lowest first
+    layouts_digest: Digest  # of the layouts of all its ranks
     manifest: Callable[[], RemoteManifest | None]  # a weak reference, which returns None later
 
     @property

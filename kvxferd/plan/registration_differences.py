@@ -8,11 +8,10 @@ from collections.abc import Mapping
 import msgspec
 
 from kvxferd.errors import Code, EngineError, PlanError
-from kvxferd.ids import Rank
+from kvxferd.ids import Digest, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan.engine_checks import RANK_FIELDS
 from kvxferd.plan.plan import Plan
-from kvxferd.plan.plan_cache import LayoutDigests
 from kvxferd.plan.registered_engine import RegisteredEngine
 from kvxferd.plan.transfer_info import EngineTransferInfo, stage_infos
 
@@ -35,7 +34,7 @@ def require_reads_inside(plan: Plan, remote: EngineSpec, layers: Mapping[int, tu
 
 
 def require_same_facts(
-    known: RegisteredEngine, spec: EngineSpec, ranks: Mapping[Rank, RankLayout], digests: LayoutDigests
+    known: RegisteredEngine, spec: EngineSpec, ranks: Mapping[Rank, RankLayout], digest: Digest
 ) -> None:
     """Refuse another spec, field by field, or other layouts than those registered. Bindings are no facts."""
     before, after = msgspec.structs.asdict(known.spec), msgspec.structs.asdict(spec)
@@ -47,7 +46,8 @@ def require_same_facts(
     infos = stage_infos(spec, ranks)
     for pp_rank, info in known.stages.items():
         differing += _differing_fields(info, infos.get(pp_rank))
-    differing += _differing_layouts(known, digests)
+    if known.layouts_digest != digest:
+        differing.append(f"the digest of its ranks' layouts was {known.layouts_digest} and is {digest}")
     if differing:
         more = len(differing) - MAX_LISTED_DIFFERENCES
         listed = "; ".join(differing[:MAX_LISTED_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
@@ -56,14 +56,6 @@ def require_same_facts(
             "an engine whose facts change starts with a new generation",
             Code.SHAPE_MISMATCH,
         )
-
-
-def _differing_layouts(known: RegisteredEngine, digests: LayoutDigests) -> list[str]:
-    """Return how many ranks have another layout, which only their digests tell, and the first one."""
-    changed = sorted({rank for rank, _ in {*known.layout_digests} ^ {*digests}})
-    if not changed:
-        return []
-    return [f"the layouts of {len(changed)} ranks have changed, of rank {changed[0]} first"]
 
 
 def _differing_fields(known: EngineTransferInfo, new: EngineTransferInfo | None) -> list[str]:

@@ -5,7 +5,7 @@ that the rank reads. An entry holds:
 
 * its name: the engine id and the home, which is the peer whose daemon sent the manifest. Two homes that name
   one engine id have an entry each, and neither refuses or replaces the other's;
-* the generation, the spec and a digest of each rank's layout: the facts, which one generation cannot change
+* the generation, the spec and one digest of all ranks' layouts: the facts, which one generation cannot change
   while it is registered;
 * one `EngineTransferInfo` for each pipeline stage, by pp_rank; of a stage of which it reads states, a
   `MambaEngineTransferInfo`;
@@ -18,7 +18,7 @@ that the rank reads. An entry holds:
 * when it was last used, by the caller's clock: when a grant was last planned by it.
 
 Registration is idempotent. Other facts under one generation are refused: specs field by field, layouts by
-their digests. A new manifest with the same facts (memory was mapped again, or it was fetched again) replaces
+their digest. A new manifest with the same facts (memory was mapped again, or it was fetched again) replaces
 the manifest and keeps the plan.
 
 An entry is forgotten
@@ -62,8 +62,8 @@ from kvxferd.plan.transfer_info import (
     stage_infos,
 )
 
-# Engines that a rank knows: it reads from tens. An entry takes 205 bytes a stage, of at most MAX_STAGES:
-# 3.3 MiB of all. Plans are not counted here: the cache of plans keeps them.
+# Engines that a rank knows: it reads from tens. An entry takes 300 bytes a stage, of at most MAX_STAGES, and
+# a bit for each rank that is read: 5 MiB of all. Plans are not counted here: the cache of plans keeps them.
 MAX_REMOTE_ENGINES = 256
 MAX_NAMED_RANKS = 16  # of each list, in a line of the log
 
@@ -157,19 +157,19 @@ class TransferTopology:
             raise EngineError(
                 f"cannot register engine {engine_id!r} as remote: it is this rank's own", Code.NOT_ALLOWED
             )
-        digests = plans.digests(ranks)
+        digest = plans.digest(ranks)
         known = self.get(engine_id, home)
         if known is not None and known.generation != spec.generation:
             known = None
         if known is not None:
-            if known.layout_digests is not digests or known.spec != spec:
-                require_same_facts(known, spec, ranks, digests)
+            if known.layouts_digest != digest or known.spec != spec:
+                require_same_facts(known, spec, ranks, digest)
             if (known_plan := known.kept.plan) is not None:
                 known.manifest, known.kept.used_at = weakref.ref(remote), now
                 self._touch(known, now)
                 return known_plan
         owner = PlanOwner(uid, home)
-        kept = plans.keep(self.spec, self.layout, spec, ranks, digests, owner=owner, now=now)
+        kept = plans.keep(self.spec, self.layout, spec, ranks, digest, owner=owner, now=now)
         plan = kept.plan
         assert plan is not None
         if known is not None:
@@ -179,7 +179,7 @@ class TransferTopology:
         stages = self._stages_of(spec, ranks, plan)
         self._engines.pop((engine_id, home), None)  # another generation
         self._engines[engine_id, home] = RegisteredEngine(
-            home, spec, now, stages, kept, digests, weakref.ref(remote)
+            home, spec, now, stages, kept, digest, weakref.ref(remote)
         )
         return plan
 
@@ -213,9 +213,8 @@ class TransferTopology:
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
     ) -> list[int]:
         """Return the tp_ranks of a remote stage that this rank reads, ascending."""
-        sources = self.find(engine_id, home).kept.sources
-        first, end = (bisect.bisect_left(sources, (stage,)) for stage in (remote_pp_rank, remote_pp_rank + 1))
-        return [rank.tp_rank for rank in sources[first:end]]
+        bits = self.find(engine_id, home).kept.sources.get(remote_pp_rank, 0)
+        return [tp_rank for tp_rank in range(bits.bit_length()) if bits >> tp_rank & 1]
 
     def is_kv_replicated(
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None

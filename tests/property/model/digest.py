@@ -108,7 +108,7 @@ class _Walk:
     def topology(self, item: TransferTopology) -> None:
         """Walk what a registration is compared with: plans follow from it, and it is far from expiry."""
         if self.is_new(item):
-            facts = [(e.engine_id, e.home, e.generation, e.layout_digests) for e in item.engines()]
+            facts = [(e.engine_id, e.home, e.generation, e.layouts_digest) for e in item.engines()]
             self.out.append(repr(sorted(facts)))
 
     def function(self, item: types.FunctionType) -> None:

@@ -55,7 +55,7 @@ def test_an_evicted_plan_is_gone_for_the_registries_too() -> None:
     kept[0].used_at = 9.0
     keep(cache, 8, now=10.0)
     assert [one.plan is None for one in kept] == [False, True] + [False] * 6
-    assert kept[1].sources == (Rank(0, 0),)
+    assert kept[1].sources == {0: 0b1}
     assert len(cache) == 8
     assert cache.num_bytes == 8 * SIZE
     assert keep(cache, 1, now=11.0) is not kept[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvxferd.errors import Code, EngineError, PlanError
@@ -16,7 +18,9 @@ from kvxferd.layout import (
     TokenShard,
     pack_ids,
 )
-from kvxferd.plan import check_blocks, check_request
+from kvxferd.plan import block_list_checks, check_blocks, check_request
+from kvxferd.plan.block_list_checks import block_rules, check_blocks_by, check_open_blocks, engine_rules
+from kvxferd.plan.token_segments import ids_as_int32
 from tests.support.attention_engines import FULL, blocks, engine, layout_of, plan_between, spec
 
 PLAIN = layout_of(spec())  # one group, blocks of 4 tokens, ids 0 to 15
@@ -155,6 +159,47 @@ def test_the_sources_ids_are_checked_too() -> None:
     assert caught.value.code is Code.BLOCKS_INVALID
     with pytest.raises(EngineError, match="first_token -4"):
         check_request(plan, blocks([0]), blocks([0, 1], first_token=-4), 4)
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the long lists that were scanned or sorted."""
+    seen: list[int] = []
+
+    def counted(listed: PackedBlocks) -> npt.NDArray[np.int32]:
+        seen.append(len(listed))
+        return ids_as_int32(listed)
+
+    monkeypatch.setattr(block_list_checks, "ids_as_int32", counted)
+    return seen
+
+
+def test_a_long_list_is_scanned_once_for_all_ranks_that_differ(scans: list[int]) -> None:
+    """Each scan of the longest list takes milliseconds of the daemon's loop, a sort ten times that."""
+    layout = engine()[Rank(0, 0)][1]
+    sizes = [with_group(layout, num_blocks=number) for number in range(128, 192)]
+    rules = engine_rules(map(block_rules, sizes))
+    assert len(rules) == 64
+    long = blocks(range(100))
+    check_blocks_by(rules, long, 400)
+    assert len(scans) == 2  # for the extremes, and for what is listed twice
+    with pytest.raises(EngineError, match="its ids are 0 to 127"):
+        check_blocks_by(rules, blocks([*range(99), 130]), 400)
+    del scans[:]
+    assert check_open_blocks(rules, long, 400)
+    assert len(scans) == 2
+    own = {rank: held for rank, (held, _) in engine(tp=4).items()}
+    source = {rank: (held, layout_of(held, num_blocks=128 + rank.tp_rank)) for rank, held in own.items()}
+    plan = plan_between(engine(), source)
+    del scans[:]
+    check_request(plan, blocks([0]), long, 4)
+    assert len(scans) == 1
+
+
+def test_a_complete_list_to_which_nothing_is_added_is_not_scanned(scans: list[int]) -> None:
+    rules = engine_rules([block_rules(engine()[Rank(0, 0)][1])])
+    assert check_open_blocks(rules, blocks(range(100)), 400, blocks([]))
+    assert scans == []
 
 
 def test_a_source_cannot_make_a_reader_count_without_end() -> None:

@@ -113,8 +113,8 @@ def test_a_plan_that_was_evicted_is_made_again_on_the_next_use() -> None:
     ("other", "named"),
     [
         ({"tp": 4}, ["tp_size was 2 and is 4", "remote_tp_size was 2 and is 4"]),
-        ({"block_tokens": 8}, ["remote_block_size was 4 and is 8", "the layouts of 2 ranks have changed"]),
-        ({"layout": "NHD"}, ["the layouts of 2 ranks have changed, of rank pp0.tp0 first"]),
+        ({"block_tokens": 8}, ["remote_block_size was 4 and is 8", "the digest of its ranks' layouts was"]),
+        ({"layout": "NHD"}, ["the digest of its ranks' layouts was"]),
         ({"pp": 2}, ["pp_size was 1 and is 2", "end_layer was 2 and is 1"]),
     ],
 )
