@@ -84,6 +84,7 @@ def doctor(
             **config.mover.environment,
             **({DRIVER_VARIABLE: driver} if driver else {}),
         },
+        "" if config_path is None else str(config_path),
     )
     if (serve or peer is not None) and (gpu or names):
         raise click.UsageError(

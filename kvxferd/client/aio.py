@@ -191,7 +191,7 @@ class Awaiter:
 
         Events that end what is awaited are yielded too.
         """
-        if self._closing is not None:
+        if self._closing is not None and self._closing.done():
             return
         stream: asyncio.Queue[Event | None] = asyncio.Queue()
         self._streams.append(stream)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot
 from kvxferd.core.ucx_log import NETWORK, NODE
@@ -21,22 +20,14 @@ SETTINGS_TCP_WARNING = (
 )
 
 
-class PlacementProblem(NamedTuple):
-    """What is wrong with a rank; `subject` is what ranks with the same problem share."""
-
-    kind: WarningKind
-    subject: str
-    sentence: str
-
-
 def findings_of(engines: Iterable[EngineSnapshot], cards: Sequence[str] = ()) -> list[WarningCondition]:
     """Return one finding for each problem, however many ranks have it. `cards`: with an active RDMA port."""
     ranks = [(engine.engine_id, rank) for engine in engines for rank in engine.ranks]
-    found: dict[PlacementProblem, list[str]] = {}
+    found: dict[WarningCondition, list[str]] = {}
     for engine_id, rank in ranks:
         for problem in _problems(rank, cards):
             found.setdefault(problem, []).append(f"{engine_id} {rank.rank}")
-    return [finding_of(p.kind, p.subject, f"{p.sentence} ({_some(names)})") for p, names in found.items()]
+    return [one._replace(message=f"{one.message} ({_some(names)})") for one, names in found.items()]
 
 
 def active_rdma_cards(cards: Path = _CARDS) -> list[str]:
@@ -52,27 +43,29 @@ def active_rdma_cards(cards: Path = _CARDS) -> list[str]:
     return found
 
 
-def _problems(rank: RankSnapshot, cards: Sequence[str]) -> Iterator[PlacementProblem]:
+def _problems(rank: RankSnapshot, cards: Sequence[str]) -> Iterator[WarningCondition]:
     placement = rank.placement
     if placement is not None and placement.why:
-        sentence = (
-            f"a rank's memory is not proved to be readable: {placement.why}; pulls of it may fail, and "
-            "`kvxferd doctor` says more"
-            if placement.kind == "direct"
-            else f"memory is reached the {placement.kind} way, not directly: {placement.why}"
-        )
-        yield PlacementProblem(WarningKind.PLACEMENT, f"{placement.kind}: {placement.why}", sentence)
+        # The reason is the text of a mover, which may be any user's process: it is no part of a remedy.
+        subject = f"{placement.kind}: {placement.why}"
+        if placement.kind == "direct":
+            message = f"a rank's memory is not proved to be readable: {placement.why}"
+            remedy = "pulls of it may fail, and `kvxferd doctor` says more"
+            yield WarningCondition(WarningKind.PLACEMENT, subject, message, remedy)
+        else:
+            message = f"memory is reached the {placement.kind} way, not directly: {placement.why}"
+            yield WarningCondition(WarningKind.PLACEMENT, subject, message)
     if any(lanes.slow for lanes in rank.lanes):
-        yield PlacementProblem(WarningKind.SAME_NODE_TCP, "", SAME_NODE_TCP_WARNING)
+        yield finding_of(WarningKind.SAME_NODE_TCP, "", SAME_NODE_TCP_WARNING)
     elif any(lanes.reach == NODE and lanes.lanes == "tcp" for lanes in rank.lanes):
-        yield PlacementProblem(WarningKind.SAME_NODE_TCP, "settings", SETTINGS_TCP_WARNING)
+        yield finding_of(WarningKind.SAME_NODE_TCP, "settings", SETTINGS_TCP_WARNING)
     if cards and any(lanes.reach == NETWORK and lanes.lanes == "tcp" for lanes in rank.lanes):
         sentence = (
             f"data to another node goes over TCP, though this node has the RDMA card {cards[0]}; see whether "
             "the daemon may open /dev/infiniband/uverbs*, what UCX_TLS and UCX_NET_DEVICES in "
             "mover.environment allow, and whether the other node has a card"
         )
-        yield PlacementProblem(WarningKind.CARD_UNUSED, "", sentence)
+        yield finding_of(WarningKind.CARD_UNUSED, "", sentence)
 
 
 def _some(names: list[str]) -> str:

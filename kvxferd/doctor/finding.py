@@ -37,9 +37,9 @@ class CheckContext(NamedTuple):
 
     config: Config
     daemon: ControlClient
-    environment: Mapping[
-        str, str
-    ]  # of movers: this process's variables, and those that the settings give movers
+    # Of movers: this process's variables, and those that the settings give movers.
+    environment: Mapping[str, str]
+    config_path: str = ""  # of the file that `config` is from, where the verb names one
 
 
 Check = Callable[[CheckContext], Iterable[Finding]]

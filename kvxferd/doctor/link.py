@@ -112,7 +112,8 @@ def measure_link(node: CheckContext, ref: TransferRef) -> Iterator[Finding]:
                     return
             yield judge(pulls, _ways(node, engine_id), _transports(node, engine_id))
     except KvxferdError as error:
-        todo = LINK_REMEDIES.get(error.code) or remedy_of(error.code, Endpoint(ref.endpoint), config_path="")
+        usual = remedy_of(error.code, Endpoint(ref.endpoint), node.config_path)
+        todo = LINK_REMEDIES.get(error.code, usual)
         yield fail(
             CHECK, f"{error.message} [{error.code.value}]", todo, essential=True, code=error.code.value
         )

@@ -25,7 +25,7 @@ class LastMinute(msgspec.Struct, frozen=True, kw_only=True):
     p99_s: float | None
     failures: dict[str, int]  # failed pulls by code, the commonest first
     worst_code: str  # the commonest code of a failed pull; "" without one
-    worst_peer: str  # the endpoint from which most failed pulls should have come; "" if not known
+    worst_peer: str  # of the peers whose last failure had it, the one with most; "" if not known
     expired_leases: int
     running_pulls: int  # now
     oldest_pull_s: float  # age of the oldest of those, 0 without one

@@ -166,6 +166,7 @@ class Samples:
         sums = {name: _total(self._counts[rows, index]) for index, name in enumerate(_COUNTS)}
         failures = Counter({code: _total(of[rows]) for code, of in self._failures.items()})
         by_code = {code: count for code, count in failures.most_common() if count}
+        worst_code = next(iter(by_code), "")
         now = dict(zip(_COUNTS, self._counts[self._last % RING_S].tolist(), strict=True))
         seconds = min(self._last - self._first, MINUTE_S)
         times = self._times[rows].sum(axis=0, dtype=np.int64)[None]
@@ -184,8 +185,8 @@ class Samples:
             p50_s=percentiles(times, BOUNDS_S, 0.5)[0],
             p99_s=percentiles(times, BOUNDS_S, 0.99)[0],
             failures=by_code,
-            worst_code=next(iter(by_code), ""),
-            worst_peer=self._worst_peer() if failed else "",
+            worst_code=worst_code,
+            worst_peer=self._worst_peer(worst_code) if failed else "",
             expired_leases=sums["expired_leases"],
             running_pulls=now["running_pulls"],
             oldest_pull_s=float(self._oldest_s[self._last % RING_S]),
@@ -226,9 +227,12 @@ class Samples:
             peers=[_peer_row(row) for row in self._peers.rows(seconds)],
         )
 
-    def _worst_peer(self) -> str:
-        rows = self._peers.rows(MINUTE_S)
-        return _peer_row(rows[0]).peer if rows and rows[0].failed and rows[0].key is not None else ""
+    def _worst_peer(self, code: str) -> str:
+        """Return the peer with most failures of those whose last one had this code, or the only one that failed."""
+        failed = [_peer_row(row) for row in self._peers.rows(MINUTE_S) if row.failed]
+        only = failed[0].peer if len(failed) == 1 else ""
+        known = next((row.peer for row in failed if row.last_code == code), only)
+        return "" if known == OTHERS else known
 
     def _rows(self, seconds: int) -> Ints:
         """Return the ring's rows of the last seconds that have a sample."""

@@ -54,7 +54,7 @@ class WarningChange(NamedTuple):
 
 
 def finding_of(kind: WarningKind, subject: str, sentence: str) -> WarningCondition:
-    """Return the finding of a sentence whose remedy follows its first semicolon."""
+    """Return the finding of a sentence of this package, whose remedy follows its first semicolon."""
     message, _, remedy = sentence.partition("; ")
     return WarningCondition(kind, subject, message, remedy)
 

@@ -298,6 +298,13 @@ class TestSuspended:
         await soon(suspending)
         await soon(awaiter.suspended())  # it is suspended already
 
+    async def test_a_session_that_closes_ends_the_wait(self, stage: Stage, awaiter: Awaiter) -> None:
+        """Also one that began while the session was closing."""
+        closing = await begun(awaiter.close())
+        with pytest.raises(KvxferdError, match="the client was closed"):
+            await soon(asyncio.ensure_future(awaiter.suspended()))
+        await soon(closing)
+
     async def test_a_resume_that_is_cancelled_is_suspended_again(
         self, stage: Stage, rank: RankHandle, awaiter: Awaiter
     ) -> None:

