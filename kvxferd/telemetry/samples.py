@@ -228,7 +228,7 @@ class Samples:
         )
 
     def _worst_peer(self, code: str) -> str:
-        """Return the peer with most failures of those whose last one had this code, or the only one that failed."""
+        """Return the peer with most failures of those whose last one had this code, or the only one."""
         failed = [_peer_row(row) for row in self._peers.rows(MINUTE_S) if row.failed]
         only = failed[0].peer if len(failed) == 1 else ""
         known = next((row.peer for row in failed if row.last_code == code), only)
