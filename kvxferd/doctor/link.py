@@ -8,6 +8,7 @@ nothing but a hash of their coordinates, and only daemons that the serving one a
 
 from __future__ import annotations
 
+import os
 import secrets
 import statistics
 import time
@@ -107,7 +108,7 @@ def measure_link(node: CheckContext, ref: TransferRef) -> Iterator[Finding]:
                 if check.wrong_items:
                     found = f"{check.wrong_items:,} of {check.checked_items:,} items are wrong"
                     found += f", the first: {check.first_wrong}"
-                    todo = "do not use this way: a daemon or its network card is broken"
+                    todo = "do not use this link: a daemon or its network card is broken"
                     yield fail(CHECK, found, todo, essential=True, wrong_items=check.wrong_items)
                     return
             yield judge(pulls, _ways(node, engine_id), _transports(node, engine_id))
@@ -180,9 +181,14 @@ def _registered_rank(node: CheckContext, engine_id: str) -> Iterator[EngineRank]
         MODEL, layout="HND", block_tokens=BLOCK_TOKENS, num_blocks=NUM_BLOCKS, engine_id=engine_id
     )
     ((spec, layout),) = deployment.values()
+    # `--socket` names a control socket alone: the worker socket may be another daemon's, or nobody's.
+    if not os.path.exists(node.config.worker.socket):
+        raise ConfigError(
+            f"cannot measure: there is no {node.config.worker.socket}, where engines register; name the "
+            "daemon's configuration with --config"
+        )
     with closing(EngineRank()) as rank:
         rank.register(node.config.worker.socket, spec, layout)
-        # `--socket` names a control socket alone: the worker socket may be another daemon's.
         status, _ = node.daemon.request("GET", f"/v1/engines/{engine_id}/layouts")
         if status == HTTPStatus.NOT_FOUND:
             raise ConfigError(

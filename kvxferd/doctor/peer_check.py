@@ -39,7 +39,7 @@ def check_peer(node: CheckContext, peer: Endpoint, ref: TransferRef | None = Non
         records = node.daemon.get("/v1/history")["records"]
     except KvxferdError as error:
         found, _, todo = error.message.removeprefix("cannot ask the daemon at ").partition("; ")
-        yield fail("its daemon's view", found, todo or "see its log")
+        yield fail("this node's daemon", found, todo or "see its log", essential=ref is not None)
         return
     yield _connection(peers, peer)
     yield _reads_from(records, peer)

@@ -98,7 +98,7 @@ def test_without_a_daemon_and_without_traffic() -> None:
     with served_peer() as served:
         nobody = findings(served.address, ControlClient("/nowhere/control.sock"))
         assert nobody["reach"].verdict is Verdict.OK
-        assert nobody["its daemon's view"].verdict is Verdict.FAIL
+        assert nobody["this node's daemon"].verdict is Verdict.FAIL
         quiet = findings(served.address, Daemon([], []))
     assert {one.verdict for one in quiet.values()} == {Verdict.OK}
     assert "kvxferd doctor --serve" in quiet["link"].todo
@@ -114,6 +114,14 @@ async def test_the_verb(tmp_path: Path) -> None:
             assert [one["name"] for one in found] == ["peer"] * 5
             shown = await run("doctor", "--peer", served.address, "--socket", socket)
             assert f"The way to {served.address}" in shown.stdout
+            ref = json.dumps(
+                dict.fromkeys(("engine_id", "generation", "transfer_id", "nonce"), "x" * 32)
+                | {"endpoint": served.address}
+            )
+            nobody = ("--socket", str(tmp_path / "no.sock"))
+            assert (await run("doctor", "--peer", served.address, *nobody)).exit_code == 0
+            unmeasured = await run("doctor", "--peer", served.address, "--ref", ref, *nobody)
+            assert unmeasured.exit_code == 1, unmeasured.output
     gone = await run("doctor", "--peer", served.address, "--socket", str(tmp_path / "no.sock"))
     assert gone.exit_code == 1
     assert (await run("doctor", "--peer", served.address, "--gpu")).exit_code == 2
