@@ -41,6 +41,7 @@ def test_any_change_to_what_a_node_hears(source):
     try_session(source)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60))
 def test_any_layout_and_request(source):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 
 import msgspec
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +52,7 @@ def _axes(group: Group, granule: int) -> tuple[int, int]:
     return group.num_blocks * per_id, items
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_accepted_layouts_are_sound(data: st.DataObject) -> None:

@@ -88,6 +88,7 @@ def test_text_draws_a_matrix_and_lists_reads() -> None:
     assert "every prefill rank gives 19.5 MiB" in result.stdout
 
 
+@pytest.mark.slow
 def test_byte_ranges_in_text_and_json() -> None:
     """Of one decode rank, as asked."""
     result = run("nemotron-h-8b", "nemotron-h-8b,tp=4", "--rank", "0,3")
@@ -102,6 +103,7 @@ def test_byte_ranges_in_text_and_json() -> None:
     assert conv["runs"] == [[0, 36864, 12288]]
 
 
+@pytest.mark.slow
 def test_byte_ranges_of_a_prefill_rank_in_text_and_json() -> None:
     """The same pair, seen from the producer: its own bytes first, for every rank that reads it."""
     pair = ("nemotron-h-8b", "nemotron-h-8b,tp=4", "--prefill-rank", "0,0")
@@ -113,6 +115,7 @@ def test_byte_ranges_of_a_prefill_rank_in_text_and_json() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_files_say_the_same_as_keys(tmp_path: Path) -> None:
     """A preset with keys, a model, and full layouts, in TOML and JSON."""
     preset = tmp_path / "preset.toml"

@@ -255,6 +255,7 @@ def test_a_mover_with_a_lost_chunk_is_not_replaced_while_it_reads(world, source,
     assert not old.alive
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(0, 20), st.randoms(use_true_random=False))
 def test_the_limit_holds_whatever_movers_do(limit: int, rng: random.Random) -> None:

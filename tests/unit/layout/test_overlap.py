@@ -31,6 +31,7 @@ axes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 24)), max_size=3)
 strided_sets = st.tuples(st.integers(0, 40), st.integers(1, 4), axes)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.lists(strided_sets, min_size=1, max_size=4))
 def test_small_sets(sets: list[StridedSet]) -> None:

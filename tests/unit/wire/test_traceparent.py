@@ -61,6 +61,7 @@ def test_what_is_read(given: object, read: str) -> None:
     assert read_traceparent(given) == read
 
 
+@pytest.mark.slow
 @given(st.text() | st.from_regex(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}.*"))
 def test_what_is_read_is_valid_and_is_read_as_itself(text: str) -> None:
     read = read_traceparent(text)
