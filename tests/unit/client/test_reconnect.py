@@ -77,7 +77,8 @@ def test_a_replaced_mover_must_be_dead_too(stage: Stage) -> None:
     first = stage.mover
     pull_on(stage, rank, deadline_s=0.01)
     one_failure(rank)  # in doubt: the first mover is stuck in it
-    stage.side.say(worker.MoverChanged(), stage.new_mover().pidfd)
+    stage.side.expect(worker.Cancel)
+    stage.side.offer(stage.new_mover())
     stage.mover.die()
     stage.lose(rank)
     assert rank.poll() == []
@@ -94,7 +95,7 @@ def test_a_dying_mover_proves_nothing_while_its_daemon_lives(stage: Stage) -> No
     rank.prepare(REF)
     stage.side.expect(worker.Prepare)
     assert rank.poll() == []
-    stage.side.say(worker.MoverChanged(), stage.new_mover().pidfd)
+    stage.side.offer(stage.new_mover())
     stage.side.say(worker.TicketQuiesced(ticket=1))
     assert isinstance(one_event(rank), Quiesced)
 
