@@ -5,8 +5,8 @@ import pytest
 from kvxferd.bench.figures import Measurements, figures_of, summary_of
 from kvxferd.bench.implementations import ENGINE, KVXFERD, RAW
 from kvxferd.bench.measures.latency import added_latency
-from kvxferd.bench.protocol import Sample
 from kvxferd.bench.rounds import Round, Rounds
+from kvxferd.bench.samples import Sample
 from tests.support import bench_results
 
 KEYS = {
