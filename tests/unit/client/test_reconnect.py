@@ -12,7 +12,6 @@ from kvxferd.client import (
     Disconnected,
     Failed,
     PublishRefused,
-    PullTicket,
     Quiesced,
     RankHandle,
     Released,
@@ -32,8 +31,10 @@ from tests.support.client_harness import (
     events_of,
     one_event,
     one_failure,
+    pulled,
 )
-from tests.support.scripted_daemon import WAIT_S, until
+from tests.support.nodes.waiting import wait_until
+from tests.support.scripted_daemon import WAIT_S
 
 
 def pull_on(stage: Stage, rank: RankHandle, deadline_s: float = 30.0):
@@ -134,7 +135,7 @@ def test_a_farewell_explains_the_failures(stage: Stage) -> None:
     assert (event.code, event.safe_to_reuse) == (Code.DRAINING, True)
     assert "this node drains" in event.message
     stage.rejoin()
-    until(lambda: rank.is_connected, "back")
+    wait_until(lambda: rank.is_connected, "back")
 
 
 # --- replay
@@ -177,7 +178,7 @@ def test_readiness_for_others_is_not_said_again_after_a_lease(stage: Stage) -> N
     rank.ready("of-the-scheduler")
     said_at = time.monotonic()
     stage.daemon.stop()
-    until(lambda: time.monotonic() > said_at + 0.2, "a lease passed")
+    wait_until(lambda: time.monotonic() > said_at + 0.2, "a lease passed")
     stage.daemon.start()
     side = stage.rejoin(lease_s=0.2)
     assert side.expect(worker.Publish).transfer_id == "own"
@@ -384,18 +385,11 @@ def test_nonsense_costs_the_connection_and_no_more(stage: Stage, nonsense) -> No
     event = one_failure(rank)
     assert (event.ticket, event.safe_to_reuse) == (ticket, True)
     stage.rejoin()
-    until(lambda: rank.is_connected, "back")
+    wait_until(lambda: rank.is_connected, "back")
     assert rank.poll() == []
 
 
 # --- A mover has the memory only once the client watches it: so no mover that still writes is unknown
-
-
-def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTicket:
-    """A pull that its daemon has."""
-    ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
-    assert stage.side.expect(worker.PullRequest).ticket == ticket.number
-    return ticket
 
 
 def test_the_pidfd_comes_with_the_offer_and_with_nothing_else(stage: Stage) -> None:
