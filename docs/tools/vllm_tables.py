@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from docs.tools.markdown_parts import filled, table
-from kvxferd.integrations.vllm import support
+from kvxferd.integrations.vllm.layout import support
 
 
 def vllm_versions() -> Iterator[str]:

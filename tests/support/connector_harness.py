@@ -20,11 +20,11 @@ import numpy as np
 from kvxferd.client import Publisher, Region, connect
 from kvxferd.client.gpu_events import Completion
 from kvxferd.ids import EngineId, Generation, GroupName, RegionId
-from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
-from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
-from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
-from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
+from kvxferd.integrations.vllm.layout.facts import CacheGroup, CacheKind
+from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
+from kvxferd.integrations.vllm.session.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.session.worker import ConnectorWorker, Results
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.memory import SealedMemory
 from tests.support.nodes.daemon import Daemon

@@ -147,7 +147,7 @@ def groups() -> list[object]:
         UniformTypeKVCacheSpecs,
     )
 
-    from kvxferd.integrations.vllm.vllm_specs import read_groups, read_layers
+    from kvxferd.integrations.vllm.layout.specs import read_groups, read_layers
 
     sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     latent = MLAAttentionSpec(**sizes | {"num_kv_heads": 1, "head_size": 576})
@@ -199,7 +199,7 @@ def windows() -> dict[int, list[str]]:
     )
     from vllm.v1.request import Request
 
-    from kvxferd.integrations.vllm.groups import CacheGroups
+    from kvxferd.integrations.vllm.layout.groups import CacheGroups
 
     init_none_hash(sha256)
     window, block = 40, 16
@@ -268,7 +268,7 @@ def _said_of(connector: dict[str, object], *, wraps: bool) -> list[object]:
 
     from kvxferd.errors import Code
     from kvxferd.integrations.vllm.metrics import KvxferdStats
-    from kvxferd.integrations.vllm.stats import ConnectorStats
+    from kvxferd.integrations.vllm.session.stats import ConnectorStats
 
     total = None
     for pull_s in (0.1, 0.2):
@@ -357,7 +357,7 @@ def handshake(
 
     from kvxferd.ids import Generation
     from kvxferd.integrations.vllm import KvxferdConnector
-    from kvxferd.integrations.vllm.step_metadata import EngineReport
+    from kvxferd.integrations.vllm.session.step_metadata import EngineReport
 
     known = {
         "ours": OURS | {"kv_connector_extra_config": {"socket": socket_path}},

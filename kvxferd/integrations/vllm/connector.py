@@ -26,23 +26,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvxferd.integrations.vllm import sleep
-from kvxferd.integrations.vllm.cache_pool import PoolOffer, offer_pool
-from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
 from kvxferd.integrations.vllm.generation import start_tag
-from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.integrations.vllm.layout.support import version_warning
+from kvxferd.integrations.vllm.memory.cache_pool import PoolOffer, offer_pool
 from kvxferd.integrations.vllm.metrics import KvxferdPromMetrics, KvxferdStats
 from kvxferd.integrations.vllm.options import read_options
-from kvxferd.integrations.vllm.publisher_session import (
+from kvxferd.integrations.vllm.registration import derive_caches, register_caches
+from kvxferd.integrations.vllm.session import sleep
+from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
+from kvxferd.integrations.vllm.session.publisher_session import (
     open_publisher,
     open_publisher_by_id,
     open_publisher_in_thread,
 )
-from kvxferd.integrations.vllm.registration import derive_caches, register_caches
-from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
-from kvxferd.integrations.vllm.step_metadata import EngineReport, StepMetadata
-from kvxferd.integrations.vllm.support import version_warning
-from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
+from kvxferd.integrations.vllm.session.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.session.step_metadata import EngineReport, StepMetadata
+from kvxferd.integrations.vllm.session.worker import ConnectorWorker, Results
 
 _LOG = init_logger("vllm.kvxferd")
 

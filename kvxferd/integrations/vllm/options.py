@@ -1,13 +1,15 @@
-"""The keys of ``kv_connector_extra_config``."""
+"""The keys of ``kv_connector_extra_config``, and the connection to the daemon that they name."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from kvxferd.errors import Code, EngineError
+from kvxferd import client
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint
 
 
@@ -63,3 +65,15 @@ def read_options(given: Mapping[str, Any]) -> Options:
 def home_of(options: Options) -> Endpoint:
     """Return the endpoint of the engine's home daemon; empty for the local one."""
     return Endpoint(options.home)
+
+
+def connect_to_daemon(options: Options, name: str, deadline: float) -> client.Client:
+    """Return a connection to the node's daemon. Raises KvxferdError; its message has the command to start."""
+    try:
+        return client.connect(options.socket, timeout_s=max(1.0, deadline - time.monotonic()), name=name)
+    except KvxferdError as error:
+        raise KvxferdError(
+            f"{error.message}; start `kvxferd serve` on this node, or name its worker socket in "
+            'kv_connector_extra_config: {"socket": ...}',
+            error.code,
+        ) from error

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvxferd.client.gpu_events import Completion
-from kvxferd.integrations.vllm import vllm_specs
 from kvxferd.integrations.vllm.generation import agree_on_generation, start_tag
-from kvxferd.integrations.vllm.gpu_placement import PlacementFailure, PlacementSearch
-from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.identity import engine_spec
-from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_layout
-from kvxferd.integrations.vllm.memory_sharing import SharedCaches
+from kvxferd.integrations.vllm.layout import specs
+from kvxferd.integrations.vllm.layout.derivation import DerivedCaches, derive_layout
+from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.integrations.vllm.memory.gpu_placement import PlacementFailure, PlacementSearch
+from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches
+from kvxferd.integrations.vllm.memory.rank_sharing import RankSharing
 from kvxferd.integrations.vllm.options import Options, home_of
-from kvxferd.integrations.vllm.rank_sharing import RankSharing
-from kvxferd.integrations.vllm.step_metadata import EngineReport
-from kvxferd.integrations.vllm.worker import ConnectorWorker
+from kvxferd.integrations.vllm.session.step_metadata import EngineReport
+from kvxferd.integrations.vllm.session.worker import ConnectorWorker
 
 _LOG = logging.getLogger("vllm.kvxferd")
 
@@ -28,16 +28,14 @@ def derive_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_confi
 
     Raises LayoutError, naming the layer or group that it cannot describe, and why.
     """
-    tp_rank, pp_rank, stage = vllm_specs.read_position(vllm_config)
-    layers = vllm_specs.read_layers(
+    tp_rank, pp_rank, stage = specs.read_position(vllm_config)
+    layers = specs.read_layers(
         kv_cache_config,
         vllm_config,
-        is_conv_dim_first=vllm_specs.conv_state_is_dim_first(),
-        fp8_dtype=vllm_specs.platform_fp8_dtype(),
+        is_conv_dim_first=specs.conv_state_is_dim_first(),
+        fp8_dtype=specs.platform_fp8_dtype(),
     )
-    worker = vllm_specs.read_worker(
-        vllm_config, kv_cache_config, tp_rank=tp_rank, pp_rank=pp_rank, stage=stage
-    )
+    worker = specs.read_worker(vllm_config, kv_cache_config, tp_rank=tp_rank, pp_rank=pp_rank, stage=stage)
     return derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)
 
 
@@ -62,7 +60,7 @@ def register_caches(
     search = _placement_search(vllm_config, options, pool_failure) if is_on_device else None
     sharing = RankSharing(derived, options, search)
     # vLLM returns a step's tokens while the draft of that step still writes its own layers.
-    is_ahead = vllm_specs.draft_model(vllm_config) is not None and is_on_device
+    is_ahead = specs.draft_model(vllm_config) is not None and is_on_device
     # Of a request that is read while it is computed, each rank reports its own part.
     is_progressive = options.progressive and vllm_config.kv_transfer_config.is_kv_producer
     generation, needs_ready = agree_on_generation(
@@ -113,6 +111,6 @@ def _placement_search(
 ) -> PlacementSearch:
     import torch
 
-    tp_rank, pp_rank, _ = vllm_specs.read_position(vllm_config)
+    tp_rank, pp_rank, _ = specs.read_position(vllm_config)
     rank = f"rank ({pp_rank}, {tp_rank}) of {vllm_config.kv_transfer_config.engine_id}"
     return PlacementSearch(rank, options.gpu_placement, pool_failure, torch.version.cuda or "")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
-from kvxferd.integrations.vllm.step_metadata import ExtendSpec
+from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
+from kvxferd.integrations.vllm.session.step_metadata import ExtendSpec
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest, Request, Status
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from kvxferd.ids import EngineId
-from kvxferd.integrations.vllm import support
-from kvxferd.integrations.vllm.facts import AttentionFacts, StateFacts
-from kvxferd.integrations.vllm.request_params import ref_from_params
+from kvxferd.integrations.vllm.layout import support
+from kvxferd.integrations.vllm.layout.facts import AttentionFacts, StateFacts
+from kvxferd.integrations.vllm.session.request_params import ref_from_params
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
 from kvxferd.plan import TransferTopology

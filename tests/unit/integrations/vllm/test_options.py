@@ -10,8 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from kvxferd.errors import Code, EngineError
-from kvxferd.integrations.vllm import stats
 from kvxferd.integrations.vllm.options import Options, read_options
+from kvxferd.integrations.vllm.session import stats
 
 
 def test_nothing_need_be_said() -> None:
