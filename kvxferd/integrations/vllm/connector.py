@@ -121,7 +121,8 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         Raises LayoutError, naming the layer, for a cache that is not supported, and KvxferdError where the
         daemon does not accept the rank within ``connect_timeout_s``, or no placement of GPU memory works.
         """
-        derived = derive_caches(kv_caches, self._kv_cache_config, self._vllm_config)
+        version = self._options.opaque_cache_version or vllm.__version__
+        derived = derive_caches(kv_caches, self._kv_cache_config, self._vllm_config, version)
         devices = {storage.device for storage in derived.storages}
         sleep.check_backend(self._vllm_config.model_config, devices, KVConnectorBase_V1)
         self._worker, self._registered_engine, shared = register_caches(

@@ -26,6 +26,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     num_readers: int = 1  # decode engines that read each request
     home: str = ""  # peer endpoint of the daemon that aggregates an engine of several nodes
     model_fingerprint: str = ""  # "" is derived from the model's configuration
+    opaque_cache_version: str = ""  # "": vLLM's; opaque pages move between engines of equal ones alone
     adopt_cpu_memory: bool = True  # False: CPU caches are always copied through a shared buffer
     gpu_placement: Literal["auto", "exported", "resident"] = "auto"  # auto: exported, or else resident
 

@@ -13,6 +13,7 @@ from kvxferd.integrations.vllm.identity import engine_spec
 from kvxferd.integrations.vllm.layout import specs
 from kvxferd.integrations.vllm.layout.derivation import DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.integrations.vllm.layout.support import SUPPORT_PAGE
 from kvxferd.integrations.vllm.memory.gpu_placement import PlacementFailure, PlacementSearch
 from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches
 from kvxferd.integrations.vllm.memory.rank_sharing import RankSharing
@@ -23,7 +24,9 @@ from kvxferd.integrations.vllm.session.worker import ConnectorWorker
 _LOG = logging.getLogger("vllm.kvxferd")
 
 
-def derive_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> DerivedCaches:
+def derive_caches(
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any, vllm_version: str
+) -> DerivedCaches:
     """Return the layout of this worker's rank, with its allocations. `kv_caches` is by layer name.
 
     Raises LayoutError, naming the layer or group that it cannot describe, and why.
@@ -34,9 +37,27 @@ def derive_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_confi
         vllm_config,
         is_conv_dim_first=specs.conv_state_is_dim_first(),
         fp8_dtype=specs.platform_fp8_dtype(),
+        has_mx_scales=specs.indexers_have_mx_scales(),
     )
-    worker = specs.read_worker(vllm_config, kv_cache_config, tp_rank=tp_rank, pp_rank=pp_rank, stage=stage)
-    return derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)
+    worker = specs.read_worker(
+        vllm_config,
+        kv_cache_config,
+        tp_rank=tp_rank,
+        pp_rank=pp_rank,
+        stage=stage,
+        vllm_version=vllm_version,
+    )
+    derived = derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)
+    specs.fill_token_scales(layers, kv_caches, vllm_config)
+    if derived.opaque_layers:
+        _LOG.info(
+            "caches of %s move as opaque pages: only to an engine with the same tensor_parallel_size, block "
+            "size, order of axes, dtype and vLLM version (%s; see %s)",
+            ", ".join(f"{count} layers of {name}" for name, count in derived.opaque_layers.items()),
+            vllm_version,
+            SUPPORT_PAGE,
+        )
+    return derived
 
 
 class RegisteredCaches(NamedTuple):

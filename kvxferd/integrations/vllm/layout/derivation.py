@@ -1,24 +1,33 @@
-"""Derive a rank's layout from the tensors that vLLM registers. An unknown cache is refused, not guessed."""
+"""Derive a rank's layout from the tensors that vLLM registers. An unknown cache is refused, not guessed.
+
+What a block of it holds need not be known: then it moves as an opaque page.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import mmap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.integrations.vllm.layout.attention import (
     attention_tensors,
     check_shape,
+    is_described,
     kernel_block_tokens,
-    num_kernel_blocks,
+    ring_tensor,
 )
 from kvxferd.integrations.vllm.layout.facts import (
     AttentionFacts,
     CacheGroup,
     CacheKind,
     LayerFacts,
+    LayerKey,
     WorkerFacts,
     is_draft,
     layer_error,
@@ -26,8 +35,10 @@ from kvxferd.integrations.vllm.layout.facts import (
     unit_range_of_rank,
 )
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.integrations.vllm.layout.opaque import is_opaque, opaque_page
 from kvxferd.integrations.vllm.layout.shared_pages import SharedPages
 from kvxferd.integrations.vllm.layout.states import state_tensors
+from kvxferd.integrations.vllm.layout.support import SUPPORT_PAGE, refusal_of_backend
 from kvxferd.layout import (
     CacheTensor,
     Group,
@@ -67,6 +78,7 @@ class DerivedCaches:
     layout: RankLayout
     storages: tuple[CacheStorage, ...]
     tensors: Mapping[GroupName, tuple[torch.Tensor, ...]]
+    opaque_layers: Mapping[str, int] = dataclasses.field(default_factory=dict)  # number, by backend or mixer
 
     @property
     def regions(self) -> dict[RegionId, tuple[int, int, torch.UntypedStorage]]:
@@ -106,8 +118,11 @@ class _Derivation:
         self._shared_pages = SharedPages()
         self._tensors: list[CacheTensor] = []
         self._tensors_by_group: dict[GroupName, list[torch.Tensor]] = {name: [] for name in groups.names}
+        self._layer_of: dict[tuple[int, str], str] = {}  # vLLM's name, by layer and component
+        self._opaque_layers: collections.Counter[str] = collections.Counter()
         described = {layer.name for layer in layers}
-        for layer in layers:
+        # The shortest name is of the layer's own cache, and the others are of those beside it.
+        for layer in sorted(layers, key=lambda layer: (len(layer.name), layer.name)):
             if layer.name not in kv_caches:
                 raise layer_error(layer.name, "vLLM registered no tensor for it")
             self._add_layer(layer, _as_tuple(kv_caches[layer.name]))
@@ -128,7 +143,7 @@ class _Derivation:
             regions=tuple(RegionSpec(s.region, s.size_bytes) for s in self._storages.values()),
         )
         blocks = {name: tuple(tensors) for name, tensors in self._tensors_by_group.items()}
-        return DerivedCaches(layout, tuple(self._storages.values()), blocks)
+        return DerivedCaches(layout, tuple(self._storages.values()), blocks, self._opaque_layers)
 
     def _add_layer(self, layer: LayerFacts, tensors: tuple[torch.Tensor, ...]) -> None:
         """Describe one layer's cache."""
@@ -136,24 +151,54 @@ class _Derivation:
         key = layer_key_of(layer.name, self._worker)
         views = tuple(self._view_of(tensor) for tensor in tensors)
         if isinstance(layer.cache, AttentionFacts):
-            if group.kind is CacheKind.STATE or len(views) != 1:
-                raise layer_error(layer.name, f"{len(views)} tensors in a group of kind {group.kind}")
-            check_shape(layer, layer.cache, views[0])
-            self._check_blocks(layer, group, views[0])
-            self._shared_pages.add_attention(views[0], self._per_id[group.index])
-            heads = self._held_heads(layer, layer.cache, key.layer)
-            self._tensors += attention_tensors(layer, layer.cache, key, views[0], name, heads)
+            if len(views) != 1:
+                raise layer_error(layer.name, f"{len(views)} tensors of one cache of attention")
+            found = self._attention_tensors(layer, layer.cache, key, views[0], group)
         else:
             if group.kind is not CacheKind.STATE:
                 raise layer_error(layer.name, f"a state in a group of kind {group.kind}")
-            if any(view.shape[0] != self._worker.num_blocks for view in views):
-                raise layer_error(
-                    layer.name,
-                    f"its tensor has {views[0].shape[0]} blocks, its group {self._worker.num_blocks}",
-                )
-            self._tensors += state_tensors(layer, layer.cache, key, views, name, self._worker)
+            for view in views:
+                self._check_num_blocks(layer, view)
+            found = state_tensors(layer, layer.cache, key, views, name, self._worker)
             self._shared_pages.add_state(layer, layer.cache, views[0].region)
+        if any(map(is_opaque, found)):
+            self._opaque_layers[layer.backend or getattr(layer.cache, "mixer", "")] += 1
+        self._tensors += (self._with_own_component(layer, tensor) for tensor in found)
         self._tensors_by_group[name].extend(tensors)
+
+    def _attention_tensors(
+        self, layer: LayerFacts, cache: AttentionFacts, key: LayerKey, view: TensorView, group: CacheGroup
+    ) -> list[CacheTensor]:
+        """Describe a cache of attention, or a ring, by what its blocks hold or as opaque pages."""
+        if (refusal := refusal_of_backend(layer.backend)) is not None:
+            raise layer_error(layer.name, f"{refusal} (see {SUPPORT_PAGE})")
+        check_shape(layer, cache, view)
+        name = self._names[group.index]
+        if group.kind is CacheKind.STATE:
+            self._check_num_blocks(layer, view)
+            ring = ring_tensor(layer, cache, key, view, name)
+            return [ring or opaque_page(layer, cache, key, view, group, name, self._worker)]
+        self._check_blocks(layer, cache, group, view)
+        self._shared_pages.add_attention(view, kernel_block_tokens(cache, view), self._per_id[group.index])
+        if not is_described(layer, cache):
+            return [opaque_page(layer, cache, key, view, group, name, self._worker)]
+        heads = self._held_heads(layer, cache, key.layer)
+        return attention_tensors(layer, cache, key, view, name, heads)
+
+    def _with_own_component(self, layer: LayerFacts, tensor: CacheTensor) -> CacheTensor:
+        """Return a tensor whose component no other cache of its layer has.
+
+        A cache beside the layer's own has the rest of its name: ``latent.swa_cache``.
+        """
+        own = self._layer_of.setdefault((tensor.layer, tensor.component), layer.name)
+        if own == layer.name:
+            return tensor
+        parts = layer.name.split(".")
+        shared = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(parts, own.split("."), strict=False)
+        )
+        rest = ".".join(parts[len(list(shared)) :])
+        return msgspec.structs.replace(tensor, component=f"{tensor.component}.{rest}")
 
     def _view_of(self, tensor: torch.Tensor) -> TensorView:
         """Return a tensor's view, and add its storage to the regions."""
@@ -169,14 +214,30 @@ class _Derivation:
         found = self._storages[start]
         return tensor_view(tensor, found.region, found.address)
 
-    def _check_blocks(self, layer: LayerFacts, group: CacheGroup, view: TensorView) -> None:
+    def _check_num_blocks(self, layer: LayerFacts, view: TensorView) -> None:
+        """Check that a tensor of states has a block for each id."""
+        if view.shape[0] != self._worker.num_blocks:
+            raise layer_error(
+                layer.name, f"its tensor has {view.shape[0]} blocks, its group {self._worker.num_blocks}"
+            )
+
+    def _check_blocks(
+        self, layer: LayerFacts, cache: AttentionFacts, group: CacheGroup, view: TensorView
+    ) -> None:
         """Check that an id has a whole number of kernel blocks, the same in all layers of the group."""
-        ratio, rest = divmod(num_kernel_blocks(view), max(1, self._worker.num_blocks))
-        if rest or ratio < 1 or kernel_block_tokens(view) * ratio != group.block_tokens:
+        tokens = kernel_block_tokens(cache, view)
+        ratio, rest = divmod(view.shape[0], max(1, self._worker.num_blocks))
+        if rest or ratio < 1 or tokens * ratio != group.block_tokens:
             raise layer_error(
                 layer.name,
-                f"its tensor has {num_kernel_blocks(view)} blocks of {kernel_block_tokens(view)} tokens, "
+                f"its tensor has {view.shape[0]} blocks of {tokens} tokens, "
                 f"its group {self._worker.num_blocks} of {group.block_tokens}",
+            )
+        if group.shard_count > 1 and self._worker.interleave % cache.tokens_per_state:
+            raise layer_error(
+                layer.name,
+                f"cp_kv_cache_interleave_size is {self._worker.interleave}, and a state stands for "
+                f"{cache.tokens_per_state} tokens, which would lie on several ranks",
             )
         if self._per_id.setdefault(group.index, ratio) != ratio:
             raise layer_error(

@@ -42,19 +42,41 @@ class CacheGroup:
     shard_count: int = 1  # ranks over which decode context parallelism divides the tokens
     speculative_blocks: int = 0  # scratch slots behind a running state
     state_by_position: bool = False  # a state's list has an entry for every block of tokens
+    is_never_cached: bool = False  # of no request does a local prefix cache have blocks of this group
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFacts:
-    """One attention layer's cache: keys and values, or a latent."""
+    """One attention layer's cache: keys and values, or a latent.
+
+    A kernel block is [slots, states, content]: a state stands for `tokens_per_state` tokens.
+    """
 
     num_heads: int  # on this rank
     head_size: int
     head_size_v: int  # 0: a latent, without values
     dtype: str  # "bfloat16", "float8_e4m3fn", ...
     itemsize: int
-    is_indexer: bool = False  # the key cache of a sparse attention's indexer
-    encoding: str = ""  # set where a token's content has a packing of its own
+    encoding: str = ""  # set where a state's content has a packing of its own
+    tokens_per_state: int = 1
+    quantisation: str = ""  # vLLM's mode, where the dtype does not tell it
+    num_head_slots: int | None = None  # None: a slot for each head
+    packed_bytes: int | None = None  # of a slot of one state; None: the elements of key and value
+
+    @property
+    def num_slots(self) -> int:
+        """Return how many slots a state has."""
+        return self.num_heads if self.num_head_slots is None else self.num_head_slots
+
+    @property
+    def element_bytes(self) -> int:
+        """Return the bytes of one head's key and value, without anything beside them."""
+        return (self.head_size + self.head_size_v) * self.itemsize
+
+    @property
+    def content_bytes(self) -> int:
+        """Return the bytes of a slot of one state."""
+        return self.element_bytes if self.packed_bytes is None else self.packed_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +107,7 @@ class LayerFacts:
     cache: AttentionFacts | StateFacts
     backend: str = ""  # class name of its attention backend
     isa: str = ""  # the instruction set that vLLM's CPU attention packs blocks for
+    has_mx_scales: bool = False  # an indexer's scales are four powers of two, not one float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +127,7 @@ class WorkerFacts:
     dcp_size: int = 1
     interleave: int = 1  # tokens in a row on one of the ranks that decode context parallelism uses
     num_blocks: int = 0  # ids of every group
+    vllm_version: str = ""  # or what an operator declares in its place
 
     @property
     def num_layers(self) -> int:

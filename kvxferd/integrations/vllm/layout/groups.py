@@ -124,7 +124,12 @@ class CacheGroups:
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks hold so many tokens, in all groups together."""
-        return sum(-(-num_tokens // _tokens_per_id(group)) for group in self.groups)
+        return sum(
+            1
+            if group.kind is CacheKind.STATE and not group.state_by_position
+            else -(-num_tokens // _tokens_per_id(group))
+            for group in self.groups
+        )
 
     def block_ids(self, lists: Mapping[str, BlockList]) -> set[int]:
         """Return every block id in some lists, to report a failed load to vLLM."""
@@ -149,7 +154,7 @@ def _select_group_blocks(
             f"cannot use the {len(ids)} blocks of group {name!r}: {num_tokens} tokens at {per_id} a block "
             f"take {end}"
         )
-    start = num_computed_tokens // per_id
+    start = 0 if group.is_never_cached else num_computed_tokens // per_id
     if group.kept_tokens is not None:
         start = max(start, (num_tokens - group.kept_tokens) // per_id)
     needed = array.array("i", ids[start:end])

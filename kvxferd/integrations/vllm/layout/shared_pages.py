@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvxferd.ids import RegionId
-from kvxferd.integrations.vllm.layout.attention import kernel_block_tokens
 from kvxferd.integrations.vllm.layout.facts import LayerFacts, StateFacts, layer_error
 from kvxferd.layout import compute_physical_blocks_per_logical
 from kvxferd.layout.tensor_views import TensorView
@@ -31,11 +30,9 @@ class SharedPages:
         self._attention: dict[RegionId, _AttentionBlocks] = {}
         self._states: list[tuple[LayerFacts, tuple[int, ...], RegionId]] = []
 
-    def add_attention(self, view: TensorView, per_id: int) -> None:
+    def add_attention(self, view: TensorView, block_tokens: int, per_id: int) -> None:
         """Add an attention layer's tensor, whose ids stand for `per_id` kernel blocks each."""
-        if len(view.shape) == 5 and view.shape[0] == 2:
-            return  # K and V lie apart, so a kernel block is in two places: no state can overlay it
-        blocks = _AttentionBlocks(view.strides[0], kernel_block_tokens(view), per_id)
+        blocks = _AttentionBlocks(view.strides[0], block_tokens, per_id)
         self._attention.setdefault(view.region, blocks)
 
     def add_state(self, layer: LayerFacts, state: StateFacts, region: RegionId) -> None:

@@ -7,6 +7,7 @@ imported only in the functions that call it, so that this can be tested without 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvxferd.errors import LayoutError
@@ -20,15 +21,16 @@ from kvxferd.integrations.vllm.layout.facts import (
     layer_error,
 )
 from kvxferd.integrations.vllm.layout.support import (
-    CACHE_CONFIG_RULES,
     CACHES,
     METHODS_WITHOUT_DRAFT_CACHE,
-    OPAQUE_DTYPES,
     PARALLEL_SIZES,
-    QUANT_MODES,
+    QUANTISED_CACHE_RULES,
+    RING_SPEC,
+    ROW_DTYPES,
     SPEC_RULES,
+    SUPPORT_PAGE,
+    TOKEN_SCALES_BACKEND,
     UNIFORM_SPEC,
-    WINDOW_RULES,
 )
 
 # The attributes by which configurations name the number of Mamba2's groups of B and C.
@@ -43,8 +45,16 @@ def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[CacheGroup, ...
     parallel = vllm_config.parallel_config
     for size, support in PARALLEL_SIZES.items():
         if not support.is_supported and (value := getattr(parallel, size, 1)) > 1:
-            raise LayoutError(f"cannot describe the cache: {size} is {value}; {support.note}")
+            raise LayoutError(
+                f"cannot describe the cache: {size} is {value}; {support.note} (see {SUPPORT_PAGE})"
+            )
     groups = kv_cache_config.kv_cache_groups
+    for index in kv_cache_config.transfer_group_ids:
+        if getattr(groups[index], "host_resident", False):
+            raise LayoutError(
+                f"cannot describe cache group {index}: host_resident is true, and the ids of HiSparse's host "
+                f"blocks are not those of its other groups (see {SUPPORT_PAGE})"
+            )
     return tuple(
         _read_group(index, _specs(groups[index].kv_cache_spec), parallel.decode_context_parallel_size)
         for index in kv_cache_config.transfer_group_ids
@@ -52,11 +62,17 @@ def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[CacheGroup, ...
 
 
 def read_layers(
-    kv_cache_config: Any, vllm_config: Any, *, is_conv_dim_first: bool, fp8_dtype: str
+    kv_cache_config: Any,
+    vllm_config: Any,
+    *,
+    is_conv_dim_first: bool,
+    fp8_dtype: str,
+    has_mx_scales: bool = False,
 ) -> list[LayerFacts]:
     """Return the facts of every layer with a cache of its own on this rank. Raises LayoutError.
 
-    `fp8_dtype` is this platform's fp8 dtype; `is_conv_dim_first` whether convolution states are DS.
+    `fp8_dtype` is this platform's fp8 dtype; `is_conv_dim_first` whether convolution states are DS, and
+    `has_mx_scales` what `indexers_have_mx_scales` returns.
     """
     modules = vllm_config.compilation_config.static_forward_context
     layers = []
@@ -68,18 +84,23 @@ def read_layers(
             kind = _kind_of(spec)
             if kind is None:
                 raise layer_error(name, _why_refused(spec))
-            if kind is CacheKind.STATE:
+            if kind is CacheKind.STATE and _class_name(spec) != RING_SPEC:
                 cache: AttentionFacts | StateFacts = _read_state(spec, vllm_config, is_conv_dim_first)
             else:
                 cache = _read_attention(name, spec, module, vllm_config, fp8_dtype)
-            layers.append(
-                LayerFacts(name, index, cache, _backend_name(module), str(getattr(module, "isa", "")))
-            )
+            isa = str(getattr(module, "isa", ""))
+            layers.append(LayerFacts(name, index, cache, _backend_name(module), isa, has_mx_scales))
     return layers
 
 
 def read_worker(
-    vllm_config: Any, kv_cache_config: Any, *, tp_rank: int, pp_rank: int, stage: tuple[int, int]
+    vllm_config: Any,
+    kv_cache_config: Any,
+    *,
+    tp_rank: int,
+    pp_rank: int,
+    stage: tuple[int, int],
+    vllm_version: str = "",
 ) -> WorkerFacts:
     """Return this worker's position in its engine."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -98,6 +119,7 @@ def read_worker(
         dcp_size=parallel.decode_context_parallel_size,
         interleave=parallel.cp_kv_cache_interleave_size or 1,
         num_blocks=kv_cache_config.num_blocks,
+        vllm_version=vllm_version,
     )
 
 
@@ -163,6 +185,8 @@ def _read_group(index: int, specs: list[Any], dcp_size: int) -> CacheGroup:
 def _group_of(index: int, spec: Any, dcp_size: int) -> CacheGroup:
     """Return the group of one layer's spec."""
     kind = _kind_of(spec)
+    if _class_name(spec) == RING_SPEC:
+        return CacheGroup(index, CacheKind.STATE, spec.block_size)
     if kind is CacheKind.STATE:
         return CacheGroup(
             index,
@@ -176,55 +200,53 @@ def _group_of(index: int, spec: Any, dcp_size: int) -> CacheGroup:
     shards = dcp_size if spec.dcp_sharded else 1
     if kind is CacheKind.FULL:
         return CacheGroup(index, CacheKind.FULL, spec.block_size, shard_count=shards)
-    for rule in WINDOW_RULES:
-        if not rule.accepts(spec, False):
-            raise LayoutError(f"cannot describe cache group {index}: {rule.refusal.format(found=spec)}")
     kept = max(1, spec.sliding_window - 1 + spec.extra_retained_tokens)
-    return CacheGroup(index, CacheKind.SLIDING, spec.block_size, kept, shards)
+    return CacheGroup(
+        index,
+        CacheKind.SLIDING,
+        spec.block_size,
+        kept,
+        shards,
+        # vLLM computes such a window again after a hit in its cache, unless a load brings it.
+        is_never_cached=bool(getattr(spec, "bounded_replay", False)),
+    )
 
 
 def _why_refused(spec: Any) -> str:
     """Return why a spec without a kind is refused."""
     name = _class_name(spec)
-    return f"a cache of {name} is " + (
-        f"not supported: {CACHES[name].note}" if name in CACHES else "not known here"
-    )
+    known = f"not supported: {CACHES[name].note}" if name in CACHES else "not known here"
+    return f"a cache of {name} is {known} (see {SUPPORT_PAGE})"
 
 
 def _read_attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dtype: str) -> AttentionFacts:
     """Return the facts of an attention layer. Raises LayoutError."""
-    cache_config = vllm_config.cache_config
-    wanted = str(getattr(module, "kv_cache_dtype", None) or cache_config.cache_dtype)
-    opaque = getattr(spec, "cache_dtype_str", None)
-    is_opaque = opaque in OPAQUE_DTYPES
     mode = spec.kv_quant_mode.name
-    if not is_opaque and not (mode in QUANT_MODES and QUANT_MODES[mode].is_supported):
-        raise layer_error(
-            name, f"a cache of dtype {wanted!r} ({mode}) is not known here; use bfloat16 or fp8"
-        )
-    for rule in CACHE_CONFIG_RULES:
-        if not rule.accepts(cache_config, mode == "FP8_PER_TENSOR"):
-            raise layer_error(name, rule.refusal.format(found=cache_config))
-    for rule in SPEC_RULES:
-        if not rule.accepts(spec, is_opaque):
-            raise layer_error(name, rule.refusal.format(found=spec))
-    if not CACHES[_class_name(spec)].is_latent:
-        heads, size, size_v = spec.num_kv_heads, spec.head_size, spec.head_size_v
-    else:
-        heads, size_v = 1, 0
-        size = spec.state_content_bytes if is_opaque else spec.head_size
+    rules = [(rule, spec) for rule in SPEC_RULES]
+    if mode != "NONE":
+        rules += [(rule, vllm_config.cache_config) for rule in QUANTISED_CACHE_RULES]
+    refusals = [rule.refusal.format(found=found) for rule, found in rules if not rule.accepts(found)]
+    if refusals:
+        raise layer_error(name, f"{_class_name(spec)}: {'; '.join(refusals)} (see {SUPPORT_PAGE})")
     dtype, itemsize = _dtype_name_and_size(spec.dtype)
-    if mode == "FP8_PER_TENSOR" and dtype == "uint8" and not is_opaque:
+    packed = spec.state_content_bytes
+    row_dtype = getattr(spec, "cache_dtype_str", None)
+    is_row = row_dtype in ROW_DTYPES and packed is not None
+    if mode == "FP8_PER_TENSOR" and dtype == "uint8" and not is_row:
+        wanted = str(getattr(module, "kv_cache_dtype", None) or vllm_config.cache_config.cache_dtype)
         dtype = "float8_e5m2" if "e5m2" in wanted else fp8_dtype
-    role = getattr(spec, "cache_role", None)
+    is_latent = CACHES[_class_name(spec)].is_latent
     return AttentionFacts(
-        num_heads=heads,
-        head_size=size,
-        head_size_v=size_v,
+        num_heads=1 if is_latent else spec.num_kv_heads,
+        head_size=packed if is_row else spec.head_size,
+        head_size_v=0 if is_latent else spec.head_size_v,
         dtype=dtype,
         itemsize=itemsize,
-        is_indexer=getattr(role, "value", role) == "indexer",
-        encoding=str(opaque) if is_opaque else "",
+        encoding=str(row_dtype) if is_row else "",
+        tokens_per_state=spec.tokens_per_state,
+        quantisation="" if is_row or mode in ("NONE", "FP8_PER_TENSOR") else mode.lower(),
+        num_head_slots=spec.num_head_slots,
+        packed_bytes=None if is_row else packed,
     )
 
 
@@ -273,3 +295,28 @@ def platform_fp8_dtype() -> str:
     from vllm.platforms import current_platform
 
     return _dtype_name_and_size(current_platform.fp8_dtype())[0]
+
+
+def indexers_have_mx_scales() -> bool:
+    """Return whether a sparse attention's indexer keeps powers of two as scales on this GPU, from vLLM."""
+    try:
+        from vllm.utils.deep_gemm import mqa_logits_use_mx_scales
+    except ImportError:  # vLLM 0.32 has float32 on every GPU
+        return False
+    return bool(mqa_logits_use_mx_scales())
+
+
+def fill_token_scales(layers: list[LayerFacts], kv_caches: Mapping[str, Any], vllm_config: Any) -> None:
+    """Have vLLM fill the scales of each token with its first value now.
+
+    It does so in a layer's first forward pass, where it would overwrite scales that were pulled before.
+    Raises LayoutError for a vLLM that does it in another way.
+    """
+    modules = vllm_config.compilation_config.static_forward_context
+    for layer in layers:
+        quantisation = getattr(layer.cache, "quantisation", "")
+        if layer.backend == TOKEN_SCALES_BACKEND and quantisation.endswith("_per_token_head"):
+            fill = getattr(modules[layer.name].impl, "_ensure_scale_caches", None)
+            if fill is None:
+                raise layer_error(layer.name, f"this vLLM fills scales of {quantisation} at an unknown time")
+            fill(kv_caches[layer.name])

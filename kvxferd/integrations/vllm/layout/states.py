@@ -20,6 +20,7 @@ from kvxferd.integrations.vllm.layout.facts import (
     layer_error,
     unit_range_of_rank,
 )
+from kvxferd.integrations.vllm.layout.opaque import opaque_encoding, opaque_units
 from kvxferd.integrations.vllm.layout.support import MIXERS
 from kvxferd.layout import (
     CacheTensor,
@@ -52,9 +53,12 @@ def state_tensors(
 ) -> list[CacheTensor]:
     """Return one layer's cache tensors. Raises LayoutError, naming the layer it cannot describe.
 
-    `views` is the layer's page, [blocks, ..., bytes], or one tensor [blocks, *shape] for each part.
+    `views` is the layer's page, [blocks, ..., bytes], or one tensor [blocks, *shape] for each part. The
+    states of a mixer that is not known here are opaque pages.
     """
     pages = _page_parts(layer, state, views)
+    if state.mixer not in MIXERS or MIXERS[state.mixer][0] != len(state.shapes):
+        return [_opaque_tensor(state, key, number, page, group, worker) for number, page in enumerate(pages)]
     tp_size, tp_rank = (1, 0) if state.is_replicated else (worker.tp_size, worker.tp_rank)
     try:
         parts, recurrent = _divide_units(state, tp_size, tp_rank)
@@ -114,12 +118,10 @@ def _is_contiguous(view: TensorView) -> bool:
 def _divide_units(state: StateFacts, tp_size: int, tp_rank: int) -> tuple[list[ConvPart], UnitRange | None]:
     """Return the parts of the convolution's columns, and the units of the recurrent state if there is one.
 
-    Raises ValueError for a mixer or shapes that are not supported.
+    Raises ValueError for shapes that the mixer cannot have.
     """
     shapes = state.shapes
     heads = shapes[-1][0]
-    if state.mixer not in MIXERS or MIXERS[state.mixer][0] != len(shapes):
-        raise ValueError(f"{len(shapes)} states of {state.mixer!r} are not known here")
 
     def even(local: int) -> UnitRange:
         return unit_range_of_rank(local, local * tp_size, tp_size, tp_rank)
@@ -198,4 +200,27 @@ def _recurrent_tensor(key: LayerKey, page: _PagePart, units: UnitRange, group: G
         chunk_bytes=content,
         itemsize=page.itemsize,
         dtype=page.dtype,
+    )
+
+
+def _opaque_tensor(
+    state: StateFacts, key: LayerKey, number: int, page: _PagePart, group: GroupName, worker: WorkerFacts
+) -> CacheTensor:
+    """Return the tensor of one of the states of a mixer that is not known here."""
+    shape = " x ".join(map(str, page.shape))
+    order = "DS" if state.is_conv_dim_first else "SD"
+    return CacheTensor(
+        layer=key.layer,
+        component=key.component(f"page.{number}"),
+        group=group,
+        region=page.region,
+        offset=page.offset,
+        block_stride=page.block_stride,
+        token_stride=0,
+        unit_stride=0,
+        units=opaque_units(worker),
+        chunk_bytes=prod(page.shape) * page.itemsize,
+        itemsize=page.itemsize,
+        dtype=page.dtype,
+        encoding=opaque_encoding(f"{state.mixer}, {order}, state {number} of {shape}", worker),
     )

@@ -1,7 +1,9 @@
-"""What the connector accepts of vLLM, and what it refuses: the tables that its code looks things up in.
+"""What the connector knows of vLLM's caches: the tables that its code looks things up in.
 
-docs/reference/vllm-support.md is made from these tables. A name that is in none of them is refused too:
-an unknown cache is never guessed. Names are vLLM's, of its versions 0.32 and 0.33.
+docs/reference/vllm-support.md is made from these tables. A class of caches that is in none of them is
+refused, because nothing tells how its blocks are used. A backend, mixer or quantisation that is in none of
+them is no reason to stop an engine: its pages move as they are, between engines that are alike (`opaque`).
+Names are vLLM's, of its versions 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from kvxferd.integrations.vllm.layout.facts import CacheKind
+
+SUPPORT_PAGE = "docs/reference/vllm-support.md"
 
 
 class CacheSupport(NamedTuple):
@@ -26,16 +30,10 @@ class BlockContent(Enum):
     """What a kernel block of an attention backend holds."""
 
     KEY_THEN_VALUE = "each token's key and then its value, for each head"
-    LATENT_ROW = "a row for each token, the same on every rank"
-    INDEXER = "all keys of the indexer, then all scales"
+    LATENT_ROW = "a row for each token or group of tokens, the same on every rank"
+    DEEPSEEK_RECORD = "DeepSeek V4's records: rows, or all values and then all scales; the same on every rank"
+    INDEXER = "all keys of the indexer, then all scales; the same on every rank"
     CPU_PACKED = "all keys of a head, then all values, packed for the instruction set"
-
-
-class BackendSupport(NamedTuple):
-    """A class of vLLM's attention backends. `content` is None where it is refused; `note` tells why."""
-
-    content: BlockContent | None
-    note: str = ""
 
 
 class Support(NamedTuple):
@@ -48,7 +46,7 @@ class Support(NamedTuple):
 # Versions of vLLM, and what of each was run here. With another one the connector starts and warns.
 VLLM_VERSIONS: Mapping[str, str] = {
     "0.32": "real engines on CPUs: every test of `make test-vllm`",
-    "0.33": "read in its sources; its other calls around sleep, over stand-ins",
+    "0.33": "its own specs and views, imported on CPUs; its other calls around sleep, over stand-ins",
 }
 
 # Exact class names (vllm/v1/kv_cache_interface.py): a subclass may mean something else.
@@ -60,8 +58,10 @@ CACHES: Mapping[str, CacheSupport] = {
         CacheKind.SLIDING, "a latent; the blocks of the window", is_latent=True
     ),
     "MambaSpec": CacheSupport(CacheKind.STATE, "the state at the prompt's last token but one"),
+    "CircularBufferSpec": CacheSupport(
+        CacheKind.STATE, "the ring of the group of tokens that is still open, at the same token; whole"
+    ),
     "ChunkedLocalAttentionSpec": CacheSupport(None, "attention within chunks frees blocks by another rule"),
-    "CircularBufferSpec": CacheSupport(None, "a ring of tokens that are still being compressed"),
     "CrossAttentionSpec": CacheSupport(None, "an encoder's states are no tokens of the prompt"),
     "EncoderOnlyAttentionSpec": CacheSupport(None, "it keeps no cache"),
     "HiSparseHotSpec": CacheSupport(None, "it lives for one step's requests"),
@@ -70,14 +70,13 @@ CACHES: Mapping[str, CacheSupport] = {
     "RSWASpec": CacheSupport(None, "blocks between the prompt and the window are freed by another rule"),
     "SinkFullAttentionSpec": CacheSupport(None, "sink tokens stand before the prompt's"),
 }
+# One block of a request, in which a later token takes an earlier one's place.
+RING_SPEC = "CircularBufferSpec"
 # A group whose layers have one spec each. Its layers must use blocks alike.
 UNIFORM_SPEC = "UniformTypeKVCacheSpecs"
 
-_PACKED = "tokens are packed in a way that is not described here"
-_NOT_DESCRIBED = "its block is not described here"
-_ROCM = "ROCm is not supported"
 # Class names too: backends of one name() arrange blocks in different ways.
-BACKENDS: Mapping[str, BackendSupport] = {
+BACKENDS: Mapping[str, BlockContent] = {
     **dict.fromkeys(
         (  # `split(head_size, -1)` of a head's content in each one's forward
             "FlashAttentionBackend",
@@ -85,15 +84,23 @@ BACKENDS: Mapping[str, BackendSupport] = {
             "FlashInferBackend",
             "FlexAttentionBackend",
             "HpcAttentionBackend",
+            "MiniMaxM3SparseBackend",
+            "MiniMaxM3SparseCutlassBackend",
+            "MiniMaxM3SparseMSABackend",
+            "MiniMaxM3SparseTritonBackend",
+            "Qwen4ExpQSAFlashAttentionBackend",
+            "Step5DSAAttentionBackend",
+            "Step5SplitKVFlashAttentionBackend",
             "TritonAttentionBackend",
             "TritonAttentionDiffKVBackend",
         ),
-        BackendSupport(BlockContent.KEY_THEN_VALUE),
+        BlockContent.KEY_THEN_VALUE,
     ),
     **dict.fromkeys(
         (
             "AMXMLABackend",
             "CPUMLABackend",
+            "CompressorBackend",
             "CutlassMLABackend",
             "FlashAttnMLABackend",
             "FlashAttnMLASparseBackend",
@@ -104,84 +111,60 @@ BACKENDS: Mapping[str, BackendSupport] = {
             "FlashInferMLASparseTRTLLMBackend",
             "FlashMLABackend",
             "FlashMLASparseBackend",
+            "KpoolTailBackend",
+            "MiniMaxM3IndexerBackend",
+            "MiniMaxM3IndexerMSABackend",
+            "QSAStateBackend",
+            "Step5CSATailRingBackend",
+            "Step5SparseSummaryBackend",
             "TokenspeedMLABackend",
             "TritonMLABackend",
         ),
-        BackendSupport(BlockContent.LATENT_ROW),
-    ),
-    "DeepseekV32IndexerBackend": BackendSupport(BlockContent.INDEXER),
-    "CPUAttentionBackend": BackendSupport(BlockContent.CPU_PACKED),
-    **dict.fromkeys(
-        (
-            "AiterFlashAttentionBackend",
-            "AiterMLABackend",
-            "AiterTritonMLABackend",
-            "DeepseekV41ROCMAiterMLASparseBackend",
-            "DeepseekV41RocmMxfp4IndexerBackend",
-            "DeepseekV4ROCMAiterMLASparseBackend",
-            "ROCMAiterMLASparseBackend",
-            "RocmAiterUnifiedAttentionBackend",
-            "RocmAttentionBackend",
-            "RocmOctaveAttentionBackend",
-            "RocmSegmentedAttentionBackend",
-        ),
-        BackendSupport(None, _ROCM),
-    ),
-    "NoAttentionBackend": BackendSupport(None, "it keeps no cache"),
-    **dict.fromkeys(
-        ("TurboQuantAttentionBackend", "UltraQuantAttentionBackend"), BackendSupport(None, _PACKED)
+        BlockContent.LATENT_ROW,
     ),
     **dict.fromkeys(
         (
-            "B12xPagedAttentionBackend",
             "DeepseekSparseSWABackend",
-            "DeepseekV41IndexerBackend",
-            "DeepseekV41SparseIndexerBackend",
+            "DeepseekSparseSWAFlashInferBackend",
+            "DeepseekSparseSWAFlashMLABackend",
             "DeepseekV4FlashInferMLASparseBackend",
             "DeepseekV4FlashMLABackend",
-            "DeepseekV4IndexerBackend",
             "FlashMLAMegaAttnBackend",
-            "Glm5NextIndexerBackend",
-            "KpoolTailBackend",
-            "MiniMaxM3SparseBackend",
-            "MiniMaxM3SparseCutlassBackend",
-            "MiniMaxM3SparseTritonBackend",
-            "Step5DSAAttentionBackend",
-            "TritonFlashAttentionBackend",
-            "TritonFlashInferBackend",
-            "XPUFlashAttnMLABackend",
-            "XPUMLASparseBackend",
         ),
-        BackendSupport(None, _NOT_DESCRIBED),
+        BlockContent.DEEPSEEK_RECORD,
     ),
-}
-
-# vLLM's `KVQuantMode` of a cache. An opaque row (below) is accepted in any mode.
-QUANT_MODES: Mapping[str, Support] = {
-    "NONE": Support(True, "`bfloat16`, `float16`, `float32`, as the model has it"),
-    "FP8_PER_TENSOR": Support(True, "`fp8`, `fp8_e4m3`, `fp8_e5m2`, with scales from the checkpoint"),
-    **dict.fromkeys(
-        ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD"),
-        Support(False, "each token has scales of its own"),
-    ),
-    "NVFP4": Support(False, "blocks of values have scales of their own"),
     **dict.fromkeys(
         (
-            "TURBOQUANT_K8V4",
-            "TURBOQUANT_4BIT_NC",
-            "TURBOQUANT_K3V4_NC",
-            "TURBOQUANT_3BIT_NC",
-            "ULTRAQUANT_4BIT",
-            "OCTAVE_K3V3",
-            "OCTAVE_K3V3_COMPACT",
-            "OCTAVE_K3V4",
+            "DeepseekV32IndexerBackend",
+            "DeepseekV41IndexerBackend",
+            "DeepseekV41SparseIndexerBackend",
+            "DeepseekV4IndexerBackend",
+            "Glm5NextIndexerBackend",
         ),
-        Support(False, _PACKED),
+        BlockContent.INDEXER,
     ),
-    "NVFP4_DS_MLA": Support(False, "except the opaque rows of a latent, `nvfp4_ds_mla`"),
+    "CPUAttentionBackend": BlockContent.CPU_PACKED,
 }
-# One opaque row for each token, with contents and scales; its size is that of the spec.
-OPAQUE_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
+# Of the backends of keys and values, the one that may have a scale behind each head's key and value.
+TOKEN_SCALES_BACKEND = "TritonAttentionBackend"
+# Backends that are refused, by a part of the name of their class.
+REFUSED_BACKENDS: Mapping[str, str] = {
+    **dict.fromkeys(("Rocm", "ROCM", "ROCm", "Aiter"), "ROCm is not supported"),
+    "NoAttentionBackend": "it keeps no cache",
+}
+
+# vLLM's `KVQuantMode` of a cache whose blocks are described. Of any other, pages are opaque.
+QUANT_MODES: Mapping[str, str] = {
+    "NONE": "`bfloat16`, `float16`, `float32`, as the model has it",
+    "FP8_PER_TENSOR": "`fp8`, `fp8_e4m3`, `fp8_e5m2`, with scales from the checkpoint",
+    **dict.fromkeys(
+        ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD"),
+        "of `TritonAttentionBackend` and latents: each head's values, and their scale behind them",
+    ),
+    "NVFP4_DS_MLA": "of latents: rows of `nvfp4_ds_mla`, to the same kind alone",
+}
+# One row for each state, with contents and scales; its size is that of the spec.
+ROW_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
 
 # Mixers of recurrent layers, and how many states each has.
 MIXERS: Mapping[str, tuple[int, str]] = {
@@ -198,7 +181,9 @@ PARALLEL_SIZES: Mapping[str, Support] = {
     "pipeline_parallel_size": Support(True, "any size reads from any other, on either side"),
     "data_parallel_size": Support(True, "each replica is an engine of its own"),
     "decode_context_parallel_size": Support(True, "any size and interleaving to any other"),
-    "prefill_context_parallel_size": Support(False, "use 1"),
+    "prefill_context_parallel_size": Support(
+        False, "its ranks would all register as one (pp_rank, tp_rank); use 1"
+    ),
 }
 
 # Methods of speculative decoding that keep nothing in the cache. Of all others the draft's cache moves too.
@@ -210,47 +195,26 @@ class FieldRule(NamedTuple):
 
     field: str
     accepted: str
-    accepts: Callable[[Any, bool], bool]  # of the object, and the flag of the rule's table
+    accepts: Callable[[Any], bool]
     refusal: str  # a format of `found`, the object
 
 
-# Of an accepted attention spec. The flag: its rows are opaque.
+# Of an attention spec.
 SPEC_RULES = (
     FieldRule(
         "tokens_per_state",
-        "1",
-        lambda spec, _: spec.tokens_per_state == 1,
-        "a cache with a state for {found.tokens_per_state} tokens is not known here",
-    ),
-    FieldRule(
-        "num_head_slots",
-        "none, or as many as heads",
-        lambda spec, _: spec.num_head_slots in (None, spec.num_kv_heads),
-        "{found.num_head_slots} slots for {found.num_kv_heads} heads are not known here",
-    ),
-    FieldRule(
-        "state_content_bytes",
-        "none, except for opaque rows",
-        lambda spec, is_opaque: is_opaque or spec.state_content_bytes is None,
-        "a content of {found.state_content_bytes} bytes is not known here",
+        "a whole number",
+        lambda spec: isinstance(spec.tokens_per_state, int) and spec.tokens_per_state > 0,
+        "tokens_per_state is {found.tokens_per_state}: several states for one token are not known here",
     ),
 )
-# Of the spec of a sliding window. The flag means nothing.
-WINDOW_RULES = (
-    FieldRule(
-        "bounded_replay",
-        "off",
-        lambda spec, _: not getattr(spec, "bounded_replay", False),
-        "a sliding window with bounded replay is not known here",
-    ),
-)
-# Of vLLM's CacheConfig. The flag: the layer's cache is FP8_PER_TENSOR.
-CACHE_CONFIG_RULES = (
+# Of vLLM's CacheConfig, for a layer whose cache is quantised.
+QUANTISED_CACHE_RULES = (
     FieldRule(
         "calculate_kv_scales",
-        "off, where the cache is fp8",
-        lambda config, is_fp8: not (is_fp8 and getattr(config, "calculate_kv_scales", False)),
-        "its fp8 scales are calculated at run time and differ from engine to engine",
+        "off, where the cache is quantised",
+        lambda config: not getattr(config, "calculate_kv_scales", False),
+        "calculate_kv_scales is on: its scales are calculated at run time and differ from engine to engine",
     ),
 )
 
@@ -264,3 +228,13 @@ def version_warning(version: str) -> str | None:
         f"the connector was written for vLLM {' and '.join(VLLM_VERSIONS)}, and this is {version}: "
         "compare tokens with those of one engine before you trust it"
     )
+
+
+def refusal_of_backend(name: str) -> str | None:
+    """Return why a layer with this backend is refused; None for any other, known here or not."""
+    if not name:
+        return "its attention backend has no name, by which engines could be compared"
+    for part, why in REFUSED_BACKENDS.items():
+        if part in name:
+            return f"its attention backend is {name}: {why}"
+    return None

@@ -21,7 +21,6 @@ class _Pair(NamedTuple):
 
     tensor: torch.Tensor
     buffer: torch.Tensor
-    block_axis: int
     per_id: int  # kernel blocks of an id
 
 
@@ -46,16 +45,12 @@ class BounceBuffers:
     def copy_out(self, blocks: Mapping[str, BlockList]) -> None:
         """Copy blocks from vLLM's tensors, before they are read. The caller has waited for their writers."""
         for pair, indexes in self._selected(blocks):
-            pair.buffer.index_copy_(
-                pair.block_axis, indexes, pair.tensor.index_select(pair.block_axis, indexes)
-            )
+            pair.buffer.index_copy_(0, indexes, pair.tensor.index_select(0, indexes))
 
     def copy_in(self, blocks: Mapping[str, BlockList]) -> None:
         """Copy blocks to vLLM's tensors, after they have arrived. No other code may write them meanwhile."""
         for pair, indexes in self._selected(blocks):
-            pair.tensor.index_copy_(
-                pair.block_axis, indexes, pair.buffer.index_select(pair.block_axis, indexes)
-            )
+            pair.tensor.index_copy_(0, indexes, pair.buffer.index_select(0, indexes))
 
     def _selected(self, blocks: Mapping[str, BlockList]) -> Sequence[tuple[_Pair, torch.Tensor]]:
         """Return every pair with the kernel blocks that the lists name."""
@@ -76,6 +71,5 @@ def _pair(tensor: torch.Tensor, storage: CacheStorage, buffer: torch.Tensor, num
 
     own = tensor.detach().view(torch.uint8)  # some dtypes cannot be indexed
     start = own.data_ptr() - storage.address
-    axis = 1 if own.dim() == 5 and own.shape[0] == 2 else 0
     copy = torch.as_strided(buffer, tuple(own.shape), tuple(own.stride()), start)
-    return _Pair(own, copy, axis, own.shape[axis] // num_blocks)
+    return _Pair(own, copy, own.shape[0] // num_blocks)

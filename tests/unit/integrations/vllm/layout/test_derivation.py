@@ -25,7 +25,8 @@ from tests.support.vllm_caches import CPU, FLASH, layer_views
 BLOCKS, TOKENS = 4, 16
 ATTENTION = AttentionFacts(2, 8, 8, "bfloat16", 2)
 LATENT = AttentionFacts(1, 24, 0, "bfloat16", 2)
-INDEXER = AttentionFacts(1, 132, 0, "uint8", 1, is_indexer=True)
+INDEXER = AttentionFacts(1, 132, 0, "uint8", 1)
+ODD_INDEXER = AttentionFacts(1, 100, 0, "uint8", 1)
 ONE_HEAD = AttentionFacts(1, 8, 8, "bfloat16", 2)
 WORKER = WorkerFacts(0, 4, 4, 2, num_blocks=BLOCKS)
 FULL = CacheGroups((CacheGroup(0, CacheKind.FULL, TOKENS),), 1)
@@ -78,21 +79,6 @@ class TestAttention:
         derived = valid(derive_layout({name(1): a_cache(content=12)}, [layer], FULL, WORKER))
         assert tensor_of(derived, "k").chunk_bytes == 16
         assert tensor_of(derived, "v").chunk_bytes == 8
-
-    @pytest.mark.parametrize(("shape", "axis"), [((2, BLOCKS), 0), ((BLOCKS, 2), 1)])
-    def test_keys_and_values_as_an_axis_of_the_tensor(self, shape: tuple[int, int], axis: int) -> None:
-        """[2, blocks, ...] and [blocks, 2, tokens, heads, head_size], as before 0.29; the values are 1."""
-        cache = torch.zeros(*shape, TOKENS, 2, 8, dtype=torch.bfloat16)
-        cache.select(axis, 1).fill_(1)
-        derived = valid(derive_layout({name(1): cache}, [a_layer()], FULL, WORKER))
-        raw = torch.empty(0, dtype=torch.bfloat16).set_(cache.untyped_storage())
-        base = derived.regions[tensor_of(derived, "k").region][0] - cache.data_ptr()
-        for component, content in (("k", 0), ("v", 1)):
-            tensor = tensor_of(derived, component)
-            for block, token, head in ((0, 0, 0), (3, 15, 1), (2, 7, 1)):
-                at = tensor.offset + block * tensor.block_stride
-                at += token * tensor.token_stride + head * tensor.unit_stride + base
-                assert (raw[at // 2 : at // 2 + 8] == content).all()
 
     def test_a_kernel_block_smaller_than_an_id(self) -> None:
         cache = torch.zeros(BLOCKS * 4, 2, 4, 16, dtype=torch.bfloat16)
@@ -255,31 +241,28 @@ class TestGroupsAndStages:
 @pytest.mark.parametrize(
     ("layer", "cache", "why"),
     [
-        (a_layer(backend="RocmAttentionBackend"), a_cache(), "a block of RocmAttentionBackend holds"),
-        (a_layer(backend=""), a_cache(), "an unnamed backend"),
+        (a_layer(backend="RocmAttentionBackend"), a_cache(), "RocmAttentionBackend: ROCm is not supported"),
+        (a_layer(backend=""), a_cache(), "its attention backend has no name"),
         (a_layer(), a_cache(heads=4), "has 4 heads of 32 bytes, its spec 2 of 32"),
         (a_layer(), a_cache(content=8), "has 2 heads of 16 bytes, its spec 2 of 32"),
         (a_layer(), torch.zeros(BLOCKS, 512, dtype=torch.bfloat16), "shape (4, 512) is none that is known"),
-        (a_layer(), torch.zeros(2, 2, TOKENS, 2, 8, dtype=torch.bfloat16), "two axes may be keys and values"),
+        (a_layer(), torch.zeros(2, 2, TOKENS, 2, 8, dtype=torch.bfloat16), "is none that is known here"),
         (a_layer(), a_cache()[:, :, :8], "4 blocks of 8 tokens, its group 4 of 16"),
         (a_layer(), torch.zeros(3, 2, TOKENS, 16, dtype=torch.bfloat16), "has 3 blocks"),
         (a_layer(), a_cache()[..., ::1].transpose(2, 3), "heads of"),
-        (a_layer(cache=LATENT), a_cache(1, 24), "a block of FlashAttentionBackend holds"),
         (a_layer(backend=CPU, isa="vec"), NOT_HEAD_BY_HEAD, "in one piece"),
         (a_layer(backend=CPU), a_cache(), "the instruction set"),
         (a_layer(backend=CPU, isa="amx"), a_cache(), "a head of 8 elements is no whole number of 16"),
         (
             a_layer(cache=INDEXER, backend="DeepseekV4IndexerBackend"),
-            a_cache(1, 132, torch.uint8),
-            "an indexer's keys in DeepseekV4IndexerBackend",
+            torch.zeros(BLOCKS, 1, TOKENS * 2, 132, dtype=torch.uint8)[:, :, ::2],
+            "its states of 132 bytes are 264 bytes apart",
         ),
         (a_layer(cache=ONE_HEAD), a_cache(1), "1 of 6 are held by rank 0 of 2"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_by_name(layer: LayerFacts, cache: torch.Tensor, why: str) -> None:
     worker = dataclasses.replace(WORKER, num_kv_heads=6, tp_size=2) if "of 6" in why else WORKER
-    if "two axes" in why:
-        worker = dataclasses.replace(WORKER, num_blocks=2)
     with pytest.raises(LayoutError) as caught:
         derive_layout({layer.name: cache}, [layer], FULL, worker)
     assert caught.value.code is Code.LAYOUT_INVALID
@@ -311,3 +294,59 @@ def test_a_name_must_tell_the_layer(bad: str, why: str) -> None:
     with pytest.raises(LayoutError) as caught:
         derive_layout({bad: a_cache()}, [layer], FULL, WORKER)
     assert why in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("layer", "cache"),
+    [
+        (a_layer(backend="UnheardOfBackend"), a_cache()),
+        (a_layer(cache=LATENT), a_cache(1, 24)),  # a latent of a backend of keys and values
+        (a_layer(cache=ODD_INDEXER, backend="DeepseekV4IndexerBackend"), a_cache(1, 100, torch.uint8)),
+        (a_layer(cache=dataclasses.replace(ATTENTION, quantisation="nvfp4")), a_cache()),
+        (a_layer(cache=dataclasses.replace(ATTENTION, packed_bytes=40)), a_cache(content=20)),
+        (a_layer(cache=dataclasses.replace(ATTENTION, num_head_slots=4)), a_cache(4)),
+        (a_layer(cache=dataclasses.replace(ONE_HEAD, num_heads=5, num_head_slots=1)), a_cache(1)),
+    ],
+)  # fmt: skip
+def test_what_a_block_holds_need_not_be_known(layer: LayerFacts, cache: torch.Tensor) -> None:
+    worker = dataclasses.replace(WORKER, tp_size=2, tp_rank=1, vllm_version="0.33.0")
+    derived = valid(derive_layout({layer.name: cache}, [layer], FULL, worker), worker)
+    (page,) = derived.layout.tensors
+    assert (page.component, page.units, page.granule_tokens) == ("page", (UnitRange(1, 2),), TOKENS)
+    assert page.content_bytes == cache[0].numel() * cache.element_size()
+    assert page.encoding.startswith(f"opaque: {layer.backend}, ")
+    assert page.encoding.endswith("blocks of 16 tokens, tp 2, vllm 0.33.0")
+    assert derived.opaque_layers == {layer.backend: 1}
+
+
+def test_an_opaque_page_in_many_pieces_is_refused() -> None:
+    layer = a_layer(backend="UnheardOfBackend")
+    cache = torch.zeros(BLOCKS, 2, TOKENS, 2, 16, dtype=torch.bfloat16)[:, :, :, 0]
+    with pytest.raises(LayoutError, match=r"a block of shape \(2, 16, 16\) lies in pieces of 32 bytes"):
+        derive_layout({layer.name: cache}, [layer], FULL, WORKER)
+
+
+@pytest.mark.parametrize(
+    ("layer", "content", "why"),
+    [
+        (
+            a_layer(cache=dataclasses.replace(LATENT, tokens_per_state=4), backend="FlashMLABackend"),
+            24,
+            "cp_kv_cache_interleave_size is 2, and a state stands for 4 tokens",
+        ),
+        (
+            a_layer(cache=LATENT, backend="UnheardOfBackend"),
+            24,
+            "decode_context_parallel_size is 2, and which tokens a block of UnheardOfBackend holds",
+        ),
+    ],
+)
+def test_tokens_on_several_ranks_are_whole_states_of_known_blocks(
+    layer: LayerFacts, content: int, why: str
+) -> None:
+    assert isinstance(layer.cache, AttentionFacts)
+    groups = CacheGroups((CacheGroup(0, CacheKind.FULL, TOKENS, shard_count=2),), 1)
+    worker = dataclasses.replace(WORKER, num_kv_heads=0, tp_size=2, dcp_size=2, interleave=2)
+    cache = torch.zeros(BLOCKS, 1, TOKENS // layer.cache.tokens_per_state, content, dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match=why):
+        derive_layout({layer.name: cache}, [layer], groups, worker)

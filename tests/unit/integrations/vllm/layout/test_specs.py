@@ -15,7 +15,7 @@ import torch
 from kvxferd.errors import LayoutError
 from kvxferd.integrations.vllm.layout.facts import AttentionFacts, CacheGroup, CacheKind
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
-from kvxferd.integrations.vllm.layout.specs import read_groups, read_layers, read_worker
+from kvxferd.integrations.vllm.layout.specs import fill_token_scales, read_groups, read_layers, read_worker
 
 
 class QuantMode(enum.IntEnum):
@@ -132,6 +132,11 @@ def attention(one: Any, module: Any = None) -> AttentionFacts:
         ),
         (MAMBA, CacheGroup(0, CacheKind.STATE, 512, speculative_blocks=2)),
         (
+            spec("SlidingWindowMLASpec", sliding_window=128, extra_retained_tokens=0, bounded_replay=True),
+            CacheGroup(0, CacheKind.SLIDING, 16, kept_tokens=127, is_never_cached=True),
+        ),
+        (spec("CircularBufferSpec", block_size=8), CacheGroup(0, CacheKind.STATE, 8)),
+        (
             spec("MambaSpec", mamba_cache_mode="align", num_speculative_blocks=0),
             CacheGroup(0, CacheKind.STATE, 16, state_by_position=True),
         ),
@@ -155,6 +160,13 @@ def test_groups_that_take_no_part_are_left_out() -> None:
     groups = CacheGroups.from_vllm(vllm_config(), kv_cache_config(FULL, SLIDING, MAMBA, take_part=(0, 2)))
     assert groups.names == ("0.full", "2.state")
     assert groups.num_listed == 3
+
+
+def test_blocks_of_another_pool_are_refused() -> None:
+    caches = kv_cache_config(FULL, MLA)
+    caches.kv_cache_groups[1].host_resident = True
+    with pytest.raises(LayoutError, match="cache group 1: host_resident is true"):
+        read_groups(caches, vllm_config())
 
 
 def test_a_drafts_lookahead_is_left_to_decode() -> None:
@@ -192,12 +204,66 @@ def test_a_drafts_lookahead_is_left_to_decode() -> None:
         (
             spec("MLAAttentionSpec", head_size=132, dtype=torch.uint8, cache_role="indexer"),
             Layer(),
-            AttentionFacts(1, 132, 0, "uint8", 1, is_indexer=True),
+            AttentionFacts(1, 132, 0, "uint8", 1),
+        ),
+        (
+            spec("MLAAttentionSpec", head_size=512, tokens_per_state=4, cache_dtype_str="auto"),
+            Layer(),
+            AttentionFacts(1, 512, 0, "bfloat16", 2, tokens_per_state=4),
+        ),
+        (
+            spec("CircularBufferSpec", block_size=8, head_size=128, head_size_v=0),
+            Layer(),
+            AttentionFacts(2, 128, 0, "bfloat16", 2),
+        ),
+        (
+            spec(
+                "FullAttentionSpec",
+                dtype=torch.int8,
+                kv_quant_mode=QuantMode.INT8_PER_TOKEN_HEAD,
+                state_content_bytes=136,
+            ),
+            Layer("int8_per_token_head"),
+            AttentionFacts(2, 64, 64, "int8", 1, quantisation="int8_per_token_head", packed_bytes=136),
+        ),
+        (
+            spec("FullAttentionSpec", num_head_slots=4, state_content_bytes=72),
+            Layer(),
+            AttentionFacts(2, 64, 64, "bfloat16", 2, num_head_slots=4, packed_bytes=72),
         ),
     ],
 )
 def test_attention(one: Any, module: Any, facts: AttentionFacts) -> None:
     assert attention(one, module) == facts
+
+
+class ScaleFiller:
+    """The implementation of a layer whose tokens have scales of their own."""
+
+    def __init__(self) -> None:
+        self.filled: list[object] = []
+
+    def _ensure_scale_caches(self, kv_cache: object) -> None:
+        self.filled.append(kv_cache)
+
+
+def test_the_first_scales_are_filled_before_anything_is_pulled() -> None:
+    quantised = spec(
+        "FullAttentionSpec", kv_quant_mode=QuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=136
+    )
+    filler, other = ScaleFiller(), ScaleFiller()
+    names = ["model.layers.0.attn", "model.layers.1.attn"]
+    modules = {names[0]: Layer(impl=filler), names[1]: Layer(impl=other)}
+    for module in modules.values():
+        module.get_attn_backend = lambda: type("TritonAttentionBackend", (), {})
+    config = vllm_config(modules)
+    layers = read_layers(kv_cache_config(quantised, FULL), config, is_conv_dim_first=False, fp8_dtype="x")
+    caches = dict.fromkeys(names, "cache")
+    fill_token_scales(layers, caches, config)
+    assert (filler.filled, other.filled) == (["cache"], [])
+    modules[names[0]].impl = object()
+    with pytest.raises(LayoutError, match="fills scales of int8_per_token_head at an unknown time"):
+        fill_token_scales(layers, caches, config)
 
 
 def test_a_layer_tells_its_backend_and_its_instruction_set() -> None:

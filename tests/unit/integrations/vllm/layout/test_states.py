@@ -17,7 +17,7 @@ from kvxferd.ids import Rank
 from kvxferd.integrations.vllm.layout.derivation import DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.layout.facts import CacheGroup, CacheKind, LayerFacts, StateFacts, WorkerFacts
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
-from kvxferd.layout import EngineSpec
+from kvxferd.layout import EngineSpec, UnitRange
 from tests.support.in_process_pull import move
 
 NUM_BLOCKS = 5
@@ -178,8 +178,6 @@ def facts(mixer: str, *shapes: tuple[int, ...], num_groups: int | None = None) -
         (facts("mamba2", (57, 3), (8, 4, 6)), 1, "8 heads of 4 take 32, and 25 are no two equal parts"),
         (facts("mamba2", (56, 3), (8, 4, 6)), 2, "how many groups the model has is not known"),
         (facts("mamba2", (56, 3), (8, 4, 6), num_groups=3), 2, "2 of 3 are held"),
-        (facts("kda", (56, 3), (8, 4, 6)), 1, "2 states of 'kda' are not known here"),
-        (facts("mamba2", (56, 3), (8, 4, 6), (8, 9, 4), (8, 9), (2, 9, 6)), 1, "5 states of 'mamba2'"),
         (facts("mamba1", (16, 3), (8, 4)), 1, "8 channels of state and 16 of convolution"),
     ],
 )
@@ -209,3 +207,31 @@ def test_unequal_rows_of_the_convolution_are_refused_by_the_plan() -> None:
     source = StateEngine(dataclasses.replace(MAMBA1, rows=5), 1, is_conv_dim_first=True)
     with pytest.raises(PlanError, match=r"content_bytes of layer 1's component 'conv.x' is 6 here and 10"):
         pull(sink, source)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        facts("kda", (56, 3), (8, 4, 6)),
+        facts("mamba2", (56, 3), (8, 4, 6), (8, 9, 4), (8, 9), (2, 9, 6)),
+    ],
+    ids=lambda state: state.mixer,
+)
+def test_states_of_a_mixer_that_is_not_known_are_opaque_pages(state: StateFacts) -> None:
+    """Each of one rank alone, and named by everything that is known of it."""
+    page = torch.zeros(NUM_BLOCKS, 1, 1, 4096, dtype=torch.int8)
+    worker = WorkerFacts(0, 2, 2, 0, tp_size=4, tp_rank=3, num_blocks=NUM_BLOCKS, vllm_version="0.33.0")
+    groups = CacheGroups((CacheGroup(0, CacheKind.STATE, 512),), 1)
+    layer = LayerFacts("model.layers.1.mixer", 0, state)
+    derived = derive_layout({layer.name: page}, [layer], groups, worker)
+    assert derived.opaque_layers == {state.mixer: 1}
+    start = 0
+    for number, (tensor, shape) in enumerate(zip(derived.layout.tensors, state.shapes, strict=True)):
+        assert (tensor.component, tensor.units) == (f"page.{number}", (UnitRange(3, 4),))
+        assert (tensor.offset - derived.layout.tensors[0].offset, tensor.chunk_bytes) == (
+            start,
+            prod(shape) * 2,
+        )
+        sizes = " x ".join(map(str, shape))
+        assert tensor.encoding == (f"opaque: {state.mixer}, DS, state {number} of {sizes}, tp 4, vllm 0.33.0")
+        start += tensor.chunk_bytes
