@@ -79,7 +79,11 @@ class Request:
     num_computed_tokens: int = 0
     prompt_token_ids: list[int] | None = None
     max_tokens: int = 16
+    has_prompt_logprobs: bool = False
     _all_token_ids: list[int] = field(default_factory=list)
+
+    def get_skip_reading_prefix_cache(self) -> bool:
+        return self.has_prompt_logprobs
 
 
 @dataclass

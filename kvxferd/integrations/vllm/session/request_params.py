@@ -34,6 +34,9 @@ class Request(Protocol):
     num_computed_tokens: int
     num_prompt_tokens: int
 
+    def get_skip_reading_prefix_cache(self) -> bool:
+        """Whether vLLM computes the whole prompt, cached or not: its log probabilities are asked for."""
+
 
 class AllocatedBlocks(Protocol):
     """The method of ``vllm.v1.core.kv_cache_manager.KVCacheBlocks`` that the connector calls."""

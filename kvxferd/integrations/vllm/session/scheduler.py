@@ -374,9 +374,13 @@ class ConnectorScheduler:
         return ref.with_trace(trace) if trace else ref
 
     def _trim_prompt(self, request: Request) -> None:
-        """Remove the tokens from the prompt that the decode engine computes itself."""
+        """Remove the tokens from the prompt that the decode engine computes itself.
+
+        Not where log probabilities of the prompt are asked for: those of the last tokens would be missing,
+        and the decode engine computes the whole prompt anyway.
+        """
         count = self._groups.num_tokens_left_to_decode
-        if count and request.num_prompt_tokens > count:
+        if count and request.num_prompt_tokens > count and not request.get_skip_reading_prefix_cache():
             drop_last_tokens(request, count)
 
 
