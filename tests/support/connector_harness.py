@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,18 @@ class CachePool:
 
     def __init__(self) -> None:
         self.blocks = [CacheBlock(number) for number in range(NUM_BLOCKS)]
-        self.of_request: dict[str, list[int]] = {}
+        self._of_request: dict[str, Sequence[CacheBlock]] = {}
         self.block_pool = self
 
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return (self.of_request[request_id],)
+    def give(self, request_id: str, ids: Iterable[int]) -> None:
+        """Allocate these blocks to a request."""
+        self.give_blocks(request_id, [self.blocks[number] for number in ids])
+
+    def give_blocks(self, request_id: str, blocks: Sequence[CacheBlock]) -> None:
+        self._of_request[request_id] = blocks
+
+    def get_blocks(self, request_id: str) -> SimpleNamespace:
+        return SimpleNamespace(blocks=(self._of_request[request_id],))
 
     def touch(self, blocks: Sequence[CacheBlock]) -> None:
         for block in blocks:

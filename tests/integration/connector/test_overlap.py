@@ -56,7 +56,7 @@ class Overlap:
         params = {"do_remote_decode": True, "kvxferd": ref, "kvxferd_overlap": True}
         request = Request(name, NUM_TOKENS, params)
         engine.scheduler.request_added(request)
-        engine.pool.of_request[name] = IDS
+        engine.pool.give(name, IDS)
         self.asked.append(request)
         return request
 

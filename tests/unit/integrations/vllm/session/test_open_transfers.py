@@ -21,7 +21,7 @@ from kvxferd.integrations.vllm.session.early_pulls import (
     LateAbandons,
 )
 from kvxferd.integrations.vllm.session.open_transfers import MAX_FREE_WAIT_S, OpenTransfers
-from tests.support.connector_harness import GROUPS, CachePool, Request, Status
+from tests.support.connector_harness import GROUPS, CacheBlock, CachePool, Request, Status
 
 
 class Session:
@@ -56,7 +56,7 @@ class Scheduler:
         self.open = OpenTransfers(GROUPS, clock=lambda: self.now)
         self.open.bind(self.pool)
         self.request = Request("r", 16, {})
-        self.pool.of_request["r"] = [1, 2, 3, 4]
+        self.pool.give("r", [1, 2, 3, 4])
         self.open.expect(self.request, make_ref("tcp://10.0.0.1:9441", "e", "g1", "t"))
         self.open.advance(self.session, ["r"], [])
         self.request.num_computed_tokens = 8
@@ -119,8 +119,8 @@ def test_the_last_part_has_all_blocks_and_adds_those_that_were_not_published(sch
     assert scheduler.pool.kept == [1, 2, 3, 4]
 
 
-class CountedIds(list[int]):
-    """Block ids that count how many of them are read."""
+class CountedBlocks(list[CacheBlock]):
+    """Blocks that count how many of them are read."""
 
     num_read = 0
 
@@ -132,15 +132,15 @@ class CountedIds(list[int]):
 
 def test_a_step_reads_the_blocks_that_it_adds(scheduler: Scheduler) -> None:
     """Steps that read all the blocks of a prompt so far would be quadratic over its prefill."""
-    ids = CountedIds([1, 2, 3, 4, 5] * 20)
+    blocks = CountedBlocks(scheduler.pool.blocks[number] for number in [1, 2, 3, 4, 5] * 20)
     request = scheduler.request = Request("long", 400, {})
-    scheduler.pool.of_request["long"] = ids
+    scheduler.pool.give_blocks("long", blocks)
     scheduler.open.expect(request, make_ref("tcp://10.0.0.1:9441", "e", "g1", "long"))
     scheduler.open.advance(scheduler.session, ["long"], [])
     for computed in range(8, 400, 8):
         request.num_computed_tokens = computed
         assert scheduler.open.advance(scheduler.session, ["long"], [])
-    assert ids.num_read == 98
+    assert blocks.num_read == 98
 
 
 FULL = CacheGroup(0, CacheKind.FULL, 4)
