@@ -47,7 +47,7 @@ from typing import Any
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, Rank
-from kvxferd.layout import EngineSpec, GroupKind, RankLayout
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan.engine_checks import check_stage_layers
 from kvxferd.plan.plan import Plan
 from kvxferd.plan.plan_cache import PlanCache, PlanOwner
@@ -57,6 +57,7 @@ from kvxferd.plan.transfer_info import (
     EngineTransferInfo,
     MambaEngineTransferInfo,
     lowest_rank_layouts,
+    num_latent_heads,
     read_info,
     stage_info,
     stage_infos,
@@ -219,9 +220,10 @@ class TransferTopology:
     def is_kv_replicated(
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
     ) -> bool:
-        """Whether the remote engine has strictly more ranks than there are KV heads."""
+        """Whether the remote engine has strictly more ranks than there are KV heads, of latents one."""
         info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
-        return 0 < self.spec.num_kv_heads < info.remote_tp_size
+        heads = self.spec.num_kv_heads or num_latent_heads(self.layout)
+        return 0 < heads < info.remote_tp_size
 
     def replicates_kv_cache(
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
@@ -274,9 +276,7 @@ class TransferTopology:
     @functools.cached_property
     def is_mla(self) -> bool:
         """Whether the attention cache has no heads to divide."""
-        return self.spec.num_kv_heads == 0 and any(
-            group.kind is GroupKind.ATTENTION for group in self.layout.groups
-        )
+        return self.spec.num_kv_heads == 0 and num_latent_heads(self.layout) > 0
 
     @functools.cached_property
     def block_size(self) -> int:

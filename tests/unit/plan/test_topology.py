@@ -102,14 +102,16 @@ def test_target_remote_ranks(
     assert made.target_remote_ranks(REMOTE) == target
 
 
-def test_an_engine_without_heads_is_replicated_but_not_by_its_heads() -> None:
-    """MLA."""
+def test_latents_count_as_one_head() -> None:
+    """MLA: every rank of several holds a copy."""
     made = TransferTopology(*deploy("tiny-mla", tp=2)[Rank(0, 1)])
     register(made, deploy("tiny-mla", tp=4, engine_id=REMOTE))
     assert made.is_mla
     assert made.replicates_kv_cache(REMOTE)
-    assert not made.is_kv_replicated(REMOTE)
+    assert made.is_kv_replicated(REMOTE)
     assert made.target_remote_ranks(REMOTE) == [2]
+    register(made, deploy("tiny-mla", engine_id="one rank"))
+    assert not made.is_kv_replicated(EngineId("one rank"))
 
 
 @pytest.mark.parametrize(
