@@ -22,6 +22,7 @@ class EngineTransferInfo:
     remote_pp_rank: int = 0
     start_layer: int = 0
     end_layer: int = 0
+    remote_dcp_size: int = 1  # ranks that share a request's tokens, of its first layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,7 @@ def stage_info(spec: EngineSpec, pp_rank: int, layout: RankLayout) -> EngineTran
         remote_pp_rank=pp_rank,
         start_layer=layout.start_layer,
         end_layer=layout.end_layer,
+        remote_dcp_size=1 if group is None else group.token_shard.count,
     )
 
 
