@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvxferd.ids import EngineId, Generation, GroupName, Rank, RegionId
 from kvxferd.layout.conv_split import compute_physical_blocks_per_logical
 from kvxferd.layout.engine import EngineSpec
-from kvxferd.layout.presets.deployment_options import VECTORISED, DeploymentOptions, ShardPosition
+from kvxferd.layout.presets.deployment_options import AXIS_ORDERS, DeploymentOptions, ShardPosition
 from kvxferd.layout.presets.model_facts import LayerKind, ModelFacts
 from kvxferd.layout.presets.states import state_bytes, state_tensors
 from kvxferd.layout.presets.token_arrays import TokenArray, held_units
@@ -210,7 +210,7 @@ def _with_kv_in_one_page(choices: DeploymentOptions) -> DeploymentOptions:
     arrangement = choices.arrangement
     if arrangement in ("HND", "NHD"):
         return dataclasses.replace(choices, layout=f"{arrangement}-blocks-first")
-    if arrangement.endswith("-cross-layer") or arrangement == VECTORISED:
+    if not AXIS_ORDERS.get(arrangement, "").startswith("lb"):
         raise ValueError(
             f"cannot build a hybrid's shared pages as {choices.layout!r}: K and V of a layer share one"
         )
