@@ -6,6 +6,7 @@ python real_vllm.py statistics
 python real_vllm.py windows
 python real_vllm.py topology TP,REMOTE_TP...
 python real_vllm.py hooks
+python real_vllm.py layouts
 python real_vllm.py handshake SOCKET ENGINE_ID START GENERATION BLOCK_TOKENS CHILD,CHILD...
 """
 
@@ -129,6 +130,35 @@ def hooks() -> dict[str, object]:
         "abstract": sorted(KvxferdConnector.__abstractmethods__),
         "unknown": sorted(own.keys() - theirs.keys()),
         "differing": differing,
+    }
+
+
+def layouts() -> dict[str, str]:
+    """What it resolves with the connector, alone or beside another, where backends take any layout or one."""
+    from types import SimpleNamespace
+
+    from vllm.config import KVTransferConfig
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    def resolved(connector: dict[str, object], supported: list[str], *, use_mla: bool = False) -> str:
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(kv_cache_layout=None),
+            model_config=SimpleNamespace(use_mla=use_mla),
+            kv_transfer_config=KVTransferConfig(**connector),
+        )
+        return str(resolve_kv_cache_layout(config, [supported]).name)
+
+    any_layout = ["LBNHC", *(layout.name for layout in KVCacheLayout if layout.name != "LBNHC")]
+    named = OURS | {"kv_connector_extra_config": {"kv_cache_layout": "BLHNC"}}
+    beside = SEVERAL | {"kv_connector_extra_config": {"connectors": [OURS, EXAMPLE]}}
+    return {
+        "by itself": resolved(EXAMPLE, any_layout),
+        "auto": resolved(OURS, any_layout),
+        "auto, latents": resolved(OURS, any_layout, use_mla=True),
+        "named": resolved(named, any_layout),
+        "named, one other taken": resolved(named, ["LBHNC"]),
+        "beside another": resolved(beside, any_layout),
     }
 
 
@@ -427,6 +457,7 @@ if __name__ == "__main__":
         "groups": groups,
         "names": names,
         "hooks": hooks,
+        "layouts": layouts,
         "topology": lambda: topology([[int(size) for size in pair.split(",")] for pair in rest]),
         "flags": flags,
         "views": views,

@@ -103,6 +103,17 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 early=self._early_pull_limits(),
             )
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout that vLLM should give the cache, if the attention backend takes it; None: any.
+
+        VLLM_KV_CACHE_LAYOUT precedes it. vLLM asks once, before there is a cache; MultiConnector asks each
+        child, and refuses children that differ. Raises EngineError (config-invalid) for a wrong option.
+        """
+        options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        model = vllm_config.model_config
+        return options.preferred_layout(has_latents=model is not None and model.use_mla)
+
     # --- worker
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:

@@ -12,6 +12,9 @@ from kvxferd import client
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint
 
+# vLLM's names: L layer, B block, H head, N token, C keys and values of one head and token.
+LayoutName = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The connector's settings, checked when the engine starts."""
@@ -29,6 +32,20 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     opaque_cache_version: str = ""  # "": vLLM's; opaque pages move between engines of equal ones alone
     adopt_cpu_memory: bool = True  # False: CPU caches are always copied through a shared buffer
     gpu_placement: Literal["auto", "exported", "resident"] = "auto"  # auto: exported, or else resident
+    kv_cache_layout: Literal[LayoutName, "auto", "engine"] = "auto"  # see preferred_layout
+
+    def preferred_layout(self, *, has_latents: bool) -> LayoutName | None:
+        """Return the layout to ask of vLLM; None leaves it to the attention backend.
+
+        `auto` is heads first, so that a rank's heads of a block are one range for a reader of any
+        tensor-parallel size. Latents (MLA) have no heads. A page of all layers (BLHNC) is read in one piece
+        by an equal engine alone, which this one does not know yet: it has to be named.
+        """
+        if self.kv_cache_layout == "engine":
+            return None
+        if self.kv_cache_layout == "auto":
+            return None if has_latents else "LBHNC"
+        return self.kv_cache_layout
 
 
 def read_options(given: Mapping[str, Any]) -> Options:

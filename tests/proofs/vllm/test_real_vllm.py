@@ -137,6 +137,17 @@ def test_its_base_class_calls_what_the_connector_defines() -> None:
     assert found["differing"] == []
 
 
+def test_its_cache_gets_the_layout_that_the_connector_prefers_where_the_backend_takes_it() -> None:
+    assert send_request("layouts") == {
+        "by itself": "LBNHC",
+        "auto": "LBHNC",
+        "auto, latents": "LBNHC",
+        "named": "BLHNC",
+        "named, one other taken": "LBHNC",
+        "beside another": "LBHNC",
+    }
+
+
 def test_its_server_understands_what_the_connector_counts_alone_and_as_one_of_several() -> None:
     """Where it does not, the server ends with the first transfer."""
     said = send_request("statistics")
