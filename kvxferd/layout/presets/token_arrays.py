@@ -68,7 +68,7 @@ class TokenArray:
         self._components = components
         self._group = group
         self._is_vectorised = choices.arrangement == VECTORISED
-        self._block_tokens = choices.block_tokens
+        self._block_tokens = group.block_tokens // group.physical_blocks_per_logical
         self._units = {c.name: held_units(c, share) for c in components}
         self._axis_lengths = {
             "l": num_layers,
