@@ -89,7 +89,7 @@ class Size(click.ParamType[int]):
 @click.option(
     "--layout",
     "layouts",
-    type=click.Choice(LAYOUT_NAMES),
+    type=click.Choice([name for name in LAYOUT_NAMES if name != "LHBNC"]),  # its blocks are not in one piece
     multiple=True,
     help="Of throughput and first pulls, on both sides; several are also crossed, TP 4 to 2. Default: HND.",
 )
