@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from docs.tools.markdown_parts import filled, table
-from kvxferd.integrations.vllm import support
+from kvxferd.integrations.vllm.layout import support
 
 
 def vllm_versions() -> Iterator[str]:
@@ -17,12 +17,14 @@ def vllm_versions() -> Iterator[str]:
 def vllm_caches() -> Iterator[str]:
     """Yield a table of vLLM's classes of caches."""
     rows = [
-        (f"`{name}`", yes_or_no(found.kind is not None), found.note) for name, found in support.CACHES.items()
+        (f"`{name}`", "refused" if found.kind is None else "moved", found.note)
+        for name, found in support.CACHES.items()
     ]
     mixed = "one spec for each layer of a group: all of one kind and window"
-    rows.insert(len([row for row in rows if row[1] == "yes"]), (f"`{support.UNIFORM_SPEC}`", "yes", mixed))
-    yield from table(("cache", "supported", "what moves, or why not"), rows)
-    yield from ("", "A recurrent state (`MambaSpec`) is one of these:", "")
+    num_moved = len([row for row in rows if row[1] == "moved"])
+    rows.insert(num_moved, (f"`{support.UNIFORM_SPEC}`", "moved", mixed))
+    yield from table(("cache", "is", "what moves, or why not"), rows)
+    yield from ("", "A recurrent state (`MambaSpec`) is one of these, or [opaque](#opaque-pages):", "")
     yield from table(
         ("mixer", "what moves"), ((f"`{name}`", note) for name, (_, note) in support.MIXERS.items())
     )
@@ -30,31 +32,22 @@ def vllm_caches() -> Iterator[str]:
 
 def vllm_backends() -> Iterator[str]:
     """Yield a table of attention backends, those that are alike in one row."""
-    alike: dict[support.BackendSupport, list[str]] = {}
-    for name, found in support.BACKENDS.items():
-        alike.setdefault(found, []).append(f"`{name}`")
-    rows = [
-        (
-            ", ".join(names),
-            yes_or_no(found.content is not None),
-            found.content.value if found.content else found.note,
-        )
-        for found, names in alike.items()
-    ]
-    yield from table(("attention backend", "supported", "what a block holds, or why not"), rows)
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, content in support.BACKENDS.items():
+        alike.setdefault(("moved", content.value), []).append(f"`{name}`")
+    alike["opaque", "not described here"] = ["any other"]
+    for part, why in support.REFUSED_BACKENDS.items():
+        alike.setdefault(("refused", why), []).append(f"`{part}`")
+    rows = [(", ".join(names), *reply) for reply, names in alike.items()]
+    yield from table(("attention backend", "is", "what a block holds, or why not"), rows)
+    yield from ("", "A refused one has one of these in its name.")
 
 
 def vllm_quantisation() -> Iterator[str]:
     """Yield a table of the quantisation of caches."""
-    rows = [
-        (f"`{name}`", yes_or_no(found.is_supported), found.note)
-        for name, found in support.QUANT_MODES.items()
-    ]
-    rows += [
-        (f"`{name}` of a latent", "yes", "opaque rows, to the same kind alone")
-        for name in support.OPAQUE_DTYPES
-    ]
-    yield from table(("quantisation of the cache", "supported", "what, or why not"), rows)
+    rows = [(f"`{name}`", "moved", note) for name, note in support.QUANT_MODES.items()]
+    rows.append(("any other", "opaque", "packed in a way that is not described here"))
+    yield from table(("quantisation of the cache", "is", "what"), rows)
 
 
 def vllm_parallelism() -> Iterator[str]:
@@ -67,7 +60,7 @@ def vllm_parallelism() -> Iterator[str]:
         ),
     )
     yield from ("", "These fields have to be:", "")
-    rules = (*support.SPEC_RULES, *support.WINDOW_RULES, *support.CACHE_CONFIG_RULES)
+    rules = (*support.SPEC_RULES, *support.QUANTISED_CACHE_RULES)
     yield from table(("field", "accepted"), ((f"`{rule.field}`", rule.accepted) for rule in rules))
     methods = ", ".join(f"`{name}`" for name in support.METHODS_WITHOUT_DRAFT_CACHE)
     speculation = (

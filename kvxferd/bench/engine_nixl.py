@@ -1,14 +1,16 @@
 """NIXL as the in-engine connector sets it up: progress thread on, four threads, prepared lists.
 
-Every block of every tensor is a descriptor in a list that is prepared once. For a request the
-engine's thread computes the indices from the block ids, in the order in which the lists name
-them, and posts them; NIXL merges indices that are neighbours in that order.
+Every block of every tensor, or of several that share a page, is a descriptor in a list that is
+prepared once. For a request the engine's thread computes the indices from the block ids, in the
+order in which the lists name them, and posts them; NIXL merges indices that are neighbours in that
+order.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +36,13 @@ class EngineNixlReader:
     ) -> None:
         self._nixl = nixl
         layout = deployment.layout()
-        self._tensor_starts = _first_descriptors(layout)
+        ranges = block_ranges(layout)
+        self._range_starts = _first_descriptors(ranges)
         self._per_id: dict[str, int] = {
             group.name: group.physical_blocks_per_logical for group in layout.groups
         }
-        self._local = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(layout, local_base), "DRAM")
-        self._remote = nixl.prep_xfer_dlist(remote, _descriptors(layout, remote_base), "DRAM")
+        self._local = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(ranges, local_base), "DRAM")
+        self._remote = nixl.prep_xfer_dlist(remote, _descriptors(ranges, remote_base), "DRAM")
         self._case: Case | None = None
         self._lists: list[tuple[dict[str, BlockIds], dict[str, BlockIds]]] = []
         self._slot_sizes: list[tuple[int, int]] = []
@@ -87,7 +90,7 @@ class EngineNixlReader:
 
     def _indices(self, lists: dict[str, BlockIds]) -> npt.NDArray[np.int32]:
         found = []
-        for group, firsts in self._tensor_starts.items():
+        for group, firsts in self._range_starts.items():
             per_id = self._per_id[group]
             blocks: npt.NDArray[np.int32] = lists[group]
             if per_id > 1:
@@ -98,32 +101,58 @@ class EngineNixlReader:
         return np.concatenate(found).astype(np.int32, copy=False)
 
 
-def _num_pages(layout: RankLayout) -> dict[str, int]:
-    return {group.name: group.num_blocks * group.physical_blocks_per_logical for group in layout.groups}
+class BlockRange(NamedTuple):
+    """What lies in one piece in each block of a group."""
+
+    group: str
+    num_blocks: int
+    offset: int  # in block 0
+    block_stride: int
+    length: int
+    layer: int  # the last one in it
 
 
-def _first_descriptors(layout: RankLayout) -> dict[str, npt.NDArray[np.int32]]:
-    """Return, by group, the index of each of its tensors' first descriptor in the list."""
-    pages = _num_pages(layout)
-    found: dict[str, list[int]] = {}
-    position = 0
-    for tensor in layout.tensors:
-        found.setdefault(tensor.group, []).append(position)
-        position += pages[tensor.group]
-    return {group: np.array(firsts, dtype=np.int32) for group, firsts in found.items()}
+def block_ranges(layout: RankLayout) -> list[BlockRange]:
+    """Return what a connector registers: each tensor, or as one those that interleave, and layers that touch.
 
-
-def _descriptors(layout: RankLayout, base: int) -> npt.NDArray[np.uint64]:
-    """Return (address, length, device) of every page of every tensor, tensor by tensor."""
-    pages = _num_pages(layout)
+    Every block of the layout has to be in one piece: LHBNC has none that are.
+    """
     groups = {group.name: group for group in layout.groups}
-    found = []
-    for tensor in layout.tensors:
+    found: list[BlockRange] = []
+    for tensor in sorted(layout.tensors, key=lambda one: (one.group, one.offset)):
         group = groups[tensor.group]
         length = tensor.num_units * tensor.content_bytes
         if group.kind is not GroupKind.STATE:
-            page_tokens = group.block_tokens // group.physical_blocks_per_logical
-            length *= page_tokens // tensor.granule_tokens
-        address = base + tensor.offset + np.arange(pages[group.name], dtype=np.uint64) * tensor.block_stride
-        found.append(np.stack((address, np.full_like(address, length), np.zeros_like(address)), axis=1))
+            items = group.block_tokens // group.physical_blocks_per_logical // tensor.granule_tokens
+            length = (items - 1) * tensor.token_stride + (tensor.num_units - 1) * tensor.unit_stride
+            length += (tensor.num_chunks - 1) * tensor.chunk_stride + tensor.chunk_bytes
+        pages = group.num_blocks * group.physical_blocks_per_logical
+        made = BlockRange(group.name, pages, tensor.offset, tensor.block_stride, length, tensor.layer)
+        last = found[-1] if found and found[-1].group == made.group else None
+        if last is None or made.offset > (end := last.offset + last.length):
+            found.append(made)
+        elif made.offset < end or made.layer != last.layer:
+            length = max(end, made.offset + made.length) - last.offset
+            found[-1] = last._replace(length=length, layer=made.layer)
+        else:
+            found.append(made)
+    return found
+
+
+def _first_descriptors(ranges: Sequence[BlockRange]) -> dict[str, npt.NDArray[np.int32]]:
+    """Return, by group, the index of each of its ranges' first descriptor in the list."""
+    found: dict[str, list[int]] = {}
+    position = 0
+    for one in ranges:
+        found.setdefault(one.group, []).append(position)
+        position += one.num_blocks
+    return {group: np.array(firsts, dtype=np.int32) for group, firsts in found.items()}
+
+
+def _descriptors(ranges: Sequence[BlockRange], base: int) -> npt.NDArray[np.uint64]:
+    """Return (address, length, device) of every block of every range, range by range."""
+    found = []
+    for one in ranges:
+        address = base + one.offset + np.arange(one.num_blocks, dtype=np.uint64) * one.block_stride
+        found.append(np.stack((address, np.full_like(address, one.length), np.zeros_like(address)), axis=1))
     return np.concatenate(found).astype(np.uint64, copy=False)

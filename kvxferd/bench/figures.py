@@ -46,7 +46,7 @@ class Measurements:
     calls: Calls | None = None
     head_of_line: HeadOfLine | None = None
     idle: Idle | None = None
-    first_pull: FirstPull | None = None
+    first_pulls: list[FirstPull] = field(default_factory=list)  # one for each layout
     crossing: list[CrossingPoint] = field(default_factory=list)
     progressive: list[ProgressivePoint] = field(default_factory=list)
 
@@ -57,7 +57,7 @@ def figures_of(found: Measurements) -> list[Figure]:
         *_ratios(found.points),
         *_latency(found.latency),
         *_calls(found.calls),
-        *_first_pull(found.first_pull),
+        *_first_pulls(found.first_pulls),
         *_idle(found.idle),
         *_head_of_line(found.head_of_line),
         *_crossing(found.crossing),
@@ -156,13 +156,18 @@ def _calls(found: Calls | None) -> list[Figure]:
     ]
 
 
-def _first_pull(found: FirstPull | None) -> list[Figure]:
-    if found is None:
-        return []
-    n = len(found.first_s)
-    size = f"{found.size_bytes // MIB} MiB"
-    how = f"{n} first pulls of {size}, each between daemons and ranks that were just started"
-    return [_at_most("first_pull_ms", "first pull, no earlier contact", found.median_s * 1e3, 500, how, "ms")]
+def _first_pulls(found: list[FirstPull]) -> list[Figure]:
+    figures = []
+    for one in found:
+        how = (
+            f"{len(one.first_s)} first pulls of {one.size_bytes // MIB} MiB, each between daemons and ranks "
+            "that were just started"
+        )
+        name, title = "first_pull_ms", "first pull, no earlier contact"
+        if len(found) > 1:
+            name, title = f"{name}_{one.layout}", f"{title}, {one.layout}"
+        figures.append(_at_most(name, title, one.median_s * 1e3, 500, how, "ms"))
+    return figures
 
 
 def _idle(found: Idle | None) -> list[Figure]:

@@ -33,6 +33,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     shape: str
     layers: int
+    layout: str
     lists: str
     size_bytes: int  # as requested
     bytes: int  # of one request, as moved
@@ -93,6 +94,7 @@ def point_of(measure: str, transport: str, size_bytes: int, case: Case, found: R
         transport=transport,
         shape=case.deployment.shape,
         layers=case.deployment.layers,
+        layout=case.deployment.layout_name,
         lists=case.lists.value,
         size_bytes=size_bytes,
         bytes=ours[0].samples[0].bytes,

@@ -38,18 +38,20 @@ def _footnotes(figures: list[Figure]) -> dict[str, int]:
 def _points(points: list[Point]) -> Table:
     table = Table(title="Points: medians of rounds, GB/s (10^9 bytes)", title_justify="left")
     names = [name for name in TITLES if any(name in point.contenders for point in points)]
-    for head in ("over", "shape", "blocks", "size", "in flight"):
+    for head in ("over", "shape", "layout", "blocks", "size", "in flight"):
         table.add_column(head)
-    for head in (*names, "by raw", "by engine", "in pull()", "posting"):
+    for head in ("runs", *names, "by raw", "by engine", "in pull()", "posting"):
         table.add_column(head, justify="right")
     for point in points:
         taken = point.contenders
         table.add_row(
             point.transport,
             point.shape,
+            point.layout,
             point.lists,
             format_bytes(point.size_bytes),
             str(point.in_flight),
+            f"{taken['kvxferd'].runs:,}",
             *(f"{taken[name].gb_per_s:.2f}" if name in taken else "" for name in names),
             f"{point.ratio_to_raw:.2f}",
             f"{point.ratio_to_engine:.2f}",

@@ -162,7 +162,7 @@ def _measure_transport(
         _measure_crossing(processes, transport, requested.workload, found, say)
     if "first" in wanted:
         say("first pulls")
-        found.first_pull = first_pull.measure_first_pull(processes, environment, requested.workload)
+        found.first_pulls = first_pull.measure_first_pull(processes, environment, requested.workload)
 
 
 def _measure_crossing(
@@ -179,7 +179,8 @@ def _measure_crossing(
     if not sizes:
         return
     environment = TRANSPORT_ENVIRONMENTS[transport]
-    for point in crossing.measure_crossing(processes, transport, environment, sizes):
+    crossings = crossing.crossings_of(workload.layouts)
+    for point in crossing.measure_crossing(processes, transport, environment, sizes, crossings):
         found.crossing.append(point)
         rate = point.bytes / point.auto_s / 1e9
         say(
@@ -208,7 +209,8 @@ def _measure_points(
             found.points.append(point)
             rate = point.contenders[KVXFERD].gb_per_s
             what = (
-                f"{point.shape}, {point.lists}, {format_bytes(point.size_bytes)}, {point.in_flight} in flight"
+                f"{point.shape}, {point.layout}, {point.lists}, {format_bytes(point.size_bytes)}, "
+                f"{point.in_flight} in flight"
             )
             say(f"  {what}: {rate:.2f} GB/s, {point.ratio_to_raw:.2f} of raw NIXL")
 

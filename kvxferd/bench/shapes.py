@@ -65,7 +65,7 @@ class ModelShape:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether it has attention and states; then it has all layers or none, as they share their pages."""
+        """Whether it has attention and states, in shared pages: then it has all layers or none, as HND."""
         return bool(self.facts(1 << 20, 1).states)
 
 
@@ -100,6 +100,7 @@ class BenchDeployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     layers: int  # all of the model, or a stage's worth for small pulls
     pool_blocks: int  # ids of every group
     ranks: int = 1
+    layout_name: str = "HND"  # a name of LAYOUT_NAMES, on both sides
     source: EngineOptions | None = None  # both or none: then these say what `ranks` would
     sink: EngineOptions | None = None
 
@@ -128,7 +129,7 @@ def _engine(deployment: BenchDeployment, role: Role) -> dict[Rank, tuple[EngineS
     shape = _BY_NAME[deployment.shape]
     options = deployment.source if role == "source" else deployment.sink
     if options is None:
-        options = EngineOptions("HND", shape.block_tokens, deployment.ranks)
+        options = EngineOptions(deployment.layout_name, shape.block_tokens, deployment.ranks)
     ranks = deploy(
         shape.facts(deployment.layers, deployment.ranks),
         tp=options.tp,

@@ -31,6 +31,7 @@ class ThroughputPoint:
     lists: BlockPattern
     size_bytes: int
     in_flight: int
+    layout: str = "HND"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Workload:
     idle_s: float
     crossing: tuple[CrossingSize, ...] = ()
     progressive: tuple[ProgressiveSize, ...] = ()
+    layouts: tuple[str, ...] = ("HND",)  # of both sides: throughput, first pulls, and crossing if several
 
 
 def progressive_sizes(rounds: int) -> tuple[ProgressiveSize, ...]:
@@ -113,11 +115,13 @@ def full_workload(
     lists: tuple[BlockPattern, ...],
     in_flight: tuple[int, ...],
     rounds: int,
+    layouts: tuple[str, ...] = ("HND",),
 ) -> Workload:
     """Return all combinations, without those that do not fit into memory at the same time."""
     pulls = tuple(
-        ThroughputPoint(shape, one, size, window)
+        ThroughputPoint(shape, one, size, window, layout)
         for shape in shapes
+        for layout in layouts
         for size in sizes
         for one in lists
         for window in in_flight
@@ -134,4 +138,5 @@ def full_workload(
         20.0,
         FULL_CROSSING,
         progressive_sizes(rounds),
+        layouts,
     )

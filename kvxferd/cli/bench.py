@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvxferd.layout.presets import LAYOUT_NAMES
 from kvxferd.tooling.exit_codes import EXIT_ERROR, EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
@@ -85,6 +86,13 @@ class Size(click.ParamType[int]):
     multiple=True,
     help="Pulls in flight of the throughput measure. Default: 1, 8, 64.",
 )
+@click.option(
+    "--layout",
+    "layouts",
+    type=click.Choice([name for name in LAYOUT_NAMES if name != "LHBNC"]),  # its blocks are not in one piece
+    multiple=True,
+    help="Of throughput and first pulls, on both sides; several are also crossed, TP 4 to 2. Default: HND.",
+)
 @click.option("--rounds", type=click.IntRange(1, 99), default=None, help="Interleaved rounds. Default: 7.")
 @click.option(
     "--transport",
@@ -133,9 +141,11 @@ def _bench_options(options: dict[str, Any]) -> BenchOptions:
 
     measures = frozenset(options["measures"] or MEASURE_NAMES)
     if options["quick"]:
-        for name in ("shapes", "lists", "sizes", "in_flight", "rounds"):
+        for name in ("shapes", "lists", "sizes", "in_flight", "layouts", "rounds"):
             if options[name]:
-                raise click.UsageError("--quick has its own shapes, sizes and rounds: leave theirs out")
+                raise click.UsageError(
+                    "--quick has its own shapes, sizes, layouts and rounds: leave theirs out"
+                )
         transports = options["transports"] or ("cma",)
         return BenchOptions(quick_workload(), transports, is_quick=True, measures=measures)
     workload = full_workload(
@@ -144,6 +154,7 @@ def _bench_options(options: dict[str, Any]) -> BenchOptions:
         tuple(map(BlockPattern, options["lists"] or LIST_NAMES)),
         options["in_flight"] or ALL_IN_FLIGHT,
         options["rounds"] or 7,
+        options["layouts"] or ("HND",),
     )
     if not workload.points:
         raise click.UsageError("no size fits in memory as often as --in-flight says: at most 2G in all")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvxferd.errors import KvxferdError
 from kvxferd.explain.analysis import Explanation, explain_pair
 from kvxferd.explain.engine_spec_parser import Deployment, EngineDescription
+from kvxferd.layout.presets import DeploymentOptions
 from kvxferd.tooling.output import format_duration
 
 # Each pair that is tried is planned as a whole, which takes 10 ms and more for a decode rank.
@@ -17,6 +18,10 @@ MAX_DECODE_RANKS = 32
 MIN_TIME_GAIN = 1.2
 # So many times fewer runs are worth a change that costs no time: a mover that reads directly gains as much.
 MIN_RUN_GAIN = 2.0
+# vLLM's layouts with all layers of a block in one page: equal engines read a block as one run. Where heads
+# lie outside the layers, engines of unequal tensor parallelism read each head of a block as one.
+CROSS_LAYER_LAYOUTS = ("BLHNC", "BHLNC")
+_VLLM_SETTING = "vLLM takes a layout from VLLM_KV_CACHE_LAYOUT, or from the connector's kv_cache_layout"
 
 
 class OptionChange(NamedTuple):
@@ -50,18 +55,26 @@ def with_advice(explanation: Explanation) -> Explanation:
 
 
 def advise(explanation: Explanation) -> str:
-    """Return which change is predicted to gain most, and how much, or why there is none."""
+    """Return which change is predicted to gain most, and how much, or why there is none.
+
+    Layouts with one page for all layers come beside the rest: not every attention kernel can have them.
+    """
     if explanation.prefill.deployment is None and explanation.decode.deployment is None:
         return "none: other layouts can be tried for engines that are described by a preset or a model"
     if len(explanation.ranks) > MAX_DECODE_RANKS:
         return f"none: other layouts are tried for at most {MAX_DECODE_RANKS} decode ranks"
-    best = _best(explanation)
-    if best is None:
+    within_layers = _best(explanation, _changes(explanation.prefill, explanation.decode))
+    reached = explanation if within_layers is None else within_layers.explanation
+    cross_layer = _best(explanation, _cross_layer_changes(explanation.prefill, explanation.decode), reached)
+    found = [tried for tried in (within_layers, cross_layer) if tried is not None]
+    if not found:
         return (
-            "nothing to change: no other order of heads and tokens, and no block size of the other side, is "
-            f"predicted to be faster over {explanation.link} by a fifth, or to have half as many runs"
+            "nothing to change: no other order of heads, tokens and layers, and no block size of the other "
+            f"side, is predicted to be faster over {explanation.link} by a fifth, or has half as many runs"
         )
-    return _sentence(explanation, best)
+    advice = "; or ".join(_sentence(explanation, tried) for tried in found)
+    has_layout = any("layout" in options for tried in found for options in tried.change)
+    return f"{advice}. {_VLLM_SETTING}" if has_layout else advice
 
 
 def variant(engine: EngineDescription, options: dict[str, str | int]) -> EngineDescription:
@@ -104,11 +117,15 @@ def _times(ratio: float) -> str:
     return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.1f}".removesuffix(".0")
 
 
-def _best(explanation: Explanation) -> _Tried | None:
-    """Return the change that gains most; one of more options has to be worth it."""
+def _best(
+    explanation: Explanation, changes: Iterable[OptionChange], reached: Explanation | None = None
+) -> _Tried | None:
+    """Return the change that gains most; one of more options has to be worth it.
+
+    A change has to be worth it after `reached`, which another one reaches already.
+    """
     best: _Tried | None = None
-    changes = sorted(_changes(explanation.prefill, explanation.decode), key=lambda one: one.num_options)
-    for change in changes:
+    for change in sorted(changes, key=lambda one: one.num_options):
         try:
             tried = explain_pair(
                 variant(explanation.prefill, change.prefill),
@@ -117,7 +134,7 @@ def _best(explanation: Explanation) -> _Tried | None:
             )
         except (ValueError, KvxferdError):
             continue
-        if tried.refused or not _is_worth(explanation, tried):
+        if tried.refused or not _is_worth(reached or explanation, tried):
             continue
         if best is None or (
             _is_worth(best.explanation, tried)
@@ -151,6 +168,23 @@ def _changes(prefill: EngineDescription, decode: EngineDescription) -> Iterator[
         yield from (OptionChange(mine, theirs) for theirs in of_prefill if len(mine) == len(theirs) == 1)
 
 
+def _cross_layer_changes(prefill: EngineDescription, decode: EngineDescription) -> Iterator[OptionChange]:
+    """Yield layouts that have all layers of a block in one page, for both sides: one alone gains nothing."""
+    if prefill.deployment is None or decode.deployment is None:
+        return
+    sides = (decode.deployment.options, prefill.deployment.options)
+    of_a_side = (options.arrangement for options in sides if options.has_cross_layer_pages)
+    for layout in dict.fromkeys((*of_a_side, *CROSS_LAYER_LAYOUTS)):
+        of_decode, of_prefill = (_with_arrangement(options, layout) for options in sides)
+        yield OptionChange(of_decode, of_prefill)
+
+
+def _with_arrangement(options: DeploymentOptions, arrangement: str) -> dict[str, str | int]:
+    """Return the option that changes an engine's arrangement; none where it is that one already."""
+    _, plus, conv = options.layout.partition("+")
+    return {} if options.arrangement == arrangement else {"layout": f"{arrangement}{plus}{conv}"}
+
+
 def _options(mine: Deployment | None, other: Deployment | None) -> Iterator[dict[str, str | int]]:
     """Yield other options for one engine: its heads and tokens in the other order, and the other's blocks."""
     if mine is None:
@@ -167,14 +201,13 @@ def _options(mine: Deployment | None, other: Deployment | None) -> Iterator[dict
 
 def _swapped(layout: str) -> str:
     """Return the layout with heads and tokens in the other order; HND for one of its own kind."""
+    for order, other in (("HN", "NH"), ("NH", "HN")):
+        if order in layout:
+            return layout.replace(order, other, 1)
     arrangement, plus, conv = layout.partition("+")
-    if arrangement.startswith("NHD"):
-        return arrangement.replace("NHD", "HND", 1) + plus + conv
-    if arrangement.startswith("HND"):
-        return arrangement.replace("HND", "NHD", 1) + plus + conv
     if arrangement in ("blocks-first", "cross-layer", "packed"):  # these mean the HND forms
         return f"NHD-{arrangement}{plus}{conv}"
-    return "HND" + plus + conv  # vectorised
+    return "HND" + plus + conv
 
 
 def _words(options: dict[str, str | int]) -> str:

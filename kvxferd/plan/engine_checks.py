@@ -124,11 +124,15 @@ def set_xfer_handshake_metadata_pp_aware(
     None, from a worker without metadata, is skipped. A consumer that has a method of this function's
     name is PP-aware and gets the merged mapping unchanged. Another gets ``{tp_rank: metadata}`` by
     `set_xfer_handshake_metadata` if every pp_rank is 0; else NotPPAwareError, a ValueError, is raised.
-    It has the consumer's `consumer_name`, or its class where there is none.
+    It has the consumer's `consumer_name`, or its class where there is none. Raises EngineError (rank-taken)
+    where two workers report one rank.
     """
     merged: dict[RankKey, Any] = {}
     for worker in metadata:
-        merged.update(worker or {})
+        for rank, reported in (worker or {}).items():
+            if rank in merged:
+                raise EngineError(f"cannot merge metadata: two workers report {Rank(*rank)}", Code.RANK_TAKEN)
+            merged[rank] = reported
     pp_aware = getattr(consumer, "set_xfer_handshake_metadata_pp_aware", None)
     if callable(pp_aware):
         pp_aware(merged)

@@ -47,7 +47,7 @@ from typing import Any
 
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, Rank
-from kvxferd.layout import EngineSpec, GroupKind, RankLayout
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan.engine_checks import check_stage_layers
 from kvxferd.plan.plan import Plan
 from kvxferd.plan.plan_cache import PlanCache, PlanOwner
@@ -57,6 +57,7 @@ from kvxferd.plan.transfer_info import (
     EngineTransferInfo,
     MambaEngineTransferInfo,
     lowest_rank_layouts,
+    num_latent_heads,
     read_info,
     stage_info,
     stage_infos,
@@ -219,9 +220,10 @@ class TransferTopology:
     def is_kv_replicated(
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
     ) -> bool:
-        """Whether the remote engine has strictly more ranks than there are KV heads."""
+        """Whether the remote engine has strictly more ranks than there are KV heads, of latents one."""
         info = self.get_engine_info(engine_id, remote_pp_rank, home=home)
-        return 0 < self.spec.num_kv_heads < info.remote_tp_size
+        heads = self.spec.num_kv_heads or num_latent_heads(self.layout)
+        return 0 < heads < info.remote_tp_size
 
     def replicates_kv_cache(
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
@@ -274,14 +276,17 @@ class TransferTopology:
     @functools.cached_property
     def is_mla(self) -> bool:
         """Whether the attention cache has no heads to divide."""
-        return self.spec.num_kv_heads == 0 and any(
-            group.kind is GroupKind.ATTENTION for group in self.layout.groups
-        )
+        return self.spec.num_kv_heads == 0 and num_latent_heads(self.layout) > 0
 
     @functools.cached_property
     def block_size(self) -> int:
         """Return the tokens per kernel block of the first attention layer; 0 without attention."""
         return stage_info(self.spec, self.spec.pp_rank, self.layout).remote_block_size
+
+    @functools.cached_property
+    def dcp_size(self) -> int:
+        """Return how many ranks share the tokens of the first attention layer; 1 without attention."""
+        return stage_info(self.spec, self.spec.pp_rank, self.layout).remote_dcp_size
 
     def tp_ratio(self, remote_tp_size: int) -> int:
         """Return local over remote TP, or minus remote over local where the remote is wider.
@@ -305,11 +310,22 @@ class TransferTopology:
             )
         return mine // remote_block_size
 
-    def handshake_target_ranks(self, remote_tp_size: int) -> list[int]:
-        """Return the remote ranks whose share of the heads meets this rank's, replicas included."""
-        mine, rank = self.spec.tp_size, self.spec.tp_rank
-        first, end = rank * remote_tp_size // mine, -(-(rank + 1) * remote_tp_size // mine)
-        return list(range(first, end))
+    def handshake_target_ranks(self, remote_tp_size: int, remote_dcp_size: int = 1) -> list[int]:
+        """Return the remote ranks whose share of the heads meets this rank's, replicas included.
+
+        Of a remote that shares the tokens of a request (DCP), those whose tokens meet this rank's too, where
+        both sides interleave them alike. A rank is a share of the heads times the shares of the tokens.
+        """
+        dcp_size = self.dcp_size if remote_dcp_size > 1 else 1
+        mine, remote = self.spec.tp_size // dcp_size, remote_tp_size // remote_dcp_size
+        rank, tokens = divmod(self.spec.tp_rank, dcp_size)
+        first, end = rank * remote // mine, -(-(rank + 1) * remote // mine)
+        both = math.gcd(dcp_size, remote_dcp_size)
+        return [
+            share * remote_dcp_size + other
+            for share in range(first, end)
+            for other in range(tokens % both, remote_dcp_size, both)
+        ]
 
     def terms(
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
@@ -326,6 +342,7 @@ class TransferTopology:
             "local_engine_id": self.spec.engine_id,
             "local_rank": self.spec.rank,
             "local_tp_size": self.spec.tp_size,
+            "local_dcp_size": self.dcp_size,
             "num_kv_heads": self.spec.num_kv_heads,
             "engine_id": engine_id,
             "generation": engine.generation,
@@ -333,7 +350,7 @@ class TransferTopology:
             **{field.name: getattr(info, field.name) for field in dataclasses.fields(info)},
             "tp_ratio": _or_none(self.tp_ratio, info.remote_tp_size),
             "block_size_ratio": _or_none(self.block_size_ratio, info.remote_block_size),
-            "handshake_target_ranks": self.handshake_target_ranks(info.remote_tp_size),
+            "handshake_target_ranks": self.handshake_target_ranks(info.remote_tp_size, info.remote_dcp_size),
             "target_remote_ranks": self.target_remote_ranks(*stage, home=engine.home),
             "is_kv_replicated": self.is_kv_replicated(*stage, home=engine.home),
             "replicates_kv_cache": self.replicates_kv_cache(*stage, home=engine.home),

@@ -22,6 +22,7 @@ class EngineTransferInfo:
     remote_pp_rank: int = 0
     start_layer: int = 0
     end_layer: int = 0
+    remote_dcp_size: int = 1  # ranks that share a request's tokens, of its first layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,7 @@ def stage_info(spec: EngineSpec, pp_rank: int, layout: RankLayout) -> EngineTran
         remote_pp_rank=pp_rank,
         start_layer=layout.start_layer,
         end_layer=layout.end_layer,
+        remote_dcp_size=1 if group is None else group.token_shard.count,
     )
 
 
@@ -91,6 +93,7 @@ def read_info(
     if not states:
         return info
     descriptor_bytes = physical_heads = 0
+    heads = spec.num_kv_heads or num_latent_heads(layout)
     if attention:
         descriptor_bytes, first = _first_descriptor(attention[min(attention)], info.remote_block_size)
         physical_heads = sum(t.num_units for t in layout.tensors if (t.layer, t.component) == first)
@@ -101,9 +104,14 @@ def read_info(
         remote_num_fa_reads=len(attention),
         remote_num_mamba_reads=len(states),
         remote_fa_descriptor_bytes=descriptor_bytes,
-        is_remote_replicated=0 < spec.num_kv_heads < info.remote_tp_size,
+        is_remote_replicated=0 < heads < info.remote_tp_size,
         remote_physical_heads=physical_heads,
     )
+
+
+def num_latent_heads(layout: RankLayout) -> int:
+    """Return how many KV heads in-engine connectors count where there are none: one for latents, or 0."""
+    return int(any(group.kind is GroupKind.ATTENTION for group in layout.groups))
 
 
 def _group_reads_of(plan: Plan, pp_rank: int) -> Sequence[GroupRead]:

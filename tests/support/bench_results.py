@@ -65,7 +65,7 @@ def findings() -> Measurements:
         calls=Calls(rounds=7, n=210, p99_s={num: 25e-6 + num * 1e-9 for num in NUM_IDS}),
         head_of_line=HeadOfLine(2 << 30, 7, 420, 700, 0.002, 0.016),
         idle=Idle(8, 5.0, 0.01, 76_000_000, [9_000_000, 16_000_000]),
-        first_pull=FirstPull(64 * MIB, [0.09, 0.3, 0.1]),
+        first_pulls=[FirstPull(64 * MIB, "HND", [0.09, 0.3, 0.1])],
         crossing=[
             crossing_point(CROSSINGS[0], 14.0, 0.5, covered=1.0),
             crossing_point(CROSSINGS[1], 12.0, 0.4, covered=1.0),

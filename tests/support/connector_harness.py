@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,11 @@ import numpy as np
 from kvxferd.client import Publisher, Region, connect
 from kvxferd.client.gpu_events import Completion
 from kvxferd.ids import EngineId, Generation, GroupName, RegionId
-from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
-from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
-from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
-from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
+from kvxferd.integrations.vllm.layout.facts import CacheGroup, CacheKind
+from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
+from kvxferd.integrations.vllm.session.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.session.worker import ConnectorWorker, Results
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.memory import SealedMemory
 from tests.support.nodes.daemon import Daemon
@@ -79,7 +80,11 @@ class Request:
     num_computed_tokens: int = 0
     prompt_token_ids: list[int] | None = None
     max_tokens: int = 16
+    has_prompt_logprobs: bool = False
     _all_token_ids: list[int] = field(default_factory=list)
+
+    def get_skip_reading_prefix_cache(self) -> bool:
+        return self.has_prompt_logprobs
 
 
 @dataclass
@@ -105,11 +110,18 @@ class CachePool:
 
     def __init__(self) -> None:
         self.blocks = [CacheBlock(number) for number in range(NUM_BLOCKS)]
-        self.of_request: dict[str, list[int]] = {}
+        self._of_request: dict[str, Sequence[CacheBlock]] = {}
         self.block_pool = self
 
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        return (self.of_request[request_id],)
+    def give(self, request_id: str, ids: Iterable[int]) -> None:
+        """Allocate these blocks to a request."""
+        self.give_blocks(request_id, [self.blocks[number] for number in ids])
+
+    def give_blocks(self, request_id: str, blocks: Sequence[CacheBlock]) -> None:
+        self._of_request[request_id] = blocks
+
+    def get_blocks(self, request_id: str) -> SimpleNamespace:
+        return SimpleNamespace(blocks=(self._of_request[request_id],))
 
     def touch(self, blocks: Sequence[CacheBlock]) -> None:
         for block in blocks:

@@ -10,7 +10,7 @@ import numpy as np
 from kvxferd.client import BlockList
 from kvxferd.client.arguments import pack_blocks
 from kvxferd.ids import Rank, RegionId
-from kvxferd.integrations.vllm.layout_derivation import DerivedCaches
+from kvxferd.integrations.vllm.layout.derivation import DerivedCaches
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import Expander, check_blocks, check_request, make_plan

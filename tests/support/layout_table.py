@@ -47,6 +47,17 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "context parallelism on one side": (DENSE, {"cp": 2, "interleave": 2}, {"tp": 2}),
     "context parallelism on both": (DENSE, {"cp": 2, "interleave": 1}, {"cp": 3, "interleave": 4}),
     "context parallelism of a latent": (MLA, {"cp": 2, "interleave": 4}, {"tp": 2}),
+    "compressed caches and rings": (
+        "tiny-sparse",
+        {"tp": 2},
+        {"tp": 1, "pp": 2, "block_tokens": 8, "layout": "NHD"},
+    ),
+    "compressed caches, layers in one page": (
+        "tiny-sparse",
+        {"layout": "BLHNC"},
+        {"layout": "BHLNC", "tp": 2},
+    ),
+    "vLLM's layouts": (DENSE, {"layout": "LHBNC", "tp": 2}, {"layout": "BLNHC"}),
     "quantised with scales": (QUANTISED, {"tp": 2}, {"tp": 1, "layout": "NHD", "block_tokens": 8}),
 }
 

@@ -23,10 +23,10 @@ from kvxferd.client import BlockList, Delivered, RankHandle
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import EngineId, Generation, RegionId
 from kvxferd.import_blocking import block_import
-from kvxferd.integrations.vllm.gpu_placement import PlacementSearch
-from kvxferd.integrations.vllm.layout_derivation import CacheStorage, DerivedCaches
+from kvxferd.integrations.vllm.layout.derivation import CacheStorage, DerivedCaches
+from kvxferd.integrations.vllm.memory.gpu_placement import PlacementSearch
+from kvxferd.integrations.vllm.memory.rank_sharing import RankSharing
 from kvxferd.integrations.vllm.options import read_options
-from kvxferd.integrations.vllm.rank_sharing import RankSharing
 from kvxferd.layout import EngineSpec
 from tests.support.connector_harness import BLOCK_BYTES, BLOCK_TOKENS, LAYOUT, NAME, NUM_BLOCKS
 from tests.support.tensor_allocators import TensorStore

@@ -14,9 +14,15 @@ from functools import cache
 import torch
 
 from kvxferd.ids import Rank
-from kvxferd.integrations.vllm.facts import AttentionFacts, CacheGroup, CacheKind, LayerFacts, WorkerFacts
-from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_layout
+from kvxferd.integrations.vllm.layout.derivation import DerivedCaches, derive_layout
+from kvxferd.integrations.vllm.layout.facts import (
+    AttentionFacts,
+    CacheGroup,
+    CacheKind,
+    LayerFacts,
+    WorkerFacts,
+)
+from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.sharding import stage_layers
 

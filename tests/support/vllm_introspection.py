@@ -6,6 +6,7 @@ python real_vllm.py statistics
 python real_vllm.py windows
 python real_vllm.py topology TP,REMOTE_TP...
 python real_vllm.py hooks
+python real_vllm.py layouts
 python real_vllm.py handshake SOCKET ENGINE_ID START GENERATION BLOCK_TOKENS CHILD,CHILD...
 """
 
@@ -132,6 +133,35 @@ def hooks() -> dict[str, object]:
     }
 
 
+def layouts() -> dict[str, str]:
+    """What it resolves with the connector, alone or beside another, where backends take any layout or one."""
+    from types import SimpleNamespace
+
+    from vllm.config import KVTransferConfig
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    def resolved(connector: dict[str, object], supported: list[str], *, use_mla: bool = False) -> str:
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(kv_cache_layout=None),
+            model_config=SimpleNamespace(use_mla=use_mla),
+            kv_transfer_config=KVTransferConfig(**connector),
+        )
+        return str(resolve_kv_cache_layout(config, [supported]).name)
+
+    any_layout = ["LBNHC", *(layout.name for layout in KVCacheLayout if layout.name != "LBNHC")]
+    named = OURS | {"kv_connector_extra_config": {"kv_cache_layout": "BLHNC"}}
+    beside = SEVERAL | {"kv_connector_extra_config": {"connectors": [OURS, EXAMPLE]}}
+    return {
+        "by itself": resolved(EXAMPLE, any_layout),
+        "auto": resolved(OURS, any_layout),
+        "auto, latents": resolved(OURS, any_layout, use_mla=True),
+        "named": resolved(named, any_layout),
+        "named, one other taken": resolved(named, ["LBHNC"]),
+        "beside another": resolved(beside, any_layout),
+    }
+
+
 def groups() -> list[object]:
     """What is read of its own specs, one of a kind."""
     from types import SimpleNamespace
@@ -147,7 +177,7 @@ def groups() -> list[object]:
         UniformTypeKVCacheSpecs,
     )
 
-    from kvxferd.integrations.vllm.vllm_specs import read_groups, read_layers
+    from kvxferd.integrations.vllm.layout.specs import read_groups, read_layers
 
     sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
     latent = MLAAttentionSpec(**sizes | {"num_kv_heads": 1, "head_size": 576})
@@ -199,7 +229,7 @@ def windows() -> dict[int, list[str]]:
     )
     from vllm.v1.request import Request
 
-    from kvxferd.integrations.vllm.groups import CacheGroups
+    from kvxferd.integrations.vllm.layout.groups import CacheGroups
 
     init_none_hash(sha256)
     window, block = 40, 16
@@ -268,7 +298,7 @@ def _said_of(connector: dict[str, object], *, wraps: bool) -> list[object]:
 
     from kvxferd.errors import Code
     from kvxferd.integrations.vllm.metrics import KvxferdStats
-    from kvxferd.integrations.vllm.stats import ConnectorStats
+    from kvxferd.integrations.vllm.session.stats import ConnectorStats
 
     total = None
     for pull_s in (0.1, 0.2):
@@ -357,7 +387,7 @@ def handshake(
 
     from kvxferd.ids import Generation
     from kvxferd.integrations.vllm import KvxferdConnector
-    from kvxferd.integrations.vllm.step_metadata import EngineReport
+    from kvxferd.integrations.vllm.session.step_metadata import EngineReport
 
     known = {
         "ours": OURS | {"kv_connector_extra_config": {"socket": socket_path}},
@@ -427,6 +457,7 @@ if __name__ == "__main__":
         "groups": groups,
         "names": names,
         "hooks": hooks,
+        "layouts": layouts,
         "topology": lambda: topology([[int(size) for size in pair.split(",")] for pair in rest]),
         "flags": flags,
         "views": views,

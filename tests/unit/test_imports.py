@@ -36,6 +36,7 @@ def loaded_by(program: str) -> set[str]:
             (*LIBRARIES, "rich", "kvxferd.demo", "kvxferd.doctor", "kvxferd.bench"),
         ),
         ("import kvxferd.mover.supervisor.pool", LIBRARIES),
+        ("import kvxferd.integrations.vllm.layout.derivation", (*LIBRARIES, "vllm")),
         # A shell completes with each press of the tab key.
         (COMPLETION, ("kvxferd.cli.serve", "kvxferd.cli.demo")),
         (
@@ -43,7 +44,7 @@ def loaded_by(program: str) -> set[str]:
             ("numpy", "rich", "asyncio", "aiohttp", "http.client", "prometheus_client", "structlog", "zmq"),
         ),
     ],
-    ids=["daemon", "pool", "verbs", "options"],
+    ids=["daemon", "pool", "vllm-layout", "verbs", "options"],
 )
 def test_what_is_not_loaded(program: str, absent: tuple[str, ...]) -> None:
     loaded = loaded_by(program)

@@ -50,6 +50,13 @@ CROSSINGS = (
 )
 
 
+def crossings_of(layouts: tuple[str, ...]) -> tuple[Crossing, ...]:
+    """Return what is crossed: for several layouts, each between engines of TP 4 and 2."""
+    if len(layouts) == 1:
+        return CROSSINGS
+    return tuple(Crossing(EngineOptions(name, 16, tp=4), EngineOptions(name, 16, tp=2)) for name in layouts)
+
+
 class CrossingPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One pair of layouts and one size. Times are medians of the rounds, of all ranks' pulls together."""
 
@@ -82,7 +89,11 @@ class _Contender:
 
 
 def measure_crossing(
-    processes: BenchProcesses, transport: str, environment: Mapping[str, str], sizes: Sequence[CrossingSize]
+    processes: BenchProcesses,
+    transport: str,
+    environment: Mapping[str, str],
+    sizes: Sequence[CrossingSize],
+    crossings: Sequence[Crossing],
 ) -> Iterator[CrossingPoint]:
     """Yield a point for each pair of layouts and each size."""
     together = [one for one in sizes if one.size_bytes <= _MAX_CHECKED_BYTES]
@@ -94,7 +105,7 @@ def measure_crossing(
             )
             for way in (AUTO, DIRECT)
         }
-        for number, crossing in enumerate(CROSSINGS):
+        for number, crossing in enumerate(crossings):
             for some in ([together] if together else []) + alone:
                 name = f"{transport}-{number}-{some[-1].size_bytes // MIB}"
                 yield from _measure_pairs(testbeds, transport, crossing, name, some)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvxferd.bench.cases import BlockPattern, Case, blocks_for
 from kvxferd.bench.points import median
 from kvxferd.bench.processes import BenchProcesses
@@ -21,6 +23,7 @@ class FirstPull:
     """The results in seconds, round by round."""
 
     size_bytes: int
+    layout: str = "HND"
     first_s: list[float] = field(default_factory=list)  # pull() to Delivered
 
     @property
@@ -31,16 +34,17 @@ class FirstPull:
 
 def measure_first_pull(
     processes: BenchProcesses, environment: Mapping[str, str], workload: Workload
-) -> FirstPull:
-    """Measure first pulls of 64 MiB."""
-    found = FirstPull(FIRST_BYTES)
+) -> list[FirstPull]:
+    """Measure first pulls of 64 MiB in each of the workload's layouts, in turn."""
+    found = [FirstPull(FIRST_BYTES, layout) for layout in workload.layouts]
     for nonce in range(1, workload.first_rounds + 1):
-        with (
-            Testbed.open(processes, environment, baselines=False) as testbed,
-            testbed.pair(_deployment(f"first-{nonce}"), baselines=False) as pair,
-        ):
-            pair.source.call(BenchRank.stamp, _case(pair), nonce)
-            found.first_s.append(_pull_and_verify(pair, pair.publish(_case(pair), 1), nonce))
+        for one in found:
+            with (
+                Testbed.open(processes, environment, baselines=False) as testbed,
+                testbed.pair(_deployment(f"first-{nonce}", one.layout), baselines=False) as pair,
+            ):
+                pair.source.call(BenchRank.stamp, _case(pair), nonce)
+                one.first_s.append(_pull_and_verify(pair, pair.publish(_case(pair), 1), nonce))
     return found
 
 
@@ -52,11 +56,10 @@ def _pull_and_verify(pair: RunningEngines, batch: PublishedBatch, nonce: int) ->
     return sample.ended - sample.began
 
 
-def _deployment(name: str) -> BenchDeployment:
+def _deployment(name: str, layout: str) -> BenchDeployment:
     layers = layers_for(SHAPE, FIRST_BYTES)
-    sized = BenchDeployment(name=name, shape=SHAPE, layers=layers, pool_blocks=1)
-    blocks = blocks_for(sized, FIRST_BYTES)
-    return BenchDeployment(name=name, shape=SHAPE, layers=layers, pool_blocks=2 * blocks)
+    sized = BenchDeployment(name=name, shape=SHAPE, layers=layers, pool_blocks=1, layout_name=layout)
+    return msgspec.structs.replace(sized, pool_blocks=2 * blocks_for(sized, FIRST_BYTES))
 
 
 def _case(pair: RunningEngines) -> Case:

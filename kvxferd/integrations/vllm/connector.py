@@ -26,23 +26,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvxferd.integrations.vllm import sleep
-from kvxferd.integrations.vllm.cache_pool import PoolOffer, offer_pool
-from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
 from kvxferd.integrations.vllm.generation import start_tag
-from kvxferd.integrations.vllm.groups import CacheGroups
+from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.integrations.vllm.layout.support import version_warning
+from kvxferd.integrations.vllm.memory.cache_pool import PoolOffer, offer_pool
 from kvxferd.integrations.vllm.metrics import KvxferdPromMetrics, KvxferdStats
 from kvxferd.integrations.vllm.options import read_options
-from kvxferd.integrations.vllm.publisher_session import (
+from kvxferd.integrations.vllm.registration import derive_caches, register_caches
+from kvxferd.integrations.vllm.session import sleep
+from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
+from kvxferd.integrations.vllm.session.publisher_session import (
     open_publisher,
     open_publisher_by_id,
     open_publisher_in_thread,
 )
-from kvxferd.integrations.vllm.registration import derive_caches, register_caches
-from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
-from kvxferd.integrations.vllm.step_metadata import EngineReport, StepMetadata
-from kvxferd.integrations.vllm.support import version_warning
-from kvxferd.integrations.vllm.worker import ConnectorWorker, Results
+from kvxferd.integrations.vllm.session.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.session.step_metadata import EngineReport, StepMetadata
+from kvxferd.integrations.vllm.session.worker import ConnectorWorker, Results
 
 _LOG = init_logger("vllm.kvxferd")
 
@@ -103,6 +103,17 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 early=self._early_pull_limits(),
             )
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout that vLLM should give the cache, if the attention backend takes it; None: any.
+
+        VLLM_KV_CACHE_LAYOUT precedes it. vLLM asks once, before there is a cache; MultiConnector asks each
+        child, and refuses children that differ. Raises EngineError (config-invalid) for a wrong option.
+        """
+        options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        model = vllm_config.model_config
+        return options.preferred_layout(has_latents=model is not None and model.use_mla)
+
     # --- worker
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
@@ -121,7 +132,8 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         Raises LayoutError, naming the layer, for a cache that is not supported, and KvxferdError where the
         daemon does not accept the rank within ``connect_timeout_s``, or no placement of GPU memory works.
         """
-        derived = derive_caches(kv_caches, self._kv_cache_config, self._vllm_config)
+        version = self._options.opaque_cache_version or vllm.__version__
+        derived = derive_caches(kv_caches, self._kv_cache_config, self._vllm_config, version)
         devices = {storage.device for storage in derived.storages}
         sleep.check_backend(self._vllm_config.model_config, devices, KVConnectorBase_V1)
         self._worker, self._registered_engine, shared = register_caches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvxferd.ids import Endpoint, EngineId, Generation
-from kvxferd.integrations.vllm import vllm_specs
+from kvxferd.integrations.vllm.layout import specs
 from kvxferd.integrations.vllm.model_digest import digest_of_model
 from kvxferd.layout import EngineSpec
 
@@ -23,7 +23,7 @@ def engine_spec(
     A data-parallel replica is an engine of its own: vLLM appends its rank to the engine's id.
     `fingerprint` replaces the derived one where an operator sets it.
     """
-    tp_rank, pp_rank, _ = vllm_specs.read_position(vllm_config)
+    tp_rank, pp_rank, _ = specs.read_position(vllm_config)
     return spec_of_rank(
         vllm_config,
         tp_rank=tp_rank,
@@ -47,7 +47,7 @@ def spec_of_rank(
 ) -> EngineSpec:
     """Return the spec of the rank `(pp_rank, tp_rank)`."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    draft = vllm_specs.draft_model(vllm_config)
+    draft = specs.draft_model(vllm_config)
     draft_layers = 0 if draft is None else draft.get_total_num_hidden_layers()
     return EngineSpec(
         engine_id=EngineId(vllm_config.kv_transfer_config.engine_id),
@@ -57,7 +57,7 @@ def spec_of_rank(
         tp_size=parallel.tensor_parallel_size,
         pp_rank=pp_rank,
         tp_rank=tp_rank,
-        num_kv_heads=vllm_specs.total_kv_heads(model),
+        num_kv_heads=specs.total_kv_heads(model),
         fingerprint=fingerprint,
         home=Endpoint(home),
         publish_implies_ready=publish_implies_ready,
@@ -72,7 +72,7 @@ def model_fingerprint(vllm_config: Any) -> str:
     which it found the model.
     """
     parts = [_model_part(vllm_config.model_config)]
-    draft = vllm_specs.draft_model(vllm_config)
+    draft = specs.draft_model(vllm_config)
     if draft is not None:
         parts.append(f"{vllm_config.speculative_config.method}:{_model_part(draft)}")
     return "+".join(parts)

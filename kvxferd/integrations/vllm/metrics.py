@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvxferd.errors import Code
-from kvxferd.integrations.vllm import stats
+from kvxferd.integrations.vllm.session import stats
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _BYTES = tuple(float(1 << power) for power in range(14, 37, 2))  # 16 KiB to 64 GiB

@@ -1,14 +1,19 @@
-"""The keys of ``kv_connector_extra_config``."""
+"""The keys of ``kv_connector_extra_config``, and the connection to the daemon that they name."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from kvxferd.errors import Code, EngineError
+from kvxferd import client
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint
+
+# vLLM's names: L layer, B block, H head, N token, C keys and values of one head and token.
+LayoutName = Literal["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,8 +29,23 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     num_readers: int = 1  # decode engines that read each request
     home: str = ""  # peer endpoint of the daemon that aggregates an engine of several nodes
     model_fingerprint: str = ""  # "" is derived from the model's configuration
+    opaque_cache_version: str = ""  # "": vLLM's; opaque pages move between engines of equal ones alone
     adopt_cpu_memory: bool = True  # False: CPU caches are always copied through a shared buffer
     gpu_placement: Literal["auto", "exported", "resident"] = "auto"  # auto: exported, or else resident
+    kv_cache_layout: Literal[LayoutName, "auto", "engine"] = "auto"  # see preferred_layout
+
+    def preferred_layout(self, *, has_latents: bool) -> LayoutName | None:
+        """Return the layout to ask of vLLM; None leaves it to the attention backend.
+
+        `auto` is heads first, so that a rank's heads of a block are one range for a reader of any
+        tensor-parallel size. Latents (MLA) have no heads. A page of all layers (BLHNC) is read in one piece
+        by an equal engine alone, which this one does not know yet: it has to be named.
+        """
+        if self.kv_cache_layout == "engine":
+            return None
+        if self.kv_cache_layout == "auto":
+            return None if has_latents else "LBHNC"
+        return self.kv_cache_layout
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
@@ -63,3 +83,15 @@ def read_options(given: Mapping[str, Any]) -> Options:
 def home_of(options: Options) -> Endpoint:
     """Return the endpoint of the engine's home daemon; empty for the local one."""
     return Endpoint(options.home)
+
+
+def connect_to_daemon(options: Options, name: str, deadline: float) -> client.Client:
+    """Return a connection to the node's daemon. Raises KvxferdError; its message has the command to start."""
+    try:
+        return client.connect(options.socket, timeout_s=max(1.0, deadline - time.monotonic()), name=name)
+    except KvxferdError as error:
+        raise KvxferdError(
+            f"{error.message}; start `kvxferd serve` on this node, or name its worker socket in "
+            'kv_connector_extra_config: {"socket": ...}',
+            error.code,
+        ) from error

@@ -8,37 +8,56 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvxferd.client.gpu_events import Completion
-from kvxferd.integrations.vllm import vllm_specs
 from kvxferd.integrations.vllm.generation import agree_on_generation, start_tag
-from kvxferd.integrations.vllm.gpu_placement import PlacementFailure, PlacementSearch
-from kvxferd.integrations.vllm.groups import CacheGroups
 from kvxferd.integrations.vllm.identity import engine_spec
-from kvxferd.integrations.vllm.layout_derivation import DerivedCaches, derive_layout
-from kvxferd.integrations.vllm.memory_sharing import SharedCaches
+from kvxferd.integrations.vllm.layout import specs
+from kvxferd.integrations.vllm.layout.derivation import DerivedCaches, derive_layout
+from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.integrations.vllm.layout.support import SUPPORT_PAGE
+from kvxferd.integrations.vllm.memory.gpu_placement import PlacementFailure, PlacementSearch
+from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches
+from kvxferd.integrations.vllm.memory.rank_sharing import RankSharing
 from kvxferd.integrations.vllm.options import Options, home_of
-from kvxferd.integrations.vllm.rank_sharing import RankSharing
-from kvxferd.integrations.vllm.step_metadata import EngineReport
-from kvxferd.integrations.vllm.worker import ConnectorWorker
+from kvxferd.integrations.vllm.session.step_metadata import EngineReport
+from kvxferd.integrations.vllm.session.worker import ConnectorWorker
 
 _LOG = logging.getLogger("vllm.kvxferd")
 
 
-def derive_caches(kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any) -> DerivedCaches:
+def derive_caches(
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, vllm_config: Any, vllm_version: str
+) -> DerivedCaches:
     """Return the layout of this worker's rank, with its allocations. `kv_caches` is by layer name.
 
     Raises LayoutError, naming the layer or group that it cannot describe, and why.
     """
-    tp_rank, pp_rank, stage = vllm_specs.read_position(vllm_config)
-    layers = vllm_specs.read_layers(
+    tp_rank, pp_rank, stage = specs.read_position(vllm_config)
+    layers = specs.read_layers(
         kv_cache_config,
         vllm_config,
-        is_conv_dim_first=vllm_specs.conv_state_is_dim_first(),
-        fp8_dtype=vllm_specs.platform_fp8_dtype(),
+        is_conv_dim_first=specs.conv_state_is_dim_first(),
+        fp8_dtype=specs.platform_fp8_dtype(),
+        has_mx_scales=specs.indexers_have_mx_scales(),
     )
-    worker = vllm_specs.read_worker(
-        vllm_config, kv_cache_config, tp_rank=tp_rank, pp_rank=pp_rank, stage=stage
+    worker = specs.read_worker(
+        vllm_config,
+        kv_cache_config,
+        tp_rank=tp_rank,
+        pp_rank=pp_rank,
+        stage=stage,
+        vllm_version=vllm_version,
     )
-    return derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)
+    derived = derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)
+    specs.fill_token_scales(layers, kv_caches, vllm_config)
+    if derived.opaque_layers:
+        _LOG.info(
+            "caches of %s move as opaque pages: only to an engine with the same tensor_parallel_size, block "
+            "size, order of axes, dtype and vLLM version (%s; see %s)",
+            ", ".join(f"{count} layers of {name}" for name, count in derived.opaque_layers.items()),
+            vllm_version,
+            SUPPORT_PAGE,
+        )
+    return derived
 
 
 class RegisteredCaches(NamedTuple):
@@ -62,7 +81,7 @@ def register_caches(
     search = _placement_search(vllm_config, options, pool_failure) if is_on_device else None
     sharing = RankSharing(derived, options, search)
     # vLLM returns a step's tokens while the draft of that step still writes its own layers.
-    is_ahead = vllm_specs.draft_model(vllm_config) is not None and is_on_device
+    is_ahead = specs.draft_model(vllm_config) is not None and is_on_device
     # Of a request that is read while it is computed, each rank reports its own part.
     is_progressive = options.progressive and vllm_config.kv_transfer_config.is_kv_producer
     generation, needs_ready = agree_on_generation(
@@ -113,6 +132,6 @@ def _placement_search(
 ) -> PlacementSearch:
     import torch
 
-    tp_rank, pp_rank, _ = vllm_specs.read_position(vllm_config)
+    tp_rank, pp_rank, _ = specs.read_position(vllm_config)
     rank = f"rank ({pp_rank}, {tp_rank}) of {vllm_config.kv_transfer_config.engine_id}"
     return PlacementSearch(rank, options.gpu_placement, pool_failure, torch.version.cuda or "")

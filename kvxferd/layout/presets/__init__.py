@@ -11,6 +11,7 @@ from kvxferd.layout.presets.deployment_options import LAYOUT_NAMES, DeploymentOp
 from kvxferd.layout.presets.model_facts import (
     LayerKind,
     ModelFacts,
+    SideCache,
     StateComponent,
     TokenComponent,
     key_and_value,
@@ -23,6 +24,7 @@ __all__ = [
     "DeploymentOptions",
     "LayerKind",
     "ModelFacts",
+    "SideCache",
     "StateComponent",
     "TokenComponent",
     "attention_layout",

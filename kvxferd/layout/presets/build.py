@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from kvxferd.ids import EngineId, Generation, GroupName, Rank, RegionId
 from kvxferd.layout.conv_split import compute_physical_blocks_per_logical
 from kvxferd.layout.engine import EngineSpec
-from kvxferd.layout.presets.deployment_options import VECTORISED, DeploymentOptions, ShardPosition
-from kvxferd.layout.presets.model_facts import LayerKind, ModelFacts
+from kvxferd.layout.presets.deployment_options import AXIS_ORDERS, DeploymentOptions, ShardPosition
+from kvxferd.layout.presets.model_facts import (
+    LayerKind,
+    ModelFacts,
+    SideCache,
+    StateComponent,
+    TokenComponent,
+)
 from kvxferd.layout.presets.states import state_bytes, state_tensors
 from kvxferd.layout.presets.token_arrays import TokenArray, held_units
 from kvxferd.layout.tensors import (
@@ -46,15 +53,16 @@ def model_spec(
 def model_layout(model: ModelFacts, choices: DeploymentOptions, rank: Rank) -> RankLayout:
     """Return the layout of one rank.
 
-    The rank's cache is one region of the exact size. Groups are "full", "sliding" and, for states,
-    "state.0" and so on; those of a draft model have the prefix "draft.". With `shared_pages`, a
-    hybrid's attention and states are in common pages, as in vLLM: a page holds either a logical
-    block of attention or one state, and a logical block has as many kernel blocks as a state needs
-    room. Every stage has every group, because block lists are the engine's.
+    The rank's cache is one region of the exact size. Groups are "full", "sliding", for states "state.0"
+    and so on, and those of side caches; those of a draft model have the prefix "draft.". A block has whole
+    granules: more tokens than `block_tokens` where it is no multiple. With `shared_pages`, a hybrid's
+    attention and states are in common pages, as in vLLM: a page holds either a logical block of attention
+    or one state, and a logical block has as many kernel blocks as a state needs room; not where a model has
+    side caches. Every stage has every group, because block lists are the engine's.
     """
     stage = choices.stage(model.num_layers, rank.pp_rank)
     builder = _LayoutBuilder(model, choices, choices.share(rank))
-    if LayerKind.STATE in model.kinds and choices.shared_pages:
+    if LayerKind.STATE in model.kinds and choices.shared_pages and not model.side_caches:
         builder.add_shared_pages(stage)
     else:
         builder.add_separate_regions(stage)
@@ -99,19 +107,39 @@ class _LayoutBuilder:
         for kind in (LayerKind.FULL, LayerKind.SLIDING):
             if kind not in self._model.kinds:
                 continue
-            group = self._token_group(kind, 1)
+            window = self._model.sliding_window if kind is LayerKind.SLIDING else None
+            group = self._token_group(kind.value, self._model.token_arrays, window)
             layers = [layer for layer in stage if self._model.kinds[layer] is kind]
-            for components in self._model.token_arrays if layers else ():
-                array = TokenArray(components, self._choices, self._share, group, len(layers))
-                self._add_token_array(array, layers, self.used)
-                self.used += array.total_bytes
+            self._add_token_arrays(group, layers, self._model.token_arrays)
         states = [n for n, kind in enumerate(self._model.kinds) if kind is LayerKind.STATE]
         if states:
-            page_bytes = max(state_bytes(self._model.states, self._share), self._choices.page_bytes)
-            group = self._state_group(0)
-            for layer in (layer for layer in states if layer in stage):
-                self._add_state(group, layer, self.used, page_bytes)
-                self.used += group.num_blocks * page_bytes
+            self._add_states("state.0", [n for n in states if n in stage], self._model.states)
+        for cache in self._model.side_caches:
+            self._add_side_cache(cache, [layer for layer in cache.layers if layer in stage])
+
+    def _add_side_cache(self, cache: SideCache, layers: list[int]) -> None:
+        if cache.states:
+            self._add_states(cache.group, layers, cache.states)
+        else:
+            arrays = (cache.components,)
+            group = self._token_group(cache.group, arrays, cache.sliding_window, cache.block_tokens)
+            self._add_token_arrays(group, layers, arrays)
+
+    def _add_token_arrays(
+        self, group: Group, layers: list[int], arrays: tuple[tuple[TokenComponent, ...], ...]
+    ) -> None:
+        for components in arrays if layers else ():
+            array = TokenArray(components, self._choices, self._share, group, len(layers))
+            self._add_token_array(array, layers, self.used)
+            self.used += array.total_bytes
+
+    def _add_states(self, name: str, layers: list[int], states: tuple[StateComponent, ...]) -> None:
+        """Add the states of some layers, one array a layer."""
+        page_bytes = max(state_bytes(states, self._share), self._choices.page_bytes)
+        group = self._state_group(name)
+        for layer in layers:
+            self._add_state(group, layer, self.used, page_bytes, states)
+            self.used += group.num_blocks * page_bytes
 
     def add_shared_pages(self, stage: range) -> None:
         """Add attention and states in common pages: slots of pages, with at most one layer of each group."""
@@ -128,29 +156,32 @@ class _LayoutBuilder:
             per_logical = blocks_per_logical(
                 self._model, self._choices.tp, self._choices.block_tokens, self._choices.page_bytes
             )
-            group = self._token_group(LayerKind.FULL, per_logical)
+            group = self._token_group("full", self._model.token_arrays, per_logical=per_logical)
             (components,) = self._model.token_arrays
             array = TokenArray(components, _with_kv_in_one_page(self._choices), self._share, group, slots)
             page_bytes = array.block_bytes * per_logical
             self._add_token_array(array, own[0], self.used)
         for number, layers in enumerate(own[1:]):
-            group = self._state_group(number)
+            group = self._state_group(f"state.{number}")
             if group.num_blocks != num_pages:
                 raise ValueError(
                     f"cannot deploy with num_blocks {group.num_blocks} of {group.name!r} and {num_pages} of "
                     "the rest: they share their pages"
                 )
             for slot, layer in enumerate(layers):
-                self._add_state(group, layer, self.used + slot * num_pages * page_bytes, page_bytes)
+                start = self.used + slot * num_pages * page_bytes
+                self._add_state(group, layer, start, page_bytes, self._model.states)
         self.used += slots * num_pages * page_bytes
 
     def _add_token_array(self, array: TokenArray, layers: Sequence[int], start: int) -> None:
         self.tensors.extend(array.tensors([self._first_layer + layer for layer in layers], start, _KV_REGION))
 
-    def _add_state(self, group: Group, layer: int, start: int, page_bytes: int) -> None:
+    def _add_state(
+        self, group: Group, layer: int, start: int, page_bytes: int, states: tuple[StateComponent, ...]
+    ) -> None:
         self.tensors.extend(
             state_tensors(
-                self._model.states,
+                states,
                 self._share,
                 group,
                 layer=self._first_layer + layer,
@@ -161,22 +192,30 @@ class _LayoutBuilder:
             )
         )
 
-    def _token_group(self, kind: LayerKind, per_logical: int) -> Group:
-        name = self._prefix + kind.value
+    def _token_group(
+        self,
+        name: str,
+        arrays: tuple[tuple[TokenComponent, ...], ...],
+        sliding_window: int | None = None,
+        block_tokens: int = 0,
+        per_logical: int = 1,
+    ) -> Group:
+        name = self._prefix + name
+        granules = (component.granule_tokens for components in arrays for component in components)
         self.groups.append(
             Group(
                 GroupName(name),
                 self._choices.blocks_of(name),
-                self._choices.block_tokens * per_logical,
-                sliding_window=self._model.sliding_window if kind is LayerKind.SLIDING else None,
+                math.lcm(block_tokens or self._choices.block_tokens, *granules) * per_logical,
+                sliding_window=sliding_window,
                 token_shard=self._share.tokens,
                 physical_blocks_per_logical=per_logical,
             )
         )
         return self.groups[-1]
 
-    def _state_group(self, number: int) -> Group:
-        name = f"{self._prefix}state.{number}"
+    def _state_group(self, name: str) -> Group:
+        name = self._prefix + name
         self.groups.append(Group(GroupName(name), self._choices.blocks_of(name), kind=GroupKind.STATE))
         return self.groups[-1]
 
@@ -210,7 +249,7 @@ def _with_kv_in_one_page(choices: DeploymentOptions) -> DeploymentOptions:
     arrangement = choices.arrangement
     if arrangement in ("HND", "NHD"):
         return dataclasses.replace(choices, layout=f"{arrangement}-blocks-first")
-    if arrangement.endswith("-cross-layer") or arrangement == VECTORISED:
+    if not AXIS_ORDERS.get(arrangement, "").startswith("lb"):
         raise ValueError(
             f"cannot build a hybrid's shared pages as {choices.layout!r}: K and V of a layer share one"
         )

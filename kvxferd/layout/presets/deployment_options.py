@@ -22,6 +22,13 @@ AXIS_ORDERS: dict[str, str] = {
     "NHD-cross-layer": "blctn",
     "HND-packed": "lbntc",  # K and V of one head and token side by side
     "NHD-packed": "lbtnc",
+    # vLLM's names: L layer, B block, H head, N token, C content, which is K and V side by side.
+    "LBHNC": "lbntc",
+    "LBNHC": "lbtnc",
+    "BLHNC": "blntc",
+    "BLNHC": "bltnc",
+    "BHLNC": "bnltc",
+    "LHBNC": "lnbtc",
 }
 
 LAYOUT_NAMES: tuple[str, ...] = tuple(AXIS_ORDERS)
@@ -87,6 +94,11 @@ class DeploymentOptions:
         """Return the order of the axes: a name of LAYOUT_NAMES, or VECTORISED."""
         name = self.layout.partition("+")[0]
         return _ARRANGEMENT_SYNONYMS.get(name, name)
+
+    @property
+    def has_cross_layer_pages(self) -> bool:
+        """Whether one page holds every layer of a block."""
+        return AXIS_ORDERS.get(self.arrangement, "").startswith("b")
 
     @property
     def is_row_major(self) -> bool:

@@ -43,11 +43,28 @@ class StateComponent:
     dtype: str = "bfloat16"
     itemsize: int = 2
     is_convolution: bool = False
+    is_replicated: bool = False  # every rank holds all of it, as the rows of an open group
 
     @property
     def unit_bytes(self) -> int:
         """Return the bytes of one unit's content."""
         return self.rows * self.row_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class SideCache:
+    """A cache that some layers have beside that of their kind, in a group of its own.
+
+    Either one array of `components`, or `states`, once per request: a ring of the rows that are not
+    compressed yet is one, of as many bytes as its rows have.
+    """
+
+    group: str
+    layers: tuple[int, ...]
+    components: tuple[TokenComponent, ...] = ()
+    states: tuple[StateComponent, ...] = ()
+    sliding_window: int | None = None
+    block_tokens: int = 0  # as the attention kernel requires; 0: the deployment's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +79,7 @@ class ModelFacts:
     token_arrays: tuple[tuple[TokenComponent, ...], ...] = ()
     states: tuple[StateComponent, ...] = ()  # in the order in which they lie in a page
     sliding_window: int | None = None
+    side_caches: tuple[SideCache, ...] = ()
 
     @property
     def num_layers(self) -> int:

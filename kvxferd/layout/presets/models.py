@@ -5,12 +5,15 @@ from __future__ import annotations
 from kvxferd.layout.presets.model_facts import (
     LayerKind,
     ModelFacts,
+    SideCache,
+    StateComponent,
     TokenComponent,
     gdn_states,
     key_and_value,
     mamba1_states,
     mamba2_states,
 )
+from kvxferd.layout.presets.sparse_models import SPARSE_MODELS
 
 _FULL, _SLIDING, _STATE, _NONE = LayerKind.FULL, LayerKind.SLIDING, LayerKind.STATE, LayerKind.NONE
 
@@ -102,10 +105,36 @@ _TINY = (
         mamba2_states(num_heads=6, head_dim=2, num_groups=2, state_size=2),
     ),
     ModelFacts("tiny-mamba1", 0, (_STATE,) * 3, states=mamba1_states(6, 2)),
+    # Items of two tokens with a scale each, raw rows in blocks of their own, and a ring.
+    ModelFacts(
+        "tiny-sparse",
+        2,
+        (_SLIDING, _FULL, _FULL),
+        key_and_value(2, 2),
+        sliding_window=6,
+        side_caches=(
+            SideCache(
+                "compressed",
+                (1, 2),
+                (
+                    TokenComponent("compressed", 1, 6, is_replicated=True, granule_tokens=2),
+                    TokenComponent("compressed.scale", 1, 2, is_replicated=True, granule_tokens=2),
+                ),
+            ),
+            SideCache(
+                "compressor",
+                (1,),
+                (TokenComponent("compressor", 1, 8, "float32", 4, is_replicated=True),),
+                sliding_window=3,
+                block_tokens=8,
+            ),
+            SideCache("ring", (2,), states=(StateComponent("ring", 1, 4, rows=3, is_replicated=True),)),
+        ),
+    ),
     ModelFacts("tiny-gdn", 2, (_STATE, _FULL, _STATE), key_and_value(2, 2), gdn_states(2, 2, 4, 1)),
 )
 
-MODELS: dict[str, ModelFacts] = {model.name: model for model in (*_ALL, *_TINY)}
+MODELS: dict[str, ModelFacts] = {model.name: model for model in (*_ALL, *SPARSE_MODELS, *_TINY)}
 
 # The default member of each family.
 MODEL_SYNONYMS: dict[str, str] = {
@@ -113,6 +142,11 @@ MODEL_SYNONYMS: dict[str, str] = {
     "gemma-3": "gemma-3-27b",
     "gpt-oss": "gpt-oss-120b",
     "nemotron-h": "nemotron-h-8b",
+    "deepseek-v4": "deepseek-v4-flash",
+    "deepseek-v4.1": "deepseek-v4.1-flash",
+    "glm-5-next": "glm-5.3-flash",
+    "step-5": "step-5-preview",
+    "qwen4": "qwen3.8-flash-next",
 }
 
 

@@ -9,14 +9,18 @@ from kvxferd.layout.conv_split import ConvPart, MambaConvSplitInfo
 from kvxferd.layout.presets.deployment_options import ShardPosition
 from kvxferd.layout.presets.model_facts import StateComponent
 from kvxferd.layout.sharding import shard_units
-from kvxferd.layout.tensors import CacheTensor, Group, num_units
+from kvxferd.layout.tensors import CacheTensor, Group, UnitRange, num_units
 
 
 def state_bytes(states: tuple[StateComponent, ...], share: ShardPosition) -> int:
     """Return the bytes of one request's state in one layer on a rank."""
-    return sum(
-        num_units(shard_units(s.num_units, share.tp_size, share.tp_rank)) * s.unit_bytes for s in states
-    )
+    return sum(num_units(_held_units(s, share)) * s.unit_bytes for s in states)
+
+
+def _held_units(state: StateComponent, share: ShardPosition) -> tuple[UnitRange, ...]:
+    if state.is_replicated:
+        return (UnitRange(0, state.num_units),)
+    return shard_units(state.num_units, share.tp_size, share.tp_rank)
 
 
 def state_tensors(
@@ -34,7 +38,7 @@ def state_tensors(
 
     The parts of a convolution have as many rows and bytes an item. Row-major is SD, else DS.
     """
-    held = {s.name: shard_units(s.num_units, share.tp_size, share.tp_rank) for s in states}
+    held = {s.name: _held_units(s, share) for s in states}
     convolution = [state for state in states if state.is_convolution]
     if convolution:
         first = convolution[0]

@@ -68,7 +68,7 @@ class TokenArray:
         self._components = components
         self._group = group
         self._is_vectorised = choices.arrangement == VECTORISED
-        self._block_tokens = choices.block_tokens
+        self._block_tokens = group.block_tokens // group.physical_blocks_per_logical
         self._units = {c.name: held_units(c, share) for c in components}
         self._axis_lengths = {
             "l": num_layers,
@@ -105,10 +105,15 @@ class TokenArray:
             starts[component.name] = page
             inner[component.name] = axis_strides(order, extents, component.head_bytes)
             page += inner[component.name].total
-        page = max(page, choices.page_bytes)
-        layer = page * self._axis_lengths["b"]
-        total = layer * self._axis_lengths["l"]
-        found = {name: s._replace(layer=layer, block=page, total=total) for name, s in inner.items()}
+        num_layers, num_blocks = self._axis_lengths["l"], self._axis_lengths["b"]
+        if choices.has_cross_layer_pages:
+            layer, block = page, max(page * num_layers, choices.page_bytes)
+            total = block * num_blocks
+        else:
+            block = max(page, choices.page_bytes)
+            layer = block * num_blocks
+            total = layer * num_layers
+        found = {name: s._replace(layer=layer, block=block, total=total) for name, s in inner.items()}
         return found, starts
 
     def _inner_axis_lengths(self, component: TokenComponent) -> dict[str, int]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
-from kvxferd.integrations.vllm.step_metadata import ExtendSpec
+from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
+from kvxferd.integrations.vllm.session.step_metadata import ExtendSpec
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest, Request, Status
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
@@ -56,7 +56,7 @@ class Overlap:
         params = {"do_remote_decode": True, "kvxferd": ref, "kvxferd_overlap": True}
         request = Request(name, NUM_TOKENS, params)
         engine.scheduler.request_added(request)
-        engine.pool.of_request[name] = IDS
+        engine.pool.give(name, IDS)
         self.asked.append(request)
         return request
 

@@ -11,12 +11,12 @@ import pytest
 from kvxferd.client import Publisher, connect
 from kvxferd.errors import KvxferdError
 from kvxferd.integrations.vllm.options import Options
-from kvxferd.integrations.vllm.publisher_session import (
+from kvxferd.integrations.vllm.session.publisher_session import (
     open_publisher,
     open_publisher_by_id,
     open_publisher_in_thread,
 )
-from kvxferd.integrations.vllm.step_metadata import EngineReport
+from kvxferd.integrations.vllm.session.step_metadata import EngineReport
 from tests.support.connector_harness import EngineUnderTest
 from tests.support.nodes.daemon import Daemon
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvxferd.integrations.vllm.early_pulls import EarlyPullLimits
+from kvxferd.integrations.vllm.session.early_pulls import EarlyPullLimits
 from tests.support.connector_harness import EngineUnderTest
 from tests.support.http_engine import CHAT, COMPLETIONS, HttpEngine, content_of, prompt_of
 from tests.support.nodes.fleet import Fleet

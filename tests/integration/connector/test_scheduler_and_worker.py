@@ -11,10 +11,10 @@ import pytest
 
 from kvxferd.client import BlockList
 from kvxferd.errors import Code
-from kvxferd.integrations.vllm.facts import CacheGroup, CacheKind
-from kvxferd.integrations.vllm.groups import CacheGroups
-from kvxferd.integrations.vllm.scheduler import ConnectorScheduler
-from kvxferd.integrations.vllm.worker import MAX_DAEMON_WAIT_S, Results
+from kvxferd.integrations.vllm.layout.facts import CacheGroup, CacheKind
+from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.integrations.vllm.session.scheduler import ConnectorScheduler
+from kvxferd.integrations.vllm.session.worker import MAX_DAEMON_WAIT_S, Results
 from kvxferd.memory import SealedMemory
 from tests.support.connector_harness import (
     BLOCK_TOKENS,

@@ -13,8 +13,8 @@ import pytest
 
 from kvxferd.client import Region
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.integrations.vllm import sleep
-from kvxferd.integrations.vllm.worker import ConnectorWorker
+from kvxferd.integrations.vllm.session import sleep
+from kvxferd.integrations.vllm.session.worker import ConnectorWorker
 from kvxferd.memory.device import DeviceMemory
 from tests.support.connector_harness import EngineUnderTest
 from tests.support.fake_driver import FakeDriver

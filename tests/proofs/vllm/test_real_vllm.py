@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from kvxferd.ids import EngineId
-from kvxferd.integrations.vllm import support
-from kvxferd.integrations.vllm.facts import AttentionFacts, StateFacts
-from kvxferd.integrations.vllm.request_params import ref_from_params
+from kvxferd.integrations.vllm.layout import support
+from kvxferd.integrations.vllm.layout.facts import AttentionFacts, StateFacts
+from kvxferd.integrations.vllm.session.request_params import ref_from_params
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
 from kvxferd.plan import TransferTopology
@@ -137,6 +137,17 @@ def test_its_base_class_calls_what_the_connector_defines() -> None:
     assert found["differing"] == []
 
 
+def test_its_cache_gets_the_layout_that_the_connector_prefers_where_the_backend_takes_it() -> None:
+    assert send_request("layouts") == {
+        "by itself": "LBNHC",
+        "auto": "LBHNC",
+        "auto, latents": "LBNHC",
+        "named": "BLHNC",
+        "named, one other taken": "LBHNC",
+        "beside another": "LBHNC",
+    }
+
+
 def test_its_server_understands_what_the_connector_counts_alone_and_as_one_of_several() -> None:
     """Where it does not, the server ends with the first transfer."""
     said = send_request("statistics")
@@ -182,8 +193,7 @@ def test_two_stages_and_the_first_request_are_published_at_each_position_of_mult
 def test_the_tables_of_what_is_supported_have_each_name_of_its() -> None:
     found = send_request("names")
     assert set(found["caches"]) - {"AttentionSpec"} == {*support.CACHES, support.UNIFORM_SPEC}
-    assert set(found["backends"]) <= set(support.BACKENDS)
-    assert set(found["quantisation"]) == set(support.QUANT_MODES)
+    assert set(found["quantisation"]) >= set(support.QUANT_MODES)
     assert set(support.PARALLEL_SIZES) <= set(found["parallel"])
 
 

@@ -142,14 +142,14 @@ def check_reads(made: TransferTopology, heads: int, remote_tp: int) -> None:
     states = overlapping(made.spec.tp_size, made.spec.tp_rank, remote_tp)
     sources = sorted({*reads, *states})
     assert made.target_remote_ranks(engine_id) == sources
-    assert made.is_kv_replicated(engine_id) is (0 < heads < remote_tp)
+    assert made.is_kv_replicated(engine_id) is (max(1, heads) < remote_tp)
     assert made.replicates_kv_cache(engine_id) is (heads < remote_tp or heads == 0)
     info = made.hybrid_info(engine_id)
     assert info.remote_tp_size == remote_tp
     assert info.remote_fa_source_ranks == tuple(reads)
     assert info.remote_all_source_ranks == tuple(sources)
     assert (info.remote_num_fa_reads, info.remote_num_mamba_reads) == (len(reads), len(states))
-    assert info.is_remote_replicated is (0 < heads < remote_tp)
+    assert info.is_remote_replicated is (max(1, heads) < remote_tp)
     assert info.remote_physical_heads == len(held_heads(heads, remote_tp, 0))
 
 

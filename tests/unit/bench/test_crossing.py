@@ -15,7 +15,13 @@ from kvxferd.bench.cases import (
     reads_of,
     stamp_of,
 )
-from kvxferd.bench.measures.crossing import CROSSINGS, Crossing, deployment_of, request_tokens
+from kvxferd.bench.measures.crossing import (
+    CROSSINGS,
+    Crossing,
+    crossings_of,
+    deployment_of,
+    request_tokens,
+)
 from kvxferd.bench.shapes import EngineOptions
 from kvxferd.bench.workload import GIB, MIB
 from kvxferd.ids import Rank
@@ -29,6 +35,14 @@ def case_of(crossing: Crossing, num_tokens: int) -> Case:
     deployment = deployment_of("d", crossing, num_tokens)
     blocks = num_tokens // crossing.source.block_tokens
     return Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=blocks)
+
+
+def test_several_layouts_are_each_read_from_twice_as_many_ranks() -> None:
+    assert crossings_of(("HND",)) == CROSSINGS
+    assert list(map(str, crossings_of(("LBNHC", "BHLNC")))) == [
+        "LBNHC/16 TP4 to LBNHC/16 TP2",
+        "BHLNC/16 TP4 to BHLNC/16 TP2",
+    ]
 
 
 @pytest.mark.parametrize("crossing", CROSSINGS, ids=str)

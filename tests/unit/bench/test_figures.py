@@ -4,9 +4,11 @@ import pytest
 
 from kvxferd.bench.figures import Measurements, figures_of, summary_of
 from kvxferd.bench.implementations import ENGINE, KVXFERD, RAW
+from kvxferd.bench.measures.first_pull import FirstPull
 from kvxferd.bench.measures.latency import added_latency
 from kvxferd.bench.rounds import Round, Rounds
 from kvxferd.bench.samples import Sample
+from kvxferd.bench.workload import MIB
 from tests.support import bench_results
 
 KEYS = {
@@ -60,6 +62,15 @@ def test_aims_are_judged() -> None:
     assert figures["added_latency_us_p99"].met is False
     assert (figures["handover_ratio"].met, figures["handover_ratio_one_chunk"].met) == (True, False)
     assert all(figure.how and figure.aim for figure in figures.values())
+
+
+def test_first_pulls_of_several_layouts_are_figures_of_their_own() -> None:
+    pulls = [FirstPull(MIB, "LBNHC", [0.2]), FirstPull(MIB, "BLHNC", [0.1, 0.3, 0.1])]
+    found = {figure.name: figure.value for figure in figures_of(Measurements(first_pulls=pulls))}
+    assert found == {
+        "first_pull_ms_LBNHC": pytest.approx(200),
+        "first_pull_ms_BLHNC": pytest.approx(100),
+    }
 
 
 def test_what_was_not_measured_is_null_and_not_made_up() -> None:

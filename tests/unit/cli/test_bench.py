@@ -26,7 +26,7 @@ from tests.support import bench_results
         (["--shape", "gpt-5"], "llama-3-70b"),
         (["--transport", "rdma"], "cma"),
         (["--measure", "speed"], "latency"),
-        (["--quick", "--size", "4M"], "--quick has its own shapes, sizes and rounds"),
+        (["--quick", "--size", "4M"], "--quick has its own shapes, sizes, layouts and rounds"),
         (["--size", "2G", "--in-flight", "64"], "no size fits"),
     ],
 )

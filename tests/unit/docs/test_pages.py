@@ -24,7 +24,7 @@ from kvxferd.cli.root import root
 from kvxferd.config import SETTINGS
 from kvxferd.control.http_routes import ROUTES
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.integrations.vllm.gpu_placement import GpuPlacement, placements_for
+from kvxferd.integrations.vllm.memory.gpu_placement import GpuPlacement, placements_for
 from kvxferd.integrations.vllm.options import Options, read_options
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from tests.support.documented_commands import Command, blocks_of, commands_of

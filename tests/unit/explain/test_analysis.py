@@ -209,3 +209,16 @@ def test_a_rank_that_holds_countless_units_costs_its_reader_nothing() -> None:
     countless = UnitRange(0, 1 << 62)
     assert format_unit_ranges((countless,)) == f"0-{(1 << 62) - 1}"
     assert format_units({"ssm": (countless,)}) == f"ssm 0-{(1 << 62) - 1}"
+
+
+@pytest.mark.parametrize(
+    "model", ["deepseek-v4", "deepseek-v4.1", "glm-5-next", "step-5", "minimax-m3", "qwen4"]
+)
+def test_models_with_compressed_caches_are_explained_across_parallel_sizes(model: str) -> None:
+    """What every rank holds, each reads from one rank of the other side; heads and states are divided."""
+    one, found = explained(model, model), explained(f"{model},tp=8", f"{model},tp=4")
+    (alone,) = one.ranks
+    for rank in found.ranks:
+        assert {read.kind for read in rank.reads} == {read.kind for read in alone.reads}
+        assert rank.num_bytes <= alone.num_bytes
+    assert found.num_bytes >= one.num_bytes

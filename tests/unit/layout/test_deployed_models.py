@@ -161,7 +161,7 @@ def test_what_no_engine_could_be(chosen: dict[str, object], words: str) -> None:
         engine("tiny-dense", choices(**chosen))
 
 
-@pytest.mark.parametrize("layout", ["cross-layer", "vectorised"])
+@pytest.mark.parametrize("layout", ["cross-layer", "BLHNC", "BHLNC", "LHBNC", "vectorised"])
 def test_arrangements_that_shared_pages_cannot_have(layout: str) -> None:
     """K and V of one layer share a page with its states."""
     with pytest.raises(ValueError, match="shared pages"):

@@ -53,6 +53,83 @@ def test_what_a_model_caches(name: str, per_token: int, per_request: int) -> Non
     assert state_bytes(layout) == per_request
 
 
+V4_RECORD, INDEX_KEY = 448 + 2 * 64 + 8, 128 + 4
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        # layers x bytes of 1,024 tokens, or of a request's state
+        (
+            "deepseek-v4",
+            {
+                "sliding": 43 * 1024 * V4_RECORD,
+                "compressed.4": 21 * 256 * (V4_RECORD + INDEX_KEY),
+                "compressed.128": 20 * 8 * V4_RECORD,
+                "compressor.4": 21 * 1024 * 4 * (4 * 512 + 4 * 128),
+                "compressor.128": 20 * 1024 * 4 * 2 * 512,
+            },
+        ),
+        (
+            "deepseek-v4.1",
+            {
+                "sliding": 40 * 1024 * 528,
+                "compressed.2": 3 * 512 * (528 + INDEX_KEY),
+                "compressed.1": 1024 * (528 + INDEX_KEY),
+                "compressor": 3 * 8 * 2 * 512 * 4,
+            },
+        ),
+        (
+            "glm-5-next",
+            {
+                "full": 11 * (1024 * 2 * 512 + 64 * INDEX_KEY),
+                "state.0": 34 * (3 * 3 * 64 * 128 * 2 + 64 * 128 * 128 * 4),
+                "indexer.tail": 11 * 16 * 2 * 128 * 2,
+            },
+        ),
+        (
+            "step-5",
+            {
+                "full": 23 * 1024 * 2 * 4 * 192 * 2,
+                "sliding": 69 * 1024 * 2 * 4 * 192 * 2,
+                "summary": 23 * 128 * 256,
+                "summary.ring": 23 * 8 * 1024,
+            },
+        ),
+        ("minimax-m3", {"full": 60 * 1024 * 2 * 4 * 128 * 2, "indexer": 57 * 1024 * 128 * 2}),
+        (
+            "qwen4",
+            {
+                "full": 12 * 1024 * 2 * 2 * 256 * 2,
+                "state.0": 36 * (3 * (2 * 16 + 48) * 128 * 2 + 48 * 128 * 128 * 4),
+                "indexer": 12 * 256 * 128 * 2,
+                "indexer.ring": 12 * 4 * (128 * 2 + 3 * 8),
+                "ple": 4 * 2560 * 9 * 2,
+            },
+        ),
+    ],
+)
+def test_what_a_model_with_side_caches_keeps_in_each_group(name: str, groups: dict[str, int]) -> None:
+    ((_, layout),) = deploy(name).values()
+    found = dict.fromkeys((group.name for group in layout.groups), 0)
+    of_states = {group.name for group in layout.groups if group.kind is GroupKind.STATE}
+    for tensor in layout.tensors:
+        items = 1 if tensor.group in of_states else 1024 // tensor.granule_tokens
+        found[tensor.group] += items * tensor.num_units * tensor.content_bytes
+    assert found == groups
+
+
+def test_a_block_has_whole_items() -> None:
+    ((_, layout),) = deploy("deepseek-v4", block_tokens=24).values()
+    assert {group.name: group.block_tokens for group in layout.groups} == {
+        "sliding": 24,
+        "compressed.4": 24,
+        "compressed.128": 384,
+        "compressor.4": 4,
+        "compressor.128": 8,
+    }
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", ["NHD+SD", "blocks-first", "packed", "HND"])
 def test_every_model_in_a_real_deployment(name: str, layout: str) -> None:

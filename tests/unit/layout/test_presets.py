@@ -62,6 +62,12 @@ def spec(pp_rank: int = 0) -> EngineSpec:
         ("NHD-cross-layer", (512, 32, 16, 128, 256)),
         ("HND-packed", (256, 32, 128, 16, 2048)),
         ("NHD-packed", (256, 64, 32, 16, 2048)),
+        ("LBHNC", (256, 32, 128, 16, 2048)),
+        ("LBNHC", (256, 64, 32, 16, 2048)),
+        ("BLHNC", (512, 32, 128, 16, 256)),
+        ("BLNHC", (512, 64, 32, 16, 256)),
+        ("BHLNC", (512, 32, 256, 16, 128)),
+        ("LHBNC", (128, 32, 1024, 16, 2048)),
     ],
 )
 def test_strides_of_each_arrangement(layout: str, want: tuple[int, ...]) -> None:

@@ -124,6 +124,15 @@ def test_handshake_metadata_of_one_stage_reaches_a_legacy_connector() -> None:
     assert legacy.given == {0: "a", 1: "b"}
 
 
+@pytest.mark.parametrize("connector", [LegacyConnector(), StagedConnector()])
+def test_two_workers_of_one_rank_are_refused(connector: LegacyConnector) -> None:
+    """Merged, the last one would stand for both."""
+    with pytest.raises(EngineError, match=r"two workers report pp0.tp1") as caught:
+        set_xfer_handshake_metadata_pp_aware(connector, [{(0, 0): "a", (0, 1): "b"}, {(0, 1): "c"}])
+    assert caught.value.code is Code.RANK_TAKEN
+    assert connector.given is None
+
+
 def test_handshake_metadata_of_two_stages_needs_a_connector_that_knows_them() -> None:
     """GOLDEN row 3."""
     metadata = [{(0, 0): "a"}, {(1, 0): "b"}]

@@ -87,7 +87,7 @@ def test_sources_and_reads(
         assert list(facts.remote_all_source_ranks) == every[rank]
         assert (facts.remote_num_fa_reads, facts.remote_num_mamba_reads) == reads
         assert set(facts.remote_fa_source_ranks) <= set(facts.remote_all_source_ranks)
-        assert facts.is_remote_replicated is (0 < heads < remote_tp)
+        assert facts.is_remote_replicated is (max(1, heads) < remote_tp)
         assert facts.remote_physical_heads == (max(1, heads // remote_tp) if heads else 1)
 
 

@@ -87,6 +87,38 @@ def test_handshake_target_ranks(tp: int, remote_tp: int, want: list[list[int]]) 
 
 
 @pytest.mark.parametrize(
+    ("dcp", "tp", "remote_dcp", "remote_tp", "want"),
+    [
+        # Each is (dcp_size in 1, tp_size) of vLLM's formula: r % local DCP, or local rank % remote DCP.
+        (1, 2, 4, 4, [[0, 1, 2, 3]] * 2),
+        (2, 2, 4, 4, [[0, 2], [1, 3]]),
+        (4, 4, 2, 2, [[0], [1], [0], [1]]),
+        (2, 2, 1, 2, [[0], [1]]),
+        # Two shares of the heads and two of the tokens on both sides: one rank each.
+        (2, 4, 2, 4, [[0], [1], [2], [3]]),
+        (3, 3, 2, 2, [[0, 1]] * 3),  # sizes that do not divide
+    ],
+)
+def test_handshake_target_ranks_of_engines_that_share_tokens(
+    dcp: int, tp: int, remote_dcp: int, remote_tp: int, want: list[list[int]]
+) -> None:
+    ranks = deploy("tiny-mla", tp=tp // dcp, cp=dcp)
+    found = [
+        TransferTopology(*ranks[Rank(0, rank)]).handshake_target_ranks(remote_tp, remote_dcp)
+        for rank in range(tp)
+    ]
+    assert found == want
+
+
+def test_terms_tell_who_shares_tokens() -> None:
+    made = TransferTopology(*deploy("tiny-mla", tp=1, cp=2)[Rank(0, 1)])
+    register(made, deploy("tiny-mla", tp=1, cp=4, engine_id=REMOTE))
+    terms = made.terms(REMOTE)
+    assert (terms["local_dcp_size"], terms["remote_dcp_size"]) == (2, 4)
+    assert terms["handshake_target_ranks"] == terms["target_remote_ranks"] == [1, 3]
+
+
+@pytest.mark.parametrize(
     ("remote_tp", "is_replicated", "handshake", "target"),
     [(1, False, [0], [0]), (2, False, [1], [1]), (4, True, [2, 3], [2])],
 )
@@ -102,14 +134,16 @@ def test_target_remote_ranks(
     assert made.target_remote_ranks(REMOTE) == target
 
 
-def test_an_engine_without_heads_is_replicated_but_not_by_its_heads() -> None:
-    """MLA."""
+def test_latents_count_as_one_head() -> None:
+    """MLA: every rank of several holds a copy."""
     made = TransferTopology(*deploy("tiny-mla", tp=2)[Rank(0, 1)])
     register(made, deploy("tiny-mla", tp=4, engine_id=REMOTE))
     assert made.is_mla
     assert made.replicates_kv_cache(REMOTE)
-    assert not made.is_kv_replicated(REMOTE)
+    assert made.is_kv_replicated(REMOTE)
     assert made.target_remote_ranks(REMOTE) == [2]
+    register(made, deploy("tiny-mla", engine_id="one rank"))
+    assert not made.is_kv_replicated(EngineId("one rank"))
 
 
 @pytest.mark.parametrize(
@@ -163,6 +197,7 @@ def test_terms_have_the_names_of_in_engine_connectors() -> None:
         "local_engine_id": "prefill",
         "local_rank": Rank(0, 1),
         "local_tp_size": 2,
+        "local_dcp_size": 1,
         "num_kv_heads": 2,
         "engine_id": "remote",
         "generation": "g1",
@@ -174,6 +209,7 @@ def test_terms_have_the_names_of_in_engine_connectors() -> None:
         "remote_pp_rank": 0,
         "start_layer": 0,
         "end_layer": 2,
+        "remote_dcp_size": 1,
         "tp_ratio": -2,
         "block_size_ratio": 1,
         "handshake_target_ranks": [2, 3],

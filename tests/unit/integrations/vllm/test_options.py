@@ -10,8 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from kvxferd.errors import Code, EngineError
-from kvxferd.integrations.vllm import stats
 from kvxferd.integrations.vllm.options import Options, read_options
+from kvxferd.integrations.vllm.session import stats
 
 
 def test_nothing_need_be_said() -> None:
@@ -34,12 +34,30 @@ def test_seconds_may_be_whole_numbers() -> None:
         ({"progressive_requests": 0}, "progressive_requests"),
         ({"progressive_blocks": 1.5}, "progressive_blocks"),
         ({"progressive_blocks": float("nan")}, "progressive_blocks"),
+        ({"kv_cache_layout": "HND"}, "kv_cache_layout"),
     ],
 )
 def test_a_wrong_setting_is_named(given: dict[str, Any], named: str) -> None:
     with pytest.raises(EngineError, match=named) as caught:
         read_options(given)
     assert caught.value.code is Code.CONFIG_INVALID
+
+
+@pytest.mark.parametrize(
+    ("given", "of_heads", "of_latents"),
+    [
+        ({}, "LBHNC", None),
+        ({"kv_cache_layout": "auto"}, "LBHNC", None),
+        ({"kv_cache_layout": "BLHNC"}, "BLHNC", "BLHNC"),  # named: asked for, latents too
+        ({"kv_cache_layout": "engine"}, None, None),
+    ],
+)
+def test_which_layout_is_asked_of_vllm(
+    given: dict[str, Any], of_heads: str | None, of_latents: str | None
+) -> None:
+    options = read_options(given)
+    assert options.preferred_layout(has_latents=False) == of_heads
+    assert options.preferred_layout(has_latents=True) == of_latents
 
 
 def test_intervals_of_several_ranks_add_up() -> None:

@@ -1,0 +1,352 @@
+"""What is derived of tensors and specs, kind by kind, and what is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvxferd.errors import Code, LayoutError
+from kvxferd.integrations.vllm.layout.derivation import DerivedCaches, derive_layout
+from kvxferd.integrations.vllm.layout.facts import (
+    AttentionFacts,
+    CacheGroup,
+    CacheKind,
+    LayerFacts,
+    StateFacts,
+    WorkerFacts,
+)
+from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.layout import CacheTensor, EngineSpec, TokenShard, UnitRange
+from kvxferd.layout.validate import validate_layout
+from tests.support.vllm_caches import CPU, FLASH, layer_views
+
+BLOCKS, TOKENS = 4, 16
+ATTENTION = AttentionFacts(2, 8, 8, "bfloat16", 2)
+LATENT = AttentionFacts(1, 24, 0, "bfloat16", 2)
+INDEXER = AttentionFacts(1, 132, 0, "uint8", 1)
+ODD_INDEXER = AttentionFacts(1, 100, 0, "uint8", 1)
+ONE_HEAD = AttentionFacts(1, 8, 8, "bfloat16", 2)
+WORKER = WorkerFacts(0, 4, 4, 2, num_blocks=BLOCKS)
+FULL = CacheGroups((CacheGroup(0, CacheKind.FULL, TOKENS),), 1)
+
+
+def name(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def a_layer(layer: int = 1, cache: AttentionFacts | StateFacts = ATTENTION, **more: object) -> LayerFacts:
+    facts = {"group": 0, "backend": FLASH} | more
+    return LayerFacts(name(layer), cache=cache, **facts)  # type: ignore[arg-type]
+
+
+def a_cache(heads: int = 2, content: int = 16, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(BLOCKS, heads, TOKENS, content, dtype=dtype)
+
+
+NOT_HEAD_BY_HEAD = a_cache().transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def tensor_of(derived: DerivedCaches, component: str, layer: int = 1) -> CacheTensor:
+    (found,) = [t for t in derived.layout.tensors if (t.layer, t.component) == (layer, component)]
+    return found
+
+
+def valid(derived: DerivedCaches, worker: WorkerFacts = WORKER) -> DerivedCaches:
+    spec = EngineSpec(
+        "e", "g", worker.num_layers, worker.pp_size, worker.tp_size, worker.pp_rank, worker.tp_rank
+    )
+    validate_layout(spec, derived.layout)
+    return derived
+
+
+class TestAttention:
+    def test_keys_and_values_lie_in_the_content_of_a_head(self) -> None:
+        cache = a_cache()
+        derived = valid(derive_layout({name(1): cache}, [a_layer()], FULL, WORKER))
+        key, value = tensor_of(derived, "k"), tensor_of(derived, "v")
+        (address, size, _) = derived.regions[key.region]
+        assert address % 4096 == size % 4096 == 0
+        assert address + key.offset == cache.data_ptr()
+        assert value.offset - key.offset == 8 * 2
+        assert (key.block_stride, key.unit_stride, key.token_stride) == (2 * 16 * 16 * 2, 16 * 16 * 2, 16 * 2)
+        assert key.units == (UnitRange(0, 2),)
+
+    def test_values_may_be_of_another_size(self) -> None:
+        facts = dataclasses.replace(ATTENTION, head_size=8, head_size_v=4)
+        layer = a_layer(cache=facts, backend="FlashAttentionDiffKVBackend")
+        derived = valid(derive_layout({name(1): a_cache(content=12)}, [layer], FULL, WORKER))
+        assert tensor_of(derived, "k").chunk_bytes == 16
+        assert tensor_of(derived, "v").chunk_bytes == 8
+
+    def test_a_kernel_block_smaller_than_an_id(self) -> None:
+        cache = torch.zeros(BLOCKS * 4, 2, 4, 16, dtype=torch.bfloat16)
+        derived = valid(derive_layout({name(1): cache}, [a_layer()], FULL, WORKER))
+        (group,) = derived.layout.groups
+        assert (group.num_blocks, group.block_tokens, group.physical_blocks_per_logical) == (4, 16, 4)
+
+    def test_padded_pages(self) -> None:
+        buffer = torch.zeros(BLOCKS * 4096, dtype=torch.int8)
+        cache = torch.as_strided(buffer, (BLOCKS, 2, TOKENS, 32), (4096, 512, 32, 1)).view(torch.bfloat16)
+        derived = valid(derive_layout({name(1): cache}, [a_layer()], FULL, WORKER))
+        assert tensor_of(derived, "k").block_stride == 4096
+
+    def test_fp8_is_one_byte_of_its_own_dtype(self) -> None:
+        facts = AttentionFacts(2, 8, 8, "float8_e4m3fn", 1)
+        derived = derive_layout({name(1): a_cache(dtype=torch.uint8)}, [a_layer(cache=facts)], FULL, WORKER)
+        assert (tensor_of(valid(derived), "k").dtype, tensor_of(derived, "k").chunk_bytes) == (
+            "float8_e4m3fn",
+            8,
+        )
+
+    def test_a_layer_with_heads_of_its_own_number(self) -> None:
+        worker = dataclasses.replace(WORKER, tp_size=2, tp_rank=1, num_kv_heads=8)
+        derived = valid(derive_layout({name(1): a_cache()}, [a_layer()], FULL, worker), worker)
+        assert tensor_of(derived, "k").units == (UnitRange(2, 4),)
+
+    def test_layers_that_use_anothers_cache_are_described_by_its_owner(self) -> None:
+        cache = a_cache()
+        derived = valid(derive_layout({name(1): cache, name(3): cache}, [a_layer()], FULL, WORKER))
+        assert {t.layer for t in derived.layout.tensors} == {1}
+
+
+class TestLatents:
+    def test_a_latent_is_one_unit_on_every_rank(self) -> None:
+        worker = dataclasses.replace(WORKER, num_kv_heads=0, tp_size=8, tp_rank=5)
+        layer = a_layer(cache=LATENT, backend="FlashMLABackend")
+        derived = valid(derive_layout({name(1): a_cache(1, 24)}, [layer], FULL, worker), worker)
+        latent = tensor_of(derived, "latent")
+        assert (latent.units, latent.chunk_bytes, latent.token_stride) == ((UnitRange(0, 1),), 48, 48)
+
+    def test_opaque_rows_are_named(self) -> None:
+        facts = AttentionFacts(1, 656, 0, "uint8", 1, encoding="fp8_ds_mla")
+        layer = a_layer(cache=facts, backend="FlashMLASparseBackend")
+        derived = derive_layout({name(1): a_cache(1, 656, torch.uint8)}, [layer], FULL, WORKER)
+        assert tensor_of(derived, "latent").encoding == "fp8_ds_mla"
+
+    def test_an_indexers_block_is_all_keys_then_all_scales(self) -> None:
+        layer = a_layer(cache=INDEXER, backend="DeepseekV32IndexerBackend")
+        derived = valid(derive_layout({name(1): a_cache(1, 132, torch.uint8)}, [layer], FULL, WORKER))
+        key, scale = tensor_of(derived, "indexer.k"), tensor_of(derived, "indexer.scale")
+        assert (key.token_stride, scale.token_stride) == (128, 4)
+        assert scale.offset - key.offset == 128 * TOKENS
+
+
+class TestGroupsAndStages:
+    def test_a_stage_without_layers_of_a_group_has_the_group(self) -> None:
+        groups = CacheGroups(
+            (CacheGroup(0, CacheKind.FULL, TOKENS), CacheGroup(1, CacheKind.SLIDING, 8, 31)), 2
+        )
+        derived = valid(derive_layout({name(1): a_cache()}, [a_layer()], groups, WORKER))
+        assert [(g.name, g.sliding_window) for g in derived.layout.groups] == [
+            ("0.full", None),
+            ("1.sliding", 31),
+        ]
+
+    def test_groups_may_overlay_one_tensor(self) -> None:
+        """A hybrid's pages: whoever owns the block says what it is."""
+        groups = CacheGroups(
+            (CacheGroup(0, CacheKind.FULL, TOKENS), CacheGroup(1, CacheKind.STATE, TOKENS)), 2
+        )
+        buffer = torch.zeros(BLOCKS * 2048, dtype=torch.int8)
+        attention = torch.as_strided(buffer, (BLOCKS, 2, TOKENS, 32), (2048, 512, 32, 1)).view(torch.bfloat16)
+        page = torch.as_strided(buffer, (BLOCKS, 1, 1, 96 + 128), (2048, 224, 224, 1))
+        state = StateFacts("mamba1", ((16, 3), (16, 4)), (("bfloat16", 2), ("bfloat16", 2)), True)
+        layers = [a_layer(), LayerFacts("model.layers.2.mixer", 1, state)]
+        caches = {name(1): attention, "model.layers.2.mixer": page}
+        derived = valid(derive_layout(caches, layers, groups, WORKER))
+        assert len(derived.storages) == 1
+        assert tensor_of(derived, "conv.x", 2).offset == tensor_of(derived, "k").offset
+
+    @pytest.mark.parametrize(
+        ("kernel_tokens", "page_bytes", "is_enough"),
+        [
+            (4, 4096, True),  # 4 kernel blocks of 512 bytes, and a state of 1,600 takes 4
+            (2, 4096, True),  # more than the state needs, as --block-size may ask for
+            (16, 1024, False),  # a state of 1,600 in a block of 1,024
+            (8, 1024, False),
+        ],
+    )
+    def test_an_id_has_room_for_a_state(self, kernel_tokens: int, page_bytes: int, is_enough: bool) -> None:
+        """As many kernel blocks as the states' size gives, or more."""
+        groups = CacheGroups(
+            (CacheGroup(0, CacheKind.FULL, TOKENS), CacheGroup(1, CacheKind.STATE, TOKENS)), 2
+        )
+        per_id = TOKENS // kernel_tokens
+        block = page_bytes // per_id if is_enough else 1024 // per_id
+        buffer = torch.zeros(BLOCKS * 4096, dtype=torch.int8)
+        attention = torch.as_strided(
+            buffer, (BLOCKS * per_id, 2, kernel_tokens, 32), (block, kernel_tokens * 32, 32, 1)
+        ).view(torch.bfloat16)
+        page = torch.as_strided(buffer, (BLOCKS, 1, 1, 1600), (4096, 1600, 1600, 1))
+        state = StateFacts("mamba1", ((16, 2), (16, 48)), (("bfloat16", 2), ("bfloat16", 2)), True)
+        layers = [LayerFacts("model.layers.2.mixer", 1, state), a_layer()]
+        caches = {name(1): attention, "model.layers.2.mixer": page}
+        if is_enough:
+            assert valid(derive_layout(caches, layers, groups, WORKER))
+            return
+        with pytest.raises(LayoutError) as caught:
+            derive_layout(caches, layers, groups, WORKER)
+        needed = -(-1600 // block)
+        assert caught.value.message == (
+            "cannot describe the cache of layer 'model.layers.2.mixer': its states of 1600 bytes take "
+            f"{needed} kernel blocks of {block} bytes, and a block id of the attention in the same memory "
+            f"stands for {per_id}; start the engine with --block-size {needed * kernel_tokens} or more"
+        )
+
+    def test_layers_are_counted_over_all_stages(self) -> None:
+        worker = WorkerFacts(2, 4, 4, 2, pp_size=2, pp_rank=1, num_blocks=BLOCKS)
+        derived = valid(derive_layout({name(3): a_cache()}, [a_layer(3)], FULL, worker), worker)
+        assert (derived.layout.start_layer, derived.layout.end_layer) == (2, 4)
+        with pytest.raises(LayoutError, match=r"layer 1 is none of this rank's, \[2, 4\)"):
+            derive_layout({name(1): a_cache()}, [a_layer(1)], FULL, worker)
+
+    @pytest.mark.parametrize(
+        "draft",
+        [
+            "model.layers.4.self_attn.attn",
+            "draft_model.model.layers.0.attn",
+            "mtp.layers.0.self_attn.attn",
+        ],
+    )
+    def test_a_drafts_layers_follow_the_models_on_the_last_stage(self, draft: str) -> None:
+        worker = dataclasses.replace(WORKER, num_draft_layers=1, num_draft_kv_heads=2)
+        layers = [a_layer(), dataclasses.replace(a_layer(), name=draft)]
+        derived = valid(derive_layout({name(1): a_cache(), draft: a_cache()}, layers, FULL, worker), worker)
+        assert derived.layout.end_layer == 5
+        assert tensor_of(derived, "k", 4).units == (UnitRange(0, 2),)
+
+    def test_two_attentions_in_one_layer(self) -> None:
+        names = ["model.layers.1.self_attn.0.attn", "model.layers.1.self_attn.1.attn"]
+        layers = [dataclasses.replace(a_layer(), name=n) for n in names]
+        derived = valid(derive_layout({n: a_cache() for n in names}, layers, FULL, WORKER))
+        assert [t.component for t in derived.layout.tensors] == ["k.0", "k.1", "v.0", "v.1"]
+
+    def test_context_parallel_ranks_hold_turns_of_the_tokens(self) -> None:
+        groups = CacheGroups((CacheGroup(0, CacheKind.FULL, TOKENS, shard_count=4),), 1)
+        worker = dataclasses.replace(WORKER, num_kv_heads=0, tp_size=8, tp_rank=6, dcp_size=4, interleave=8)
+        layer = a_layer(cache=LATENT, backend="FlashMLABackend")
+        derived = valid(derive_layout({name(1): a_cache(1, 24)}, [layer], groups, worker), worker)
+        assert derived.layout.groups[0].token_shard == TokenShard(4, 2, 8)
+
+    def test_layers_of_one_allocation_share_a_region(self) -> None:
+        views = layer_views("BLHNC", (3, BLOCKS, 2, TOKENS, 16), torch.bfloat16)
+        caches = {name(layer): view for layer, view in enumerate(views)}
+        derived = valid(derive_layout(caches, [a_layer(i) for i in range(3)], FULL, WORKER))
+        assert len(derived.layout.regions) == 1
+        assert tensor_of(derived, "k", 2).offset - tensor_of(derived, "k", 0).offset == 2 * 2 * 16 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "cache", "why"),
+    [
+        (a_layer(backend="RocmAttentionBackend"), a_cache(), "RocmAttentionBackend: ROCm is not supported"),
+        (a_layer(backend=""), a_cache(), "its attention backend has no name"),
+        (a_layer(), a_cache(heads=4), "has 4 heads of 32 bytes, its spec 2 of 32"),
+        (a_layer(), a_cache(content=8), "has 2 heads of 16 bytes, its spec 2 of 32"),
+        (a_layer(), torch.zeros(BLOCKS, 512, dtype=torch.bfloat16), "shape (4, 512) is none that is known"),
+        (a_layer(), torch.zeros(2, 2, TOKENS, 2, 8, dtype=torch.bfloat16), "is none that is known here"),
+        (a_layer(), a_cache()[:, :, :8], "4 blocks of 8 tokens, its group 4 of 16"),
+        (a_layer(), torch.zeros(3, 2, TOKENS, 16, dtype=torch.bfloat16), "has 3 blocks"),
+        (a_layer(), a_cache()[..., ::1].transpose(2, 3), "heads of"),
+        (a_layer(backend=CPU, isa="vec"), NOT_HEAD_BY_HEAD, "in one piece"),
+        (a_layer(backend=CPU), a_cache(), "the instruction set"),
+        (a_layer(backend=CPU, isa="amx"), a_cache(), "a head of 8 elements is no whole number of 16"),
+        (
+            a_layer(cache=INDEXER, backend="DeepseekV4IndexerBackend"),
+            torch.zeros(BLOCKS, 1, TOKENS * 2, 132, dtype=torch.uint8)[:, :, ::2],
+            "its states of 132 bytes are 264 bytes apart",
+        ),
+        (a_layer(cache=ONE_HEAD), a_cache(1), "1 of 6 are held by rank 0 of 2"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused_by_name(layer: LayerFacts, cache: torch.Tensor, why: str) -> None:
+    worker = dataclasses.replace(WORKER, num_kv_heads=6, tp_size=2) if "of 6" in why else WORKER
+    with pytest.raises(LayoutError) as caught:
+        derive_layout({layer.name: cache}, [layer], FULL, worker)
+    assert caught.value.code is Code.LAYOUT_INVALID
+    assert caught.value.message.startswith(f"cannot describe the cache of layer {layer.name!r}: ")
+    assert why in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("caches", "why"),
+    [
+        ({}, "vLLM registered no tensor for it"),
+        (
+            {name(1): a_cache(), name(2): a_cache()},
+            "no cache group has it, and its tensor is no other layer's",
+        ),
+    ],
+)
+def test_layers_and_tensors_must_correspond(caches: dict[str, torch.Tensor], why: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        derive_layout(caches, [a_layer()], FULL, WORKER)
+    assert why in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"), [("model.embed.attn", "no layer number"), (name(9), "layer 9 is none")]
+)
+def test_a_name_must_tell_the_layer(bad: str, why: str) -> None:
+    layer = dataclasses.replace(a_layer(), name=bad)
+    with pytest.raises(LayoutError) as caught:
+        derive_layout({bad: a_cache()}, [layer], FULL, WORKER)
+    assert why in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("layer", "cache"),
+    [
+        (a_layer(backend="UnheardOfBackend"), a_cache()),
+        (a_layer(cache=LATENT), a_cache(1, 24)),  # a latent of a backend of keys and values
+        (a_layer(cache=ODD_INDEXER, backend="DeepseekV4IndexerBackend"), a_cache(1, 100, torch.uint8)),
+        (a_layer(cache=dataclasses.replace(ATTENTION, quantisation="nvfp4")), a_cache()),
+        (a_layer(cache=dataclasses.replace(ATTENTION, packed_bytes=40)), a_cache(content=20)),
+        (a_layer(cache=dataclasses.replace(ATTENTION, num_head_slots=4)), a_cache(4)),
+        (a_layer(cache=dataclasses.replace(ONE_HEAD, num_heads=5, num_head_slots=1)), a_cache(1)),
+    ],
+)  # fmt: skip
+def test_what_a_block_holds_need_not_be_known(layer: LayerFacts, cache: torch.Tensor) -> None:
+    worker = dataclasses.replace(WORKER, tp_size=2, tp_rank=1, vllm_version="0.33.0")
+    derived = valid(derive_layout({layer.name: cache}, [layer], FULL, worker), worker)
+    (page,) = derived.layout.tensors
+    assert (page.component, page.units, page.granule_tokens) == ("page", (UnitRange(1, 2),), TOKENS)
+    assert page.content_bytes == cache[0].numel() * cache.element_size()
+    assert page.encoding.startswith(f"opaque: {layer.backend}, ")
+    assert page.encoding.endswith("blocks of 16 tokens, tp 2, vllm 0.33.0")
+    assert derived.opaque_layers == {layer.backend: 1}
+
+
+def test_an_opaque_page_in_many_pieces_is_refused() -> None:
+    layer = a_layer(backend="UnheardOfBackend")
+    cache = torch.zeros(BLOCKS, 2, TOKENS, 2, 16, dtype=torch.bfloat16)[:, :, :, 0]
+    with pytest.raises(LayoutError, match=r"a block of shape \(2, 16, 16\) lies in pieces of 32 bytes"):
+        derive_layout({layer.name: cache}, [layer], FULL, WORKER)
+
+
+@pytest.mark.parametrize(
+    ("layer", "content", "why"),
+    [
+        (
+            a_layer(cache=dataclasses.replace(LATENT, tokens_per_state=4), backend="FlashMLABackend"),
+            24,
+            "cp_kv_cache_interleave_size is 2, and a state stands for 4 tokens",
+        ),
+        (
+            a_layer(cache=LATENT, backend="UnheardOfBackend"),
+            24,
+            "decode_context_parallel_size is 2, and which tokens a block of UnheardOfBackend holds",
+        ),
+    ],
+)
+def test_tokens_on_several_ranks_are_whole_states_of_known_blocks(
+    layer: LayerFacts, content: int, why: str
+) -> None:
+    assert isinstance(layer.cache, AttentionFacts)
+    groups = CacheGroups((CacheGroup(0, CacheKind.FULL, TOKENS, shard_count=2),), 1)
+    worker = dataclasses.replace(WORKER, num_kv_heads=0, tp_size=2, dcp_size=2, interleave=2)
+    cache = torch.zeros(BLOCKS, 1, TOKENS // layer.cache.tokens_per_state, content, dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match=why):
+        derive_layout({layer.name: cache}, [layer], groups, worker)

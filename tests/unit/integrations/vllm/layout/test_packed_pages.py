@@ -1,0 +1,318 @@
+"""Granules, rings, and several caches in one page: what vLLM 0.33's kernels wrote, another engine reads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvxferd.errors import Code, LayoutError, PlanError
+from kvxferd.integrations.vllm.layout.facts import AttentionFacts, CacheGroup, CacheKind
+from kvxferd.layout.validate import validate_layout
+from kvxferd.plan import make_plan
+from tests.support.vllm_pages import Cache, Family, How, PagedEngine, pull
+
+FULL, RING, WINDOW = 0, 1, 2  # indexes of groups
+
+
+def latent(size: int, per_state: int = 1, dtype: str = "uint8", encoding: str = "") -> AttentionFacts:
+    itemsize = {"uint8": 1, "bfloat16": 2, "float32": 4}[dtype]
+    return AttentionFacts(1, size, 0, dtype, itemsize, encoding, per_state)
+
+
+def caches_of(layer: str, **caches: tuple[int, str, AttentionFacts, tuple[int, ...]]) -> tuple[Cache, ...]:
+    """Return caches of one layer by the rest of their names, in which two underscores are a dot."""
+    return tuple(
+        Cache(f"{layer}.{name.replace('__', '.')}".removesuffix(".main"), group, backend, facts, parts)
+        for name, (group, backend, facts, parts) in caches.items()
+    )
+
+
+V4 = latent(584, 4, encoding="fp8_ds_mla")
+V4_PARTS, INDEXER_PARTS = (576, 8), (128, 4)
+FLASHMLA, SWA, INDEXER = (
+    "DeepseekV4FlashMLABackend",
+    "DeepseekSparseSWAFlashMLABackend",
+    "DeepseekV4IndexerBackend",
+)
+V4_WINDOW, OPEN_4, OPEN_128 = 1, 2, 3
+DEEPSEEK_V4 = Family(
+    "deepseek-v4",
+    caches_of(
+        "model.layers.0.attn",
+        main=(FULL, FLASHMLA, V4, V4_PARTS),
+        indexer__k_cache=(FULL, INDEXER, latent(132, 4), INDEXER_PARTS),
+        swa_cache=(V4_WINDOW, SWA, dataclasses.replace(V4, tokens_per_state=1), V4_PARTS),
+        compressor__state_cache=(OPEN_4, "CompressorBackend", latent(16, 1, "float32"), ()),
+        indexer__compressor__state_cache=(OPEN_4, "CompressorBackend", latent(8, 1, "float32"), ()),
+    )
+    + caches_of(
+        "model.layers.1.attn",
+        main=(FULL, FLASHMLA, dataclasses.replace(V4, tokens_per_state=128), V4_PARTS),
+        swa_cache=(V4_WINDOW, SWA, dataclasses.replace(V4, tokens_per_state=1), V4_PARTS),
+        compressor__state_cache=(OPEN_128, "CompressorBackend", latent(32, 1, "float32"), ()),
+    ),
+    (
+        CacheGroup(FULL, CacheKind.FULL, 256),
+        CacheGroup(V4_WINDOW, CacheKind.SLIDING, 64, kept_tokens=127),
+        CacheGroup(OPEN_4, CacheKind.SLIDING, 4, kept_tokens=7),
+        CacheGroup(OPEN_128, CacheKind.SLIDING, 8, kept_tokens=127),
+    ),
+)
+V41_ROW = latent(528, 1, encoding="fp8_ds_mla")
+DEEPSEEK_V41 = Family(
+    "deepseek-v41",
+    caches_of(
+        "model.layers.0.attn",
+        main=(FULL, "FlashMLAMegaAttnBackend", latent(288, 2, encoding="nvfp4_ds_mla"), ()),
+        indexer__k_cache=(FULL, "DeepseekV41IndexerBackend", latent(68, 2), (64, 4)),
+        swa_cache=(WINDOW, SWA, V41_ROW, ()),
+        compressor__state_cache=(RING, "CompressorBackend", latent(16, 1, "float32"), ()),
+    )
+    + caches_of("model.layers.1.attn", swa_cache=(WINDOW, SWA, V41_ROW, ())),
+    (
+        CacheGroup(FULL, CacheKind.FULL, 128),
+        CacheGroup(RING, CacheKind.STATE, 8),
+        CacheGroup(WINDOW, CacheKind.SLIDING, 32, kept_tokens=127, is_never_cached=True),
+    ),
+)
+GLM = Family(
+    "glm",
+    caches_of(
+        "model.layers.0.self_attn",
+        main=(FULL, "FlashMLASparseBackend", latent(656, encoding="fp8_ds_mla"), ()),
+        indexer__k_cache=(FULL, "Glm5NextIndexerBackend", latent(132, 4), INDEXER_PARTS),
+        indexer__tail=(RING, "KpoolTailBackend", AttentionFacts(2, 128, 0, "bfloat16", 2), ()),
+    ),
+    (CacheGroup(FULL, CacheKind.FULL, 128), CacheGroup(RING, CacheKind.STATE, 8)),
+)
+KEY_AND_VALUE = AttentionFacts(4, 16, 16, "bfloat16", 2)
+QSA = "Qwen4ExpQSAFlashAttentionBackend"
+STEP = Family(
+    "step",
+    (
+        Cache("model.layers.0.attn", FULL, "Step5DSAAttentionBackend", KEY_AND_VALUE, is_divided=True),
+        Cache("model.layers.0.attn.summary", FULL, "Step5SparseSummaryBackend", latent(256, 8)),
+        Cache("model.layers.0.attn.tail", RING, "Step5CSATailRingBackend", latent(512, 1, "bfloat16")),
+    ),
+    (CacheGroup(FULL, CacheKind.FULL, 64), CacheGroup(RING, CacheKind.STATE, 16)),
+    num_heads=4,
+)
+QWEN = Family(
+    "qwen",
+    (
+        Cache("model.layers.0.attn", FULL, QSA, KEY_AND_VALUE, is_divided=True),
+        Cache("model.layers.0.attn.compressed", FULL, "QSAStateBackend", latent(128, 8, "bfloat16")),
+        Cache("model.layers.0.attn.raw", RING, "QSAStateBackend", latent(140, 1, "bfloat16")),
+    ),
+    (CacheGroup(FULL, CacheKind.FULL, 64), CacheGroup(RING, CacheKind.STATE, 16)),
+    num_heads=4,
+)
+MINIMAX = Family(
+    "minimax",
+    (
+        Cache("model.layers.0.attn", FULL, "MiniMaxM3SparseMSABackend", KEY_AND_VALUE, is_divided=True),
+        Cache("model.layers.0.attn.indexer", FULL, "MiniMaxM3IndexerMSABackend", latent(128, 1, "bfloat16")),
+    ),
+    (CacheGroup(FULL, CacheKind.FULL, 128),),
+    num_heads=4,
+)
+TOKEN_SCALES = Family(
+    "token-scales",
+    tuple(
+        Cache(
+            f"model.layers.{layer}.attn",
+            FULL,
+            "TritonAttentionBackend",
+            AttentionFacts(4, 16, 16, dtype, 1, quantisation=mode, packed_bytes=size),
+            is_divided=True,
+        )
+        for layer, (dtype, mode, size) in enumerate(
+            [("int8", "int8_per_token_head", 40), ("uint8", "int4_per_token_head", 24)]
+        )
+    ),
+    (CacheGroup(FULL, CacheKind.FULL, 32),),
+    num_heads=4,
+)
+UNKNOWN = Family(
+    "unknown",
+    (
+        Cache("model.layers.0.attn", FULL, "UnheardOfBackend", KEY_AND_VALUE, is_divided=True),
+        Cache("model.layers.0.attn.side", FULL, "UnheardOfBackend", latent(24, 8)),
+        Cache("model.layers.0.attn.ring", RING, "UnheardOfBackend", latent(20)),
+        Cache("model.layers.1.attn", WINDOW, "UnheardOfBackend", latent(12, 2)),
+    ),
+    (
+        CacheGroup(FULL, CacheKind.FULL, 32),
+        CacheGroup(RING, CacheKind.STATE, 8),
+        CacheGroup(WINDOW, CacheKind.SLIDING, 16, kept_tokens=31),
+    ),
+    num_heads=4,
+)
+FAMILIES = (DEEPSEEK_V4, DEEPSEEK_V41, GLM, STEP, QWEN, MINIMAX, TOKEN_SCALES, UNKNOWN)
+LENGTHS = (1, 7, 128, 259)
+WIDE = 128  # blocks, where windows of few tokens a block take many
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("padding", [0, 64])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_an_engine_reads_one_like_itself(family: Family, padding: int, num_tokens: int) -> None:
+    how = How(tp=2, num_blocks=WIDE, padding=padding)
+    sink, source = PagedEngine(family, how), PagedEngine(family, dataclasses.replace(how, padding=0))
+    for rank, held in sink.ranks.items():
+        validate_layout(sink.spec(rank.tp_rank), held.derived.layout)
+    assert pull(sink, source, num_tokens) == []
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize(
+    ("family", "sink", "source"),
+    [
+        (DEEPSEEK_V4, How(tp=4, block_tokens=512), How(tp=2)),
+        (DEEPSEEK_V4, How(block_tokens=128, is_packed=False), How(tp=2, block_tokens=384, padding=64)),
+        (DEEPSEEK_V4, How(block_tokens=768, kernel_blocks=3, is_packed=False), How(block_tokens=512)),
+        (DEEPSEEK_V41, How(tp=2, block_tokens=256), How(tp=4, block_tokens=128)),
+        (DEEPSEEK_V41, How(block_tokens=192, kernel_blocks=2, is_packed=False), How(block_tokens=128)),
+        (GLM, How(tp=8, block_tokens=256), How(tp=2)),
+        (GLM, How(block_tokens=256, kernel_blocks=4, is_packed=False), How(tp=2, padding=64)),
+        (STEP, How(tp=4, block_tokens=128), How(tp=2)),
+        (STEP, How(tp=1, order="NH"), How(tp=2, block_tokens=32, order="HN")),
+        (STEP, How(tp=8, order="NH"), How(tp=2, is_packed=False, kernel_blocks=2)),
+        (QWEN, How(tp=2), How(tp=1, block_tokens=128, order="NH")),
+        (MINIMAX, How(tp=1), How(tp=4, order="NH")),
+        (TOKEN_SCALES, How(tp=2, order="NH"), How(tp=1, block_tokens=16)),
+        (TOKEN_SCALES, How(tp=1, block_tokens=96, kernel_blocks=6, is_packed=False), How(tp=4)),
+    ],
+    ids=lambda given: given.name if isinstance(given, Family) else str(given),
+)
+def test_sizes_and_places_may_differ(family: Family, sink: How, source: How, num_tokens: int) -> None:
+    """Any tensor parallelism, block size, kernel block and order of axes, each with pages of its own."""
+    wide = [dataclasses.replace(how, num_blocks=WIDE) for how in (sink, source)]
+    assert pull(PagedEngine(family, wide[0]), PagedEngine(family, wide[1]), num_tokens) == []
+
+
+def test_an_opaque_page_moves_between_ranks_of_one_number() -> None:
+    """Their pages may lie anywhere: packed or apart, with padding or without."""
+    sink, source = How(tp=4, num_blocks=WIDE), How(tp=4, num_blocks=WIDE, is_packed=False, padding=64)
+    for num_tokens in LENGTHS:
+        assert pull(PagedEngine(UNKNOWN, sink), PagedEngine(UNKNOWN, source), num_tokens) == []
+
+
+def test_caches_of_one_layer_have_components_of_their_own() -> None:
+    (rank,) = PagedEngine(DEEPSEEK_V4, How(num_blocks=WIDE)).ranks.values()
+    assert [(t.layer, t.component, t.granule_tokens) for t in rank.derived.layout.tensors] == [
+        (0, "indexer.k", 4),
+        (0, "indexer.scale", 4),
+        (0, "latent", 4),
+        (0, "latent.compressor.state_cache", 1),
+        (0, "latent.indexer.compressor.state_cache", 1),
+        (0, "latent.scale", 4),
+        (0, "latent.scale.swa_cache", 1),
+        (0, "latent.swa_cache", 1),
+        (1, "latent", 128),
+        (1, "latent.compressor.state_cache", 1),
+        (1, "latent.scale", 128),
+        (1, "latent.scale.swa_cache", 1),
+        (1, "latent.swa_cache", 1),
+    ]
+    assert rank.derived.opaque_layers == {}
+
+
+def with_facts(family: Family, name: str, **more: object) -> Family:
+    """Return the family with other facts of the cache whose name ends so."""
+    changed = [
+        dataclasses.replace(cache, facts=dataclasses.replace(cache.facts, **more))  # type: ignore[arg-type]
+        if cache.name.endswith(name)
+        else cache
+        for cache in family.caches
+    ]
+    assert changed != list(family.caches)
+    return dataclasses.replace(family, caches=tuple(changed))
+
+
+WIDER_RING = dataclasses.replace(
+    GLM, groups=(GLM.groups[0], dataclasses.replace(GLM.groups[1], block_tokens=16))
+)
+PLAIN_V4 = dataclasses.replace(
+    with_facts(DEEPSEEK_V4, "layers.0.attn", head_size=512, dtype="bfloat16", itemsize=2, encoding=""),
+)
+
+
+@pytest.mark.parametrize(
+    ("sink", "source", "why"),
+    [
+        ((GLM, How()), (WIDER_RING, How()), "encoding of layer 0's component 'ring' is 'ring of 8' here and"),
+        ((GLM, How()), (GLM, How(has_mx_scales=True)), "dtype of layer 0's component 'indexer.scale' is"),
+        (
+            (DEEPSEEK_V4, How(num_blocks=WIDE)),
+            (PLAIN_V4, How(num_blocks=WIDE)),
+            "content_bytes of layer 0's component 'latent' is 576 here and 1024 at the source",
+        ),
+        (
+            (with_facts(STEP, "summary", tokens_per_state=4), How()),
+            (STEP, How()),
+            "granule_tokens of layer 0's component 'latent' is 4 here and 8 at the source",
+        ),
+        (
+            (UNKNOWN, How(tp=2)),
+            (UNKNOWN, How(tp=4)),
+            "HNC of 2 x 32 x 64 bytes, blocks of 32 tokens, tp 2, vllm",
+        ),
+        ((UNKNOWN, How()), (UNKNOWN, How(version="0.34.0")), "vllm 0.33.0' here and "),
+        ((UNKNOWN, How()), (UNKNOWN, How(block_tokens=64)), "granule_tokens of layer 0's component 'page'"),
+        (
+            (UNKNOWN, How(is_packed=False)),
+            (UNKNOWN, How(block_tokens=64, kernel_blocks=2, is_packed=False)),
+            "blocks of 32 tokens, tp 1, vllm 0.33.0' here and",
+        ),
+        ((UNKNOWN, How()), (UNKNOWN, How(order="NH")), "HNC of 4 x 32 x 64 bytes"),
+        (
+            (UNKNOWN, How()),
+            (with_facts(UNKNOWN, "layers.0.attn", dtype="float16"), How()),
+            "dtype of layer 0's component 'page' is 'bfloat16' here and 'float16' at the source",
+        ),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_what_does_not_fit_is_refused_by_its_field(
+    sink: tuple[Family, How], source: tuple[Family, How], why: str
+) -> None:
+    mine, theirs = PagedEngine(*sink), PagedEngine(*source)
+    (held, *_) = mine.ranks.values()
+    layouts = {rank: other.derived.layout for rank, other in theirs.ranks.items()}
+    with pytest.raises(PlanError) as caught:
+        make_plan(mine.spec(), held.derived.layout, theirs.spec(), layouts)
+    assert caught.value.code is Code.LAYOUT_INCOMPATIBLE
+    assert why in caught.value.message
+
+
+def test_a_window_that_no_cache_has_is_pulled_whole() -> None:
+    """vLLM rebuilds such a window after a hit, unless a load brings all of it."""
+    engine = PagedEngine(DEEPSEEK_V41, How(num_blocks=WIDE))
+    lists = engine.block_lists(300, 7)
+    clipped = engine.select(lists, 300, num_cached=256)
+    assert clipped["0.full"].first_token == 256
+    assert clipped["2.sliding"].first_token == 160  # of 173, in blocks of 32
+    usual = dataclasses.replace(DEEPSEEK_V41.groups[2], is_never_cached=False)
+    family = dataclasses.replace(DEEPSEEK_V41, groups=(*DEEPSEEK_V41.groups[:2], usual))
+    assert PagedEngine(family, How(num_blocks=WIDE)).select(lists, 300, 256)["2.sliding"].first_token == 256
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        ("", "its attention backend has no name"),
+        ("NoAttentionBackend", "its attention backend is NoAttentionBackend: it keeps no cache"),
+        ("MiniMaxM3SparseAiterPABackend", "ROCm is not supported"),
+    ],
+)
+def test_a_backend_that_is_refused_is_named(backend: str, why: str) -> None:
+    family = dataclasses.replace(
+        UNKNOWN, caches=(dataclasses.replace(UNKNOWN.caches[0], backend=backend), *UNKNOWN.caches[1:])
+    )
+    with pytest.raises(LayoutError) as caught:
+        PagedEngine(family, How())
+    assert caught.value.message.startswith("cannot describe the cache of layer 'model.layers.0.attn': ")
+    assert why in caught.value.message
+    assert caught.value.message.endswith("(see docs/reference/vllm-support.md)")

@@ -1,0 +1,306 @@
+"""What is read of vLLM's objects, on stand-ins with the names and attributes of vLLM 0.32's.
+
+`test_real_vllm.py` reads the real ones.
+"""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvxferd.errors import LayoutError
+from kvxferd.integrations.vllm.layout.facts import AttentionFacts, CacheGroup, CacheKind
+from kvxferd.integrations.vllm.layout.groups import CacheGroups
+from kvxferd.integrations.vllm.layout.specs import fill_token_scales, read_groups, read_layers, read_worker
+
+
+class QuantMode(enum.IntEnum):
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    INT8_PER_TOKEN_HEAD = 2
+
+
+class Mixer(enum.Enum):
+    MAMBA2 = "path.of.Mamba2AttentionBackend"
+
+
+class Spec:
+    def __init__(self, **more: Any) -> None:
+        vars(self).update(
+            block_size=16,
+            dcp_sharded=True,
+            num_kv_heads=2,
+            head_size=64,
+            head_size_v=64,
+            dtype=torch.bfloat16,
+            kv_quant_mode=QuantMode.NONE,
+            tokens_per_state=1,
+            num_head_slots=None,
+            state_content_bytes=None,
+        )
+        vars(self).update(more)
+
+
+def spec(kind: str, **more: Any) -> Any:
+    """Return a spec of a class of this name."""
+    return type(kind, (Spec,), {})(**more)
+
+
+FULL = spec("FullAttentionSpec")
+SLIDING = spec("SlidingWindowSpec", sliding_window=1024, extra_retained_tokens=0, dcp_sharded=False)
+MLA = spec("MLAAttentionSpec", num_kv_heads=1, head_size=576, head_size_v=0, cache_dtype_str="auto")
+MAMBA = spec(
+    "MambaSpec",
+    block_size=512,
+    dcp_sharded=False,
+    mamba_type=Mixer.MAMBA2,
+    shapes=((3, 576), (16, 32, 16)),
+    dtypes=(torch.bfloat16, torch.float32),
+    mamba_cache_mode="none",
+    num_speculative_blocks=2,
+    tp_replicated=False,
+)
+
+
+def kv_cache_config(*specs: Any, take_part: tuple[int, ...] | None = None) -> Any:
+    groups = [
+        SimpleNamespace(kv_cache_spec=s, layer_names=[f"model.layers.{i}.attn"]) for i, s in enumerate(specs)
+    ]
+    ids = tuple(range(len(specs))) if take_part is None else take_part
+    return SimpleNamespace(num_blocks=100, kv_cache_groups=groups, transfer_group_ids=ids)
+
+
+class Backend:
+    pass
+
+
+class Layer:
+    def __init__(self, kv_cache_dtype: str = "auto", **more: Any) -> None:
+        self.kv_cache_dtype = kv_cache_dtype
+        vars(self).update(more)
+
+    def get_attn_backend(self) -> type:
+        return Backend
+
+
+def vllm_config(layers: dict[str, Any] | None = None, **parallel: Any) -> Any:
+    sizes = {
+        "tensor_parallel_size": 4,
+        "pipeline_parallel_size": 2,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "cp_kv_cache_interleave_size": 1,
+    }
+    model = SimpleNamespace(
+        use_mla=False,
+        is_attention_free=False,
+        hf_text_config=SimpleNamespace(mamba_n_groups=8),
+        get_total_num_hidden_layers=lambda: 32,
+        get_total_num_kv_heads=lambda: 8,
+    )
+    return SimpleNamespace(
+        model_config=model,
+        speculative_config=None,
+        num_prefill_lookahead_tokens=0,
+        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        parallel_config=SimpleNamespace(**(sizes | parallel)),
+        compilation_config=SimpleNamespace(static_forward_context=layers or {}),
+    )
+
+
+def attention(one: Any, module: Any = None) -> AttentionFacts:
+    """Return the facts that are read of a spec."""
+    config = vllm_config({"model.layers.0.attn": module or Layer()})
+    (layer,) = read_layers(kv_cache_config(one), config, is_conv_dim_first=False, fp8_dtype="float8_e4m3fn")
+    assert isinstance(layer.cache, AttentionFacts)
+    return layer.cache
+
+
+@pytest.mark.parametrize(
+    ("one", "group"),
+    [
+        (FULL, CacheGroup(0, CacheKind.FULL, 16)),
+        (MLA, CacheGroup(0, CacheKind.FULL, 16)),
+        (SLIDING, CacheGroup(0, CacheKind.SLIDING, 16, kept_tokens=1023)),
+        (
+            spec("SlidingWindowSpec", sliding_window=32, extra_retained_tokens=3, dcp_sharded=False),
+            CacheGroup(0, CacheKind.SLIDING, 16, kept_tokens=34),
+        ),
+        (MAMBA, CacheGroup(0, CacheKind.STATE, 512, speculative_blocks=2)),
+        (
+            spec("SlidingWindowMLASpec", sliding_window=128, extra_retained_tokens=0, bounded_replay=True),
+            CacheGroup(0, CacheKind.SLIDING, 16, kept_tokens=127, is_never_cached=True),
+        ),
+        (spec("CircularBufferSpec", block_size=8), CacheGroup(0, CacheKind.STATE, 8)),
+        (
+            spec("MambaSpec", mamba_cache_mode="align", num_speculative_blocks=0),
+            CacheGroup(0, CacheKind.STATE, 16, state_by_position=True),
+        ),
+        (
+            spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": FULL, "b": spec("MLAAttentionSpec")}),
+            CacheGroup(0, CacheKind.FULL, 16),
+        ),
+    ],
+)
+def test_groups(one: Any, group: CacheGroup) -> None:
+    assert read_groups(kv_cache_config(one), vllm_config()) == (group,)
+
+
+def test_only_caches_that_shards_divide_count_the_shards() -> None:
+    config = vllm_config(decode_context_parallel_size=4)
+    groups = read_groups(kv_cache_config(MLA, SLIDING), config)
+    assert [group.shard_count for group in groups] == [4, 1]
+
+
+def test_groups_that_take_no_part_are_left_out() -> None:
+    groups = CacheGroups.from_vllm(vllm_config(), kv_cache_config(FULL, SLIDING, MAMBA, take_part=(0, 2)))
+    assert groups.names == ("0.full", "2.state")
+    assert groups.num_listed == 3
+
+
+def test_blocks_of_another_pool_are_refused() -> None:
+    caches = kv_cache_config(FULL, MLA)
+    caches.kv_cache_groups[1].host_resident = True
+    with pytest.raises(LayoutError, match="cache group 1: host_resident is true"):
+        read_groups(caches, vllm_config())
+
+
+def test_a_drafts_lookahead_is_left_to_decode() -> None:
+    config = vllm_config()
+    config.num_prefill_lookahead_tokens = 4
+    assert CacheGroups.from_vllm(config, kv_cache_config(FULL)).prefill_tokens(100) == 97
+
+
+@pytest.mark.parametrize(
+    ("one", "module", "facts"),
+    [
+        (FULL, Layer(), AttentionFacts(2, 64, 64, "bfloat16", 2)),
+        (MLA, Layer(), AttentionFacts(1, 576, 0, "bfloat16", 2)),
+        (
+            spec("FullAttentionSpec", dtype=torch.uint8, kv_quant_mode=QuantMode.FP8_PER_TENSOR),
+            Layer("fp8"),
+            AttentionFacts(2, 64, 64, "float8_e4m3fn", 1),
+        ),
+        (
+            spec("FullAttentionSpec", dtype=torch.uint8, kv_quant_mode=QuantMode.FP8_PER_TENSOR),
+            Layer("fp8_e5m2"),
+            AttentionFacts(2, 64, 64, "float8_e5m2", 1),
+        ),
+        (
+            spec(
+                "MLAAttentionSpec",
+                dtype=torch.uint8,
+                kv_quant_mode=QuantMode.FP8_PER_TENSOR,
+                cache_dtype_str="fp8_ds_mla",
+                state_content_bytes=656,
+            ),
+            Layer("fp8_ds_mla"),
+            AttentionFacts(1, 656, 0, "uint8", 1, encoding="fp8_ds_mla"),
+        ),
+        (
+            spec("MLAAttentionSpec", head_size=132, dtype=torch.uint8, cache_role="indexer"),
+            Layer(),
+            AttentionFacts(1, 132, 0, "uint8", 1),
+        ),
+        (
+            spec("MLAAttentionSpec", head_size=512, tokens_per_state=4, cache_dtype_str="auto"),
+            Layer(),
+            AttentionFacts(1, 512, 0, "bfloat16", 2, tokens_per_state=4),
+        ),
+        (
+            spec("CircularBufferSpec", block_size=8, head_size=128, head_size_v=0),
+            Layer(),
+            AttentionFacts(2, 128, 0, "bfloat16", 2),
+        ),
+        (
+            spec(
+                "FullAttentionSpec",
+                dtype=torch.int8,
+                kv_quant_mode=QuantMode.INT8_PER_TOKEN_HEAD,
+                state_content_bytes=136,
+            ),
+            Layer("int8_per_token_head"),
+            AttentionFacts(2, 64, 64, "int8", 1, quantisation="int8_per_token_head", packed_bytes=136),
+        ),
+        (
+            spec("FullAttentionSpec", num_head_slots=4, state_content_bytes=72),
+            Layer(),
+            AttentionFacts(2, 64, 64, "bfloat16", 2, num_head_slots=4, packed_bytes=72),
+        ),
+    ],
+)
+def test_attention(one: Any, module: Any, facts: AttentionFacts) -> None:
+    assert attention(one, module) == facts
+
+
+class ScaleFiller:
+    """The implementation of a layer whose tokens have scales of their own."""
+
+    def __init__(self) -> None:
+        self.filled: list[object] = []
+
+    def _ensure_scale_caches(self, kv_cache: object) -> None:
+        self.filled.append(kv_cache)
+
+
+def test_the_first_scales_are_filled_before_anything_is_pulled() -> None:
+    quantised = spec(
+        "FullAttentionSpec", kv_quant_mode=QuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=136
+    )
+    filler, other = ScaleFiller(), ScaleFiller()
+    names = ["model.layers.0.attn", "model.layers.1.attn"]
+    modules = {names[0]: Layer(impl=filler), names[1]: Layer(impl=other)}
+    for module in modules.values():
+        module.get_attn_backend = lambda: type("TritonAttentionBackend", (), {})
+    config = vllm_config(modules)
+    layers = read_layers(kv_cache_config(quantised, FULL), config, is_conv_dim_first=False, fp8_dtype="x")
+    caches = dict.fromkeys(names, "cache")
+    fill_token_scales(layers, caches, config)
+    assert (filler.filled, other.filled) == (["cache"], [])
+    modules[names[0]].impl = object()
+    with pytest.raises(LayoutError, match="fills scales of int8_per_token_head at an unknown time"):
+        fill_token_scales(layers, caches, config)
+
+
+def test_a_layer_tells_its_backend_and_its_instruction_set() -> None:
+    config = vllm_config({"model.layers.0.attn": Layer(isa="amx")})
+    (layer,) = read_layers(kv_cache_config(FULL), config, is_conv_dim_first=False, fp8_dtype="x")
+    assert (layer.name, layer.group, layer.backend, layer.isa) == ("model.layers.0.attn", 0, "Backend", "amx")
+
+
+@pytest.mark.parametrize(("is_dim_first", "groups_called"), [(True, "n_groups"), (False, "mamba_ngroups")])
+def test_a_state(is_dim_first: bool, groups_called: str) -> None:
+    config = vllm_config()
+    config.model_config.hf_text_config = SimpleNamespace(**{groups_called: 3})
+    (layer,) = read_layers(kv_cache_config(MAMBA), config, is_conv_dim_first=is_dim_first, fp8_dtype="x")
+    state = layer.cache
+    assert not isinstance(state, AttentionFacts)
+    assert (state.mixer, state.is_conv_dim_first, state.num_groups) == ("mamba2", is_dim_first, 3)
+    assert state.dtypes == (("bfloat16", 2), ("float32", 4))
+
+
+def test_a_workers_place() -> None:
+    config = vllm_config(decode_context_parallel_size=2, cp_kv_cache_interleave_size=8)
+    worker = read_worker(config, kv_cache_config(FULL), tp_rank=3, pp_rank=1, stage=(16, 32))
+    assert (worker.stage, worker.num_layers, worker.num_kv_heads) == (range(16, 32), 32, 8)
+    assert (worker.dcp_rank, worker.interleave, worker.num_blocks) == (1, 8, 100)
+
+
+def test_a_draft_on_the_last_stage_alone() -> None:
+    config = vllm_config()
+    draft = SimpleNamespace(use_mla=True, is_attention_free=False, get_total_num_hidden_layers=lambda: 2)
+    config.speculative_config = SimpleNamespace(draft_model_config=draft, method="mtp")
+    last = read_worker(config, kv_cache_config(FULL), tp_rank=0, pp_rank=1, stage=(16, 32))
+    first = read_worker(config, kv_cache_config(FULL), tp_rank=0, pp_rank=0, stage=(0, 16))
+    assert (last.num_layers, last.stage, last.num_draft_kv_heads) == (34, range(16, 34), 0)
+    assert (first.num_layers, first.stage) == (34, range(16))
+
+
+def test_a_group_whose_layers_differ_in_how_blocks_are_used_is_refused() -> None:
+    one = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": FULL, "b": SLIDING})
+    with pytest.raises(LayoutError, match=r"its layers differ .*: FullAttentionSpec, SlidingWindowSpec"):
+        read_groups(kv_cache_config(one), vllm_config())
