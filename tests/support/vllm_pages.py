@@ -300,6 +300,8 @@ class PagedEngine:
 def pull(sink: PagedEngine, source: PagedEngine, num_tokens: int) -> list[str]:
     """Write a request at the source, and read it into every rank of the sink; return what is wrong there."""
     theirs, mine = source.block_lists(num_tokens, 5), sink.block_lists(num_tokens, 7)
+    for held in (*source.ranks.values(), *sink.ranks.values()):
+        held.memory.fill_(POISON)
     for held in source.ranks.values():
         memory = held.memory.numpy()
         for _, start, content in held.written(theirs, num_tokens):
