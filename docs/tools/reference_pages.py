@@ -290,6 +290,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "vllm backends": vllm_tables.vllm_backends,
     "vllm quantisation": vllm_tables.vllm_quantisation,
     "vllm parallelism": vllm_tables.vllm_parallelism,
+    "vllm inventory": vllm_tables.vllm_inventory,
 }
 
 if __name__ == "__main__":

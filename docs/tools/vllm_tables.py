@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from docs.tools.markdown_parts import filled, table
 from kvxferd.integrations.vllm.layout import support
+from tests.proofs.vllm.inventory import kept_inventory
 
 
 def vllm_versions() -> Iterator[str]:
@@ -68,6 +69,32 @@ def vllm_parallelism() -> Iterator[str]:
         "own cache moves with the model's."
     )
     yield from ("", filled(speculation))
+
+
+def vllm_inventory() -> Iterator[str]:
+    """Yield a table of every file of vLLM 0.33 that makes a cache, or defines an attention backend."""
+    rows = []
+    for path, found in kept_inventory("0.33").items():
+        items = [(name, _cache_is(name)) for name in found["caches"]]
+        items += [(name, _backend_is(name)) for name in found["backends"]]
+        marked = [f"`{name}`" if reply == "moved" else f"`{name}` ({reply})" for name, reply in items]
+        worst = max((reply for _, reply in items), key=("moved", "opaque", "refused").index)
+        rows.append((f"`{path}`", worst, ", ".join(marked)))
+    yield from table(("file of vLLM", "is", "its caches and attention backends"), rows)
+
+
+def _cache_is(name: str) -> str:
+    """Return what becomes of a class of caches."""
+    found = support.CACHES.get(name)
+    return "moved" if name == support.UNIFORM_SPEC or (found and found.kind is not None) else "refused"
+
+
+def _backend_is(name: str) -> str:
+    """Return what becomes of the pages of an attention backend; those of a mixer are told by the mixer."""
+    if support.refusal_of_backend(name) is not None:
+        return "refused"
+    is_mixer = any(part in name for part in ("GDN", "KDA", "Linear", "Mamba", "ShortConv"))
+    return "moved" if name in support.BACKENDS or is_mixer else "opaque"
 
 
 def yes_or_no(is_so: bool) -> str:

@@ -241,6 +241,19 @@ class PagedRank:
                 for start, content in self.pieces(one, lists[one.cache.group], state):
                     yield f"{one.cache.name}, state {state}", start, content
 
+    def wrong(self, lists: Mapping[int, Sequence[int]], num_tokens: int) -> list[str]:
+        """Return what of a request is not here, and whether bytes beside its pages have changed."""
+        memory = self.memory.numpy()
+        found = [
+            f"rank {self.tp_rank}: {what}"
+            for what, start, content in self.written(lists, num_tokens)
+            if not (memory[start : start + len(content)] == content).all()
+        ]
+        used = {group: [block for block in ids if block] for group, ids in lists.items()}
+        if (memory[~self.pages(used)] != POISON).any():
+            found.append(f"rank {self.tp_rank}: bytes outside the request's pages have changed")
+        return found
+
     def pages(self, lists: Mapping[int, Sequence[int]]) -> npt.NDArray[np.bool_]:
         """Return which bytes are of pages of these blocks."""
         inside = np.zeros(len(self.memory), dtype=np.bool_)
@@ -300,6 +313,8 @@ class PagedEngine:
 def pull(sink: PagedEngine, source: PagedEngine, num_tokens: int) -> list[str]:
     """Write a request at the source, and read it into every rank of the sink; return what is wrong there."""
     theirs, mine = source.block_lists(num_tokens, 5), sink.block_lists(num_tokens, 7)
+    for held in (*source.ranks.values(), *sink.ranks.values()):
+        held.memory.fill_(POISON)
     for held in source.ranks.values():
         memory = held.memory.numpy()
         for _, start, content in held.written(theirs, num_tokens):
@@ -315,13 +330,5 @@ def pull(sink: PagedEngine, source: PagedEngine, num_tokens: int) -> list[str]:
             published=source.select(theirs, num_tokens),
             num_tokens=num_tokens,
         )
-        memory = held.memory.numpy()
-        wrong += [
-            f"{rank}: {what}"
-            for what, start, content in held.written(mine, num_tokens)
-            if not (memory[start : start + len(content)] == content).all()
-        ]
-        used = {group: [block for block in ids if block] for group, ids in mine.items()}
-        if (memory[~held.pages(used)] != POISON).any():
-            wrong.append(f"{rank}: bytes outside the request's pages have changed")
+        wrong += held.wrong(mine, num_tokens)
     return wrong

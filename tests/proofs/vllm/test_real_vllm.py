@@ -24,6 +24,7 @@ from kvxferd.integrations.vllm.session.request_params import ref_from_params
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
 from kvxferd.plan import TransferTopology
+from tests.proofs.vllm.inventory import inventory_of, kept_inventory
 from tests.support.connector_harness import BLOCK_TOKENS, EngineUnderTest
 from tests.support.documented_commands import ROOT, commands_of
 from tests.support.fetched_engine import register
@@ -55,9 +56,9 @@ def engine(daemon: Daemon) -> Iterator[Callable[..., EngineUnderTest]]:
         yield make
 
 
-def send_request(*arguments: str) -> Any:
+def send_request(*arguments: str, program: str = "vllm_introspection.py") -> Any:
     assert PYTHON is not None
-    script = Path(__file__).parents[2] / "support" / "vllm_introspection.py"
+    script = Path(__file__).parents[2] / "support" / program
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     ran = subprocess.run(
         [PYTHON, script, *arguments], capture_output=True, text=True, check=False, env=environ
@@ -108,6 +109,33 @@ def test_its_specs_are_read_as_the_stand_ins_are() -> None:
     shapes = ((3, 576), (16, 32, 16))
     dtypes = (("bfloat16", 2), ("float32", 4))
     assert state == repr(StateFacts("gdn_attn", shapes, dtypes, num_groups=4))
+
+
+V4 = {
+    *(f"0.{name}" for name in ("indexer.k", "indexer.scale", "latent.indexer.compressor.state_cache")),
+    *(
+        f"{layer}.latent{rest}"
+        for layer in range(2)
+        for rest in ("", ".scale", ".swa_cache", ".scale.swa_cache", ".compressor.state_cache")
+    ),
+}
+KEYS_AND_VALUES = {"0.k", "0.v"}
+# Family, tensor parallelism, block size and order of axes of the sink and of the source, and what moves.
+PACKED_PAIRS = {
+    "deepseek-v4:2,256,BLHNC:1,512,BLNHC": V4,
+    "glm:4,128,BLHNC:1,256,BLHNC": {"0.latent", "0.indexer.k", "0.indexer.scale", "0.ring"},
+    "qwen:2,128,BLNHC:1,64,BLHNC": KEYS_AND_VALUES | {"0.latent", "0.ring"},
+    "minimax:4,128,BLHNC:2,256,BLNHC": KEYS_AND_VALUES | {"0.latent"},
+    "token-scales:4,32,LBNHC:2,16,LBHNC": KEYS_AND_VALUES,
+}
+
+
+def test_pages_that_its_planner_packs_move_whole_and_alone() -> None:
+    """Specs of its own layers in blocks of its own planner, byte by byte through its own views."""
+    found = send_request(*PACKED_PAIRS, program="vllm_real_pages.py")
+    assert {pair: set(one["moved"]) for pair, one in found.items()} == PACKED_PAIRS
+    assert [(pair, one["wrong"], one["opaque"]) for pair, one in found.items() if one["wrong"]] == []
+    assert not any(one["opaque"] for one in found.values())
 
 
 PAIRS = [(1, 1), (2, 2), (1, 2), (1, 8), (2, 4), (2, 1), (4, 1), (8, 2), (8, 8)]
@@ -195,6 +223,13 @@ def test_the_tables_of_what_is_supported_have_each_name_of_its() -> None:
     assert set(found["caches"]) - {"AttentionSpec"} == {*support.CACHES, support.UNIFORM_SPEC}
     assert set(found["quantisation"]) >= set(support.QUANT_MODES)
     assert set(support.PARALLEL_SIZES) <= set(found["parallel"])
+
+
+def test_the_inventory_is_that_of_its_sources() -> None:
+    package, version = send_request("names")["package"]
+    if not version.startswith("0.33"):
+        pytest.skip("the inventory is of vLLM 0.33")
+    assert inventory_of(Path(package)) == kept_inventory("0.33")
 
 
 def test_the_documents_name_flags_and_fields_of_its() -> None:

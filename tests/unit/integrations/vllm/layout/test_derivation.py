@@ -20,7 +20,7 @@ from kvxferd.integrations.vllm.layout.facts import (
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.layout import CacheTensor, EngineSpec, TokenShard, UnitRange
 from kvxferd.layout.validate import validate_layout
-from tests.support.vllm_caches import CPU, FLASH, layer_views
+from tests.support.vllm_caches import CPU, FLASH, LAYOUTS, layer_views
 
 BLOCKS, TOKENS = 4, 16
 ATTENTION = AttentionFacts(2, 8, 8, "bfloat16", 2)
@@ -317,6 +317,26 @@ def test_what_a_block_holds_need_not_be_known(layer: LayerFacts, cache: torch.Te
     assert page.encoding.startswith(f"opaque: {layer.backend}, ")
     assert page.encoding.endswith("blocks of 16 tokens, tp 2, vllm 0.33.0")
     assert derived.opaque_layers == {layer.backend: 1}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_opaque_page_is_all_bytes_of_a_block_in_the_order_that_it_names(layout: str) -> None:
+    views = layer_views(layout, (3, BLOCKS, 2, TOKENS, 16), torch.int16)
+    for number, view in enumerate(views):
+        view.copy_(torch.arange(view.numel()).view(view.shape) + 10_000 * number)
+    layers = [a_layer(number, backend="UnheardOfBackend") for number in range(3)]
+    derived = valid(derive_layout({name(i): view for i, view in enumerate(views)}, layers, FULL, WORKER))
+    memory = torch.empty(0, dtype=torch.uint8).set_(views[0].untyped_storage())
+    start = derived.storages[0].address - views[0].untyped_storage().data_ptr()
+    for number, view in enumerate(views):
+        page = tensor_of(derived, "page", number)
+        at = start + page.offset + 2 * page.block_stride
+        places = [at + chunk * page.chunk_stride for chunk in range(page.num_chunks)]
+        found = torch.cat([memory[place : place + page.chunk_bytes] for place in places]).view(torch.int16)
+        order = "NHC" if layout.index("N") < layout.index("H") else "HNC"
+        assert f", {order} of 2 x 16 x 32 bytes," in page.encoding
+        expected = view[2].permute(["HNC".index(axis) for axis in order])
+        assert torch.equal(found, expected.flatten())
 
 
 def test_an_opaque_page_in_many_pieces_is_refused() -> None:

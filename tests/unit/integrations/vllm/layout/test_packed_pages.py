@@ -7,149 +7,22 @@ import dataclasses
 import pytest
 
 from kvxferd.errors import Code, LayoutError, PlanError
-from kvxferd.integrations.vllm.layout.facts import AttentionFacts, CacheGroup, CacheKind
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import make_plan
-from tests.support.vllm_pages import Cache, Family, How, PagedEngine, pull
+from tests.support.vllm_families import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V41,
+    FAMILIES,
+    GLM,
+    MINIMAX,
+    QWEN,
+    STEP,
+    TOKEN_SCALES,
+    UNKNOWN,
+    random_pair,
+)
+from tests.support.vllm_pages import Family, How, PagedEngine, pull
 
-FULL, RING, WINDOW = 0, 1, 2  # indexes of groups
-
-
-def latent(size: int, per_state: int = 1, dtype: str = "uint8", encoding: str = "") -> AttentionFacts:
-    itemsize = {"uint8": 1, "bfloat16": 2, "float32": 4}[dtype]
-    return AttentionFacts(1, size, 0, dtype, itemsize, encoding, per_state)
-
-
-def caches_of(layer: str, **caches: tuple[int, str, AttentionFacts, tuple[int, ...]]) -> tuple[Cache, ...]:
-    """Return caches of one layer by the rest of their names, in which two underscores are a dot."""
-    return tuple(
-        Cache(f"{layer}.{name.replace('__', '.')}".removesuffix(".main"), group, backend, facts, parts)
-        for name, (group, backend, facts, parts) in caches.items()
-    )
-
-
-V4 = latent(584, 4, encoding="fp8_ds_mla")
-V4_PARTS, INDEXER_PARTS = (576, 8), (128, 4)
-FLASHMLA, SWA, INDEXER = (
-    "DeepseekV4FlashMLABackend",
-    "DeepseekSparseSWAFlashMLABackend",
-    "DeepseekV4IndexerBackend",
-)
-V4_WINDOW, OPEN_4, OPEN_128 = 1, 2, 3
-DEEPSEEK_V4 = Family(
-    "deepseek-v4",
-    caches_of(
-        "model.layers.0.attn",
-        main=(FULL, FLASHMLA, V4, V4_PARTS),
-        indexer__k_cache=(FULL, INDEXER, latent(132, 4), INDEXER_PARTS),
-        swa_cache=(V4_WINDOW, SWA, dataclasses.replace(V4, tokens_per_state=1), V4_PARTS),
-        compressor__state_cache=(OPEN_4, "CompressorBackend", latent(16, 1, "float32"), ()),
-        indexer__compressor__state_cache=(OPEN_4, "CompressorBackend", latent(8, 1, "float32"), ()),
-    )
-    + caches_of(
-        "model.layers.1.attn",
-        main=(FULL, FLASHMLA, dataclasses.replace(V4, tokens_per_state=128), V4_PARTS),
-        swa_cache=(V4_WINDOW, SWA, dataclasses.replace(V4, tokens_per_state=1), V4_PARTS),
-        compressor__state_cache=(OPEN_128, "CompressorBackend", latent(32, 1, "float32"), ()),
-    ),
-    (
-        CacheGroup(FULL, CacheKind.FULL, 256),
-        CacheGroup(V4_WINDOW, CacheKind.SLIDING, 64, kept_tokens=127),
-        CacheGroup(OPEN_4, CacheKind.SLIDING, 4, kept_tokens=7),
-        CacheGroup(OPEN_128, CacheKind.SLIDING, 8, kept_tokens=127),
-    ),
-)
-V41_ROW = latent(528, 1, encoding="fp8_ds_mla")
-DEEPSEEK_V41 = Family(
-    "deepseek-v41",
-    caches_of(
-        "model.layers.0.attn",
-        main=(FULL, "FlashMLAMegaAttnBackend", latent(288, 2, encoding="nvfp4_ds_mla"), ()),
-        indexer__k_cache=(FULL, "DeepseekV41IndexerBackend", latent(68, 2), (64, 4)),
-        swa_cache=(WINDOW, SWA, V41_ROW, ()),
-        compressor__state_cache=(RING, "CompressorBackend", latent(16, 1, "float32"), ()),
-    )
-    + caches_of("model.layers.1.attn", swa_cache=(WINDOW, SWA, V41_ROW, ())),
-    (
-        CacheGroup(FULL, CacheKind.FULL, 128),
-        CacheGroup(RING, CacheKind.STATE, 8),
-        CacheGroup(WINDOW, CacheKind.SLIDING, 32, kept_tokens=127, is_never_cached=True),
-    ),
-)
-GLM = Family(
-    "glm",
-    caches_of(
-        "model.layers.0.self_attn",
-        main=(FULL, "FlashMLASparseBackend", latent(656, encoding="fp8_ds_mla"), ()),
-        indexer__k_cache=(FULL, "Glm5NextIndexerBackend", latent(132, 4), INDEXER_PARTS),
-        indexer__tail=(RING, "KpoolTailBackend", AttentionFacts(2, 128, 0, "bfloat16", 2), ()),
-    ),
-    (CacheGroup(FULL, CacheKind.FULL, 128), CacheGroup(RING, CacheKind.STATE, 8)),
-)
-KEY_AND_VALUE = AttentionFacts(4, 16, 16, "bfloat16", 2)
-QSA = "Qwen4ExpQSAFlashAttentionBackend"
-STEP = Family(
-    "step",
-    (
-        Cache("model.layers.0.attn", FULL, "Step5DSAAttentionBackend", KEY_AND_VALUE, is_divided=True),
-        Cache("model.layers.0.attn.summary", FULL, "Step5SparseSummaryBackend", latent(256, 8)),
-        Cache("model.layers.0.attn.tail", RING, "Step5CSATailRingBackend", latent(512, 1, "bfloat16")),
-    ),
-    (CacheGroup(FULL, CacheKind.FULL, 64), CacheGroup(RING, CacheKind.STATE, 16)),
-    num_heads=4,
-)
-QWEN = Family(
-    "qwen",
-    (
-        Cache("model.layers.0.attn", FULL, QSA, KEY_AND_VALUE, is_divided=True),
-        Cache("model.layers.0.attn.compressed", FULL, "QSAStateBackend", latent(128, 8, "bfloat16")),
-        Cache("model.layers.0.attn.raw", RING, "QSAStateBackend", latent(140, 1, "bfloat16")),
-    ),
-    (CacheGroup(FULL, CacheKind.FULL, 64), CacheGroup(RING, CacheKind.STATE, 16)),
-    num_heads=4,
-)
-MINIMAX = Family(
-    "minimax",
-    (
-        Cache("model.layers.0.attn", FULL, "MiniMaxM3SparseMSABackend", KEY_AND_VALUE, is_divided=True),
-        Cache("model.layers.0.attn.indexer", FULL, "MiniMaxM3IndexerMSABackend", latent(128, 1, "bfloat16")),
-    ),
-    (CacheGroup(FULL, CacheKind.FULL, 128),),
-    num_heads=4,
-)
-TOKEN_SCALES = Family(
-    "token-scales",
-    tuple(
-        Cache(
-            f"model.layers.{layer}.attn",
-            FULL,
-            "TritonAttentionBackend",
-            AttentionFacts(4, 16, 16, dtype, 1, quantisation=mode, packed_bytes=size),
-            is_divided=True,
-        )
-        for layer, (dtype, mode, size) in enumerate(
-            [("int8", "int8_per_token_head", 40), ("uint8", "int4_per_token_head", 24)]
-        )
-    ),
-    (CacheGroup(FULL, CacheKind.FULL, 32),),
-    num_heads=4,
-)
-UNKNOWN = Family(
-    "unknown",
-    (
-        Cache("model.layers.0.attn", FULL, "UnheardOfBackend", KEY_AND_VALUE, is_divided=True),
-        Cache("model.layers.0.attn.side", FULL, "UnheardOfBackend", latent(24, 8)),
-        Cache("model.layers.0.attn.ring", RING, "UnheardOfBackend", latent(20)),
-        Cache("model.layers.1.attn", WINDOW, "UnheardOfBackend", latent(12, 2)),
-    ),
-    (
-        CacheGroup(FULL, CacheKind.FULL, 32),
-        CacheGroup(RING, CacheKind.STATE, 8),
-        CacheGroup(WINDOW, CacheKind.SLIDING, 16, kept_tokens=31),
-    ),
-    num_heads=4,
-)
-FAMILIES = (DEEPSEEK_V4, DEEPSEEK_V41, GLM, STEP, QWEN, MINIMAX, TOKEN_SCALES, UNKNOWN)
 LENGTHS = (1, 7, 128, 259)
 WIDE = 128  # blocks, where windows of few tokens a block take many
 
@@ -190,6 +63,16 @@ def test_sizes_and_places_may_differ(family: Family, sink: How, source: How, num
     """Any tensor parallelism, block size, kernel block and order of axes, each with pages of its own."""
     wide = [dataclasses.replace(how, num_blocks=WIDE) for how in (sink, source)]
     assert pull(PagedEngine(family, wide[0]), PagedEngine(family, wide[1]), num_tokens) == []
+
+
+@pytest.mark.slow
+def test_random_caches_in_random_places(pytestconfig: pytest.Config) -> None:
+    num_pairs = pytestconfig.getoption("--random-pairs")
+    assert num_pairs > 0
+    for seed in range(num_pairs):
+        family, sink, source, num_tokens = random_pair(seed)
+        wrong = pull(PagedEngine(family, sink), PagedEngine(family, source), num_tokens)
+        assert wrong == [], f"seed {seed}: {sink} from {source}, {num_tokens} tokens of {family}"
 
 
 def test_an_opaque_page_moves_between_ranks_of_one_number() -> None:
