@@ -15,6 +15,7 @@ from kvxferd.errors import KvxferdError
 from kvxferd.mover.shm import remove_shm_directory
 from kvxferd.tooling.child_process import ChildProcess
 from kvxferd.tooling.daemon_process import DaemonProcess
+from kvxferd.tooling.interrupts import uninterrupted
 from kvxferd.tooling.owned_process import stop_all
 
 TOOL = "the bench"
@@ -46,8 +47,9 @@ class BenchProcesses:
         started = []
         for environment in environments:
             directory = Path(tempfile.mkdtemp(prefix="node-", dir=self._directory))
-            started.append(DaemonProcess(directory, environ=environment))
-            self._daemons.append(started[-1])
+            with uninterrupted():
+                started.append(DaemonProcess(directory, environ=environment))
+                self._daemons.append(started[-1])
         for daemon in started:
             try:
                 daemon.wait_ready()
@@ -57,14 +59,17 @@ class BenchProcesses:
 
     def start_rank(self) -> RankProcess:
         """Start a process for a rank."""
-        rank = RankProcess(BenchRank, self._next_log("rank"))
-        self._workers.append(rank)
+        with uninterrupted():
+            rank = RankProcess(BenchRank, self._next_log("rank"))
+            self._workers.append(rank)
         return rank
 
     def start_agent(self, kind: AgentKind, environment: Mapping[str, str]) -> AgentProcess:
         """Start a process with an agent; `environment` has the transport library's settings."""
-        agent = AgentProcess(partial(NixlAgent, kind), self._next_log(kind), {**os.environ, **environment})
-        self._workers.append(agent)
+        environ = {**os.environ, **environment}
+        with uninterrupted():
+            agent = AgentProcess(partial(NixlAgent, kind), self._next_log(kind), environ)
+            self._workers.append(agent)
         return agent
 
     def stop(self) -> None:

@@ -22,6 +22,7 @@ from kvxferd.tooling.child_process import ChildProcess, Pending
 from kvxferd.tooling.content import RequestBlocks
 from kvxferd.tooling.daemon_process import DaemonProcess
 from kvxferd.tooling.engine_pair import ROLES, EnginePair, Role
+from kvxferd.tooling.interrupts import uninterrupted
 from kvxferd.tooling.owned_process import stop_all
 from kvxferd.tooling.work_directory import make_work_directory
 
@@ -64,10 +65,12 @@ class Demo:
         self._say(f"starting two daemons and {len(self._places)} processes of engines")
         for role in ROLES:
             flags = ["--http-bind", "127.0.0.1:0"] if role == "decode" else []
-            self.daemons[role] = DaemonProcess(self._directory / role, flags)
+            with uninterrupted():
+                self.daemons[role] = DaemonProcess(self._directory / role, flags)
         for role, rank in sorted(self._places):
             log = self._directory / f"{role}.{rank.pp_rank}.{rank.tp_rank}.log"
-            self._ranks[role, rank] = ChildProcess(DemoRank, log)
+            with uninterrupted():
+                self._ranks[role, rank] = ChildProcess(DemoRank, log)
 
     def run(self, pair: EnginePair, num_requests: int, damage: str = "") -> DemoResults:
         """Register the pair in place of the one before, and move requests. What fails is in the results."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.child_process import ChildError, ChildProcess
+from kvxferd.tooling.interrupts import uninterrupted
 from kvxferd.tooling.work_directory import make_work_directory
 
 Obj = TypeVar("Obj")
@@ -26,14 +27,12 @@ def isolated(make: Callable[[], Obj], environ: Mapping[str, str]) -> Iterator[Ch
     `call_isolated` has the limit, and `make` has none: let it do nothing.
     """
     directory = make_work_directory("kvxferd-doctor-")
-    try:
-        child = ChildProcess(make, directory / "check.log", environ)
-        try:
-            yield child
-        finally:
-            child.stop(0.0)  # destructors of drivers and libraries could hang, and are not needed
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        with uninterrupted():
+            child = ChildProcess(make, directory / "check.log", environ)
+            stack.callback(child.stop, 0.0)  # destructors of drivers and libraries could hang
+        yield child
 
 
 def call_isolated(
