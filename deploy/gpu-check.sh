@@ -37,7 +37,7 @@ if ! "$python" -P -c 'import kvxferd.cli.root' 2>/dev/null; then
 	echo "gpu-check: $python cannot import kvxferd: run 'make test' first, or name the Python of another environment" >&2
 	exit 2
 fi
-if ! KVXFERD_DRIVER=$driver "$python" -P -m kvxferd.doctor.gpu_query_process | grep -q '"uuid"'; then
+if ! "$python" -P -m kvxferd.cli doctor --driver "$driver" --check gpus --json | grep -q '"uuid"'; then
 	"$python" -P -m kvxferd.cli doctor --driver "$driver"
 	echo "gpu-check: there is no GPU that can be used here, so nothing was tried (exit status 3)"
 	exit 3

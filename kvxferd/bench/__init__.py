@@ -8,6 +8,7 @@ one ends counts with all of its time; left out, a mover that starved small pulls
 Absolute figures of two runs cannot be compared, their ratios can.
 
 `runner` starts both sides (`testbed`) and takes every measure of `measures/`, in which the `implementations`
-take turns (`rounds`). Commands to the child processes (`processes`) are in `protocol`. `figures` and `report`
-turn points into results. Both sides are on this machine; `kvxferd doctor --serve` measures a link to another.
+take turns (`rounds`). What is timed runs in child processes (`rank_process`, `nixl_process`). `figures` and
+`report` turn points into results. Both sides are on this machine; `kvxferd doctor --serve` measures a link
+to another.
 """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvxferd.bench import protocol
 from kvxferd.bench.cases import Case
-from kvxferd.bench.protocol import Sample
+from kvxferd.bench.nixl_process import NixlAgent
+from kvxferd.bench.rank_process import BenchRank
+from kvxferd.bench.samples import Sample
 from kvxferd.bench.testbed import RunningEngines
-from kvxferd.tooling.async_tasks import gather_or_cancel
 
 KVXFERD, RAW, ENGINE = "kvxferd", "raw", "engine"
 
@@ -27,7 +27,7 @@ class Implementation(Protocol):
         """Its name in results."""
         ...
 
-    async def move(self, case: Case, count: int, window: int) -> list[Sample]:
+    def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Move `count` requests; work that is not timed happens before."""
         ...
 
@@ -41,14 +41,13 @@ class KvxferdPulls:
         self._pair = pair
         self._is_prepared = is_prepared
 
-    async def move(self, case: Case, count: int, window: int) -> list[Sample]:
+    def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Publish, prepare, pull."""
         pair = self._pair
-        batch = await (pair.publish_prepared if self._is_prepared else pair.publish)(case, count)
-        command = protocol.PullCommand(case=case, refs=batch.refs, window=window)
-        moved = await pair.sink.request(command, protocol.Moved)
-        await pair.release(batch)
-        return moved.samples
+        batch = (pair.publish_prepared if self._is_prepared else pair.publish)(case, count)
+        samples = pair.sink.call(BenchRank.pull_all, case, batch.refs, window)
+        pair.release(batch)
+        return samples
 
 
 class RawNixl:
@@ -57,18 +56,14 @@ class RawNixl:
     name = RAW
 
     def __init__(self, pair: RunningEngines) -> None:
-        self._source, self._sink = pair.testbed.raw_workers["source"], pair.testbed.raw_workers["sink"]
+        self._source, self._sink = pair.testbed.raw_agents["source"], pair.testbed.raw_agents["sink"]
 
-    async def move(self, case: Case, count: int, window: int) -> list[Sample]:
+    def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Have the source poll, and read."""
-        await self._source.request(protocol.SetManualPolling(on=True), protocol.CommandDone)
-        try:
-            moved = await self._sink.request(
-                protocol.Move(case=case, count=count, window=window), protocol.Moved
-            )
-        finally:
-            await self._source.request(protocol.SetManualPolling(on=False), protocol.CommandDone)
-        return moved.samples
+        self._source.call(NixlAgent.set_polling, True)
+        samples = self._sink.call(NixlAgent.move, case, count, window)
+        self._source.call(NixlAgent.set_polling, False)
+        return samples
 
 
 class EngineNixl:
@@ -77,17 +72,16 @@ class EngineNixl:
     name = ENGINE
 
     def __init__(self, pair: RunningEngines) -> None:
-        self._agents = pair.testbed.engine_workers
+        self._agents = pair.testbed.engine_agents
 
-    async def move(self, case: Case, count: int, window: int) -> list[Sample]:
+    def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Resume both processes, and read."""
-        await gather_or_cancel(*(agent.resume() for agent in self._agents.values()))
-        try:
-            command = protocol.Move(case=case, count=count, window=window)
-            moved = await self._agents["sink"].request(command, protocol.Moved)
-        finally:
-            await gather_or_cancel(*(agent.pause() for agent in self._agents.values()))
-        return moved.samples
+        for agent in self._agents.values():
+            agent.resume()
+        samples = self._agents["sink"].call(NixlAgent.move, case, count, window)
+        for agent in self._agents.values():
+            agent.pause()
+        return samples
 
 
 def implementations_of(pair: RunningEngines) -> list[Implementation]:

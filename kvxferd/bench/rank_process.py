@@ -1,7 +1,4 @@
-"""One rank of an engine that uses kvxferd as an engine would: source or sink of the bench.
-
-`python -m kvxferd.bench.rank_process` handles commands from standard input until it is closed.
-"""
+"""One rank of an engine that uses kvxferd as an engine would: source or sink of the bench."""
 
 from __future__ import annotations
 
@@ -11,81 +8,61 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvxferd import client
-from kvxferd.bench import content, protocol
+from kvxferd.bench import content
 from kvxferd.bench.cases import Case, block_lists, readers_of, reads_of, stamp_of
-from kvxferd.bench.shapes import Role
+from kvxferd.bench.samples import Sample
+from kvxferd.bench.shapes import BenchDeployment, Role
+from kvxferd.bench.shared_memory import ProcessMemory
 from kvxferd.errors import KvxferdError
-from kvxferd.ids import RegionId
-from kvxferd.layout import GroupKind
-from kvxferd.memory import SealedMemory
+from kvxferd.ids import Rank
 from kvxferd.plan import Runs
-from kvxferd.tooling.command_loop import serve_commands
-from kvxferd.tooling.event_waiter import EventWaiter
+from kvxferd.tooling.content import RequestBlocks
+from kvxferd.tooling.engine_process import EngineRank
 
-CONNECT_TIMEOUT_S = 30.0
-REGISTER_TIMEOUT_S = 60.0
 PULL_DEADLINE_S = 60.0
-RELEASE_TIMEOUT_S = 60.0
 
 Blocks = Mapping[str, client.BlockList]
+Ref = dict[str, Any]  # as an engine gets it from its router
 
 
-class BenchRank:
-    """A registered rank, its memory, and the events of its daemon."""
+class BenchRank(EngineRank):
+    """A rank whose memory is moved by every implementation in turn."""
 
-    def __init__(self, begin: protocol.StartRank) -> None:
-        self._deployment = begin.deployment
-        self._rank_id = begin.rank
-        self._spec, self._layout = begin.deployment.engine(begin.role)[begin.rank]
-        (region,) = self._layout.regions
-        self._memory = SealedMemory.create(region.size_bytes, "kvxferd-bench")
-        self._words = content.words_of(memoryview(self._memory.buffer))
-        if begin.role == "source":
+    def begin(self, deployment: BenchDeployment, role: Role, rank: Rank, worker_socket: str) -> ProcessMemory:
+        """Register as this rank, and return its memory."""
+        self._role, self._rank_id = role, rank
+        self._stamped: Case | None = None
+        self.register(worker_socket, *deployment.engine(role)[rank])
+        return ProcessMemory(os.getpid(), self.store.memory.fd)
+
+    def fill_store(self) -> None:
+        """Write the source's content. A sink's zeros map every page before anything is timed."""
+        self._words = content.words_of(self.store.bytes.data)
+        if self._role == "source":
             content.fill(self._words)
         else:
-            self._words[:] = 0  # so that every page is mapped before anything is timed
-        began = time.perf_counter()
-        self._client = client.connect(begin.worker_socket, timeout_s=CONNECT_TIMEOUT_S)
-        self._rank = self._client.register(
-            engine=self._spec,
-            layout=self._layout,
-            regions={RegionId(region.region): self._memory},
-            timeout_s=REGISTER_TIMEOUT_S,
-        )
-        self.started_reply = protocol.RankStarted(
-            memory=protocol.ProcessMemory(os.getpid(), self._memory.fd),
-            register_s=time.perf_counter() - began,
-        )
-        self._released: set[str] = set()
-        self._stamped: Case | None = None
-        self._events = EventWaiter(self._rank)
-
-    def close(self) -> None:
-        """Unregister; the daemon unmaps the memory."""
-        self._client.close()
+            self._words[:] = 0
 
     # --- as a source
 
-    def publish(self, command: protocol.PublishCommand) -> protocol.Published:
-        """Publish all transfers; their content is already written."""
-        case = command.case
-        lists = [self._blocks(case, "source", slot) for slot in range(min(case.slots, len(command.names)))]
-        num_tokens = case.num_tokens
-        refs = [
-            self._rank.publish(name, blocks=lists[n % case.slots], num_tokens=num_tokens)
-            for n, name in enumerate(command.names)
-        ]
-        return protocol.Published(refs=[ref.to_dict() for ref in refs])
+    def publish_all(self, case: Case, names: list[str]) -> list[Ref]:
+        """Publish one transfer for each name; the n-th has the blocks of slot n modulo the number of slots.
 
-    def open(self, command: protocol.OpenCommand) -> protocol.Published:
-        """Publish a transfer before anything of it is written."""
-        none = {name: client.BlockList(ids=[]) for name in block_lists(command.case, "source", 0)}
-        ref = self._rank.publish(command.name, none, command.case.num_tokens, ready_tokens=0)
-        return protocol.Published(refs=[ref.to_dict()])
+        Their content is already written.
+        """
+        requests = [_request(case, "source", slot) for slot in range(min(case.slots, len(names)))]
+        return [self.publish(name, requests[n % case.slots]).to_dict() for n, name in enumerate(names)]
 
-    def extend(self, command: protocol.ExtendCommand) -> protocol.Extended:
-        """Report one chunk after the other, at the given rate."""
-        case, num_chunks = command.case, command.num_chunks
+    def publish_unwritten(self, case: Case, name: str) -> Ref:
+        """Publish a transfer of the first slot's blocks before any of them is written."""
+        none = {group: client.BlockList(ids=[]) for group in block_lists(case, "source", 0)}
+        return self.rank.publish(name, none, case.num_tokens, ready_tokens=0).to_dict()
+
+    def extend(self, case: Case, name: str, num_chunks: int, gap_s: float) -> float:
+        """Report an unwritten transfer in equal chunks, each `gap_s` after the one before, the first too.
+
+        Return when the last one was reported, of the monotonic clock, in seconds.
+        """
         lists = block_lists(case, "source", 0)
         size, tokens = case.blocks // num_chunks, case.num_tokens // num_chunks
         chunks = [
@@ -94,91 +71,80 @@ class BenchRank:
         ]
         began = last_at = time.perf_counter()
         for number, blocks in enumerate(chunks, 1):
-            _wait_until(began + number * command.gap_s)
+            _wait_until(began + number * gap_s)
             last_at = time.perf_counter()
-            self._rank.ready(command.name, None if number == num_chunks else number * tokens, blocks)
-        return protocol.Extended(last_at=last_at)
-
-    def await_release(self, command: protocol.AwaitRelease) -> protocol.CommandDone:
-        """Wait for the daemon to release the blocks."""
-        deadline = time.perf_counter() + RELEASE_TIMEOUT_S
-        left = set(command.names) - self._released
-        while left:
-            match self._events.next_event(deadline):
-                case client.Released(transfer_id):
-                    self._released.add(transfer_id)
-                    left.discard(transfer_id)
-                case client.PublishRefused(_, code, message):
-                    raise KvxferdError(message, code)
-        self._released -= set(command.names)
-        return protocol.CommandDone()
+            self.rank.ready(name, None if number == num_chunks else number * tokens, blocks)
+        return last_at
 
     # --- as a sink
 
-    def prepare(self, command: protocol.PrepareCommand) -> protocol.CommandDone:
+    def prepare_all(self, refs: list[Ref]) -> None:
         """Prepare the pulls of these references."""
-        for ref in command.refs:
-            self._rank.prepare(ref)
-        return protocol.CommandDone()
+        for ref in refs:
+            self.prepare(ref)
 
-    def abandon(self, command: protocol.AbandonCommand) -> protocol.CommandDone:
-        """Abandon references that were prepared and not pulled."""
-        for ref in command.refs:
-            self._rank.abandon(ref)
-        return protocol.CommandDone()
+    def abandon_all(self, refs: list[Ref]) -> None:
+        """Abandon references that were prepared and will not be pulled."""
+        for ref in refs:
+            self.abandon(ref)
 
-    def pull(self, command: protocol.PullCommand) -> protocol.Moved:
-        """Pull all, keeping `window` of them in flight."""
-        lists = [self._blocks(command.case, "sink", slot) for slot in range(command.case.slots)]
-        waiting = enumerate(command.refs)
+    def pull_all(
+        self, case: Case, refs: list[Ref], window: int = 1, progressive: bool = False
+    ) -> list[Sample]:
+        """Pull the references, at most `window` at a time; return their samples in order.
+
+        `progressive`: read what is ready meanwhile.
+        """
+        lists = [self._blocks(case, slot) for slot in range(case.slots)]
+        waiting = enumerate(refs)
         running: dict[client.PullTicket, tuple[int, float, float]] = {}
-        samples: dict[int, protocol.Sample] = {}
-        while len(samples) < len(command.refs):
-            while len(running) < command.window and (following := next(waiting, None)):
+        samples: dict[int, Sample] = {}
+        while len(samples) < len(refs):
+            while len(running) < window and (following := next(waiting, None)):
                 number, ref = following
-                blocks = lists[number % len(lists)]
-                started = self._start_pull(ref, blocks, command.case, command.progressive)
+                started = self._start_pull(ref, lists[number % len(lists)], case, progressive)
                 running[started[0]] = (number, *started[1:])
-            event = self._events.next_event(time.perf_counter() + 2 * PULL_DEADLINE_S)
+            event = self.events.next_event(time.perf_counter() + 2 * PULL_DEADLINE_S)
             ended = time.perf_counter()
             delivered = _delivered_or_raise(event)
             if delivered is not None and delivered.ticket in running:
                 number, began, posted = running.pop(delivered.ticket)
                 samples[number] = _sample(began, posted, ended, delivered)
-        return protocol.Moved(samples=[samples[number] for number in range(len(command.refs))])
+        return [samples[number] for number in range(len(refs))]
 
-    def pull_behind(self, command: protocol.PullBehind) -> protocol.Moved:
-        """Pull the large one, and small ones while it runs; the last of them may end after it."""
-        large_lists = self._blocks(command.large, "sink", 0)
-        lists = [self._blocks(command.small, "sink", slot) for slot in range(command.small.slots)]
-        large = self._start_pull(command.large_ref, large_lists, command.large)
-        large_sample: protocol.Sample | None = None
+    def pull_behind(self, large: Case, large_ref: Ref, small: Case, small_refs: list[Ref]) -> list[Sample]:
+        """Pull the large one, and small ones, one after the other, until it ends.
+
+        Return the large one's sample, then those of the small ones, the last of which may end after it.
+        """
+        large_lists = self._blocks(large, 0)
+        lists = [self._blocks(small, slot) for slot in range(small.slots)]
+        started = self._start_pull(large_ref, large_lists, large)
+        large_sample: Sample | None = None
         samples = []
-        for number, ref in enumerate(command.small_refs):
-            small = self._start_pull(ref, lists[number % len(lists)], command.small)
+        for number, ref in enumerate(small_refs):
+            following = self._start_pull(ref, lists[number % len(lists)], small)
             ended: client.Delivered | None = None
-            while ended is None or (large_sample is None and number == len(command.small_refs) - 1):
-                event = _delivered_or_raise(
-                    self._events.next_event(time.perf_counter() + 2 * PULL_DEADLINE_S)
-                )
+            while ended is None or (large_sample is None and number == len(small_refs) - 1):
+                event = _delivered_or_raise(self.events.next_event(time.perf_counter() + 2 * PULL_DEADLINE_S))
                 now = time.perf_counter()
-                if event is not None and event.ticket is small[0]:
+                if event is not None and event.ticket is following[0]:
                     # A small pull that waits until the large one ends is the worst case, so it counts too.
                     ended = event
-                    samples.append(_sample(*small[1:], now, event))
-                elif event is not None and event.ticket is large[0]:
-                    large_sample = _sample(*large[1:], now, event)
+                    samples.append(_sample(*following[1:], now, event))
+                elif event is not None and event.ticket is started[0]:
+                    large_sample = _sample(*started[1:], now, event)
             if large_sample is not None:
                 break
         assert large_sample is not None
-        return protocol.Moved(samples=[large_sample, *samples])
+        return [large_sample, *samples]
 
     def _start_pull(
-        self, ref: dict[str, Any], blocks: Blocks, case: Case, progressive: bool = False
+        self, ref: Ref, blocks: Blocks, case: Case, progressive: bool = False
     ) -> tuple[client.PullTicket, float, float]:
         num_tokens = case.num_tokens
         began = time.perf_counter()
-        ticket = self._rank.pull(
+        ticket = self.rank.pull(
             ref,
             blocks=blocks,
             num_tokens=num_tokens,
@@ -189,33 +155,29 @@ class BenchRank:
 
     # --- content
 
-    def stamp(self, command: protocol.Stamp) -> protocol.CommandDone:
+    def stamp(self, case: Case, nonce: int) -> None:
         """Stamp this rank's runs of all slots, after restoring what another case had stamped."""
-        former, self._stamped = self._stamped, command.case
-        if former is not None and former != command.case:
+        former, self._stamped = self._stamped, case
+        if former is not None and former != case:
             for runs in self._sent(former):
                 content.unstamp(self._words, runs)
-        nonce = stamp_of(command.nonce, self._rank_id)
-        for runs in self._sent(command.case):
-            content.stamp(self._words, runs, nonce)
-        return protocol.CommandDone()
+        stamp = stamp_of(nonce, self._rank_id)
+        for runs in self._sent(case):
+            content.stamp(self._words, runs, stamp)
 
-    def wipe(self, command: protocol.Wipe) -> protocol.CommandDone:
-        """Wipe this rank's runs of all slots."""
-        for slot in range(command.case.slots):
-            for runs in reads_of(command.case, self._rank_id, slot).values():
+    def wipe(self, case: Case) -> None:
+        """Write zeros over this rank's runs of all slots."""
+        for slot in range(case.slots):
+            for runs in reads_of(case, self._rank_id, slot).values():
                 content.wipe(self._words, runs)
-        return protocol.CommandDone()
 
-    def check(self, command: protocol.Check) -> protocol.Checked:
-        """Count wrong words."""
-        count = content.count_wrong if command.whole else content.count_unstamped
-        return protocol.Checked(
-            wrong=sum(
-                count(self._words, runs, stamp_of(command.nonce, source))
-                for slot in range(command.slots)
-                for source, runs in reads_of(command.case, self._rank_id, slot).items()
-            )
+    def count_wrong(self, case: Case, nonce: int, slots: int, is_whole: bool) -> int:
+        """Return how many words of the first slots are wrong: of the ends of runs, or of all their words."""
+        count = content.count_wrong if is_whole else content.count_unstamped
+        return sum(
+            count(self._words, runs, stamp_of(nonce, source))
+            for slot in range(slots)
+            for source, runs in reads_of(case, self._rank_id, slot).items()
         )
 
     def _sent(self, case: Case) -> Iterator[Runs]:
@@ -224,13 +186,12 @@ class BenchRank:
             for slot in range(case.slots):
                 yield reads_of(case, sink, slot)[self._rank_id]
 
-    def _blocks(self, case: Case, role: Role, slot: int) -> Blocks:
-        lists = block_lists(case, role, slot)
-        states = {group.name for group in self._layout.groups if group.kind is GroupKind.STATE}
-        return {
-            name: client.BlockList(ids=ids.data, state_at=case.num_tokens if name in states else -1)
-            for name, ids in lists.items()
-        }
+    def _blocks(self, case: Case, slot: int) -> Blocks:
+        return self.block_lists(_request(case, "sink", slot))
+
+
+def _request(case: Case, role: Role, slot: int) -> RequestBlocks:
+    return RequestBlocks(0, block_lists(case, role, slot), case.num_tokens)
 
 
 def _delivered_or_raise(event: client.Event) -> client.Delivered | None:
@@ -239,67 +200,10 @@ def _delivered_or_raise(event: client.Event) -> client.Delivered | None:
     return event if isinstance(event, client.Delivered) else None
 
 
-def _sample(began: float, posted: float, ended: float, event: client.Delivered) -> protocol.Sample:
-    return protocol.Sample(began, began, posted, ended, event.bytes, event.runs)
+def _sample(began: float, posted: float, ended: float, event: client.Delivered) -> Sample:
+    return Sample(began, began, posted, ended, event.bytes, event.runs)
 
 
 def _wait_until(at: float) -> None:
     if (left := at - time.perf_counter()) > 0:
         time.sleep(left)
-
-
-class RankCommandHandler:
-    """Handles commands, the first of which makes the process a rank."""
-
-    def __init__(self) -> None:
-        self._rank: BenchRank | None = None
-
-    def handle(self, command: protocol.Command) -> protocol.Reply:
-        """Handle one command."""
-        if isinstance(command, protocol.StartRank):
-            self._rank = BenchRank(command)
-            return self._rank.started_reply
-        if self._rank is None:
-            raise KvxferdError(f"cannot handle {type(command).__name__}: this process is no rank yet")
-        return _handle_rank_command(self._rank, command)
-
-    def progress(self) -> bool:
-        """Return False: there is no work between commands."""
-        return False
-
-    def close(self) -> None:
-        """Unregister the rank."""
-        if self._rank is not None:
-            self._rank.close()
-
-
-def _handle_rank_command(process: BenchRank, command: protocol.Command) -> protocol.Reply:
-    match command:
-        case protocol.PublishCommand():
-            return process.publish(command)
-        case protocol.OpenCommand():
-            return process.open(command)
-        case protocol.ExtendCommand():
-            return process.extend(command)
-        case protocol.AwaitRelease():
-            return process.await_release(command)
-        case protocol.PrepareCommand():
-            return process.prepare(command)
-        case protocol.AbandonCommand():
-            return process.abandon(command)
-        case protocol.PullCommand():
-            return process.pull(command)
-        case protocol.PullBehind():
-            return process.pull_behind(command)
-        case protocol.Stamp():
-            return process.stamp(command)
-        case protocol.Wipe():
-            return process.wipe(command)
-        case protocol.Check():
-            return process.check(command)
-        case _:
-            raise KvxferdError(f"cannot handle {type(command).__name__}: this process is a rank")
-
-
-if __name__ == "__main__":
-    serve_commands(protocol.PROTOCOL, RankCommandHandler)

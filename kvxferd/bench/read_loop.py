@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, NamedTuple, Protocol
 
 from kvxferd.bench.cases import Case
-from kvxferd.bench.protocol import Sample
+from kvxferd.bench.samples import Sample
 
 
 class PostedRead(NamedTuple):

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvxferd.bench import protocol
 from kvxferd.bench.cases import Case
 from kvxferd.bench.implementations import Implementation
-from kvxferd.bench.protocol import Sample
+from kvxferd.bench.rank_process import BenchRank
+from kvxferd.bench.samples import Sample
 from kvxferd.bench.testbed import RunningEngines
 from kvxferd.errors import KvxferdError
 
@@ -51,7 +51,7 @@ def start_of(sample: Sample) -> float:
     return sample.built
 
 
-async def interleave(
+def interleave(
     pair: RunningEngines,
     case: Case,
     implementations: Sequence[Implementation],
@@ -65,15 +65,14 @@ async def interleave(
     In each round the ends of all runs are compared. Raises KvxferdError if a byte is wrong.
     """
     found = Rounds(case, window, {implementation.name: [] for implementation in implementations})
-    await verify_all_bytes(pair, case, implementations, window)
+    verify_all_bytes(pair, case, implementations, window)
     for number in range(rounds):
         for implementation in order_in_round(implementations, number):
             nonce = next(_nonces)
-            await pair.source.request(protocol.Stamp(case=case, nonce=nonce), protocol.CommandDone)
-            samples = await implementation.move(case, count, window)
+            pair.source.call(BenchRank.stamp, case, nonce)
+            samples = implementation.move(case, count, window)
             found.by_implementation[implementation.name].append(Round(samples, window))
-            check = protocol.Check(case=case, nonce=nonce, slots=min(count, case.slots))
-            await _check(pair, implementation, check)
+            _check(pair, implementation, case, nonce, min(count, case.slots))
     return found
 
 
@@ -85,25 +84,31 @@ def order_in_round(implementations: Sequence[Implementation], number: int) -> li
     return order if number % 2 == 0 else order[::-1]
 
 
-async def verify_all_bytes(
+def verify_all_bytes(
     pair: RunningEngines, case: Case, implementations: Sequence[Implementation], window: int
 ) -> None:
     """Have each implementation move every slot onto wiped memory, and compare every byte."""
     amounts: dict[str, int] = {}
     for implementation in implementations:
         nonce = next(_nonces)
-        await pair.source.request(protocol.Stamp(case=case, nonce=nonce), protocol.CommandDone)
-        await pair.sink.request(protocol.Wipe(case=case), protocol.CommandDone)
-        samples = await implementation.move(case, case.slots, window)
+        pair.source.call(BenchRank.stamp, case, nonce)
+        pair.sink.call(BenchRank.wipe, case)
+        samples = implementation.move(case, case.slots, window)
         amounts[implementation.name] = sum(sample.bytes for sample in samples)
-        check = protocol.Check(case=case, nonce=nonce, slots=case.slots, whole=True)
-        await _check(pair, implementation, check)
+        _check(pair, implementation, case, nonce, case.slots, is_whole=True)
     if len(set(amounts.values())) > 1:
         raise KvxferdError(f"cannot compare: bytes moved differ: {amounts}")
 
 
-async def _check(pair: RunningEngines, implementation: Implementation, check: protocol.Check) -> None:
+def _check(
+    pair: RunningEngines,
+    implementation: Implementation,
+    case: Case,
+    nonce: int,
+    slots: int,
+    is_whole: bool = False,
+) -> None:
     try:
-        await pair.require_correct(check)
+        pair.require_correct(case, nonce, slots, is_whole)
     except KvxferdError as error:
         raise KvxferdError(f"{error.message}; moved by {implementation.name}", error.code) from error

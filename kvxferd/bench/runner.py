@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from kvxferd.bench.results import Result, describe_machine
 from kvxferd.bench.testbed import Testbed
 from kvxferd.bench.workload import GIB, TRANSPORT_ENVIRONMENTS, Workload
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.tooling.async_tasks import run_until_signal
+from kvxferd.tooling.interrupts import interrupted_once
 from kvxferd.tooling.output import format_bytes
 from kvxferd.tooling.process_vm import read_process_memory
 from kvxferd.tooling.work_directory import make_work_directory
@@ -64,7 +63,8 @@ def run_bench(options: BenchOptions, report_progress: ReportProgress) -> Result:
     """
     check_memory(options)
     check_environment()
-    return asyncio.run(run_until_signal(_run(options, report_progress)))
+    with interrupted_once():
+        return _run(options, report_progress)
 
 
 def check_memory(requested: BenchOptions) -> None:
@@ -93,16 +93,16 @@ def check_environment() -> None:
         )
 
 
-async def _run(requested: BenchOptions, say: ReportProgress) -> Result:
+def _run(requested: BenchOptions, say: ReportProgress) -> Result:
     say("looking at the machine")
-    machine = await asyncio.to_thread(describe_machine)
+    machine = describe_machine()
     began = time.monotonic()
     found = Measurements()
     error = ""
     try:
-        async with _bench_processes() as processes:
+        with _bench_processes() as processes:
             for number, transport in enumerate(requested.transports):
-                await _measure_transport(processes, transport, requested, found, say, is_first=number == 0)
+                _measure_transport(processes, transport, requested, found, say, is_first=number == 0)
     except Exception as failure:
         if found == Measurements():
             raise
@@ -127,18 +127,18 @@ async def _run(requested: BenchOptions, say: ReportProgress) -> Result:
     )
 
 
-@asynccontextmanager
-async def _bench_processes() -> AsyncIterator[BenchProcesses]:
+@contextmanager
+def _bench_processes() -> Iterator[BenchProcesses]:
     directory = make_work_directory("kvxferd-bench-")
     processes = BenchProcesses(directory)
     try:
         yield processes
     finally:
-        await processes.stop()
+        processes.stop()
         shutil.rmtree(directory, ignore_errors=True)
 
 
-async def _measure_transport(
+def _measure_transport(
     processes: BenchProcesses,
     transport: str,
     requested: BenchOptions,
@@ -151,21 +151,21 @@ async def _measure_transport(
     wanted = requested.measures if is_first else requested.measures & POINT_MEASURES
     if wanted - {"first", "crossing"}:
         say(f"starting two daemons ({transport})")
-        async with Testbed.open(processes, environment) as testbed:
+        with Testbed.open(processes, environment) as testbed:
             if transport == "cma":
                 _require_cma(testbed.daemons["source"].pid)
-            await _measure_points(testbed, transport, requested.workload, wanted, found, say, is_first)
+            _measure_points(testbed, transport, requested.workload, wanted, found, say, is_first)
             if "progressive" in wanted:
-                await _measure_progressive(testbed, transport, requested.workload, found, say)
-            await _measure_rest(testbed, requested.workload, wanted, found, say)
+                _measure_progressive(testbed, transport, requested.workload, found, say)
+            _measure_rest(testbed, requested.workload, wanted, found, say)
     if "crossing" in wanted:
-        await _measure_crossing(processes, transport, requested.workload, found, say)
+        _measure_crossing(processes, transport, requested.workload, found, say)
     if "first" in wanted:
         say("first pulls")
-        found.first_pulls = await first_pull.measure_first_pull(processes, environment, requested.workload)
+        found.first_pulls = first_pull.measure_first_pull(processes, environment, requested.workload)
 
 
-async def _measure_crossing(
+def _measure_crossing(
     processes: BenchProcesses, transport: str, workload: Workload, found: Measurements, say: ReportProgress
 ) -> None:
     say(f"layouts that differ ({transport}), {len(os.sched_getaffinity(0))} cores")
@@ -180,7 +180,7 @@ async def _measure_crossing(
         return
     environment = TRANSPORT_ENVIRONMENTS[transport]
     crossings = crossing.crossings_of(workload.layouts)
-    async for point in crossing.measure_crossing(processes, transport, environment, sizes, crossings):
+    for point in crossing.measure_crossing(processes, transport, environment, sizes, crossings):
         found.crossing.append(point)
         rate = point.bytes / point.auto_s / 1e9
         say(
@@ -189,7 +189,7 @@ async def _measure_crossing(
         )
 
 
-async def _measure_points(
+def _measure_points(
     testbed: Testbed,
     transport: str,
     workload: Workload,
@@ -200,12 +200,12 @@ async def _measure_points(
 ) -> None:
     if "latency" in wanted:
         say(f"small pulls ({transport})")
-        seen = await latency.measure_latency(testbed, transport, workload)
+        seen = latency.measure_latency(testbed, transport, workload)
         found.points.append(seen.point)
         found.latency = seen if is_first else found.latency
     if "throughput" in wanted:
         say(f"throughput ({transport})")
-        async for point in throughput.measure_throughput(testbed, transport, workload):
+        for point in throughput.measure_throughput(testbed, transport, workload):
             found.points.append(point)
             rate = point.contenders[KVXFERD].gb_per_s
             what = (
@@ -215,7 +215,7 @@ async def _measure_points(
             say(f"  {what}: {rate:.2f} GB/s, {point.ratio_to_raw:.2f} of raw NIXL")
 
 
-async def _measure_progressive(
+def _measure_progressive(
     testbed: Testbed,
     transport: str,
     workload: Workload,
@@ -223,8 +223,8 @@ async def _measure_progressive(
     say: ReportProgress,
 ) -> None:
     say(f"pulls while chunks are written ({transport})")
-    async with testbed.pair(progressive.deployment_of(transport, workload), baselines=False) as pair:
-        async for point in progressive.measure_progressive(pair, transport, workload):
+    with testbed.pair(progressive.deployment_of(transport, workload), baselines=False) as pair:
+        for point in progressive.measure_progressive(pair, transport, workload):
             found.progressive.append(point)
             say(
                 f"  {point.num_chunks} of {format_bytes(point.chunk_bytes)}, pace {point.pace:g}: handover "
@@ -232,19 +232,19 @@ async def _measure_progressive(
             )
 
 
-async def _measure_rest(
+def _measure_rest(
     testbed: Testbed, workload: Workload, wanted: frozenset[str], found: Measurements, say: ReportProgress
 ) -> None:
     if "calls" in wanted:
         say("time inside pull()")
-        found.calls = await calls.measure_calls(testbed, workload)
+        found.calls = calls.measure_calls(testbed, workload)
     if "behind" in wanted:
         say("small pulls behind a large one")
-        found.head_of_line = await head_of_line.measure_head_of_line(testbed, workload)
+        found.head_of_line = head_of_line.measure_head_of_line(testbed, workload)
     if "idle" in wanted:
         say("idle")
-        async with testbed.pair(idle.idle_deployment(), baselines=False) as pair:
-            found.idle = await idle.measure_idle(pair, workload.idle_s)
+        with testbed.pair(idle.idle_deployment(), baselines=False) as pair:
+            found.idle = idle.measure_idle(pair, workload.idle_s)
 
 
 def _require_cma(pid: int) -> None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from kvxferd.bench.protocol import ProcessMemory
 from kvxferd.errors import EngineError
 from kvxferd.memory import Mapping, map_memfd
+
+
+class ProcessMemory(NamedTuple):
+    """Memory that another process of this machine can open: a process id and a file descriptor of it."""
+
+    pid: int
+    fd: int
 
 
 @contextmanager

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
-from kvxferd.bench import protocol
 from kvxferd.bench.cases import Case
-from kvxferd.bench.processes import TOOL, BenchProcesses
+from kvxferd.bench.nixl_process import NixlAgent
+from kvxferd.bench.processes import TOOL, AgentProcess, BenchProcesses, RankProcess
+from kvxferd.bench.rank_process import BenchRank, Ref
 from kvxferd.bench.shapes import FIRST_RANK, ROLES, BenchDeployment, Role
+from kvxferd.bench.shared_memory import ProcessMemory
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Rank
-from kvxferd.tooling.async_tasks import gather_or_cancel
 from kvxferd.tooling.daemon_process import DaemonProcess
 from kvxferd.tooling.owned_process import stop_all
-from kvxferd.tooling.subprocesses import CommandProcess
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 GRANT_TIMEOUT_S = 30.0
 _GRANT_POLL_S = 0.002
@@ -35,78 +37,63 @@ class Testbed:
     environment: Mapping[str, str]
     sink_settings: Mapping[str, str] = field(default_factory=dict)  # of the sink's daemon alone
     daemons: dict[Role, DaemonProcess] = field(default_factory=dict)
-    raw_workers: dict[Role, CommandProcess] = field(default_factory=dict)
-    engine_workers: dict[Role, CommandProcess] = field(default_factory=dict)
+    raw_agents: dict[Role, AgentProcess] = field(default_factory=dict)
+    engine_agents: dict[Role, AgentProcess] = field(default_factory=dict)
 
     @classmethod
-    @asynccontextmanager
-    async def open(
+    @contextmanager
+    def open(
         cls,
         processes: BenchProcesses,
         environment: Mapping[str, str],
         baselines: bool = True,
         sink_settings: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[Testbed]:
+    ) -> Iterator[Testbed]:
         """Start the testbed; everything on it ends with the block."""
         testbed = cls(processes, environment, sink_settings or {})
         try:
-            await testbed._start(baselines)
+            testbed._start(baselines)
             yield testbed
         finally:
-            await testbed._stop()
+            testbed._stop()
 
-    async def get(self, role: Role, path: str) -> Any:
-        """Return the response of that side's daemon. Raises KvxferdError."""
-        return await asyncio.to_thread(self.daemons[role].control.get, path)
-
-    @asynccontextmanager
-    async def pair(
-        self, deployment: BenchDeployment, baselines: bool = True
-    ) -> AsyncIterator[RunningEngines]:
+    @contextmanager
+    def pair(self, deployment: BenchDeployment, baselines: bool = True) -> Iterator[RunningEngines]:
         """Give two engines of this deployment, registered with a daemon each."""
         pair = RunningEngines(self, deployment)
         try:
-            await pair.start()
+            pair.start()
             if baselines:
-                await self._attach(pair)
+                self._attach(pair)
             yield pair
         finally:
-            await pair.stop()
+            pair.stop()
 
-    async def _start(self, baselines: bool) -> None:
-        async def start_daemon(role: Role) -> None:
-            settings = self.sink_settings if role == "sink" else {}
-            self.daemons[role] = await self.processes.start_daemon({**self.environment, **settings})
+    def _start(self, baselines: bool) -> None:
+        settings: dict[Role, Mapping[str, str]] = {"source": {}, "sink": self.sink_settings}
+        environments = [{**self.environment, **settings[role]} for role in ROLES]
+        self.daemons.update(zip(ROLES, self.processes.start_daemons(environments), strict=True))
+        for role in ROLES if baselines else ():
+            self.raw_agents[role] = self.processes.start_agent("raw", self.environment)
+            self.engine_agents[role] = self.processes.start_agent("engine", self.environment)
 
-        async def agents(role: Role) -> None:
-            self.raw_workers[role] = await self.processes.start_worker("raw", self.environment)
-            self.engine_workers[role] = await self.processes.start_worker("engine", self.environment)
+    def _stop(self) -> None:
+        stop_all([*self.raw_agents.values(), *self.engine_agents.values()])
+        stop_all(self.daemons.values())
 
-        await gather_or_cancel(*map(start_daemon, ROLES))
-        if baselines:
-            await gather_or_cancel(*map(agents, ROLES))
-
-    async def _stop(self) -> None:
-        workers = [*self.raw_workers.values(), *self.engine_workers.values()]
-        await asyncio.gather(*(worker.stop() for worker in workers))
-        await asyncio.to_thread(stop_all, self.daemons.values())
-
-    async def _attach(self, pair: RunningEngines) -> None:
+    def _attach(self, pair: RunningEngines) -> None:
         """Give the baselines the memory of the pair's first ranks."""
-        for agents in (self.raw_workers, self.engine_workers):
-            await gather_or_cancel(*(agents[role].resume() for role in ROLES))
-            attached = {}
-            for role in ROLES:
-                command = protocol.AttachMemory(
-                    deployment=pair.deployment, memory=pair.memory[role, FIRST_RANK]
-                )
-                attached[role] = await agents[role].request(command, protocol.MemoryAttached)
-            source = attached["source"]
-            await agents["sink"].request(
-                protocol.AddRemote(metadata=source.metadata, address=source.address), protocol.CommandDone
-            )
+        for agents in (self.raw_agents, self.engine_agents):
+            for agent in agents.values():
+                agent.resume()
+            attached = {
+                role: agents[role].call(NixlAgent.attach, pair.deployment, pair.memory[role, FIRST_RANK])
+                for role in ROLES
+            }
+            agents["sink"].call(NixlAgent.add_remote, attached["source"])
         # Otherwise their progress threads would keep both cores busy.
-        await gather_or_cancel(*(self.engine_workers[role].pause() for role in ROLES))
+        for agent in self.engine_agents.values():
+            agent.pause()
 
 
 @dataclass
@@ -114,7 +101,7 @@ class PublishedBatch:
     """The transfers that were published for one round."""
 
     names: list[str]
-    refs: list[dict[str, Any]]
+    refs: list[Ref]
 
 
 class RunningEngines:
@@ -123,8 +110,8 @@ class RunningEngines:
     def __init__(self, testbed: Testbed, deployment: BenchDeployment) -> None:
         self.testbed = testbed
         self.deployment = deployment
-        self.workers: dict[tuple[Role, Rank], CommandProcess] = {}
-        self.memory: dict[tuple[Role, Rank], protocol.ProcessMemory] = {}
+        self.workers: dict[tuple[Role, Rank], RankProcess] = {}
+        self.memory: dict[tuple[Role, Rank], ProcessMemory] = {}
 
     @property
     def ranks(self) -> list[Rank]:
@@ -135,87 +122,80 @@ class RunningEngines:
         """Return the ranks of one side."""
         return list(self.deployment.engine(role))
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Start every rank's process and register it."""
-        places = [(role, rank) for role in ROLES for rank in self.ranks_of(role)]
-
-        async def begin(role: Role, rank: Rank) -> None:
-            worker = await self.testbed.processes.start_worker("rank", {})
-            self.workers[role, rank] = worker
+        for place in [(role, rank) for role in ROLES for rank in self.ranks_of(role)]:
+            self.workers[place] = self.testbed.processes.start_rank()
+        begun = {}
+        for (role, rank), worker in self.workers.items():
             socket = self.testbed.daemons[role].worker_socket
-            command = protocol.StartRank(
-                deployment=self.deployment, role=role, rank=rank, worker_socket=socket
-            )
-            self.memory[role, rank] = (await worker.request(command, protocol.RankStarted)).memory
+            begun[role, rank] = worker.start(BenchRank.begin, self.deployment, role, rank, socket)
+        self.memory = {place: pending.result() for place, pending in begun.items()}
 
-        await gather_or_cancel(*(begin(role, rank) for role, rank in places))
-
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """End every rank's process; the daemons unmap its memory."""
-        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+        stop_all(self.workers.values())
 
-    async def publish(self, case: Case, count: int) -> PublishedBatch:
+    def publish(self, case: Case, count: int) -> PublishedBatch:
         """Publish `count` transfers of a case."""
         names = [f"{self.deployment.name}-{next(_names)}" for _ in range(count)]
-        reply = await self.source.request(protocol.PublishCommand(case=case, names=names), protocol.Published)
-        return PublishedBatch(names, reply.refs)
+        return PublishedBatch(names, self.source.call(BenchRank.publish_all, case, names))
 
-    async def publish_prepared(self, case: Case, count: int) -> PublishedBatch:
+    def publish_prepared(self, case: Case, count: int) -> PublishedBatch:
         """Publish transfers, have every sink rank prepare them, and wait until all grants are held."""
-        before = await self.num_grants()
-        batch = await self.publish(case, count)
-        await self.prepare(batch)
-        await self.await_grants(before + count * len(self.ranks))
+        before = self.num_grants()
+        batch = self.publish(case, count)
+        self.call_all("sink", BenchRank.prepare_all, batch.refs)
+        self.await_grants(before + count * len(self.ranks))
         return batch
 
-    async def prepare(self, batch: PublishedBatch) -> None:
-        """Have every sink rank prepare these transfers."""
-        command = protocol.PrepareCommand(refs=batch.refs)
-        await gather_or_cancel(
-            *(self.workers["sink", rank].request(command, protocol.CommandDone) for rank in self.ranks)
-        )
-
-    async def num_grants(self) -> int:
+    def num_grants(self) -> int:
         """Return how many grants the sink's daemon holds."""
-        reply = await self.testbed.get("sink", "/v1/peers")
+        reply = self.testbed.daemons["sink"].control.get("/v1/peers")
         return sum(peer["num_grants"] for peer in reply["peers"])
 
-    async def await_grants(self, count: int) -> None:
+    def await_grants(self, count: int) -> None:
         """Wait until `count` grants are held. Raises KvxferdError if they do not come."""
         deadline = time.monotonic() + GRANT_TIMEOUT_S
-        while (held := await self.num_grants()) < count:
+        while (held := self.num_grants()) < count:
             if time.monotonic() > deadline:
                 raise KvxferdError(f"cannot run {TOOL}: {held} of {count} grants came", Code.DEADLINE)
-            await asyncio.sleep(_GRANT_POLL_S)
+            time.sleep(_GRANT_POLL_S)
 
-    async def release(self, batch: PublishedBatch) -> None:
+    def release(self, batch: PublishedBatch) -> None:
         """Wait until the transfers are released."""
-        command = protocol.AwaitRelease(names=batch.names)
-        await self.source.request(command, protocol.CommandDone)
+        self.source.call(BenchRank.await_release, batch.names)
 
-    async def request_all(self, role: Role, command: protocol.Command) -> None:
-        """Send a command to every rank of a side."""
-        await gather_or_cancel(
-            *(self.workers[role, rank].request(command, protocol.CommandDone) for rank in self.ranks_of(role))
-        )
+    def call_all(
+        self,
+        role: Role,
+        method: Callable[Concatenate[BenchRank, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        """Call every rank of a side, side by side; return their results in the order of the ranks."""
+        started = [self.workers[role, rank].start(method, *args, **kwargs) for rank in self.ranks_of(role)]
+        return [pending.result() for pending in started]
 
-    async def require_correct(self, check: protocol.Check) -> None:
-        """Have every sink rank compare its content. Raises KvxferdError if a word is wrong."""
+    def require_correct(self, case: Case, nonce: int, slots: int, is_whole: bool = False) -> None:
+        """Have every sink rank compare the first slots: the ends of runs, or every word.
+
+        Raises KvxferdError if a word is wrong.
+        """
         for rank in self.ranks:
-            reply = await self.workers["sink", rank].request(check, protocol.Checked)
-            if reply.wrong:
-                case = check.case
+            wrong = self.workers["sink", rank].call(BenchRank.count_wrong, case, nonce, slots, is_whole)
+            if wrong:
                 raise KvxferdError(
-                    f"cannot run {TOOL}: {reply.wrong} wrong words in {rank} of {case.deployment.shape}, "
+                    f"cannot run {TOOL}: {wrong} wrong words in {rank} of {case.deployment.shape}, "
                     f"{case.lists.value}, {case.blocks} blocks"
                 )
 
     @property
-    def source(self) -> CommandProcess:
+    def source(self) -> RankProcess:
         """The rank that publishes."""
         return self.workers["source", FIRST_RANK]
 
     @property
-    def sink(self) -> CommandProcess:
+    def sink(self) -> RankProcess:
         """The first rank that pulls."""
         return self.workers["sink", FIRST_RANK]

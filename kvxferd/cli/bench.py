@@ -110,7 +110,7 @@ def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
     in turn. Everything that it started ends with it.
     """
     bench_options = _bench_options(options)
-    # Imported here, so that the other verbs do not load numpy and asyncio.
+    # Imported here, so that the other verbs do not load numpy.
     from kvxferd.bench.runner import run_bench
     from kvxferd.tooling.output import console, print_fitted, print_json
 

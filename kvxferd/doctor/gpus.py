@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
-from kvxferd.tooling.isolated_process import run_isolated
+from kvxferd.doctor.isolated import call_isolated, isolated
+from kvxferd.errors import KvxferdError
+from kvxferd.memory.driver import Device
+from kvxferd.memory.driver_registry import open_driver
 from kvxferd.tooling.output import format_bytes
 
 DRIVER_TIMEOUT_S = 30.0  # the first call takes seconds if the driver is not kept loaded
@@ -14,14 +18,34 @@ EXPORTS_FD = "export as descriptor"
 _VERSION = Path("/proc/driver/nvidia/version")
 
 
+class DriverReport(NamedTuple):
+    """The driver and its devices, or why it cannot be used."""
+
+    name: str
+    abilities: dict[str, str]
+    devices: tuple[Device, ...]
+    refusal: str = ""
+
+
+def query_driver(_: object) -> DriverReport:
+    """Return what the driver reports. A process that has used CUDA cannot fork one that does."""
+    try:
+        driver = open_driver()
+        return DriverReport(driver.name, driver.describe(), driver.devices())
+    except KvxferdError as error:
+        return DriverReport("", {}, (), error.message)
+
+
 def check(node: CheckContext) -> Iterator[Finding]:
-    """Query the driver in a child process, because a process that has used CUDA cannot fork one that does."""
-    outcome = run_isolated("kvxferd.doctor.gpu_query_process", [], node.environment, DRIVER_TIMEOUT_S)
-    if outcome.value is None:
-        yield fail("gpu", outcome.failure, "see that the driver works: nvidia-smi")
+    """Query the driver in a child process."""
+    try:
+        with isolated(object, node.environment) as child:
+            driver = call_isolated(child, DRIVER_TIMEOUT_S, query_driver)
+    except KvxferdError as error:
+        yield fail("gpu", error.message, "see that the driver works: nvidia-smi")
         return
-    if why := outcome.value.get("refusal"):
-        found, _, todo = why.partition("; ")
+    if driver.refusal:
+        found, _, todo = driver.refusal.partition("; ")
         yield fail(
             "gpu",
             found,
@@ -29,21 +53,18 @@ def check(node: CheckContext) -> Iterator[Finding]:
             kernel_module=_kernel_module(),
         )
         return
-    name, described = outcome.value["name"], outcome.value["describe"]
-    for device in outcome.value["devices"]:
-        uuid = device["uuid"]
-        able = next((text for key, text in described.items() if key.startswith(uuid)), "")
-        found = f"{uuid}, {device['name']}, {format_bytes(device['total_bytes'])}, driver {name}"
-        facts = {"able": able, "kernel_module": _kernel_module(), **device}
+    for device in driver.devices:
+        able = next((text for key, text in driver.abilities.items() if key.startswith(device.uuid)), "")
+        found = f"{device.uuid}, {device.name}, {format_bytes(device.total_bytes)}, driver {driver.name}"
+        facts = {"able": able, "kernel_module": _kernel_module(), **device._asdict()}
         if EXPORTS_FD in able:
             yield ok("gpu", f"{found}: {able}", **facts)
         else:
             todo = "its memory cannot go to a mover: use resident movers (docs/how-to/gpu-nodes.md)"
             yield warn("gpu", f"{found}: {able}", todo, **facts)
-    if not outcome.value["devices"]:
-        yield fail(
-            "gpu", f"driver {name} shows none", "unset CUDA_VISIBLE_DEVICES, or give the container GPUs"
-        )
+    if not driver.devices:
+        todo = "unset CUDA_VISIBLE_DEVICES, or give the container GPUs"
+        yield fail("gpu", f"driver {driver.name} shows none", todo)
 
 
 def _kernel_module() -> str:

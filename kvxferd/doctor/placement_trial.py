@@ -1,42 +1,52 @@
-"""Tries one placement of GPU memory: `python -m kvxferd.doctor.placement_trial PLACEMENT DEVICE DIRECTORY`.
+"""Tries one placement of GPU memory.
 
 It starts a daemon and registers two engines of this process, whose caches are on the device, pulls from one
-to the other, and checks every byte. Prints one line of JSON.
+to the other, and checks every byte.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import sys
 import time
-from array import array
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from kvxferd import client
-from kvxferd.doctor.placements import DEVICE_COPY
 from kvxferd.errors import KvxferdError
-from kvxferd.ids import EngineId, Generation, RegionId
-from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.presets import attention_layout
-from kvxferd.memory.device import DeviceMemory
+from kvxferd.ids import RegionId
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import LayerKind, ModelFacts, deploy, key_and_value
+from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
 from kvxferd.memory.driver_registry import open_driver
+from kvxferd.tooling.content import Bytes, RequestBlocks
 from kvxferd.tooling.daemon_process import DaemonProcess
-from kvxferd.tooling.event_waiter import EventWaiter
+from kvxferd.tooling.engine_process import EngineRank
+
+DEVICE_COPY = "device copy"
+PLACEMENTS = ("direct", "resident", "staged")
 
 NUM_PULLS = 4  # the first one connects
-EVENT_TIMEOUT_S = 30.0
-BLOCK_TOKENS = 16
 # 256 MiB in all: enough to measure a link's speed.
-NUM_HEADS, HEAD_DIM = 8, 128
-NUM_BLOCKS = 512
-NUM_LAYERS = 8
-BLOCK_BYTES = 512 << 10
+MODEL = ModelFacts("doctor", 8, (LayerKind.FULL,) * 8, key_and_value(8, 128))
+BLOCK_TOKENS, NUM_BLOCKS, BLOCK_BYTES = 16, 512, 512 << 10
 MAX_SHARE = 64  # a cache has at most this part of the device: a slice of a card (MIG) is small
+
+
+class PlacementResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The result of one placement."""
+
+    placement: str
+    refusal: str = ""  # "" where it works
+    gigabytes_per_s: float = 0.0
+    lanes: str = ""
 
 
 class TrialDevice:
@@ -85,72 +95,66 @@ class TrialDevice:
             return content
 
 
-class TrialEngine:
-    """One rank, and its memory."""
+class TrialStore:
+    """A rank's cache on the device; `bytes` is a copy of it."""
 
-    def __init__(self, device: TrialDevice, name: str, placement: str, num_blocks: int) -> None:
-        self.spec = EngineSpec(
-            EngineId(f"doctor-{name}"),
-            Generation("1"),
-            num_layers=NUM_LAYERS,
-            num_kv_heads=NUM_HEADS,
-        )
-        self.layout: RankLayout = attention_layout(
-            spec=self.spec,
-            num_blocks=num_blocks,
-            num_kv_heads=NUM_HEADS,
-            head_dim=HEAD_DIM,
-            block_tokens=BLOCK_TOKENS,
-        )
-        self.size_bytes = self.layout.regions[0].size_bytes
-        self.address = device.allocate(self.size_bytes, plain=placement == "resident")
+    def __init__(self, device: TrialDevice, is_resident: bool, size_bytes: int) -> None:
         self._device = device
-        self._placement = placement
-        self._rank: client.RankHandle | None = None
-        self._events: EventWaiter | None = None
+        self.address = device.allocate(size_bytes, plain=is_resident)
+        self.memory = (
+            ResidentMemory(self.address, size_bytes, device.uuid)
+            if is_resident
+            else DeviceMemory(self.address, size_bytes, device.driver)
+        )
+        self.bytes: Bytes = np.zeros(size_bytes, dtype=np.uint8)
 
-    @property
-    def rank(self) -> client.RankHandle:
-        """The registered rank."""
-        assert self._rank is not None
-        return self._rank
+    def load(self) -> None:
+        """Copy the cache into `bytes`."""
+        self.bytes[:] = np.frombuffer(self._device.read(self.address, self.bytes.size), dtype=np.uint8)
 
-    def register(self, socket: str) -> None:
-        """Register the rank. Raises KvxferdError with the refusal."""
-        region = RegionId("kv")
-        connection = client.connect(socket)
-        if self._placement == "resident":
-            from kvxferd import resident
-            from kvxferd.memory.device import ResidentMemory
-
-            memory = ResidentMemory(self.address, self.size_bytes, self._device.uuid)
-            self._rank = resident.register(connection, self.spec, self.layout, {region: memory})
-        else:
-            exported = DeviceMemory(self.address, self.size_bytes, self._device.driver)
-            self._rank = connection.register(engine=self.spec, layout=self.layout, regions={region: exported})
-        self._events = EventWaiter(self._rank)
-
-    def await_event(self, kind: type[client.Event]) -> Any:
-        """Return the next event of a kind. Raises KvxferdError if the pull fails or none comes in time."""
-        assert self._events is not None
-        deadline = time.monotonic() + EVENT_TIMEOUT_S
-        while not isinstance(event := self._events.next_event(deadline), kind):
-            if isinstance(event, client.Failed):
-                raise KvxferdError(f"the pull failed: {event.message} [{event.code}]", event.code)
-        return event
+    def save(self) -> None:
+        """Copy `bytes` into the cache."""
+        self._device.write(self.address, self.bytes.tobytes())
 
 
-def measure_copy(device: TrialDevice, num_blocks: int) -> dict[str, Any]:
+class TrialRank(EngineRank):
+    """A rank whose cache is on the device."""
+
+    def _register(self, spec: EngineSpec) -> client.RankHandle:
+        if not isinstance(self.store.memory, ResidentMemory):
+            return super()._register(spec)
+        from kvxferd import resident
+
+        (region,) = self.layout.regions
+        return resident.register(self.client, spec, self.layout, {RegionId(region.region): self.store.memory})
+
+
+def try_placement(_: object, placement: str, uuid: str, directory: Path) -> PlacementResult:
+    """Return whether a placement works on the device with that id, and how fast.
+
+    `placement` is one of `PLACEMENTS`, or DEVICE_COPY. The daemon is in the directory.
+    """
+    try:
+        device = TrialDevice(open_driver(), uuid)
+        total_bytes = device.driver.device(uuid).total_bytes
+        num_blocks = min(NUM_BLOCKS, total_bytes // MAX_SHARE // BLOCK_BYTES)
+        if placement == DEVICE_COPY:
+            return measure_copy(device, num_blocks * BLOCK_BYTES)
+        return measure_placement(device, placement, num_blocks, directory)
+    except KvxferdError as error:
+        return PlacementResult(placement=placement, refusal=f"{error.message} [{error.code.value}]")
+
+
+def measure_copy(device: TrialDevice, size: int) -> PlacementResult:
     """Return the speed of a plain copy on the device, of the same size as a pull."""
-    engines = [TrialEngine(device, name, "direct", num_blocks) for name in ("from", "to")]
-    size = engines[0].size_bytes
-    best = min(device.copy(engines[1].address, engines[0].address, size) for _ in range(NUM_PULLS))
-    return {"gigabytes_per_s": size / best / 1e9}
+    source, target = (device.allocate(size, plain=False) for _ in range(2))
+    best = min(device.copy(target, source, size) for _ in range(NUM_PULLS))
+    return PlacementResult(placement=DEVICE_COPY, gigabytes_per_s=size / best / 1e9)
 
 
 def measure_placement(
     device: TrialDevice, placement: str, num_blocks: int, directory: Path
-) -> dict[str, Any]:
+) -> PlacementResult:
     """Pull a few times, and return the best speed on the wire. Raises KvxferdError with the refusal."""
     environment = {"KVXFERD_MOVER_ENVIRONMENT": _mover_environment()}
     if placement == "staged":
@@ -159,9 +163,6 @@ def measure_placement(
     try:
         daemon.wait_ready()
         return _pull_and_verify(device, placement, num_blocks, daemon)
-    except KvxferdError:
-        print(daemon.log_tail(), file=sys.stderr)
-        raise
     finally:
         daemon.stop()
 
@@ -174,63 +175,35 @@ def _mover_environment() -> str:
 
 def _pull_and_verify(
     device: TrialDevice, placement: str, num_blocks: int, daemon: DaemonProcess
-) -> dict[str, Any]:
-    source, sink = (TrialEngine(device, name, placement, num_blocks) for name in ("source", "sink"))
-    content = unique_pages(source.size_bytes)
-    device.write(source.address, content)
-    for engine in (source, sink):
-        engine.register(daemon.worker_socket)
-    ids = {"full": client.BlockList(ids=array("i", range(num_blocks)))}
-    num_tokens, best = num_blocks * BLOCK_TOKENS, float("inf")
-    for number in range(NUM_PULLS):
-        device.write(sink.address, bytes(sink.size_bytes))
-        ref = source.rank.publish(f"doctor-{number}", ids, num_tokens=num_tokens)
-        source.rank.ready(f"doctor-{number}")
-        sink.rank.pull(ref.to_json(), ids, num_tokens=num_tokens, deadline_s=EVENT_TIMEOUT_S)
-        best = min(best, sink.await_event(client.Delivered).wire_s)
-        if device.read(sink.address, sink.size_bytes) != content:
-            raise KvxferdError("other bytes were delivered than were sent")
-    found = _reported_placement(daemon)
-    for engine in (source, sink):
-        engine.rank.close()
+) -> PlacementResult:
+    ids = {"full": np.arange(num_blocks, dtype=np.int32)}
+    request = RequestBlocks(1, ids, num_blocks * BLOCK_TOKENS)
+    with closing(TrialRank()) as source, closing(TrialRank()) as sink:
+        for name, rank in (("source", source), ("sink", sink)):
+            ((spec, layout),) = deploy(
+                MODEL, block_tokens=BLOCK_TOKENS, num_blocks=num_blocks, engine_id=f"doctor-{name}"
+            ).values()
+            make_store = partial(TrialStore, device, placement == "resident")
+            rank.register(daemon.worker_socket, spec, layout, make_store)
+        source.write(request)
+        pulls = []
+        for number in range(NUM_PULLS):
+            ref = source.publish(f"doctor-{number}", request)
+            source.ready(f"doctor-{number}")
+            sink.store.bytes[:] = 0
+            sink.store.save()
+            pulls.append(sink.pull(ref, request))
+            if sink.check(request).wrong_items:
+                raise KvxferdError("other bytes were delivered than were sent")
+        found = _reported_placement(daemon)
     if found["kind"] != placement:
         raise KvxferdError(
             f"the daemon took {found['kind']} in its place: {found['why'] or 'it says not why'}"
         )
-    return {"gigabytes_per_s": source.size_bytes / best / 1e9, "lanes": found["lanes"]}
-
-
-def unique_pages(size_bytes: int) -> bytes:
-    """Return bytes in which no two pages are equal, so that a misplaced page is found."""
-    noise, page = os.urandom(1 << 16), 4096
-    pages = (
-        number.to_bytes(8, "little") + noise[number * 8 % (1 << 15) :][: page - 8]
-        for number in range(-(-size_bytes // page))
-    )
-    return b"".join(pages)[:size_bytes]
+    speed = max(pull.bytes / pull.wire_s for pull in pulls) / 1e9
+    return PlacementResult(placement=placement, gigabytes_per_s=speed, lanes=found["lanes"])
 
 
 def _reported_placement(daemon: DaemonProcess) -> dict[str, Any]:
     engines = daemon.control.get("/v1/engines")["engines"]
     return next(rank["placement"] for engine in engines for rank in engine["ranks"] if rank["placement"])
-
-
-def main() -> None:
-    """Run the trial. An error prints one line on standard error."""
-    placement, uuid, directory = sys.argv[1:]
-    try:
-        device = TrialDevice(open_driver(), uuid)
-        total_bytes = device.driver.device(uuid).total_bytes
-        num_blocks = min(NUM_BLOCKS, total_bytes // MAX_SHARE // BLOCK_BYTES)
-        if placement == DEVICE_COPY:
-            result = measure_copy(device, num_blocks)
-        else:
-            result = measure_placement(device, placement, num_blocks, Path(directory))
-    except KvxferdError as error:
-        sys.exit(f"{error.message} [{error.code.value}]")
-    print(json.dumps(result), flush=True)
-    os._exit(0)  # destructors of drivers and libraries could hang, and are not needed
-
-
-if __name__ == "__main__":
-    main()

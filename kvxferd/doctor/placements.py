@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 
-import msgspec
-
 from kvxferd.doctor.finding import CheckContext, Finding, Verdict
-from kvxferd.tooling.isolated_process import run_isolated
-from kvxferd.tooling.work_directory import make_work_directory
+from kvxferd.doctor.isolated import call_isolated, isolated
+from kvxferd.doctor.placement_trial import DEVICE_COPY, PLACEMENTS, PlacementResult, try_placement
+from kvxferd.errors import KvxferdError
 
 TRIAL_TIMEOUT_S = 120.0  # a daemon, its first GPU context and some pulls
-DEVICE_COPY = "device copy"
-PLACEMENTS = ("direct", "resident", "staged")
-
-
-class PlacementResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of one placement."""
-
-    placement: str
-    refusal: str = ""  # "" where it works
-    gigabytes_per_s: float = 0.0
-    lanes: str = ""
 
 
 def try_placements(node: CheckContext, gpus: Sequence[Finding]) -> tuple[PlacementResult, ...]:
@@ -34,12 +21,9 @@ def try_placements(node: CheckContext, gpus: Sequence[Finding]) -> tuple[Placeme
 
 
 def _try_placement(node: CheckContext, placement: str, device: str) -> PlacementResult:
-    directory = make_work_directory("kvxferd-doctor-")
     try:
-        flags = [placement, device, str(directory)]
-        outcome = run_isolated("kvxferd.doctor.placement_trial", flags, node.environment, TRIAL_TIMEOUT_S)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    if outcome.value is None:
-        return PlacementResult(placement=placement, refusal=outcome.failure)
-    return PlacementResult(placement=placement, **outcome.value)
+        with isolated(object, node.environment) as child:
+            where = child.log.parent
+            return call_isolated(child, TRIAL_TIMEOUT_S, try_placement, placement, device, where)
+    except KvxferdError as error:
+        return PlacementResult(placement=placement, refusal=error.message)

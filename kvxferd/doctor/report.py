@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvxferd.doctor.finding import Finding, Verdict
-from kvxferd.doctor.placements import PlacementResult
+from kvxferd.doctor.placement_trial import PlacementResult
 from kvxferd.tooling.exit_codes import EXIT_FAILED, EXIT_NO_GPU, EXIT_OK
 from kvxferd.tooling.output import console, plain_text, print_fitted
 

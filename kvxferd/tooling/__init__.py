@@ -3,6 +3,5 @@
 `child_process` has a Python object in a process of its own, and `daemon_process` a daemon in a directory;
 neither outlives the tool. `engine_pair` says what two engines of a model look like, `engine_process` is one
 rank of such an engine, and `content` the bytes by which it is checked. `control_client` talks to a daemon,
-`output` prints. The bench's processes stand on `subprocesses`, `line_protocol` and `command_loop`, the
-doctor's on `isolated_process`.
+`output` prints.
 """

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from kvxferd.die_with_parent import module_command
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.tooling.owned_process import OwnedProcess
+from kvxferd.tooling.owned_process import STOP_TIMEOUT_S, OwnedProcess
 
 Obj = TypeVar("Obj")
 P = ParamSpec("P")
@@ -70,21 +71,22 @@ class Pending(Generic[T]):
 class ChildProcess(OwnedProcess, Generic[Obj]):
     """The process, with the object that `make` returned in it. One call runs at a time.
 
-    `make` is called at once; what it raises, the first call raises. The object's `close`, where it has one,
-    is called at the end. The process is killed with this one.
+    `make` is called at once; what it raises, the first call raises. Of the object, where it has them,
+    `progress` is called again and again between calls until it returns False, and `close` at the end.
+    `environ` is the process's environment, None: that of this one. The process is killed with this one.
     """
 
-    def __init__(self, make: Callable[P, Obj], log: Path, *args: P.args, **kwargs: P.kwargs) -> None:
+    def __init__(self, make: Callable[[], Obj], log: Path, environ: Mapping[str, str] | None = None) -> None:
         super().__init__(log.stem, log)
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
-            self._launch(module_command("kvxferd.tooling.child_process", str(fd)), pass_fds=[fd])
+            self._launch(module_command("kvxferd.tooling.child_process", str(fd)), environ, [fd])
         self._connection = Connection(ours.detach())
         self._is_paused = False
         self._in_progress: Pending[Any] | None = None
         self._connection.send([path for path in sys.path if path])
-        self._made: Pending[None] = self._send(make, *args, **kwargs)
+        self._made: Pending[None] = self._send(make)
 
     def start(
         self, method: Callable[Concatenate[Obj, P], T], *args: P.args, **kwargs: P.kwargs
@@ -133,7 +135,7 @@ class ChildProcess(OwnedProcess, Generic[Obj]):
             value, failure = self._connection.recv()
         except (EOFError, ConnectionError):
             self._in_progress = None
-            ended, tail = self.kill(), self.log_tail()
+            ended, tail = self._wait_or_kill(STOP_TIMEOUT_S), self.log_tail()
             return None, ChildError(
                 f"cannot go on: process {self.name} ended with {ended}: {tail}", Code.INTERNAL, tail
             )
@@ -155,7 +157,12 @@ def main() -> None:
 
 def _serve(connection: Connection) -> None:
     made: tuple[Any, ...] = ()  # the object, which the first call makes
+    progress: Callable[[], bool] = bool  # of an object that has none: False
+    arrivals = select.poll()
+    arrivals.register(connection.fileno(), select.POLLIN)
     while True:
+        while progress() and not arrivals.poll(0):
+            pass
         try:
             request = connection.recv_bytes()
         except (EOFError, ConnectionError):
@@ -165,7 +172,8 @@ def _serve(connection: Connection) -> None:
             function, args, kwargs = pickle.loads(request)
             value = function(*made, *args, **kwargs)
             reply = pickle.dumps((value if made else None, None))
-            made = made or (value,)
+            if not made:
+                made, progress = (value,), getattr(value, "progress", progress)
         except KvxferdError as error:
             reply = pickle.dumps((None, (error.message, error.code)))
         except Exception as error:

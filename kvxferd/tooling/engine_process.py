@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ import numpy as np
 
 from kvxferd import client
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.fd_wait import wait_readable
 from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
 from kvxferd.memory import SealedMemory
 from kvxferd.tooling import content
 from kvxferd.tooling.content import Bytes, ContentCheck, RequestBlocks
-from kvxferd.tooling.event_waiter import EventWaiter
 from kvxferd.wire.common import RefLike
 
 CONNECT_TIMEOUT_S = 30.0
@@ -56,6 +56,32 @@ class HostStore:
         """Do nothing: `bytes` is in the cache."""
 
 
+class EventWaiter:
+    """The events of one rank, in order; it waits as an engine does, on the rank's descriptor."""
+
+    def __init__(self, rank: client.RankHandle) -> None:
+        self._rank = rank
+        self._pending: deque[client.Event] = deque()
+
+    def next_event(self, deadline: float) -> client.Event:
+        """Return the next event. Raises KvxferdError if none comes until `deadline`, or on a disconnect.
+
+        `deadline` is of time.monotonic(), which on Linux is also the clock of time.perf_counter().
+        """
+        while not self._pending:
+            left = deadline - time.monotonic()
+            wait_readable([self._rank.fileno()], left)
+            self._pending.extend(self._rank.poll())
+            if not self._pending and left <= 0:
+                raise KvxferdError(
+                    "cannot go on: the expected event of the daemon did not come in time", Code.DEADLINE
+                )
+        event = self._pending.popleft()
+        if isinstance(event, client.Disconnected):
+            raise KvxferdError(event.message, event.code)
+        return event
+
+
 @dataclass(frozen=True)
 class Pulled:
     """A pull that delivered."""
@@ -81,12 +107,11 @@ class EngineRank:
     ) -> float:
         """Allocate the cache, connect, and register; return the seconds that the last two took.
 
-        The cache is full of bytes that no request has. `make_store` takes the region's size in bytes.
+        `make_store` takes the region's size in bytes.
         """
         self.layout = layout
         self.store = make_store(content.region_bytes(layout))
-        self.store.bytes[:] = content.background(self.store.bytes.size)
-        self.store.save()
+        self.fill_store()
         began = time.monotonic()
         self.client = client.connect(worker_socket, timeout_s=CONNECT_TIMEOUT_S)
         self._closing.callback(self.client.close)
@@ -98,6 +123,11 @@ class EngineRank:
     def close(self) -> None:
         """Unregister; the daemon unmaps the memory. Then the rank may register anew."""
         self._closing.close()
+
+    def fill_store(self) -> None:
+        """Fill the cache with bytes that no request has."""
+        self.store.bytes[:] = content.background(self.store.bytes.size)
+        self.store.save()
 
     # --- as a source
 
@@ -135,11 +165,11 @@ class EngineRank:
 
     # --- as a sink
 
-    def prepare(self, ref: client.TransferRef) -> None:
+    def prepare(self, ref: RefLike) -> None:
         """Announce the pull of a transfer."""
         self.rank.prepare(ref)
 
-    def abandon(self, ref: client.TransferRef) -> None:
+    def abandon(self, ref: RefLike) -> None:
         """Report that this engine will not pull a transfer."""
         self.rank.abandon(ref)
 

@@ -48,16 +48,19 @@ class OwnedProcess(ABC):
     def stop(self, limit_s: float = STOP_TIMEOUT_S) -> int:
         """Have it end, and kill it after `limit_s`; return its exit code. Idempotent."""
         self.begin_stop()
-        try:
-            return self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return self.kill()
+        return self._wait_or_kill(limit_s)
 
     def log_tail(self) -> str:
         """Return the last lines of its log."""
         with self.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
             return b"\n".join(log.read().splitlines()[-_TAIL_LINES:]).decode(errors="replace")
+
+    def _wait_or_kill(self, limit_s: float) -> int:
+        try:
+            return self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return self.kill()
 
     def _launch(
         self, command: Sequence[str], environ: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 from collections.abc import Iterator
@@ -12,19 +13,18 @@ import pytest
 import zmq
 
 from kvxferd.errors import Code
-from kvxferd.ids import Incarnation
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import attention_layout
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import peer, worker
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Message, Versions
+from kvxferd.wire.common import BlockIds, Versions
 from kvxferd.wire.framing import HEADER
 from kvxferd.wire.limits import MAX_FRAME_BYTES, MAX_PEER_MESSAGE_BYTES
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
-from tests.support.raw_worker import WAIT_S, Raw
+from tests.support.raw_worker import WAIT_S, RawWorker, frame
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def everyone_else_goes_on(node: Node) -> Iterator[None]:
 
 
 @pytest.fixture
-def raw(node: Node) -> Iterator[Raw]:
-    connection = Raw(node.socket)
+def raw(node: Node) -> Iterator[RawWorker]:
+    connection = RawWorker(node.socket)
     yield connection
     connection.close()
 
@@ -78,29 +78,30 @@ def raw(node: Node) -> Iterator[Raw]:
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", Code.BAD_FRAME),
     ],
 )
-def test_a_bad_frame_costs_its_sender_the_connection(raw: Raw, content: bytes, code: Code):
+def test_a_bad_frame_costs_its_sender_the_connection(raw: RawWorker, content: bytes, code: Code):
     raw.raw(content)
-    farewell = raw.farewell()
+    farewell = raw.await_one(worker.Farewell)
     assert farewell.code in (code, Code.FRAME_TOO_LARGE if content.startswith(b"GET") else code)
     assert farewell.message.startswith("cannot")
 
 
 def test_a_truncated_frame_is_nobodys_matter(node: Node):
     for cut in (1, HEADER.size, HEADER.size + 3):
-        connection = Raw(node.socket, hello=False)
-        message = encode(worker.Hello(versions=worker.WORKER_VERSIONS, client="raw"))
-        connection.raw((HEADER.pack(len(message), 0, 0) + message)[:cut])
+        connection = RawWorker(node.socket, hello=False)
+        connection.raw(frame(worker.Hello(versions=worker.WORKER_VERSIONS, client="raw"))[:cut])
         connection.socket.shutdown(socket.SHUT_WR)
-        ended = connection.next()
-        assert ended is None or ended.code is Code.BAD_FRAME
-        connection.socket.close()
-        connection.link.close()
+        farewell = connection.next()
+        assert farewell is None or farewell.code is Code.BAD_FRAME
+        assert connection.next() is None
+        assert connection.ended
+        connection.close()
 
 
 def test_a_wrong_version_is_told_the_right_ones(node: Node):
-    connection = Raw(node.socket, hello=False)
-    connection.say(worker.Hello(versions=Versions(40, 50), client="future"))
-    farewell = connection.farewell()
+    connection = RawWorker(node.socket, hello=False)
+    farewell = connection.hello(Versions(40, 50))
+    connection.close()
+    assert isinstance(farewell, worker.Farewell)
     assert farewell.code is Code.BAD_VERSION
     assert "version 40 to 50" in farewell.message
     assert "upgrade the older" in farewell.message
@@ -115,23 +116,14 @@ def layout_for(spec: EngineSpec) -> RankLayout:
     )
 
 
-def register(
-    raw: Raw, spec: EngineSpec, layout: RankLayout, *fds: int, size: int | None = None, **more
-) -> Message:
-    region = layout.regions[0]
-    export = worker.RegionExport(region.region, size or region.size_bytes, 0, **more)
-    raw.register(
-        worker.Register(
-            request=7, engine=spec, layout=layout, regions=(export,), incarnation=Incarnation("i")
-        ),
-        *fds,
-    )
-    return raw.answer()
+def read_only(fd: int) -> int:
+    """The same memory, which this descriptor cannot write."""
+    reopened = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    os.close(fd)
+    return reopened
 
 
 def memfd(size: int, sealed: bool) -> int:
-    import fcntl
-
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     if sealed:
@@ -145,45 +137,49 @@ def memfd(size: int, sealed: bool) -> int:
         (lambda size: memfd(size, sealed=False), Code.REGION_UNSEALED),
         (lambda size: memfd(size - 1, sealed=True), Code.REGION_TOO_SMALL),
         (lambda size: os.open("/dev/null", os.O_RDWR), Code.REGION_INVALID),
+        (lambda size: os.open("/dev/zero", os.O_RDWR), Code.REGION_INVALID),
+        (lambda size: os.open("/", os.O_RDONLY), Code.REGION_INVALID),
         (lambda size: os.pipe()[0], Code.REGION_INVALID),
+        (lambda size: read_only(memfd(size, sealed=True)), Code.REGION_INVALID),
     ],
-    ids=["unsealed", "too small", "a device", "a pipe"],
+    ids=["unsealed", "too small", "a device", "zeros", "a directory", "a pipe", "read-only"],
 )
-def test_memory_that_is_not_what_it_claims_is_refused_and_the_session_lives(raw: Raw, make, code):
+def test_memory_that_is_not_what_it_claims_is_refused_and_the_session_lives(raw: RawWorker, make, code):
     spec = spec_of("bad")
     layout = layout_for(spec)
     fd = make(layout.regions[0].size_bytes)
-    refused = register(raw, spec, layout, fd)
+    refused = raw.register(spec, layout, fd)
     os.close(fd)
     assert isinstance(refused, worker.Refused)
-    assert (refused.request, refused.code) == (7, code)
+    assert (refused.request, refused.code) == (1, code)
     with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
-        assert isinstance(register(raw, spec, layout, memory.fd), worker.Registered)
+        assert isinstance(raw.register(spec, layout, memory.fd), worker.Registered)
 
 
-def test_strides_that_reach_outside_the_region_are_refused(raw: Raw):
+def test_strides_that_reach_outside_the_region_are_refused(raw: RawWorker):
     spec = spec_of("bad")
     layout = layout_for(spec)
     first = msgspec.structs.replace(layout.tensors[-1], block_stride=1 << 30)
     broken = msgspec.structs.replace(layout, tensors=(*layout.tensors[:-1], first))
     with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
-        refused = register(raw, spec, broken, memory.fd)
+        refused = raw.register(spec, broken, memory.fd)
     assert refused.code is Code.LAYOUT_INVALID
     assert "layer" in refused.message
 
 
-def test_descriptors_and_regions_that_do_not_match_are_refused(raw: Raw):
+def test_descriptors_and_regions_that_do_not_match_are_refused(raw: RawWorker):
     spec = spec_of("bad")
-    assert register(raw, spec, layout_for(spec)).code is Code.REGION_INVALID
+    assert raw.register(spec, layout_for(spec)).code is Code.REGION_INVALID
     with SealedMemory.create(layout_for(spec).regions[0].size_bytes, "good") as memory:
-        assert register(raw, spec, layout_for(spec), memory.fd, fd_offset=100).code is Code.REGION_INVALID
+        shifted = raw.register(spec, layout_for(spec), memory.fd, region={"fd_offset": 100})
+    assert shifted.code is Code.REGION_INVALID
 
 
-def test_a_taken_rank_is_refused(node: Node, raw: Raw):
+def test_a_taken_rank_is_refused(node: Node, raw: RawWorker):
     spec = msgspec.structs.replace(spec_of("prefill"), generation=node.generation)
     layout = layout_for(spec)
     with SealedMemory.create(layout.regions[0].size_bytes, "good") as memory:
-        assert register(raw, spec, layout, memory.fd).code is Code.RANK_TAKEN
+        assert raw.register(spec, layout, memory.fd).code is Code.RANK_TAKEN
 
 
 # --- pulls
@@ -240,6 +236,14 @@ def test_an_oversized_peer_message_costs_its_sender_the_connection(node: Node, d
     dealer.disable_monitor()
 
 
-def test_an_answer_that_nobody_asked_for_changes_nothing(dealer):
-    dealer.send(encode(peer.GrantsRenewed(request=1, ended=())))
+@pytest.mark.parametrize(
+    "message",
+    [
+        peer.GrantsRenewed(request=1, ended=()),
+        BlockIds(stream=1, group="full", offset=0, ids=bytes(1 << 20)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_an_answer_that_nobody_asked_for_changes_nothing(dealer, message):
+    dealer.send(encode(message))
     assert PEER_MESSAGES.decode(dealer.recv()).code is Code.OUT_OF_PLACE

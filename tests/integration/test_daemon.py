@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,12 @@ import pytest
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.child_process import ChildError
 from tests.support.nodes.daemon import Daemon
-from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.processes import mappers_of
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
+from tests.support.python_process import run_kvxferd
 
 
 def test_it_maps_neither_transfer_libraries_nor_pages_nor_regions(fleet: Fleet):
@@ -33,8 +33,7 @@ def test_it_maps_neither_transfer_libraries_nor_pages_nor_regions(fleet: Fleet):
 
 def test_a_second_daemon_on_the_same_directory_says_who_holds_it(fleet: Fleet):
     daemon = fleet.shared("node")
-    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(daemon.directory)]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    second = run_kvxferd("serve", "--node-run-dir", daemon.directory)
     assert second.returncode != 0
     assert f"pid {daemon.pid}" in second.stderr
     assert "already-running" in second.stderr
@@ -43,16 +42,8 @@ def test_a_second_daemon_on_the_same_directory_says_who_holds_it(fleet: Fleet):
 
 def test_a_worker_socket_that_another_daemon_answers_is_left_alone(fleet: Fleet, tmp_path):
     daemon = fleet.shared("node")
-    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(tmp_path / "other")]
-    command += [
-        "--worker-socket",
-        daemon.worker_socket,
-        "--http-bind",
-        "",
-        "--peer-bind",
-        "tcp://127.0.0.1:0",
-    ]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    flags = ("--node-run-dir", tmp_path / "other", "--worker-socket", daemon.worker_socket)
+    second = run_kvxferd("serve", *flags, "--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0")
     assert second.returncode != 0
     assert "another daemon does" in second.stderr
     assert isinstance(fleet.engine(daemon, spec_of("prefill")), list)
@@ -119,7 +110,7 @@ def test_a_mover_that_dies_is_a_line_of_the_log_and_one_that_is_to_end_is_none(f
     daemon = fleet.daemon("node")
     source, sink = fleet.pair(daemon)
     pull_and_check([sink], publish([source], 1), 1)
-    (mover,) = set(mappers_of(sink.memory_inode())) & set(daemon.movers())
+    (mover,) = daemon.movers_of(sink.memory_inode())
     os.kill(mover, signal.SIGKILL)
     wait_until(lambda: "mover died" in daemon.log_text(), "its death is logged")
     inode = source.memory_inode()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.nodes.fleet import Fleet, Machines
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
-from tests.support.raw_worker import Raw
+from tests.support.raw_worker import RawWorker
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_what_is_at_rest_is_lent_again_and_what_is_not_ends(machines: Machines, 
         again = fleets[1].rank()
         assert again.pid == sink.pid
         assert fleets[1].rank().pid not in (source.pid, sink.pid)
-        left = Raw(first.worker_socket)
+        left = RawWorker(first.worker_socket)
         with pytest.raises(AssertionError, match="1 sessions, before 0"):
             fleets[1].stop()
         left.close()

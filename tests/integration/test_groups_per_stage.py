@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import select
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from kvxferd.client import BlockList, Delivered, Publisher
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.layout.tensors import GroupKind
 from kvxferd.memory import SealedMemory
+from tests.support.client_harness import events_of
 from tests.support.nodes.fleet import Fleet
 
 TOKENS, BLOCK_TOKENS, NUM_BLOCKS, BLOCK_BYTES = 48, 16, 8, 2048
@@ -102,14 +101,6 @@ def lists(ids: Lists) -> dict[str, BlockList]:
     return found
 
 
-def next_event(session: Publisher) -> client.Event:
-    deadline = time.monotonic() + 20.0
-    while not (events := session.poll()):
-        assert time.monotonic() < deadline, "nothing came"
-        select.select([session.fileno()], [], [], deadline - time.monotonic())
-    return events[0]
-
-
 @pytest.mark.parametrize("publisher", ["scheduler", "rank"])
 @pytest.mark.parametrize("second", [STATE, WINDOW], ids=["state", "window"])
 def test_a_publish_lists_every_stages_groups(fleet: Fleet, stack: ExitStack, second: Group, publisher: str):
@@ -132,7 +123,7 @@ def test_a_publish_lists_every_stages_groups(fleet: Fleet, stack: ExitStack, sec
     ]
     for worker, ids in pulls:
         worker.rank.pull(ref, lists(ids), TOKENS, deadline_s=15.0)
-        event = next_event(worker.rank)
+        event = events_of(worker.rank, 1, 20.0)[0]
         assert isinstance(event, Delivered), event
         for group, listed in ids.items():
             source = sources[0] if group == "full" else sources[1]

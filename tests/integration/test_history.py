@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.nodes.daemon import Daemon
-from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.processes import stopped
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 
@@ -39,7 +36,7 @@ def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_re
     ref = publish([source], 2)
     sink.prepare(ref)
     wait_for_grant(here)
-    with stopped(mover_of(there, source)):
+    with stopped(there.movers_of(source.memory_inode())):
         end = failed_pull(here, sink, ref)
     assert end["silent"] == "rank pp0.tp0 of engine prefill"
     assert end["failed_phase"] in ("wire", "fence")
@@ -47,13 +44,13 @@ def test_a_request_is_followed_on_both_nodes_and_a_deadline_names_who_did_not_re
 
     # The reader's own mover stops.
     ref = publish([source], 3)
-    with stopped(mover_of(here, sink)):
+    with stopped(here.movers_of(sink.memory_inode())):
         end = failed_pull(here, sink, ref)
     assert end["silent"] == "the mover of rank pp0.tp0 of engine decode"
 
     # The source's daemon stops.
     ref = publish([source], 4)
-    with stopped(there.pid):
+    with stopped([there.pid]):
         end = failed_pull(here, sink, ref)
     assert end["silent"] == there.endpoint
     assert len(here.history(failed="true", kind="pull")) == 3
@@ -74,19 +71,3 @@ def wait_for_grant(daemon: Daemon) -> None:
     """A stopped mover could not reply that it polls."""
     while not daemon.status()["num_grants_held"]:
         time.sleep(0.01)
-
-
-def mover_of(daemon: Daemon, rank: RankProcess) -> int:
-    """Its process."""
-    (mover,) = set(mappers_of(rank.memory_inode())) & set(daemon.movers())
-    return mover
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Stop a process for a while."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)

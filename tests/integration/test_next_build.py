@@ -16,7 +16,6 @@ from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet, stop_daemon
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, publish, spec_of
-from tests.support.repository import ROOT
 
 NEXT = PEER_VERSIONS.newest + 1
 
@@ -24,7 +23,7 @@ NEXT = PEER_VERSIONS.newest + 1
 @pytest.fixture
 def next_daemon(tmp_path: Path) -> Iterator[Daemon]:
     """A daemon of the next build."""
-    daemon = Daemon(tmp_path / "next", {"PYTHONPATH": str(ROOT)}, module="tests.support.next_build")
+    daemon = Daemon(tmp_path / "next", {}, module="tests.support.next_build")
     daemon.wait_ready()
     try:
         yield daemon

@@ -5,8 +5,6 @@ The source's memory holds poison wherever it has not been written: no byte of it
 
 from __future__ import annotations
 
-import select
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -17,6 +15,7 @@ from kvxferd.client import BlockList, Delivered, Failed, Released
 from kvxferd.errors import Code
 from kvxferd.layout import EngineSpec, NamedTensor, from_tensors
 from kvxferd.memory import SealedMemory, share
+from tests.support.client_harness import one_event
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.waiting import wait_until
 
@@ -64,14 +63,6 @@ class Rank:
     def read(self, ids: list[int], num_tokens: int) -> torch.Tensor:
         """Return what the blocks hold, by token."""
         return self.blocks[ids].reshape(-1, LAYERS, 2, HEADS, HEAD_DIM)[:num_tokens]
-
-    def next_event(self) -> client.Event:
-        deadline = time.monotonic() + WAIT_S
-        while not (events := self.handle.poll()):
-            assert time.monotonic() < deadline, "nothing came"
-            select.select([self.handle.fileno()], [], [], deadline - time.monotonic())
-        (event,) = events
-        return event
 
 
 @pytest.fixture
@@ -144,12 +135,12 @@ def test_each_chunk_is_read_when_it_is_ready(ranks, content):
         assert torch.equal(rest, torch.full_like(rest, POISON)), "more was read than was ready"
     check_shown(source, sink, ready=250, read=224)
     extend(source, content, before, NUM_TOKENS)
-    delivered = sink.next_event()
+    delivered = one_event(sink.handle, WAIT_S)
     assert isinstance(delivered, Delivered)
     assert delivered.bytes == READ_BYTES
     check_recorded(sink, hidden_bytes=224 * TOKEN_BYTES)
     assert torch.equal(sink.read(SINK_IDS, NUM_TOKENS), content)
-    released = source.next_event()
+    released = one_event(source.handle, WAIT_S)
     assert (released.transfer_id, released.why) == ("t1", Code.COMPLETED)
 
 
@@ -160,8 +151,8 @@ def test_what_is_preempted_is_never_delivered(ranks, content):
     sink.handle.pull(ref, blocks(SINK_IDS, 0, 11), NUM_TOKENS, deadline_s=WAIT_S, progressive=True)
     wait_until_read(sink, 160)
     source.handle.unpublish(ref)
-    assert isinstance(source.next_event(), Released)
+    assert isinstance(one_event(source.handle, WAIT_S), Released)
     source.blocks.fill_(POISON)  # another request's
-    failed = sink.next_event()
+    failed = one_event(sink.handle, WAIT_S)
     assert isinstance(failed, Failed)
     assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)

@@ -5,7 +5,6 @@ Where a rank sleeps meanwhile, what was published of its old memory is never del
 
 from __future__ import annotations
 
-import select
 import time
 from typing import Any
 
@@ -16,8 +15,10 @@ from kvxferd import client
 from kvxferd.client import BlockList, Publisher, PublishRefused, Released
 from kvxferd.errors import Code
 from kvxferd.tooling.child_process import ChildError
+from tests.support.client_harness import events_of
 from tests.support.nodes.daemon import Daemon
-from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.processes import mappers_of
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
@@ -57,18 +58,10 @@ def wake(source: RankProcess, limit_s: float = 30.0) -> Any:
                 raise
 
 
-def end_of_publish(scheduler: Publisher) -> client.Event:
-    deadline = time.monotonic() + 20.0
-    while not (events := scheduler.poll()):
-        assert time.monotonic() < deadline, "the scheduler was told nothing"
-        select.select([scheduler.fileno()], [], [], deadline - time.monotonic())
-    return events[0]
-
-
 def check_void(scheduler: Publisher, sink: RankProcess, ref: dict[str, Any]) -> None:
     name, fields = sink.end_of(sink.pull(ref, ids_for(7, 16), TOKENS, deadline_s=10.0))
     assert name == "Failed", (fields, sink.num_wrong(1, ids_for(7, 16), TOKENS), "wrong items were delivered")
-    ended = end_of_publish(scheduler)
+    ended = events_of(scheduler, 1, 20.0)[0]
     assert isinstance(ended, PublishRefused | Released), ended
     assert (ended.code if isinstance(ended, PublishRefused) else ended.why) is Code.RANK_LOST
 
@@ -126,7 +119,7 @@ def test_a_member_that_slept_while_its_home_was_away_voids_what_was_published(fl
     with client.connect(home.worker_socket) as connection:
         scheduler = connection.attach("prefill", fleet.generation())
         pull_and_check([sink], publish_by(scheduler, stages, 3), 3)
-        assert end_of_publish(scheduler) == Released("req-3", Code.COMPLETED)
+        assert events_of(scheduler, 1, 20.0)[0] == Released("req-3", Code.COMPLETED)
         ref = publish_by(scheduler, stages, 1)
         wait_until(lambda: home.status()["transfers"], "the publish noticed")
         home.kill()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import run
 
 import pytest
 
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
+from tests.support.python_process import run_kvxferd
 from tests.support.trace_receiver import ReceivedSpan, TraceReceiver
 
 FIRST, SECOND, QUIET = "1" * 32, "2" * 32, "3" * 32  # trace ids
@@ -155,8 +154,7 @@ def test_nothing_of_opentelemetry_is_imported_when_it_is_off(fleet: Fleet, tmp_p
     daemon = fleet.daemon("node", **path)
     sources, sinks = fleet.engine(daemon, spec_of("prefill")), fleet.engine(daemon, spec_of("decode"))
     pull_and_check(sinks, publish(sources, 1) | {"traceparent": header(FIRST, DECODE)}, 1)
-    command = [sys.executable, "-m", "kvxferd.cli", "serve", "--node-run-dir", str(tmp_path / "on")]
-    command += ["--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--tracing-endpoint", "http://h:4318"]
-    ended = run(command, env=path, capture_output=True, text=True, timeout=60, check=False)
+    flags = ("--http-bind", "", "--peer-bind", "tcp://127.0.0.1:0", "--tracing-endpoint", "http://h:4318")
+    ended = run_kvxferd("serve", "--node-run-dir", tmp_path / "on", *flags, **path)
     assert ended.returncode == 2
     assert "cannot use tracing.endpoint: opentelemetry is not installed; pip install" in ended.stderr

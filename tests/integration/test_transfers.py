@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
-from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.processes import mappers_of
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 
@@ -69,7 +70,6 @@ def test_suspended_memory_is_unmapped_and_comes_back(fleet: Fleet):
     source, sink = fleet.pair(daemon)
     sink.suspend()
     sink.await_event("Suspended")
-    maps = [pid for pid in mappers_of(sink.memory_inode()) if pid in daemon.movers()]
-    assert maps == []
+    assert daemon.movers_of(sink.memory_inode()) == []
     sink.resume()
     pull_and_check([sink], publish([source], 1), 1)

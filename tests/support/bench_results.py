@@ -11,9 +11,9 @@ from kvxferd.bench.measures.idle import Idle
 from kvxferd.bench.measures.latency import Latency
 from kvxferd.bench.measures.progressive import ProgressivePoint
 from kvxferd.bench.points import Point, point_of
-from kvxferd.bench.protocol import Sample
 from kvxferd.bench.results import Machine, Result
 from kvxferd.bench.rounds import Round, Rounds
+from kvxferd.bench.samples import Sample
 from kvxferd.bench.shapes import BenchDeployment
 
 MIB = 1 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from kvxferd.errors import BusyError, Code, EngineError
 class Counter:
     """Counts, and misbehaves on demand."""
 
-    def __init__(self, start: int = 0, closed: Path | None = None) -> None:
+    def __init__(self, start: int = 0, closed: Path | None = None, progressing: int = 0) -> None:
         if start < 0:
             raise EngineError("cannot count: it starts below zero", Code.BAD_REQUEST)
         self.number = start
         self._closed = closed
+        self._progressing = progressing
+        self._num_steps = 0
 
     def add(self, number: int, *, twice: bool = False) -> int:
         self.number += number * (1 + twice)
@@ -26,6 +29,17 @@ class Counter:
 
     def echo(self, value: Any) -> Any:
         return value
+
+    def progress(self) -> bool:
+        """Return False at the last step."""
+        self._num_steps += self._num_steps < self._progressing
+        return self._num_steps < self._progressing
+
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
 
     def pid(self) -> int:
         return os.getpid()
@@ -42,6 +56,9 @@ class Counter:
     def say_and_die(self, words: str) -> None:
         print(words, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave(self, status: int | str) -> None:
+        sys.exit(status)
 
     def hang(self) -> None:
         time.sleep(1000)

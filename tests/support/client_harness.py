@@ -12,13 +12,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvxferd.client import BlockList, Client, Event, Failed, Publisher, RankHandle, TransferRef, connect
+from kvxferd.client import (
+    BlockList,
+    Client,
+    Event,
+    Failed,
+    Publisher,
+    PullTicket,
+    RankHandle,
+    TransferRef,
+    connect,
+)
 from kvxferd.client.fence_slots import FencePageLike, FenceSlots
 from kvxferd.ids import Endpoint, EngineId, Generation, GroupName, Rank, RegionId, TransferId
 from kvxferd.layout import CacheTensor, EngineSpec, Group, RankLayout, RegionSpec, UnitRange
 from kvxferd.memory import SealedMemory
 from kvxferd.wire import worker
-from tests.support.scripted_daemon import WAIT_S, DaemonSide, Mover, ScriptedDaemon, until
+from tests.support.nodes.waiting import wait_until
+from tests.support.scripted_daemon import WAIT_S, DaemonSide, Mover, ScriptedDaemon
 
 REGION = RegionId("kv")
 SIZE = 64 << 10
@@ -110,7 +121,7 @@ class Kernel:
     def still_runs(self) -> None:
         """Return once somebody has looked and seen that it is not done."""
         seen = self.asked
-        until(lambda: self.asked > seen, "somebody looks at the event")
+        wait_until(lambda: self.asked > seen, "somebody looks at the event")
 
 
 @dataclass
@@ -179,4 +190,11 @@ class Stage:
     def lose(self, session: Publisher) -> None:
         """End the daemon; return once the session has noticed."""
         self.daemon.stop()
-        until(lambda: not session.is_connected, "loss noticed")
+        wait_until(lambda: not session.is_connected, "loss noticed")
+
+
+def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTicket:
+    """A pull that its daemon has."""
+    ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
+    assert stage.side.expect(worker.PullRequest).ticket == ticket.number
+    return ticket

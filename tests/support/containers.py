@@ -1,22 +1,18 @@
-"""A daemon in a container of the image that is tested, and a rank of this process that registers there."""
+"""A daemon in a container of the image that is tested."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
-import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from kvxferd import client
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.control_client import ControlClient
-from tests.support import remote_namespace
+from tests.support.nodes.waiting import wait_until
 
 ENGINE = "podman"
 READY_S = 60.0
@@ -91,17 +87,12 @@ class DaemonContainer:
 
     def wait_ready(self) -> None:
         """Wait until it takes registrations."""
-        deadline = time.monotonic() + READY_S
-        found: object = None
-        while time.monotonic() < deadline:
-            try:
-                status, found = self.control.request("GET", "/readyz")
-                if status == 200:
-                    return
-            except KvxferdError as error:
-                found = error
-            time.sleep(0.1)
-        raise AssertionError(f"{self.name} is not ready: {found}\n{self.log()}")
+        wait_until(self._is_ready, lambda: f"{self.name} is ready: {self.log()}", READY_S)
+
+    def _is_ready(self) -> bool:
+        with suppress(KvxferdError):
+            return self.control.request("GET", "/readyz")[0] == 200
+        return False
 
     def run(self, *words: str, check: bool = True) -> str:
         """Run kvxferd beside the daemon and return what it prints."""
@@ -120,34 +111,3 @@ class DaemonContainer:
     def remove(self) -> None:
         """Kill it if it runs, and leave nothing of it but its directory."""
         podman("rm", "--force", "--volumes", "--time", "0", self.name)
-
-
-class RankOf:
-    """A rank of 2 MiB of this process, registered with a container's daemon."""
-
-    def __init__(self, daemon: DaemonContainer, name: str, seed: int) -> None:
-        self.handle, self._memory = remote_namespace.join(daemon.worker_socket, name)
-        self.bytes = np.frombuffer(self._memory.buffer, dtype=np.uint8)
-        self.bytes[:] = np.random.default_rng(seed).integers(0, 256, len(self.bytes), dtype=np.uint8)
-
-    def publish(self, transfer: str) -> Any:
-        """Publish every block and return the reference."""
-        ref = self.handle.publish(transfer, remote_namespace.blocks(), num_tokens=remote_namespace.NUM_TOKENS)
-        self.handle.ready(transfer)
-        return ref.to_json()
-
-    def pull(self, ref: Any) -> client.Delivered | client.Failed:
-        """Pull every block and return how it ended."""
-        seconds = remote_namespace.EVENT_S
-        self.handle.pull(
-            ref, remote_namespace.blocks(), num_tokens=remote_namespace.NUM_TOKENS, deadline_s=seconds
-        )
-        while select.select([self.handle.fileno()], [], [], seconds)[0]:
-            for event in self.handle.poll():
-                if isinstance(event, client.Delivered | client.Failed):
-                    return event
-        raise AssertionError("the pull did not end")
-
-    def close(self) -> None:
-        """Deregister."""
-        self.handle.close()

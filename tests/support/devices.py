@@ -14,8 +14,8 @@ from kvxferd.memory.cuda import CudaDriver
 from kvxferd.memory.driver import Driver
 from kvxferd.memory.driver_registry import open_driver
 from tests.support import fake_driver
-from tests.support.cluster.processes import descendants
 from tests.support.fake_driver import FAKE, FakeDriver
+from tests.support.nodes.processes import descendants
 
 # Every test that takes a driver runs over both; without a GPU the second skips and says why.
 DRIVERS = [pytest.param(FAKE, id="fake"), pytest.param("cuda", marks=pytest.mark.gpu)]

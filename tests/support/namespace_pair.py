@@ -47,7 +47,7 @@ class Pair:
     def node(self, host: Host, name: str) -> Node:
         """Start a daemon on a host."""
         environ = {"UCX_TLS": tls_with_cuda("tcp"), "UCX_NET_DEVICES": DEVICE}
-        return Node(name, self._directory / name, environ, f"tcp://{host.address}:{PORT}", host.prefix)
+        return Node(self._directory / name, environ, f"tcp://{host.address}:{PORT}", host.prefix)
 
     def _await_nodes(self) -> None:
         assert self.fleet.pump_until(lambda: all(n.is_ready for n in self.fleet.nodes), START_S)
@@ -119,4 +119,4 @@ class Pair:
                 if not worker.pipe.closed:
                     worker.kill()
         for node in self.fleet.nodes:
-            self.tally.problems += node.stop()
+            self.tally.problems += node.end()

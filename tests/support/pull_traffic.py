@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from tests.support.nodes.rank_process import RankProcess
@@ -10,36 +12,62 @@ from tests.support.nodes.requests import TOKENS, ids_for, publish
 
 
 class PullTraffic:
-    """Publishes at one rank and pulls at another, again and again, until it is closed."""
+    """Publishes at one rank and pulls at another, again and again, until it is closed.
 
-    def __init__(self, source: RankProcess, sink: RankProcess, pause_s: float = 0.1, **more: Any) -> None:
+    `survives`: exceptions that fail one request, and do not end the traffic. `more`: of the pulls.
+    """
+
+    def __init__(
+        self,
+        source: RankProcess,
+        sink: RankProcess,
+        pause_s: float = 0.1,
+        survives: tuple[type[Exception], ...] = (),
+        **more: Any,
+    ) -> None:
         self.num_delivered = 0
         self.failures: list[dict[str, Any]] = []
+        self.after_publish: Callable[[int, dict[str, Any]], None] = lambda request, ref: None
+        self.lock = threading.Lock()  # held while a request runs: the ranks take one call at a time
         self._source, self._sink = source, sink
-        self._pause_s, self._more = pause_s, more
+        self._pause_s, self._survives, self._more = pause_s, survives, more
         self._over = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    @property
+    def num_ended(self) -> int:
+        return self.num_delivered + len(self.failures)
 
     def close(self) -> None:
         """End after the pull that runs. Raises what ended the thread before."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "a pull never ends"
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
+        request = 0
         try:
-            request = 0
             while not self._over.wait(self._pause_s):
                 request += 1
-                ref = publish([self._source], request)
-                ticket = self._sink.pull(ref, ids_for(1000 + request), TOKENS, **self._more)
-                name, fields = self._sink.end_of(ticket)
-                if name == "Delivered":
-                    self.num_delivered += 1
-                else:
-                    self.failures.append(fields)
+                with self.lock:
+                    self._pull(request)
         except BaseException as error:
             self._error = error
+
+    def _pull(self, request: int) -> None:
+        with suppress(*self._survives):  # a source that cannot publish is not read
+            ref = publish([self._source], request)
+            self.after_publish(request, ref)
+            try:
+                ticket = self._sink.pull(ref, ids_for(1000 + request), TOKENS, **self._more)
+                name, fields = self._sink.end_of(ticket)
+            except self._survives as error:
+                name, fields = "Failed", {"error": error}
+            if name == "Delivered":
+                self.num_delivered += 1
+            else:
+                self.failures.append(fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -24,3 +25,10 @@ def run_python(
         timeout=timeout_s,
         check=False,
     )
+
+
+def run_kvxferd(
+    *arguments: str | Path, timeout_s: float = 60, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `kvxferd ARGUMENTS` with this addition to the environment."""
+    return run_python("-m", "kvxferd.cli", *arguments, env=os.environ | environ, timeout_s=60)

@@ -1,92 +1,135 @@
-"""A worker that sends frames of its own making, past the client."""
+"""The worker's side of the worker socket by hand, past the client: whatever a test or an attack wants."""
 
 from __future__ import annotations
 
+import array
+import contextlib
 import os
 import select
 import socket
+import struct
+import time
+from typing import Any
 
 from kvxferd.errors import ProtocolError
 from kvxferd.frame_socket import FrameSocket
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire import worker
 from kvxferd.wire.codec import DAEMON_MESSAGES, encode
-from kvxferd.wire.common import Message
-from kvxferd.wire.framing import HEADER
+from kvxferd.wire.common import Message, Versions
+from kvxferd.wire.framing import encode_frame
 
 WAIT_S = 10.0
+REPLIES = (worker.Registered, worker.Refused, worker.Farewell)  # to a registration
 
 
-class Raw:
-    """A worker-socket connection that says whatever a test wants."""
+def frame(message: Message, num_fds: int = 0) -> bytes:
+    return encode_frame(encode(message), num_fds)
+
+
+def connected(path: str) -> socket.socket:
+    """A connection, however long the queue before it is; what is sent and read waits for 3 s."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 3, 0))
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 3, 0))
+    made.connect(path)
+    return made
+
+
+class RawWorker:
+    """A connection to a worker socket."""
 
     def __init__(self, path: str, hello: bool = True) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.connect(path)
-        self.link = FrameSocket(self.socket.dup())
-        self.deliveries, self._mover_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.received: list[Message] = []
+        self.socket = connected(path)
+        self._link = FrameSocket(self.socket.dup())  # which makes both non-blocking: each waits by itself
+        self._heard: list[Message] = []
+        self.fds: list[int] = []  # that came along
         self.ended = False
+        self.acknowledges = True  # each mover that is offered
         if hello:
-            self.say(worker.Hello(versions=worker.WORKER_VERSIONS, client="raw"))
-            assert isinstance(self.next(), worker.Welcome)
+            self.hello()
 
-    def close(self) -> None:
-        self.socket.close()
-        self.link.close()
-        self.deliveries.close()
-        self._mover_end.close()
+    def hello(self, versions: Versions = worker.WORKER_VERSIONS) -> Message | None:
+        self.say(worker.Hello(versions=versions, client="by hand"))
+        return self.next()
 
     def say(self, message: Message, *fds: int) -> None:
-        self.raw(HEADER.pack(len(encode(message)), len(fds), 0) + encode(message), *fds)
-
-    def register(self, message: worker.Register, *fds: int) -> None:
-        """Register, with the socket for deliveries behind the descriptors."""
-        self.say(message, *fds, self._mover_end.fileno())
+        self.raw(frame(message, len(fds)), *fds)
 
     def raw(self, content: bytes, *fds: int) -> None:
-        try:
-            socket.send_fds(self.socket, [content], list(fds))
-        except (BrokenPipeError, ConnectionResetError):
-            self.ended = True
-
-    def next(self) -> Message | None:
-        """The next message, None at the end of the connection."""
-        while not self.received and not self.ended:
-            self.socket.settimeout(WAIT_S)
-            ready, _, _ = select.select([self.link], [], [], WAIT_S)
-            assert ready, "the daemon says nothing"
+        """Send all of it. Raises OSError where the other side has closed or takes nothing for long."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        view, until = memoryview(content), time.monotonic() + WAIT_S
+        while view:
             try:
-                frames = self.link.receive()
+                sent = self.socket.sendmsg([view], rights, socket.MSG_NOSIGNAL)
+                view, rights = view[sent:], []
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError("the daemon takes nothing more") from None
+                poll = select.poll()
+                poll.register(self.socket, select.POLLOUT)
+                poll.poll(200)
+
+    def next(self, wait_s: float = WAIT_S) -> Message | None:
+        """The next message; None at the end of the connection, and where none comes in time."""
+        until = time.monotonic() + wait_s
+        poll = select.poll()
+        poll.register(self._link.fileno(), select.POLLIN)
+        while not self._heard and not self.ended and (left := until - time.monotonic()) > 0:
+            if not poll.poll(left * 1e3):
+                break
+            try:
+                frames = self._link.receive()
             except ProtocolError:
                 frames = None
             if frames is None:
                 self.ended = True
                 break
-            for frame in frames:
-                self.received.append(DAEMON_MESSAGES.decode(frame.payload))
-                for fd in frame.fds:
-                    os.close(fd)
-        match self.received[:1]:
-            case [worker.EngineRanks()]:  # comes when it comes
-                self.received.pop(0)
-                return self.next()
-            case [worker.MoverOffered(number=number)]:
-                self.received.pop(0)
-                self.say(worker.MoverAcknowledged(number=number))
-                return self.next()
-        return self.received.pop(0) if self.received else None
+            for got in frames:
+                self._heard.append(DAEMON_MESSAGES.decode(got.payload))
+                self.fds += got.fds
+        return self._heard.pop(0) if self._heard else None
 
-    def answer(self) -> Message | None:
-        """The next message that is no mover's, which are acknowledged, and no report of ranks."""
-        while isinstance(message := self.next(), worker.MoverOffered | worker.EngineRanks):
-            if isinstance(message, worker.MoverOffered):
+    def await_one(self, kind: type[Message] | tuple[type[Message], ...], wait_s: float = WAIT_S) -> Any:
+        """The next message of that kind; None where none comes."""
+        until = time.monotonic() + wait_s
+        while (left := until - time.monotonic()) > 0:
+            message = self.next(left)
+            if isinstance(message, worker.MoverOffered) and self.acknowledges:
                 self.say(worker.MoverAcknowledged(number=message.number))
-        return message
+            if message is None or isinstance(message, kind):
+                return message
+        return None
 
-    def farewell(self) -> worker.Farewell:
-        """What the daemon says before it closes."""
-        found = None
-        while (message := self.next()) is not None:
-            found = message
-        assert isinstance(found, worker.Farewell)
-        return found
+    def register(
+        self,
+        spec: EngineSpec,
+        layout: RankLayout,
+        *fds: int,
+        deliveries: int | None = None,
+        replies: tuple[type[Message], ...] = REPLIES,
+        wait_s: float = 20.0,
+        region: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        """Be a rank, with these descriptors for its region and one for deliveries behind them.
+
+        Returns the first of `replies`. `region`: facts of the region's export; `more`: of the registration.
+        """
+        (own,) = layout.regions
+        facts = {"region": own.region, "size_bytes": own.size_bytes} | (region or {})
+        facts_of_rank = {"incarnation": os.urandom(8).hex()} | more
+        register = worker.Register(
+            request=1, engine=spec, layout=layout, regions=(worker.RegionExport(**facts),), **facts_of_rank
+        )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unread:
+            self.say(register, *fds, unread.fileno() if deliveries is None else deliveries)
+        return self.await_one(replies, wait_s)
+
+    def close(self) -> None:
+        self.socket.close()
+        self._link.close()
+        for fd in self.fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)

@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import subprocess
-import time
 from collections import deque
 from pathlib import Path
 from typing import TypeVar
@@ -174,11 +173,3 @@ class Mover:
         assert self._process.stdin is not None
         self._process.stdin.close()
         os.close(self.pidfd)
-
-
-def until(holds, what: str, deadline_s: float = WAIT_S) -> None:
-    """Return once `holds()` is true. Only for what has no descriptor to wait for."""
-    deadline = time.monotonic() + deadline_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        select.select([], [], [], 0.002)

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.support.nodes.processes import lives
+from tests.support.nodes.waiting import comes_true
 
 
 @contextmanager
@@ -57,16 +59,6 @@ def left_behind(place: Path) -> list[str]:
 
 def await_end(pid: int, limit_s: float = 20.0) -> None:
     """Wait until the process runs no more; one that does not end is killed, and fails the test."""
-    deadline = time.monotonic() + limit_s
-    while _is_running(pid):
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            raise AssertionError("it lives on")
-        time.sleep(0.01)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    if not comes_true(lambda: not lives(pid), limit_s):
+        os.kill(pid, signal.SIGKILL)
+        raise AssertionError("it lives on")

@@ -11,24 +11,18 @@ import structlog.testing
 from click.testing import CliRunner, Result
 
 from kvxferd.cli.root import root
-from kvxferd.config import Config, load_config
-from kvxferd.control.http_server import HttpServer
-from kvxferd.telemetry.metrics import Metrics
+from kvxferd.config import Config
+from tests.support.http_harness import config_in, serving
 from tests.support.node_samples import StillNode
 
 
 @asynccontextmanager
 async def daemon(run_dir: Path, node: StillNode | None = None) -> AsyncIterator[Config]:
     """What the verbs know of a daemon: its control socket."""
-    config = load_config(None, {}, {"node.run_dir": str(run_dir), "http.bind": ""})
-    node = node or StillNode()
-    server = HttpServer(config, node, Metrics(node.snapshot))
+    config = config_in(run_dir, bind="")
     with structlog.testing.capture_logs():  # its log is not the verb's output
-        await server.start()
-        try:
+        async with serving(config, node or StillNode()):
             yield config
-        finally:
-            await server.stop()
 
 
 async def run(*arguments: str, environ: Mapping[str, str] | None = None) -> Result:

@@ -25,20 +25,20 @@ class Calls:
     p99_s: dict[int, float]
 
 
-async def measure_calls(testbed: Testbed, workload: Workload) -> Calls:
+def measure_calls(testbed: Testbed, workload: Workload) -> Calls:
     """Measure calls whose ids are an int32 buffer, which the client copies."""
     deployment = BenchDeployment(name="ids", shape=IDS_SHAPE, layers=1, pool_blocks=max(NUM_IDS))
     times: dict[int, list[float]] = {num: [] for num in NUM_IDS}
-    async with testbed.pair(deployment) as pair:
+    with testbed.pair(deployment) as pair:
         ours = KvxferdPulls(pair, is_prepared=False)
         cases = {
             num: Case(deployment=deployment, lists=BlockPattern.CONTIGUOUS, blocks=num) for num in NUM_IDS
         }
         for case in cases.values():
-            await verify_all_bytes(pair, case, [ours], 1)
+            verify_all_bytes(pair, case, [ours], 1)
         for number in range(workload.rounds + 1):
             for num, case in cases.items():
-                samples = await ours.move(case, workload.calls_per_round, 1)
+                samples = ours.move(case, workload.calls_per_round, 1)
                 if number > 0:  # the first round is a warm-up
                     times[num] += [sample.posted - sample.began for sample in samples]
     return Calls(

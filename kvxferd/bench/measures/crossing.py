@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import msgspec
 
-from kvxferd.bench import protocol
 from kvxferd.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case
 from kvxferd.bench.points import median
 from kvxferd.bench.processes import BenchProcesses
+from kvxferd.bench.rank_process import BenchRank
 from kvxferd.bench.shapes import BenchDeployment, EngineOptions, footprint
 from kvxferd.bench.testbed import RunningEngines, Testbed
 from kvxferd.bench.workload import MIB, CrossingSize
@@ -88,19 +88,19 @@ class _Contender:
     runs: int = 0
 
 
-async def measure_crossing(
+def measure_crossing(
     processes: BenchProcesses,
     transport: str,
     environment: Mapping[str, str],
     sizes: Sequence[CrossingSize],
     crossings: Sequence[Crossing],
-) -> AsyncIterator[CrossingPoint]:
+) -> Iterator[CrossingPoint]:
     """Yield a point for each pair of layouts and each size."""
     together = [one for one in sizes if one.size_bytes <= _MAX_CHECKED_BYTES]
     alone = [[one] for one in sizes if one.size_bytes > _MAX_CHECKED_BYTES]
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         testbeds = {
-            way: await stack.enter_async_context(
+            way: stack.enter_context(
                 Testbed.open(processes, environment, baselines=False, sink_settings={WAY_VARIABLE: way})
             )
             for way in (AUTO, DIRECT)
@@ -108,13 +108,12 @@ async def measure_crossing(
         for number, crossing in enumerate(crossings):
             for some in ([together] if together else []) + alone:
                 name = f"{transport}-{number}-{some[-1].size_bytes // MIB}"
-                async for point in _measure_pairs(testbeds, transport, crossing, name, some):
-                    yield point
+                yield from _measure_pairs(testbeds, transport, crossing, name, some)
 
 
-async def _measure_pairs(
+def _measure_pairs(
     testbeds: Mapping[str, Testbed], transport: str, crossing: Crossing, name: str, sizes: list[CrossingSize]
-) -> AsyncIterator[CrossingPoint]:
+) -> Iterator[CrossingPoint]:
     """Start the engines of one pair of layouts, and yield a point for each size."""
     tokens = max(request_tokens(crossing, one.size_bytes) for one in sizes)
     equal = Crossing(crossing.sink, crossing.sink)
@@ -123,15 +122,15 @@ async def _measure_pairs(
         DIRECT: deployment_of(f"{name}-direct", crossing, tokens),
         EQUAL: deployment_of(f"{name}-equal", equal, tokens),
     }
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         pairs = {
-            way: await stack.enter_async_context(
+            way: stack.enter_context(
                 testbeds[DIRECT if way == DIRECT else AUTO].pair(deployment, baselines=False)
             )
             for way, deployment in deployments.items()
         }
         for one in sizes:
-            yield await _measure_point(pairs, transport, crossing, one)
+            yield _measure_point(pairs, transport, crossing, one)
 
 
 def deployment_of(name: str, crossing: Crossing, num_tokens: int) -> BenchDeployment:
@@ -162,21 +161,21 @@ def request_tokens(crossing: Crossing, size_bytes: int) -> int:
     return max(1, round(size_bytes * of.block_tokens / of.block_bytes / whole)) * whole
 
 
-async def _measure_point(
+def _measure_point(
     pairs: Mapping[str, RunningEngines], transport: str, crossing: Crossing, size: CrossingSize
 ) -> CrossingPoint:
     contenders = [_Contender(name, pair) for name, pair in pairs.items()]
     tokens = request_tokens(crossing, size.size_bytes)
     is_checked = size.size_bytes <= _MAX_CHECKED_BYTES
     for nonce, one in enumerate(contenders, 1):  # every connection is made, every table is there
-        await _move(one, tokens, nonce, is_checked=True, is_whole=is_checked)
+        _move(one, tokens, nonce, is_checked=True, is_whole=is_checked)
         one.seconds.clear()
-    covered = await _covered_bytes(pairs[AUTO])
+    covered = _covered_bytes(pairs[AUTO])
     for number in range(size.rounds):
         # Auto and direct change places, as they are compared most closely.
         order = contenders if number % 2 == 0 else contenders[::-1]
         for one in order:
-            await _move(one, tokens, number + 10, is_checked=is_checked)
+            _move(one, tokens, number + 10, is_checked=is_checked)
     auto, direct, equal = contenders
     if len({auto.bytes, direct.bytes, equal.bytes}) > 1:
         raise KvxferdError(f"cannot compare: bytes moved differ: {auto.bytes, direct.bytes, equal.bytes}")
@@ -192,40 +191,37 @@ async def _measure_point(
         auto_s=median(auto.seconds),
         direct_s=median(direct.seconds),
         equal_s=median(equal.seconds),
-        auto_covered_bytes=max(0, await _covered_bytes(pairs[AUTO]) - covered),
+        auto_covered_bytes=max(0, _covered_bytes(pairs[AUTO]) - covered),
         auto_to_direct=median([d / a for d, a in zip(direct.seconds, auto.seconds, strict=True)]),
         auto_to_equal=median([e / a for e, a in zip(equal.seconds, auto.seconds, strict=True)]),
     )
 
 
-async def _move(
-    one: _Contender, num_tokens: int, nonce: int, is_checked: bool, is_whole: bool = False
-) -> None:
+def _move(one: _Contender, num_tokens: int, nonce: int, is_checked: bool, is_whole: bool = False) -> None:
     """Publish, prepare, and have one rank after the other pull."""
     pair = one.pair
     assert pair.deployment.source is not None
     blocks = num_tokens // pair.deployment.source.block_tokens
     case = Case(deployment=pair.deployment, lists=BlockPattern.FRAGMENTED, blocks=blocks)
     if is_checked:
-        await pair.request_all("source", protocol.Stamp(case=case, nonce=nonce))
+        pair.call_all("source", BenchRank.stamp, case, nonce)
     if is_whole:
-        await pair.request_all("sink", protocol.Wipe(case=case))
-    batch = await pair.publish_prepared(case, 1)
-    command = protocol.PullCommand(case=case, refs=batch.refs)
+        pair.call_all("sink", BenchRank.wipe, case)
+    batch = pair.publish_prepared(case, 1)
     samples = []
     for rank in pair.ranks:
-        samples += (await pair.workers["sink", rank].request(command, protocol.Moved)).samples
-    await pair.release(batch)
+        samples += pair.workers["sink", rank].call(BenchRank.pull_all, case, batch.refs)
+    pair.release(batch)
     if is_checked:
-        await pair.require_correct(protocol.Check(case=case, nonce=nonce, slots=1, whole=is_whole))
+        pair.require_correct(case, nonce, 1, is_whole)
     one.seconds.append(sum(sample.ended - sample.began for sample in samples))
     one.bytes = sum(sample.bytes for sample in samples)
     one.runs = sum(sample.runs for sample in samples)
 
 
-async def _covered_bytes(pair: RunningEngines) -> int:
+def _covered_bytes(pair: RunningEngines) -> int:
     """Return how many bytes of this pair's pulls in the sink's history were not read directly."""
-    reply = await pair.testbed.get("sink", "/v1/history")
+    reply = pair.testbed.daemons["sink"].control.get("/v1/history")
     records = [record_from_json(one) for one in reply["records"]]
     return sum(
         num_bytes

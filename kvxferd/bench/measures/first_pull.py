@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvxferd.bench import protocol
 from kvxferd.bench.cases import BlockPattern, Case, blocks_for
 from kvxferd.bench.points import median
 from kvxferd.bench.processes import BenchProcesses
+from kvxferd.bench.rank_process import BenchRank
 from kvxferd.bench.shapes import BenchDeployment, layers_for
 from kvxferd.bench.testbed import PublishedBatch, RunningEngines, Testbed
 from kvxferd.bench.workload import FIRST_BYTES, Workload
@@ -32,28 +32,27 @@ class FirstPull:
         return median(self.first_s)
 
 
-async def measure_first_pull(
+def measure_first_pull(
     processes: BenchProcesses, environment: Mapping[str, str], workload: Workload
 ) -> list[FirstPull]:
     """Measure first pulls of 64 MiB in each of the workload's layouts, in turn."""
     found = [FirstPull(FIRST_BYTES, layout) for layout in workload.layouts]
     for nonce in range(1, workload.first_rounds + 1):
         for one in found:
-            async with (
+            with (
                 Testbed.open(processes, environment, baselines=False) as testbed,
                 testbed.pair(_deployment(f"first-{nonce}", one.layout), baselines=False) as pair,
             ):
-                await pair.source.request(protocol.Stamp(case=_case(pair), nonce=nonce), protocol.CommandDone)
-                one.first_s.append(await _pull_and_verify(pair, await pair.publish(_case(pair), 1), nonce))
+                pair.source.call(BenchRank.stamp, _case(pair), nonce)
+                one.first_s.append(_pull_and_verify(pair, pair.publish(_case(pair), 1), nonce))
     return found
 
 
-async def _pull_and_verify(pair: RunningEngines, batch: PublishedBatch, nonce: int) -> float:
+def _pull_and_verify(pair: RunningEngines, batch: PublishedBatch, nonce: int) -> float:
     """Pull, compare every byte, and return how long the pull took."""
-    command = protocol.PullCommand(case=_case(pair), refs=batch.refs)
-    (sample,) = (await pair.sink.request(command, protocol.Moved)).samples
-    await pair.release(batch)
-    await pair.require_correct(protocol.Check(case=_case(pair), nonce=nonce, slots=1, whole=True))
+    (sample,) = pair.sink.call(BenchRank.pull_all, _case(pair), batch.refs)
+    pair.release(batch)
+    pair.require_correct(_case(pair), nonce, 1, is_whole=True)
     return sample.ended - sample.began
 
 

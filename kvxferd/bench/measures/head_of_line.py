@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvxferd.bench import protocol
 from kvxferd.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case, blocks_for
 from kvxferd.bench.content import UNSTAMPED
 from kvxferd.bench.implementations import KvxferdPulls
 from kvxferd.bench.points import percentile
+from kvxferd.bench.rank_process import BenchRank
 from kvxferd.bench.rounds import verify_all_bytes
+from kvxferd.bench.samples import Sample
 from kvxferd.bench.shapes import BenchDeployment
 from kvxferd.bench.testbed import RunningEngines, Testbed
 from kvxferd.bench.workload import SMALL_BYTES, Workload
@@ -35,7 +36,7 @@ class HeadOfLine:
     behind_p99_s: float
 
 
-async def measure_head_of_line(
+def measure_head_of_line(
     testbed: Testbed, workload: Workload, lists: BlockPattern = BlockPattern.FRAGMENTED
 ) -> HeadOfLine:
     """Measure pulls of 64 KiB, alone and behind a large one, in turn."""
@@ -50,22 +51,22 @@ async def measure_head_of_line(
     large = Case(deployment=deployment, lists=lists, blocks=large_blocks, first_block=room)
     alone: list[float] = []
     hindered: list[float] = []
-    async with testbed.pair(deployment, baselines=False) as pair:
+    with testbed.pair(deployment, baselines=False) as pair:
         ours = KvxferdPulls(pair)
-        await ours.move(large, 1, 1)  # every page is mapped
-        await verify_all_bytes(pair, small, [ours], 1)
+        ours.move(large, 1, 1)  # every page is mapped
+        verify_all_bytes(pair, small, [ours], 1)
         for nonce in range(_FIRST_NONCE, _FIRST_NONCE + workload.rounds):
-            await pair.source.request(protocol.Stamp(case=small, nonce=nonce), protocol.CommandDone)
-            samples = await ours.move(small, workload.small_per_round, 1)
+            pair.source.call(BenchRank.stamp, small, nonce)
+            samples = ours.move(small, workload.small_per_round, 1)
             slots = min(workload.small_per_round, _SMALL_SLOTS)
-            await pair.require_correct(protocol.Check(case=small, nonce=nonce, slots=slots))
+            pair.require_correct(small, nonce, slots)
             alone += [sample.ended - sample.began for sample in samples]
-            await pair.source.request(protocol.Stamp(case=large, nonce=nonce), protocol.CommandDone)
-            _, *rest = await _pull_behind_large(pair, large, small, workload.head_of_line_pulls)
-            await pair.require_correct(protocol.Check(case=large, nonce=nonce, slots=1))
+            pair.source.call(BenchRank.stamp, large, nonce)
+            _, *rest = _pull_behind_large(pair, large, small, workload.head_of_line_pulls)
+            pair.require_correct(large, nonce, 1)
             # Stamping the large case restored the small ones' content: they must have moved that.
             slots = min(len(rest), _SMALL_SLOTS)
-            await pair.require_correct(protocol.Check(case=small, nonce=UNSTAMPED, slots=slots, whole=True))
+            pair.require_correct(small, UNSTAMPED, slots, is_whole=True)
             hindered += [sample.ended - sample.began for sample in rest]
     return HeadOfLine(
         large_bytes=workload.head_of_line_bytes,
@@ -77,18 +78,13 @@ async def measure_head_of_line(
     )
 
 
-async def _pull_behind_large(
-    pair: RunningEngines, large: Case, small: Case, count: int
-) -> list[protocol.Sample]:
-    large_batch = await pair.publish_prepared(large, 1)
-    small_batch = await pair.publish_prepared(small, count)
-    command = protocol.PullBehind(
-        large=large, large_ref=large_batch.refs[0], small=small, small_refs=small_batch.refs
-    )
-    moved = await pair.sink.request(command, protocol.Moved)
-    num_small = len(moved.samples) - 1
-    unread = small_batch.refs[num_small:]
-    await pair.sink.request(protocol.AbandonCommand(refs=unread), protocol.CommandDone)
-    await pair.release(large_batch)
-    await pair.release(small_batch)
-    return moved.samples
+def _pull_behind_large(pair: RunningEngines, large: Case, small: Case, count: int) -> list[Sample]:
+    large_batch = pair.publish_prepared(large, 1)
+    small_batch = pair.publish_prepared(small, count)
+    (large_ref,) = large_batch.refs
+    samples = pair.sink.call(BenchRank.pull_behind, large, large_ref, small, small_batch.refs)
+    num_small = len(samples) - 1
+    pair.sink.call(BenchRank.abandon_all, small_batch.refs[num_small:])
+    pair.release(large_batch)
+    pair.release(small_batch)
+    return samples

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 
-from kvxferd.bench import protocol
 from kvxferd.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case
 from kvxferd.bench.proc_stats import cpu_seconds, private_bytes, process_tree, resident_bytes
+from kvxferd.bench.rank_process import BenchRank
 from kvxferd.bench.shapes import BenchDeployment
 from kvxferd.bench.testbed import RunningEngines
-from kvxferd.tooling.async_tasks import gather_or_cancel
 
 # Longer than a source goes on polling after it was read.
 SETTLE_S = 5.0
@@ -33,21 +31,18 @@ def idle_deployment() -> BenchDeployment:
     return BenchDeployment(name="eight", shape="llama-3-70b", layers=1, ranks=8, pool_blocks=BLOCKS_PER_RUN)
 
 
-async def measure_idle(pair: RunningEngines, seconds: float) -> Idle:
+def measure_idle(pair: RunningEngines, seconds: float) -> Idle:
     """Measure the sink's daemon and the processes that it started. `pair`: of `idle_deployment`."""
     case = Case(deployment=pair.deployment, lists=BlockPattern.CONTIGUOUS, blocks=1)
     # Each rank pulls once, so that a peer is connected and every mover has read.
-    batch = await pair.publish(case, 1)
-    command = protocol.PullCommand(case=case, refs=batch.refs)
-    await gather_or_cancel(
-        *(pair.workers["sink", rank].request(command, protocol.Moved) for rank in pair.ranks)
-    )
-    await pair.release(batch)
+    batch = pair.publish(case, 1)
+    pair.call_all("sink", BenchRank.pull_all, case, batch.refs)
+    pair.release(batch)
     daemon_pid = pair.testbed.daemons["sink"].pid
-    await asyncio.sleep(SETTLE_S)
+    time.sleep(SETTLE_S)
     pids = process_tree(daemon_pid)
     before, began = {pid: cpu_seconds(pid) for pid in pids}, time.monotonic()
-    await asyncio.sleep(seconds)
+    time.sleep(seconds)
     elapsed = time.monotonic() - began
     used = {pid: cpu_seconds(pid) - before[pid] for pid in pids}
     _, _, *movers = pids  # the daemon, then its forkserver

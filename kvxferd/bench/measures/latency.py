@@ -26,7 +26,7 @@ class Latency:
     added_p99_s: float
 
 
-async def measure_latency(testbed: Testbed, transport: str, workload: Workload) -> Latency:
+def measure_latency(testbed: Testbed, transport: str, workload: Workload) -> Latency:
     """Measure pulls of 64 KiB, one after the other."""
     layers = layers_for(SHAPE, SMALL_BYTES)
     sized = BenchDeployment(name="sized", shape=SHAPE, layers=layers, pool_blocks=1)
@@ -34,10 +34,10 @@ async def measure_latency(testbed: Testbed, transport: str, workload: Workload) 
     slots = 4
     pool = 2 * slots * ids_per_pull(sized, blocks)
     deployment = msgspec.structs.replace(sized, name=f"{transport}-small", pool_blocks=pool)
-    async with testbed.pair(deployment) as pair:
+    with testbed.pair(deployment) as pair:
         case = Case(deployment=deployment, lists=BlockPattern.FRAGMENTED, blocks=blocks, slots=slots)
         implementations: list[Implementation] = [KvxferdPulls(pair), RawNixl(pair), EngineNixl(pair)]
-        found = await interleave(pair, case, implementations, workload.rounds, workload.small_per_round)
+        found = interleave(pair, case, implementations, workload.rounds, workload.small_per_round)
         point = point_of("latency", transport, SMALL_BYTES, case, found)
         return Latency(
             point=point,

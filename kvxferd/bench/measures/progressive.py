@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 
 import msgspec
 
-from kvxferd.bench import protocol
 from kvxferd.bench.cases import BLOCKS_PER_RUN, BlockPattern, Case, blocks_for
 from kvxferd.bench.implementations import KVXFERD, Implementation, KvxferdPulls
 from kvxferd.bench.points import median
-from kvxferd.bench.protocol import Sample
+from kvxferd.bench.rank_process import BenchRank
 from kvxferd.bench.rounds import interleave
+from kvxferd.bench.samples import Sample
 from kvxferd.bench.shapes import BenchDeployment, footprint, layers_for
 from kvxferd.bench.testbed import RunningEngines
 from kvxferd.bench.workload import ProgressiveSize, Workload
-from kvxferd.tooling.async_tasks import gather_or_cancel
 
 SHAPE = "llama-3-70b"
 PROGRESSIVE = "progressive"
@@ -50,9 +48,9 @@ class WholePulls:
         self._pulls = KvxferdPulls(pair)
         self.seconds: list[float] = []
 
-    async def move(self, case: Case, count: int, window: int) -> list[Sample]:
+    def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Publish, prepare, pull."""
-        samples = await self._pulls.move(case, count, window)
+        samples = self._pulls.move(case, count, window)
         self.seconds += [sample.ended - sample.began for sample in samples]
         return samples
 
@@ -72,33 +70,28 @@ class ProgressivePulls:
         """The time between two chunks, by what the latest plain pulls took."""
         return self._size.pace * median(self._beside.seconds[-_NUM_LATEST:]) / self._size.num_chunks
 
-    async def move(self, case: Case, count: int, window: int) -> list[Sample]:
+    def move(self, case: Case, count: int, window: int) -> list[Sample]:
         """Open one transfer after the other, pull it, and report its chunks."""
-        return [await self._move_one(case) for _ in range(count)]
+        return [self._move_one(case) for _ in range(count)]
 
-    async def _move_one(self, case: Case) -> Sample:
+    def _move_one(self, case: Case) -> Sample:
         pair, name = self._pair, _new_name()
-        opened = await pair.source.request(protocol.OpenCommand(case=case, name=name), protocol.Published)
-        pull = protocol.PullCommand(case=case, refs=opened.refs, progressive=True)
-        pulled = asyncio.ensure_future(pair.sink.request(pull, protocol.Moved))
-        extend = protocol.ExtendCommand(
-            case=case, name=name, num_chunks=self._size.num_chunks, gap_s=self.gap_s
-        )
-        extended = asyncio.ensure_future(pair.source.request(extend, protocol.Extended))
-        await gather_or_cancel(pulled, extended)
-        await pair.source.request(protocol.AwaitRelease(names=[name]), protocol.CommandDone)
-        (sample,) = pulled.result().samples
-        last = extended.result().last_at
+        ref = pair.source.call(BenchRank.publish_unwritten, case, name)
+        pulled = pair.sink.start(BenchRank.pull_all, case, [ref], progressive=True)
+        # It fails at once or ends soon; the pull without its chunks only at its deadline.
+        last = pair.source.call(BenchRank.extend, case, name, self._size.num_chunks, self.gap_s)
+        (sample,) = pulled.result()
+        pair.source.call(BenchRank.await_release, [name])
         # Delivered has the bytes of the last piece. That all are there is checked by their content.
         return Sample(last, last, last, sample.ended, num_bytes(case), sample.runs)
 
 
-async def measure_progressive(
+def measure_progressive(
     pair: RunningEngines, transport: str, workload: Workload
-) -> AsyncIterator[ProgressivePoint]:
+) -> Iterator[ProgressivePoint]:
     """Yield a point for each size. `pair`: of `deployment_of`."""
     for size in workload.progressive:
-        yield await _measure_point(pair, transport, size)
+        yield _measure_point(pair, transport, size)
 
 
 def deployment_of(transport: str, workload: Workload) -> BenchDeployment:
@@ -129,13 +122,13 @@ def _chunk_blocks(deployment: BenchDeployment, size: ProgressiveSize) -> int:
     return max(1, round(blocks_for(deployment, size.chunk_bytes) / BLOCKS_PER_RUN)) * BLOCKS_PER_RUN
 
 
-async def _measure_point(pair: RunningEngines, transport: str, size: ProgressiveSize) -> ProgressivePoint:
+def _measure_point(pair: RunningEngines, transport: str, size: ProgressiveSize) -> ProgressivePoint:
     case = case_of(pair.deployment, size)
     whole = WholePulls(pair)
-    await whole.move(case, 1, 1)  # connects, and maps every page
+    whole.move(case, 1, 1)  # connects, and maps every page
     growing = ProgressivePulls(pair, size, whole)
     implementations: list[Implementation] = [whole, growing]
-    found = await interleave(pair, case, implementations, size.rounds, 1)
+    found = interleave(pair, case, implementations, size.rounds, 1)
     plain_s = [one.seconds for one in found.by_implementation[KVXFERD]]
     handover_s = [one.seconds for one in found.by_implementation[PROGRESSIVE]]
     return ProgressivePoint(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -21,18 +21,18 @@ _MAX_PER_ROUND = 16
 _POOL_HEADROOM = 1.25
 
 
-async def measure_throughput(testbed: Testbed, transport: str, workload: Workload) -> AsyncIterator[Point]:
+def measure_throughput(testbed: Testbed, transport: str, workload: Workload) -> Iterator[Point]:
     """Yield a point for each of the workload's pulls that fits its shape."""
     for (shape, size, layout), pulls in by_deployment(workload.points).items():
         deployment = deployment_of(f"{transport}-{shape}-{size}-{layout}", pulls)
         if deployment is None:
             continue
         blocks = blocks_for(deployment, size)
-        async with testbed.pair(deployment) as pair:
+        with testbed.pair(deployment) as pair:
             for one in pulls:
                 count = requests_per_round(one)
                 case = Case(deployment=deployment, lists=one.lists, blocks=blocks, slots=count)
-                found = await interleave(
+                found = interleave(
                     pair, case, implementations_of(pair), workload.rounds, count, one.in_flight
                 )
                 yield point_of("throughput", transport, size, case, found)

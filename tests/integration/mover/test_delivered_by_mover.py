@@ -8,6 +8,8 @@ import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
+from typing import Any
 
 import pytest
 
@@ -66,10 +68,36 @@ async def test_a_full_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], co
     assert not outcome.sent_to_worker
 
 
-async def test_what_is_no_socket_leaves_it_to_the_daemon(pair: tuple[Node, Node], make_worker: Make) -> None:
+def listening() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(b"\0kvxferd-no-deliveries-%d" % os.getpid())
+    made.listen()
+    return made
+
+
+def pipe_end() -> FileIO:
+    reading, writing = os.pipe()
+    os.close(writing)
+    return FileIO(reading)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        select.epoll,
+        listening,
+        lambda: FileIO(os.open("/dev/null", os.O_RDWR), "r+"),
+        lambda: FileIO(os.open("/dev/null", os.O_PATH)),
+        pipe_end,
+    ],
+    ids=["epoll", "a listening socket", "a device", "a path", "a pipe"],
+)
+async def test_what_takes_no_packet_leaves_it_to_the_daemon(
+    pair: tuple[Node, Node], make_worker: Make, make: Callable[[], Any]
+) -> None:
     source = await serve(pair[0], make_worker("P"))
     rank = make_worker("D")
-    with select.epoll() as other:
+    with make() as other:
         reader = await sink(pair[1], dataclasses.replace(rank, mover_end=other), [source])
     source.page.write(7, WORD)
     outcome = await reader.outcome(reader.start([source], source.place(7, WORD), [1], [3]))

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.python_process import run_kvxferd
 from tests.support.tool_process import left_behind, start_tool, tool_directory
 
 pytestmark = pytest.mark.slow
@@ -72,9 +72,7 @@ def test_it_goes_on_until_ctrl_c_and_shows_what_to_look_at(place: Path) -> None:
     with urllib.request.urlopen(page) as reply:
         assert b"kvxferd" in reply.read()
     for _, verb, *arguments in commands[1:]:
-        told = subprocess.run(
-            [sys.executable, "-m", "kvxferd.cli", verb, *arguments], capture_output=True, check=False
-        )
+        told = run_kvxferd(verb, *arguments)
         assert told.returncode == 0, told.stderr
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=DEMO_S)

@@ -6,9 +6,7 @@ import contextlib
 import os
 import resource
 import shutil
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,9 @@ from kvxferd.memory.driver_registry import open_driver
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.tooling.daemon_process import DaemonProcess
 from tests.support.doctor_harness import examine
+from tests.support.nodes.processes import stopped
 from tests.support.other_user import needs_root, run_as
+from tests.support.python_process import run_kvxferd
 
 
 def test_without_a_gpu_placements_are_not_tried_and_the_status_says_so():
@@ -129,12 +129,7 @@ def test_shared_memory_that_is_not_there(tmp_path: Path):
 
 
 def test_a_check_that_there_is_not():
-    done = subprocess.run(
-        [sys.executable, "-m", "kvxferd.cli", "doctor", "--check", "weather"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_kvxferd("doctor", "--check", "weather")
     assert done.returncode == 2
     assert "cannot check weather: there are software, kernel" in done.stderr
 
@@ -183,11 +178,9 @@ def test_a_daemon_that_is_stuck_is_a_finding(tmp_path: Path):
     daemon = DaemonProcess(tmp_path)
     try:
         daemon.wait_ready()
-        os.kill(daemon.pid, signal.SIGSTOP)
-        flags = ("--socket", daemon.control.socket_path, "--check", "answering")
-        found = examine(*flags)
+        with stopped([daemon.pid]):
+            found = examine("--socket", daemon.control.socket_path, "--check", "answering")
     finally:
-        os.kill(daemon.pid, signal.SIGCONT)
         daemon.stop()
     assert "has not answered for 5 s" in found.of("daemon")["found"]
 

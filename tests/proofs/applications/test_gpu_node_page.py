@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,6 +21,7 @@ from tests.support.http_engine import COMPLETIONS, HttpEngine, content_of
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.waiting import wait_until
+from tests.support.python_process import run_kvxferd
 from tests.support.router_protocols import post
 from tests.support.vllm_servers.router_process import RouterProcess
 
@@ -34,8 +33,7 @@ PROMPT = [5, 6, 7, 8, 9, 10]
 
 def kvxferd(*arguments: str) -> str:
     """Run a command as the page shows it, and return its output."""
-    command = [sys.executable, "-m", "kvxferd.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = run_kvxferd(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -7,8 +7,8 @@ import json
 import math
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,8 +22,8 @@ from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from tests.support.browser import Page, browser_page, find_browser
 from tests.support.http_harness import config_in, serving
 from tests.support.node_samples import StillNode, node_warning, pull_record
-from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
+from tests.support.nodes.processes import stopped
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
@@ -52,16 +52,6 @@ async def until(page: Page, holds: Callable[[str], bool], what: str, limit_s: fl
     raise AssertionError(f"not within {limit_s} s: {what}; the page: {text[:2000]}")
 
 
-@asynccontextmanager
-async def stopped(daemon: Daemon) -> AsyncIterator[None]:
-    """Stop a daemon's process: its connections stay, and nothing answers."""
-    daemon.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        daemon.send_signal(signal.SIGCONT)
-
-
 def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> None:
     port = free_port()
     prefill = fleet.daemon("prefill")
@@ -88,7 +78,7 @@ def test_a_failure_is_on_the_page_in_seconds(fleet: Fleet, tmp_path: Path) -> No
             await until(page, lambda text: "does not answer" in text, "the daemon's end", 2 * WITHIN_S)
 
     async def _fail_a_pull(page: Page) -> None:
-        async with stopped(prefill):
+        with stopped([prefill.pid]):  # its connections stay, and nothing answers
             ticket = sink.pull(lost, ids_for(1002), TOKENS, DEADLINE_S)
             name, fields = await asyncio.to_thread(sink.end_of, ticket)
             assert (name, fields["code"]) == ("Failed", "deadline")

@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.support.cluster.fleet import Fleet
 from tests.support.cluster.node import POOL_SIZE, Node
-from tests.support.cluster.processes import num_fds
 from tests.support.cluster.traffic import Traffic
+from tests.support.nodes.processes import num_fds
 
 PEACE_S = 25.0  # leases of 5 s, renewed at most once more, questions given up after 4 s
 FDS_SLACK = 6
@@ -46,7 +46,7 @@ class Auditor:
         return found
 
     def _left_at(self, node: Node) -> list[str]:
-        status = node.status()
+        status = node.status_if_any()
         if status is None:
             return [f"{node.name}: does not answer"]
         # A member's rank whose daemon died with it stays known at its engine's home for 600 s: nobody
@@ -63,14 +63,14 @@ class Auditor:
             "engines": (len(local), len({worker.engine.name for worker in ranks})),
             "movers": (len(node.movers()), len(ranks) + POOL_SIZE),
             "zombies": (len(node.zombies()), 0),
-            "abandoned shm directories": (len(node.shm()), 0),
+            "abandoned shm directories": (len(node.abandoned_shm()), 0),
         }
         return [
             f"{node.name}: {have} {what}, not {want}" for what, (have, want) in counts.items() if have != want
         ]
 
     def _check_fds(self) -> None:
-        counts = {f"daemon {node.name}": node.num_fds() for node in self._fleet.nodes}
+        counts = {f"daemon {node.name}": num_fds(node.pid) for node in self._fleet.nodes}
         for engine in self._fleet.engines:
             for worker in engine.processes:
                 counts[f"worker of {engine.name} {worker.pid}"] = num_fds(worker.pid)

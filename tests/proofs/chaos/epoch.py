@@ -85,7 +85,7 @@ class Epoch:
         self._auditor = Auditor(self.fleet, self.traffic, 6.0 if sabotage == "leak" else PEACE_S)
         module = "tests.proofs.chaos.unbound_publishes" if sabotage == "unbound" else "kvxferd.cli"
         environment = TRANSPORTS[transport] | {"KVXFERD_MOVER_READ": read}
-        nodes = [Node(name, directory / name, environment, module=module) for name in ("p", "d")]
+        nodes = [Node(directory / name, environment, module=module) for name in ("p", "d")]
         self.fleet.nodes += nodes
         try:
             self._start(nodes, shape)
@@ -224,5 +224,5 @@ class Epoch:
                 if not worker.pipe.closed:
                     worker.kill()
         for node in self.fleet.nodes:
-            for what in node.stop():
+            for what in node.end():
                 self._tally.problem("leaked", what)

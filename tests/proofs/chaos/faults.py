@@ -13,8 +13,8 @@ from tests.proofs.chaos.sleep_faults import sleep, sleep_without_daemon, sleep_w
 from tests.support.cluster.engine import Engine, Worker
 from tests.support.cluster.fleet import Fleet
 from tests.support.cluster.node import Node
-from tests.support.cluster.processes import lives, maps
 from tests.support.cluster.tcp_proxy import Mode
+from tests.support.nodes.processes import lives, maps
 
 Heal = Callable[[], None]
 Inject = Callable[["Surgeon"], Heal | None]
@@ -88,7 +88,7 @@ class Surgeon:
             return None
         self._dead |= {id(node), *map(id, engines)}
         parent = node.parent()
-        node.daemon.send_signal(signal.SIGKILL)
+        node.send_signal(signal.SIGKILL)
         if parent is not None:
             self._kill(parent)
         for worker in self.fleet.processes():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tests.support.cluster.engine import Engine, Read, Transfer, Worker
 from tests.support.cluster.node import Node
-from tests.support.cluster.processes import mappers_of
+from tests.support.nodes.processes import mappers_of
 
 if TYPE_CHECKING:
     from tests.proofs.chaos.faults import Surgeon
@@ -126,7 +126,7 @@ def _await_suspended(surgeon: Surgeon, ranks: list[Worker]) -> None:
         name = worker.engine.name
         if not fleet.pump_until(lambda worker=worker: worker.is_suspended, SUSPEND_S):
             fleet.tally.problem("hung", f"a rank of {name} is not suspended in {SUSPEND_S} s")
-        elif left := [pid for pid in mappers_of(worker.freed_inode) if pid != worker.pid]:
+        elif left := [pid for pid in mappers_of(worker.freed_inode, or_holders=False) if pid != worker.pid]:
             fleet.tally.problem("leaked", f"suspended memory of {name} is mapped by {left}")
 
 

@@ -22,9 +22,9 @@ from tests.proofs.chaos.audit import Auditor
 from tests.support.cluster.engine import Engine, Read, Transfer
 from tests.support.cluster.fleet import Fleet
 from tests.support.cluster.node import Node
-from tests.support.cluster.processes import descendants, num_fds, rss_kib
 from tests.support.cluster.results import Tally, quantile
 from tests.support.cluster.traffic import Traffic
+from tests.support.nodes.processes import descendants, num_fds, rss_kib
 
 FACTS: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "block_tokens": 16, "num_blocks": 256}
 MAX_TOKENS = 40
@@ -54,7 +54,7 @@ class Soak:
         self.latency_ms: list[float] = []
         self.samples: list[dict[str, Any]] = []
         self.began = time.monotonic()
-        self.fleet.nodes += [Node(name, directory / name, {}) for name in ("p", "d")]
+        self.fleet.nodes += [Node(directory / name, {}) for name in ("p", "d")]
         assert self.fleet.pump_until(lambda: all(n.is_ready for n in self.fleet.nodes), 60.0)
         self.fleet.engines += [self._engine(0), self._engine(1)]
 
@@ -125,7 +125,7 @@ class Soak:
             "delivered": self.tally.delivered,
         }
         for node in self.fleet.nodes:
-            status = node.status()
+            status = node.status_if_any()
             assert status is not None
             parent = node.parent()
             sample[node.name] = {
@@ -163,7 +163,7 @@ class Soak:
         for engine in self.fleet.engines:
             engine.kill()
         for node in self.fleet.nodes:
-            for what in node.stop():
+            for what in node.end():
                 self.tally.problem("leaked", what)
 
 

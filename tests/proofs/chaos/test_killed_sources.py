@@ -12,7 +12,7 @@ import pytest
 
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.nodes.daemon import Daemon
-from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
@@ -48,11 +48,6 @@ class Watch:
         self._thread.join()
 
 
-def mover_of(daemon: Daemon, rank: RankProcess) -> int:
-    (mover,) = set(mappers_of(rank.memory_inode())) & set(daemon.movers())
-    return mover
-
-
 @pytest.mark.timeout(300)  # 22 movers of a second of a core each; where others work beside it, the double
 @pytest.mark.parametrize(("environment", "is_proved"), [(PROVED, True), (UNKNOWN, False)])
 def test_ten_killed_sources(fleet: Fleet, environment: dict[str, str], is_proved: bool):
@@ -62,7 +57,8 @@ def test_ten_killed_sources(fleet: Fleet, environment: dict[str, str], is_proved
     for number, source in enumerate(sources):
         pull_and_check([sink], publish([source], number), number)
     good = sources.pop()
-    movers = [mover_of(daemon, source) for source in sources]
+    movers = [mover for source in sources for mover in daemon.movers_of(source.memory_inode())]
+    assert len(movers) == NUM_SOURCES
     refs = [publish([source], 100 + number) for number, source in enumerate(sources)]
     for ref in refs:
         sink.prepare(ref)  # a stopped mover could not answer that it polls

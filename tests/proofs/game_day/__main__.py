@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tests.proofs.game_day.faults import FAULTS, Fault
 from tests.proofs.game_day.stage import Stage
+from tests.support.nodes.waiting import comes_true
 
 LIMIT_S = 45.0
 ALERTS_S = 15.0  # more, for the longest window of an alert, 10 s, and its `for`
@@ -58,11 +59,7 @@ def run(
             stage.await_traffic(PULLS_BEFORE)
             before, struck = set(stage.seen), time.time()
             fault.strike(stage)
-        until = time.monotonic() + LIMIT_S
-        while time.monotonic() < until:
-            if not fault.sign or (fault.node, fault.sign) in stage.seen:
-                break
-            time.sleep(0.1)
+        comes_true(lambda: not fault.sign or (fault.node, fault.sign) in stage.seen, LIMIT_S)
         time.sleep(after_s + (ALERTS_S if stage.has_prometheus else 0.0))
         began = {key: max(0.0, since - struck) for key, since in stage.seen.items() if key not in before}
         result = Result(fault, began, stage.outputs(nodes))

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from kvxferd.errors import KvxferdError
 from kvxferd.tooling.child_process import ChildError
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
-from tests.support.nodes.requests import TOKENS, ids_for, publish, spec_of
+from tests.support.nodes.requests import spec_of
+from tests.support.nodes.waiting import comes_true
 from tests.support.ports import free_port
 from tests.support.prometheus_server import PrometheusServer
+from tests.support.pull_traffic import PullTraffic
 
 PAUSE_S = 0.05
 DEADLINE_S = 3.0
+SURVIVED = (ChildError, TimeoutError, OSError, AssertionError)  # by the traffic: a fault is struck
 WATCH_EVERY_S = 0.25
-COMMAND_S = 60.0
 LOG_LINES = 200
 
 # What a verdict may have: failed pulls, a limit that is near, kinds of warnings.
@@ -36,47 +34,6 @@ VERBS = {
     "doctor": ("doctor", "--check", "answering"),
     "top --once": ("top", "--once"),
 }
-
-
-class Traffic:
-    """Publishes at the source and pulls at the sink, one after another, whatever fails."""
-
-    def __init__(self, source: Any, sink: Any) -> None:
-        self.num_delivered = 0
-        self.num_failed = 0
-        self.after_publish: Callable[[int, dict[str, Any]], None] = lambda request, ref: None
-        self.lock = threading.Lock()  # of the ranks' pipes
-        self._source, self._sink = source, sink
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join(60)
-
-    def _run(self) -> None:
-        request, ref = 0, None
-        while not self._over.wait(PAUSE_S):
-            request += 1
-            with self.lock:
-                with suppress(ChildError, TimeoutError, OSError):
-                    ref = publish([self._source], request)
-                    self.after_publish(request, ref)
-                if ref is None:
-                    continue
-                self._pull(request, ref)
-
-    def _pull(self, request: int, ref: dict[str, Any]) -> None:
-        try:
-            ticket = self._sink.pull(ref, ids_for(1000 + request), TOKENS, deadline_s=DEADLINE_S)
-            name, _ = self._sink.end_of(ticket)
-        except (ChildError, TimeoutError, OSError, AssertionError):
-            name = "Failed"
-        if name == "Delivered":
-            self.num_delivered += 1
-        else:
-            self.num_failed += 1
 
 
 class Stage:
@@ -106,7 +63,7 @@ class Stage:
         (self.source,) = self.fleet.engine(self.prefill, spec_of("prefill"))
         (self.sink,) = self.fleet.engine(self.decode, spec_of("decode"))
         self.began = time.time()
-        self.traffic = Traffic(self.source, self.sink)
+        self.traffic = PullTraffic(self.source, self.sink, PAUSE_S, SURVIVED, deadline_s=DEADLINE_S)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -128,9 +85,7 @@ class Stage:
 
     def await_traffic(self, num_pulls: int, limit_s: float = 60.0) -> None:
         """Return once so many pulls have ended."""
-        until = time.monotonic() + limit_s
-        while self.traffic.num_delivered + self.traffic.num_failed < num_pulls and time.monotonic() < until:
-            time.sleep(0.05)
+        comes_true(lambda: self.traffic.num_ended >= num_pulls, limit_s)
 
     def outputs(self, nodes: Iterable[str]) -> dict[str, dict[str, str]]:
         """Return what each output of those nodes that live shows now."""
@@ -159,14 +114,9 @@ class Stage:
 
 
 def _outputs_of(node: Daemon) -> dict[str, str]:
-    socket = str(node.directory / "control.sock")
     found = {}
     for name, verb in VERBS.items():
-        command = [sys.executable, "-m", "kvxferd.cli", *verb, "--socket", socket]
-        environ = dict(os.environ, COLUMNS="160", NO_COLOR="1")
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMMAND_S, env=environ, check=False
-        )
+        done = node.verb(*verb, COLUMNS="160", NO_COLOR="1")
         found[name] = done.stdout + done.stderr
     found["log"] = "\n".join(node.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
     return found

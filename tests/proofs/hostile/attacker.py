@@ -14,11 +14,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvxferd.control.curve_keys import CurveKeyPair
+from kvxferd.die_with_parent import die_with_parent
 from kvxferd.errors import KvxferdError
 from tests.proofs.hostile.raw_protocol import PeerByHand, WorkerByHand
 from tests.proofs.hostile.registry import Attack
 from tests.proofs.hostile.testbed import Stage
-from tests.proofs.hostile.users import HOSTILE, STRANGER, die_with_parent
+from tests.proofs.hostile.users import HOSTILE, STRANGER
 
 USERS = {"stranger": STRANGER, "peer": STRANGER, "router": STRANGER, "operator": STRANGER}
 
@@ -27,13 +28,11 @@ USERS = {"stranger": STRANGER, "peer": STRANGER, "router": STRANGER, "operator":
 class Place:
     """One daemon, as an attacker knows it."""
 
-    name: str
     worker_socket: str
     control_socket: str
     run_directory: str
     http: tuple[str, int]
     endpoint: str
-    pid: int
 
 
 @dataclass
@@ -94,15 +93,13 @@ class Scene:
 
 def place_of(stage: Stage, name: str) -> Place:
     node = stage.nodes[name]
-    status = node.status()
+    status = node.status_if_any()
     return Place(
-        name,
         node.worker_socket,
-        str(node.run_directory / "control.sock"),
-        str(node.run_directory),
-        node.http,
+        node.control.socket_path,
+        str(node.directory),
+        node.http_address,
         status["endpoint"] if status else "",
-        node.pid,
     )
 
 
@@ -117,7 +114,7 @@ def play(stage: Stage, attack: Attack, seed: int, limit_s: float, pipe: Connecti
         for module in attack.imports:
             importlib.import_module(module)
         USERS.get(attack.who, HOSTILE).become()
-        die_with_parent()
+        die_with_parent(os.getppid())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         scene = Scene(places, stage.key, pipe, time.monotonic() + limit_s, seed)

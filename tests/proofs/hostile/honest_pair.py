@@ -1,29 +1,30 @@
-"""Two honest engines that read from each other and check every byte: `python -m MODULE A B`.
+"""Two honest engines that read from each other and check every byte, in a process of their own.
 
-A and B are worker sockets. Each engine is source and sink. What ends is a line of JSON on standard output;
-commands come as lines of JSON on standard input, and each is answered by a line with its number.
+Each engine is source and sink. They go on while a call of `Pair` runs: the stage
+calls `go_on` whenever it waits.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import select
-import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvxferd import client
+from kvxferd.die_with_parent import die_with_parent
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
-from kvxferd.memory import SealedMemory
 from kvxferd.tooling import content
+from kvxferd.tooling.content import RequestBlocks
+from kvxferd.tooling.engine_process import EngineRank
 from kvxferd.wire.common import TransferRef
 from tests.proofs.hostile.users import ENGINES
 
@@ -33,9 +34,10 @@ NUM_LAYERS = 4
 NUM_BLOCKS = 8  # of a transfer
 TOKENS = NUM_BLOCKS * 16 - 3
 DEADLINE_S = 20.0  # the machine may have more to do than it has cores
+NEWCOMER_S = 15.0
 EVERY_S = 0.1  # a transfer in each direction
+STEP_S = 0.02
 JUNK = 254
-HEARD = (client.Released, client.PublishRefused)
 
 
 def spec_of(name: str, **more: Any) -> EngineSpec:
@@ -47,59 +49,66 @@ def spec_of(name: str, **more: Any) -> EngineSpec:
     return EngineSpec(engine_id=name, **(facts | {"publish_implies_ready": True} | more))
 
 
-class Engine:
+@dataclass
+class Traffic:
+    """What the pair has done of itself since somebody looked last."""
+
+    done: int = 0
+    failed: int = 0
+    wrong: int = 0
+    slowest_ms: float = 0.0
+    why: tuple[str, ...] = ()
+
+    def fail(self, why: str) -> None:
+        self.failed += 1
+        self.why = (*self.why, why[:200])[:3]
+
+
+class Engine(EngineRank):
     """One rank: half of its blocks are published from, half are pulled into."""
 
-    def __init__(self, socket: str, spec: EngineSpec, timeout_s: float = 30.0) -> None:
+    def __init__(self, socket: str, spec: EngineSpec) -> None:
+        super().__init__()
         self.name = spec.engine_id
-        self.layout = attention_layout(spec=spec, **FACTS)
-        region = self.layout.regions[0]
-        self.memory = SealedMemory.create(region.size_bytes, "kvxferd-hostile")
-        self.bytes = np.frombuffer(self.memory.buffer, dtype=np.uint8)
-        self.bytes[:] = content.background(self.bytes.size)
-        self.regions = {region.region: self.memory}
-        self.client = client.connect(socket, name="honest", timeout_s=timeout_s)
         try:
-            self.rank = self.client.register(spec, self.layout, self.regions, timeout_s=timeout_s)
+            self.started_in_s = self.register(socket, spec, attention_layout(spec=spec, **FACTS))
         except BaseException:
-            self.client.close()
+            self.close()
             raise
         half = FACTS["num_blocks"] // 2
         self.free = list(range(half))
         self.room = list(range(half, 2 * half))
         self.published: dict[str, list[int]] = {}
 
-    def publish(self, name: str, request: int, **more: Any) -> dict[str, Any] | None:
+    def publish_new(self, name: str, request: int) -> dict[str, Any] | None:
         """Write and publish; None where blocks lack."""
         if len(self.free) < NUM_BLOCKS:
             return None
         ids, self.free = self.free[:NUM_BLOCKS], self.free[NUM_BLOCKS:]
-        content.write(self.bytes, self.layout, _held(request, ids))
+        self.write(_held(request, ids))
         self.published[name] = ids
         try:
-            return self.rank.publish(name, _blocks(ids), TOKENS, lease_s=30.0, **more).to_dict()
+            return self.publish(name, _held(request, ids), lease_s=30.0).to_dict()
         except KvxferdError:
-            self.released(name)
+            self.reuse(name)
             return None
 
-    def released(self, name: str) -> None:
-        """The blocks hold something else from now on."""
+    def reuse(self, name: str) -> None:
+        """The blocks of a transfer hold something else from now on."""
         ids = self.published.pop(name, [])
         for number in ids:
-            held = _held(JUNK, [number], 16)
-            content.write(self.bytes, self.layout, held)
+            self.write(_held(JUNK, [number], 16))
         self.free += ids
 
+    def start_pull(self, ref: Any, ids: list[int], deadline_s: float) -> client.PullTicket:
+        return self.rank.pull(ref, self.block_lists(_held(0, ids)), TOKENS, deadline_s)
+
     def num_wrong(self, request: int, ids: list[int]) -> int:
-        return content.check(self.bytes, self.layout, _held(request, ids)).wrong_items
+        return self.check(_held(request, ids)).wrong_items
 
 
-def _held(request: int, ids: list[int], num_tokens: int = TOKENS) -> content.RequestBlocks:
-    return content.RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, num_tokens)
-
-
-def _blocks(ids: list[int]) -> dict[str, client.BlockList]:
-    return {GROUP: client.BlockList(first_token=0, ids=np.array(ids, np.int32))}
+def _held(request: int, ids: list[int], num_tokens: int = TOKENS) -> RequestBlocks:
+    return RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, num_tokens)
 
 
 def _formed(ref: Any, form: str) -> Any:
@@ -112,200 +121,195 @@ def _formed(ref: Any, form: str) -> Any:
     return ref
 
 
+@dataclass
+class Pulling:
+    """A pull that has not ended, or whose blocks are in doubt."""
+
+    request: int  # 0: what comes is not compared
+    ids: list[int]
+    began: float
+    is_requested: bool  # by somebody who waits for its end
+
+
 class Pair:
-    """`serve` until standard input ends."""
+    """Its methods but `go_on` are what an attack may have it do; each returns how that went, by `outcome`."""
 
     def __init__(self, sockets: list[str]) -> None:
         self._sockets = sockets
+        _warm()
+        ENGINES.become()  # who may not be able to read where all of this lies
+        die_with_parent(os.getppid())  # which a change of user has taken back
         self._engines = [Engine(socket, spec_of(f"honest-{n}")) for n, socket in enumerate(sockets)]
-        self._pulls: dict[tuple[int, int], tuple[int, list[int], float, int | None]] = {}
-        self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._stages: dict[tuple[str, int], Engine] = {}
+        self._pulls: dict[tuple[int, int], Pulling] = {}  # by sink and ticket
+        self._ends: dict[tuple[int, int], dict[str, Any]] = {}  # of those that were requested
+        self._halves: dict[str, Engine] = {}
         self._counter = 0
-        self._input = b""
+        self._due = 0.0
+        self._traffic = Traffic()
 
-    def serve(self) -> None:
-        self._say(registered=True)
-        due = 0.0
-        while True:
-            ready, _, _ = select.select([0, *(e.rank for e in self._engines)], [], [], 0.02)
-            if 0 in ready and not self._command():
-                return
-            for number, engine in enumerate(self._engines):
-                for event in engine.rank.poll():
-                    self._take(number, engine, event)
-            if time.monotonic() > due:
-                due = time.monotonic() + EVERY_S
-                for number in range(len(self._engines)):
-                    self._transfer(number)
-            while not self._said.empty():
-                self._say(**self._said.get())
+    def go_on(self, seconds: float) -> Traffic:
+        """Return what has been done since `begin`, once so much time has passed."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._step(min(left, STEP_S))
+        return self._traffic
 
-    def _say(self, **fields: Any) -> None:
-        os.write(1, json.dumps(fields).encode() + b"\n")
+    def begin(self) -> None:
+        """Count anew."""
+        self._traffic = Traffic()
+
+    def _step(self, limit_s: float = STEP_S) -> None:
+        select.select([engine.rank for engine in self._engines], [], [], limit_s)
+        for number, engine in enumerate(self._engines):
+            for event in engine.rank.poll():
+                self._take(number, engine, event)
+        if time.monotonic() > self._due:
+            self._due = time.monotonic() + EVERY_S
+            for number in range(len(self._engines)):
+                self._transfer(number)
+
+    def _step_until(self, holds: Callable[[], bool], limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        while not holds() and time.monotonic() < until:
+            self._step()
 
     # --- traffic
 
     def _transfer(self, number: int) -> None:
         """The engine publishes, the other one pulls."""
-        source, other = self._engines[number], 1 - number
-        if len(self._engines[other].room) < NUM_BLOCKS:
+        sink = 1 - number
+        if len(self._engines[sink].room) < NUM_BLOCKS:
             return
         self._counter += 1
-        ref = source.publish(f"t{self._counter}", self._counter)
-        if ref is not None:
-            self._pull(other, ref, self._counter, DEADLINE_S, None)
+        ref = self._engines[number].publish_new(f"t{self._counter}", self._counter)
+        if ref is None:
+            return
+        try:
+            self._pull(sink, ref, self._counter, DEADLINE_S, is_requested=False)
+        except Exception as error:
+            self._traffic.fail(f"raised {error!r}")
 
-    def _pull(self, sink: int, ref: Any, request: int, deadline_s: float, requested: int | None) -> None:
+    def _pull(
+        self, sink: int, ref: Any, request: int, deadline_s: float, *, is_requested: bool
+    ) -> tuple[int, int]:
         engine = self._engines[sink]
         ids, engine.room = engine.room[:NUM_BLOCKS], engine.room[NUM_BLOCKS:]
         try:
-            ticket = engine.rank.pull(ref, _blocks(ids), TOKENS, deadline_s)
-        except BaseException as error:
+            ticket = engine.start_pull(ref, ids, deadline_s)
+        except BaseException:
             engine.room += ids
-            if requested is None:
-                self._say(end="failed", code=f"raised {error!r}", sink=sink, ms=0.0)
-            else:
-                self._say(
-                    answer=requested, outcome="raised", code=str(getattr(error, "code", "")), why=repr(error)
-                )
-            return
-        self._pulls[sink, ticket.number] = (request, ids, time.monotonic(), requested)
+            raise
+        self._pulls[sink, ticket.number] = Pulling(request, ids, time.monotonic(), is_requested)
+        return sink, ticket.number
 
     def _take(self, number: int, engine: Engine, event: client.Event) -> None:
         match event:
-            case client.Released() | client.PublishRefused():
-                engine.released(event.transfer_id)
-                if isinstance(event, client.PublishRefused):
-                    self._say(end="refused", code=str(event.code), why=event.message, sink=number, ms=0.0)
+            case client.Released():
+                engine.reuse(event.transfer_id)
+            case client.PublishRefused():
+                engine.reuse(event.transfer_id)
+                self._traffic.fail(f"refused {event.code}: {event.message}")
             case client.Delivered():
                 self._ended(number, engine, event.ticket.number, "delivered", "", True)
             case client.Failed():
-                text = event.message
-                self._ended(number, engine, event.ticket.number, str(event.code), text, event.safe_to_reuse)
+                code, ticket = str(event.code), event.ticket.number
+                self._ended(number, engine, ticket, code, event.message, event.safe_to_reuse)
             case client.Quiesced():
-                _, ids, _, _ = self._pulls.pop((number, event.ticket.number))
-                engine.room += ids
+                engine.room += self._pulls.pop((number, event.ticket.number)).ids
             case client.Disconnected():
-                self._say(end="disconnected", code=str(event.code), why=event.message, sink=number, ms=0.0)
+                self._traffic.fail(f"disconnected {event.code}: {event.message}")
 
     def _ended(self, sink: int, engine: Engine, ticket: int, outcome: str, why: str, safe: bool) -> None:
-        request, ids, began, requested = self._pulls[sink, ticket]
-        took_ms = (time.monotonic() - began) * 1e3
-        wrong = engine.num_wrong(request, ids) if outcome == "delivered" and request else 0
+        pull = self._pulls[sink, ticket]
+        is_delivered = outcome == "delivered"
+        wrong = engine.num_wrong(pull.request, pull.ids) if is_delivered and pull.request else 0
         if safe:
             del self._pulls[sink, ticket]
-            engine.room += ids
-        fields = {"outcome": outcome, "wrong": wrong, "why": why, "safe": safe, "ms": took_ms, "sink": sink}
-        if requested is None:
-            self._say(end="delivered" if outcome == "delivered" else "failed", code=outcome, **fields)
+            engine.room += pull.ids
+        self._traffic.wrong += wrong
+        if pull.is_requested:
+            self._ends[sink, ticket] = {"outcome": outcome, "wrong": wrong, "why": why}
+            return
+        took_ms = (time.monotonic() - pull.began) * 1e3
+        self._traffic.slowest_ms = max(self._traffic.slowest_ms, took_ms)
+        if is_delivered:
+            self._traffic.done += 1
         else:
-            self._say(answer=requested, **fields)
+            self._traffic.fail(f"failed {outcome}: {why}")
 
-    # --- commands
+    # --- what an attack has it do
 
-    def _command(self) -> bool:
-        chunk = os.read(0, 1 << 20)
-        *lines, self._input = (self._input + chunk).split(b"\n")
-        for line in lines:
-            command = json.loads(line)
-            getattr(self, "do_" + command.pop("do"))(command.pop("number"), **command)
-        return bool(chunk)
-
-    def do_pull(
-        self, number: int, sink: int, ref: Any, deadline_s: float = 5.0, request: int = 0, form: str = "dict"
-    ) -> None:
+    def pull(
+        self, sink: int, ref: Any, deadline_s: float = 5.0, request: int = 0, form: str = "dict",
+        limit_s: float = 40.0,
+    ) -> dict[str, Any]:  # fmt: skip
         """A router brought that reference. `request` 0: what it holds is nobody's matter."""
-        self._pull(sink, _formed(ref, form), request, deadline_s, number)
+        try:
+            key = self._pull(sink, _formed(ref, form), request, deadline_s, is_requested=True)
+        except Exception as error:
+            return _raised(error)
+        self._step_until(lambda: key in self._ends, limit_s)
+        return self._ends.pop(key, {"outcome": "no answer", "why": f"it did not end in {limit_s} s"})
 
-    def do_hint(self, number: int, sink: int, ref: Any, what: str, form: str = "dict") -> None:
+    def hint(self, sink: int, ref: Any, what: str, form: str = "dict") -> dict[str, Any]:
         """`prepare` or `abandon` of such a reference."""
         try:
             getattr(self._engines[sink].rank, what)(_formed(ref, form))
-        except KvxferdError as error:
-            self._say(answer=number, outcome="raised", code=str(error.code))
-        except BaseException as error:
-            self._say(answer=number, outcome="raised", code="", why=repr(error))
-        else:
-            self._say(answer=number, outcome="taken")
+        except Exception as error:
+            return _raised(error)
+        return {"outcome": "taken"}
 
-    def do_publish(self, number: int, source: int) -> None:
-        """A reference as a router has it."""
+    def publish(self, source: int) -> dict[str, Any]:
+        """A reference as a router has it, None where blocks lack."""
         self._counter += 1
-        ref = self._engines[source].publish(f"t{self._counter}", self._counter)
-        self._say(answer=number, ref=ref, request=self._counter)
+        ref = self._engines[source].publish_new(f"t{self._counter}", self._counter)
+        return {"ref": ref, "request": self._counter}
 
-    def do_spread(self, number: int, home: str, stages: list[int], name: str = "spread") -> None:
-        """An engine of two stages, the second of which is at the other daemon."""
+    def begin_half(self, home: str, name: str) -> None:
+        """Start the first stage of an engine of two. The second never comes."""
         spec = spec_of(name, pp_size=2, home=home, publish_implies_ready=False)
-        try:
-            for stage in stages:
-                own = msgspec.structs.replace(spec, pp_rank=stage)
-                self._stages[name, stage] = Engine(self._sockets[stage], own)
-        except KvxferdError as error:
-            self._say(answer=number, outcome="refused", why=str(error))
-        else:
-            self._say(answer=number, outcome="done")
+        self._halves[name] = Engine(self._sockets[0], spec)
 
-    def do_spread_publish(self, number: int, name: str = "spread") -> None:
-        """The first stage publishes; the second has not written, and does not say so."""
-        self._counter += 1
-        first, transfer = self._stages[name, 0], f"spread-{self._counter}"
-        ref = first.publish(transfer, self._counter)
-        self._say(answer=number, ref=ref, request=self._counter, transfer=transfer)
+    def end_half(self, name: str) -> None:
+        self._halves.pop(name).close()
 
-    def do_spread_ready(self, number: int, transfer: str, request: int, name: str = "spread") -> None:
-        """The second stage writes and says so."""
-        first, second = self._stages[name, 0], self._stages[name, 1]
-        ids = first.published[transfer]
-        content.write(second.bytes, second.layout, _held(request, ids))
-        second.rank.ready(transfer)
-        self._say(answer=number, outcome="done")
-
-    def do_spread_end(self, number: int, name: str = "spread") -> None:
-        for key in [key for key in self._stages if key[0] == name]:
-            self._stages.pop(key).client.close()
-        self._say(answer=number, outcome="done")
-
-    def do_connect_and_leave(self, number: int, at: int) -> None:
+    def connect_and_leave(self, at: int) -> None:
         client.connect(self._sockets[at], name="passing").close()
-        self._say(answer=number, outcome="done")
 
-    def do_newcomer(self, number: int, at: int, name: str, timeout_s: float = 15.0) -> None:
-        """Another engine of this user starts at that daemon, and the pair reads from it."""
-        threading.Thread(target=self._newcomer, args=(number, at, name, timeout_s), daemon=True).start()
+    def newcomer(self) -> dict[str, Any]:
+        """Another engine of this user starts at the first daemon, and one more at the other reads from it."""
+        self._counter += 1
+        outcomes: list[str] = []
+        name = f"late-{self._counter}"  # which goes on counting
+        thread = threading.Thread(target=lambda: outcomes.append(self._try(name)), daemon=True)
+        thread.start()
+        self._step_until(lambda: not thread.is_alive(), 3 * NEWCOMER_S)
+        return {"outcome": outcomes[0] if outcomes else "it never ended"}
 
-    def _newcomer(self, number: int, at: int, name: str, timeout_s: float) -> None:
-        began = time.monotonic()
-        outcome, why = "done", ""
+    def _try(self, name: str) -> str:
+        """Return "done", or what went wrong. Each start and the pull may take NEWCOMER_S."""
+        opened: list[Engine] = []
         try:
-            source = Engine(self._sockets[at], spec_of(name), timeout_s)
-            try:
-                outcome, why = self._try(source, at, timeout_s)
-            finally:
-                source.client.close()
-        except BaseException as error:
-            outcome, why = "refused", repr(error)
-        took_ms = (time.monotonic() - began) * 1e3
-        self._said.put({"answer": number, "outcome": outcome, "why": why, "ms": took_ms})
-
-    def _try(self, source: Engine, at: int, timeout_s: float) -> tuple[str, str]:
-        """The newcomer publishes, and one more pulls at the other daemon."""
-        sink = Engine(self._sockets[1 - at], spec_of(f"{source.name}-reader"), timeout_s)
-        try:
-            ref = source.publish("new", 7_000)
+            for socket, own in zip(self._sockets, (name, f"{name}-reader"), strict=True):
+                opened.append(Engine(socket, spec_of(own)))
+            source, sink = opened
             ids = sink.room[:NUM_BLOCKS]
-            sink.rank.pull(ref, _blocks(ids), TOKENS, timeout_s)
-            while True:
-                select.select([sink.rank], [], [], timeout_s + 1)
-                for event in sink.rank.poll():
-                    if isinstance(event, client.Failed):
-                        return str(event.code), event.message
-                    if isinstance(event, client.Delivered):
-                        wrong = sink.num_wrong(7_000, ids)
-                        return ("wrong", f"{wrong} items") if wrong else ("done", "")
+            ref = source.publish_new("new", 7_000)
+            assert ref is not None
+            pulled_in_s = sink.pull(ref, _held(7_000, ids)).elapsed_s
+            wrong = sink.num_wrong(7_000, ids)
+            took_s = max(source.started_in_s, sink.started_in_s, pulled_in_s)
+            late = f"it took {took_s:.1f} s" if took_s > NEWCOMER_S else ""
+            return f"{wrong} items wrong" if wrong else late or "done"
+        except Exception as error:
+            return repr(error)
         finally:
-            sink.client.close()
+            for engine in opened:
+                engine.close()
+
+
+def _raised(error: Exception) -> dict[str, Any]:
+    return {"outcome": "raised", "code": str(getattr(error, "code", "")), "why": repr(error)}
 
 
 def _warm() -> None:
@@ -313,9 +317,3 @@ def _warm() -> None:
     layout = attention_layout(spec=spec_of("warm"), **FACTS | {"num_blocks": 1})
     memory = np.zeros(layout.regions[0].size_bytes, np.uint8)
     content.write(memory, layout, _held(1, [0], 16))
-
-
-if __name__ == "__main__":
-    _warm()
-    ENGINES.become()  # who may not be able to read where all of this lies
-    Pair(sys.argv[1:3]).serve()

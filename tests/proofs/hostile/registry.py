@@ -18,16 +18,10 @@ WHO = ("stranger", "user", "worker", "peer", "router", "operator")
 OUTSIDERS = ("stranger", "user", "router")
 MAX_EXTRA_MB = 100.0
 MAX_TURN_MS = 100.0
+FDS_SLACK = 16  # descriptors that may be open afterwards, and were not before
 
 
-@dataclass(frozen=True)
-class Setup:
-    """How the daemons are started. Attacks of one setup share a stage."""
-
-    keys: bool = True
-    flags: tuple[str, ...] = ()  # for both daemons
-    num_fds: int = 0  # RLIMIT_NOFILE of the daemons; 0: as it is
-    mute_resolver: bool = False  # a name server that never answers
+Run = Callable[["Scene"], "str | None"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +31,9 @@ class Attack:
     name: str
     about: str
     who: str
-    run: Callable[[Scene], str | None]
-    setup: Setup = Setup()
+    run: Run
+    keys: bool = True  # of the daemons, which are started anew where the attack before had it otherwise
     limit_s: float = 30.0
-    allows_failed_pulls: str = ""  # why, where the honest pair may lose some
-    fds_slack: int = 16
     imports: tuple[str, ...] = ()  # before the attacker's process becomes somebody else
     fresh: bool = False  # wants a stage that nothing has happened on, as memory is compared
 
@@ -52,16 +44,19 @@ class Attack:
 _ATTACKS: dict[str, Attack] = {}
 
 
-def attack(who: str, **more: object) -> Callable[[Callable[[Scene], str | None]], Attack]:
-    """Register a function as an attack. Its name is the attack's, its docstring what it is about."""
+def attack(*whos: str, **more: object) -> Callable[[Run], Run]:
+    """Register a function as an attack of each of these. Its docstring is what the attack is about.
 
-    def registered(run: Callable[[Scene], str | None]) -> Attack:
-        name = run.__name__.replace("_", "-")
+    The attack's name is the function's; with several attackers each one's is behind it.
+    """
+
+    def registered(run: Run) -> Run:
         about = " ".join((run.__doc__ or "").split())
-        made = Attack(name, about, who, run, **more)  # type: ignore[arg-type]
-        assert name not in _ATTACKS, name
-        _ATTACKS[name] = made
-        return made
+        for who in whos:
+            name = run.__name__.replace("_", "-") + (f"-{who}" if len(whos) > 1 else "")
+            assert name not in _ATTACKS, name
+            _ATTACKS[name] = Attack(name, about, who, run, **more)  # type: ignore[arg-type]
+        return run
 
     return registered
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.proofs.hostile.attacker import play
-from tests.proofs.hostile.registry import MAX_EXTRA_MB, MAX_TURN_MS, OUTSIDERS, Attack, Outcome
-from tests.proofs.hostile.testbed import Stage, Traffic
+from tests.proofs.hostile.registry import FDS_SLACK, MAX_EXTRA_MB, MAX_TURN_MS, OUTSIDERS, Attack, Outcome
+from tests.proofs.hostile.testbed import Stage
 
 GRACE_S = 5.0  # past an attack's own limit
 AFTER_PULLS = 6  # that the pair delivers once the attack is over
@@ -37,7 +37,7 @@ class Runner:
 
     def run(self, attacks: Iterable[Attack]) -> list[Outcome]:
         """In an order that makes few stages."""
-        chosen = sorted(attacks, key=lambda attack: repr(attack.setup))
+        chosen = sorted(attacks, key=lambda attack: attack.keys)
         return [self._one(attack) for attack in chosen]
 
     def close(self) -> None:
@@ -50,10 +50,11 @@ class Runner:
         stage = self._stage
         if stage is not None:
             grown = max(node.rss_mb() for node in stage.nodes.values()) - stage.birth_mb
-            if stage.setup != attack.setup or attack.fresh or grown > GROWN_MB:
+            if stage.has_keys != attack.keys or attack.fresh or grown > GROWN_MB:
                 self.close()
         if self._stage is None:
-            self._stage = Stage(attack.setup, self._keep / attack.name if self._keep else None).__enter__()
+            keep = self._keep / attack.name if self._keep else None
+            self._stage = Stage(has_keys=attack.keys, keep=keep).__enter__()
         return self._stage
 
     def _one(self, attack: Attack) -> Outcome:
@@ -81,10 +82,9 @@ class _Play:
     def run(self) -> None:
         stage, outcome = self._stage, self._outcome
         began = time.monotonic()
-        assert stage.honest is not None
-        stage.honest.traffic = Traffic()
+        stage.begin_traffic()
         before = {name: (node.num_fds(), node.rss_mb()) for name, node in stage.nodes.items()}
-        self._sessions = {name: _sessions(node.status()) for name, node in stage.nodes.items()}
+        self._sessions = {name: _sessions(node.status_if_any()) for name, node in stage.nodes.items()}
         self._before = before
         for node in stage.nodes.values():
             node.reset()
@@ -137,14 +137,13 @@ class _Play:
 
     def _look_after(self) -> None:
         stage, outcome = self._stage, self._outcome
-        assert stage.honest is not None
         for name, node in stage.nodes.items():
             if problem := node.health():
                 outcome.problems.append(f"{name}: {problem}")
-        if any(node.process.poll() is not None for node in stage.nodes.values()):
+        if any(node.exit_code is not None for node in stage.nodes.values()):
             return  # nothing more comes
-        target = stage.honest.traffic.done + AFTER_PULLS
-        if not stage.pump_until(lambda: stage.honest.traffic.done >= target, AFTER_S):
+        target = stage.traffic.done + AFTER_PULLS
+        if not stage.pump_until(lambda: stage.traffic.done >= target, AFTER_S):
             outcome.problems.append("the honest pair delivers nothing after the attack")
         if not stage.pump_until(self._is_at_rest, REST_S):
             outcome.problems.append(f"not at rest: {self._unrest()}")
@@ -156,24 +155,23 @@ class _Play:
     def _unrest(self) -> str:
         for name, node in self._stage.nodes.items():
             more = node.num_fds() - self._before[name][0]
-            if more > self._attack.fds_slack:
+            if more > FDS_SLACK:
                 return f"{name} has {more} descriptors more than before"
-            sessions = _sessions(node.status())
+            sessions = _sessions(node.status_if_any())
             if sessions > self._sessions[name]:
                 return f"{name} has {sessions} sessions, {self._sessions[name]} before"
         return ""
 
     def _judge(self) -> None:
         stage, outcome, attack = self._stage, self._outcome, self._attack
-        assert stage.honest is not None
-        traffic = stage.honest.traffic
+        traffic = stage.traffic
         outcome.turn_ms = max(node.meter.read()[0] for node in stage.nodes.values())
-        outcome.extra_mb = max(n.peak_mb() - self._before[name][1] for name, n in stage.nodes.items())
+        outcome.extra_mb = max(n.rss_mb("VmHWM") - self._before[name][1] for name, n in stage.nodes.items())
         outcome.honest, outcome.failed, outcome.wrong = traffic.done, traffic.failed, traffic.wrong
         outcome.slowest_ms = traffic.slowest_ms
         if traffic.wrong:
             outcome.problems.append(f"{traffic.wrong} wrong items")
-        if traffic.failed and not attack.allows_failed_pulls:
+        if traffic.failed:
             outcome.problems.append(f"{traffic.failed} honest pulls failed: {'; '.join(traffic.why)}")
         if outcome.turn_ms > MAX_TURN_MS:
             outcome.problems.append(f"a turn of the loop took {outcome.turn_ms:.0f} ms")

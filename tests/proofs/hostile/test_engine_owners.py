@@ -11,23 +11,14 @@ from tests.support.other_user import NOBODY, needs_root, open_directory, run_as
 
 # Attaches to the engine, and prints what it is told.
 SQUATTER = """
-connected = socket.socket(socket.AF_UNIX)
-connected.connect(sys.argv[1])
-link = FrameSocket(connected)
-def ask(message, *fds):
-    link.send(encode(message), tuple(fds))
-    link.flush()
-    while not (frames := link.receive()):
-        select.select([link], [], [], 10)
-    return DAEMON_MESSAGES.decode(frames[0].payload)
-ask(worker.Hello(versions=worker.WORKER_VERSIONS, client="squatter"))
-answer = ask(worker.Attach(request=1, engine_id="prefill", generation="squatted"))
+squatter = RawWorker(sys.argv[1])
+squatter.say(worker.Attach(request=1, engine_id="prefill", generation="squatted"))
+answer = squatter.await_one((worker.Registered, worker.Refused))
 print(getattr(answer, "code", type(answer).__name__))
 """
 IMPORTS = """
-from kvxferd.frame_socket import FrameSocket
 from kvxferd.wire import worker
-from kvxferd.wire.codec import DAEMON_MESSAGES, encode
+from tests.support.raw_worker import RawWorker
 """
 
 

@@ -7,6 +7,8 @@ import socket
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import pytest
+
 from kvxferd.control.fd_budget import RESERVED_FDS
 from tests.support.nodes.daemon import Daemon
 from tests.support.nodes.fleet import Fleet
@@ -17,24 +19,21 @@ from tests.support.ports import free_port
 DESCRIPTORS = 300
 
 
-class Scarce(Daemon):
-    """May open 300 descriptors."""
-
-    def start(self) -> None:
-        self._command = ["sh", "-c", f'ulimit -n {DESCRIPTORS}; exec "$@"', "sh", *self._command]
-        super().start()
+HEAD = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
 
 
-def test_unfinished_requests_leave_workers_their_descriptors(fleet: Fleet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [HEAD, HEAD + b"\r\n"], ids=["unfinished", "idle after an answer"])
+def test_requests_leave_workers_their_descriptors(fleet: Fleet, tmp_path: Path, sent: bytes) -> None:
     port = free_port()
-    daemon = Scarce(tmp_path / "node", {}, ("--http-bind", f"127.0.0.1:{port}"))
+    limited = ("prlimit", f"--nofile={DESCRIPTORS}:{DESCRIPTORS}")
+    daemon = Daemon(tmp_path / "node", {}, ("--http-bind", f"127.0.0.1:{port}"), prefix=limited)
     try:
         wait_until(lambda: daemon.is_ready, "ready", 60)
         with ExitStack() as held:
             clients = []
             for _ in range(2 * DESCRIPTORS):
                 client = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
-                client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
+                client.sendall(sent)
                 clients.append(client)
             wait_until(lambda: daemon.status() is not None, "the flood is accepted")
             assert len(os.listdir(f"/proc/{daemon.pid}/fd")) < DESCRIPTORS // 2

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.requests import publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
 
@@ -22,15 +22,14 @@ def test_a_mover_that_no_worker_can_watch_gets_no_memory(fleet: Fleet):
     (sink,) = fleet.engine(daemon, spec_of("decode"))
     pull_and_check([sink], publish([source], 1), 1)
     inode = sink.memory_inode()
-    movers = daemon.movers()
-    (bound,) = [pid for pid in mappers_of(inode) if pid in movers]
+    (bound,) = daemon.movers_of(inode)
     limits = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (NONE_LEFT, limits[1]))
     os.kill(bound, signal.SIGKILL)
     wait_until(lambda: "mover pidfd not sent" in daemon.log.read_text(), "the offer has failed")
-    assert not [pid for pid in mappers_of(inode) if pid in daemon.movers()]
+    assert not daemon.movers_of(inode)
     resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
-    wait_until(lambda: [pid for pid in mappers_of(inode) if pid in daemon.movers()], "offered again")
+    wait_until(lambda: daemon.movers_of(inode), "offered again")
     pull_and_check([sink], publish([source], 2), 2)
 
 

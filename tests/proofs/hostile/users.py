@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from tests.support.repository import ROOT as ROOT_DIRECTORY
+
 GROUP = 61_000  # of the worker socket
 
 
@@ -34,22 +33,17 @@ STRANGER = User(61_004, 61_004)
 ROOT = User(0, 0)
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel end this process with the one that started it. A change of user takes that back."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-
-
 @cache
-def can_start(environ: tuple[tuple[str, str], ...]) -> bool:
+def can_start() -> bool:
     """Whether the daemon's user can start this program where it lies; else the daemons are root's."""
-    probe = [
-        sys.executable,
-        "-c",
-        "import tests.proofs.hostile.watched_daemon, kvxferd.daemon, kvxferd.mover.process.forkserver",
-    ]
+    modules = "tests.proofs.hostile.watched_daemon, kvxferd.mover.process.forkserver"
     user: dict[str, Any] = {"user": DAEMON.uid, "group": DAEMON.gid, "extra_groups": []}
+    environ = os.environ | {"PYTHONPATH": str(ROOT_DIRECTORY)}
     try:
-        done = subprocess.run(probe, env=dict(environ), stderr=subprocess.DEVNULL, check=False, **user)
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {modules}"], env=environ, stderr=subprocess.DEVNULL, check=False,
+            **user,
+        )  # fmt: skip
     except PermissionError:
         return False
     return done.returncode == 0

@@ -1,9 +1,9 @@
-"""A daemon whose loop is watched: `python -m MODULE METER serve ...` is `kvxferd serve ...`.
+"""A daemon whose loop is watched: `python -m MODULE serve ...` is `kvxferd serve ...`.
 
-METER is a file of `Meter`'s layout. A timer of the loop's own runs every few milliseconds and compares the
-processor time of the loop's thread with that of its last run. A turn that takes long delays the timer, so the
-longest difference is the longest turn's processor time, to within the timer's period; other processes
-do not count. A thread writes down where the loop is while a turn is long.
+HOSTILE_METER names a file of `Meter`'s layout. A timer of the loop's own runs every few milliseconds, and
+compares the processor time of the loop's thread with that of its last run. A turn that takes long delays the
+timer, so the longest difference is the longest turn's processor time, to within the timer's period; other
+processes do not count. A thread writes down where the loop is while a turn is long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import mmap
 import os
-import signal
 import struct
 import sys
 import threading
@@ -20,8 +19,10 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.proofs.hostile.users import die_with_parent
+from kvxferd import daemon
+from kvxferd.cli import main as kvxferd
 
+METER_VARIABLE = "HOSTILE_METER"
 PERIOD_S = 0.004
 LONG_S = 0.05  # a turn that is worth knowing the place of
 MAX_PLACES = 200
@@ -88,12 +89,8 @@ class Watch:
                 file.write("".join(traceback.format_stack(frame)[-8:]) + "\n")
 
 
-def main() -> int:
-    from kvxferd import daemon
-    from kvxferd.cli import main as kvxferd
-
-    die_with_parent(signal.SIGTERM)
-    path = Path(sys.argv[1])
+def main() -> None:
+    path = Path(os.environ[METER_VARIABLE])
     meter = Meter(path)
     run = daemon.Daemon.run
 
@@ -102,9 +99,8 @@ def main() -> int:
         return await run(self)
 
     daemon.Daemon.run = watched  # type: ignore[method-assign]
-    sys.argv = ["kvxferd", *sys.argv[2:]]
-    return int(kvxferd() or 0)
+    kvxferd()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

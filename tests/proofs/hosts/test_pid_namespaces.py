@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -13,41 +12,35 @@ from pathlib import Path
 import pytest
 
 from kvxferd.tooling.daemon_process import DaemonProcess
-from tests.support import remote_namespace
+from tests.support import lone_rank
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow]
 APART = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
-
-
-async def pulled(prefix: tuple[str, ...], tmp_path: Path) -> dict:
+def pulled(prefix: tuple[str, ...], tmp_path: Path) -> dict:
     """What a daemon that was started so, with a rank of its own, has to say after a pull from one here."""
     near, far = tmp_path / "near", tmp_path / "far"
     near.mkdir()
     far.mkdir()
     daemon = DaemonProcess(near)
-    command = [*prefix, sys.executable, "-P", str(Path(remote_namespace.__file__)), str(far)]
-    other = start(command)
+    command = [*prefix, sys.executable, "-P", lone_rank.__file__, str(far)]
+    pipe = subprocess.PIPE
+    other = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
     try:
-        await asyncio.to_thread(daemon.wait_ready)
-        rank, memory = await asyncio.to_thread(remote_namespace.join, daemon.worker_socket, "prefill")
-        memory.buffer[:] = b"k" * memory.size_bytes
-        ref = rank.publish("r1", remote_namespace.blocks(), num_tokens=remote_namespace.NUM_TOKENS)
-        rank.ready("r1")
+        daemon.wait_ready()
+        rank = lone_rank.lone_rank(daemon.worker_socket, "prefill")
         assert other.stdin is not None
         assert other.stdout is not None
-        other.stdin.write(json.dumps(ref.to_json()) + "\n")
+        other.stdin.write(lone_rank.publish(rank) + "\n")
         other.stdin.flush()
-        said = json.loads(await asyncio.to_thread(other.stdout.readline))
+        said = json.loads(other.stdout.readline())
         rank.close()
     finally:
         other.communicate()  # the end of its input is its end
-        await asyncio.to_thread(daemon.stop)
-    assert said["came"] == b"k".hex() * 8
+        daemon.stop()
+    assert said["checked"]["checked_items"] > 0
+    assert said["checked"]["wrong_items"] == 0
     return said
 
 
@@ -71,16 +64,16 @@ def slow_lanes(said: dict) -> list[str]:
 
 
 @pytest.mark.usefixtures("needs_namespaces")
-async def test_tcp_between_pid_namespaces_of_one_machine_is_a_warning(tmp_path: Path):
-    said = await pulled(APART, tmp_path)
+def test_tcp_between_pid_namespaces_of_one_machine_is_a_warning(tmp_path: Path):
+    said = pulled(APART, tmp_path)
     assert slow_lanes(said) == ["tcp"]
     (warning,) = [warning for warning in said["warnings"] if "goes over TCP" in warning]
     assert "hostPID" in warning
     assert "decode pp0.tp0" in warning
 
 
-async def test_two_daemons_in_one_pid_namespace_are_fast_and_quiet(tmp_path: Path):
-    said = await pulled((), tmp_path)
+def test_two_daemons_in_one_pid_namespace_are_fast_and_quiet(tmp_path: Path):
+    said = pulled((), tmp_path)
     assert slow_lanes(said) == []
     assert not [warning for warning in said["warnings"] if "TCP" in warning]
     ranks = [rank for engine in said["node"]["engines"] for rank in engine["ranks"]]

@@ -26,7 +26,7 @@ import pytest
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from tests.support.manifests import ROOT
 from tests.support.nodes.daemon import Daemon, UnreadLog
-from tests.support.nodes.fleet import Fleet, mappers_of
+from tests.support.nodes.fleet import Fleet
 from tests.support.nodes.rank_process import RankProcess, ranks_of
 from tests.support.nodes.requests import TOKENS, ids_for, publish, pull_and_check, spec_of
 from tests.support.nodes.waiting import wait_until
@@ -324,7 +324,7 @@ def test_a_mover_in_doubt(watched: Watched, fleet: Fleet, prometheus: Prometheus
     ref = publish([source], 1)
     sink.prepare(ref)
     wait_until(lambda: daemon.status()["num_grants_held"] == 1, "it is granted")
-    (mover,) = set(mappers_of(source.memory_inode())) & set(daemon.movers())
+    (mover,) = daemon.movers_of(source.memory_inode())
     os.kill(mover, signal.SIGSTOP)
     try:
         sink.pull(ref, ids_for(1), TOKENS, deadline_s=1.0)
@@ -344,7 +344,7 @@ def test_reads_that_need_a_second_try(watched: Watched, fleet: Fleet, prometheus
         for ref in refs:
             sink.prepare(ref)
         wait_until(lambda: daemon.status()["num_grants_held"] == 3, "all are granted")
-        (mover,) = set(mappers_of(source.memory_inode())) & set(daemon.movers())
+        (mover,) = daemon.movers_of(source.memory_inode())
         os.kill(mover, signal.SIGSTOP)
         tickets = [sink.pull(ref, ids_for(first + number), TOKENS) for number, ref in enumerate(refs)]
         time.sleep(0.3)

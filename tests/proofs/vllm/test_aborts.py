@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.nodes.processes import stopped
 from tests.support.nodes.waiting import wait_until
 from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Asked, RequestFailed, decode, prefill
 from tests.support.vllm_servers.engines import Engine
 from tests.support.vllm_servers.router_process import RouterProcess
-from tests.support.vllm_servers.signals import stopped
 from tests.support.vllm_servers.site import Llama, through
 
 NewPrompt = Callable[[int], list[int]]

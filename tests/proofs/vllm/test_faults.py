@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.nodes.processes import stopped
 from tests.support.nodes.waiting import wait_until
 from tests.support.vllm_servers.completions import Asked, RequestFailed, prefill
 from tests.support.vllm_servers.engines import Engine
-from tests.support.vllm_servers.signals import stopped
 from tests.support.vllm_servers.site import Llama, num_external_tokens, through
 
 NewPrompt = Callable[[int], list[int]]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.nodes.processes import stopped
 from tests.support.nodes.waiting import wait_until
 from tests.support.vllm_servers.completions import ASK_FOR_PREFILL, Asked, complete, prefill
 from tests.support.vllm_servers.engines import Engine, Served, kvxferd_connector
 from tests.support.vllm_servers.router_process import RouterProcess
-from tests.support.vllm_servers.signals import stopped
 from tests.support.vllm_servers.site import LEASE_S, Nodes, Site, num_external_tokens, wait_until_settled
 
 NewPrompt = Callable[[int], list[int]]

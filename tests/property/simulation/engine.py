@@ -70,6 +70,7 @@ class Transfer:
     ranks: list[Process]  # of its generation
     ref: TransferRef | None = None
     grows: bool = False
+    is_slow: bool = False  # it grows for longer than a reader waits that wants it whole
     released_on: set[str] = field(default_factory=set)  # processes, by name
     is_over: bool = False
     uses_up_its_id: bool = False  # it is over, and no daemon refused it
@@ -200,8 +201,13 @@ class Engine:
 
     # --- as a source
 
-    def publish(self, num_readers: int = 1, lease_s: float | None = None) -> Transfer | None:
-        """Write a request and publish it; None where that cannot be now."""
+    def publish(
+        self, num_readers: int = 1, lease_s: float | None = None, prefill_s: float | None = None
+    ) -> Transfer | None:
+        """Write a request and publish it; None where that cannot be now.
+
+        `prefill_s`: how long after the publish it is whole, where the engine `can_grow`; None: drawn.
+        """
         used = {block for transfer in self.transfers.values() for block in transfer.ids}
         free = [block for block in range(NUM_BLOCKS) if block not in used]
         num_blocks = self.rng.choice((2, 3, 3, 4) if self.shape.grows else (1, 2, 2, 3))
@@ -214,8 +220,8 @@ class Engine:
         readers = Readers(num_readers)
         transfer_id, publisher = f"t{self._num_published}", self.publisher
         transfer = Transfer(number, transfer_id, ids, num_tokens, num_readers, readers, publisher, self.ranks)
-        growth = self._draw_growth(transfer)
-        transfer.grows = bool(growth.steps)
+        growth = self._draw_growth(transfer, prefill_s)
+        transfer.grows, transfer.is_slow = bool(growth.steps), prefill_s is not None
         written = GpuWork(is_done=True)
         for process in self.ranks:
             if process is publisher:
@@ -255,12 +261,17 @@ class Engine:
                 process.session.ready(f"aborted{number}", process.clock.now())
         return transfer
 
-    def _draw_growth(self, transfer: Transfer) -> Growth:
-        is_alone = transfer.publisher.spec is None and not self.shape.says_ready
-        if not self.shape.grows or is_alone or self.world.fabric.is_hurried or self.rng.random() < 0.2:
+    @property
+    def can_grow(self) -> bool:
+        """Whether it reports what is written: a scheduler whose ranks do not say ready cannot."""
+        return self.scheduler is None or self.shape.says_ready
+
+    def _draw_growth(self, transfer: Transfer, prefill_s: float | None) -> Growth:
+        is_whole = not self.shape.grows or self.world.fabric.is_hurried or self.rng.random() < 0.2
+        if not self.can_grow or (is_whole and prefill_s is None):
             return Growth(transfer, [])
         num_steps = min(transfer.num_tokens, self.rng.choice((1, 2, 3)))
-        return Growth(transfer, self.rng.sample(range(transfer.num_tokens), num_steps))
+        return Growth(transfer, self.rng.sample(range(transfer.num_tokens), num_steps), prefill_s)
 
     def write_more(self, process: Process, transfer: Transfer, tokens: int) -> GpuWork | None:
         """Have a rank write up to a token; None where it is not to, or cannot."""
@@ -432,7 +443,7 @@ class Engine:
                 process.clock.now() + timeout_s,
                 session.cancel,
                 after=unfinished(after),
-                progressive=self.rng.random() < (0.8 if transfer.grows else 0.3),
+                progressive=transfer.is_slow or self.rng.random() < (0.8 if transfer.grows else 0.3),
             ).number
         except KvxferdError:
             return

@@ -402,9 +402,12 @@ class Faults:
     # --- reads
 
     def _lose_connection(self, rng: random.Random) -> None:
+        """A connection breaks under a read, and maybe the next reads are refused: it is not back yet."""
+
         def lose(mover: Mover) -> None:
             if agents := mover.transport.inflight_agents:
                 mover.transport.lose_connection(rng.choice(agents))
+                mover.transport.num_to_refuse = rng.choice((0, 0, 1, 2))
                 self._stall_others(rng, mover)
 
         self._at_read(rng, "lose-connection", lose)
@@ -504,18 +507,20 @@ class Faults:
 
     def _slow_node(self, rng: random.Random) -> None:
         """Reads on a node take long, and meanwhile its daemon stops, or dies while its movers are stopped."""
-        daemon = self._world.daemons.get(rng.choice(self._world.node_names))
+        reading = [pull.process.node_name for pull in self._world.oracle.open_pulls]
+        names = reading if reading and rng.random() < 0.5 else self._world.node_names
+        daemon = self._world.daemons.get(rng.choice(names))
         if daemon is None or daemon.is_stopped:
             return
         self._count("slow-node", daemon.name)
         seconds = rng.choice((1.5, 3.0, 12.0))
         for mover in daemon.movers.values():
             mover.transport.stall(seconds)
-        begins_s = rng.choice((0.0, 0.0, 1.0, 3.0))
+        begins_s = rng.choice((0.0, 0.05, 1.0, 3.0))
         if rng.random() < 0.4:
             self._world.agenda.after(begins_s, self._stop_for, daemon, rng.choice((1.5, 4.0, 12.0)))
         else:
-            self._world.agenda.after(begins_s, self._kill_under_movers, daemon, rng.random() < 0.5)
+            self._world.agenda.after(begins_s, self._kill_under_movers, daemon, rng.random() < 0.7)
 
     def _stop_for(self, daemon: Daemon, seconds: float) -> None:
         if daemon.is_alive and not daemon.is_stopped:
@@ -523,14 +528,19 @@ class Faults:
             self._world.agenda.after(seconds, daemon.resume)
 
     def _kill_under_movers(self, daemon: Daemon, stops: bool) -> None:
-        """Kill a daemon. `stops`: its movers stop until reads have landed where a network card moves them."""
+        """Kill a daemon. `stops`: its movers stop until reads have landed where a network card moves them.
+
+        Their forkserver stops with them: its death would kill them.
+        """
         if self._world.daemons.get(daemon.node_name) is not daemon:
             return
-        for mover in daemon.movers.values() if stops else ():
-            if mover.is_alive and not mover.is_stopped:
-                mover.stop()
-                left_s = max(0.0, mover.transport.stalls_until - self._world.agenda.now)
-                self._world.agenda.after(left_s + 0.5, mover.resume)
+        movers = list(daemon.movers.values())
+        until = max([self._world.agenda.now, *(mover.transport.stalls_until for mover in movers)]) + 0.5
+        held: list[Actor | None] = [*movers, daemon.pool.forkserver]
+        for process in held if stops else ():
+            if process is not None and process.is_alive and not process.is_stopped:
+                process.stop()
+                self._world.agenda.at(until, process.resume)
         self._world.kill_daemon(daemon.node_name)
         self._world.agenda.after(0.01, self._world.start_daemon, daemon.node_name)
 

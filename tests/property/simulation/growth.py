@@ -20,8 +20,10 @@ DELAYS_S = (0.001, 0.01, 0.1, 0.3)
 class Growth:
     """How far a transfer is at its publish, and after each step. Without steps it is whole at once."""
 
-    def __init__(self, transfer: Transfer, steps: list[int]) -> None:
+    def __init__(self, transfer: Transfer, steps: list[int], last_step_s: float | None = None) -> None:
+        """`last_step_s`: how long each rank takes for the last step; None: as for any other."""
         self._transfer = transfer
+        self._last_step_s = last_step_s
         first, *rest = sorted(steps) or [transfer.num_tokens]
         self.begins_with = first
         self.steps = [*rest, transfer.num_tokens] if steps else []
@@ -47,7 +49,10 @@ class Growth:
 
     def _schedule(self, engine: Engine, process: Process, before: int, steps: list[int]) -> None:
         if steps:
-            process.after(engine.rng.choice(DELAYS_S), self._extend, engine, process, before, steps)
+            delay_s = engine.rng.choice(DELAYS_S)
+            if len(steps) == 1 and self._last_step_s is not None:
+                delay_s = self._last_step_s
+            process.after(delay_s, self._extend, engine, process, before, steps)
 
     def _extend(self, engine: Engine, process: Process, before: int, steps: list[int]) -> None:
         transfer, (tokens, *rest) = self._transfer, steps

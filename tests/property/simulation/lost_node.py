@@ -6,10 +6,13 @@ import random
 from typing import TYPE_CHECKING
 
 from kvxferd.core.registry import MemberRank
-from tests.property.simulation.oracle import Violation
+from tests.property.simulation.daemon import endpoint_of
+from tests.property.simulation.next_transfers import PULL_S, NextTransfers
+from tests.property.simulation.oracle import GRACE_S, Violation
+from tests.property.simulation.world import SETTINGS
 
 if TYPE_CHECKING:
-    from tests.property.simulation.engine import Engine
+    from tests.property.simulation.engine import Transfer
     from tests.property.simulation.world import World
 
 TRAFFIC_S = (0.0, 0.002, 0.05)  # before the node is lost
@@ -17,8 +20,9 @@ GONE_S = (
     75.0  # by then what is known of it has ended: longer than tombstones, leases and all that is repeated
 )
 BACK_S = 45.0  # by then its engines are registered and joined again, and homes have forgotten former members
-PULL_S = 14.0
-LEASE_S = 50.0  # also where leases are short
+LONG_PULL_S = 40.0  # of the lost node's transfers: their pulls end before
+# By then a daemon has given up a node to which it sends requests that may wait there.
+GIVEN_UP_S = SETTINGS.silent_after_s + 2 * SETTINGS.resend_s + GRACE_S
 
 
 class LostNode:
@@ -36,11 +40,13 @@ class LostNode:
         self._agenda.note("lost-node", self._name)
         self._have_traffic()
         self._lose()
+        self._check_given_up()
         self._agenda.run(self._agenda.now + GONE_S)
         self._check_forgotten()
         self._come_back()
+        transfers = NextTransfers(self._world, self._rng)
         for source in self._world.sources:
-            self._check_transfer(source, self._rng.choice(self._world.sinks))
+            transfers.check_transfer(source, [self._rng.choice(self._world.sinks)], has_hardship=False)
 
     def _have_traffic(self) -> None:
         """Have all sources publish, and engines pull."""
@@ -49,7 +55,7 @@ class LostNode:
         for source in self._world.sources:
             if (transfer := source.publish(2)) is not None:
                 for sink in self._rng.sample(self._world.sinks, min(2, len(self._world.sinks))):
-                    sink.pull(transfer, PULL_S)
+                    sink.pull(transfer, LONG_PULL_S if self._is_of_lost(transfer) else PULL_S)
         del oracle.wanted[before:]
         self._agenda.run(self._agenda.now + self._rng.choice(TRAFFIC_S))
 
@@ -59,9 +65,21 @@ class LostNode:
         for engine in self._lost:
             engine.die()
 
+    def _is_of_lost(self, transfer: Transfer) -> bool:
+        """Whether the lost node's daemon grants it."""
+        return transfer.ref is not None and transfer.ref.endpoint == endpoint_of(self._name)
+
+    def _check_given_up(self) -> None:
+        """Pulls that wait for the lost node end long before their deadlines: it is silent."""
+        oracle, transfer_of = self._world.oracle, self._world.transfer_of
+        waiting = [pull for pull in oracle.open_pulls if self._is_of_lost(transfer_of[pull])]
+        self._agenda.run(self._agenda.now + GIVEN_UP_S)
+        if late := [f"{pull.ticket} of {pull.process.name}" for pull in waiting if not pull.ended]:
+            raise Violation("hung", f"pulls wait for {self._name}, which is gone: {late}", len(late))
+
     def _check_forgotten(self) -> None:
         found = [line for daemon in self._world.daemons.values() for line in daemon.leftovers()]
-        endpoint = f"tcp://{self._name}:9441"
+        endpoint = endpoint_of(self._name)
         for daemon in self._world.daemons.values():
             ranks = [r for engine in daemon.node.registry for r in engine.ranks.values()]
             boot = f"boot-{self._name}-"
@@ -83,19 +101,3 @@ class LostNode:
         self._agenda.run(self._agenda.now + BACK_S)
         if not self._world.is_ready():
             raise Violation("violations", f"engines are not registered again after {self._name} is back")
-
-    def _check_transfer(self, source: Engine, sink: Engine) -> None:
-        """Have an engine pull a new transfer: it must arrive at the first attempt."""
-        wanted = self._world.oracle.wanted
-        before = len(wanted)
-        transfer = source.publish(1, lease_s=LEASE_S)
-        if transfer is None:
-            raise Violation("violations", f"{source.engine_id} cannot publish after {self._name} is back")
-        sink.pull(transfer, PULL_S)
-        these, wanted[before:] = wanted[before:], []
-        self._agenda.run(self._agenda.now + PULL_S + 2.0, lambda: all(one.is_delivered for one in these))
-        if any(not one.is_delivered or one.attempts > 1 for one in these):
-            text = (
-                f"{transfer.transfer_id} from {source.engine_id} to {sink.engine_id} did not arrive at once"
-            )
-            raise Violation("violations", f"{text}, after {self._name} is back")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvxferd.errors import Code
 from kvxferd.ids import PullId, SessionId, Ticket
 from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.mover.process.loop import IDLE_CHECK_S
@@ -239,6 +240,9 @@ class Mover(Actor):
         if isinstance(message, mv.PullDone):
             ticket = self._tickets.pop(message.pull, None)
             outcome = message.outcome
+            is_over = outcome.finished or not outcome.started
+            if is_over and outcome.code is Code.TRANSPORT and (pull := self._pull_of(ticket)) is not None:
+                pull.num_failed += 1
             if ticket is not None and outcome.delivered:
                 self.process.engine.landed(self.process, ticket)
                 at_delivery, self.at_delivery = self.at_delivery, None

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from kvxferd.core import events as ev
 from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire.common import BlockIds, Message
-from kvxferd.wire.peer import LeaveRank, SetRankPolling
+from kvxferd.wire.peer import LeaveRank, PeerHello, RequestMessage, SetRankPolling
 from tests.property.simulation.daemon import Daemon, message_name
+from tests.property.simulation.oracle import Violation
 from tests.property.simulation.told import check_left, joined_agent
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Network:
         self._rng = rng
         self._last_arrival: dict[Link, float] = {}
         self._connections: defaultdict[tuple[str, str], int] = defaultdict(int)  # of a daemon to a node
+        self._last_request: defaultdict[str, int] = defaultdict(int)  # a daemon's highest number
+        self._given_up: dict[tuple[str, str], int] = {}  # that number when it gave up a node
         self.tenants: dict[str, str] = {}  # whose daemon answers at another node's address
         self.partitions: defaultdict[Link, int] = defaultdict(int)
         self.planned: defaultdict[Link | None, deque[tuple[str, float, Callable[[], None]]]]
@@ -41,6 +44,7 @@ class Network:
     def request(self, sender: Daemon, endpoint: Endpoint, message: Message) -> None:
         """Send over the connection that the sender has opened."""
         target = endpoint.removeprefix("tcp://").removesuffix(":9441")
+        self._check_greeting(sender, target, message)
         route = f"{sender.name}/{self._connections[sender.name, target]}/{target}".encode()
         self._post(sender.node_name, target, message, self._request_arrives, (target, route, message))
 
@@ -52,9 +56,22 @@ class Network:
         self._post(sender.node_name, node_name, message, self._reply_arrives, arguments)
 
     def reconnect(self, sender: Daemon, endpoint: Endpoint) -> None:
-        """The sender has closed its connection; the next message opens another."""
+        """The sender has given up its peer, and closed its connection; the next message opens another."""
         target = endpoint.removeprefix("tcp://").removesuffix(":9441")
         self._connections[sender.name, target] += 1
+        self._given_up[sender.name, target] = self._last_request[sender.name]
+
+    def _check_greeting(self, sender: Daemon, target: str, message: Message) -> None:
+        """Raise Violation where a peer that was given up gets a new request before it is greeted again."""
+        if not isinstance(message, RequestMessage):  # a member replies to its home on this connection
+            return
+        number, link = message.request, (sender.name, target)
+        self._last_request[sender.name] = max(number, self._last_request[sender.name])
+        if isinstance(message, PeerHello):
+            self._given_up.pop(link, None)
+        elif number > self._given_up.get(link, number):
+            text = f"{sender.name} sends {message_name(message)} to {target}, which it has not greeted again"
+            raise Violation("violations", text)
 
     def forget_plans(self) -> None:
         """Have nothing happen to messages any more that was planned."""

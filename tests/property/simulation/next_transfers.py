@@ -10,6 +10,7 @@ import random
 from collections.abc import Collection
 from enum import StrEnum
 
+from kvxferd.client.session import SessionState
 from kvxferd.core.local_ranks import REBIND_AFTER_S
 from kvxferd.ids import EngineKey
 from kvxferd.wire.peer import GrantReply
@@ -24,8 +25,10 @@ from tests.property.simulation.world import World
 START_S = 30.0  # by then every engine is registered
 JOINED_S = 12.0  # by then a home has the ranks of a node whose daemon was restarted
 NOTICED_S = 0.05  # by then clients know that their daemon is dead
+REGISTERING_S = 2.0  # by then they have connected to the next one
 LONG_LEASE_S = 50.0
 LONG_READ_S = 9.0  # longer than a default lease and than a grant's
+LONG_PREFILL_S = 8.0  # longer than a peer may be silent to which a request for a grant was sent
 PULL_S = 14.0  # enough for each hardship
 REPEATED_S = 5.0  # as RELEASE_S, where messages were lost
 RELEASE_S = 1.0  # after the last reader has a transfer, by when all ranks are told
@@ -45,6 +48,7 @@ class Hardship(StrEnum):
     SINK_MOVERS_DIE = "sink's movers die"
     SOURCE_MOVERS_DIE = "source's movers die"
     LOST_MESSAGES = "messages are lost"
+    LONG_PREFILL = "long prefill"
 
 
 class NextTransfers:
@@ -67,7 +71,7 @@ class NextTransfers:
             first = index % len(world.sinks)
             sinks = world.sinks[first:] + world.sinks[:first]
             num_readers = self._rng.choice(NUM_READERS) if source is world.sources[0] else 1
-            self._check_transfer(source, sinks[:num_readers], has_hardship=index in tried)
+            self.check_transfer(source, sinks[:num_readers], has_hardship=index in tried)
             if index in tried:
                 self._check_cancelled(source, sinks[0])
                 self._check_withdrawal(source)
@@ -76,13 +80,14 @@ class NextTransfers:
         if found := world.leftovers():
             raise Violation("leaked", "; ".join(found), len(found))
 
-    def _check_transfer(self, source: Engine, sinks: list[Engine], *, has_hardship: bool) -> None:
+    def check_transfer(self, source: Engine, sinks: list[Engine], *, has_hardship: bool) -> None:
         """Have engines pull a transfer one after another, or abandon it: it is over with the last one."""
         self._wait_ready()
         hardship = self._draw_hardship(source, sinks) if has_hardship else Hardship.NONE
         self._agenda.note("hardship", f"{hardship} for {source.engine_id} to {sinks[0].engine_id}")
         lease_s = None if hardship is Hardship.LONG_READ else LONG_LEASE_S
-        transfer = source.publish(len(sinks), lease_s=lease_s)
+        prefill_s = LONG_PREFILL_S if hardship is Hardship.LONG_PREFILL else None
+        transfer = source.publish(len(sinks), lease_s, prefill_s)
         if transfer is None:
             raise Violation("violations", f"{source.engine_id} cannot publish at rest")
         if hardship is Hardship.SOURCE_RESTARTS:
@@ -112,6 +117,8 @@ class NextTransfers:
         if not source.shape.spans_nodes and self._world.fabric.proves_over:
             may.append(Hardship.SOURCE_MOVERS_DIE)
         if not self._world.traits.has_short_leases:
+            if source.can_grow:
+                may.append(Hardship.LONG_PREFILL)
             if len(sinks) == 1:  # the lease ends then, whoever has not begun
                 may.append(Hardship.LONG_READ)
             # A rank says ready again for as long as a default lease: members that join late may miss it.
@@ -136,8 +143,8 @@ class NextTransfers:
         these, wanted[before:] = wanted[before:], []
         if hardship is Hardship.SINK_AWAY:
             self._start(sink.shape.node_names)
-            if self._rng.random() < 0.5:  # dead again, before the pull was sent
-                agenda.run(agenda.now + self._rng.uniform(0.0, 0.003))
+            if self._rng.random() < 0.5:  # dead again while its ranks register: no pull was sent
+                agenda.run(agenda.now + REGISTERING_S, lambda: any(map(_registers, sink.ranks)))
                 self._kill(sink.shape.node_names)
                 self._start(sink.shape.node_names)
         elif hardship in (Hardship.SINK_MOVERS_DIE, Hardship.SOURCE_MOVERS_DIE):
@@ -258,6 +265,10 @@ class NextTransfers:
     def _start(self, node_names: Collection[str]) -> None:
         for name in dict.fromkeys(node_names):
             self._world.start_daemon(name)
+
+
+def _registers(process: Process) -> bool:
+    return process.session.state is SessionState.REGISTERING
 
 
 _STALL_S = {

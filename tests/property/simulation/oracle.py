@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tests.property.simulation.process import Process
 
 GRACE_S = 1.0  # after its deadline a pull must have ended
+MAX_RETRIES = 1  # of a read that has failed
 DOUBT_S = 30.0  # so long its blocks may be in doubt: a mover that hangs is retired and killed
 
 
@@ -50,6 +51,7 @@ class Pull:
     wanted: Wanted
     after: GpuWork
     num_killed: int | None = None  # movers that have died of it; None: it is not deadly
+    num_failed: int = 0  # reads of it that failed in the transport, and are over
     ended: str = ""  # delivered, failed, in-doubt
     is_quiet: bool = False
     ended_at: float = 0.0
@@ -153,6 +155,9 @@ class Oracle:
 
     def read_kills(self, pull: Pull) -> bool:
         """A mover is to read for the pull; return whether it dies of that."""
+        if pull.num_failed > MAX_RETRIES:
+            text = f"pull {pull.ticket} of {pull.process.name} is read again after {pull.num_failed} failures"
+            raise Violation("violations", text)
         if pull.num_killed is None:
             return False
         pull.num_killed += 1

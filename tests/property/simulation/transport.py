@@ -96,6 +96,7 @@ class SimulatedTransport:
         self._all_reads: dict[Read, None] = {}  # those that were let go too, while pieces may land
         self.waiting: list[tuple[SimulatedTransport, Read, int]] = []  # until this mover serves
         self.stalls_until = 0.0
+        self.num_to_refuse = 0  # of the next reads
         self.broken: AssertionError | None = None  # what a post has broken
         self.on_post: Callable[[AgentName, list[tuple[int, int, int]]], None] = lambda agent, runs: None
         self.on_doubt: Callable[[Read], None] = lambda read: None  # a read failed, and may still land
@@ -172,7 +173,8 @@ class SimulatedTransport:
         if agent in self._lost:
             raise TransportError(f"cannot read from agent {agent}: it disconnected", settled=True, lost=True)
         rng = self._fabric.rng
-        if not self._fabric.is_hurried and rng.random() < REFUSED_SHARE:
+        if self.num_to_refuse or (not self._fabric.is_hurried and rng.random() < REFUSED_SHARE):
+            self.num_to_refuse = max(0, self.num_to_refuse - 1)
             raise TransportError(f"cannot read from agent {agent}: simulated refusal", settled=True)
         self.on_post(agent, listed)
         num_pieces = min(len(listed), rng.choice((1, 1, 2, 3)))

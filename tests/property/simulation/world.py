@@ -148,6 +148,7 @@ class World:
         self.planned_at_read.clear()
         for mover in [mover for daemon in self.daemons.values() for mover in daemon.movers.values()]:
             mover.dies_at_delivery, mover.at_delivery = False, None
+            mover.transport.num_to_refuse = 0
             if mover.is_stopped:
                 mover.resume()
 

@@ -17,8 +17,7 @@ import msgspec
 from kvxferd.client import make_ref
 from kvxferd.layout import EngineSpec
 from tests.support.cluster.node import Node
-from tests.support.cluster.rank_agent import Birth, Chunk
-from tests.support.cluster.scheduler import run
+from tests.support.cluster.rank_agent import Birth, Chunk, run
 
 _GENERATIONS = itertools.count(1)
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -203,7 +202,7 @@ class Engine:
         self.transfers[name] = transfer
         for worker in self.workers:
             role = "rank" if self.has_scheduler else "publisher" if worker is self.publisher else "reader"
-            worker.tell("write", name, request, ids, num_tokens, role, lease_s)
+            worker.tell("write_all", name, request, ids, num_tokens, role, lease_s)
             if self.has_scheduler:
                 transfer.unwritten.add(worker.pid)
         return transfer

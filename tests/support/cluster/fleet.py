@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.support.cluster.engine import Engine, Pull, Read, Transfer, Worker
 from tests.support.cluster.node import Node
-from tests.support.cluster.processes import mappers_of
 from tests.support.cluster.results import Tally
+from tests.support.nodes.processes import mappers_of
 
 GRACE_S = 3.0  # past a deadline, on a machine with more to do than it has cores
 QUIET_S = 15.0  # a quarantine ends within quiesce_s (5 s) and the death of a mover
@@ -155,8 +155,8 @@ class Fleet:
             paused_s = worker.paused_s(now)
             self.pulls[number] = Pull(number, read, worker, now, deadline_s, paused_s, is_progressive)
             read.pending.add(number)
-            tokens = transfer.num_tokens
-            worker.tell("pull", number, transfer.ref, transfer.request, tokens, deadline_s, is_progressive)
+            what = (transfer.ref, transfer.request, transfer.num_tokens)
+            worker.tell("start_pull", number, *what, deadline_s, is_progressive)
             self.tally.pulls += 1
             self.tally.progressive["pulls"] += is_progressive
         return read
@@ -230,7 +230,7 @@ class Fleet:
     def _look_at_memory(self) -> None:
         for vigil in list(self._vigils):
             began = time.monotonic()
-            if not mappers_of(vigil.inode):
+            if not mappers_of(vigil.inode, or_holders=False):
                 self._vigils.remove(vigil)
                 took = began - vigil.died
                 if not vigil.is_exempt:
@@ -240,4 +240,5 @@ class Fleet:
                         self.tally.problems.append(f"late: {vigil.what} unmapped after {took:.2f} s")
             elif began > vigil.died + LATEST_UNMAP_S and not vigil.is_exempt:
                 self._vigils.remove(vigil)
-                self.tally.problem("leaked", f"{vigil.what} is mapped by {mappers_of(vigil.inode)}")
+                mappers = mappers_of(vigil.inode, or_holders=False)
+                self.tally.problem("leaked", f"{vigil.what} is mapped by {mappers}")

@@ -1,4 +1,4 @@
-"""A worker process: one rank, its memory, and both roles. Driven by the runner through a pipe.
+"""A worker process: one rank in both roles, or a scheduler. Driven by the runner through a pipe.
 
 It answers nothing in turn: it reports what happens, when it happens, so that a stopped or killed
 worker keeps nobody waiting. What it publishes is overwritten the moment it is released.
@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvxferd import client
-from kvxferd.errors import EngineError, KvxferdError
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
-from kvxferd.memory import SealedMemory
 from kvxferd.tooling import content
+from kvxferd.tooling.content import RequestBlocks
+from kvxferd.tooling.engine_process import EngineRank, HostStore
+from kvxferd.wire.common import RefLike
 from tests.support.cluster.pattern_blocks import Blocks, Yard
 
+T = TypeVar("T")
 GROUP = "full"
 LOOK_S = 0.25
 JUNK = 254
@@ -58,97 +62,155 @@ class Asked:
     """A pull that has not ended, or whose blocks are in doubt."""
 
     ticket: client.PullTicket
-    ref: dict[str, Any]
-    request: int
+    held: RequestBlocks
     ids: list[int]
-    num_tokens: int
     began: float = field(default_factory=time.monotonic)
 
 
-class Agent:
-    """See the module. Each method but `serve` is a command of the runner."""
+class WorkerAgent:
+    """What a rank and a scheduler have in common. The runner's commands are methods."""
+
+    session: client.RankHandle | client.Publisher  # whose events are reported
 
     def __init__(self, pipe: Connection, birth: Birth) -> None:
+        super().__init__()
         self._pipe = pipe
-        self._sabotage = birth.sabotage
-        self._layout = attention_layout(spec=birth.spec, **birth.facts)
-        region = self._layout.regions[0]
-        half = birth.facts["num_blocks"] // 2
-        self._pulled = range(half, 2 * half)
-        self._memory = SealedMemory.create(region.size_bytes, "kvxferd-chaos")
-        self._lay_out()
-        self._num_sleeps = 0
-        self._block_tokens = birth.facts["block_tokens"]
-        self._published: dict[str, list[int]] = {}
-        self._pulls: dict[int, Asked] = {}  # by the runner's number
-        self._numbers: dict[int, int] = {}  # from the ticket's
-        self._say("born", os.getpid(), os.fstat(self._memory.fd).st_ino)
-        self._rank = self._register(birth, region.region)
+        self._birth = birth
 
-    def _lay_out(self) -> None:
-        self._bytes = np.frombuffer(self._memory.buffer, dtype=np.uint8)
-        self._blocks = Blocks(self._bytes, self._layout)
-        self._yard = Yard(self._blocks, self._pulled)
+    def serve(self) -> None:
+        """Obey commands and take events until the runner is gone."""
+        while True:
+            for ready in wait([self._pipe, self.session.fileno()], LOOK_S):
+                if ready is self._pipe:
+                    name, *args = self._pipe.recv()
+                    getattr(self, name)(*args)
+            for event in self.session.poll():
+                self._take(event)
+            self._look()
+
+    def unpublish(self, ref: RefLike) -> None:
+        self.session.unpublish(ref)
 
     def _say(self, *message: Any) -> None:
         self._pipe.send(message)
 
-    def _register(self, birth: Birth, region: str) -> client.RankHandle:
+    def _look(self) -> None:
+        """Look at what nobody reports."""
+
+    def _take(self, event: client.Event) -> None:
+        match event:
+            case client.Released():
+                self._say("released", event.transfer_id, str(event.why))
+            case client.PublishRefused():
+                self._say("released", event.transfer_id, str(event.code))
+            case client.Disconnected():
+                self._say("disconnected", str(event.code), event.message)
+
+    def _insist(self, act: Callable[[], T]) -> T:
+        """Do that until the daemon takes it: who cannot start is started again by whoever runs it."""
         began = time.monotonic()
         while True:
             try:
-                self._client = client.connect(birth.socket, name="chaos")
-                try:
-                    rank = self._client.register(birth.spec, self._layout, {region: self._memory})
-                except KvxferdError:
-                    self._client.close()
-                    raise
+                done = act()
             except KvxferdError as error:
-                # An engine that cannot start is started again by whoever runs it.
                 self._say("refused", str(error.code), error.message)
                 time.sleep(0.1)
                 continue
             self._say("registered", time.monotonic() - began)
-            return rank
+            return done
 
-    def serve(self) -> None:
-        looked = 0.0
-        while True:
-            for ready in wait([self._pipe, self._rank.fileno()], LOOK_S):
-                if ready is self._pipe:
-                    name, *args = self._pipe.recv()
-                    getattr(self, name)(*args)
-            for event in self._rank.poll():
-                self._take(event)
-            if time.monotonic() - looked > LOOK_S:
-                looked = time.monotonic()
-                self._look()
+    def _connected(self, begin: Callable[[client.Client], T]) -> T:
+        """Connect, and begin a session on that connection."""
+        connected = client.connect(self._birth.socket, name="chaos")
+        try:
+            return begin(connected)
+        except KvxferdError:
+            connected.close()
+            raise
+
+
+class Scheduler(WorkerAgent):
+    """An engine's scheduler: it has no memory, and publishes what the engine's ranks have written."""
+
+    session: client.Publisher
+
+    def __init__(self, pipe: Connection, birth: Birth) -> None:
+        super().__init__(pipe, birth)
+        self._say("born", os.getpid(), 0)
+        engine = birth.spec
+        self.session = self._insist(
+            lambda: self._connected(lambda made: made.attach(engine.engine_id, engine.generation))
+        )
+
+    def publish(self, name: str, ids: list[int], tokens: int, lease_s: float) -> None:
+        blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(ids, np.int32))}
+        try:
+            ref = self.session.publish(name, blocks, tokens, lease_s=lease_s)
+        except KvxferdError as error:
+            self._say("released", name, str(error.code))
+            return
+        self._say("published", name, ref.to_dict())
+
+
+class Agent(WorkerAgent, EngineRank):
+    """A rank, its memory, and both roles."""
+
+    def __init__(self, pipe: Connection, birth: Birth) -> None:
+        super().__init__(pipe, birth)
+        self._sabotage = birth.sabotage
+        self.layout = attention_layout(spec=birth.spec, **birth.facts)
+        half = birth.facts["num_blocks"] // 2
+        self._pulled = range(half, 2 * half)
+        self._lay_out()
+        self._num_sleeps = 0
+        self._looked = 0.0
+        self._block_tokens = birth.facts["block_tokens"]
+        self._published: dict[str, list[int]] = {}
+        self._pulls: dict[int, Asked] = {}  # by the runner's number
+        self._numbers: dict[int, int] = {}  # from the ticket's
+        self._say("born", os.getpid(), self._inode)
+        self.session = self.rank = self._insist(lambda: self._connected(self._begin))
+
+    def _begin(self, made: client.Client) -> client.RankHandle:
+        self.client = made
+        return self._register(self._birth.spec)
+
+    def _lay_out(self) -> None:
+        self.store = HostStore(content.region_bytes(self.layout))
+        self._blocks = Blocks(self.store.bytes, self.layout)
+        self._yard = Yard(self._blocks, self._pulled)
+
+    @property
+    def _inode(self) -> int:
+        return os.fstat(self.store.memory.fd).st_ino
 
     def _look(self) -> None:
+        if time.monotonic() < self._looked + LOOK_S:
+            return
+        self._looked = time.monotonic()
         self._yard.look()
         if self._yard.num_written:
             self._say("overwritten", self._yard.num_written)
             self._yard.num_written = 0
 
-    # --- commands
+    # --- commands, beside those of an `EngineRank`
 
-    def write(self, name: str, request: int, ids: list[int], tokens: int, role: str, lease_s: float) -> None:
+    def write_all(
+        self, name: str, request: int, ids: list[int], tokens: int, role: str, lease_s: float
+    ) -> None:
         """Write a transfer; then publish it, say ready, or leave that to the engine's scheduler."""
-        held = content.RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, tokens)
-        content.write(self._bytes, self._layout, held)
+        held = _held(request, ids, tokens)
+        self.write(held)
         self._published[name] = ids
         try:
             if role == "rank":
                 self._say("written", name, True)
             elif role == "publisher":
-                blocks = {GROUP: client.BlockList(first_token=0, ids=held.ids[GROUP])}
-                ref = self._rank.publish(name, blocks, tokens, lease_s=lease_s)
-                self._say("published", name, ref.to_dict())
+                self._say("published", name, self.publish(name, held, lease_s=lease_s).to_dict())
             else:
-                self._rank.ready(name)
+                self.ready(name)
         except KvxferdError as error:
-            self._drop(name)
-            self._say("released", name, str(error.code))
+            self._end_of(name, error.code)
 
     def grow(self, chunk: Chunk) -> None:
         """Write a chunk of a transfer that grows, then report it. What is not written is poison."""
@@ -158,46 +220,30 @@ class Agent:
             self._published[chunk.name] = chunk.ids
         elif chunk.name not in self._published:
             return  # released, or the rank has slept
-        held = content.RequestBlocks(chunk.request, {GROUP: np.array(chunk.ids, np.int32)}, chunk.end)
         if self._sabotage != "unwritten":
-            content.write(self._bytes, self._layout, held, max(chunk.begin, 0))
+            self.write(_held(chunk.request, chunk.ids, chunk.end), max(chunk.begin, 0))
         self._report(chunk)
 
     def _report(self, chunk: Chunk) -> None:
         ready = None if chunk.end == chunk.num_tokens else chunk.end
         had, have = (-(-max(tokens, 0) // self._block_tokens) for tokens in (chunk.begin, chunk.end))
-        blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(chunk.ids[had:have], np.int32))}
+        new = _held(chunk.request, chunk.ids[had:have], chunk.num_tokens)
         try:
             if not chunk.publishes:
-                self._rank.ready(chunk.name, ready)
+                self.ready(chunk.name, ready)
             elif chunk.begin >= 0:
-                self._rank.ready(chunk.name, ready, blocks if have > had else None)
+                self.ready(chunk.name, ready, new if have > had else None)
             else:
-                ref = self._rank.publish(
-                    chunk.name, blocks, chunk.num_tokens, lease_s=chunk.lease_s,
-                    ready_tokens=chunk.end, nonce=chunk.nonce,
-                )  # fmt: skip
+                ref = self.publish(
+                    chunk.name, new, lease_s=chunk.lease_s, ready_tokens=chunk.end, nonce=chunk.nonce
+                )
                 self._say("published", chunk.name, ref.to_dict())
         except KvxferdError as error:
             self._say("extend refused", str(error.code))
             if chunk.begin < 0:  # nothing of it was ever reported
-                self._drop(chunk.name)
-                self._say("released", chunk.name, str(error.code))
+                self._end_of(chunk.name, error.code)
 
-    def unpublish(self, ref: dict[str, Any]) -> None:
-        self._rank.unpublish(ref)
-
-    def drop(self, name: str) -> None:
-        """The engine's publisher heard that it is over."""
-        self._drop(name)
-
-    def prepare(self, ref: dict[str, Any]) -> None:
-        self._rank.prepare(ref)
-
-    def abandon(self, ref: dict[str, Any]) -> None:
-        self._rank.abandon(ref)
-
-    def pull(
+    def start_pull(
         self,
         number: int,
         ref: dict[str, Any],
@@ -210,14 +256,16 @@ class Agent:
         if ids is None:
             self._say("full", number)
             return
-        blocks = {GROUP: client.BlockList(first_token=0, ids=np.array(ids, np.int32))}
+        held = _held(request, ids, tokens)
         try:
-            ticket = self._rank.pull(ref, blocks, tokens, deadline_s, progressive=is_progressive)
+            ticket = self.rank.pull(
+                ref, self.block_lists(held), tokens, deadline_s, progressive=is_progressive
+            )
         except KvxferdError as error:
             self._yard.park(ids)
             self._say("ended", number, str(error.code), 0, True, 0.0)
             return
-        self._pulls[number] = Asked(ticket, ref, request, ids, tokens)
+        self._pulls[number] = Asked(ticket, held, ids)
         self._numbers[ticket.number] = number
 
     def cancel(self, number: int) -> None:
@@ -225,28 +273,19 @@ class Agent:
             self._pulls[number].ticket.cancel()
 
     def suspend(self) -> None:
-        self._rank.suspend()
+        self.rank.suspend()
 
     def resume(self) -> None:
-        region = self._layout.regions[0].region
-        while True:
-            try:
-                self._rank.resume({region: self._memory})
-            except EngineError as error:
-                self._say("refused", str(error.code), error.message)  # still suspended
-                time.sleep(0.1)
-                continue
-            self._say("registered", 0.0)
-            return
+        (region,) = self.layout.regions
+        self._insist(lambda: self.rank.resume({region.region: self.store.memory}))
 
     # --- events
 
     def _take(self, event: client.Event) -> None:
         match event:
             case client.Released() | client.PublishRefused():
-                why = event.why if isinstance(event, client.Released) else event.code
-                self._drop(event.transfer_id)
-                self._say("released", event.transfer_id, str(why))
+                self.drop(event.transfer_id)
+                super()._take(event)
             case client.Delivered():
                 self._delivered(self._numbers[event.ticket.number])
             case client.Failed():
@@ -257,8 +296,8 @@ class Agent:
                 self._say("quiesced", number)
             case client.Suspended():
                 self._sleep()
-            case client.Disconnected():
-                self._say("disconnected", str(event.code), event.message)
+            case _:
+                super()._take(event)
 
     def _sleep(self) -> None:
         """The memory is the engine's again: others use it, or it is freed and comes back elsewhere."""
@@ -266,18 +305,22 @@ class Agent:
         if self._pulls:
             self._say("overwritten", len(self._pulls))  # a rank sleeps and one of its pulls may still write
         self._published.clear()
-        self._bytes[:] = JUNK
+        self.store.bytes[:] = JUNK
         self._num_sleeps += 1
         if self._num_sleeps % 2:
-            size = self._layout.regions[0].size_bytes
-            former, self._memory = self._memory, SealedMemory.create(size, "kvxferd-chaos")
+            former = self.store
             self._lay_out()
-            self._bytes[:] = JUNK
-            former.close()
+            self.store.bytes[:] = JUNK
+            del former.bytes
+            former.memory.close()
         self._yard = Yard(self._blocks, self._pulled)
-        self._say("suspended", os.fstat(self._memory.fd).st_ino)
+        self._say("suspended", self._inode)
 
-    def _drop(self, name: str) -> None:
+    def _end_of(self, name: str, code: Code) -> None:
+        self.drop(name)
+        self._say("released", name, str(code))
+
+    def drop(self, name: str) -> None:
         """Reuse the blocks at once, with other content."""
         for block in self._published.pop(name, ()):
             self._blocks.fill(block, JUNK)
@@ -291,11 +334,8 @@ class Agent:
         if self._sabotage == "corrupt":
             self._sabotage = ""
             self._blocks.fill(requested.ids[0], 7)
-        held = content.RequestBlocks(
-            requested.request, {GROUP: np.array(requested.ids, np.int32)}, requested.num_tokens
-        )
         took = time.monotonic() - requested.began
-        wrong = content.check(self._bytes, self._layout, held).wrong_items
+        wrong = self.check(requested.held).wrong_items
         self._yard.park(requested.ids)
         if self._sabotage == "late-write":
             self._sabotage = ""
@@ -309,3 +349,15 @@ class Agent:
             del self._pulls[number], self._numbers[event.ticket.number]
             self._yard.park(requested.ids)
         self._say("ended", number, str(event.code), 0, event.safe_to_reuse, took)
+
+
+def _held(request: int, ids: list[int], num_tokens: int) -> RequestBlocks:
+    return RequestBlocks(request, {GROUP: np.array(ids, np.int32)}, num_tokens)
+
+
+def run(pipe: Connection, birth: Birth) -> None:
+    """A worker process's main function; ends when the runner is gone."""
+    try:
+        (Scheduler if birth.is_scheduler else Agent)(pipe, birth).serve()
+    except (EOFError, ConnectionError):
+        os._exit(0)

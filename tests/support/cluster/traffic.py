@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
-import time
 from collections.abc import Callable
 
 from tests.support.cluster.engine import Engine, Read, Transfer
@@ -30,8 +28,6 @@ class Traffic:
         self._rng = rng
         self._max_tokens = max_tokens
         self._requests = itertools.count(1)
-        self._order = itertools.count()
-        self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._then: dict[str, Callable[[Engine, Transfer], None]] = {}  # by transfer, once published
         self.is_paused = False
         fleet.on_published = self._published
@@ -51,10 +47,7 @@ class Traffic:
             then(engine, transfer)
 
     def step(self) -> None:
-        """Start something new where there is room, and do what is due."""
-        now = time.monotonic()
-        while self._later and self._later[0][0] <= now:
-            heapq.heappop(self._later)[2]()
+        """Start something new where there is room."""
         if self.is_paused:
             return
         for engine in self._fleet.engines:
@@ -105,16 +98,13 @@ class Traffic:
         deadline_s = self._rng.choice(DEADLINES_S)
         return self._fleet.read(source, sink, transfer, deadline_s, is_progressive)
 
-    def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._later, (time.monotonic() + seconds, next(self._order), act))
-
     def _live(self, source: Engine, sink: Engine, transfer: Transfer) -> None:
         mischief, rng = self._fleet.tally.mischief, self._rng
         if rng.random() < 0.1:
             sink.workers[0].tell("prepare", transfer.ref)
         if rng.random() < 0.05:
             mischief["never pulled"] += 1
-            self._after(0.2, lambda: source.unpublish(transfer))
+            self._fleet.later(0.2, lambda: source.unpublish(transfer))
             return
         if not sink.is_registered:
             source.unpublish(transfer)
@@ -128,14 +118,14 @@ class Traffic:
             number = rng.choice(numbers)
             workers = {p.number: p.worker for p in self._fleet.pulls.values()}
             if number in workers:
-                self._after(delay, lambda: workers[number].tell("cancel", number))
+                self._fleet.later(delay, lambda: workers[number].tell("cancel", number))
         elif fate < 0.12:
             mischief["unpublished"] += 1
-            self._after(delay, lambda: source.unpublish(transfer))
+            self._fleet.later(delay, lambda: source.unpublish(transfer))
         elif fate < 0.16:
             mischief["abandoned"] += 1
             worker = rng.choice(sink.workers)
-            self._after(delay, lambda: worker.tell("abandon", transfer.ref))
+            self._fleet.later(delay, lambda: worker.tell("abandon", transfer.ref))
 
     def _ended(self, source: Engine, sink: Engine, read: Read) -> None:
         if read.is_delivered or "orphaned" in read.outcomes:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from kvxferd.errors import KvxferdError
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.daemon_process import DaemonProcess
-from tests.support.cluster.processes import children
+from tests.support.nodes.processes import children, descendants, holds, lives, maps
+from tests.support.nodes.waiting import comes_true
+from tests.support.python_process import run_kvxferd
+from tests.support.repository import ROOT
 
 FDS_A_PEER = 2  # of a ZMQ socket; its TCP connection is not counted
 # What stays after first use: a ZMQ context and a thread for the first engine, 8, the file of the first
 # sample, and the connection of this question itself.
 FDS_OF_FIRST_USE = 10
 STOP_S = 60.0
+LEFT_S = 30.0  # for the processes of a daemon that has ended
 
 
 class Daemon(DaemonProcess):
@@ -34,13 +39,18 @@ class Daemon(DaemonProcess):
         self,
         directory: Path,
         environ: Mapping[str, str],
-        flags: tuple[str, ...] = (),
+        flags: Sequence[str] = (),
+        *,
+        prefix: Sequence[str] = (),
         module: str = "kvxferd.cli",
     ) -> None:
+        self.parents: set[int] = set()  # every movers' parent that was seen
+        self._family: set[int] = set()  # the processes below it, as it was to end
         self._log_begin = 0  # of this test's part of the log, in bytes
         self._counted: dict[str, float] = {}  # by series, when this test began
         self._began_at = 0.0
-        super().__init__(directory, flags, environ, module=module)
+        environ = environ | ({} if module == "kvxferd.cli" else {"PYTHONPATH": str(ROOT)})
+        super().__init__(directory, flags, environ, prefix=prefix, module=module)
 
     @property
     def endpoint(self) -> str:
@@ -48,6 +58,12 @@ class Daemon(DaemonProcess):
 
     def status(self) -> dict[str, Any]:
         return self.control.get("/v1/status")["node"]
+
+    def status_if_any(self) -> dict[str, Any] | None:
+        """Return its status, None where it does not respond."""
+        with suppress(KvxferdError):
+            return self.status()
+        return None
 
     def metrics(self) -> str:
         """What a scrape of control.sock returns."""
@@ -88,14 +104,66 @@ class Daemon(DaemonProcess):
         """The lines of an event in this test."""
         return [line for line in map(json.loads, self.log_text().splitlines()) if line["event"] == event]
 
+    def parent(self) -> int | None:
+        """Return the pid of its movers' parent; None while there is none."""
+        found = children(self.pid)
+        self.parents |= set(found)
+        return found[0] if found else None
+
     def movers(self) -> list[int]:
         """The pids of its movers: children of children."""
         return [pid for parent in children(self.pid) for pid in children(parent)]
 
-    def verb(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def movers_of(self, inode: int) -> list[int]:
+        """The pids of those movers that map that memfd, or have a descriptor of it."""
+        return [pid for pid in self.movers() if maps(pid, inode) or holds(pid, inode)]
+
+    def kill(self) -> int:
+        """Kill it, whatever it is doing; return its exit code."""
+        self._look_at_family()
+        return super().kill()
+
+    def begin_stop(self) -> None:
+        """Have it drain and end."""
+        self._look_at_family()
+        super().begin_stop()
+
+    def _look_at_family(self) -> None:
+        if self.exit_code is None:
+            self.parent()
+            self._family = {*self.parents, *descendants(self.pid)}
+
+    def end(self, stop_s: float = STOP_S, left_s: float = LEFT_S) -> list[str]:
+        """Stop it as an operator does. Return what is wrong about its end, and what has outlived it."""
+        before, code = self.exit_code, self.stop(stop_s)
+        problems = []
+        if before is not None:
+            problems.append(f"{self.name}: it had ended with {before}")
+        elif code == -signal.SIGKILL:
+            problems.append(f"{self.name}: SIGTERM did not end it within {stop_s:g} s")
+        elif code:
+            problems.append(f"{self.name}: it ended with {code}")
+        return problems + self.leftovers(left_s)
+
+    def leftovers(self, limit_s: float = LEFT_S) -> list[str]:
+        """Return what has outlived it. Waits a moment for processes to go.
+
+        Sockets and shared memory count after an end in order; a killed daemon leaves them to the next one.
+        """
+        comes_true(lambda: not any(map(lives, self._family)), limit_s)
+        left = [f"process {pid}" for pid in self._family if lives(pid)]
+        if self.exit_code == 0:
+            left += map(str, [*self.directory.glob("*.sock"), *self.abandoned_shm()])
+        return [f"{self.name}: {what} left" for what in left]
+
+    def abandoned_shm(self) -> list[Path]:
+        """Return the shared memory directories of movers' parents that are gone and were its own."""
+        gone = [Path(f"/dev/shm/kvxferd-movers-{pid}") for pid in self.parents if not lives(pid)]
+        return [path for path in gone if path.exists()]
+
+    def verb(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         """Run `kvxferd ARGUMENTS` at this daemon."""
-        command = [sys.executable, "-m", "kvxferd.cli", *arguments, "--socket", self.control.socket_path]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        return run_kvxferd(*arguments, "--socket", self.control.socket_path, **environ)
 
     def wait(self, limit_s: float = STOP_S) -> int:
         """Return its exit code once it has ended."""

@@ -17,7 +17,6 @@ from kvxferd.config.schema import MoverConfig
 from kvxferd.errors import KvxferdError
 from kvxferd.layout import EngineSpec
 from kvxferd.tooling.child_process import Pending
-from tests.support.cluster.processes import descendants, lives
 from tests.support.nodes.daemon import STOP_S, Daemon, Footprint, at_rest
 from tests.support.nodes.rank_process import RankProcess, ranks_of
 from tests.support.nodes.requests import spec_of
@@ -225,25 +224,7 @@ def _stop_idle(shared: SharedDaemon) -> None:
 
 
 def stop_daemon(daemon: Daemon) -> int:
-    """End a daemon, and check that its processes and sockets are gone. Return its exit code."""
-    began = descendants(daemon.pid)
+    """End a daemon, and check that nothing of it is left. Return its exit code."""
     code = daemon.stop(STOP_S)
-    wait_until(lambda: not any(map(lives, began)), f"processes {began} gone")
-    left = sorted(path.name for path in daemon.directory.glob("*.sock"))
-    assert code or not left, f"sockets left behind: {left}"
+    assert not daemon.leftovers(), daemon.leftovers()
     return code
-
-
-def mappers_of(inode: int) -> list[int]:
-    """The processes of this machine that map or hold a memfd, by its inode."""
-    found = []
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with suppress(OSError):
-            if f" {inode} " in Path(f"/proc/{pid}/maps").read_text():
-                found.append(pid)
-                continue
-            for fd in Path(f"/proc/{pid}/fd").iterdir():
-                if os.stat(fd).st_ino == inode and "memfd:" in os.readlink(fd):
-                    found.append(pid)
-                    break
-    return found

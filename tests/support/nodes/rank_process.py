@@ -27,7 +27,7 @@ class RankProcess:
     """Every method of `Agent` can be called. What one raises is a ChildError with its code."""
 
     def __init__(self, log: Path, environ: Mapping[str, str] | None = None) -> None:
-        self._child = ChildProcess(Agent, log, dict(environ or {}))
+        self._child = ChildProcess(functools.partial(Agent, dict(environ or {})), log)
         self._registering: Pending[float] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

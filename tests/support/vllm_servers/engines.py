@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.nodes.processes import lives
 from tests.support.nodes.waiting import wait_until
 from tests.support.ports import free_port
 from tests.support.vllm_servers.completions import complete
@@ -161,7 +162,8 @@ class Engine:
 
     def group(self) -> list[int]:
         """Every live process of its group."""
-        return [pid for pid in _live_processes() if _group_of(pid) == self.pid]
+        pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+        return [pid for pid in pids if _group_of(pid) == self.pid and lives(pid)]
 
     def workers(self) -> list[int]:
         """The processes that hold the model and its cache."""
@@ -211,16 +213,6 @@ class Engine:
         assert self._process is not None
         self._process.wait(STOP_S)
         wait_until(lambda: not self.group(), lambda: f"{self.name}'s processes gone: {self.group()}", STOP_S)
-
-
-def _live_processes() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _state_of(int(entry)) != "Z"]
-
-
-def _state_of(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    return "Z"
 
 
 def _group_of(pid: int) -> int:

@@ -6,8 +6,8 @@ from kvxferd.bench.figures import Measurements, figures_of, summary_of
 from kvxferd.bench.implementations import ENGINE, KVXFERD, RAW
 from kvxferd.bench.measures.first_pull import FirstPull
 from kvxferd.bench.measures.latency import added_latency
-from kvxferd.bench.protocol import Sample
 from kvxferd.bench.rounds import Round, Rounds
+from kvxferd.bench.samples import Sample
 from kvxferd.bench.workload import MIB
 from tests.support import bench_results
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvxferd import client
-from kvxferd.bench import protocol
 from kvxferd.bench.cases import BlockPattern, Case
 from kvxferd.bench.rank_process import BenchRank
+from kvxferd.bench.samples import Sample
 from kvxferd.bench.shapes import BenchDeployment
-from kvxferd.tooling.event_waiter import EventWaiter
+from kvxferd.tooling.engine_process import EventWaiter
 
 DEPLOYMENT = BenchDeployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
 SMALL = Case(deployment=DEPLOYMENT, lists=BlockPattern.CONTIGUOUS, blocks=1)
@@ -47,16 +47,13 @@ class Rank:
 
 
 @pytest.fixture
-def pulled(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, list[protocol.Sample]]]:
+def pulled(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, list[Sample]]]:
     rank = Rank(request.param)
     process = object.__new__(BenchRank)  # without a daemon
-    process._rank = rank  # type: ignore[assignment]
-    process._layout = DEPLOYMENT.layout()
-    process._events = EventWaiter(rank)  # type: ignore[arg-type]
-    command = protocol.PullBehind(
-        large=LARGE, large_ref={"name": "large"}, small=SMALL, small_refs=[{"name": "small"}] * 3
-    )
-    yield rank, process.pull_behind(command).samples
+    process.rank = rank  # type: ignore[assignment]
+    process.layout = DEPLOYMENT.layout()
+    process.events = EventWaiter(rank)  # type: ignore[arg-type]
+    yield rank, process.pull_behind(LARGE, {"name": "large"}, SMALL, [{"name": "small"}] * 3)
     rank.close()
 
 
@@ -69,9 +66,7 @@ def pulled(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, list[protocol
     ],
     indirect=["pulled"],
 )
-def test_all_that_began_behind_the_large_one_count(
-    pulled: tuple[Rank, list[protocol.Sample]], num_small: int
-) -> None:
+def test_all_that_began_behind_the_large_one_count(pulled: tuple[Rank, list[Sample]], num_small: int) -> None:
     rank, (large, *small) = pulled
     assert rank.num_small == len(small) == num_small
     assert all(large.began < one.began for one in small)

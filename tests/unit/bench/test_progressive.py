@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvxferd.bench import protocol
 from kvxferd.bench.cases import BLOCKS_PER_RUN, block_lists
 from kvxferd.bench.measures.progressive import case_of, deployment_of
 from kvxferd.bench.rank_process import BenchRank
@@ -38,13 +37,13 @@ def test_chunks_are_whole_runs_and_together_the_transfer(num_chunks: int) -> Non
     size = ProgressiveSize(num_chunks, 4 * MIB, 1)
     case = case_of(deployment_of("cma", workload_of(size)), size)
     rank, process = Rank(), object.__new__(BenchRank)  # without a daemon
-    process._rank = rank  # type: ignore[assignment]
+    process.rank = rank  # type: ignore[assignment]
     began = time.perf_counter()
-    extended = process.extend(protocol.ExtendCommand(case=case, name="t", num_chunks=num_chunks, gap_s=0.002))
+    last_at = process.extend(case, "t", num_chunks, 0.002)
     (ids,) = block_lists(case, "source", 0).values()
     assert [one for _, chunk in rank.reports for one in chunk] == ids.tolist()
     step = case.num_tokens // num_chunks
     assert [ready for ready, _ in rank.reports] == [*range(step, case.num_tokens, step), None]
     assert all(len(chunk) % BLOCKS_PER_RUN == 0 for _, chunk in rank.reports)
     assert rank.times[-1] - began >= 0.002 * num_chunks
-    assert began < extended.last_at <= rank.times[-1]
+    assert began < last_at <= rank.times[-1]

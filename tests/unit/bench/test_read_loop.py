@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from kvxferd.bench.cases import BlockPattern, Case
-from kvxferd.bench.protocol import Sample
 from kvxferd.bench.read_loop import PostedRead, run_reads
 from kvxferd.bench.rounds import Round, order_in_round
+from kvxferd.bench.samples import Sample
 from kvxferd.bench.shapes import BenchDeployment
 
 CASE = Case(

@@ -78,7 +78,7 @@ def test_movers_that_alone_are_told_how_to_move_are_refused(monkeypatch: pytest.
 def test_what_was_measured_is_kept_when_a_later_measure_fails(
     monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
-    async def over(*given: object, **_: object) -> None:
+    def over(*given: object, **_: object) -> None:
         (found,) = (one for one in given if isinstance(one, Measurements))
         found.points.append(bench_results.point(4 << 20, bench_results.steady(0.01, 0.009)))
         raise failure

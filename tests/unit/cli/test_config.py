@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from kvxferd.config import SETTINGS, load_config
 from kvxferd.config.sample import sample_text
+from tests.support.python_process import run_kvxferd
 from tests.support.verb_harness import run
 
 
@@ -110,13 +109,7 @@ async def test_the_daemon_names_every_bad_key_as_the_check_does(
     flags = ["--drain-limit-s", "never"]
     for arguments in (["serve", "--config", str(file), *flags], ["config", "show", "--config", str(file)]):
         # As a process: a daemon handles signals, which a thread may not.
-        result = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-m", "kvxferd.cli", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        result = await asyncio.to_thread(run_kvxferd, *arguments)
         assert (result.returncode, result.stdout) == (2, "")
         lines = result.stderr.splitlines()
         num_problems = len(checked) + 2 + ("serve" in arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
@@ -22,18 +21,13 @@ from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.ids import TransferId
 from kvxferd.tooling.output import format_bytes, format_count, format_duration, plain_text
 from tests.support.node_samples import StillNode, node_snapshot
-from tests.support.python_process import run_python
+from tests.support.python_process import run_kvxferd
 from tests.support.verb_harness import daemon, run
-
-
-def kvxferd_process(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m kvxferd.cli` with these arguments and this addition to the environment."""
-    return run_python("-m", "kvxferd.cli", *arguments, env=os.environ | environ)
 
 
 @pytest.mark.process
 def test_version() -> None:
-    assert kvxferd_process("--version").stdout == f"kvxferd, version {kvxferd.__version__}\n"
+    assert run_kvxferd("--version").stdout == f"kvxferd, version {kvxferd.__version__}\n"
 
 
 async def test_serve_has_a_flag_for_every_setting() -> None:
@@ -56,7 +50,7 @@ async def test_serve_has_a_flag_for_every_setting() -> None:
 def test_what_cannot_be_done_is_one_line(
     arguments: list[str], environ: dict[str, str], names: list[str]
 ) -> None:
-    done = kvxferd_process(*arguments, **environ)
+    done = run_kvxferd(*arguments, **environ)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("kvxferd: cannot ")

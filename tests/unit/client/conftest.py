@@ -12,8 +12,9 @@ import pytest
 
 from kvxferd.memory import SealedMemory
 from tests.support.client_harness import SIZE, Stage
+from tests.support.nodes.waiting import wait_until
 from tests.support.open_fds import num_open_fds
-from tests.support.scripted_daemon import ScriptedDaemon, until
+from tests.support.scripted_daemon import ScriptedDaemon
 
 
 @pytest.fixture
@@ -28,5 +29,5 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
         pool = ThreadPoolExecutor(8)
         stack.callback(pool.shutdown)
         yield Stage(daemon, stack, pool, memory)
-    until(lambda: threading.active_count() <= threads, "threads ended")
+    wait_until(lambda: threading.active_count() <= threads, "threads ended")
     assert num_open_fds(collect=False) <= fds  # fewer: the collector closed what an earlier test had dropped

@@ -14,14 +14,7 @@ from kvxferd.ids import Ticket
 from kvxferd.wire import worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.limits import MAX_DELIVERY_BYTES
-from tests.support.client_harness import REF, Stage, blocks, events_of, one_event, one_failure
-
-
-def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTicket:
-    """A pull that its daemon has."""
-    ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
-    assert stage.side.expect(worker.PullRequest).ticket == ticket.number
-    return ticket
+from tests.support.client_harness import Stage, events_of, one_event, one_failure, pulled
 
 
 def noticed_in_doubt(stage: Stage, rank: RankHandle) -> None:

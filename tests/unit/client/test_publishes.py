@@ -17,7 +17,8 @@ from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import BlockIds
 from kvxferd.wire.limits import FENCE_SLOTS, IDS_PART_BYTES
 from tests.support.client_harness import REGION, Kernel, Stage, blocks, events_of, one_event
-from tests.support.scripted_daemon import ENDPOINT, WAIT_S, until
+from tests.support.nodes.waiting import wait_until
+from tests.support.scripted_daemon import ENDPOINT, WAIT_S
 
 
 def test_the_fence_word_is_there_before_the_publish_is_sent(stage: Stage) -> None:
@@ -256,7 +257,7 @@ def test_a_publisher_without_memory_publishes(stage: Stage) -> None:
         stage.side.expect(worker.Publish)
         stage.side.say(worker.Released(transfer_id="req-1", why=Code.LEASE_EXPIRED))
         assert events_of(scheduler) == [Released("req-1", Code.LEASE_EXPIRED)]
-    until(lambda: not scheduler.is_connected, "closed")
+    wait_until(lambda: not scheduler.is_connected, "closed")
 
 
 def test_a_publisher_of_the_newest_generation_stays_with_the_one_that_the_daemon_named(stage: Stage) -> None:
@@ -298,7 +299,7 @@ def test_a_held_publish_keeps_what_was_known_when_it_was_called(stage: Stage) ->
     scheduler, kernel = stage.publisher(*BOTH), Kernel()
     scheduler.publish("held", blocks(), num_tokens=48, after=kernel)
     stage.side.say(worker.EngineRanks(ranks=((SECOND, "b2"),)))
-    until(lambda: scheduler._session._incarnations.all != BOTH, "the report is taken")
+    wait_until(lambda: scheduler._session._incarnations.all != BOTH, "the report is taken")
     scheduler.publish("later", blocks(), num_tokens=48)
     later = stage.side.expect(worker.Publish)
     assert (later.transfer_id, dict(later.incarnations)) == ("later", {FIRST: "a1", SECOND: "b2"})
@@ -331,7 +332,7 @@ def test_a_session_that_knows_no_rank_publishes_nothing(stage: Stage) -> None:
         scheduler.publish("t", blocks(), num_tokens=48)
     assert refused.value.code is Code.ENGINE_INCOMPLETE
     stage.side.say(worker.EngineRanks(ranks=BOTH))
-    until(lambda: scheduler._session._incarnations.all == BOTH, "the report is taken")
+    wait_until(lambda: scheduler._session._incarnations.all == BOTH, "the report is taken")
     scheduler.publish("t", blocks(), num_tokens=48)
     assert stage.side.expect(worker.Publish).incarnations == BOTH
 
@@ -354,7 +355,7 @@ def test_of_its_own_rank_a_session_knows_best(stage: Stage) -> None:
     rank, kernel = stage.rank(), Kernel()
     own = rank._session._incarnations.own
     stage.side.say(worker.EngineRanks(ranks=((FIRST, "nonsense"), (SECOND, "b1"))))
-    until(lambda: len(rank._session._incarnations.all) == 2, "the report is taken")
+    wait_until(lambda: len(rank._session._incarnations.all) == 2, "the report is taken")
     rank.publish("t1", blocks(), num_tokens=48)
     assert dict(stage.side.expect(worker.Publish).incarnations) == {FIRST: own, SECOND: "b1"}
     rank.ready("t2")

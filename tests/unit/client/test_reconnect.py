@@ -12,7 +12,6 @@ from kvxferd.client import (
     Disconnected,
     Failed,
     PublishRefused,
-    PullTicket,
     Quiesced,
     RankHandle,
     Released,
@@ -32,8 +31,10 @@ from tests.support.client_harness import (
     events_of,
     one_event,
     one_failure,
+    pulled,
 )
-from tests.support.scripted_daemon import WAIT_S, until
+from tests.support.nodes.waiting import wait_until
+from tests.support.scripted_daemon import WAIT_S
 
 
 def pull_on(stage: Stage, rank: RankHandle, deadline_s: float = 30.0):
@@ -77,7 +78,8 @@ def test_a_replaced_mover_must_be_dead_too(stage: Stage) -> None:
     first = stage.mover
     pull_on(stage, rank, deadline_s=0.01)
     one_failure(rank)  # in doubt: the first mover is stuck in it
-    stage.side.say(worker.MoverChanged(), stage.new_mover().pidfd)
+    stage.side.expect(worker.Cancel)
+    stage.side.offer(stage.new_mover())
     stage.mover.die()
     stage.lose(rank)
     assert rank.poll() == []
@@ -94,7 +96,7 @@ def test_a_dying_mover_proves_nothing_while_its_daemon_lives(stage: Stage) -> No
     rank.prepare(REF)
     stage.side.expect(worker.Prepare)
     assert rank.poll() == []
-    stage.side.say(worker.MoverChanged(), stage.new_mover().pidfd)
+    stage.side.offer(stage.new_mover())
     stage.side.say(worker.TicketQuiesced(ticket=1))
     assert isinstance(one_event(rank), Quiesced)
 
@@ -133,7 +135,7 @@ def test_a_farewell_explains_the_failures(stage: Stage) -> None:
     assert (event.code, event.safe_to_reuse) == (Code.DRAINING, True)
     assert "this node drains" in event.message
     stage.rejoin()
-    until(lambda: rank.is_connected, "back")
+    wait_until(lambda: rank.is_connected, "back")
 
 
 # --- replay
@@ -176,7 +178,7 @@ def test_readiness_for_others_is_not_said_again_after_a_lease(stage: Stage) -> N
     rank.ready("of-the-scheduler")
     said_at = time.monotonic()
     stage.daemon.stop()
-    until(lambda: time.monotonic() > said_at + 0.2, "a lease passed")
+    wait_until(lambda: time.monotonic() > said_at + 0.2, "a lease passed")
     stage.daemon.start()
     side = stage.rejoin(lease_s=0.2)
     assert side.expect(worker.Publish).transfer_id == "own"
@@ -383,18 +385,11 @@ def test_nonsense_costs_the_connection_and_no_more(stage: Stage, nonsense) -> No
     event = one_failure(rank)
     assert (event.ticket, event.safe_to_reuse) == (ticket, True)
     stage.rejoin()
-    until(lambda: rank.is_connected, "back")
+    wait_until(lambda: rank.is_connected, "back")
     assert rank.poll() == []
 
 
 # --- A mover has the memory only once the client watches it: so no mover that still writes is unknown
-
-
-def pulled(stage: Stage, rank: RankHandle, deadline_s: float = 10.0) -> PullTicket:
-    """A pull that its daemon has."""
-    ticket = rank.pull(REF, blocks(), num_tokens=48, deadline_s=deadline_s)
-    assert stage.side.expect(worker.PullRequest).ticket == ticket.number
-    return ticket
 
 
 def test_the_pidfd_comes_with_the_offer_and_with_nothing_else(stage: Stage) -> None:

@@ -18,7 +18,8 @@ from kvxferd.wire import worker
 from kvxferd.wire.common import FdBatch
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 from tests.support.client_harness import LAYOUT, REGION, SIZE, SPEC, Stage
-from tests.support.scripted_daemon import WAIT_S, until
+from tests.support.nodes.waiting import wait_until
+from tests.support.scripted_daemon import WAIT_S
 
 
 def test_hello_names_the_client_and_its_versions(stage: Stage) -> None:
@@ -223,7 +224,7 @@ def test_a_farewell_that_another_may_have_caused_is_not_for_good(stage: Stage, c
     rank = stage.rank()
     stage.side.say(worker.Farewell(code=code, message="another daemon has that rank"))
     stage.rejoin()
-    until(lambda: rank.is_connected, "taken again")
+    wait_until(lambda: rank.is_connected, "taken again")
     assert rank.poll() == []
 
 
@@ -238,7 +239,7 @@ def test_who_was_taken_before_is_not_refused_for_good(stage: Stage, code: Code) 
         text = "its ranks here are of uid 1001"
         side.say(worker.Refused(request=register.request, code=code, message=text))
     stage.rejoin()
-    until(lambda: rank.is_connected, "taken again")
+    wait_until(lambda: rank.is_connected, "taken again")
     assert rank.poll() == []
 
 

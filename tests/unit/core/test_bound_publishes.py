@@ -170,10 +170,11 @@ def test_sessions_are_reported_the_ranks_and_what_changes(world: World) -> None:
     assert not host.node.rank_reports._sessions
 
 
-def test_a_resume_in_the_same_incarnation_is_refused(world: World) -> None:
+@pytest.mark.parametrize("incarnation", ["first", "", "x" * 900_000])
+def test_a_resume_in_the_same_incarnation_or_none_is_refused(world: World, incarnation: str) -> None:
     (rank,) = world.engine(world.host("p"), "prefill")
     suspend(rank)
-    rank.resume("first")
+    rank.resume(incarnation)
     (refused,) = rank.received(wk.Refused)
     assert refused.code is Code.REGION_INVALID
     rank.resume()

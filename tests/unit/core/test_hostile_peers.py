@@ -65,9 +65,13 @@ def tamper(world: World, kind: type[Message], **changes: object) -> None:
         {"lease_s": -1.0},
         {"lease_s": float("nan")},
         {"lease_s": float("inf")},
+        {"lease_s": 1e-9},
         {"fence_word": b""},
         {"fence_address": -1},
+        {"fence_address": 0},
         {"fence_address": 2**63 - 1},
+        {"fence_address": 2**64 - 20},
+        {"fence_agent": ""},
         {"fence_agent": "x" * 300},
         {"fence_metadata": bytes(MAX_METADATA_BYTES + 1)},
     ],
@@ -83,6 +87,23 @@ def test_a_grant_that_makes_no_sense_fails_its_pull_and_nothing_else(world, sour
     assert isinstance(sink.ended(good), wk.TicketDelivered)
     world.advance(100)
     assert source.host.node.is_idle
+
+
+@pytest.mark.parametrize(
+    ("blocks", "code"),
+    [
+        ({}, Code.TOKENS_NOT_PUBLISHED),
+        ({"full": PackedBlocks(pack_ids([-1] * len(IDS)))}, Code.BLOCKS_INVALID),
+        ({"full": PackedBlocks(pack_ids(range(100_000)))}, Code.BLOCKS_INVALID),
+    ],
+    ids=["none", "negative", "too many"],
+)
+def test_blocks_that_make_no_sense_fail_their_pull(world, source, sink, blocks, code):
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    tamper(world, GrantReply, blocks=blocks)
+    assert sink.ended(ticket).code is code
+    assert sink.ended(ticket).safe_to_reuse
 
 
 def test_a_peer_cannot_describe_another_peers_agent(world, source, sink):

@@ -17,6 +17,8 @@ from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankReady, Reque
 from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
+SECRETS = ("guessed", "0" * 32)  # an empty or a long one is refused before: unit/wire/test_field_limits
+
 
 @pytest.fixture(params=["keys", "secrets"])
 def world(request: pytest.FixtureRequest) -> World:
@@ -56,7 +58,8 @@ def as_stranger(world: World, home: Host, message: Message) -> Message:
     return reply
 
 
-def test_a_strangers_rank_ready_does_not_make_a_transfer_readable(world, stages, sink):
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_strangers_rank_ready_does_not_make_a_transfer_readable(world, stages, sink, secret):
     ref = stages[0].publish("t1", IDS, TOKENS)
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     ready = RankReady(
@@ -66,7 +69,7 @@ def test_a_strangers_rank_ready_does_not_make_a_transfer_readable(world, stages,
         rank=SECOND,
         transfer_id="t1",
         incarnation=stages[1].incarnation,
-        secret="guessed",
+        secret=secret,
     )
     assert is_not_allowed(as_stranger(world, stages[0].host, ready))
     world.settle()
@@ -76,7 +79,8 @@ def test_a_strangers_rank_ready_does_not_make_a_transfer_readable(world, stages,
     assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
-def test_a_strangers_leave_rank_ends_nothing(world, stages, sink):
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_strangers_leave_rank_ends_nothing(world, stages, sink, secret):
     record = record_of(stages[0].host)
     ref = stages[0].publish("t1", IDS, TOKENS)
     leave = LeaveRank(
@@ -86,7 +90,7 @@ def test_a_strangers_leave_rank_ends_nothing(world, stages, sink):
         generation="g1",
         rank=SECOND,
         agent=record.agent,
-        secret="guessed",
+        secret=secret,
     )
     assert is_not_allowed(as_stranger(world, stages[0].host, leave))
     assert record_of(stages[0].host) is record
@@ -95,14 +99,15 @@ def test_a_strangers_leave_rank_ends_nothing(world, stages, sink):
     assert sink.reads(ref)
 
 
+@pytest.mark.parametrize("secret", SECRETS)
 @pytest.mark.parametrize("incarnation", ["first", "another"])
-def test_a_replayed_join_redirects_nothing(world, stages, incarnation):
+def test_a_replayed_join_redirects_nothing(world, stages, incarnation, secret):
     """Boot, agent and incarnation stand in every manifest: whoever fetched one knows them."""
     record = record_of(stages[0].host)
     stages[0].publish("t1", IDS, TOKENS)
     binding = msgspec.structs.replace(record.joined.binding, incarnation=Incarnation(incarnation))
     manifest = msgspec.structs.replace(record.joined, binding=binding)
-    join = JoinRank(request=7, boot=record.boot, manifest=manifest, secret="guessed")
+    join = JoinRank(request=7, boot=record.boot, manifest=manifest, secret=secret)
     assert is_not_allowed(as_stranger(world, stages[0].host, join))
     assert record_of(stages[0].host) is record
     assert (record.route, record.incarnation) == (b"p1", "first")

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from kvxferd.cli.doctor import CHECKS, doctor
 from kvxferd.doctor.finding import fail, ok, warn
-from kvxferd.doctor.placements import PlacementResult
+from kvxferd.doctor.placement_trial import PlacementResult
 from kvxferd.doctor.report import (
     EXIT_FAILED,
     EXIT_NO_GPU,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def make(*args: Any, **kwargs: Any) -> ChildProcess[Counter]:
         log = tmp_path / f"counter{len(started)}.log"
-        started.append(ChildProcess(Counter, log, *args, **kwargs))
+        started.append(ChildProcess(partial(Counter, *args, **kwargs), log))
         return started[-1]
 
     yield make
@@ -93,6 +94,11 @@ def test_the_end_of_the_process_is_an_error_with_its_last_words(make: Make) -> N
         child.call(Counter.add, 1)
 
 
+def test_the_exit_code_is_that_of_the_process(make: Make) -> None:
+    with pytest.raises(ChildError, match="ended with 1: the library gave up"):
+        make().call(Counter.leave, "the library gave up")
+
+
 def test_no_reply_is_an_error_in_time_and_the_call_goes_on(make: Make) -> None:
     child = make()
     pending = child.start(Counter.hang)
@@ -120,6 +126,31 @@ def test_the_object_is_closed_at_the_end(make: Make, tmp_path: Path) -> None:
     child.call(Counter.add, 1)
     assert child.stop() == 0
     assert (tmp_path / "closed").read_text() == "closed"
+
+
+def test_the_object_makes_progress_between_calls(make: Make) -> None:
+    child = make(progressing=4)
+    child.call(Counter.add, 1)
+    while child.call(Counter.num_steps) < 4:
+        pass
+    assert child.call(Counter.num_steps) == 4  # the last returned False
+    assert child.stop() == 0
+
+
+def test_a_process_that_always_makes_progress_takes_calls_and_ends(make: Make) -> None:
+    child = make(progressing=1 << 62)
+    before = child.call(Counter.num_steps)
+    while child.call(Counter.num_steps) <= before:
+        pass
+    assert child.stop() == 0
+
+
+def test_the_environment_is_the_one_that_was_given(tmp_path: Path) -> None:
+    child = ChildProcess(Counter, tmp_path / "counter.log", {**os.environ, "KVXFERD_OF_CHILD": "yes"})
+    try:
+        assert child.call(Counter.variable, "KVXFERD_OF_CHILD") == "yes"
+    finally:
+        child.stop()
 
 
 def test_nothing_is_imported_from_the_working_directory(

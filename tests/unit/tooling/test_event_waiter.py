@@ -11,7 +11,7 @@ import pytest
 
 from kvxferd import client
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.tooling.event_waiter import EventWaiter
+from kvxferd.tooling.engine_process import EventWaiter
 
 
 class FakeRank:

@@ -166,37 +166,6 @@ def _mislead(scene: Scene, is_meant: Callable[[dict[str, Any], str], bool]) -> s
     return ""
 
 
-@attack("peer", limit_s=90.0)
-def nonsense_in_grants(scene: Scene) -> str:
-    """Grants whose words, addresses, leases and blocks make no sense, and answers to other questions."""
-    mine = manifest_of(scene, "a", "honest-0")
-    spec = msgspec.structs.replace(mine.spec, engine_id="evil-grants")
-    many = PackedBlocks(ids=pack_ids(range(100_000)))
-    for changes in (
-        {"fence_word": b"x"},
-        {"fence_address": 0},
-        {"fence_address": (1 << 64) - 20},
-        {"fence_agent": ""},
-        {"lease_s": 1e-9},
-        {"lease_s": float("nan")},
-        {"num_tokens": -1},
-        {"num_tokens": 1 << 60},
-        {"blocks": {}},
-        {"blocks": {"full": many}},
-        {"blocks": {"full": PackedBlocks(ids=pack_ids([-1] * NUM_BLOCKS))}},
-        {"blocks": {"g" * 100_000: many}},
-        {"stream": 7},
-        {"request": 1},
-        {"grant": "another"},
-    ):
-        daemon = DaemonByHand(scene, serving(RankManifest(spec, mine.layout, mine.binding), changes))
-        came = scene.honest("pull", sink=1, ref=ref_to(daemon, "evil-grants"), deadline_s=1.5)
-        daemon.close()
-        if came["outcome"] in ("no answer", "delivered"):
-            return f"a grant with {str(changes)[:80]}: {came['outcome']}"
-    return ""
-
-
 @attack("peer", limit_s=60.0, fresh=True)
 def answers_in_a_flood(scene: Scene) -> str:
     """A daemon that is asked once answers a hundred thousand times, and with block ids of no question."""

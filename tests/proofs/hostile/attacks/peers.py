@@ -13,14 +13,12 @@ from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import peer
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import Binding, BlockIds, RankManifest, RegionAddress, TransferRef
+from kvxferd.wire.common import Binding, RankManifest, RegionAddress, TransferRef
 from kvxferd.wire.endpoint import address_of
 from tests.proofs.hostile.attacker import Scene
-from tests.proofs.hostile.attacks.floods import newcomer
 from tests.proofs.hostile.raw_protocol import PeerByHand, stranger_key
-from tests.proofs.hostile.registry import Setup, attack
+from tests.proofs.hostile.registry import attack
 
-CLEAR = Setup(keys=False)
 ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 
 
@@ -33,19 +31,6 @@ def raw(scene: Scene) -> socket.socket:
 
 def greeting(mechanism: bytes, as_server: bytes = b"\0") -> bytes:
     return ZMTP + mechanism.ljust(20, b"\0") + as_server + bytes(31)
-
-
-@attack("stranger")
-def half_open_peers(scene: Scene) -> str:
-    """Hundreds of connections to the peer port that say nothing, or a greeting or half of one."""
-    made = []
-    for number in range(400):
-        with contextlib.suppress(OSError):
-            one = raw(scene)
-            made.append(one)
-            one.sendall((b"", ZMTP, greeting(b"CURVE"), greeting(b"NULL"))[number % 4])
-    scene.rest(1.5)
-    return newcomer(scene, "late-half-open")
 
 
 @attack("stranger")
@@ -118,21 +103,7 @@ def handshakes_with_keys_nobody_admits(scene: Scene) -> str:
     return ""
 
 
-@attack("stranger", setup=CLEAR, fresh=True)
-def large_messages_in_the_clear(scene: Scene) -> str:
-    """Where daemons have no keys: eight connections send messages of 16 MB as fast as they go."""
-    content = os.urandom(1000) * 16_000
-    peers = [scene.peer(greet=False) for _ in range(8)]
-    for one in peers:
-        one.socket.setsockopt(zmq.SNDHWM, 4)
-    with contextlib.suppress(zmq.ZMQError):
-        for number in range(64):
-            peers[number % 8].socket.send(content, zmq.NOBLOCK)
-    scene.rest(2.0)
-    return ""
-
-
-@attack("stranger", setup=CLEAR, fresh=True)
+@attack("stranger", keys=False, fresh=True)
 def small_messages_in_the_clear(scene: Scene) -> str:
     """Where daemons have no keys: questions and nonsense by the ten thousand, no answer of which is read."""
     one = scene.peer()
@@ -141,16 +112,6 @@ def small_messages_in_the_clear(scene: Scene) -> str:
         for number in range(60_000):
             one.socket.send(fetch if number % 2 else b"\xc1" * 40, zmq.NOBLOCK)
     scene.rest(3.0)
-    return ""
-
-
-@attack("stranger", setup=CLEAR, fresh=True)
-def block_ids_from_a_route(scene: Scene) -> str:
-    """Where daemons have no keys: parts of block lists that no question asked for."""
-    one = scene.peer()
-    for stream in range(1, 40):
-        one.say(BlockIds(stream=stream, group="full", offset=0, ids=bytes(4_000_000)))
-    scene.rest(0.5)
     return ""
 
 
@@ -190,40 +151,23 @@ def _joins(scene: Scene, home: str, reps: int) -> None:
 
 
 @attack("peer")
-def large_joins_for_another_home(scene: Scene) -> str:
-    """Eight ranks of thousands of tensors each are joined to a daemon that is not their home."""
-    _joins(scene, "tcp://127.0.0.1:1", 8)
-    return ""
-
-
-@attack("peer")
 def large_joins(scene: Scene) -> str:
     """Eight ranks of thousands of tensors each are joined to their home."""
     _joins(scene, scene.a.endpoint, 8)
     return ""
 
 
-@attack("stranger", setup=CLEAR)
+@attack("stranger", keys=False)
 def large_joins_in_the_clear(scene: Scene) -> str:
     """Where daemons have no keys: ranks of thousands of tensors each are joined."""
     _joins(scene, scene.a.endpoint, 8)
     return ""
 
 
-@attack("peer", fresh=True)
-def manifests_that_are_not_read(scene: Scene) -> str:
-    """An admitted peer asks for manifests by the ten thousand and reads none."""
-    one = scene.peer()
-    for number in range(30_000):
-        one.say(peer.ManifestRequest(request=number + 10, engine_id="honest-0", generation="g1", wait_s=0.0))
-    scene.rest(3.0)
-    return ""
-
-
 @attack("peer", limit_s=60.0)
 def sessions_end_while_thousands_wait(scene: Scene) -> str:
     """A peer has thousands of questions wait for a rank that lacks, while a worker connects and leaves."""
-    scene.honest("spread", home=scene.a.endpoint, stages=[0], name="lacking")
+    scene.honest("begin_half", home=scene.a.endpoint, name="lacking")
     try:
         one = scene.peer()
         ref = TransferRef(scene.a.endpoint, "lacking", "g1", "t", "0" * 32)
@@ -239,5 +183,5 @@ def sessions_end_while_thousands_wait(scene: Scene) -> str:
             scene.honest("connect_and_leave", at=0)
         scene.rest(1.0)
     finally:
-        scene.honest("spread_end", name="lacking")
+        scene.honest("end_half", name="lacking")
     return ""

@@ -9,7 +9,7 @@ from kvxferd.layout import PackedBlocks
 from kvxferd.wire import worker
 from tests.proofs.hostile.attacker import Scene
 from tests.proofs.hostile.attacks.floods import reference
-from tests.proofs.hostile.registry import Setup, attack
+from tests.proofs.hostile.registry import attack
 
 NUM_TRIED = 60  # of twice as many, others with each seed
 SURROGATE = "\ud800"
@@ -74,13 +74,13 @@ def references_of_nonsense(scene: Scene) -> str:
         ):
             form = "dict"
         for do, more in (
-            ("pull", {"deadline_s": 0.3}),
+            ("pull", {"deadline_s": 0.3, "limit_s": 8.0}),
             ("hint", {"what": "prepare"}),
             ("hint", {"what": "abandon"}),
         ):
             if do == "hint" and number % 3:
                 continue
-            came = scene.send_request("honest", do=do, sink=1, ref=bad, form=form, limit_s=8.0, **more)
+            came = scene.honest(do, sink=1, ref=bad, form=form, **more)
             text = repr(bad)[:120]
             if came["outcome"] == "delivered" and not _means(bad, good):
                 return f"{text} was delivered"
@@ -96,29 +96,11 @@ def _means(bad: Any, good: dict[str, Any]) -> bool:
     return isinstance(bad, dict) and all(bad.get(name) == good[name] for name in NAMES)
 
 
-MUTE = Setup(mute_resolver=True)
-
-
-@attack("router", setup=MUTE, limit_s=60.0)
-def names_that_never_resolve(scene: Scene) -> str:
-    """References whose host is a name, where the name server never answers; others' pulls go on."""
-    key = f"#{scene.key.public}" if scene.key else ""
-    good = scene.honest_ref()
-    for number in range(4):
-        ref = good | {"endpoint": f"tcp://host-{number}.example.invalid:9441{key}"}
-        scene.honest("hint", sink=1, ref=ref, what="prepare")
-    before = scene.send_request("traffic")["done"]
-    scene.rest(6.0)
-    done = scene.send_request("traffic")["done"] - before
-    # A hundred would be usual; a busy machine has its share.
-    return f"{done} pulls in 6 s while names are looked up" if done < 10 else ""
-
-
 @attack("worker")
 def pulls_from_nowhere(scene: Scene) -> str:
     """A rank pulls from a thousand transfers of a daemon that is not there."""
     session = scene.worker(scene.b)
-    session.register("lost")
+    session.be_rank("lost")
     ref = reference("tcp://127.0.0.1:9", scene)
     for ticket in range(1000):
         pull = worker.PullRequest(

@@ -1,22 +1,25 @@
-"""A resident mover by hand: what it says of itself, and of others."""
+"""Workers and their resident movers by hand: their memory, and what they say of themselves and of others."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 
 from kvxferd.errors import Code
 from kvxferd.frame_socket import FrameSocket
-from kvxferd.layout import EngineSpec
+from kvxferd.layout import EngineSpec, PackedBlocks
 from kvxferd.layout.presets import attention_layout
+from kvxferd.memory import SealedMemory
 from kvxferd.wire import mover, worker
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import MeasuredPlacement, Message, RegionAddress
-from kvxferd.wire.framing import HEADER
+from kvxferd.wire.limits import FENCE_PAGE_BYTES
 from tests.proofs.hostile.attacker import Scene
 from tests.proofs.hostile.raw_protocol import FACTS, WorkerByHand
 from tests.proofs.hostile.registry import attack
+from tests.support.raw_worker import frame
 
 
 class MoverByHand:
@@ -59,11 +62,6 @@ class MoverByHand:
             socket.socket(fileno=os.dup(self.link.fileno())).sendall(content)
 
 
-def _frames(message: Message, count: int) -> bytes:
-    payload = encode(message)
-    return (HEADER.pack(len(payload), 0, 0) + payload) * count
-
-
 @attack("worker", limit_s=60.0)
 def a_mover_that_speaks_for_others(scene: Scene) -> str:
     """A resident mover takes an honest agent's name, answers pulls, fences and questions of others."""
@@ -100,9 +98,9 @@ def a_mover_that_never_stops(scene: Scene) -> str:
     one.say(mover.Bound(regions=one.addresses, metadata=b"m"))
     scene.rest(0.3)
     for _ in range(5):
-        one.push(_frames(mover.Polling(token=1), 20_000))
-    one.push(_frames(mover.ProbeResult(placement=MeasuredPlacement()), 5_000))
-    one.push(_frames(mover.MoverLeaving(code=Code.INTERNAL, message="x" * 10_000), 200))
+        one.push(frame(mover.Polling(token=1)) * 20_000)
+    one.push(frame(mover.ProbeResult(placement=MeasuredPlacement())) * 5_000)
+    one.push(frame(mover.MoverLeaving(code=Code.INTERNAL, message="x" * 10_000)) * 200)
     scene.rest(1.0)
     return ""
 
@@ -118,4 +116,41 @@ def a_mover_of_many_bytes(scene: Scene) -> str:
         one.say(mover.Bound(regions=one.addresses, metadata=bytes(3_000_000)))
         scene.opened.append(one)
     scene.rest(1.0)
+    return ""
+
+
+@attack("worker")
+def memory_with_holes(scene: Scene) -> str:
+    """A rank punches holes into its own registered memory, and shrinks nothing, while others pull."""
+    memory = SealedMemory.create(1 << 22, "holes")
+    session = scene.worker()
+    session.be_rank("holes", memory)
+    for _ in range(50):
+        with contextlib.suppress(OSError), mmap.mmap(memory.fd, 0) as mapped:
+            mapped.madvise(mmap.MADV_REMOVE)
+    scene.rest(0.5)
+    return ""
+
+
+@attack("worker")
+def a_page_written_by_its_session(scene: Scene) -> str:
+    """A session writes nonsense over its whole fence page, before and after each publish."""
+    session = scene.worker()
+    session.be_rank("scribbles")
+    pages = list(session.fds)
+    for number in range(64):
+        session.say(
+            worker.Publish(
+                transfer_id=f"s{number}",
+                nonce="0" * 32,
+                num_tokens=16,
+                fence_slot=number % 5000,
+                incarnations=(),
+                blocks={"full": PackedBlocks(ids=bytes(4))},
+            )
+        )
+        for fd in pages:
+            with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, FENCE_PAGE_BYTES) as mapped:
+                mapped[:] = os.urandom(FENCE_PAGE_BYTES)
+    scene.rest(0.5)
     return ""
