@@ -155,6 +155,10 @@ PROOFS = (
         paths=(*LAYOUTS, *MOVERS, "tests/property/random_pairs", "tests/property/plan"),
     ),
     Proof(
+        "packed-pages", 8, tests="tests/integration/connector/test_packed_pages.py --random-pairs 3000",
+        paths=(*LAYOUTS, "kvxferd/integrations/vllm", "tests/support/vllm_pages.py"),
+    ),
+    Proof(
         "applications", 4, tests="tests/proofs/applications",
         paths=(*DAEMON, *APPLICATIONS, "tests/proofs/applications"),
     ),

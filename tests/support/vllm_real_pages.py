@@ -10,6 +10,7 @@ looked for.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -277,4 +278,8 @@ def moved_between(family: str, sink: str, source: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print("ANSWER " + json.dumps({pair: moved_between(*pair.split(":")) for pair in sys.argv[1:]}))
+    if importlib.util.find_spec("vllm.v1.core.kv_cache_planning") is None:
+        reply: object = {"missing": "this vLLM plans its pages elsewhere"}
+    else:
+        reply = {pair: moved_between(*pair.split(":")) for pair in sys.argv[1:]}
+    print("ANSWER " + json.dumps(reply))

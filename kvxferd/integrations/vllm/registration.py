@@ -13,7 +13,7 @@ from kvxferd.integrations.vllm.identity import engine_spec
 from kvxferd.integrations.vllm.layout import specs
 from kvxferd.integrations.vllm.layout.derivation import DerivedCaches, derive_layout
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
-from kvxferd.integrations.vllm.layout.support import SUPPORT_PAGE
+from kvxferd.integrations.vllm.layout.opaque import opaque_report
 from kvxferd.integrations.vllm.memory.gpu_placement import PlacementFailure, PlacementSearch
 from kvxferd.integrations.vllm.memory.memory_sharing import SharedCaches
 from kvxferd.integrations.vllm.memory.rank_sharing import RankSharing
@@ -50,13 +50,7 @@ def derive_caches(
     derived = derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)
     specs.fill_token_scales(layers, kv_caches, vllm_config)
     if derived.opaque_layers:
-        _LOG.info(
-            "caches of %s move as opaque pages: only to an engine with the same tensor_parallel_size, block "
-            "size, order of axes, dtype and vLLM version (%s; see %s)",
-            ", ".join(f"{count} layers of {name}" for name, count in derived.opaque_layers.items()),
-            vllm_version,
-            SUPPORT_PAGE,
-        )
+        _LOG.info("%s", opaque_report(derived.opaque_layers, vllm_version))
     return derived
 
 

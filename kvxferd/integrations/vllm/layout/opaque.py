@@ -7,6 +7,8 @@ encodings differ and shows both. The unit of a page is the rank that holds it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvxferd.ids import GroupName
 from kvxferd.integrations.vllm.layout.attention import kernel_block_tokens
 from kvxferd.integrations.vllm.layout.facts import (
@@ -18,6 +20,7 @@ from kvxferd.integrations.vllm.layout.facts import (
     WorkerFacts,
     layer_error,
 )
+from kvxferd.integrations.vllm.layout.support import SUPPORT_PAGE
 from kvxferd.layout import CacheTensor, UnitRange
 from kvxferd.layout.tensor_views import TensorView
 
@@ -27,6 +30,15 @@ _MARK = "opaque: "
 def is_opaque(tensor: CacheTensor) -> bool:
     """Whether a cache tensor is of opaque pages."""
     return tensor.encoding.startswith(_MARK)
+
+
+def opaque_report(layers: Mapping[str, int], vllm_version: str) -> str:
+    """Return the sentence for an engine's log. `layers`: how many have opaque pages, by backend or mixer."""
+    names = ", ".join(f"{count} layers of {name}" for name, count in layers.items())
+    return (
+        f"caches of {names} move as opaque pages: only to an engine with the same tensor_parallel_size, "
+        f"block size, order of axes, dtype and vLLM version ({vllm_version}; see {SUPPORT_PAGE})"
+    )
 
 
 def opaque_encoding(what: str, worker: WorkerFacts) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from kvxferd.errors import Code, LayoutError, PlanError
+from kvxferd.integrations.vllm.layout.opaque import opaque_report
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import make_plan
 from tests.support.vllm_families import (
@@ -80,6 +81,15 @@ def test_an_opaque_page_moves_between_ranks_of_one_number() -> None:
     sink, source = How(tp=4, num_blocks=WIDE), How(tp=4, num_blocks=WIDE, is_packed=False, padding=64)
     for num_tokens in LENGTHS:
         assert pull(PagedEngine(UNKNOWN, sink), PagedEngine(UNKNOWN, source), num_tokens) == []
+
+
+def test_one_line_tells_what_is_opaque_and_what_that_forbids() -> None:
+    (rank,) = PagedEngine(UNKNOWN, How()).ranks.values()
+    assert opaque_report(rank.derived.opaque_layers, "0.33.0") == (
+        "caches of 4 layers of UnheardOfBackend move as opaque pages: only to an engine with the same "
+        "tensor_parallel_size, block size, order of axes, dtype and vLLM version (0.33.0; see "
+        "docs/reference/vllm-support.md)"
+    )
 
 
 def test_caches_of_one_layer_have_components_of_their_own() -> None:
