@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -64,7 +65,7 @@ class Stage:
             node.wait_ready(START_S)
             os.chown(node.worker_socket, -1, GROUP)
         sockets = [node.worker_socket for node in self.nodes.values()]
-        self.honest = ChildProcess(Pair, self.directory / "honest.log", sockets)
+        self.honest = ChildProcess(partial(Pair, sockets), self.directory / "honest.log")
         if not self.pump_until(lambda: self.traffic.done >= 4, START_S):
             raise RuntimeError(f"the honest pair does not start: {self.honest.log_tail()} {self.traffic}")
         self.pump(0.5)

@@ -66,7 +66,7 @@ def tamper(world: World, kind: type[Message], **changes: object) -> None:
         {"lease_s": float("nan")},
         {"lease_s": float("inf")},
         {"lease_s": 1e-9},
-        {"fence_word": b""},
+        pytest.param({"fence_word": b""}, id="a word of no length"),
         {"fence_address": -1},
         {"fence_address": 0},
         {"fence_address": 2**63 - 1},
