@@ -128,6 +128,7 @@ class WorkerFacts:
     interleave: int = 1  # tokens in a row on one of the ranks that decode context parallelism uses
     num_blocks: int = 0  # ids of every group
     vllm_version: str = ""  # or what an operator declares in its place
+    device: str = ""  # what `read_device` returns; opaque pages need it
 
     @property
     def num_layers(self) -> int:

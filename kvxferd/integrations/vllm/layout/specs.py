@@ -8,6 +8,7 @@ imported only in the functions that call it, so that this can be tested without 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from platform import machine
 from typing import Any
 
 from kvxferd.errors import LayoutError
@@ -101,6 +102,7 @@ def read_worker(
     pp_rank: int,
     stage: tuple[int, int],
     vllm_version: str = "",
+    device: str = "",
 ) -> WorkerFacts:
     """Return this worker's position in its engine."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -120,6 +122,7 @@ def read_worker(
         interleave=parallel.cp_kv_cache_interleave_size or 1,
         num_blocks=kv_cache_config.num_blocks,
         vllm_version=vllm_version,
+        device=device,
     )
 
 
@@ -295,6 +298,31 @@ def platform_fp8_dtype() -> str:
     from vllm.platforms import current_platform
 
     return _dtype_name_and_size(current_platform.fp8_dtype())[0]
+
+
+def read_device(index: int) -> str:
+    """Return the name of a worker's device and what kernels choose by, from vLLM; "" where it has no name.
+
+    `index` is torch's. A GPU has its compute capability, a CPU its architecture and widest instruction set.
+    """
+    from vllm.platforms import current_platform
+
+    return device_name(current_platform, index)
+
+
+def device_name(platform: Any, index: int) -> str:
+    """Return the same of a platform of vLLM's."""
+    if platform.is_cpu():
+        import torch
+
+        return f"cpu {machine()} {torch.backends.cpu.get_cpu_capability()}"
+    try:
+        name, capability = platform.get_device_name(index), platform.get_device_capability(index)
+    except NotImplementedError:
+        return ""
+    if capability is not None:
+        return f"{name} {capability.as_version_str()}"
+    return "" if platform.is_cuda_alike() else str(name or "")
 
 
 def indexers_have_mx_scales() -> bool:

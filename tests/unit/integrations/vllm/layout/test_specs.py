@@ -15,7 +15,13 @@ import torch
 from kvxferd.errors import LayoutError
 from kvxferd.integrations.vllm.layout.facts import AttentionFacts, CacheGroup, CacheKind
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
-from kvxferd.integrations.vllm.layout.specs import fill_token_scales, read_groups, read_layers, read_worker
+from kvxferd.integrations.vllm.layout.specs import (
+    device_name,
+    fill_token_scales,
+    read_groups,
+    read_layers,
+    read_worker,
+)
 
 
 class QuantMode(enum.IntEnum):
@@ -298,6 +304,44 @@ def test_a_draft_on_the_last_stage_alone() -> None:
     first = read_worker(config, kv_cache_config(FULL), tp_rank=0, pp_rank=0, stage=(0, 16))
     assert (last.num_layers, last.stage, last.num_draft_kv_heads) == (34, range(16, 34), 0)
     assert (first.num_layers, first.stage) == (34, range(16))
+
+
+class Platform:
+    """vLLM's platform of GPUs of one name each, and of a capability that may not be known."""
+
+    def __init__(self, names: tuple[str, ...], version: str | None, *, is_cuda: bool = True) -> None:
+        self.names, self.version, self.is_cuda_alike = names, version, lambda: is_cuda
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def get_device_name(self, index: int) -> str:
+        if not self.names:
+            raise NotImplementedError
+        return self.names[index]
+
+    def get_device_capability(self, index: int) -> Any:
+        version = self.version
+        return None if version is None else SimpleNamespace(as_version_str=lambda: version)
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"),
+    [
+        (Platform(("NVIDIA A100", "NVIDIA H100"), "9.0"), "NVIDIA H100 9.0"),
+        (Platform(("NVIDIA A100", "NVIDIA H100"), None), ""),
+        (Platform(("XPU", "XPU"), None, is_cuda=False), "XPU"),
+        (Platform((), "9.0"), ""),
+    ],
+)
+def test_a_device_has_its_own_name_and_capability(platform: Platform, name: str) -> None:
+    assert device_name(platform, 1) == name
+
+
+def test_a_cpu_is_told_by_its_instruction_set() -> None:
+    found = device_name(SimpleNamespace(is_cpu=lambda: True), 0)
+    assert found.startswith("cpu ")
+    assert found.endswith(f" {torch.backends.cpu.get_cpu_capability()}")
 
 
 def test_a_group_whose_layers_differ_in_how_blocks_are_used_is_refused() -> None:

@@ -197,7 +197,7 @@ def test_mixers(mixer: str, more: int) -> None:
     size = sum(state.part_bytes)
     view = TensorView(RegionId("r"), 0, (4, size), (size, 1), 1)
     layer = LayerFacts("model.layers.0.mixer", 0, state)
-    worker = WorkerFacts(0, 1, 1, 1, num_blocks=4)
+    worker = WorkerFacts(0, 1, 1, 1, num_blocks=4, device="cpu")
 
     def describe() -> list[CacheTensor]:
         return state_tensors(layer, state, LayerKey(0, ""), (view,), GroupName("0.state"), worker)
