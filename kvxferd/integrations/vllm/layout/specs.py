@@ -30,7 +30,6 @@ from kvxferd.integrations.vllm.layout.support import (
     ROW_DTYPES,
     SPEC_RULES,
     SUPPORT_PAGE,
-    TOKEN_SCALES_BACKEND,
     UNIFORM_SPEC,
 )
 
@@ -337,14 +336,29 @@ def indexers_have_mx_scales() -> bool:
 def fill_token_scales(layers: list[LayerFacts], kv_caches: Mapping[str, Any], vllm_config: Any) -> None:
     """Have vLLM fill the scales of each token with its first value now.
 
-    It does so in a layer's first forward pass, where it would overwrite scales that were pulled before.
-    Raises LayoutError for a vLLM that does it in another way.
+    Each layer does so in its first forward pass, where it would overwrite scales that were pulled before; one
+    that shares another layer's tensor does it once more. Raises LayoutError for a vLLM that does it in
+    another way.
     """
     modules = vllm_config.compilation_config.static_forward_context
-    for layer in layers:
-        quantisation = getattr(layer.cache, "quantisation", "")
-        if layer.backend == TOKEN_SCALES_BACKEND and quantisation.endswith("_per_token_head"):
-            fill = getattr(modules[layer.name].impl, "_ensure_scale_caches", None)
-            if fill is None:
-                raise layer_error(layer.name, f"this vLLM fills scales of {quantisation} at an unknown time")
-            fill(kv_caches[layer.name])
+    quantised = {
+        _place_of(kv_caches[layer.name]): layer.cache.quantisation
+        for layer in layers
+        # Latents have scales of their own, which are written with each row.
+        if isinstance(layer.cache, AttentionFacts)
+        and layer.cache.head_size_v > 0
+        and layer.cache.quantisation.endswith("_per_token_head")
+    }
+    for name, cache in kv_caches.items():
+        if isinstance(cache, (list, tuple)) or _place_of(cache) not in quantised:
+            continue
+        fill = getattr(getattr(modules.get(name), "impl", None), "_ensure_scale_caches", None)
+        if fill is None:
+            quantisation = quantised[_place_of(cache)]
+            raise layer_error(name, f"this vLLM fills scales of {quantisation} at an unknown time")
+        fill(cache)
+
+
+def _place_of(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return what is equal for two layers' tensors of one cache; the page of a state may begin there too."""
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())

@@ -254,21 +254,23 @@ class ScaleFiller:
 
 
 def test_the_first_scales_are_filled_before_anything_is_pulled() -> None:
+    """By the layer that has the cache, and by each that shares it."""
     quantised = spec(
         "FullAttentionSpec", kv_quant_mode=QuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=136
     )
-    filler, other = ScaleFiller(), ScaleFiller()
-    names = ["model.layers.0.attn", "model.layers.1.attn"]
-    modules = {names[0]: Layer(impl=filler), names[1]: Layer(impl=other)}
-    for module in modules.values():
-        module.get_attn_backend = lambda: type("TritonAttentionBackend", (), {})
+    owner, other, sharer = ScaleFiller(), ScaleFiller(), ScaleFiller()
+    names = [f"model.layers.{number}.attn" for number in range(3)]
+    modules = {name: Layer(impl=impl) for name, impl in zip(names, (owner, other, sharer), strict=True)}
     config = vllm_config(modules)
     layers = read_layers(kv_cache_config(quantised, FULL), config, is_conv_dim_first=False, fp8_dtype="x")
-    caches = dict.fromkeys(names, "cache")
+    tensors = torch.zeros(2, 8)
+    caches = {names[0]: tensors[0], names[1]: tensors[1], names[2]: tensors[0]}
     fill_token_scales(layers, caches, config)
-    assert (filler.filled, other.filled) == (["cache"], [])
-    modules[names[0]].impl = object()
-    with pytest.raises(LayoutError, match="fills scales of int8_per_token_head at an unknown time"):
+    assert [len(one.filled) for one in (owner, other, sharer)] == [1, 0, 1]
+    modules[names[2]].impl = object()
+    with pytest.raises(
+        LayoutError, match=r"layers\.2.*fills scales of int8_per_token_head at an unknown time"
+    ):
         fill_token_scales(layers, caches, config)
 
 
