@@ -150,6 +150,7 @@ class PagedRank:
                 one.cache.group,
                 one.facts,
                 one.cache.backend,
+                implementation=f"vllm.backends.{one.cache.backend}",
                 has_mx_scales=how.has_mx_scales,
             )
             for one in self.placed

@@ -107,6 +107,7 @@ class LayerFacts:
     cache: AttentionFacts | StateFacts
     backend: str = ""  # class name of its attention backend
     isa: str = ""  # the instruction set that vLLM's CPU attention packs blocks for
+    implementation: str = ""  # module and class of its backend, and the distributions outside vLLM it is of
     has_mx_scales: bool = False  # an indexer's scales are four powers of two, not one float32
 
 

@@ -47,13 +47,16 @@ def opaque_encoding(what: str, layer: LayerFacts, worker: WorkerFacts) -> str:
 
     Raises LayoutError, naming the fact, for one that could not be read.
     """
-    if not worker.device:
-        raise layer_error(
-            layer.name,
-            f"its pages are opaque, and the device that writes them has no name (see {SUPPORT_PAGE})",
-        )
+    needed = {
+        "the device that writes them has no name": worker.device,
+        "their backend has no class in vLLM or in an installed distribution": layer.implementation,
+        'vLLM has no version ("dev"): set opaque_cache_version': worker.vllm_version,
+    }
+    for why, fact in needed.items():
+        if not fact:
+            raise layer_error(layer.name, f"its pages are opaque, and {why} (see {SUPPORT_PAGE})")
     device = " ".join(filter(None, (worker.device, layer.isa, "mx scales" if layer.has_mx_scales else "")))
-    return f"{_MARK}{what}, tp {worker.tp_size}, {device}, vllm {worker.vllm_version}"
+    return f"{_MARK}{what}, tp {worker.tp_size}, {layer.implementation}, {device}, vllm {worker.vllm_version}"
 
 
 def opaque_units(worker: WorkerFacts) -> tuple[UnitRange, ...]:

@@ -7,7 +7,9 @@ imported only in the functions that call it, so that this can be tested without 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from importlib import metadata
 from platform import machine
 from typing import Any
 
@@ -89,7 +91,11 @@ def read_layers(
             else:
                 cache = _read_attention(name, spec, module, vllm_config, fp8_dtype)
             isa = str(getattr(module, "isa", ""))
-            layers.append(LayerFacts(name, index, cache, _backend_name(module), isa, has_mx_scales))
+            layers.append(
+                LayerFacts(
+                    name, index, cache, _backend_name(module), isa, implementation_of(module), has_mx_scales
+                )
+            )
     return layers
 
 
@@ -285,6 +291,25 @@ def _backend_name(module: Any) -> str:
     return str(module.get_attn_backend().__name__)
 
 
+def implementation_of(module: Any) -> str:
+    """Return the module and class of a layer's backend, and each distribution outside vLLM with its version.
+
+    vLLM derives classes of its own from a plugin's, so the bases count too. "" if there is no backend, or
+    part of it is of no installed distribution.
+    """
+    if module is None or not hasattr(module, "get_attn_backend"):
+        return ""
+    backend = module.get_attn_backend()
+    bases = (*backend.__mro__, *type(getattr(module, "impl", None)).__mro__)
+    packages = {base.__module__.partition(".")[0] for base in bases} - {"vllm", *sys.stdlib_module_names}
+    known = metadata.packages_distributions() if packages else {}
+    if not packages <= known.keys():
+        return ""
+    names = sorted({name for package in packages for name in known[package]})
+    own = [f" of {name} {metadata.version(name)}" for name in names]
+    return f"{backend.__module__}.{backend.__qualname__}{''.join(own)}"
+
+
 def conv_state_is_dim_first() -> bool:
     """Return whether vLLM keeps convolution states as DS in this process."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -303,6 +328,7 @@ def read_device(index: int) -> str:
     """Return the name of a worker's device and what kernels choose by, from vLLM; "" where it has no name.
 
     `index` is torch's. A GPU has its compute capability, a CPU its architecture and widest instruction set.
+    Raises LayoutError for ROCm.
     """
     from vllm.platforms import current_platform
 
@@ -310,7 +336,9 @@ def read_device(index: int) -> str:
 
 
 def device_name(platform: Any, index: int) -> str:
-    """Return the same of a platform of vLLM's."""
+    """Return the same of a platform of vLLM's. Raises LayoutError for ROCm."""
+    if platform.is_rocm():
+        raise LayoutError(f"cannot describe the cache: ROCm is not supported (see {SUPPORT_PAGE})")
     if platform.is_cpu():
         import torch
 

@@ -162,7 +162,8 @@ PLAIN_V4 = dataclasses.replace(
         (
             (UNKNOWN, How(is_packed=False)),
             (UNKNOWN, How(block_tokens=64, kernel_blocks=2, is_packed=False)),
-            "blocks of 32 tokens, tp 1, NVIDIA H100 9.0, vllm 0.33.0' here and",
+            "blocks of 32 tokens, tp 1, vllm.backends.UnheardOfBackend, NVIDIA H100 9.0, "
+            "vllm 0.33.0' here and",
         ),
         ((UNKNOWN, How()), (UNKNOWN, How(order="NH")), "HNC of 4 x 32 x 64 bytes"),
         (

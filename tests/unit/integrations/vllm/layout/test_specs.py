@@ -18,6 +18,7 @@ from kvxferd.integrations.vllm.layout.groups import CacheGroups
 from kvxferd.integrations.vllm.layout.specs import (
     device_name,
     fill_token_scales,
+    implementation_of,
     read_groups,
     read_layers,
     read_worker,
@@ -317,6 +318,9 @@ class Platform:
     def is_cpu(self) -> bool:
         return False
 
+    def is_rocm(self) -> bool:
+        return False
+
     def get_device_name(self, index: int) -> str:
         if not self.names:
             raise NotImplementedError
@@ -340,8 +344,32 @@ def test_a_device_has_its_own_name_and_capability(platform: Platform, name: str)
     assert device_name(platform, 1) == name
 
 
+def test_rocm_is_refused_whatever_its_backends_are_called() -> None:
+    with pytest.raises(LayoutError, match="ROCm is not supported"):
+        device_name(SimpleNamespace(is_rocm=lambda: True), 0)
+
+
+def test_a_backend_is_told_by_its_module_and_its_distributions() -> None:
+    """A class that vLLM derives from a plugin's is of the plugin too."""
+    own = type("Own", (), {"__module__": "vllm.own"})
+    plugin = type("Plugin", (), {"__module__": "pytest.backend"})
+    derived = type("Derived", (plugin,), {"__module__": "vllm.own"})
+    unknown = type("Unknown", (), {"__module__": "no_such_package.backend"})
+    found = {}
+    for one in (own, derived, unknown):
+        module = Layer()
+        module.get_attn_backend = lambda one=one: one
+        found[one] = implementation_of(module)
+    assert found == {
+        own: "vllm.own.Own",
+        derived: f"vllm.own.Derived of pytest {pytest.__version__}",
+        unknown: "",
+    }
+    assert implementation_of(None) == ""
+
+
 def test_a_cpu_is_told_by_its_instruction_set() -> None:
-    found = device_name(SimpleNamespace(is_cpu=lambda: True), 0)
+    found = device_name(SimpleNamespace(is_cpu=lambda: True, is_rocm=lambda: False), 0)
     assert found.startswith("cpu ")
     assert found.endswith(f" {torch.backends.cpu.get_cpu_capability()}")
 
