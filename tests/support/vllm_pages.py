@@ -91,6 +91,7 @@ class How:
     num_blocks: int = 24
     padding: int = 0  # bytes behind each page
     version: str = "0.33.0"
+    device: str = "NVIDIA H100 9.0"
     has_mx_scales: bool = False
 
     def __str__(self) -> str:
@@ -149,6 +150,7 @@ class PagedRank:
                 one.cache.group,
                 one.facts,
                 one.cache.backend,
+                implementation=f"vllm.backends.{one.cache.backend}",
                 has_mx_scales=how.has_mx_scales,
             )
             for one in self.placed
@@ -162,6 +164,7 @@ class PagedRank:
             tp_rank=tp_rank,
             num_blocks=how.num_blocks,
             vllm_version=how.version,
+            device=how.device,
         )
         groups = CacheGroups(family.groups, len(family.groups))
         self.derived = derive_layout(tensors, layers, groups, worker)

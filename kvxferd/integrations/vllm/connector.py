@@ -28,7 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvxferd.integrations.vllm.generation import start_tag
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
-from kvxferd.integrations.vllm.layout.support import version_warning
+from kvxferd.integrations.vllm.layout.support import version_of_opaque_caches, version_warning
 from kvxferd.integrations.vllm.memory.cache_pool import PoolOffer, offer_pool
 from kvxferd.integrations.vllm.metrics import KvxferdPromMetrics, KvxferdStats
 from kvxferd.integrations.vllm.options import read_options
@@ -132,7 +132,7 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         Raises LayoutError, naming the layer, for a cache that is not supported, and KvxferdError where the
         daemon does not accept the rank within ``connect_timeout_s``, or no placement of GPU memory works.
         """
-        version = self._options.opaque_cache_version or vllm.__version__
+        version = version_of_opaque_caches(self._options.opaque_cache_version, vllm.__version__)
         derived = derive_caches(kv_caches, self._kv_cache_config, self._vllm_config, version)
         devices = {storage.device for storage in derived.storages}
         sleep.check_backend(self._vllm_config.model_config, devices, KVConnectorBase_V1)

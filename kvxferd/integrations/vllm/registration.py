@@ -46,12 +46,21 @@ def derive_caches(
         pp_rank=pp_rank,
         stage=stage,
         vllm_version=vllm_version,
+        device=specs.read_device(_device_index(kv_caches)),
     )
     derived = derive_layout(kv_caches, layers, CacheGroups.from_vllm(vllm_config, kv_cache_config), worker)
     specs.fill_token_scales(layers, kv_caches, vllm_config)
     if derived.opaque_layers:
-        _LOG.info("%s", opaque_report(derived.opaque_layers, vllm_version))
+        _LOG.info("%s", opaque_report(derived.opaque_layers, vllm_version, worker.device))
     return derived
+
+
+def _device_index(kv_caches: Mapping[str, Any]) -> int:
+    """Return torch's index of the device of a worker's caches; a CPU has none, and 0 does."""
+    for found in kv_caches.values():
+        tensor = found[0] if isinstance(found, (list, tuple)) else found
+        return tensor.device.index or 0
+    return 0
 
 
 class RegisteredCaches(NamedTuple):

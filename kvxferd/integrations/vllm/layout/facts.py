@@ -107,6 +107,7 @@ class LayerFacts:
     cache: AttentionFacts | StateFacts
     backend: str = ""  # class name of its attention backend
     isa: str = ""  # the instruction set that vLLM's CPU attention packs blocks for
+    implementation: str = ""  # module and class of its backend, and the distributions outside vLLM it is of
     has_mx_scales: bool = False  # an indexer's scales are four powers of two, not one float32
 
 
@@ -128,6 +129,7 @@ class WorkerFacts:
     interleave: int = 1  # tokens in a row on one of the ranks that decode context parallelism uses
     num_blocks: int = 0  # ids of every group
     vllm_version: str = ""  # or what an operator declares in its place
+    device: str = ""  # what `read_device` returns; opaque pages need it
 
     @property
     def num_layers(self) -> int:

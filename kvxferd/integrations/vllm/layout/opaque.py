@@ -32,18 +32,31 @@ def is_opaque(tensor: CacheTensor) -> bool:
     return tensor.encoding.startswith(_MARK)
 
 
-def opaque_report(layers: Mapping[str, int], vllm_version: str) -> str:
+def opaque_report(layers: Mapping[str, int], vllm_version: str, device: str) -> str:
     """Return the sentence for an engine's log. `layers`: how many have opaque pages, by backend or mixer."""
     names = ", ".join(f"{count} layers of {name}" for name, count in layers.items())
     return (
         f"caches of {names} move as opaque pages: only to an engine with the same tensor_parallel_size, "
-        f"block size, order of axes, dtype and vLLM version ({vllm_version}; see {SUPPORT_PAGE})"
+        f"block size, order of axes, dtype, device ({device}) and vLLM version ({vllm_version}; "
+        f"see {SUPPORT_PAGE})"
     )
 
 
-def opaque_encoding(what: str, worker: WorkerFacts) -> str:
-    """Return the encoding of opaque pages, of which `what` tells all that the engine does not."""
-    return f"{_MARK}{what}, tp {worker.tp_size}, vllm {worker.vllm_version}"
+def opaque_encoding(what: str, layer: LayerFacts, worker: WorkerFacts) -> str:
+    """Return the identity of a layer's opaque pages: `what`, and all else by which engines can be told apart.
+
+    Raises LayoutError, naming the fact, for one that could not be read.
+    """
+    needed = {
+        "the device that writes them has no name": worker.device,
+        "their backend has no class in vLLM or in an installed distribution": layer.implementation,
+        'vLLM has no version ("dev"): set opaque_cache_version': worker.vllm_version,
+    }
+    for why, fact in needed.items():
+        if not fact:
+            raise layer_error(layer.name, f"its pages are opaque, and {why} (see {SUPPORT_PAGE})")
+    device = " ".join(filter(None, (worker.device, layer.isa, "mx scales" if layer.has_mx_scales else "")))
+    return f"{_MARK}{what}, tp {worker.tp_size}, {layer.implementation}, {device}, vllm {worker.vllm_version}"
 
 
 def opaque_units(worker: WorkerFacts) -> tuple[UnitRange, ...]:
@@ -101,6 +114,6 @@ def opaque_page(
         itemsize=cache.itemsize,
         dtype=cache.dtype,
         encoding=opaque_encoding(
-            f"{layer.backend}, {packing}, {shape}, blocks of {group.block_tokens} tokens", worker
+            f"{layer.backend}, {packing}, {shape}, blocks of {group.block_tokens} tokens", layer, worker
         ),
     )

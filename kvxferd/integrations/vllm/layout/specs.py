@@ -7,7 +7,10 @@ imported only in the functions that call it, so that this can be tested without 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from importlib import metadata
+from platform import machine
 from typing import Any
 
 from kvxferd.errors import LayoutError
@@ -29,7 +32,6 @@ from kvxferd.integrations.vllm.layout.support import (
     ROW_DTYPES,
     SPEC_RULES,
     SUPPORT_PAGE,
-    TOKEN_SCALES_BACKEND,
     UNIFORM_SPEC,
 )
 
@@ -89,7 +91,11 @@ def read_layers(
             else:
                 cache = _read_attention(name, spec, module, vllm_config, fp8_dtype)
             isa = str(getattr(module, "isa", ""))
-            layers.append(LayerFacts(name, index, cache, _backend_name(module), isa, has_mx_scales))
+            layers.append(
+                LayerFacts(
+                    name, index, cache, _backend_name(module), isa, implementation_of(module), has_mx_scales
+                )
+            )
     return layers
 
 
@@ -101,6 +107,7 @@ def read_worker(
     pp_rank: int,
     stage: tuple[int, int],
     vllm_version: str = "",
+    device: str = "",
 ) -> WorkerFacts:
     """Return this worker's position in its engine."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -120,6 +127,7 @@ def read_worker(
         interleave=parallel.cp_kv_cache_interleave_size or 1,
         num_blocks=kv_cache_config.num_blocks,
         vllm_version=vllm_version,
+        device=device,
     )
 
 
@@ -283,6 +291,25 @@ def _backend_name(module: Any) -> str:
     return str(module.get_attn_backend().__name__)
 
 
+def implementation_of(module: Any) -> str:
+    """Return the module and class of a layer's backend, and each distribution outside vLLM with its version.
+
+    vLLM derives classes of its own from a plugin's, so the bases count too. "" if there is no backend, or
+    part of it is of no installed distribution.
+    """
+    if module is None or not hasattr(module, "get_attn_backend"):
+        return ""
+    backend = module.get_attn_backend()
+    bases = (*backend.__mro__, *type(getattr(module, "impl", None)).__mro__)
+    packages = {base.__module__.partition(".")[0] for base in bases} - {"vllm", *sys.stdlib_module_names}
+    known = metadata.packages_distributions() if packages else {}
+    if not packages <= known.keys():
+        return ""
+    names = sorted({name for package in packages for name in known[package]})
+    own = [f" of {name} {metadata.version(name)}" for name in names]
+    return f"{backend.__module__}.{backend.__qualname__}{''.join(own)}"
+
+
 def conv_state_is_dim_first() -> bool:
     """Return whether vLLM keeps convolution states as DS in this process."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -297,6 +324,34 @@ def platform_fp8_dtype() -> str:
     return _dtype_name_and_size(current_platform.fp8_dtype())[0]
 
 
+def read_device(index: int) -> str:
+    """Return the name of a worker's device and what kernels choose by, from vLLM; "" where it has no name.
+
+    `index` is torch's. A GPU has its compute capability, a CPU its architecture and widest instruction set.
+    Raises LayoutError for ROCm.
+    """
+    from vllm.platforms import current_platform
+
+    return device_name(current_platform, index)
+
+
+def device_name(platform: Any, index: int) -> str:
+    """Return the same of a platform of vLLM's. Raises LayoutError for ROCm."""
+    if platform.is_rocm():
+        raise LayoutError(f"cannot describe the cache: ROCm is not supported (see {SUPPORT_PAGE})")
+    if platform.is_cpu():
+        import torch
+
+        return f"cpu {machine()} {torch.backends.cpu.get_cpu_capability()}"
+    try:
+        name, capability = platform.get_device_name(index), platform.get_device_capability(index)
+    except NotImplementedError:
+        return ""
+    if capability is not None:
+        return f"{name} {capability.as_version_str()}"
+    return "" if platform.is_cuda_alike() else str(name or "")
+
+
 def indexers_have_mx_scales() -> bool:
     """Return whether a sparse attention's indexer keeps powers of two as scales on this GPU, from vLLM."""
     try:
@@ -309,14 +364,29 @@ def indexers_have_mx_scales() -> bool:
 def fill_token_scales(layers: list[LayerFacts], kv_caches: Mapping[str, Any], vllm_config: Any) -> None:
     """Have vLLM fill the scales of each token with its first value now.
 
-    It does so in a layer's first forward pass, where it would overwrite scales that were pulled before.
-    Raises LayoutError for a vLLM that does it in another way.
+    Each layer does so in its first forward pass, where it would overwrite scales that were pulled before; one
+    that shares another layer's tensor does it once more. Raises LayoutError for a vLLM that does it in
+    another way.
     """
     modules = vllm_config.compilation_config.static_forward_context
-    for layer in layers:
-        quantisation = getattr(layer.cache, "quantisation", "")
-        if layer.backend == TOKEN_SCALES_BACKEND and quantisation.endswith("_per_token_head"):
-            fill = getattr(modules[layer.name].impl, "_ensure_scale_caches", None)
-            if fill is None:
-                raise layer_error(layer.name, f"this vLLM fills scales of {quantisation} at an unknown time")
-            fill(kv_caches[layer.name])
+    quantised = {
+        _place_of(kv_caches[layer.name]): layer.cache.quantisation
+        for layer in layers
+        # Latents have scales of their own, which are written with each row.
+        if isinstance(layer.cache, AttentionFacts)
+        and layer.cache.head_size_v > 0
+        and layer.cache.quantisation.endswith("_per_token_head")
+    }
+    for name, cache in kv_caches.items():
+        if isinstance(cache, (list, tuple)) or _place_of(cache) not in quantised:
+            continue
+        fill = getattr(getattr(modules.get(name), "impl", None), "_ensure_scale_caches", None)
+        if fill is None:
+            quantisation = quantised[_place_of(cache)]
+            raise layer_error(name, f"this vLLM fills scales of {quantisation} at an unknown time")
+        fill(cache)
+
+
+def _place_of(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return what is equal for two layers' tensors of one cache; the page of a state may begin there too."""
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())

@@ -58,7 +58,10 @@ def state_tensors(
     """
     pages = _page_parts(layer, state, views)
     if state.mixer not in MIXERS or MIXERS[state.mixer][0] != len(state.shapes):
-        return [_opaque_tensor(state, key, number, page, group, worker) for number, page in enumerate(pages)]
+        return [
+            _opaque_tensor(layer, state, key, number, page, group, worker)
+            for number, page in enumerate(pages)
+        ]
     tp_size, tp_rank = (1, 0) if state.is_replicated else (worker.tp_size, worker.tp_rank)
     try:
         parts, recurrent = _divide_units(state, tp_size, tp_rank)
@@ -204,7 +207,13 @@ def _recurrent_tensor(key: LayerKey, page: _PagePart, units: UnitRange, group: G
 
 
 def _opaque_tensor(
-    state: StateFacts, key: LayerKey, number: int, page: _PagePart, group: GroupName, worker: WorkerFacts
+    layer: LayerFacts,
+    state: StateFacts,
+    key: LayerKey,
+    number: int,
+    page: _PagePart,
+    group: GroupName,
+    worker: WorkerFacts,
 ) -> CacheTensor:
     """Return the tensor of one of the states of a mixer that is not known here."""
     shape = " x ".join(map(str, page.shape))
@@ -222,5 +231,5 @@ def _opaque_tensor(
         chunk_bytes=prod(page.shape) * page.itemsize,
         itemsize=page.itemsize,
         dtype=page.dtype,
-        encoding=opaque_encoding(f"{state.mixer}, {order}, state {number} of {shape}", worker),
+        encoding=opaque_encoding(f"{state.mixer}, {order}, state {number} of {shape}", layer, worker),
     )

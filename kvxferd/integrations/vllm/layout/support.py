@@ -230,6 +230,11 @@ def version_warning(version: str) -> str | None:
     )
 
 
+def version_of_opaque_caches(declared: str, vllm_version: str) -> str:
+    """Return the version by which opaque pages are compared; "" for a source tree of vLLM, which has none."""
+    return declared or ("" if vllm_version == "dev" else vllm_version)
+
+
 def refusal_of_backend(name: str) -> str | None:
     """Return why a layer with this backend is refused; None for any other, known here or not."""
     if not name:

@@ -28,7 +28,7 @@ LATENT = AttentionFacts(1, 24, 0, "bfloat16", 2)
 INDEXER = AttentionFacts(1, 132, 0, "uint8", 1)
 ODD_INDEXER = AttentionFacts(1, 100, 0, "uint8", 1)
 ONE_HEAD = AttentionFacts(1, 8, 8, "bfloat16", 2)
-WORKER = WorkerFacts(0, 4, 4, 2, num_blocks=BLOCKS)
+WORKER = WorkerFacts(0, 4, 4, 2, num_blocks=BLOCKS, device="NVIDIA H100 9.0", vllm_version="0.33.0")
 FULL = CacheGroups((CacheGroup(0, CacheKind.FULL, TOKENS),), 1)
 
 
@@ -38,6 +38,7 @@ def name(layer: int) -> str:
 
 def a_layer(layer: int = 1, cache: AttentionFacts | StateFacts = ATTENTION, **more: object) -> LayerFacts:
     facts = {"group": 0, "backend": FLASH} | more
+    facts.setdefault("implementation", "vllm.backends.Some")
     return LayerFacts(name(layer), cache=cache, **facts)  # type: ignore[arg-type]
 
 
@@ -315,7 +316,9 @@ def test_what_a_block_holds_need_not_be_known(layer: LayerFacts, cache: torch.Te
     assert (page.component, page.units, page.granule_tokens) == ("page", (UnitRange(1, 2),), TOKENS)
     assert page.content_bytes == cache[0].numel() * cache.element_size()
     assert page.encoding.startswith(f"opaque: {layer.backend}, ")
-    assert page.encoding.endswith("blocks of 16 tokens, tp 2, vllm 0.33.0")
+    assert page.encoding.endswith(
+        "blocks of 16 tokens, tp 2, vllm.backends.Some, NVIDIA H100 9.0, vllm 0.33.0"
+    )
     assert derived.opaque_layers == {layer.backend: 1}
 
 
@@ -337,6 +340,37 @@ def test_an_opaque_page_is_all_bytes_of_a_block_in_the_order_that_it_names(layou
         assert f", {order} of 2 x 16 x 32 bytes," in page.encoding
         expected = view[2].permute(["HNC".index(axis) for axis in order])
         assert torch.equal(found, expected.flatten())
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({}, "NVIDIA H100 9.0"),
+        ({"isa": "amx"}, "NVIDIA H100 9.0 amx"),
+        ({"has_mx_scales": True}, "NVIDIA H100 9.0 mx scales"),
+    ],
+)
+def test_an_opaque_page_tells_by_what_its_kernels_were_chosen(more: dict[str, object], found: str) -> None:
+    layer = a_layer(backend="UnheardOfBackend", **more)
+    derived = derive_layout({layer.name: a_cache()}, [layer], FULL, WORKER)
+    assert f", tp 1, vllm.backends.Some, {found}, vllm" in tensor_of(derived, "page").encoding
+
+
+@pytest.mark.parametrize(
+    ("worker", "implementation", "why"),
+    [
+        (dataclasses.replace(WORKER, device=""), "vllm.Some", "the device that writes them has no name"),
+        (WORKER, "", "their backend has no class in vLLM or in an installed distribution"),
+        (dataclasses.replace(WORKER, vllm_version=""), "vllm.Some", "set opaque_cache_version"),
+    ],
+)
+def test_an_opaque_page_of_which_something_is_not_known_is_refused(
+    worker: WorkerFacts, implementation: str, why: str
+) -> None:
+    layer = a_layer(backend="UnheardOfBackend", implementation=implementation)
+    with pytest.raises(LayoutError) as caught:
+        derive_layout({layer.name: a_cache()}, [layer], FULL, worker)
+    assert why in caught.value.message
 
 
 def test_an_opaque_page_in_many_pieces_is_refused() -> None:

@@ -85,10 +85,10 @@ def test_an_opaque_page_moves_between_ranks_of_one_number() -> None:
 
 def test_one_line_tells_what_is_opaque_and_what_that_forbids() -> None:
     (rank,) = PagedEngine(UNKNOWN, How()).ranks.values()
-    assert opaque_report(rank.derived.opaque_layers, "0.33.0") == (
+    assert opaque_report(rank.derived.opaque_layers, "0.33.0", "NVIDIA H100 9.0") == (
         "caches of 4 layers of UnheardOfBackend move as opaque pages: only to an engine with the same "
-        "tensor_parallel_size, block size, order of axes, dtype and vLLM version (0.33.0; see "
-        "docs/reference/vllm-support.md)"
+        "tensor_parallel_size, block size, order of axes, dtype, device (NVIDIA H100 9.0) and vLLM version "
+        "(0.33.0; see docs/reference/vllm-support.md)"
     )
 
 
@@ -150,14 +150,20 @@ PLAIN_V4 = dataclasses.replace(
         (
             (UNKNOWN, How(tp=2)),
             (UNKNOWN, How(tp=4)),
-            "HNC of 2 x 32 x 64 bytes, blocks of 32 tokens, tp 2, vllm",
+            "HNC of 2 x 32 x 64 bytes, blocks of 32 tokens, tp 2, ",
         ),
         ((UNKNOWN, How()), (UNKNOWN, How(version="0.34.0")), "vllm 0.33.0' here and "),
+        (
+            (UNKNOWN, How()),
+            (UNKNOWN, How(device="NVIDIA A100 8.0")),
+            "NVIDIA H100 9.0, vllm 0.33.0' here and ",
+        ),
         ((UNKNOWN, How()), (UNKNOWN, How(block_tokens=64)), "granule_tokens of layer 0's component 'page'"),
         (
             (UNKNOWN, How(is_packed=False)),
             (UNKNOWN, How(block_tokens=64, kernel_blocks=2, is_packed=False)),
-            "blocks of 32 tokens, tp 1, vllm 0.33.0' here and",
+            "blocks of 32 tokens, tp 1, vllm.backends.UnheardOfBackend, NVIDIA H100 9.0, "
+            "vllm 0.33.0' here and",
         ),
         ((UNKNOWN, How()), (UNKNOWN, How(order="NH")), "HNC of 4 x 32 x 64 bytes"),
         (

@@ -15,7 +15,14 @@ import torch
 from kvxferd.errors import LayoutError
 from kvxferd.integrations.vllm.layout.facts import AttentionFacts, CacheGroup, CacheKind
 from kvxferd.integrations.vllm.layout.groups import CacheGroups
-from kvxferd.integrations.vllm.layout.specs import fill_token_scales, read_groups, read_layers, read_worker
+from kvxferd.integrations.vllm.layout.specs import (
+    device_name,
+    fill_token_scales,
+    implementation_of,
+    read_groups,
+    read_layers,
+    read_worker,
+)
 
 
 class QuantMode(enum.IntEnum):
@@ -248,21 +255,23 @@ class ScaleFiller:
 
 
 def test_the_first_scales_are_filled_before_anything_is_pulled() -> None:
+    """By the layer that has the cache, and by each that shares it."""
     quantised = spec(
         "FullAttentionSpec", kv_quant_mode=QuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=136
     )
-    filler, other = ScaleFiller(), ScaleFiller()
-    names = ["model.layers.0.attn", "model.layers.1.attn"]
-    modules = {names[0]: Layer(impl=filler), names[1]: Layer(impl=other)}
-    for module in modules.values():
-        module.get_attn_backend = lambda: type("TritonAttentionBackend", (), {})
+    owner, other, sharer = ScaleFiller(), ScaleFiller(), ScaleFiller()
+    names = [f"model.layers.{number}.attn" for number in range(3)]
+    modules = {name: Layer(impl=impl) for name, impl in zip(names, (owner, other, sharer), strict=True)}
     config = vllm_config(modules)
     layers = read_layers(kv_cache_config(quantised, FULL), config, is_conv_dim_first=False, fp8_dtype="x")
-    caches = dict.fromkeys(names, "cache")
+    tensors = torch.zeros(2, 8)
+    caches = {names[0]: tensors[0], names[1]: tensors[1], names[2]: tensors[0]}
     fill_token_scales(layers, caches, config)
-    assert (filler.filled, other.filled) == (["cache"], [])
-    modules[names[0]].impl = object()
-    with pytest.raises(LayoutError, match="fills scales of int8_per_token_head at an unknown time"):
+    assert [len(one.filled) for one in (owner, other, sharer)] == [1, 0, 1]
+    modules[names[2]].impl = object()
+    with pytest.raises(
+        LayoutError, match=r"layers\.2.*fills scales of int8_per_token_head at an unknown time"
+    ):
         fill_token_scales(layers, caches, config)
 
 
@@ -298,6 +307,71 @@ def test_a_draft_on_the_last_stage_alone() -> None:
     first = read_worker(config, kv_cache_config(FULL), tp_rank=0, pp_rank=0, stage=(0, 16))
     assert (last.num_layers, last.stage, last.num_draft_kv_heads) == (34, range(16, 34), 0)
     assert (first.num_layers, first.stage) == (34, range(16))
+
+
+class Platform:
+    """vLLM's platform of GPUs of one name each, and of a capability that may not be known."""
+
+    def __init__(self, names: tuple[str, ...], version: str | None, *, is_cuda: bool = True) -> None:
+        self.names, self.version, self.is_cuda_alike = names, version, lambda: is_cuda
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def is_rocm(self) -> bool:
+        return False
+
+    def get_device_name(self, index: int) -> str:
+        if not self.names:
+            raise NotImplementedError
+        return self.names[index]
+
+    def get_device_capability(self, index: int) -> Any:
+        version = self.version
+        return None if version is None else SimpleNamespace(as_version_str=lambda: version)
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"),
+    [
+        (Platform(("NVIDIA A100", "NVIDIA H100"), "9.0"), "NVIDIA H100 9.0"),
+        (Platform(("NVIDIA A100", "NVIDIA H100"), None), ""),
+        (Platform(("XPU", "XPU"), None, is_cuda=False), "XPU"),
+        (Platform((), "9.0"), ""),
+    ],
+)
+def test_a_device_has_its_own_name_and_capability(platform: Platform, name: str) -> None:
+    assert device_name(platform, 1) == name
+
+
+def test_rocm_is_refused_whatever_its_backends_are_called() -> None:
+    with pytest.raises(LayoutError, match="ROCm is not supported"):
+        device_name(SimpleNamespace(is_rocm=lambda: True), 0)
+
+
+def test_a_backend_is_told_by_its_module_and_its_distributions() -> None:
+    """A class that vLLM derives from a plugin's is of the plugin too."""
+    own = type("Own", (), {"__module__": "vllm.own"})
+    plugin = type("Plugin", (), {"__module__": "pytest.backend"})
+    derived = type("Derived", (plugin,), {"__module__": "vllm.own"})
+    unknown = type("Unknown", (), {"__module__": "no_such_package.backend"})
+    found = {}
+    for one in (own, derived, unknown):
+        module = Layer()
+        module.get_attn_backend = lambda one=one: one
+        found[one] = implementation_of(module)
+    assert found == {
+        own: "vllm.own.Own",
+        derived: f"vllm.own.Derived of pytest {pytest.__version__}",
+        unknown: "",
+    }
+    assert implementation_of(None) == ""
+
+
+def test_a_cpu_is_told_by_its_instruction_set() -> None:
+    found = device_name(SimpleNamespace(is_cpu=lambda: True, is_rocm=lambda: False), 0)
+    assert found.startswith("cpu ")
+    assert found.endswith(f" {torch.backends.cpu.get_cpu_capability()}")
 
 
 def test_a_group_whose_layers_differ_in_how_blocks_are_used_is_refused() -> None:

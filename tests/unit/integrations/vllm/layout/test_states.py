@@ -221,8 +221,9 @@ def test_states_of_a_mixer_that_is_not_known_are_opaque_pages(state: StateFacts)
     """Each of one rank alone, and named by everything that is known of it."""
     page = torch.zeros(NUM_BLOCKS, 1, 1, 4096, dtype=torch.int8)
     worker = WorkerFacts(0, 2, 2, 0, tp_size=4, tp_rank=3, num_blocks=NUM_BLOCKS, vllm_version="0.33.0")
+    worker = dataclasses.replace(worker, device="NVIDIA H100 9.0")
     groups = CacheGroups((CacheGroup(0, CacheKind.STATE, 512),), 1)
-    layer = LayerFacts("model.layers.1.mixer", 0, state)
+    layer = LayerFacts("model.layers.1.mixer", 0, state, implementation="vllm.Some")
     derived = derive_layout({layer.name: page}, [layer], groups, worker)
     assert derived.opaque_layers == {state.mixer: 1}
     start = 0
@@ -233,5 +234,8 @@ def test_states_of_a_mixer_that_is_not_known_are_opaque_pages(state: StateFacts)
             prod(shape) * 2,
         )
         sizes = " x ".join(map(str, shape))
-        assert tensor.encoding == (f"opaque: {state.mixer}, DS, state {number} of {sizes}, tp 4, vllm 0.33.0")
+        assert tensor.encoding == (
+            f"opaque: {state.mixer}, DS, state {number} of {sizes}, tp 4, vllm.Some, NVIDIA H100 9.0, "
+            "vllm 0.33.0"
+        )
         start += tensor.chunk_bytes

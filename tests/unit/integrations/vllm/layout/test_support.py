@@ -196,8 +196,8 @@ def test_mixers(mixer: str, more: int) -> None:
     state = StateFacts(mixer, shapes, (("bfloat16", 2),) * len(shapes), num_groups=1)
     size = sum(state.part_bytes)
     view = TensorView(RegionId("r"), 0, (4, size), (size, 1), 1)
-    layer = LayerFacts("model.layers.0.mixer", 0, state)
-    worker = WorkerFacts(0, 1, 1, 1, num_blocks=4)
+    layer = LayerFacts("model.layers.0.mixer", 0, state, implementation="vllm.Some")
+    worker = WorkerFacts(0, 1, 1, 1, num_blocks=4, device="cpu", vllm_version="0.33.0")
 
     def describe() -> list[CacheTensor]:
         return state_tensors(layer, state, LayerKey(0, ""), (view,), GroupName("0.state"), worker)
@@ -258,6 +258,16 @@ def test_another_version_is_warned_of(version: str, is_known: bool) -> None:
     assert (warning is None) == is_known
     if warning is not None:
         assert version in warning
+
+
+@pytest.mark.parametrize(
+    ("declared", "version", "found"),
+    [("", "0.33.0", "0.33.0"), ("mine", "0.33.0", "mine"), ("", "dev", ""), ("mine", "dev", "mine")],
+)
+def test_a_source_tree_of_vllm_has_no_version_but_a_declared_one(
+    declared: str, version: str, found: str
+) -> None:
+    assert support.version_of_opaque_caches(declared, version) == found
 
 
 def test_the_page_has_every_name_once_under_the_right_word() -> None:
