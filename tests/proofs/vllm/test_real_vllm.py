@@ -206,6 +206,8 @@ def test_its_cache_gets_the_layout_that_the_connector_prefers_where_the_backend_
         "named": "BLHNC",
         "named, one other taken": "LBHNC",
         "beside another": "LBHNC",
+        "beside one that asks": "KV cache layout mismatch",
+        "engine, beside one that asks": "LBNHC",
     }
 
 
