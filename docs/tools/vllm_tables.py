@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from docs.tools.markdown_parts import filled, table
 from kvxferd.integrations.vllm.layout import support
 from tests.proofs.vllm.inventory import kept_inventory
+
+# vLLM's `KVQuantMode` of a cache whose blocks are described. Of any other, pages are opaque.
+QUANT_MODES: Mapping[str, str] = {
+    "NONE": "`bfloat16`, `float16`, `float32`, as the model has it",
+    "FP8_PER_TENSOR": "`fp8`, `fp8_e4m3`, `fp8_e5m2`, with scales from the checkpoint",
+    **dict.fromkeys(
+        ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD"),
+        "of `TritonAttentionBackend` and latents: each head's values, and their scale behind them",
+    ),
+    "NVFP4_DS_MLA": "of latents: rows of `nvfp4_ds_mla`, to the same kind alone",
+}
 
 
 def vllm_versions() -> Iterator[str]:
@@ -46,7 +57,7 @@ def vllm_backends() -> Iterator[str]:
 
 def vllm_quantisation() -> Iterator[str]:
     """Yield a table of the quantisation of caches."""
-    rows = [(f"`{name}`", "moved", note) for name, note in support.QUANT_MODES.items()]
+    rows = [(f"`{name}`", "moved", note) for name, note in QUANT_MODES.items()]
     rows.append(("any other", "opaque", "packed in a way that is not described here"))
     yield from table(("quantisation of the cache", "is", "what"), rows)
 

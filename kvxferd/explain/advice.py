@@ -21,7 +21,10 @@ MIN_RUN_GAIN = 2.0
 # vLLM's layouts with all layers of a block in one page: equal engines read a block as one run. Where heads
 # lie outside the layers, engines of unequal tensor parallelism read each head of a block as one.
 CROSS_LAYER_LAYOUTS = ("BLHNC", "BHLNC")
-_VLLM_SETTING = "vLLM takes a layout from VLLM_KV_CACHE_LAYOUT, or from the connector's kv_cache_layout"
+_VLLM_SETTING = (
+    "vLLM takes a layout from the connector's option kv_cache_layout, a preference, or from "
+    "VLLM_KV_CACHE_LAYOUT, with which it does not start where the attention kernel cannot have it"
+)
 
 
 class OptionChange(NamedTuple):
@@ -58,6 +61,7 @@ def advise(explanation: Explanation) -> str:
     """Return which change is predicted to gain most, and how much, or why there is none.
 
     Layouts with one page for all layers come beside the rest: not every attention kernel can have them.
+    Where the model says which ones its kernels take, only those are tried.
     """
     if explanation.prefill.deployment is None and explanation.decode.deployment is None:
         return "none: other layouts can be tried for engines that are described by a preset or a model"
@@ -169,14 +173,28 @@ def _changes(prefill: EngineDescription, decode: EngineDescription) -> Iterator[
 
 
 def _cross_layer_changes(prefill: EngineDescription, decode: EngineDescription) -> Iterator[OptionChange]:
-    """Yield layouts that have all layers of a block in one page, for both sides: one alone gains nothing."""
+    """Yield layouts that have all layers of a block in one page, for both sides: one alone gains nothing.
+
+    Beside the usual ones, those that a side has, and the default of a model whose kernels take only some.
+    """
     if prefill.deployment is None or decode.deployment is None:
         return
-    sides = (decode.deployment.options, prefill.deployment.options)
-    of_a_side = (options.arrangement for options in sides if options.has_cross_layer_pages)
+    sides = (decode.deployment, prefill.deployment)
+    defaults = (dataclasses.replace(side.options, layout=side.model.default_layout) for side in sides)
+    of_a_side = [
+        options.arrangement
+        for options in (*(side.options for side in sides), *defaults)
+        if options.has_cross_layer_pages
+    ]
     for layout in dict.fromkeys((*of_a_side, *CROSS_LAYER_LAYOUTS)):
-        of_decode, of_prefill = (_with_arrangement(options, layout) for options in sides)
-        yield OptionChange(of_decode, of_prefill)
+        of_decode, of_prefill = (_with_arrangement(side.options, layout) for side in sides)
+        if _takes(sides[0], of_decode) and _takes(sides[1], of_prefill):
+            yield OptionChange(of_decode, of_prefill)
+
+
+def _takes(deployment: Deployment, options: dict[str, str | int]) -> bool:
+    """Whether the kernels take the layout of some options; one that is not changed is taken as it is."""
+    return "layout" not in options or deployment.takes_layout(str(options["layout"]))
 
 
 def _with_arrangement(options: DeploymentOptions, arrangement: str) -> dict[str, str | int]:
@@ -193,10 +211,9 @@ def _options(mine: Deployment | None, other: Deployment | None) -> Iterator[dict
     tokens: dict[str, str | int] = {}
     if other is not None and other.options.block_tokens != mine.options.block_tokens:
         tokens = {"block_tokens": other.options.block_tokens}
-    yield layout
-    if tokens:
-        yield tokens
-        yield {**layout, **tokens}
+    for options in (layout, tokens, {**layout, **tokens} if tokens else {}):
+        if options and _takes(mine, options):
+            yield options
 
 
 def _swapped(layout: str) -> str:

@@ -53,6 +53,11 @@ class Deployment:
         """Return spec and layout of every rank. Raises ValueError for options that do not suit the model."""
         return deploy(self.model, self.options)
 
+    def takes_layout(self, layout: str) -> bool:
+        """Whether the kernels of the model, and of its draft model, take a layout."""
+        draft = self.options.draft
+        return self.model.takes_layout(layout) and (draft is None or draft.takes_layout(layout))
+
     def with_options(self, options: Mapping[str, Any]) -> Deployment:
         """Return the deployment with some other options. Raises ValueError as DeploymentOptions does."""
         return Deployment(self.model, dataclasses.replace(self.options, **options))
@@ -155,6 +160,7 @@ def _from_preset(model: ModelFacts, keys: Mapping[str, Any]) -> Deployment:
         chosen["shared_pages"] = pages == "shared"
     if "draft" in chosen:
         chosen["draft"] = find_model(chosen["draft"])
+    chosen.setdefault("layout", model.default_layout)
     choices = DeploymentOptions(**chosen)
     if choices.pp * choices.ranks_per_stage > MAX_ENGINE_RANKS:
         raise ConfigError(

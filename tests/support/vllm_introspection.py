@@ -153,6 +153,16 @@ def layouts() -> dict[str, str]:
     any_layout = ["LBNHC", *(layout.name for layout in KVCacheLayout if layout.name != "LBNHC")]
     named = OURS | {"kv_connector_extra_config": {"kv_cache_layout": "BLHNC"}}
     beside = SEVERAL | {"kv_connector_extra_config": {"connectors": [OURS, EXAMPLE]}}
+    silent = OURS | {"kv_connector_extra_config": {"kv_cache_layout": "engine"}}
+    asks_for_tokens_first = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_both"}
+    beside_one_that_asks = [
+        SEVERAL | {"kv_connector_extra_config": {"connectors": [ours, asks_for_tokens_first]}}
+        for ours in (OURS, silent)
+    ]
+    try:
+        mismatch = resolved(beside_one_that_asks[0], any_layout)
+    except ValueError as error:
+        mismatch = str(error).partition(":")[0]
     return {
         "by itself": resolved(EXAMPLE, any_layout),
         "auto": resolved(OURS, any_layout),
@@ -160,6 +170,8 @@ def layouts() -> dict[str, str]:
         "named": resolved(named, any_layout),
         "named, one other taken": resolved(named, ["LBHNC"]),
         "beside another": resolved(beside, any_layout),
+        "beside one that asks": mismatch,
+        "engine, beside one that asks": resolved(beside_one_that_asks[1], ["LBHNC", "LBNHC"]),
     }
 
 

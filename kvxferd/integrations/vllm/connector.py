@@ -108,7 +108,9 @@ class KvxferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the layout that vLLM should give the cache, if the attention backend takes it; None: any.
 
         VLLM_KV_CACHE_LAYOUT precedes it. vLLM asks once, before there is a cache; MultiConnector asks each
-        child, and refuses children that differ. Raises EngineError (config-invalid) for a wrong option.
+        child, and refuses children that name different ones: beside a child that asks for another layout,
+        set ``"kv_cache_layout": "engine"``, which asks for none. Raises EngineError (config-invalid) for a
+        wrong option.
         """
         options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
         model = vllm_config.model_config

@@ -26,12 +26,12 @@ def deploy(
 ) -> Ranks:
     """Return spec and layout of every rank of a model's deployment, stage by stage.
 
-    `fields` are those of `DeploymentOptions`, unless `options` has them all already. `engine_id` is the
-    model's name unless given. Raises ValueError for an unknown model, or an option that this model cannot
-    have.
+    `fields` are those of `DeploymentOptions`, unless `options` has them all already; the layout is the
+    model's default unless given. `engine_id` is the model's name unless given. Raises ValueError for an
+    unknown model, or an option that this model cannot have.
     """
     facts = find_model(model) if isinstance(model, str) else model
-    chosen = DeploymentOptions(**fields) if options is None else options
+    chosen = DeploymentOptions(**{"layout": facts.default_layout, **fields}) if options is None else options
     ranks: Ranks = {}
     for pp_rank in range(chosen.pp):
         for tp_rank in range(chosen.ranks_per_stage):

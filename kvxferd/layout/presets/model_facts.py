@@ -80,6 +80,17 @@ class ModelFacts:
     states: tuple[StateComponent, ...] = ()  # in the order in which they lie in a page
     sliding_window: int | None = None
     side_caches: tuple[SideCache, ...] = ()
+    # Those of vLLM's layouts that its kernels take, first the one that an engine has unless told; none: any.
+    layouts: tuple[str, ...] = ()
+
+    @property
+    def default_layout(self) -> str:
+        """Return the layout of an engine that is told none."""
+        return self.layouts[0] if self.layouts else "HND"
+
+    def takes_layout(self, layout: str) -> bool:
+        """Whether its kernels take a layout, which may have the suffix of convolution states."""
+        return not self.layouts or layout.partition("+")[0] in self.layouts
 
     @property
     def num_layers(self) -> int:

@@ -17,6 +17,9 @@ from kvxferd.layout.presets.model_facts import (
     key_and_value,
 )
 
+# Layouts are those of each backend's `supported_kv_cache_layouts`. The first is what vLLM chooses where the
+# connector asks for what it usually does: LBHNC, or nothing for latents.
+_DEEPSEEK_V4_LAYOUTS = ("BLHNC", "BLNHC")  # the indexer's pages lie beside the latents' in a block
 _FULL, _SLIDING, _STATE = LayerKind.FULL, LayerKind.SLIDING, LayerKind.STATE
 
 
@@ -71,6 +74,7 @@ def _deepseek_v4_flash() -> ModelFacts:
             SideCache("compressor.4", by_4, raw_of_4, sliding_window=8, block_tokens=4),
             SideCache("compressor.128", by_128, raw_of_128, sliding_window=128, block_tokens=8),
         ),
+        layouts=_DEEPSEEK_V4_LAYOUTS,
     )
 
 
@@ -92,6 +96,7 @@ def _deepseek_v41_flash() -> ModelFacts:
             SideCache("compressed.1", (20,), (_row("compressed", 528), *_index_keys(1))),
             SideCache("compressor", sources, states=(_ring("compressor", 4096, 8, "float32", 4),)),
         ),
+        layouts=_DEEPSEEK_V4_LAYOUTS,
     )
 
 
@@ -111,6 +116,7 @@ def _glm_5_next() -> ModelFacts:
         ((latent,), _index_keys(16)),
         gdn_states(num_key_heads=64, key_dim=128, num_value_heads=64, value_dim=128),
         side_caches=(SideCache("indexer.tail", _layers_of(kinds, _FULL), states=tail),),
+        layouts=("BLHNC",),  # KpoolTailBackend
     )
 
 
@@ -133,6 +139,7 @@ def _step_5_preview() -> ModelFacts:
             SideCache("summary", full, (_row("summary", 256, 8),)),
             SideCache("summary.ring", full, states=(_ring("summary.rows", 2 * 256 * 2, 8),)),
         ),
+        layouts=("BLNHC",),  # Step5DSAAttentionBackend
     )
 
 
@@ -148,6 +155,8 @@ def _minimax_m3() -> ModelFacts:
         (_FULL,) * 60,
         key_and_value(4, 128),
         side_caches=(SideCache("indexer", tuple(range(3, 60)), index_keys),),
+        # No backend names any; pages of two sizes need each layer's part of a block in one piece.
+        layouts=("LBHNC", "LBNHC", "BLHNC", "BLNHC"),
     )
 
 
@@ -173,6 +182,7 @@ def _qwen4_preview() -> ModelFacts:
             SideCache("indexer.ring", full, states=(_ring("indexer.rows", 128 * 2 + 3 * 8, 4),)),
             SideCache("ple", (1,), states=(convolution,)),
         ),
+        layouts=("BLNHC", "BLHNC"),  # QSAStateBackend
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from docs.tools.vllm_tables import QUANT_MODES
 from kvxferd.ids import EngineId
 from kvxferd.integrations.vllm.layout import support
 from kvxferd.integrations.vllm.layout.facts import AttentionFacts, StateFacts
@@ -206,6 +207,8 @@ def test_its_cache_gets_the_layout_that_the_connector_prefers_where_the_backend_
         "named": "BLHNC",
         "named, one other taken": "LBHNC",
         "beside another": "LBHNC",
+        "beside one that asks": "KV cache layout mismatch",
+        "engine, beside one that asks": "LBNHC",
     }
 
 
@@ -254,7 +257,7 @@ def test_two_stages_and_the_first_request_are_published_at_each_position_of_mult
 def test_the_tables_of_what_is_supported_have_each_name_of_its() -> None:
     found = send_request("names")
     assert set(found["caches"]) - {"AttentionSpec"} == {*support.CACHES, support.UNIFORM_SPEC}
-    assert set(found["quantisation"]) >= set(support.QUANT_MODES)
+    assert set(found["quantisation"]) >= set(QUANT_MODES)
     assert set(support.PARALLEL_SIZES) <= set(found["parallel"])
 
 

@@ -9,6 +9,7 @@ import pytest
 from kvxferd.explain import advice as advice_module
 from kvxferd.explain.advice import advise, with_advice
 from kvxferd.explain.analysis import Explanation, explain_pair
+from kvxferd.layout.presets import LAYOUT_NAMES, MODELS
 from kvxferd.tooling.output import format_duration
 from tests.support.explained_pairs import described, explained
 
@@ -64,6 +65,7 @@ def follow(match: re.Match[str], prefill: str, decode: str) -> Explanation:
         ("llama-3-8b,layout=BLHNC", "llama-3-8b", "with BLHNC at decode: "),
         ("llama-3-8b,layout=HND-cross-layer", "llama-3-8b", "with HND-cross-layer at decode: "),
         ("deepseek-v3,tp=8", "deepseek-v3,tp=4", "with BLHNC at both: "),
+        ("step-5,tp=8,layout=HND", "step-5,tp=4", "with BLNHC at prefill: "),
     ],
 )
 def test_the_advised_pair_has_so_many_fewer_runs(prefill: str, decode: str, begin: str) -> None:
@@ -80,7 +82,9 @@ def test_the_advised_pair_has_so_many_fewer_runs(prefill: str, decode: str, begi
         assert float(match["times"].replace(",", "")) == pytest.approx(times, rel=0.05)
         assert after.predicted_s <= before.predicted_s
         assert after.num_bytes == before.num_bytes
-    assert ("VLLM_KV_CACHE_LAYOUT" in advice) == ("with blocks of" not in begin)
+    assert re.search("kv_cache_layout, a preference, or from VLLM_KV_CACHE_LAYOUT", advice) or (
+        "with blocks of" in begin and "LAYOUT" not in advice
+    )
 
 
 def test_heads_outside_the_layers_keep_long_runs_where_tensor_parallelism_differs() -> None:
@@ -96,10 +100,28 @@ def test_heads_outside_the_layers_keep_long_runs_where_tensor_parallelism_differ
         ("llama-3-8b,tp=4,layout=HND-cross-layer", "llama-3-8b,tp=4,layout=HND-cross-layer"),
         ("nemotron-h-8b", "nemotron-h-8b,tp=4"),  # its states share pages with single layers
         ("deepseek-v3,tp=8,layout=BLHNC", "deepseek-v3,tp=4,layout=BLHNC"),
+        ("deepseek-v4,tp=8", "deepseek-v4,tp=4"),
+        ("step-5,tp=8", "step-5,tp=4"),
     ],
 )
 def test_where_nothing_gains_nothing_is_advised(prefill: str, decode: str) -> None:
     assert advise(explained(prefill, decode)).startswith("nothing to change: ")
+
+
+@pytest.mark.parametrize("model", [model.name for model in MODELS.values() if model.layouts])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_only_layouts_that_the_kernels_take_are_advised(model: str, layout: str) -> None:
+    advice = advise(explained(f"{model},layout={layout}", f"{model},tp=2"))
+    advised = set(re.findall("|".join(sorted(LAYOUT_NAMES, key=len, reverse=True)), advice))
+    assert advised
+    assert advised <= set(MODELS[model].layouts)
+
+
+def test_a_draft_model_must_take_the_layout_too() -> None:
+    deployment = described("tiny-dense,draft=glm-5-next").deployment
+    assert deployment is not None
+    assert deployment.takes_layout("BLHNC+SD")
+    assert not deployment.takes_layout("BHLNC")
 
 
 def test_a_refused_pair_has_no_advice() -> None:

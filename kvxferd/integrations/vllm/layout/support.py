@@ -153,16 +153,6 @@ REFUSED_BACKENDS: Mapping[str, str] = {
     "NoAttentionBackend": "it keeps no cache",
 }
 
-# vLLM's `KVQuantMode` of a cache whose blocks are described. Of any other, pages are opaque.
-QUANT_MODES: Mapping[str, str] = {
-    "NONE": "`bfloat16`, `float16`, `float32`, as the model has it",
-    "FP8_PER_TENSOR": "`fp8`, `fp8_e4m3`, `fp8_e5m2`, with scales from the checkpoint",
-    **dict.fromkeys(
-        ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD"),
-        "of `TritonAttentionBackend` and latents: each head's values, and their scale behind them",
-    ),
-    "NVFP4_DS_MLA": "of latents: rows of `nvfp4_ds_mla`, to the same kind alone",
-}
 # One row for each state, with contents and scales; its size is that of the spec.
 ROW_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from docs.tools.vllm_tables import QUANT_MODES
 from kvxferd.errors import LayoutError
 from kvxferd.ids import GroupName, RegionId
 from kvxferd.integrations.vllm.layout import support
@@ -32,7 +33,7 @@ from kvxferd.layout.tensor_views import TensorView
 
 PAGE = Path(__file__).parents[5] / "docs" / "reference" / "vllm-support.md"
 DTYPE = SimpleNamespace(itemsize=2)
-QuantMode = enum.Enum("QuantMode", ["UNHEARD_OF", "NVFP4", *support.QUANT_MODES])
+QuantMode = enum.Enum("QuantMode", ["UNHEARD_OF", "NVFP4", *QUANT_MODES])
 FIELDS = {
     "block_size": 16,
     "dcp_sharded": False,
@@ -164,7 +165,7 @@ def test_quantisation(mode: str) -> None:
     halves = 2 if mode == "INT4_PER_TOKEN_HEAD" else 1
     packed = dataclasses.replace(facts, packed_bytes=facts.element_bytes // halves + 8)
     assert is_described(dataclasses.replace(layer, cache=packed), packed) == mode.endswith("_PER_TOKEN_HEAD")
-    assert mode in support.QUANT_MODES or facts.quantisation == mode.lower()
+    assert mode in QUANT_MODES or facts.quantisation == mode.lower()
 
 
 @pytest.mark.parametrize("mode", [mode.name for mode in QuantMode])
@@ -276,7 +277,7 @@ def test_the_page_has_every_name_once_under_the_right_word() -> None:
     listed = [(name, reply) for cell, reply in rows for name in re.findall("`(.+?)`", cell)]
     tables = {
         name: "refused" if found.kind is None else "moved" for name, found in support.CACHES.items()
-    } | dict.fromkeys((*support.BACKENDS, *support.QUANT_MODES, support.UNIFORM_SPEC), "moved")
+    } | dict.fromkeys((*support.BACKENDS, *QUANT_MODES, support.UNIFORM_SPEC), "moved")
     tables |= dict.fromkeys(support.REFUSED_BACKENDS, "refused")
     tables |= {name: "yes" if found.is_supported else "no" for name, found in support.PARALLEL_SIZES.items()}
     assert sorted(listed) == sorted(tables.items())
