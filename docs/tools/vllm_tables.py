@@ -90,6 +90,8 @@ def vllm_inventory() -> Iterator[str]:
         items += [(name, _backend_is(name)) for name in found["backends"]]
         marked = [f"`{name}`" if reply == "moved" else f"`{name}` ({reply})" for name, reply in items]
         worst = max((reply for _, reply in items), key=("moved", "opaque", "refused").index)
+        if "/amd/" in path:  # ROCm's
+            worst = "refused"
         rows.append((f"`{path}`", worst, ", ".join(marked)))
     yield from table(("file of vLLM", "is", "its caches and attention backends"), rows)
 

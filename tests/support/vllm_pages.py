@@ -152,6 +152,7 @@ class PagedRank:
                 one.cache.backend,
                 implementation=f"vllm.backends.{one.cache.backend}",
                 has_mx_scales=how.has_mx_scales,
+                cache_dtype="auto",
             )
             for one in self.placed
         ]

@@ -38,6 +38,7 @@ def derive_caches(
         is_conv_dim_first=specs.conv_state_is_dim_first(),
         fp8_dtype=specs.platform_fp8_dtype(),
         has_mx_scales=specs.indexers_have_mx_scales(),
+        plugin_dtypes=specs.plugin_cache_dtypes(),
     )
     worker = specs.read_worker(
         vllm_config,

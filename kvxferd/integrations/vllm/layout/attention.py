@@ -46,6 +46,8 @@ class _Packing(NamedTuple):
 
 def is_described(layer: LayerFacts, cache: AttentionFacts) -> bool:
     """Whether it is known what a block of the layer holds."""
+    if layer.is_plugin_dtype:
+        return False
     return _is_packed_for_cpu(layer, cache) or _packing_of(layer, cache) is not None
 
 
@@ -101,7 +103,8 @@ def ring_tensor(
     Token t is in row t % rows. So a ring moves whole, as a state that stands at one token, to a ring of as
     many rows.
     """
-    if BACKENDS.get(layer.backend) is not BlockContent.LATENT_ROW or cache.quantisation:
+    is_row = BACKENDS.get(layer.backend) is BlockContent.LATENT_ROW
+    if not is_row or cache.quantisation or layer.is_plugin_dtype:
         return None
     num_slots, rows = view.shape[1:3]
     return CacheTensor(

@@ -109,6 +109,8 @@ class LayerFacts:
     isa: str = ""  # the instruction set that vLLM's CPU attention packs blocks for
     implementation: str = ""  # module and class of its backend, and the distributions outside vLLM it is of
     has_mx_scales: bool = False  # an indexer's scales are four powers of two, not one float32
+    cache_dtype: str = ""  # vLLM's name of it: "auto", "fp8", "nvfp4", or a plugin's own
+    is_plugin_dtype: bool = False  # registered by a plugin, which alone knows what a block holds
 
 
 @dataclasses.dataclass(frozen=True)

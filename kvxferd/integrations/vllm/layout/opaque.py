@@ -49,6 +49,7 @@ def opaque_encoding(what: str, layer: LayerFacts, worker: WorkerFacts) -> str:
     """
     needed = {
         "the device that writes them has no name": worker.device,
+        "the dtype of its cache has no name": layer.cache_dtype,
         "their backend has no class in vLLM or in an installed distribution": layer.implementation,
         'vLLM has no version ("dev"): set opaque_cache_version': worker.vllm_version,
     }
@@ -56,7 +57,10 @@ def opaque_encoding(what: str, layer: LayerFacts, worker: WorkerFacts) -> str:
         if not fact:
             raise layer_error(layer.name, f"its pages are opaque, and {why} (see {SUPPORT_PAGE})")
     device = " ".join(filter(None, (worker.device, layer.isa, "mx scales" if layer.has_mx_scales else "")))
-    return f"{_MARK}{what}, tp {worker.tp_size}, {layer.implementation}, {device}, vllm {worker.vllm_version}"
+    return (
+        f"{_MARK}{what}, cache dtype {layer.cache_dtype}, tp {worker.tp_size}, {layer.implementation}, "
+        f"{device}, vllm {worker.vllm_version}"
+    )
 
 
 def opaque_units(worker: WorkerFacts) -> tuple[UnitRange, ...]:

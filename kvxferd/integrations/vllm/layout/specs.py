@@ -70,11 +70,12 @@ def read_layers(
     is_conv_dim_first: bool,
     fp8_dtype: str,
     has_mx_scales: bool = False,
+    plugin_dtypes: frozenset[str] = frozenset(),
 ) -> list[LayerFacts]:
     """Return the facts of every layer with a cache of its own on this rank. Raises LayoutError.
 
     `fp8_dtype` is this platform's fp8 dtype; `is_conv_dim_first` whether convolution states are DS, and
-    `has_mx_scales` what `indexers_have_mx_scales` returns.
+    `has_mx_scales` and `plugin_dtypes` what `indexers_have_mx_scales` and `plugin_cache_dtypes` return.
     """
     modules = vllm_config.compilation_config.static_forward_context
     layers = []
@@ -91,9 +92,18 @@ def read_layers(
             else:
                 cache = _read_attention(name, spec, module, vllm_config, fp8_dtype)
             isa = str(getattr(module, "isa", ""))
+            dtype = _cache_dtype(module, vllm_config)
             layers.append(
                 LayerFacts(
-                    name, index, cache, _backend_name(module), isa, implementation_of(module), has_mx_scales
+                    name,
+                    index,
+                    cache,
+                    _backend_name(module),
+                    isa,
+                    implementation_of(module),
+                    has_mx_scales,
+                    dtype,
+                    dtype in plugin_dtypes,
                 )
             )
     return layers
@@ -241,8 +251,7 @@ def _read_attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dty
     row_dtype = getattr(spec, "cache_dtype_str", None)
     is_row = row_dtype in ROW_DTYPES and packed is not None
     if mode == "FP8_PER_TENSOR" and dtype == "uint8" and not is_row:
-        wanted = str(getattr(module, "kv_cache_dtype", None) or vllm_config.cache_config.cache_dtype)
-        dtype = "float8_e5m2" if "e5m2" in wanted else fp8_dtype
+        dtype = "float8_e5m2" if "e5m2" in _cache_dtype(module, vllm_config) else fp8_dtype
     is_latent = CACHES[_class_name(spec)].is_latent
     return AttentionFacts(
         num_heads=1 if is_latent else spec.num_kv_heads,
@@ -282,6 +291,11 @@ def _num_groups(config: Any) -> int | None:
 def _dtype_name_and_size(dtype: Any) -> tuple[str, int]:
     """Return a torch dtype's name and size."""
     return str(dtype).removeprefix("torch."), dtype.itemsize
+
+
+def _cache_dtype(module: Any, vllm_config: Any) -> str:
+    """Return vLLM's name of the dtype of a layer's cache: its own, else the engine's."""
+    return str(getattr(module, "kv_cache_dtype", None) or vllm_config.cache_config.cache_dtype)
 
 
 def _backend_name(module: Any) -> str:
@@ -350,6 +364,15 @@ def device_name(platform: Any, index: int) -> str:
     if capability is not None:
         return f"{name} {capability.as_version_str()}"
     return "" if platform.is_cuda_alike() else str(name or "")
+
+
+def plugin_cache_dtypes() -> frozenset[str]:
+    """Return the dtypes of caches for which a plugin has registered a handler, from vLLM."""
+    try:
+        from vllm.config.cache import KV_CACHE_DTYPES, get_kv_cache_dtype_handler
+    except ImportError:  # vLLM 0.32 has no such handlers
+        return frozenset()
+    return frozenset(name for name in KV_CACHE_DTYPES if get_kv_cache_dtype_handler(name) is not None)
 
 
 def indexers_have_mx_scales() -> bool:

@@ -37,5 +37,5 @@ def test_the_table_has_a_row_for_each_file() -> None:
     assert by_file["models/deepseek_v4/compressor.py"] == "moved"
     assert by_file["models/qwen4_exp/common/qsa_cache.py"] == "moved"
     assert by_file["v1/attention/backends/turboquant_attn.py"] == "opaque"
-    assert by_file["models/deepseek_v4/amd/rocm.py"] == "refused"
+    assert {reply for path, reply in by_file.items() if "/amd/" in path} == {"refused"}
     assert set(by_file.values()) == {"moved", "opaque", "refused"}

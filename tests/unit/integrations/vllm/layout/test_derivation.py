@@ -38,7 +38,7 @@ def name(layer: int) -> str:
 
 def a_layer(layer: int = 1, cache: AttentionFacts | StateFacts = ATTENTION, **more: object) -> LayerFacts:
     facts = {"group": 0, "backend": FLASH} | more
-    facts.setdefault("implementation", "vllm.backends.Some")
+    facts = {"implementation": "vllm.backends.Some", "cache_dtype": "auto"} | facts
     return LayerFacts(name(layer), cache=cache, **facts)  # type: ignore[arg-type]
 
 
@@ -301,6 +301,7 @@ def test_a_name_must_tell_the_layer(bad: str, why: str) -> None:
     ("layer", "cache"),
     [
         (a_layer(backend="UnheardOfBackend"), a_cache()),
+        (a_layer(is_plugin_dtype=True), a_cache()),
         (a_layer(cache=LATENT), a_cache(1, 24)),  # a latent of a backend of keys and values
         (a_layer(cache=ODD_INDEXER, backend="DeepseekV4IndexerBackend"), a_cache(1, 100, torch.uint8)),
         (a_layer(cache=dataclasses.replace(ATTENTION, quantisation="nvfp4")), a_cache()),
@@ -317,7 +318,7 @@ def test_what_a_block_holds_need_not_be_known(layer: LayerFacts, cache: torch.Te
     assert page.content_bytes == cache[0].numel() * cache.element_size()
     assert page.encoding.startswith(f"opaque: {layer.backend}, ")
     assert page.encoding.endswith(
-        "blocks of 16 tokens, tp 2, vllm.backends.Some, NVIDIA H100 9.0, vllm 0.33.0"
+        "blocks of 16 tokens, cache dtype auto, tp 2, vllm.backends.Some, NVIDIA H100 9.0, vllm 0.33.0"
     )
     assert derived.opaque_layers == {layer.backend: 1}
 

@@ -150,7 +150,7 @@ PLAIN_V4 = dataclasses.replace(
         (
             (UNKNOWN, How(tp=2)),
             (UNKNOWN, How(tp=4)),
-            "HNC of 2 x 32 x 64 bytes, blocks of 32 tokens, tp 2, ",
+            "HNC of 2 x 32 x 64 bytes, blocks of 32 tokens, cache dtype auto, tp 2, ",
         ),
         ((UNKNOWN, How()), (UNKNOWN, How(version="0.34.0")), "vllm 0.33.0' here and "),
         (
@@ -162,8 +162,8 @@ PLAIN_V4 = dataclasses.replace(
         (
             (UNKNOWN, How(is_packed=False)),
             (UNKNOWN, How(block_tokens=64, kernel_blocks=2, is_packed=False)),
-            "blocks of 32 tokens, tp 1, vllm.backends.UnheardOfBackend, NVIDIA H100 9.0, "
-            "vllm 0.33.0' here and",
+            "blocks of 32 tokens, cache dtype auto, tp 1, "
+            "vllm.backends.UnheardOfBackend, NVIDIA H100 9.0, vllm 0.33.0' here and",
         ),
         ((UNKNOWN, How()), (UNKNOWN, How(order="NH")), "HNC of 4 x 32 x 64 bytes"),
         (

@@ -275,6 +275,19 @@ def test_the_first_scales_are_filled_before_anything_is_pulled() -> None:
         fill_token_scales(layers, caches, config)
 
 
+@pytest.mark.parametrize(("own", "found"), [("int8", "int8"), ("", "auto")])
+def test_a_layer_tells_the_dtype_of_its_cache_and_whether_a_plugin_has_it(own: str, found: str) -> None:
+    config = vllm_config({"model.layers.0.attn": Layer(own)})
+    (layer,) = read_layers(
+        kv_cache_config(FULL),
+        config,
+        is_conv_dim_first=False,
+        fp8_dtype="x",
+        plugin_dtypes=frozenset({"int8"}),
+    )
+    assert (layer.cache_dtype, layer.is_plugin_dtype) == (found, own == "int8")
+
+
 def test_a_layer_tells_its_backend_and_its_instruction_set() -> None:
     config = vllm_config({"model.layers.0.attn": Layer(isa="amx")})
     (layer,) = read_layers(kv_cache_config(FULL), config, is_conv_dim_first=False, fp8_dtype="x")

@@ -223,7 +223,7 @@ def test_states_of_a_mixer_that_is_not_known_are_opaque_pages(state: StateFacts)
     worker = WorkerFacts(0, 2, 2, 0, tp_size=4, tp_rank=3, num_blocks=NUM_BLOCKS, vllm_version="0.33.0")
     worker = dataclasses.replace(worker, device="NVIDIA H100 9.0")
     groups = CacheGroups((CacheGroup(0, CacheKind.STATE, 512),), 1)
-    layer = LayerFacts("model.layers.1.mixer", 0, state, implementation="vllm.Some")
+    layer = LayerFacts("model.layers.1.mixer", 0, state, implementation="vllm.Some", cache_dtype="auto")
     derived = derive_layout({layer.name: page}, [layer], groups, worker)
     assert derived.opaque_layers == {state.mixer: 1}
     start = 0
@@ -235,7 +235,7 @@ def test_states_of_a_mixer_that_is_not_known_are_opaque_pages(state: StateFacts)
         )
         sizes = " x ".join(map(str, shape))
         assert tensor.encoding == (
-            f"opaque: {state.mixer}, DS, state {number} of {sizes}, tp 4, vllm.Some, NVIDIA H100 9.0, "
-            "vllm 0.33.0"
+            f"opaque: {state.mixer}, DS, state {number} of {sizes}, cache dtype auto, tp 4, "
+            "vllm.Some, NVIDIA H100 9.0, vllm 0.33.0"
         )
         start += tensor.chunk_bytes

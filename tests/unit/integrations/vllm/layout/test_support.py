@@ -197,7 +197,7 @@ def test_mixers(mixer: str, more: int) -> None:
     state = StateFacts(mixer, shapes, (("bfloat16", 2),) * len(shapes), num_groups=1)
     size = sum(state.part_bytes)
     view = TensorView(RegionId("r"), 0, (4, size), (size, 1), 1)
-    layer = LayerFacts("model.layers.0.mixer", 0, state, implementation="vllm.Some")
+    layer = LayerFacts("model.layers.0.mixer", 0, state, implementation="vllm.Some", cache_dtype="auto")
     worker = WorkerFacts(0, 1, 1, 1, num_blocks=4, device="cpu", vllm_version="0.33.0")
 
     def describe() -> list[CacheTensor]:
