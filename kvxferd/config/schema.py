@@ -105,7 +105,7 @@ class MoverConfig(Section, frozen=True):
 
     pool_size: PoolSize = 2  # kept ready for the next registrations
     library: MoverLibrary = "auto"
-    placement: MoverPlacement = "auto"  # staged: always copy GPU memory through staging buffers
+    placement: MoverPlacement = "auto"  # of GPU memory. direct: also over TCP; staged: always by copies
     backend: MoverBackend = "UCX"  # the plugin of the library
     backend_parameters: Environment = {}
     read: MoverRead = "auto"  # direct: run by run; covering: in fewer reads; auto: what is faster

@@ -53,7 +53,7 @@ MoverBackend = Annotated[
         pattern=r"^[A-Za-z][A-Za-z0-9_]{0,31}\Z", title="a backend's name, such as UCX or LIBFABRIC"
     ),
 ]
-MoverPlacement = Annotated[Literal["auto", "staged"], msgspec.Meta(title="auto or staged")]
+MoverPlacement = Annotated[Literal["auto", "direct", "staged"], msgspec.Meta(title="auto, direct or staged")]
 MoverRead = Annotated[
     Literal["auto", "direct", "covering"],
     msgspec.Meta(title="auto, direct or covering"),

@@ -8,7 +8,7 @@ import kvxferd
 from kvxferd.config import Config
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.settings import Settings
-from kvxferd.wire.mover import ReadWay
+from kvxferd.wire.mover import DevicePlacement, ReadWay
 
 
 def settings_of(config: Config, allowlist: PeerAllowlist) -> Settings:
@@ -29,5 +29,5 @@ def settings_of(config: Config, allowlist: PeerAllowlist) -> Settings:
         tracing=bool(config.tracing.endpoint),
         trace_sample_ratio=config.tracing.sample_ratio,
         read_way=ReadWay(config.mover.read),
-        always_stage=config.mover.placement == "staged",
+        device_placement=DevicePlacement(config.mover.placement),
     )

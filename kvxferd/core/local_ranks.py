@@ -27,7 +27,7 @@ from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import EngineId, EngineKey, Generation, MoverId, SessionId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.mover import Bind, Bound, ProbeResult, ReadWay
+from kvxferd.wire.mover import Bind, Bound, DevicePlacement, ProbeResult, ReadWay
 from kvxferd.wire.worker import (
     Attach,
     Farewell,
@@ -314,7 +314,7 @@ class LocalRanks:
         bind = Bind(
             regions=rank.exports,
             read_way=ReadWay.DIRECT if rank.resident else settings.read_way,
-            always_stage=settings.always_stage and not rank.resident,
+            device_placement=DevicePlacement.DIRECT if rank.resident else settings.device_placement,
         )
         self._context.emit(BindMover(mover, rank.session, bind))
 

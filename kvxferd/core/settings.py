@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core.allowlist import ALLOW_ALL, PeerAllowlist
-from kvxferd.wire.mover import ReadWay
+from kvxferd.wire.mover import DevicePlacement, ReadWay
 
 DEFAULT_LIMITS = LimitsConfig()
 
@@ -33,7 +33,7 @@ class Settings:
     allowlist: PeerAllowlist = ALLOW_ALL  # at the start; see `AllowlistChanged`
     limits: LimitsConfig = DEFAULT_LIMITS
     read_way: ReadWay = ReadWay.DIRECT  # of child movers
-    always_stage: bool = False  # child movers stage GPU memory, whatever the library could read
+    device_placement: DevicePlacement = DevicePlacement.AUTO  # of child movers
     software: str = ""  # the version of kvxferd, for peers that ask
     tracing: bool = False  # its daemon exports spans: records carry the traces of sampled requests
     trace_sample_ratio: float = 0.0  # of the transfers whose engine gave no trace

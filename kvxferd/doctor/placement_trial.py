@@ -1,7 +1,8 @@
 """Tries one placement of GPU memory.
 
-It starts a daemon and registers two engines of this process, whose caches are on the device, pulls from one
-to the other, and checks every byte.
+It starts a daemon and registers two engines, whose caches are on the device, pulls from one to the other, and
+checks every byte. The source is in a process of its own: inside one process UCX reads no memory as it does
+between two.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,17 @@ import numpy as np
 from kvxferd import client
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import RegionId
-from kvxferd.layout import EngineSpec
+from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy, key_and_value
 from kvxferd.memory.device import DeviceMemory, ResidentMemory
 from kvxferd.memory.device_pool import DevicePool
 from kvxferd.memory.driver import DRIVER_VARIABLE, Driver
 from kvxferd.memory.driver_registry import open_driver
+from kvxferd.tooling.child_process import ChildProcess
 from kvxferd.tooling.content import Bytes, RequestBlocks
 from kvxferd.tooling.daemon_process import DaemonProcess
 from kvxferd.tooling.engine_process import EngineRank
+from kvxferd.tooling.interrupts import uninterrupted
 
 DEVICE_COPY = "device copy"
 PLACEMENTS = ("direct", "resident", "staged")
@@ -98,13 +101,13 @@ class TrialDevice:
 class TrialStore:
     """A rank's cache on the device; `bytes` is a copy of it."""
 
-    def __init__(self, device: TrialDevice, is_resident: bool, size_bytes: int) -> None:
-        self._device = device
-        self.address = device.allocate(size_bytes, plain=is_resident)
+    def __init__(self, uuid: str, is_resident: bool, size_bytes: int) -> None:
+        self._device = TrialDevice(open_driver(), uuid)
+        address = self._device.allocate(size_bytes, plain=is_resident)
         self.memory = (
-            ResidentMemory(self.address, size_bytes, device.uuid)
+            ResidentMemory(address, size_bytes, uuid)
             if is_resident
-            else DeviceMemory(self.address, size_bytes, device.driver)
+            else DeviceMemory(address, size_bytes, self._device.driver)
         )
         self.bytes: Bytes = np.zeros(size_bytes, dtype=np.uint8)
 
@@ -140,7 +143,7 @@ def try_placement(_: object, placement: str, uuid: str, directory: Path) -> Plac
         num_blocks = min(NUM_BLOCKS, total_bytes // MAX_SHARE // BLOCK_BYTES)
         if placement == DEVICE_COPY:
             return measure_copy(device, num_blocks * BLOCK_BYTES)
-        return measure_placement(device, placement, num_blocks, directory)
+        return measure_placement(uuid, placement, num_blocks, directory)
     except KvxferdError as error:
         return PlacementResult(placement=placement, refusal=f"{error.message} [{error.code.value}]")
 
@@ -152,19 +155,19 @@ def measure_copy(device: TrialDevice, size: int) -> PlacementResult:
     return PlacementResult(placement=DEVICE_COPY, gigabytes_per_s=size / best / 1e9)
 
 
-def measure_placement(
-    device: TrialDevice, placement: str, num_blocks: int, directory: Path
-) -> PlacementResult:
+def measure_placement(uuid: str, placement: str, num_blocks: int, directory: Path) -> PlacementResult:
     """Pull a few times, and return the best speed on the wire. Raises KvxferdError with the refusal."""
     environment = {"KVXFERD_MOVER_ENVIRONMENT": _mover_environment()}
-    if placement == "staged":
-        environment["KVXFERD_MOVER_PLACEMENT"] = "staged"
-    daemon = DaemonProcess(directory, environ=environment)
-    try:
+    if placement != "resident":
+        environment["KVXFERD_MOVER_PLACEMENT"] = placement
+    with ExitStack() as stack:
+        with uninterrupted():
+            daemon = DaemonProcess(directory, environ=environment)
+            stack.callback(daemon.stop)
+            source = ChildProcess(TrialRank, directory / "source.log")
+            stack.callback(source.stop, 0.0)  # destructors of drivers and libraries could hang
         daemon.wait_ready()
-        return _pull_and_verify(device, placement, num_blocks, daemon)
-    finally:
-        daemon.stop()
+        return _pull_and_verify(uuid, placement, num_blocks, daemon, source)
 
 
 def _mover_environment() -> str:
@@ -174,22 +177,19 @@ def _mover_environment() -> str:
 
 
 def _pull_and_verify(
-    device: TrialDevice, placement: str, num_blocks: int, daemon: DaemonProcess
+    uuid: str, placement: str, num_blocks: int, daemon: DaemonProcess, source: ChildProcess[TrialRank]
 ) -> PlacementResult:
     ids = {"full": np.arange(num_blocks, dtype=np.int32)}
     request = RequestBlocks(1, ids, num_blocks * BLOCK_TOKENS)
-    with closing(TrialRank()) as source, closing(TrialRank()) as sink:
-        for name, rank in (("source", source), ("sink", sink)):
-            ((spec, layout),) = deploy(
-                MODEL, block_tokens=BLOCK_TOKENS, num_blocks=num_blocks, engine_id=f"doctor-{name}"
-            ).values()
-            make_store = partial(TrialStore, device, placement == "resident")
-            rank.register(daemon.worker_socket, spec, layout, make_store)
-        source.write(request)
+    make_store = partial(TrialStore, uuid, placement == "resident")
+    with closing(TrialRank()) as sink:
+        source.call(TrialRank.register, daemon.worker_socket, *_only_rank("source", num_blocks), make_store)
+        sink.register(daemon.worker_socket, *_only_rank("sink", num_blocks), make_store)
+        source.call(TrialRank.write, request)
         pulls = []
         for number in range(NUM_PULLS):
-            ref = source.publish(f"doctor-{number}", request)
-            source.ready(f"doctor-{number}")
+            ref = source.call(TrialRank.publish, f"doctor-{number}", request)
+            source.call(TrialRank.ready, f"doctor-{number}")
             sink.store.bytes[:] = 0
             sink.store.save()
             pulls.append(sink.pull(ref, request))
@@ -202,6 +202,12 @@ def _pull_and_verify(
         )
     speed = max(pull.bytes / pull.wire_s for pull in pulls) / 1e9
     return PlacementResult(placement=placement, gigabytes_per_s=speed, lanes=found["lanes"])
+
+
+def _only_rank(name: str, num_blocks: int) -> tuple[EngineSpec, RankLayout]:
+    ranks = deploy(MODEL, block_tokens=BLOCK_TOKENS, num_blocks=num_blocks, engine_id=f"doctor-{name}")
+    ((spec, layout),) = ranks.values()
+    return spec, layout
 
 
 def _reported_placement(daemon: DaemonProcess) -> dict[str, Any]:

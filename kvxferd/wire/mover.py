@@ -35,6 +35,14 @@ class ReadWay(StrEnum):
     COVERING = "covering"
 
 
+class DevicePlacement(StrEnum):
+    """How a mover reaches GPU memory that the transfer library can read: the setting `mover.placement`."""
+
+    AUTO = "auto"  # directly, where that is not over TCP
+    DIRECT = "direct"
+    STAGED = "staged"  # by copies
+
+
 # --- daemon to mover
 
 
@@ -47,7 +55,7 @@ class Bind(Message, frozen=True):
 
     regions: tuple[RegionExport, ...]
     read_way: ReadWay = ReadWay.DIRECT  # how the rank's pulls read
-    always_stage: bool = False  # stage GPU memory, whatever the library could read: `mover.placement`
+    device_placement: DevicePlacement = DevicePlacement.AUTO
 
 
 class MapFence(Message, frozen=True):

@@ -52,7 +52,7 @@ def test_every_kind_of_memory_reads_every_other(fleet: Fleet, driver: str, sourc
 )
 def test_what_nixl_cannot_reach_is_copied(fleet: Fleet, driver: str, source: str, sink: str) -> None:
     stores = {"device": {"driver": driver}, "staged": {"driver": driver}, "host": None}
-    placements = {"device": "", "staged": "staged", "host": ""}
+    placements = {"device": "direct", "staged": "staged", "host": ""}
     prefill = daemon(fleet, "prefill", driver, placements[source])
     decode = daemon(fleet, "decode", driver, placements[sink])
     sources = fleet.engine(prefill, spec_of("prefill"), store=stores[source], **BIG)

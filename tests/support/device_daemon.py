@@ -12,9 +12,12 @@ BIG = {"head_dim": 64, "num_blocks": 128}  # 8 MiB a rank of one: several alloca
 
 
 def daemon(
-    fleet: Fleet, name: str, driver: str, placement: str = "", read: str = "", order: str = ""
+    fleet: Fleet, name: str, driver: str, placement: str = "direct", read: str = "", order: str = ""
 ) -> Daemon:
-    """Return a shared one; what is empty is left to the daemon. `order`: what the fake driver reports."""
+    """Return a shared one; what is empty is left to the daemon. `order`: what the fake driver reports.
+
+    Without a network card NIXL reads a GPU over TCP, and "auto" stages its memory then.
+    """
     movers = [f"{DRIVER_VARIABLE}={driver}"]
     if driver == FAKE:
         movers += [f"PYTHONPATH={ROOT}", *([f"{WRITE_ORDER_VARIABLE}={order}"] if order else [])]

@@ -16,7 +16,8 @@ def run(program: str, socket: str, tmp_path: Path) -> str:
     """Paste the program into a file and run it, as the page says. Returns what it prints."""
     path = tmp_path / "engine.py"
     path.write_text(program)
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    path_names = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(path_names)}
     ran = subprocess.run(
         [sys.executable, str(path), socket],
         env=environ,

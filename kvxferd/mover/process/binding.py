@@ -24,7 +24,7 @@ from kvxferd.mover.transport.copy_probe import probe_strided_copies
 from kvxferd.mover.transport.probe import ProbeOutcome, placement_of, probe_span
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.wire.common import MeasuredPlacement, RegionAddress
-from kvxferd.wire.mover import Bound, FenceMapped
+from kvxferd.wire.mover import Bound, DevicePlacement, FenceMapped
 from kvxferd.wire.worker import RegionExport
 
 _LOG = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Bindings:
         self._fences: dict[SessionId, Mapping] = {}
         self._host_spans: tuple[MemoryRange, ...] = ()
         self._prefaulting: deque[Iterator[None]] = deque()
-        self._always_stage = False
+        self._device_placement = DevicePlacement.AUTO
         self._placement = MeasuredPlacement()
         self._scatters = False
         self._scattering_driver: Driver | None = None
@@ -75,20 +75,19 @@ class Bindings:
         exports: Sequence[RegionExport],
         fds: Sequence[int],
         *,
-        always_stage: bool = False,
+        device_placement: DevicePlacement = DevicePlacement.AUTO,
         scatters: bool = False,
     ) -> Bound:
         """Map and register all regions, or none. Raises KvxferdError.
 
-        `always_stage`: stage GPU memory, whatever the library could read. `scatters`: whether covering reads
-        are wanted, so that a GPU's strided copies are to be probed.
+        `scatters`: whether covering reads are wanted, so that a GPU's strided copies are to be probed.
         """
         if self.regions:
             raise EngineError("cannot bind a mover twice", Code.OUT_OF_PLACE)
         if not exports:
             raise EngineError("cannot bind a rank without regions", Code.REGION_INVALID)
         check_exports(exports, fds)
-        self._always_stage, self._scatters = always_stage, scatters
+        self._device_placement, self._scatters = device_placement, scatters
         by_kind = {kind: [e for e in exports if e.kind == kind] for kind in ("memfd", "vmm", "resident")}
         with ExitStack() as undoing:
             bound = [
@@ -190,7 +189,7 @@ class Bindings:
         A registration that succeeds proves nothing; only a read does. And a read proves nothing of the order
         in which the device sees what a network card writes; only the driver can report that.
         """
-        why = "mover.placement is staged" if self._always_stage else ""
+        why = "mover.placement is staged" if self._device_placement is DevicePlacement.STAGED else ""
         order = driver.write_order(uuid)
         if not why and order is WriteOrder.NONE:
             why = (
@@ -205,13 +204,18 @@ class Bindings:
                     proof = self._probe(dict.fromkeys((found[0], found[-1])), driver)
                 except TransportError as error:
                     proof = ProbeOutcome(False, error.message, False, 0.0)
-                if proof.ok:
+                why = proof.why
+                if proof.over_tcp and self._device_placement is DevicePlacement.AUTO:
+                    why = (
+                        f"the transfer library reads this GPU over TCP ({proof.gigabytes_per_s:.2g} GB/s), "
+                        'which is slower than by copies; mover.placement = "direct" leaves it so'
+                    )
+                if not why:
                     self._placement = placement_of(kind, proof)
                     self.flush = partial(_flush, driver, uuid) if order is WriteOrder.FLUSH else None
                     self._scattering_driver = driver if self._scatters else None
                     undoing.push(registering.pop_all())
                     return tuple(found)
-                why = proof.why
                 if proof.is_stuck:  # a read may go on, so its memory stays registered
                     undoing.push(registering.pop_all())
         _LOG.warning("GPU memory staged: device=%s reason=%s", uuid, why)

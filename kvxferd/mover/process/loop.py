@@ -268,7 +268,7 @@ class MoverLoop:
                 bound = self._bindings.bind(
                     message.regions,
                     fds[:-NUM_WORKER_FDS],
-                    always_stage=message.always_stage,
+                    device_placement=message.device_placement,
                     scatters=message.read_way is not wire.ReadWay.DIRECT,
                 )
                 bindings = self._bindings

@@ -147,8 +147,8 @@ async def test_what_a_reload_could_not_do_the_next_one_does() -> None:
 
 
 @pytest.mark.parametrize("read", ["auto", "direct", "covering"])
-@pytest.mark.parametrize("placement", ["auto", "staged"])
+@pytest.mark.parametrize("placement", ["auto", "direct", "staged"])
 def test_child_movers_get_their_settings_from_the_core(read: str, placement: str) -> None:
     settings = settings_of(config(mover__read=read, mover__placement=placement), ALLOW_ALL)
     assert settings.read_way == read
-    assert settings.always_stage == (placement == "staged")
+    assert settings.device_placement == placement

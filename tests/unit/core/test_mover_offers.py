@@ -10,7 +10,7 @@ from kvxferd.core.local_ranks import MAX_UNACKNOWLEDGED, OFFER_RETRY_S, OFFER_TI
 from kvxferd.errors import Code
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
-from kvxferd.wire.mover import ReadWay
+from kvxferd.wire.mover import DevicePlacement, ReadWay
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of, spec_of
 
 
@@ -145,12 +145,12 @@ def resume_resident(world, worker):
 
 
 def test_child_movers_alone_get_the_settings_of_movers(world):
-    world.settings = Settings(read_way=ReadWay.COVERING, always_stage=True)
+    world.settings = Settings(read_way=ReadWay.COVERING, device_placement=DevicePlacement.STAGED)
     worker = world.register(world.host("d"), spec_of("decode"))
     bind = mover_of(worker).bound_by
-    assert (bind.read_way, bind.always_stage) == (ReadWay.COVERING, True)
+    assert (bind.read_way, bind.device_placement) == (ReadWay.COVERING, DevicePlacement.STAGED)
     bind = resume_resident(world, worker).bound_by
-    assert (bind.read_way, bind.always_stage) == (ReadWay.DIRECT, False)
+    assert (bind.read_way, bind.device_placement) == (ReadWay.DIRECT, DevicePlacement.DIRECT)
 
 
 def test_a_resident_mover_is_not_offered(world):

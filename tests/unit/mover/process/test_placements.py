@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -15,7 +16,7 @@ from kvxferd.mover.transport import probe
 from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, TransportError
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.plan import Runs
-from kvxferd.wire.mover import Bound
+from kvxferd.wire.mover import Bound, DevicePlacement
 from kvxferd.wire.worker import RegionExport
 from tests.support.devices import Segment
 from tests.support.fake_driver import FAKE_DEVICES, GRANULARITY, WRITE_ORDER_VARIABLE, FakeDriver
@@ -42,6 +43,28 @@ class Lying(MemoryTransport):
         return super().post(agent, Runs(runs.local, runs.local, runs.length), kinds)
 
 
+class OverTcp(MemoryTransport):
+    """What is read also comes through a TCP connection to itself."""
+
+    def __init__(self, fabric: Fabric, agent: AgentName) -> None:
+        super().__init__(fabric, agent)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self._sending = socket.create_connection(server.getsockname())
+            self._receiving, _ = server.accept()
+
+    def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
+        for length in runs.length.tolist():
+            for start in range(0, length, 16 << 10):  # as much as a socket buffers
+                self._sending.sendall(piece := bytes(min(length - start, 16 << 10)))
+                self._receiving.recv(len(piece), socket.MSG_WAITALL)
+        return super().post(agent, runs, kinds)
+
+    def close(self) -> None:
+        super().close()
+        self._sending.close()
+        self._receiving.close()
+
+
 class Worker:
     """A worker's GPU memory of several allocations, and a mover's bindings in the same process."""
 
@@ -55,7 +78,7 @@ class Worker:
         self.transport = StagedTransport(self.inner, slot_bytes=4096, num_slots=2)
         self.plain = self.driver.allocate_plain(UUID, GRANULARITY)
 
-    def bind(self, device: str = UUID, sizes: Sequence[int] = SIZES, **options: bool) -> Bound:
+    def bind(self, device: str = UUID, sizes: Sequence[int] = SIZES, **options: DevicePlacement) -> Bound:
         """Bind all but the first and the last 100 bytes."""
         memory = DeviceMemory(self.segment.address, self.segment.size_bytes, self.worker)
         fds = [memory.export(stretch) for stretch in memory.allocations]
@@ -154,8 +177,21 @@ def test_memory_under_a_read_that_does_not_end_stays_registered(
             worker.driver.unmap(address, size)
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind"), [(DevicePlacement.AUTO, "staged"), (DevicePlacement.DIRECT, "direct")]
+)
+def test_what_is_read_over_tcp_is_copied_unless_the_operator_wants_it_so(
+    asked: DevicePlacement, kind: str
+) -> None:
+    for worker in of(OverTcp):
+        bound = worker.bind(device_placement=asked)
+        assert bound.placement.kind == kind
+        assert ("over TCP" in bound.placement.why) == (kind == "staged")
+        assert worker.registered == ([] if kind == "staged" else sorted(SIZES))
+
+
 def test_an_operator_can_have_everything_copied(worker: Worker) -> None:
-    bound = worker.bind(always_stage=True)
+    bound = worker.bind(device_placement=DevicePlacement.STAGED)
     assert (bound.placement.kind, bound.placement.why) == ("staged", "mover.placement is staged")
     assert worker.registered == []
 
