@@ -20,7 +20,7 @@ from kvxferd.memory.prefault import prefault
 from kvxferd.memory.validate import check_exports
 from kvxferd.mover.process.device_scatter import DeviceScatterer
 from kvxferd.mover.transport.base import MemoryRange, TransportError
-from kvxferd.mover.transport.copy_probe import probe_strided_copies
+from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.mover.transport.probe import ProbeOutcome, placement_of, probe_span
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.wire.common import MeasuredPlacement, RegionAddress
@@ -81,7 +81,7 @@ class Bindings:
         """Map and register all regions, or none. Raises KvxferdError.
 
         `always_stage`: stage GPU memory, whatever the library could read. `scatters`: whether covering reads
-        are wanted, so that a GPU's strided copies are to be probed.
+        are wanted, so that a GPU's copies of rows are to be probed.
         """
         if self.regions:
             raise EngineError("cannot bind a mover twice", Code.OUT_OF_PLACE)
@@ -113,7 +113,7 @@ class Bindings:
             return
         uuid = exports[0].device
         try:
-            if why := probe_strided_copies(driver, uuid):
+            if why := probe_copy_rows(driver, uuid):
                 _LOG.warning("GPU memory read directly: device=%s reason=%s", uuid, why)
                 return
             self.device_scatterer = DeviceScatterer(driver, uuid, self.regions, self.flush)
