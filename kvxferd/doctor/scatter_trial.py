@@ -21,7 +21,7 @@ from kvxferd.ids import RegionId
 from kvxferd.memory.driver_registry import open_driver
 from kvxferd.mover.process.covering import ChunkFill, PlacedStretches, scatter
 from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.transport.copy_probe import probe_strided_copies
+from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm
 from kvxferd.tooling.exit_codes import EXIT_FAILED, EXIT_OK
@@ -119,7 +119,7 @@ def main() -> int:
 
 def _are_right(device: TrialDevice) -> bool:
     driver = device.driver
-    why = probe_strided_copies(driver, device.uuid)
+    why = probe_copy_rows(driver, device.uuid)
     print(f"copies of rows: {why or 'right'}")
     source, target = (device.allocate(CHUNK_BYTES, plain=False) for _ in range(2))
     plain_s = min(device.copy(target, source, CHUNK_BYTES) for _ in range(NUM_ROUNDS))

@@ -6,13 +6,17 @@ device is named by its UUID, because its number differs between processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 # "none" for a node whose movers must leave its GPUs alone; MODULE:CLASS for another driver.
 DRIVER_VARIABLE = "KVXFERD_DRIVER"
+
+# Pairs of addresses in one launch of `copy_rows`'s kernel. They are passed by value, and a kernel's
+# parameters have 32,764 bytes at most.
+PAIRS_PER_LAUNCH = 2045
 
 
 class Device(NamedTuple):
@@ -39,47 +43,13 @@ class WriteOrder(StrEnum):
     NONE = "none"  # unknown: a network card must not write there directly
 
 
-class StridedCopy(NamedTuple):
-    """A copy of equal rows in one call: `planes` of `rows` of `width` bytes.
+class Rows(NamedTuple):
+    """Equal rows, of which each begins a pitch after the one before: any number of bytes, also backwards."""
 
-    A row begins a pitch after the one before. A plane begins so many rows after the one before, of which
-    `rows` are copied. No pitch is less than the width, and none more than `max_pitch_bytes`.
-    """
-
-    to: int
-    source: int
-    width: int
+    width: int  # bytes
     rows: int = 1
     to_pitch: int = 0
     source_pitch: int = 0
-    planes: int = 1
-    to_plane_rows: int = 0
-    source_plane_rows: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """The number of bytes that are copied."""
-        return self.width * self.rows * self.planes
-
-    @property
-    def to_end(self) -> int:
-        """The address after the last byte that is written."""
-        last = (self.planes - 1) * self.to_plane_rows + self.rows - 1
-        return self.to + last * self.to_pitch + self.width
-
-    @property
-    def source_end(self) -> int:
-        """The address after the last byte that is read."""
-        last = (self.planes - 1) * self.source_plane_rows + self.rows - 1
-        return self.source + last * self.source_pitch + self.width
-
-    def each_row(self) -> Iterator[tuple[int, int, int]]:
-        """Yield destination, source and length of each row."""
-        for plane in range(self.planes):
-            for row in range(self.rows):
-                to = self.to + (plane * self.to_plane_rows + row) * self.to_pitch
-                source = self.source + (plane * self.source_plane_rows + row) * self.source_pitch
-                yield to, source, self.width
 
 
 class Driver(Protocol):
@@ -203,14 +173,12 @@ class Driver(Protocol):
         """Start copies of host or device memory. The caller keeps the memory until an event is done."""
         ...
 
-    def max_pitch_bytes(self, uuid: str) -> int:
-        """Return the longest pitch of a strided copy."""
-        ...
+    def copy_rows(self, to: memoryview, source: memoryview, rows: Rows, stream: Any) -> None:
+        """Start copies of `rows` between each pair of first rows: many short ones, by a kernel.
 
-    def copy_strided(self, copies: Sequence[StridedCopy], stream: Any) -> None:
-        """Start copies inside the current device's memory; source and destination do not overlap.
-
-        As `copy`: where one is refused, those before it run.
+        `to`, `source`: addresses of the current device's memory, or of `allocate_host`'s, as 64-bit numbers
+        side by side. The driver reads them at once. As `copy`: where one is refused, those before it run.
+        Raises where the kernel cannot be loaded.
         """
         ...
 

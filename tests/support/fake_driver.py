@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvxferd.errors import Code, DeviceError, EngineError
-from kvxferd.memory.driver import AddressRange, Device, StridedCopy, WriteOrder
+from kvxferd.memory.driver import AddressRange, Device, Rows, WriteOrder
 from kvxferd.memory.memfd import SealedMemory
 from kvxferd.memory.validate import check_memfd
 
@@ -30,7 +30,6 @@ FAKE_DEVICES = (
     Device("GPU-fake-1", 1, "fake 1", 1 << 30),
 )
 GRANULARITY = 64 << 10
-MAX_PITCH_BYTES = (1 << 31) - 1  # as NVIDIA's devices have it
 WRITE_ORDER_VARIABLE = "KVXFERD_FAKE_WRITE_ORDER"
 _PREFIX = "kvxferd-fake:"  # a memfd's name is this, then the device and the size
 
@@ -60,6 +59,10 @@ class _Stream:
     pending: deque[tuple[Sequence[int], Sequence[int], Sequence[int]]] = field(default_factory=deque)
     started: int = 0
     done: int = 0
+
+    def start(self, to: Sequence[int], source: Sequence[int], length: Sequence[int]) -> None:
+        self.pending.append((to, source, length))
+        self.started += 1
 
 
 @dataclass
@@ -282,33 +285,24 @@ class FakeDriver:
 
     def copy(self, to: Sequence[int], source: Sequence[int], length: Sequence[int], stream: Any) -> None:
         self._check_current(stream)
-        stream.pending.append((to, source, length))
-        stream.started += 1
+        stream.start(to, source, length)
 
-    def max_pitch_bytes(self, uuid: str) -> int:
-        self.device(uuid)
-        return MAX_PITCH_BYTES
+    def copy_rows(self, to: memoryview, source: memoryview, rows: Rows, stream: Any) -> None:
+        self._check_current(stream)
+        starts = []
+        for addresses, pitch in ((to, rows.to_pitch), (source, rows.source_pitch)):
+            starts.append([first + row * pitch for first in addresses for row in range(rows.rows)])
+            self._check_reachable(starts[-1], rows.width, stream.uuid)
+        stream.start(*starts, [rows.width] * len(starts[0]))
 
-    def copy_strided(self, copies: Sequence[StridedCopy], stream: Any) -> None:
-        for one in copies:
-            self._check_strided(one, stream)
-            to, source, length = zip(*one.each_row(), strict=True)
-            self.copy(to, source, length, stream)
-
-    def _check_strided(self, one: StridedCopy, stream: _Stream) -> None:
-        """Refuse what CUDA refuses, and what is not the device's memory."""
-        pitches = (one.to_pitch, one.source_pitch) if one.rows > 1 or one.planes > 1 else ()
-        plane_rows = (one.to_plane_rows, one.source_plane_rows) if one.planes > 1 else ()
-        if (
-            min(one.width, one.rows, one.planes) < 1
-            or any(not one.width <= pitch <= MAX_PITCH_BYTES for pitch in pitches)
-            or any(rows < one.rows for rows in plane_rows)
-        ):
-            raise DeviceError(f"cannot copy {one}: rows, or planes, lie inside one another")
-        for first, end in ((one.to, one.to_end), (one.source, one.source_end)):
-            for address in (first, end - 1):
-                if (uuid := self.device_of(address)) != stream.uuid:
-                    raise DeviceError(f"cannot copy {one}: memory of {uuid} is no device memory here")
+    def _check_reachable(self, starts: Iterable[int], width: int, uuid: str) -> None:
+        """Refuse addresses at which a device's kernel would fault."""
+        mapped = {base: size for base, (size, physical) in self._mapped.items() if physical.uuid == uuid}
+        plain = {base: size for base, (size, on) in self._plain.items() if on == uuid}
+        reachable = tuple((mapped | plain | self._host).items())
+        for start in starts:
+            if not any(base <= start and start + width <= base + size for base, size in reachable):
+                raise DeviceError(f"cannot copy rows at {start:#x}: {uuid} does not reach them")
 
     def record(self, stream: Any) -> Any:
         self._check_current(stream)

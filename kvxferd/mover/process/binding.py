@@ -20,7 +20,7 @@ from kvxferd.memory.prefault import prefault
 from kvxferd.memory.validate import check_exports
 from kvxferd.mover.process.device_scatter import DeviceScatterer
 from kvxferd.mover.transport.base import MemoryRange, TransportError
-from kvxferd.mover.transport.copy_probe import probe_strided_copies
+from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.mover.transport.probe import ProbeOutcome, placement_of, probe_span
 from kvxferd.mover.transport.staging import StagedTransport
 from kvxferd.wire.common import MeasuredPlacement, RegionAddress
@@ -80,7 +80,7 @@ class Bindings:
     ) -> Bound:
         """Map and register all regions, or none. Raises KvxferdError.
 
-        `scatters`: whether covering reads are wanted, so that a GPU's strided copies are to be probed.
+        `scatters`: whether covering reads are wanted, so that a GPU's copies of rows are to be probed.
         """
         if self.regions:
             raise EngineError("cannot bind a mover twice", Code.OUT_OF_PLACE)
@@ -112,7 +112,7 @@ class Bindings:
             return
         uuid = exports[0].device
         try:
-            if why := probe_strided_copies(driver, uuid):
+            if why := probe_copy_rows(driver, uuid):
                 _LOG.warning("GPU memory read directly: device=%s reason=%s", uuid, why)
                 return
             self.device_scatterer = DeviceScatterer(driver, uuid, self.regions, self.flush)

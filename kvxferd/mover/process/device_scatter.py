@@ -1,8 +1,7 @@
-"""Scatters in a GPU: from a chunk in its memory into the blocks there, by the driver's strided copies.
+"""Scatters in a GPU: from a chunk in its memory into the blocks there, by the driver's copies of rows.
 
-A stretch's copies are a few patterns of equal rows (`kvxferd.plan.copy_patterns`), and stretches whose blocks
-are at equal distances share a call. The calls are made in the engine's own steps; the GPU makes the copies
-meanwhile.
+A stretch's copies are few patterns of equal rows (`kvxferd.plan.copy_patterns`), and one call copies a
+pattern of many stretches. The calls are made in the engine's own steps; the GPU makes the copies meanwhile.
 
 Started copies cannot be taken back. So a scatter is over when an event behind its last copy is done, and by
 nothing else: where the driver cannot report that, the blocks stay in doubt until the mover is dead.
@@ -15,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,22 +22,32 @@ import numpy as np
 from kvxferd.errors import DeviceError
 from kvxferd.ids import RegionId
 from kvxferd.memory.device_pool import DevicePool
-from kvxferd.memory.driver import Driver, StridedCopy
+from kvxferd.memory.driver import PAIRS_PER_LAUNCH, Driver, Rows
 from kvxferd.mover.process.chunks import Chunk
 from kvxferd.mover.process.covering import ChunkFill, PlacedStretches
 from kvxferd.mover.process.scatterer import ScatterJob
 from kvxferd.mover.transport.base import MemoryKind, MemoryRange
-from kvxferd.plan.copy_patterns import CopyPattern, form_patterns, plane_fits, progressions
+from kvxferd.plan.copy_patterns import CopyPattern, form_patterns
 from kvxferd.plan.run_shapes import Int64s
 from kvxferd.plan.stretches import StretchForm
 from kvxferd.wire.common import RegionAddress
 
 _LOG = logging.getLogger(__name__)
 
-# Calls in one step of the engine. One takes 2 to 7 us (docs/adr/0070-gpu-scatter.md), so 32 about 0.1 ms.
-CALLS_PER_STEP = 32
-# A call takes as long as about two descriptors. A form that a pattern moves fewer copies of gains nothing.
-MIN_COPIES_PER_PATTERN = 4
+# Calls in one step of the engine: 0.1 ms. One takes 6 us to launch (docs/adr/0070-gpu-scatter.md), and up to
+# 20 for the addresses.
+CALLS_PER_STEP = 4
+# A call takes as long as about 25 descriptors, and a chunk has 16 stretches or more. So a form gains where a
+# pattern makes two copies of a stretch.
+MIN_COPIES_PER_PATTERN = 2
+
+
+class RowCopies(NamedTuple):
+    """One call of the driver: `rows` between each pair of addresses."""
+
+    to: Int64s
+    source: Int64s
+    rows: Rows
 
 
 class DeviceChunk(Chunk):
@@ -59,7 +68,7 @@ class DeviceScatterJob(ScatterJob):
 
     def __init__(
         self,
-        copies: Iterator[StridedCopy],
+        copies: Iterator[RowCopies],
         driver: Driver,
         uuid: str,
         stream: Any,
@@ -106,7 +115,8 @@ class DeviceScatterJob(ScatterJob):
             few = list(islice(self._copies, CALLS_PER_STEP))
             if few:
                 self._has_started = True  # also where one is refused: those before it run
-                self._driver.copy_strided(few, self._stream)
+                for to, source, rows in few:
+                    self._driver.copy_rows(memoryview(to), memoryview(source), rows, self._stream)
         except Exception as error:
             _LOG.exception("chunk not scattered")
             self._set_error(error)
@@ -158,8 +168,7 @@ class DeviceScatterer:
         self._flush = flush
         self._pool = DevicePool(uuid, driver)
         self._regions = {region.region: region for region in regions}
-        self._max_pitch = driver.max_pitch_bytes(uuid)
-        self._patterns: WeakKeyDictionary[StretchForm, list[CopyPattern] | None] = WeakKeyDictionary()
+        self._patterns: WeakKeyDictionary[StretchForm, list[CopyPattern]] = WeakKeyDictionary()
         self._jobs: deque[DeviceScatterJob] = deque()
         with driver.on(uuid):
             self._stream = driver.open_stream()
@@ -167,12 +176,11 @@ class DeviceScatterer:
 
     def can_scatter(self, form: StretchForm) -> bool:
         """Whether the form's copies are few calls of the driver."""
-        patterns = self._patterns_of(form)
-        return patterns is not None and form.num_copies >= MIN_COPIES_PER_PATTERN * len(patterns)
+        return form.num_copies >= MIN_COPIES_PER_PATTERN * len(self._patterns_of(form))
 
-    def _patterns_of(self, form: StretchForm) -> list[CopyPattern] | None:
+    def _patterns_of(self, form: StretchForm) -> list[CopyPattern]:
         if form not in self._patterns:
-            self._patterns[form] = form_patterns(form, self._max_pitch)
+            self._patterns[form] = form_patterns(form)
         return self._patterns[form]
 
     def make_chunk(self, size_bytes: int) -> DeviceChunk:
@@ -186,11 +194,9 @@ class DeviceScatterer:
         self._jobs.append(job)
         return job
 
-    def _copies(self, fill: ChunkFill, chunk: MemoryRange) -> Iterator[StridedCopy]:
+    def _copies(self, fill: ChunkFill, chunk: MemoryRange) -> Iterator[RowCopies]:
         for placed in fill.placed:
-            patterns = self._patterns_of(placed.stretches.form)
-            assert patterns is not None, "a form was not asked about"
-            yield from strided_copies(placed, patterns, chunk, self._regions, self._max_pitch)
+            yield from row_copies(placed, self._patterns_of(placed.stretches.form), chunk, self._regions)
 
     def step(self) -> bool:
         """Start copies of one scatter, and look which are done; return whether there was any progress."""
@@ -217,74 +223,34 @@ class DeviceScatterer:
             _LOG.error("copies not ended: reason=%s", error.message)
 
 
-def strided_copies(
+def row_copies(
     placed: PlacedStretches,
     patterns: Sequence[CopyPattern],
     chunk: MemoryRange,
     regions: Mapping[RegionId, RegionAddress],
-    max_pitch: int,
-) -> Iterator[StridedCopy]:
+) -> Iterator[RowCopies]:
     """Yield the copies of stretches in a chunk. Raises IndexError rather than leave chunk or region."""
     stretches = placed.stretches
     region = regions[stretches.local_region]
-    image = np.arange(len(stretches.remote), dtype=np.int64) * stretches.form.size_bytes
-    image += chunk.address + placed.offset
-    for pattern in patterns:
-        local = stretches.local[:, pattern.block] + region.address
-        for copy in _copies_of(pattern, image + pattern.image, local + pattern.local, max_pitch):
+    images = np.arange(len(stretches.remote), dtype=np.int64) * stretches.form.size_bytes
+    images += chunk.address + placed.offset
+    for one in patterns:
+        at_once = max(1, PAIRS_PER_LAUNCH // len(one.image))
+        for start in range(0, len(images), at_once):
+            few = slice(start, start + at_once)
+            source = images[few, None] + one.image
+            to = stretches.local[few][:, one.block] + (one.local + region.address)
             if not (
-                chunk.address <= copy.source
-                and copy.source_end <= chunk.address + chunk.size_bytes
-                and region.address <= copy.to
-                and copy.to_end <= region.address + region.size_bytes
+                _is_inside(source, one.image_pitch, one, chunk.address, chunk.size_bytes)
+                and _is_inside(to, one.local_pitch, one, region.address, region.size_bytes)
             ):
-                raise IndexError(f"{copy} leaves the chunk, or region {region.region}")
-            yield copy
+                raise IndexError(f"a copy of rows leaves the chunk, or region {region.region}")
+            rows = Rows(one.width, one.rows, one.local_pitch, one.image_pitch)
+            yield RowCopies(to.ravel(), source.ravel(), rows)
 
 
-def _copies_of(pattern: CopyPattern, image: Int64s, local: Int64s, max_pitch: int) -> Iterator[StridedCopy]:
-    """Yield one pattern's copies: of several stretches at a time, where these lie at equal distances."""
-    if pattern.rows == 1:
-        yield from _rows_of_stretches(pattern.width, image, local, max_pitch)
-        return
-    found = progressions(image, local, plane_fits(pattern), len(image))
-    assert found is not None
-    if pattern.planes > 1 and pattern.planes * len(found) >= len(image):
-        for source, to in zip(image.tolist(), local.tolist(), strict=True):
-            yield _planes(pattern, source, to, pattern.planes, pattern.image_plane, pattern.local_plane)
-        return
-    for plane in range(pattern.planes):
-        for start, num_items, step, local_step in found:
-            source = int(image[start]) + plane * pattern.image_plane
-            to = int(local[start]) + plane * pattern.local_plane
-            yield _planes(pattern, source, to, num_items, step, local_step)
-
-
-def _rows_of_stretches(width: int, image: Int64s, local: Int64s, max_pitch: int) -> Iterator[StridedCopy]:
-    def fits(first: int, second: int) -> bool:
-        return width <= first <= max_pitch and width <= second <= max_pitch
-
-    found = progressions(image, local, fits, len(image))
-    assert found is not None
-    for start, num_items, step, local_step in found:
-        source, to = int(image[start]), int(local[start])
-        if num_items == 1 or step == local_step == width:
-            yield StridedCopy(to, source, width * num_items)
-        else:
-            yield StridedCopy(to, source, width, num_items, local_step, step)
-
-
-def _planes(rows: CopyPattern, source: int, to: int, num: int, step: int, local_step: int) -> StridedCopy:
-    if num == 1:
-        return StridedCopy(to, source, rows.width, rows.rows, rows.local_pitch, rows.image_pitch)
-    return StridedCopy(
-        to,
-        source,
-        rows.width,
-        rows.rows,
-        rows.local_pitch,
-        rows.image_pitch,
-        num,
-        local_step // rows.local_pitch,
-        step // rows.image_pitch,
-    )
+def _is_inside(first_rows: Int64s, pitch: int, pattern: CopyPattern, address: int, size_bytes: int) -> bool:
+    """Whether rows that begin at these addresses lie in a range of memory."""
+    before, after = sorted((0, (pattern.rows - 1) * pitch))
+    end = int(first_rows.max()) + after + pattern.width
+    return address <= int(first_rows.min()) + before and end <= address + size_bytes

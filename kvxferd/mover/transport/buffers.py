@@ -7,16 +7,23 @@ import logging
 import mmap
 from typing import Any
 
+import numpy as np
+
 from kvxferd.errors import DeviceError
-from kvxferd.memory.driver import Driver
+from kvxferd.memory.driver import Driver, Rows
 from kvxferd.mover.transport.base import MemoryRange, Transport
 from kvxferd.plan import Runs
+from kvxferd.plan.run_shapes import distinct
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 
 _LOG = logging.getLogger(__name__)
 
 _WORD_SLOT_BYTES = 64  # a cache line each, so that a word that lands touches no other slot's line
 _NUM_WORD_SLOTS = 1024  # pulls that read their fence word at the same time; more wait
+# A copy takes 4 us of host time, and a call for all runs of one length about 20
+# (docs/adr/0070-gpu-scatter.md). Runs from this length on take as long as their copies do to start.
+_LONG_RUN_BYTES = 64 << 10
+_MIN_RUNS_PER_CALL = 8
 
 
 class SlotPool:
@@ -86,10 +93,16 @@ class WordSlots:
 class PinnedBuffer:
     """A pinned and registered buffer, and the stream of its copies. Its maker calls `close` once."""
 
-    def __init__(self, transport: Transport, driver: Driver, uuid: str, size_bytes: int) -> None:
-        """Raises DeviceError or TransportError, and then leaves nothing behind."""
+    def __init__(
+        self, transport: Transport, driver: Driver, uuid: str, size_bytes: int, copies_rows: bool
+    ) -> None:
+        """`copies_rows`: whether the driver's `copy_rows` is proved right.
+
+        Raises DeviceError or TransportError, and then leaves nothing behind.
+        """
         self._driver = driver
         self._uuid = uuid
+        self._copies_rows = copies_rows
         with driver.on(uuid):
             self.span = MemoryRange(driver.allocate_host(size_bytes), size_bytes)
             try:
@@ -110,8 +123,16 @@ class PinnedBuffer:
 
     def start_copies(self, runs: Runs) -> Any:
         """Start copies from `remote` to `local` addresses; return the event that is done after the last."""
+        is_short = runs.length < np.uint64(_LONG_RUN_BYTES)
+        lengths = distinct(runs.length[is_short].view(np.int64)).tolist() if self._copies_rows else []
+        if np.count_nonzero(is_short) < _MIN_RUNS_PER_CALL * len(lengths):
+            lengths = []
         with self._driver.on(self._uuid):
-            self._driver.copy(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), self._stream)
+            for length in lengths:
+                to, source, _ = (column[runs.length == length] for column in runs)
+                self._driver.copy_rows(memoryview(to), memoryview(source), Rows(length), self._stream)
+            singly = (column[~is_short] if lengths else column for column in runs)
+            self._driver.copy(*(column.tolist() for column in singly), self._stream)
             return self._driver.record(self._stream)
 
     def is_done(self, event: Any) -> bool:

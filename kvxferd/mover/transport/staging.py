@@ -21,6 +21,7 @@ from kvxferd.ids import AgentName
 from kvxferd.memory.driver import Driver
 from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, Transport, TransportError
 from kvxferd.mover.transport.buffers import PinnedBuffer, SlotPool, WordSlots
+from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.reply_agents import ReplyAgents
 from kvxferd.mover.transport.runs import packed_addresses, single_run, split_into_chunks
@@ -166,10 +167,12 @@ class StagedTransport:
 
     def _open_buffers(self, driver: Driver, uuid: str) -> StagingSource:
         """Make both buffers, or none."""
-        slots = self._slot_bytes, self._num_slots
-        source = StagingSource(self._inner, driver, uuid, *slots, self._reply_agents)
+        if why := probe_copy_rows(driver, uuid):
+            _LOG.warning("staged runs copied one by one: device=%s reason=%s", uuid, why)
+        slots, size_bytes = (self._slot_bytes, self._num_slots), self._slot_bytes * self._num_slots
+        source = StagingSource(self._inner, driver, uuid, *slots, not why, self._reply_agents)
         try:
-            self._pinned = PinnedBuffer(self._inner, driver, uuid, self._slot_bytes * self._num_slots)
+            self._pinned = PinnedBuffer(self._inner, driver, uuid, size_bytes, not why)
         except BaseException:
             source.pinned.discard(self._inner)
             raise

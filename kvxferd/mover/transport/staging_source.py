@@ -64,12 +64,14 @@ class StagingSource:
         uuid: str,
         slot_bytes: int,
         num_slots: int,
+        copies_rows: bool,
         readers: ReplyAgents,
     ) -> None:
-        """Raises DeviceError, TransportError."""
+        """`copies_rows`: as `PinnedBuffer`. Raises DeviceError, TransportError."""
         self._readers = readers
         self._slot_bytes = slot_bytes
-        self.pinned = PinnedBuffer(transport, driver, uuid, num_slots * (slot_bytes + STAMP_BYTES))
+        size_bytes = num_slots * (slot_bytes + STAMP_BYTES)
+        self.pinned = PinnedBuffer(transport, driver, uuid, size_bytes, copies_rows)
         self._stamps_address = self.pinned.address + num_slots * slot_bytes
         self.slots = SlotPool(self.pinned.address, slot_bytes, num_slots)
         self._spans: list[MemoryRange] = []

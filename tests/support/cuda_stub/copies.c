@@ -1,12 +1,11 @@
 /* Streams, events and copies. A copy runs when an event behind it is queried a second time, or on a wait. */
 #include "stub.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define MAX_STREAMS 4096
-#define MAX_PITCH 0x7fffffff
-#define DEVICE 2 /* CU_MEMORYTYPE_DEVICE */
 
 struct copy {
     address_t to, from;
@@ -203,75 +202,63 @@ EXPORT int cuMemcpyBatchAsync_v2(
 }
 ALIAS(cuMemcpyBatchAsync, cuMemcpyBatchAsync_v2);
 
-/* CUDA_MEMCPY2D and CUDA_MEMCPY3D as cuda.h has them. */
+/* --- the one kernel, copy_rows.cu */
 
-struct copy_2d {
-    size_t from_x, from_y;
-    int from_type;
-    const void *from_host;
-    address_t from;
-    void *from_array;
-    size_t from_pitch;
-    size_t to_x, to_y;
-    int to_type;
-    void *to_host;
-    address_t to;
-    void *to_array;
-    size_t to_pitch;
-    size_t width, height;
+#define PAIRS 2045
+
+struct copy_parameters {
+    u64 num_pairs, rows, width, to_pitch, from_pitch;
+    address_t to[PAIRS], from[PAIRS];
 };
 
-struct copy_3d {
-    size_t from_x, from_y, from_z, from_lod;
-    int from_type;
-    const void *from_host;
-    address_t from;
-    void *from_array, *reserved_0;
-    size_t from_pitch, from_height;
-    size_t to_x, to_y, to_z, to_lod;
-    int to_type;
-    void *to_host;
-    address_t to;
-    void *to_array, *reserved_1;
-    size_t to_pitch, to_height;
-    size_t width, height, depth;
-};
+static int module, kernel; /* their addresses are the handles */
 
-/* Refuse what CUDA refuses, and, as some devices do, pitches that are not of cuMemAllocPitch. */
-static int start_rows(void *stream, struct copy copy) {
-    size_t multiple = (size_t)setting("PITCH_MULTIPLE", 1);
-    if (!copy.width || !copy.rows) return INVALID_VALUE;
-    if (copy.to_pitch < copy.width || copy.from_pitch < copy.width) return INVALID_VALUE;
-    if (copy.to_pitch > MAX_PITCH || copy.from_pitch > MAX_PITCH) return INVALID_VALUE;
-    if (copy.to_pitch % multiple || copy.from_pitch % multiple) return INVALID_VALUE;
-    pthread_mutex_lock(&stub_lock);
-    int status = INVALID_VALUE;
-    if (is_device_memory(copy.to) && is_device_memory(copy.from)) status = start(stream, copy);
-    pthread_mutex_unlock(&stub_lock);
-    return status;
-}
-
-EXPORT int cuMemcpy2DAsync_v2(const struct copy_2d *c, void *stream) {
+/* Take the PTX that declares the parameters that are read here, of a version that CUDA 12.1 knows. */
+EXPORT int cuModuleLoadData(void **loaded, const void *image) {
     REQUIRE_CONTEXT();
-    if (c->from_type != DEVICE || c->to_type != DEVICE) return INVALID_VALUE;
-    if (c->from_x || c->from_y || c->to_x || c->to_y) return INVALID_VALUE;
-    return start_rows(stream, (struct copy){c->to, c->from, c->width, c->to_pitch, c->from_pitch, c->height});
-}
-ALIAS(cuMemcpy2DAsync, cuMemcpy2DAsync_v2);
-
-EXPORT int cuMemcpy3DAsync_v2(const struct copy_3d *c, void *stream) {
-    REQUIRE_CONTEXT();
-    if (c->from_type != DEVICE || c->to_type != DEVICE) return INVALID_VALUE;
-    if (c->from_x || c->from_y || c->from_z || c->from_lod) return INVALID_VALUE;
-    if (c->to_x || c->to_y || c->to_z || c->to_lod) return INVALID_VALUE;
-    if (c->from_height < c->height || c->to_height < c->height || !c->depth) return INVALID_VALUE;
-    for (size_t plane = 0; plane < c->depth; plane++) {
-        address_t to = c->to + plane * c->to_height * c->to_pitch;
-        address_t from = c->from + plane * c->from_height * c->from_pitch;
-        struct copy rows = {to, from, c->width, c->to_pitch, c->from_pitch, c->height};
-        int status = start_rows(stream, rows);
-        if (status) return status;
-    }
+    char parameters[80];
+    const char *format = ".param .align 8 .b8 copy_rows_param_0[%zu]";
+    snprintf(parameters, sizeof parameters, format, sizeof(struct copy_parameters));
+    if (!setting("KERNELS", 1)) return UNSUPPORTED_PTX_VERSION;
+    if (!strstr(image, ".version 8.1\n") || !strstr(image, parameters)) return INVALID_PTX;
+    log_call("module loaded");
+    *loaded = &module;
     return OK;
 }
-ALIAS(cuMemcpy3DAsync, cuMemcpy3DAsync_v2);
+
+EXPORT int cuModuleGetFunction(void **function, void *of, const char *name) {
+    REQUIRE_CONTEXT();
+    if (of != &module || strcmp(name, "copy_rows")) return NOT_FOUND;
+    *function = &kernel;
+    return OK;
+}
+
+EXPORT int cuLaunchKernel(
+    void *function,
+    unsigned grid_x,
+    unsigned grid_y,
+    unsigned grid_z,
+    unsigned block_x,
+    unsigned block_y,
+    unsigned block_z,
+    unsigned shared_bytes,
+    void *stream,
+    void **arguments,
+    void **extra
+) {
+    REQUIRE_CONTEXT();
+    if (function != &kernel) return INVALID_HANDLE;
+    if (!grid_x || grid_x > 64 || grid_y != 1 || grid_z != 1) return INVALID_VALUE;
+    if (block_x != 256 || block_y != 1 || block_z != 1 || shared_bytes || extra) return INVALID_VALUE;
+    const struct copy_parameters *p = arguments[0];
+    if (!p->num_pairs || p->num_pairs > PAIRS) return INVALID_VALUE;
+    log_call("rows copied: %llu pairs", p->num_pairs);
+    pthread_mutex_lock(&stub_lock);
+    for (u64 i = 0; i < p->num_pairs; i++) {
+        struct copy copy = {p->to[i], p->from[i], p->width, p->to_pitch, p->from_pitch, p->rows};
+        if (!is_reachable(copy.to) || !is_reachable(copy.from)) abort(); /* as where copies run */
+        start(stream, copy);
+    }
+    pthread_mutex_unlock(&stub_lock);
+    return OK;
+}

@@ -117,7 +117,6 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
     REQUIRE_INIT();
     if (!is_device(device)) return INVALID_DEVICE;
     switch (attribute) {
-    case 11: *value = 0x7fffffff; break;                                   /* MAX_PITCH */
     case 33: *value = 0x11 + device; break;                                /* PCI_BUS_ID */
     case 75: *value = 9; break;                                            /* COMPUTE_CAPABILITY_MAJOR */
     case 41:                                                               /* UNIFIED_ADDRESSING */
@@ -240,6 +239,7 @@ EXPORT int cuGetErrorString(int error, const char **text) {
     case OUT_OF_MEMORY: *text = "out of memory"; break;
     case NOT_INITIALIZED: *text = "initialization error"; break;
     case INVALID_CONTEXT: *text = "invalid device context"; break;
+    case UNSUPPORTED_PTX_VERSION: *text = "the provided PTX was compiled with an unsupported toolchain."; break;
     default: *text = "an error of the stand-in";
     }
     return OK;

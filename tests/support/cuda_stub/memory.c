@@ -157,6 +157,7 @@ static struct physical *hold_fd(int fd) {
 }
 
 int is_device_memory(address_t at) { return mapping_at(at) != NULL; }
+int is_reachable(address_t at) { return is_device_memory(at) || range_at(pinned, at); }
 
 char *touchable(address_t at, size_t size, size_t *num) {
     struct mapping *mapping = mapping_at(at);

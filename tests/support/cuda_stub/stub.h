@@ -10,7 +10,7 @@
  *   DEVICES 1, TOTAL_MB 8192, VERSION 13000, NVLINKS 0 (of each device)
  *   RDMA 1, DMABUF 0, FLUSH_OPTIONS 1, WRITES_ORDERING 0: attributes of each device
  *   LOCATION_TYPE, LOCATION_ID: reported of imported memory, instead of what it has
- *   PITCH_MULTIPLE 1: of which pitches of strided copies must be multiples
+ *   KERNELS 1; 0: no PTX is new enough to be loaded
  *   HOST_REGISTRATION 1; 0: refused
  *   HOOKED_ADDRESSES 1; 0: the address that cuGetProcAddress returns for cuMemMap passes UCX's patch by
  *   LOG: a file, to which calls of interest add a line each */
@@ -39,6 +39,8 @@ enum status {
     NOT_INITIALIZED = 3,
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
+    INVALID_PTX = 218,
+    UNSUPPORTED_PTX_VERSION = 222,
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
@@ -80,6 +82,8 @@ void *primary_context(int device);
 char *touchable(address_t at, size_t size, size_t *num);
 /* Whether an address is device memory. With the lock. */
 int is_device_memory(address_t at);
+/* Whether a kernel can touch an address: device memory, or pinned host memory. With the lock. */
+int is_reachable(address_t at);
 /* Run all copies that were started, as a call that waits for the device does. With the lock. */
 void run_all_copies(void);
 /* The function that cuMemMap calls. */

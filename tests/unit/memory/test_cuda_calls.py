@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxferd.mover.transport.copy_probe import SHAPES
 from tests.support import cuda_stub
 from tests.support.python_process import run_python
 from tests.support.repository import ROOT
@@ -40,10 +41,6 @@ def test_the_drivers_contract_through_cuda_python(stub: Path) -> None:
     summary = contract(stub, "cuda")
     assert "passed" in summary
     assert "skipped" not in summary
-
-
-def test_pitches_that_a_device_refuses_are_copied_row_by_row(stub: Path) -> None:
-    assert "passed" in contract(stub, "cuda and strided", PITCH_MULTIPLE=512)
 
 
 def said_by(stub: Path, program: str, **settings: object) -> str:
@@ -95,17 +92,27 @@ def test_memory_that_is_elsewhere_is_refused_and_let_go(stub: Path, kind: str, n
 
 PROBE = """
 from kvxferd.memory.cuda import CudaDriver
-from kvxferd.mover.transport.copy_probe import probe_strided_copies
+from kvxferd.mover.transport.copy_probe import probe_copy_rows
 driver = CudaDriver()
 uuid = driver.devices()[0].uuid
-print(repr(probe_strided_copies(driver, uuid)), driver.max_pitch_bytes(uuid))
+print(repr(probe_copy_rows(driver, uuid)))
 """
 
 
-@pytest.mark.parametrize("multiple", ["1", "512"])
-def test_strided_copies_pass_the_probe(stub: Path, multiple: str) -> None:
-    """Also where the device refuses most pitches: it gets the rows one by one."""
-    assert said_by(stub, PROBE, PITCH_MULTIPLE=multiple) == f"'' {(1 << 31) - 1}"
+def test_copies_of_rows_pass_the_probe(stub: Path, tmp_path: Path) -> None:
+    log = tmp_path / "calls"
+    assert said_by(stub, PROBE, LOG=log) == "''"
+    calls = log.read_text().splitlines()
+    assert sum(call.endswith("module loaded") for call in calls) == 1
+    assert sum("rows copied" in call for call in calls) == 3 * len(SHAPES)
+
+
+def test_a_driver_that_takes_no_such_kernel_says_why(stub: Path) -> None:
+    said = said_by(stub, PROBE, KERNELS=0)
+    assert said == (
+        "'cannot cuModuleLoadData: the provided PTX was compiled with an unsupported toolchain. "
+        "(CUDA_ERROR_UNSUPPORTED_PTX_VERSION)'"
+    )
 
 
 def test_memory_of_the_device_is_imported(stub: Path) -> None:

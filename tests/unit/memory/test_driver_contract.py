@@ -6,14 +6,15 @@ import ctypes
 import os
 import random
 import threading
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.device import DeviceMapping, DeviceMemory
 from kvxferd.memory.device_pool import DevicePool
-from kvxferd.memory.driver import Driver, StridedCopy, WriteOrder
+from kvxferd.memory.driver import PAIRS_PER_LAUNCH, Driver, Rows, WriteOrder
 from kvxferd.memory.driver_registry import open_driver
 from tests.support.devices import (
     DRIVERS,
@@ -191,63 +192,117 @@ def test_copies_are_done_when_their_event_is(driver: Driver, uuid: str, unit: in
         assert ctypes.string_at(host.address, unit) == content[half:] + content[:half]
 
 
-STRIDED = [
-    StridedCopy(0, 0, 5000),
-    StridedCopy(3, 8, 256, 16, 512, 256),  # heads of 128 half floats into tokens of two of them
-    StridedCopy(0, 1, 7, 9, 13, 11),  # no alignment at all
-    StridedCopy(64, 0, 256, 16, 1024, 256, 3, 16, 20),
-    StridedCopy(1, 5, 3, 2, 3, 5, 4, 6, 2),  # rows that touch
-    StridedCopy(0, 0, 64, 1, 64, 64, 5, 3, 1),  # planes of one row
+# Rows, and offsets (to, source) of the pairs.
+SHAPES = [
+    pytest.param(Rows(5000), [(0, 0)], id="one row of more than a piece"),
+    pytest.param(Rows(16), [(16 * (i * 7 % 5000), 16 * i) for i in range(5000)], id="several launches"),
+    pytest.param(Rows(256, 16, 512, 256), [(0, 0), (256, 4096), (16384, 8192)], id="heads into tokens"),
+    pytest.param(Rows(96, 5, 288, 96), [(4, 8), (1500, 3000)], id="words of four bytes"),
+    pytest.param(Rows(64, 4, 64, 128), [(3, 16), (259, 1024)], id="only one side aligned"),
+    pytest.param(Rows(7, 9, 13, 11), [(0, 1), (500, 3), (201, 900)], id="no alignment at all"),
+    pytest.param(Rows(1, 3, 1, 5), [(9, 2)], id="single bytes"),
+    pytest.param(Rows(8200, 3, 8208, 9000), [(1, 0), (30000, 27000)], id="long rows without alignment"),
+    pytest.param(Rows(32, 8, -32, 64), [(224, 0), (1224, 512)], id="backwards"),
+    pytest.param(Rows(48, 3, 1 << 15, 48), [(0, 0), (48, 144)], id="long pitches"),
 ]
 
 
-@pytest.mark.parametrize("shape", STRIDED)
-def test_a_strided_copy_writes_its_rows_and_nothing_else(
-    driver: Driver, uuid: str, unit: int, shape: StridedCopy
+@pytest.mark.parametrize(("rows", "pairs"), SHAPES)
+@pytest.mark.parametrize(("to_host", "from_host"), [(False, False), (True, False), (False, True)])
+def test_copies_of_rows_write_their_rows_and_nothing_else(
+    driver: Driver,
+    uuid: str,
+    unit: int,
+    rows: Rows,
+    pairs: list[tuple[int, int]],
+    to_host: bool,
+    from_host: bool,
 ) -> None:
-    before, content = noise(unit, 3), noise(unit, 4)
+    size = 96 << 10
+    assert len(pairs) < 10 or len(pairs) > 2 * PAIRS_PER_LAUNCH
+    before, content = noise(size, 3), noise(size, 4)
     wanted = bytearray(before)
-    for plane in range(shape.planes):
-        for row in range(shape.rows):
-            to = shape.to + (plane * shape.to_plane_rows + row) * shape.to_pitch
-            source = shape.source + (plane * shape.source_plane_rows + row) * shape.source_pitch
-            wanted[to : to + shape.width] = content[source : source + shape.width]
-    with Segment(driver, uuid, [unit]) as target, Segment(driver, uuid, [unit]) as origin:
+    for to, source in pairs:
+        for row in range(rows.rows):
+            at, start = to + row * rows.to_pitch, source + row * rows.source_pitch
+            wanted[at : at + rows.width] = content[start : start + rows.width]
+    with Area(driver, uuid, unit, to_host) as target, Area(driver, uuid, unit, from_host) as origin:
         target.write(before)
         origin.write(content)
         stream = driver.open_stream()
-        copy = shape._replace(to=target.address + shape.to, source=origin.address + shape.source)
-        driver.copy_strided([copy], stream)
+        driver.copy_rows(
+            addresses(target.address + to for to, _ in pairs),
+            addresses(origin.address + source for _, source in pairs),
+            rows,
+            stream,
+        )
         event = driver.record(stream)
         while not driver.is_done(event):
             os.sched_yield()
         driver.drop_event(event)
         driver.close_stream(stream)
-        assert target.read(unit) == bytes(wanted)
-    assert shape.to_end == max(to + width for to, _, width in shape.each_row())
-    assert shape.source_end == max(source + width for _, source, width in shape.each_row())
+        assert target.read(size) == bytes(wanted)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        StridedCopy(0, 0, 256, 2, 128, 256),  # rows inside one another
-        StridedCopy(0, 0, 256, 2, 256, 1 << 40),
-        StridedCopy(0, 0, 16, 4, 64, 64, 2, 3, 4),  # planes inside one another
-        StridedCopy(0, 0, 256, 2, 1 << 20, 256),  # past the end
-    ],
-)
-def test_the_fake_driver_refuses_strides_that_no_device_copies(shape: StridedCopy) -> None:
-    """CUDA refuses the first three. Past the end, it writes other memory, or faults."""
+def addresses(of: Iterable[int]) -> memoryview:
+    return memoryview(array("Q", of))
+
+
+class Area:
+    """128 KiB of device memory, or of pinned host memory."""
+
+    def __init__(self, driver: Driver, uuid: str, unit: int, is_host: bool) -> None:
+        size = -(-(128 << 10) // unit) * unit
+        self._memory = HostBuffer(driver, size) if is_host else Segment(driver, uuid, [size])
+        self.address = self._memory.address
+
+    def write(self, content: bytes) -> None:
+        if isinstance(self._memory, Segment):
+            self._memory.write(content)
+        else:
+            ctypes.memmove(self.address, content, len(content))
+
+    def read(self, size_bytes: int) -> bytes:
+        if isinstance(self._memory, Segment):
+            return self._memory.read(size_bytes)
+        return ctypes.string_at(self.address, size_bytes)
+
+    def __enter__(self) -> Area:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._memory.__exit__(*error)
+
+
+def test_copies_of_rows_and_others_run_in_order(driver: Driver, uuid: str, unit: int) -> None:
+    """A scatter is over when an event behind its last copy is done, of whichever kind that is."""
+    with Segment(driver, uuid, [unit]) as segment:
+        segment.write(b"abc")
+        stream = driver.open_stream()
+        at = segment.address
+        driver.copy_rows(addresses([at + 3]), addresses([at]), Rows(3), stream)
+        driver.copy([at + 6], [at + 3], [3], stream)
+        driver.copy_rows(addresses([at + 9]), addresses([at + 6]), Rows(3), stream)
+        driver.copy_rows(addresses([]), addresses([]), Rows(3), stream)
+        driver.synchronize(stream)
+        driver.close_stream(stream)
+        assert segment.read(12) == b"abcabcabcabc"
+
+
+@pytest.mark.parametrize("outside", [0, 1])
+def test_the_fake_driver_refuses_rows_that_a_gpu_faults_at(outside: int) -> None:
     driver = driver_or_skip(FAKE)
     uuid = driver.devices()[0].uuid
-    assert driver.max_pitch_bytes(uuid) == (1 << 31) - 1
     pool = DevicePool(uuid, driver)
-    block = pool.allocate(1)
+    address = pool.allocate(1).address
+    unpinned = ctypes.create_string_buffer(64)
     with driver.on(uuid):
         stream = driver.open_stream()
-        with pytest.raises(DeviceError, match=r"cannot copy|no device memory"):
-            driver.copy_strided([shape._replace(to=block.address, source=block.address + 32768)], stream)
+        for wrong in (ctypes.addressof(unpinned), address + GRANULARITY - 8):
+            sides = [address, address]
+            sides[outside] = wrong
+            with pytest.raises(DeviceError, match="does not reach"):
+                driver.copy_rows(addresses(sides[:1]), addresses(sides[1:]), Rows(16), stream)
         driver.close_stream(stream)
     pool.close()
 
@@ -264,9 +319,9 @@ def test_the_fake_driver_refuses_a_stream_whose_device_is_not_current() -> None:
         ):
             with pytest.raises(DeviceError, match=f"{second} is current"):
                 call()
-        copy = StridedCopy(address := driver.allocate_plain(second, GRANULARITY), address + 512, 256)
-    with driver.on(first), pytest.raises(DeviceError, match=f"memory of {second}"):
-        driver.copy_strided([copy], stream)
+        address = driver.allocate_plain(second, GRANULARITY)
+    with driver.on(first), pytest.raises(DeviceError, match="does not reach"):
+        driver.copy_rows(addresses([address]), addresses([address + 512]), Rows(256), stream)
     driver.free_plain(address)
     driver.close_stream(stream)
 

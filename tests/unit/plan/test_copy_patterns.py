@@ -1,4 +1,4 @@
-"""Forms as strided copies: how few there are, and that they write exactly what the form's copies write."""
+"""Forms as rows: how few there are, and that they write exactly what the form's copies write."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxferd.plan.copy_patterns import CopyPattern, form_patterns, progressions
+from kvxferd.plan.copy_patterns import CopyPattern, form_patterns
 from kvxferd.plan.stretches import Copies, StretchForm
-
-MAX_PITCH = (1 << 31) - 1
 
 
 def int64s(values: list[int]) -> np.ndarray:
@@ -40,24 +38,12 @@ def bytes_of_form(form: StretchForm) -> list[tuple[int, int, int]]:
 def bytes_of_patterns(patterns: list[CopyPattern]) -> list[tuple[int, int, int]]:
     found = []
     for one in patterns:
-        for plane in range(one.planes):
+        for place in zip(one.image, one.local, one.block, strict=True):
+            image, local, block = (int(number) for number in place)
             for row in range(one.rows):
-                local = one.local + plane * one.local_plane + row * one.local_pitch
-                image = one.image + plane * one.image_plane + row * one.image_pitch
-                found += [(one.block, local + i, image + i) for i in range(one.width)]
+                to, source = local + row * one.local_pitch, image + row * one.image_pitch
+                found += [(block, to + i, source + i) for i in range(one.width)]
     return sorted(found)
-
-
-def check_drivers_rules(patterns: list[CopyPattern], max_pitch: int) -> None:
-    for one in patterns:
-        if one.rows > 1:
-            assert one.width <= min(one.image_pitch, one.local_pitch)
-            assert max(one.image_pitch, one.local_pitch) <= max_pitch
-        if one.planes > 1:
-            assert not one.image_plane % one.image_pitch
-            assert not one.local_plane % one.local_pitch
-            assert one.image_plane >= one.rows * one.image_pitch
-            assert one.local_plane >= one.rows * one.local_pitch
 
 
 def heads_and_tokens(tokens: int, heads: int, size: int) -> list[tuple[int, int, int, int]]:
@@ -70,43 +56,54 @@ def heads_and_tokens(tokens: int, heads: int, size: int) -> list[tuple[int, int,
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "num"),
-    [(16, 2, 2), (16, 8, 8), (4, 8, 4), (16, 1, 1), (1, 8, 1)],
+    ("tokens", "heads", "rows"),
+    [(16, 2, 16), (16, 8, 16), (4, 8, 8), (16, 1, 16), (1, 8, 8), (1, 1, 1)],
 )
-def test_a_permutation_needs_as_many_copies_as_its_shorter_side(tokens: int, heads: int, num: int) -> None:
+def test_a_permutation_has_rows_of_its_longer_side(tokens: int, heads: int, rows: int) -> None:
     form = form_of(heads_and_tokens(tokens, heads, 256))
-    patterns = form_patterns(form, MAX_PITCH)
-    assert patterns is not None
-    assert len(patterns) == num
-    assert bytes_of_patterns(patterns) == bytes_of_form(form)
+    (pattern,) = form_patterns(form)
+    assert (pattern.rows, len(pattern.image)) == (rows, tokens * heads // rows)
+    assert bytes_of_patterns([pattern]) == bytes_of_form(form)
 
 
-def test_layers_become_planes() -> None:
+def test_layers_are_places_of_the_same_rows() -> None:
     one = heads_and_tokens(16, 2, 64)
     layers = [
-        (size, image + layer * 16 * 2 * 64, local + layer * 40 * 2 * 64, 0)
+        (size, image + layer * 16 * 2 * 64, local + layer * layer * 40 * 2 * 64, 0)
         for layer in range(10)
         for size, image, local, _ in one
     ]
-    patterns = form_patterns(form_of(layers), MAX_PITCH)
-    assert patterns is not None
-    assert [(one.rows, one.planes) for one in patterns] == [(16, 10)] * 2
-    assert bytes_of_patterns(patterns) == bytes_of_form(form_of(layers))
+    (pattern,) = form_patterns(form_of(layers))
+    assert (pattern.rows, len(pattern.image)) == (16, 20)
+    assert bytes_of_patterns([pattern]) == bytes_of_form(form_of(layers))
 
 
-def test_what_is_not_regular_has_no_patterns() -> None:
-    rng = np.random.default_rng(1)
-    places = rng.permutation(4096)
+def test_rows_end_where_a_local_block_does() -> None:
+    """12 against 16 tokens: four of the one block, and twelve of the other, are rows of four."""
+    copies = [
+        (64, (head * 16 + token) * 64, ((token + 8) % 12 * 4 + head) * 64, int(token >= 4))
+        for head in range(4)
+        for token in range(16)
+    ]
+    form = form_of(copies, num_blocks=2)
+    (pattern,) = form_patterns(form)
+    assert (pattern.rows, len(pattern.image)) == (4, 16)
+    assert bytes_of_patterns([pattern]) == bytes_of_form(form)
+
+
+def test_rows_go_backwards_where_one_side_does() -> None:
+    form = form_of([(8, 8 * i, 100 - 10 * i, 0) for i in range(6)])
+    (pattern,) = form_patterns(form)
+    assert (pattern.rows, pattern.image_pitch * pattern.local_pitch) == (6, -80)
+    assert bytes_of_patterns([pattern]) == bytes_of_form(form)
+
+
+def test_what_is_not_regular_is_single_rows_of_one_pattern() -> None:
+    places = np.random.default_rng(1).permutation(4096)
     form = form_of([(8, 16 * i, 16 * int(place), 0) for i, place in enumerate(places)])
-    assert form_patterns(form, MAX_PITCH) is None
-
-
-def test_pitches_stay_below_the_devices_longest() -> None:
-    form = form_of([(16, 16 * i, 1000 * i, 0) for i in range(6)])
-    few, many = form_patterns(form, 1000), form_patterns(form, 999)
-    assert few is not None
-    assert many is not None
-    assert (len(few), len(many)) == (1, 6)
+    (pattern,) = form_patterns(form)
+    assert (pattern.rows, pattern.image_pitch, pattern.local_pitch) == (1, 0, 0)
+    assert bytes_of_patterns([pattern]) == bytes_of_form(form)
 
 
 @settings(max_examples=100, deadline=None)
@@ -139,24 +136,6 @@ def test_patterns_write_what_the_copies_write(data: st.DataObject) -> None:
     if not copies:
         return
     form = form_of(copies, num_blocks)
-    max_pitch = data.draw(st.sampled_from([16, 40, MAX_PITCH]))
-    patterns = form_patterns(form, max_pitch)
-    assert patterns is not None
+    patterns = form_patterns(form)
     assert bytes_of_patterns(patterns) == bytes_of_form(form)
-    assert len(patterns) <= form.num_copies
-    check_drivers_rules(patterns, max_pitch)
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30))
-def test_progressions_hold_each_item_once(pairs: list[tuple[int, int]]) -> None:
-    first, second = (int64s([pair[side] for pair in pairs]) for side in (0, 1))
-    found = progressions(first, second, lambda a, b: a > 0 and b > 0, 100)
-    assert found is not None
-    items = []
-    for one in found:
-        for number in range(one.num_items):
-            item = one.start + number
-            items.append(item)
-            assert first[item] == first[one.start] + number * one.first_step
-            assert second[item] == second[one.start] + number * one.second_step
-    assert items == list(range(len(pairs)))
+    assert len(patterns) == len(form.copies)

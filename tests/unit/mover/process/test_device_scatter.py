@@ -1,8 +1,9 @@
-"""Covering reads into a GPU: chunks there, strided copies, and what the driver's failures mean."""
+"""Covering reads into a GPU: chunks there, copies of rows, and what the driver's failures mean."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 
 from kvxferd.errors import Code, DeviceError
 from kvxferd.ids import RegionId
-from kvxferd.memory.driver import StridedCopy
+from kvxferd.memory.driver import PAIRS_PER_LAUNCH, Rows
 from kvxferd.mover.process.chunks import IDLE_S, ChunkState
 from kvxferd.mover.process.covering import ChunkFill, PlacedStretches, scatter
-from kvxferd.mover.process.device_scatter import CALLS_PER_STEP, strided_copies
+from kvxferd.mover.process.device_scatter import CALLS_PER_STEP, row_copies
 from kvxferd.mover.transport.base import MemoryRange
-from kvxferd.mover.transport.copy_probe import probe_strided_copies
+from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.plan.copy_patterns import form_patterns
 from kvxferd.plan.covering import Stretches
 from kvxferd.plan.stretches import Copies, StretchForm
@@ -35,26 +36,24 @@ from tests.support.pull_engine_harness import (
 )
 
 CHUNK = 64 << 10
-MAX_PITCH = (1 << 31) - 1
 
 
 class CountingDriver(FakeDriver):
-    """Counts strided copies, and fails when it is told to."""
+    """Counts calls that copy rows, and fails when it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_copies = 0
+        self.num_calls = 0
         self.order: list[str] = []
-        self.refuses_after: int | None = None  # strided copies
+        self.refuses_after: int | None = None  # calls
         self.is_lost = False  # no event can be queried
 
-    def copy_strided(self, copies: Sequence[StridedCopy], stream: Any) -> None:
-        for one in copies:
-            if self.refuses_after is not None and self.num_copies >= self.refuses_after:
-                raise DeviceError("cannot copy: refused", Code.DEVICE_ERROR)
-            self.num_copies += 1
-            self.order.append("copy")
-            super().copy_strided([one], stream)
+    def copy_rows(self, to: memoryview, source: memoryview, rows: Rows, stream: Any) -> None:
+        if self.refuses_after is not None and self.num_calls >= self.refuses_after:
+            raise DeviceError("cannot copy: refused", Code.DEVICE_ERROR)
+        self.num_calls += 1
+        self.order.append("copy")
+        super().copy_rows(to, source, rows, stream)
 
     def flush_writes(self) -> None:
         self.order.append("flush")
@@ -84,14 +83,15 @@ def test_bytes_arrive_through_chunks_of_the_gpu(bench: Bench, driver: CountingDr
     assert (outcome.delivered, outcome.started, outcome.finished) == (True, True, True)
     check_arrived(bench, ids)
     assert outcome.covered_bytes == outcome.bytes == len(ids) * 4 * 4 * 2 * HEAD
-    assert 0 < driver.num_copies <= outcome.runs // 4
+    assert 0 < driver.num_calls <= outcome.runs // 64
     assert set(states(bench)) == {ChunkState.FREE}
 
 
-def test_neighbouring_blocks_share_a_copy(bench: Bench, driver: CountingDriver) -> None:
-    bench.start(range(300))
+@pytest.mark.parametrize("ids", [range(300), scattered(250)])
+def test_the_blocks_of_a_chunk_share_a_call(bench: Bench, driver: CountingDriver, ids: range) -> None:
+    bench.start(ids)
     bench.run()
-    assert driver.num_copies <= 2 * 4 * 2, "of two ranks and four tensors, which a chunk may cut"
+    assert driver.num_calls <= 2 * 4 * 2, "of two ranks and four tensors, which a chunk may cut"
 
 
 def test_writes_of_a_network_card_are_flushed_before_each_copy(driver: CountingDriver) -> None:
@@ -115,7 +115,7 @@ def test_a_flush_that_fails_copies_nothing_and_loses_the_chunk(driver: CountingD
     bench = Bench(chunk_bytes=CHUNK, driver=driver, flush=fail)
     outcome = bench.pull(scattered(8))
     assert (outcome.delivered, outcome.code) == (False, Code.DEVICE_ERROR)
-    assert not driver.num_copies
+    assert not driver.num_calls
     assert states(bench)[ChunkState.LOST] >= 1
     assert not blocks_here(bench).any()
     bench.close()
@@ -125,7 +125,7 @@ def test_a_pull_is_over_when_its_copies_events_are_done(bench: Bench, driver: Co
     driver.polls_per_copy = 10**9
     number = bench.start(scattered(8))
     bench.run()
-    assert driver.num_copies
+    assert driver.num_calls
     assert bench.reported == []
     bench.engine.abort(number)
     bench.run()
@@ -140,20 +140,20 @@ def test_a_pull_is_over_when_its_copies_events_are_done(bench: Bench, driver: Co
 def test_a_cancelled_scatter_starts_no_further_copy(bench: Bench, driver: CountingDriver) -> None:
     ids = range(0, BLOCKS - 1, 3)
     total = bench.start(ids)
-    while not driver.num_copies:
+    while not driver.num_calls:
         bench.engine.step()
-    assert driver.num_copies <= 2 * CALLS_PER_STEP
+    assert driver.num_calls <= 2 * CALLS_PER_STEP
     bench.engine.abort(total)
-    started = driver.num_copies
+    started = driver.num_calls
     bench.run()
-    assert driver.num_copies == started
+    assert driver.num_calls == started
     assert bench.outcomes()[total].finished
 
 
 def test_a_refused_copy_fails_the_pull_and_later_ones_read_directly(
     bench: Bench, driver: CountingDriver
 ) -> None:
-    driver.refuses_after = 3
+    driver.refuses_after = 1
     outcome = bench.pull(scattered(8))
     assert (outcome.delivered, outcome.finished, outcome.code) == (False, True, Code.DEVICE_ERROR)
     assert set(states(bench)) == {ChunkState.FREE}, "the copies before it are done"
@@ -226,64 +226,83 @@ def test_strided_copies_write_what_the_hosts_scatter_writes(data: st.DataObject)
     for _ in scatter(ChunkFill(empty, empty, empty, (placed,), 0), chunk, {RegionId("kv"): by_host}):
         pass
 
-    max_pitch = data.draw(st.sampled_from([width * 3, MAX_PITCH]))
-    patterns = form_patterns(form, max_pitch)
-    assert patterns is not None
     region = RegionAddress(RegionId("kv"), 5000, len(by_copies))
     written = np.zeros(len(by_copies), dtype=int)
-    for one in strided_copies(
-        placed, patterns, MemoryRange(300, len(chunk)), {RegionId("kv"): region}, max_pitch
-    ):
-        if one.rows > 1:
-            assert one.width <= min(one.to_pitch, one.source_pitch)
-            assert max(one.to_pitch, one.source_pitch) <= max_pitch
-        if one.planes > 1:
-            assert one.rows <= min(one.to_plane_rows, one.source_plane_rows)
-        for to, source, length in one.each_row():
-            by_copies[to - 5000 : to - 5000 + length] = chunk[source - 300 : source - 300 + length]
-            written[to - 5000 : to - 5000 + length] += 1
+    span, regions = MemoryRange(300, len(chunk)), {RegionId("kv"): region}
+    for targets, sources, rows in row_copies(placed, form_patterns(form), span, regions):
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            for row in range(rows.rows):
+                to, at = target - 5000 + row * rows.to_pitch, source - 300 + row * rows.source_pitch
+                by_copies[to : to + rows.width] = chunk[at : at + rows.width]
+                written[to : to + rows.width] += 1
     assert (by_copies == by_host).all()
     assert written.sum() == stretches.num_bytes
     assert written.max() == 1
 
 
-@pytest.mark.parametrize(
-    ("region_bytes", "chunk_bytes"),
-    [(63, 1000), (1000, 63)],
-)
-def test_a_copy_that_leaves_its_memory_is_refused(region_bytes: int, chunk_bytes: int) -> None:
-    at = np.arange(4, dtype=np.int64) * 16
-    form = StretchForm(64, 1, (Copies(16, at, at, None),))
-    stretches = Stretches(form, RegionId("kv"), at[:1], np.zeros((1, 1), dtype=np.int64))
-    patterns = form_patterns(form, MAX_PITCH)
-    assert patterns is not None
-    regions = {RegionId("kv"): RegionAddress(RegionId("kv"), 5000, region_bytes)}
-    with pytest.raises(IndexError):
-        list(
-            strided_copies(
-                PlacedStretches(stretches, 0), patterns, MemoryRange(0, chunk_bytes), regions, 1000
-            )
+def test_each_call_has_one_launchs_addresses() -> None:
+    places = np.random.default_rng(1).permutation(300).astype(np.int64) * 8
+    form = StretchForm(300 * 8, 1, (Copies(8, np.sort(places), places, None),))
+    number = 20
+    origins = np.arange(number, dtype=np.int64)[:, None] * 2400
+    stretches = Stretches(form, RegionId("kv"), origins[:, 0], origins)
+    region = RegionAddress(RegionId("kv"), 0, number * 2400)
+    calls = list(
+        row_copies(
+            PlacedStretches(stretches, 0),
+            form_patterns(form),
+            MemoryRange(0, number * 2400),
+            {RegionId("kv"): region},
         )
+    )
+    sizes = [len(one.to) for one in calls]
+    assert sum(sizes) == number * 300
+    assert PAIRS_PER_LAUNCH - 300 < max(sizes) <= PAIRS_PER_LAUNCH
+    assert len(sizes) == -(-number // (PAIRS_PER_LAUNCH // 300))
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize(
+    ("origin", "region_bytes", "chunk_bytes", "is_right"),
+    [
+        (0, 64, 64, True),
+        (0, 63, 1000, False),
+        (0, 1000, 63, False),
+        (-1, 1000, 1000, False),
+        (936, 1000, 64, True),
+        (937, 1000, 64, False),
+    ],
+)
+def test_a_copy_that_leaves_its_memory_is_refused(
+    origin: int, region_bytes: int, chunk_bytes: int, is_right: bool, is_backward: bool
+) -> None:
+    at = np.arange(4, dtype=np.int64) * 16
+    form = StretchForm(64, 1, (Copies(16, at, at[::-1] if is_backward else at, None),))
+    stretches = Stretches(form, RegionId("kv"), at[:1], np.full((1, 1), origin, dtype=np.int64))
+    regions = {RegionId("kv"): RegionAddress(RegionId("kv"), 5000, region_bytes)}
+    placed, chunk = PlacedStretches(stretches, 0), MemoryRange(300, chunk_bytes)
+    with nullcontext() if is_right else pytest.raises(IndexError, match="leaves the chunk, or region kv"):
+        assert list(row_copies(placed, form_patterns(form), chunk, regions))
 
 
 # --- the probe
 
 
 class WrongDriver(FakeDriver):
-    """Copies as if no row had more than its width between it and the next, or nothing at all."""
+    """Copies no row but the first, or other rows' bytes too."""
 
-    def __init__(self, copies: bool) -> None:
+    def __init__(self, copies_too_much: bool) -> None:
         super().__init__()
-        self._copies = copies
+        self._copies_too_much = copies_too_much
 
-    def copy_strided(self, copies: Sequence[StridedCopy], stream: Any) -> None:
-        packed = [one._replace(to_pitch=one.width) for one in copies]
-        super().copy_strided(packed if self._copies else [], stream)
+    def copy_rows(self, to: memoryview, source: memoryview, rows: Rows, stream: Any) -> None:
+        wrong = rows._replace(width=rows.width + 1) if self._copies_too_much else rows._replace(rows=1)
+        super().copy_rows(to, source, wrong, stream)
 
 
 def probe(driver: FakeDriver) -> str:
     uuid = driver.devices()[0].uuid
-    return probe_strided_copies(driver, uuid)
+    return probe_copy_rows(driver, uuid)
 
 
 def test_the_probe_finds_copies_right_and_leaves_nothing() -> None:
@@ -292,9 +311,9 @@ def test_the_probe_finds_copies_right_and_leaves_nothing() -> None:
     assert num_open_fds() == before
 
 
-@pytest.mark.parametrize("copies", [True, False])
-def test_the_probe_finds_copies_wrong(copies: bool) -> None:
-    assert "bytes other than" in probe(WrongDriver(copies))
+@pytest.mark.parametrize("copies_too_much", [True, False])
+def test_the_probe_finds_copies_wrong(copies_too_much: bool) -> None:
+    assert "bytes other than" in probe(WrongDriver(copies_too_much))
 
 
 def test_the_probe_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

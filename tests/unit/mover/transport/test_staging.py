@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ from hypothesis import strategies as st
 
 from kvxferd.errors import DeviceError
 from kvxferd.ids import AgentName
+from kvxferd.memory.driver import Rows
 from kvxferd.mover.transport import staging, staging_source
 from kvxferd.mover.transport.base import HOST, MemoryKind, MemoryRange, ReadHandle, ReadKinds, TransportError
-from kvxferd.mover.transport.runs import single_run
+from kvxferd.mover.transport.buffers import PinnedBuffer
+from kvxferd.mover.transport.runs import packed_addresses, single_run
 from kvxferd.mover.transport.staging import StagedRead, StagedTransport
 from kvxferd.plan import Runs
 from kvxferd.wire.codec import encode
@@ -66,9 +70,11 @@ class Side:
 class World:
     """A reader and a source, on a fabric whose reads take a few polls."""
 
-    def __init__(self, sink_staged: bool, source_staged: bool, polls: int = 2) -> None:
+    def __init__(
+        self, sink_staged: bool, source_staged: bool, polls: int = 2, driver: FakeDriver | None = None
+    ) -> None:
         self.now = 100.0
-        self.driver = FakeDriver()
+        self.driver = driver or FakeDriver()
         self.fabric = Fabric(polls_per_read=polls)
         self.sink = Side(self, "sink", sink_staged)
         self.source = Side(self, "source", source_staged)
@@ -170,6 +176,77 @@ def test_any_runs_at_any_speed(sides: tuple[bool, bool], polls: int, lengths: li
         assert all(free == NUM_SLOTS for free in world.free_slots())
     finally:
         world.close()
+
+
+class CountingDriver(FakeDriver):
+    """Notes each call: the width of rows, 0 for copies one by one, and how many."""
+
+    def __init__(self, has_kernel: bool = True) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int]] = []
+        self._has_kernel = has_kernel
+
+    def copy_rows(self, to: memoryview, source: memoryview, rows: Rows, stream: Any) -> None:
+        if not self._has_kernel:
+            raise DeviceError("cannot cuModuleLoadData: an unsupported toolchain")
+        super().copy_rows(to, source, rows, stream)
+        self.calls.append((rows.width, len(to)))
+
+    def copy(self, to: Sequence[int], source: Sequence[int], length: Sequence[int], stream: Any) -> None:
+        super().copy(to, source, length, stream)
+        self.calls.append((0, len(to)))
+
+
+LONG = 64 << 10
+
+
+@pytest.mark.parametrize(
+    ("lengths", "copies_rows", "calls"),
+    [
+        ([64] * 30 + [70] * 9 + [200], True, [(64, 30), (70, 9), (200, 1)]),
+        ([64] * 30 + [LONG] * 2 + [LONG - 1] * 9, True, [(64, 30), (LONG - 1, 9), (0, 2)]),
+        ([64] * 7, True, [(0, 7)]),  # few
+        (list(range(1, 41)), True, [(0, 40)]),  # few of each length
+        ([64] * 30 + [70] * 9, False, [(0, 39)]),
+    ],
+)
+def test_many_short_runs_of_a_length_are_one_call(
+    lengths: list[int], copies_rows: bool, calls: list[tuple[int, int]]
+) -> None:
+    random.Random(1).shuffle(lengths)
+    size = GRANULARITY * -(-sum(lengths) // GRANULARITY)
+    content = random.Random(2).randbytes(sum(lengths))
+    length = np.array(lengths, dtype=np.uint64)
+    driver, transport = CountingDriver(), MemoryTransport(Fabric(), AgentName("me"))
+    with Segment(driver, UUID, [size]) as segment:
+        segment.write(content)
+        pinned = PinnedBuffer(transport, driver, UUID, size, copies_rows)
+        remote = packed_addresses(segment.address, length)
+        order = np.random.default_rng(3).permutation(len(lengths))
+        local = packed_addresses(pinned.address, length[order])[np.argsort(order)]
+        driver.calls.clear()
+        event = pinned.start_copies(Runs(local, remote, length))
+        made = [call for call in driver.calls if call[1]]
+        while not pinned.is_done(event):
+            pass
+        wanted = b"".join(content[int(remote[i]) - segment.address :][: lengths[i]] for i in order)
+        assert ctypes.string_at(pinned.address, sum(lengths)) == wanted
+        assert (sorted(made), made[-1]) == (sorted(calls), calls[-1])
+        pinned.discard(transport)
+
+
+def test_runs_are_copied_one_by_one_where_the_kernel_cannot_be_loaded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = CountingDriver(has_kernel=False)
+    world = World(True, True, driver=driver)
+    assert "staged runs copied one by one" in caplog.text
+    assert "an unsupported toolchain" in caplog.text
+    runs = [(64 * i, 64 * (99 - i), 64) for i in range(100)]
+    world.run(world.post(*runs))
+    wanted = b"".join(world.content[source : source + 64] for _, source, _ in runs)
+    assert world.sink.segment.read(len(wanted)) == wanted
+    world.close()
 
 
 def test_copy_and_wire_overlap() -> None:
@@ -296,12 +373,12 @@ def test_a_copy_that_was_half_started_is_in_doubt(
 
 
 @pytest.mark.parametrize(
-    ("method", "when"), [("allocate_host", 1), ("allocate_host", 2), ("open_stream", 1), ("open_stream", 2)]
+    ("method", "when"), [("allocate_host", 3), ("allocate_host", 4), ("open_stream", 2), ("open_stream", 3)]
 )
 def test_what_cannot_be_staged_leaves_nothing_and_can_be_closed(
     monkeypatch: pytest.MonkeyPatch, method: str, when: int
 ) -> None:
-    """Whoever waits for a resident mover's end waits for this close."""
+    """Whoever waits for a resident mover's end waits for this close. The probe's own come first."""
     driver = FakeDriver()
     inner = MemoryTransport(Fabric(), AgentName("me"))
     transport = StagedTransport(inner, slot_bytes=SLOT, num_slots=NUM_SLOTS)
