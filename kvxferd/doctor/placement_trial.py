@@ -103,21 +103,21 @@ class TrialStore:
 
     def __init__(self, uuid: str, is_resident: bool, size_bytes: int) -> None:
         self._device = TrialDevice(open_driver(), uuid)
-        address = self._device.allocate(size_bytes, plain=is_resident)
+        self._address = self._device.allocate(size_bytes, plain=is_resident)
         self.memory = (
-            ResidentMemory(address, size_bytes, uuid)
+            ResidentMemory(self._address, size_bytes, uuid)
             if is_resident
-            else DeviceMemory(address, size_bytes, self._device.driver)
+            else DeviceMemory(self._address, size_bytes, self._device.driver)
         )
         self.bytes: Bytes = np.zeros(size_bytes, dtype=np.uint8)
 
     def load(self) -> None:
         """Copy the cache into `bytes`."""
-        self.bytes[:] = np.frombuffer(self._device.read(self.address, self.bytes.size), dtype=np.uint8)
+        self.bytes[:] = np.frombuffer(self._device.read(self._address, self.bytes.size), dtype=np.uint8)
 
     def save(self) -> None:
         """Copy `bytes` into the cache."""
-        self._device.write(self.address, self.bytes.tobytes())
+        self._device.write(self._address, self.bytes.tobytes())
 
 
 class TrialRank(EngineRank):

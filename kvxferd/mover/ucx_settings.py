@@ -16,6 +16,9 @@ GPU_DEFAULTS: Mapping[str, str] = {
     # Movers only read, and between GPUs without active NVLinks UCX reads by cuda_ipc with this alone. Without
     # it such reads go over TCP: 0.5 instead of 49 GB/s (nixl#2208, vllm#52607).
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+    # With its cache UCX keeps what it maps of another process until this one ends, so that the memory of a
+    # source that was killed is not freed. Without it reads are as fast (docs/adr/0051-gpu-placements.md).
+    "UCX_CUDA_IPC_CACHE": "n",
     # With its cache UCX knows GPU memory by functions of the driver that it has patched. A caller that has
     # their addresses from cuGetProcAddress, as cuda-python has, may pass the patch by, and NIXL then refuses
     # the memory ("detected as host"). Without it UCX queries the driver, once for each registration.

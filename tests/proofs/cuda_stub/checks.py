@@ -33,25 +33,34 @@ def test_doctor_reads_over_tcp_and_shows_ucxs_settings() -> None:
     found = examine("--check", "tcp", "--check", "gpu_direct", environment=given)
     assert found.of("tcp")["verdict"] == "ok"
     assert found.status == 0
-    shown = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on (default), UCX_MEMTYPE_CACHE=y (set here)"
+    shown = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on (default), UCX_CUDA_IPC_CACHE=n (default), UCX_MEMTYPE_CACHE=y (set here)"
     assert found.of("ucx settings")["found"] == shown
 
 
 def test_memory_of_cudamalloc_is_read_by_cuda_ipc_with_nvlinks_and_without(log: Path) -> None:
-    """By TCP it would be thousands of copies of 8 KiB, none of which is inside the GPU."""
-    program = [sys.executable, "-m", "tests.proofs.cuda_stub.plain_read"]
-    with subprocess.Popen(
-        [*program, "source"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as source:
-        assert source.stdin is not None
-        assert source.stdout is not None
-        described = source.stdout.readline()
-        read = subprocess.run(
-            [*program, "reader"], input=described, capture_output=True, text=True, check=False, timeout=100
-        )
-        source.stdin.close()  # it ends then
-    assert read.stdout == "intact\n", read.stderr
+    """By TCP it would be thousands of copies of 8 KiB, none of which is inside the GPU.
+
+    A source that is killed leaves nothing on the device, though its reader lives.
+    """
+    with plain_read("source") as source, plain_read("reader") as reader:
+        assert ask(reader, ask(source, "")) == "intact\n"
+        source.kill()
+        source.wait()
+        assert int(ask(reader, "\n")) >= SIZE_BYTES, "beside what it had of its own"
     assert f"device to device: {SIZE_BYTES}" in log.read_text()
+
+
+def plain_read(role: str) -> subprocess.Popen[str]:
+    program = [sys.executable, "-m", "tests.proofs.cuda_stub.plain_read", role]
+    return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def ask(process: subprocess.Popen[str], line: str) -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line)
+    process.stdin.flush()
+    return process.stdout.readline()
 
 
 def test_a_gpu_that_is_read_over_tcp_alone_is_staged(fleet: Fleet) -> None:

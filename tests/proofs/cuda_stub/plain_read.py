@@ -1,7 +1,8 @@
 """Reads cudaMalloc's memory of another process: `python -m tests.proofs.cuda_stub.plain_read source|reader`.
 
 The source prints what a reader needs, and serves until its standard input ends. The reader takes that line
-from standard input, and prints "intact" where every byte came.
+from standard input, and prints "intact" where every byte came. At the next line, or the end, it drops the
+source, and prints by how many bytes less of the device are in use than while it read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvxferd.memory.driver_registry import open_driver
 from kvxferd.mover.transport.base import MemoryKind, MemoryRange, ReadKinds
 from kvxferd.mover.transport.nixl import NixlTransport, import_library
 from kvxferd.mover.transport.runs import single_run
-from tests.support.devices import read, write
+from tests.support.devices import read, used_bytes, write
 
 SIZE_BYTES = 4 << 20
 
@@ -44,11 +45,17 @@ def main() -> None:
         handle = transport.post(agent, single_run(address, remote, SIZE_BYTES), ReadKinds(place, place))
         while not transport.poll(handle):
             pass
+        transport.release(handle)
+        used = used_bytes(driver, device.uuid)
         print(
             "intact" if read(driver, address, SIZE_BYTES) == content else "other bytes",
             file=output,
             flush=True,
         )
+        sys.stdin.readline()
+        transport.drop_remote(agent)
+        transport.progress()
+        print(used - used_bytes(driver, device.uuid), file=output, flush=True)
     os._exit(0)  # the libraries' destructors could hang, and are not needed
 
 

@@ -58,6 +58,7 @@ def test_the_operators_value_stays(bus: Path) -> None:
     given = {"UCX_MEMTYPE_CACHE": "try"}
     assert list(describe_gpu_settings(given)) == [
         "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on (default)",
+        "UCX_CUDA_IPC_CACHE=n (default)",
         "UCX_MEMTYPE_CACHE=try (set here)",
     ]
     set_gpu_defaults(given)
