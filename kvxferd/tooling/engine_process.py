@@ -136,7 +136,7 @@ class EngineRank:
         content.write(self.store.bytes, self.layout, request, start)
         self.store.save()
 
-    def publish(self, name: str, request: RequestBlocks, **options: Any) -> client.TransferRef:
+    def publish(self, name: str, request: RequestBlocks, /, **options: Any) -> client.TransferRef:
         """Publish the request's blocks, which this rank has written. `options`: of `RankHandle.publish`."""
         return self.rank.publish(name, self.block_lists(request), request.num_tokens, **options)
 

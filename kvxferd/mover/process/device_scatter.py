@@ -34,12 +34,12 @@ from kvxferd.wire.common import RegionAddress
 
 _LOG = logging.getLogger(__name__)
 
-# Calls in one step of the engine: 0.1 ms. One takes 6 us to launch (docs/adr/0070-gpu-scatter.md), and up to
-# 20 for the addresses.
+# Calls in one step of the engine, which then takes 0.1 ms: a call launches in 6 us
+# (docs/adr/0070-gpu-scatter.md), and its addresses take up to 20.
 CALLS_PER_STEP = 4
-# A call takes as long as about 25 descriptors, and a chunk has 16 stretches or more. So a form gains where a
-# pattern makes two copies of a stretch.
-MIN_COPIES_PER_PATTERN = 2
+# A call takes as long as about 25 descriptors, and serves all stretches of a chunk: 16 or more where it is
+# full. So copies gain where a stretch has two or more of a length.
+MIN_COPIES_PER_LENGTH = 2
 
 
 class RowCopies(NamedTuple):
@@ -175,8 +175,8 @@ class DeviceScatterer:
         self.kind = MemoryKind(regions[0].mem_type, regions[0].device)
 
     def can_scatter(self, form: StretchForm) -> bool:
-        """Whether the form's copies are few calls of the driver."""
-        return form.num_copies >= MIN_COPIES_PER_PATTERN * len(self._patterns_of(form))
+        """Whether the form's copies are few calls of the driver: one for each length."""
+        return form.num_copies >= MIN_COPIES_PER_LENGTH * len(form.copies)
 
     def _patterns_of(self, form: StretchForm) -> list[CopyPattern]:
         if form not in self._patterns:

@@ -1,8 +1,13 @@
-"""The kernel's three forms: its source, the PTX that is made of it, and the parameters that Python passes."""
+"""The kernel's three forms: its source, the PTX that is made of it, and the parameters that Python passes.
+
+What the source does is tried on the processor, thread by thread; what the GPU makes of it, by
+test_driver_contract.py where there is one.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import random
 import re
 import shutil
 import subprocess
@@ -13,6 +18,7 @@ import pytest
 
 from kvxferd.memory.cuda import COPY_ROWS, CopyParameters, copy_parameters
 from kvxferd.memory.driver import PAIRS_PER_LAUNCH, Rows
+from tests.support.rows import SHAPES, SIZE_BYTES, addresses, copied
 
 SOURCE = COPY_ROWS.with_suffix(".cu")
 PTX = COPY_ROWS.read_text(encoding="ascii")
@@ -46,18 +52,70 @@ def test_python_has_the_sources_parameters_in_their_order() -> None:
 
 
 def test_a_launchs_parameters_are_packed_side_by_side() -> None:
-    to, source = array("Q", [1 << 60, 5]), array("Q", [7, (1 << 64) - 1])
-    packed = bytes(copy_parameters(memoryview(to), memoryview(source), Rows(100, 3, -8, 1 << 40)))
+    to, source = addresses([1 << 60, 5]), addresses([7, (1 << 64) - 1])
+    packed = bytes(copy_parameters(to, source, Rows(100, 3, -8, 1 << 40)))
     numbers = array("Q", packed)
     assert numbers[:5].tolist() == [2, 3, 100, (1 << 64) - 8, 1 << 40]
-    assert numbers[5:7] == to
-    assert numbers[5 + PAIRS_PER_LAUNCH :][:2] == source
+    assert numbers[5:7].tolist() == [1 << 60, 5]
+    assert numbers[5 + PAIRS_PER_LAUNCH :][:2].tolist() == [7, (1 << 64) - 1]
     assert not any(numbers[7 : 5 + PAIRS_PER_LAUNCH])
 
 
 def test_sides_of_different_lengths_are_an_error() -> None:
     with pytest.raises(ValueError, match="different"):
-        copy_parameters(memoryview(array("Q", [1, 2])), memoryview(array("Q", [1])), Rows(1))
+        copy_parameters(addresses([1, 2]), addresses([1]), Rows(1))
+
+
+# As much of CUDA C as the source uses. An access that is not aligned traps.
+ON_THE_PROCESSOR = """
+#include <algorithm>
+using std::min;
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct { unsigned x; } blockIdx, blockDim, gridDim, threadIdx;
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(num_threads)
+#include "copy_rows.cu"
+extern "C" void launch(const Parameters *parameters, unsigned num_blocks) {
+    gridDim.x = num_blocks;
+    blockDim.x = 256;
+    for (blockIdx.x = 0; blockIdx.x < num_blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++) copy_rows(*parameters);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel as a function of the processor."""
+    if (compiler := shutil.which("g++")) is None:
+        pytest.skip("there is no g++ to compile the kernel for the processor with")
+    directory = tmp_path_factory.mktemp("kernel")
+    (directory / "launch.cc").write_text(ON_THE_PROCESSOR)
+    flags = ("-O1", "-shared", "-fPIC", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
+    command = [compiler, *flags, f"-I{SOURCE.parent}", "-o", "kernel.so", "launch.cc"]
+    subprocess.run(command, cwd=directory, check=True)
+    return ctypes.CDLL(str(directory / "kernel.so"))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 64])
+@pytest.mark.parametrize(("rows", "pairs"), SHAPES)
+def test_the_kernel_writes_its_rows_and_nothing_else(
+    kernel: ctypes.CDLL, rows: Rows, pairs: list[tuple[int, int]], num_blocks: int
+) -> None:
+    content, before = (random.Random(seed).randbytes(SIZE_BYTES) for seed in (1, 2))
+    memory = (ctypes.c_char * (2 * SIZE_BYTES + 16))()
+    target = -(-ctypes.addressof(memory) // 16) * 16
+    source = target + SIZE_BYTES
+    ctypes.memmove(source, content, SIZE_BYTES)
+    ctypes.memmove(target, before, SIZE_BYTES)
+    for first in range(0, len(pairs), PAIRS_PER_LAUNCH):
+        few = pairs[first : first + PAIRS_PER_LAUNCH]
+        to = addresses(target + offset for offset, _ in few)
+        origin = addresses(source + offset for _, offset in few)
+        kernel.launch(ctypes.byref(copy_parameters(to, origin, rows)), num_blocks)
+    assert ctypes.string_at(target, SIZE_BYTES) == copied(rows, pairs, content, before)
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90"])

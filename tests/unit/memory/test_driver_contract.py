@@ -6,15 +6,14 @@ import ctypes
 import os
 import random
 import threading
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.device import DeviceMapping, DeviceMemory
 from kvxferd.memory.device_pool import DevicePool
-from kvxferd.memory.driver import PAIRS_PER_LAUNCH, Driver, Rows, WriteOrder
+from kvxferd.memory.driver import Driver, Rows, WriteOrder
 from kvxferd.memory.driver_registry import open_driver
 from tests.support.devices import (
     DRIVERS,
@@ -28,6 +27,7 @@ from tests.support.devices import (
 )
 from tests.support.fake_driver import FAKE, GRANULARITY, FakeDriver
 from tests.support.open_fds import num_open_fds
+from tests.support.rows import SHAPES, SIZE_BYTES, addresses, copied
 
 
 @pytest.fixture(params=DRIVERS)
@@ -192,21 +192,6 @@ def test_copies_are_done_when_their_event_is(driver: Driver, uuid: str, unit: in
         assert ctypes.string_at(host.address, unit) == content[half:] + content[:half]
 
 
-# Rows, and offsets (to, source) of the pairs.
-SHAPES = [
-    pytest.param(Rows(5000), [(0, 0)], id="one row of more than a piece"),
-    pytest.param(Rows(16), [(16 * (i * 7 % 5000), 16 * i) for i in range(5000)], id="several launches"),
-    pytest.param(Rows(256, 16, 512, 256), [(0, 0), (256, 4096), (16384, 8192)], id="heads into tokens"),
-    pytest.param(Rows(96, 5, 288, 96), [(4, 8), (1500, 3000)], id="words of four bytes"),
-    pytest.param(Rows(64, 4, 64, 128), [(3, 16), (259, 1024)], id="only one side aligned"),
-    pytest.param(Rows(7, 9, 13, 11), [(0, 1), (500, 3), (201, 900)], id="no alignment at all"),
-    pytest.param(Rows(1, 3, 1, 5), [(9, 2)], id="single bytes"),
-    pytest.param(Rows(8200, 3, 8208, 9000), [(1, 0), (30000, 27000)], id="long rows without alignment"),
-    pytest.param(Rows(32, 8, -32, 64), [(224, 0), (1224, 512)], id="backwards"),
-    pytest.param(Rows(48, 3, 1 << 15, 48), [(0, 0), (48, 144)], id="long pitches"),
-]
-
-
 @pytest.mark.parametrize(("rows", "pairs"), SHAPES)
 @pytest.mark.parametrize(("to_host", "from_host"), [(False, False), (True, False), (False, True)])
 def test_copies_of_rows_write_their_rows_and_nothing_else(
@@ -218,14 +203,7 @@ def test_copies_of_rows_write_their_rows_and_nothing_else(
     to_host: bool,
     from_host: bool,
 ) -> None:
-    size = 96 << 10
-    assert len(pairs) < 10 or len(pairs) > 2 * PAIRS_PER_LAUNCH
-    before, content = noise(size, 3), noise(size, 4)
-    wanted = bytearray(before)
-    for to, source in pairs:
-        for row in range(rows.rows):
-            at, start = to + row * rows.to_pitch, source + row * rows.source_pitch
-            wanted[at : at + rows.width] = content[start : start + rows.width]
+    before, content = noise(SIZE_BYTES, 3), noise(SIZE_BYTES, 4)
     with Area(driver, uuid, unit, to_host) as target, Area(driver, uuid, unit, from_host) as origin:
         target.write(before)
         origin.write(content)
@@ -241,18 +219,14 @@ def test_copies_of_rows_write_their_rows_and_nothing_else(
             os.sched_yield()
         driver.drop_event(event)
         driver.close_stream(stream)
-        assert target.read(size) == bytes(wanted)
-
-
-def addresses(of: Iterable[int]) -> memoryview:
-    return memoryview(array("Q", of))
+        assert target.read(SIZE_BYTES) == copied(rows, pairs, content, before)
 
 
 class Area:
-    """128 KiB of device memory, or of pinned host memory."""
+    """Device memory, or pinned host memory."""
 
     def __init__(self, driver: Driver, uuid: str, unit: int, is_host: bool) -> None:
-        size = -(-(128 << 10) // unit) * unit
+        size = -(-SIZE_BYTES // unit) * unit
         self._memory = HostBuffer(driver, size) if is_host else Segment(driver, uuid, [size])
         self.address = self._memory.address
 

@@ -94,6 +94,19 @@ def test_the_blocks_of_a_chunk_share_a_call(bench: Bench, driver: CountingDriver
     assert driver.num_calls <= 2 * 4 * 2, "of two ranks and four tensors, which a chunk may cut"
 
 
+@pytest.mark.parametrize(
+    ("lengths", "is_scattered"),
+    [([32], False), ([16, 16], True), ([16, 32], False), ([16, 16, 16, 32], True)],
+)
+def test_what_has_few_copies_of_a_length_is_not_scattered(
+    bench: Bench, lengths: list[int], is_scattered: bool
+) -> None:
+    zeros = {length: np.zeros(lengths.count(length), dtype=np.int64) for length in lengths}
+    form = StretchForm(sum(lengths), 1, tuple(Copies(length, at, at, None) for length, at in zeros.items()))
+    assert bench.device is not None
+    assert bench.device.can_scatter(form) == is_scattered
+
+
 def test_writes_of_a_network_card_are_flushed_before_each_copy(driver: CountingDriver) -> None:
     def flush() -> None:
         with driver.on(driver.devices()[0].uuid):
