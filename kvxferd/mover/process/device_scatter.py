@@ -116,7 +116,7 @@ class DeviceScatterJob(ScatterJob):
             if few:
                 self._has_started = True  # also where one is refused: those before it run
                 for to, source, rows in few:
-                    self._driver.copy_rows(memoryview(to), memoryview(source), rows, self._stream)
+                    self._driver.copy_rows(to.data, source.data, rows, self._stream)
         except Exception as error:
             _LOG.exception("chunk not scattered")
             self._set_error(error)
