@@ -34,10 +34,10 @@ from kvxferd.wire.common import RegionAddress
 
 _LOG = logging.getLogger(__name__)
 
-# Calls in one step of the engine, which then takes 0.1 ms: a call launches in 6 us
-# (docs/adr/0070-gpu-scatter.md), and its addresses take up to 20.
-CALLS_PER_STEP = 4
-# A call takes as long as about 25 descriptors, and serves all stretches of a chunk: 16 or more where it is
+# Calls in one step of the engine, which then takes 0.1 ms: a call launches in 6 us, and 1,024 addresses
+# take 30 to make (docs/adr/0070-gpu-scatter.md).
+CALLS_PER_STEP = 2
+# A call takes as long as some ten descriptors, and serves all stretches of a chunk: 16 or more where it is
 # full. So copies gain where a stretch has two or more of a length.
 MIN_COPIES_PER_LENGTH = 2
 
@@ -116,7 +116,7 @@ class DeviceScatterJob(ScatterJob):
             if few:
                 self._has_started = True  # also where one is refused: those before it run
                 for to, source, rows in few:
-                    self._driver.copy_rows(memoryview(to), memoryview(source), rows, self._stream)
+                    self._driver.copy_rows(to.data, source.data, rows, self._stream)
         except Exception as error:
             _LOG.exception("chunk not scattered")
             self._set_error(error)

@@ -130,9 +130,9 @@ class PinnedBuffer:
         with self._driver.on(self._uuid):
             for length in lengths:
                 to, source, _ = (column[runs.length == length] for column in runs)
-                self._driver.copy_rows(memoryview(to), memoryview(source), Rows(length), self._stream)
-            singly = (column[~is_short] if lengths else column for column in runs)
-            self._driver.copy(*(column.tolist() for column in singly), self._stream)
+                self._driver.copy_rows(to.data, source.data, Rows(length), self._stream)
+            to, source, size = (column[~is_short] if lengths else column for column in runs)
+            self._driver.copy(to.tolist(), source.tolist(), size.tolist(), self._stream)
             return self._driver.record(self._stream)
 
     def is_done(self, event: Any) -> bool:
