@@ -201,7 +201,9 @@ def _pull_and_verify(
             f"the daemon took {found['kind']} in its place: {found['why'] or 'it says not why'}"
         )
     speed = max(pull.bytes / pull.wire_s for pull in pulls) / 1e9
-    return PlacementResult(placement=placement, gigabytes_per_s=speed, lanes=found["lanes"])
+    # A resident mover's proof reads inside its own process, as no pull does.
+    lanes = "" if placement == "resident" else found["lanes"]
+    return PlacementResult(placement=placement, gigabytes_per_s=speed, lanes=lanes)
 
 
 def _only_rank(name: str, num_blocks: int) -> tuple[EngineSpec, RankLayout]:
