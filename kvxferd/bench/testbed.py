@@ -76,7 +76,9 @@ class Testbed:
         for role in ROLES if baselines else ():
             self.raw_agents[role] = self.processes.start_agent("raw", self.environment)
             self.engine_agents[role] = self.processes.start_agent("engine", self.environment)
-            self.engine_agents[role].pause()  # until there is a pair to attach: see `_attach`
+            # Once it is made, until there is a pair to attach: see `_attach`.
+            self.engine_agents[role].call(NixlAgent.set_polling, False)
+            self.engine_agents[role].pause()
 
     def _stop(self) -> None:
         stop_all([*self.raw_agents.values(), *self.engine_agents.values()])

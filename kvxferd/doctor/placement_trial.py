@@ -198,7 +198,7 @@ def _pull_and_verify(
         found = _reported_placement(daemon)
     if found["kind"] != placement:
         raise KvxferdError(
-            f"the daemon took {found['kind']} in its place: {found['why'] or 'it says not why'}"
+            f"the daemon took {found['kind']} in its place: {found['why'] or 'it does not say why'}"
         )
     speed = max(pull.bytes / pull.wire_s for pull in pulls) / 1e9
     # A resident mover's proof reads inside its own process, as no pull does.

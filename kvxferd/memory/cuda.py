@@ -12,7 +12,7 @@ import os
 import uuid as uuids
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvxferd.errors import Code, DeviceError
 from kvxferd.memory.driver import PAIRS_PER_LAUNCH, AddressRange, Device, Rows, WriteOrder
@@ -20,8 +20,6 @@ from kvxferd.memory.driver import PAIRS_PER_LAUNCH, AddressRange, Device, Rows, 
 _NAME_BYTES = 256
 
 COPY_ROWS = Path(__file__).with_name("copy_rows.ptx")  # made of copy_rows.cu
-# 64 blocks are 400 GB/s on an H200, and leave half of its 132 multiprocessors alone.
-_MAX_BLOCKS = 64
 _THREADS = 256  # of a block
 _VECTOR_BYTES = 16  # that a thread copies at a time
 
@@ -48,7 +46,7 @@ class CudaDriver:
         if not self._devices:
             raise DeviceError("cannot use a GPU: the driver shows none", Code.DEVICE_UNAVAILABLE)
         self._contexts: dict[str, Any] = {}
-        self._copy_kernels: dict[int, Any] = {}  # by context
+        self._copy_kernels: dict[int, _CopyKernel] = {}  # by context
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Return a call's result, a tuple where it has several. Raises DeviceError."""
@@ -275,17 +273,25 @@ class CudaDriver:
             few = slice(first, first + PAIRS_PER_LAUNCH)
             parameters = copy_parameters(to[few], source[few], rows)
             num_bytes = parameters.num_pairs * rows.rows * rows.width
-            blocks = min(_MAX_BLOCKS, -(-num_bytes // (_THREADS * _VECTOR_BYTES)))
+            blocks = min(kernel.max_blocks, -(-num_bytes // (_THREADS * _VECTOR_BYTES)))
             pointer = ctypes.c_void_p(ctypes.addressof(parameters))
             grid, block = (blocks, 1, 1), (_THREADS, 1, 1)
-            self._call("cuLaunchKernel", kernel, *grid, *block, 0, stream, ctypes.addressof(pointer), 0)
+            self._call(
+                "cuLaunchKernel", kernel.function, *grid, *block, 0, stream, ctypes.addressof(pointer), 0
+            )
 
-    def _copy_kernel(self) -> Any:
-        """Return the kernel in the current context, where the first use compiles it: 78 ms on an H200."""
+    def _copy_kernel(self) -> _CopyKernel:
+        """Return the kernel in the current context, where the first use compiles it (some 0.1 s)."""
         context = int(self._call("cuCtxGetCurrent"))
         if context not in self._copy_kernels:
-            module = self._call("cuModuleLoadData", COPY_ROWS.read_bytes() + b"\0")
-            self._copy_kernels[context] = self._call("cuModuleGetFunction", module, b"copy_rows")
+            try:
+                text = COPY_ROWS.read_bytes() + b"\0"
+            except OSError as error:
+                raise DeviceError(f"cannot load the kernel that copies rows: {error}") from error
+            function = self._call("cuModuleGetFunction", self._call("cuModuleLoadData", text), b"copy_rows")
+            ordinal = int(self._call("cuCtxGetDevice"))
+            num_processors = self._attribute(ordinal, "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT")
+            self._copy_kernels[context] = _CopyKernel(function, max(1, num_processors // 2))
         return self._copy_kernels[context]
 
     def record(self, stream: Any) -> Any:
@@ -310,6 +316,13 @@ class CudaDriver:
 
     def synchronize(self, stream: Any) -> None:
         self._call("cuStreamSynchronize", stream)
+
+
+class _CopyKernel(NamedTuple):
+    """The kernel in one context."""
+
+    function: Any
+    max_blocks: int  # one for every second multiprocessor: the others are the engine's
 
 
 class CopyParameters(ctypes.Structure):

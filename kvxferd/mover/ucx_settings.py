@@ -17,7 +17,8 @@ GPU_DEFAULTS: Mapping[str, str] = {
     # it such reads go over TCP: 0.5 instead of 49 GB/s (nixl#2208, vllm#52607).
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
     # With its cache UCX keeps what it maps of another process until this one ends, so that the memory of a
-    # source that was killed is not freed. Without it reads are as fast (docs/adr/0051-gpu-placements.md).
+    # source that was killed is not freed. Without it many runs are read as fast
+    # (docs/adr/0051-gpu-placements.md).
     "UCX_CUDA_IPC_CACHE": "n",
     # With its cache UCX knows GPU memory by functions of the driver that it has patched. A caller that has
     # their addresses from cuGetProcAddress, as cuda-python has, may pass the patch by, and NIXL then refuses

@@ -7,6 +7,7 @@ Places need no order: a driver takes the addresses of all of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,12 @@ class CopyPattern(NamedTuple):
     image: Int64s  # offset of the first row in the stretch's image
     local: Int64s  # offset of the first row from the stretch's origin in its local block
     block: Int64s  # which of the local blocks
+
+    def split(self, max_places: int) -> Iterator[CopyPattern]:
+        """Yield patterns of so many places at most, of this one's in order."""
+        for start in range(0, len(self.image), max_places):
+            part = slice(start, start + max_places)
+            yield self._replace(image=self.image[part], local=self.local[part], block=self.block[part])
 
 
 def form_patterns(form: StretchForm) -> list[CopyPattern]:

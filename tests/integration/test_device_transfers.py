@@ -61,6 +61,14 @@ def test_what_nixl_cannot_reach_is_copied(fleet: Fleet, driver: str, source: str
         pull_and_check(sinks, publish(sources, request), request)
 
 
+def test_what_is_chosen_by_itself_delivers(fleet: Fleet, driver: str) -> None:
+    """Directly, or by copies where NIXL reads the GPU over TCP."""
+    node = daemon(fleet, "node", driver, placement="auto")
+    sources = fleet.engine(node, spec_of("prefill"), store={"driver": driver}, **BIG)
+    sinks = fleet.engine(node, spec_of("decode"), store={"driver": driver}, layout="NHD", **BIG)
+    pull_and_check(sinks, publish(sources, 1), 1)
+
+
 def test_more_allocations_than_a_frame_has_descriptors(fleet: Fleet, driver: str) -> None:
     """600 handles on the fake driver; on a GPU, whose handles are larger, as many as 48 MiB have."""
     node = daemon(fleet, "node", driver)

@@ -31,6 +31,11 @@ _LOG = logging.getLogger(__name__)
 
 M = TypeVar("M", Mapping, DeviceMapping)
 
+_OVER_TCP = (
+    "the transfer library reads this GPU over TCP, in pieces of a few KiB, and copies are faster; "
+    'mover.placement = "direct" leaves it to TCP'
+)
+
 
 class BoundRegions(NamedTuple):
     """Regions at their addresses in this process, and the spans that readers must load for them."""
@@ -206,10 +211,11 @@ class Bindings:
                     proof = ProbeOutcome(False, error.message, False, 0.0)
                 why = proof.why
                 if proof.over_tcp and self._device_placement is DevicePlacement.AUTO:
-                    why = (
-                        f"the transfer library reads this GPU over TCP ({proof.gigabytes_per_s:.2g} GB/s), "
-                        'which is slower than by copies; mover.placement = "direct" leaves it so'
-                    )
+                    try:
+                        return self._stage(driver, uuid, found, _OVER_TCP)
+                    except (DeviceError, TransportError) as error:
+                        # There may be no room for pinned memory: slow reads are better than none.
+                        _LOG.warning("GPU memory read over TCP: device=%s reason=%s", uuid, error.message)
                 if not why:
                     self._placement = placement_of(kind, proof)
                     self.flush = partial(_flush, driver, uuid) if order is WriteOrder.FLUSH else None
@@ -218,9 +224,15 @@ class Bindings:
                     return tuple(found)
                 if proof.is_stuck:  # a read may go on, so its memory stays registered
                     undoing.push(registering.pop_all())
+        return self._stage(driver, uuid, found, why)
+
+    def _stage(
+        self, driver: Driver, uuid: str, found: Sequence[MemoryRange], why: str
+    ) -> tuple[MemoryRange, ...]:
+        spans = self._transport.stage(driver, uuid, found)
         _LOG.warning("GPU memory staged: device=%s reason=%s", uuid, why)
         self._placement = MeasuredPlacement("staged", why)
-        return self._transport.stage(driver, uuid, found)
+        return spans
 
     def _probe(self, spans: Iterable[MemoryRange], driver: Driver | None = None) -> ProbeOutcome:
         """Return the first outcome that fails, or else the last: all were mapped and registered alike."""

@@ -34,16 +34,16 @@ from kvxferd.wire.common import RegionAddress
 
 _LOG = logging.getLogger(__name__)
 
-# Calls in one step of the engine, which then takes 0.1 ms: a call launches in 6 us, and 1,024 addresses
-# take 30 to make (docs/adr/0070-gpu-scatter.md).
-CALLS_PER_STEP = 2
-# A call takes as long as some ten descriptors, and serves all stretches of a chunk: 16 or more where it is
+# Launches in one step of the engine, which then takes 0.1 ms: a launch takes 6 us, and 1,024 addresses 30 to
+# make (docs/adr/0070-gpu-scatter.md).
+LAUNCHES_PER_STEP = 2
+# A launch takes as long as some ten descriptors, and serves all stretches of a chunk: 16 or more where it is
 # full. So copies gain where a stretch has two or more of a length.
 MIN_COPIES_PER_LENGTH = 2
 
 
 class RowCopies(NamedTuple):
-    """One call of the driver: `rows` between each pair of addresses."""
+    """One launch: `rows` between each pair of addresses, `PAIRS_PER_LAUNCH` or less."""
 
     to: Int64s
     source: Int64s
@@ -112,7 +112,7 @@ class DeviceScatterJob(ScatterJob):
             if not self._began:
                 self._began = time.perf_counter()
                 self._make_visible()
-            few = list(islice(self._copies, CALLS_PER_STEP))
+            few = list(islice(self._copies, LAUNCHES_PER_STEP))
             if few:
                 self._has_started = True  # also where one is refused: those before it run
                 for to, source, rows in few:
@@ -121,7 +121,7 @@ class DeviceScatterJob(ScatterJob):
             _LOG.exception("chunk not scattered")
             self._set_error(error)
             return False
-        return len(few) == CALLS_PER_STEP
+        return len(few) == LAUNCHES_PER_STEP
 
     def _make_visible(self) -> None:
         if self._flush is None:
@@ -234,8 +234,8 @@ def row_copies(
     region = regions[stretches.local_region]
     images = np.arange(len(stretches.remote), dtype=np.int64) * stretches.form.size_bytes
     images += chunk.address + placed.offset
-    for one in patterns:
-        at_once = max(1, PAIRS_PER_LAUNCH // len(one.image))
+    for one in (part for pattern in patterns for part in pattern.split(PAIRS_PER_LAUNCH)):
+        at_once = PAIRS_PER_LAUNCH // len(one.image)
         for start in range(0, len(images), at_once):
             few = slice(start, start + at_once)
             source = images[few, None] + one.image

@@ -20,10 +20,10 @@ _LOG = logging.getLogger(__name__)
 
 _WORD_SLOT_BYTES = 64  # a cache line each, so that a word that lands touches no other slot's line
 _NUM_WORD_SLOTS = 1024  # pulls that read their fence word at the same time; more wait
-# A copy takes 4 us of host time, and a call for all runs of one length about 20
+# A copy takes 2 us of host time and more, and a call for all runs of one length about 30
 # (docs/adr/0070-gpu-scatter.md). Of runs from this length on, copies are fast enough: 16 GB/s.
 _LONG_RUN_BYTES = 64 << 10
-_MIN_RUNS_PER_CALL = 8
+_MIN_RUNS_PER_CALL = 16
 
 
 class SlotPool:

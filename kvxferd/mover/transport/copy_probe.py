@@ -43,9 +43,10 @@ def probe_copy_rows(driver: Driver, uuid: str) -> str:
             pool = DevicePool(uuid, driver)
             undoing.callback(pool.close)
             source, target = (pool.allocate(PROBE_BYTES).address for _ in range(2))
-            host, pinned = (driver.allocate_host(PROBE_BYTES) for _ in range(2))
-            for address in (host, pinned):
-                undoing.callback(driver.free_host, address)
+            host = driver.allocate_host(PROBE_BYTES)
+            undoing.callback(driver.free_host, host)
+            pinned = driver.allocate_host(PROBE_BYTES)
+            undoing.callback(driver.free_host, pinned)
             stream = driver.open_stream()
             undoing.callback(driver.close_stream, stream)
             probe = _CopyProbe(driver, stream, host)

@@ -211,7 +211,7 @@ struct copy_parameters {
     address_t to[PAIRS], from[PAIRS];
 };
 
-static int module, kernel; /* their addresses are the handles */
+static int modules[MAX_DEVICES], kernels[MAX_DEVICES]; /* their addresses are the handles, one of each context */
 
 /* Take the PTX that declares the parameters that are read here, of a version that CUDA 12.1 knows. */
 EXPORT int cuModuleLoadData(void **loaded, const void *image) {
@@ -222,14 +222,15 @@ EXPORT int cuModuleLoadData(void **loaded, const void *image) {
     if (!setting("KERNELS", 1)) return UNSUPPORTED_PTX_VERSION;
     if (!strstr(image, ".version 8.1\n") || !strstr(image, parameters)) return INVALID_PTX;
     log_call("module loaded");
-    *loaded = &module;
+    *loaded = &modules[current_device()];
     return OK;
 }
 
 EXPORT int cuModuleGetFunction(void **function, void *of, const char *name) {
     REQUIRE_CONTEXT();
-    if (of != &module || strcmp(name, "copy_rows")) return NOT_FOUND;
-    *function = &kernel;
+    if (of != &modules[current_device()]) return INVALID_HANDLE;
+    if (strcmp(name, "copy_rows")) return NOT_FOUND;
+    *function = &kernels[current_device()];
     return OK;
 }
 
@@ -247,8 +248,8 @@ EXPORT int cuLaunchKernel(
     void **extra
 ) {
     REQUIRE_CONTEXT();
-    if (function != &kernel) return INVALID_HANDLE;
-    if (!grid_x || grid_x > 64 || grid_y != 1 || grid_z != 1) return INVALID_VALUE;
+    if (function != &kernels[current_device()]) return INVALID_HANDLE;
+    if (!grid_x || grid_x > (unsigned)setting("PROCESSORS", 132) || grid_y != 1 || grid_z != 1) return INVALID_VALUE;
     if (block_x != 256 || block_y != 1 || block_z != 1 || shared_bytes || extra) return INVALID_VALUE;
     const struct copy_parameters *p = arguments[0];
     if (!p->num_pairs || p->num_pairs > PAIRS) return INVALID_VALUE;

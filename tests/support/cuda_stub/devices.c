@@ -117,6 +117,7 @@ EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
     REQUIRE_INIT();
     if (!is_device(device)) return INVALID_DEVICE;
     switch (attribute) {
+    case 16: *value = (int)setting("PROCESSORS", 132); break;              /* MULTIPROCESSOR_COUNT */
     case 33: *value = 0x11 + device; break;                                /* PCI_BUS_ID */
     case 75: *value = 9; break;                                            /* COMPUTE_CAPABILITY_MAJOR */
     case 41:                                                               /* UNIFIED_ADDRESSING */

@@ -403,19 +403,6 @@ def test_gpus_by_mounts_for_a_toolkit_that_takes_no_variable(tmp_path: Path) -> 
         kubernetes_validate.validate(manifest, VERSIONS[0], strict=True)
 
 
-@pytest.mark.process
-def test_movers_may_take_each_other_s_handles_without_a_capability_over_the_node(tmp_path: Path) -> None:
-    form = compose(tmp_path, with_components("keys", "gpu-same-node"))
-    (workload,) = of_kind(form, "DaemonSet")
-    containers = containers_of(pod_of(workload))
-    security = containers["kvxferd"]["securityContext"]
-    assert security["seccompProfile"] == {"type": "Unconfined"}
-    assert security["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    assert security["allowPrivilegeEscalation"] is False
-    # And nothing else is let out of it.
-    assert containers["key"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-
-
 # Images.
 
 

@@ -94,8 +94,7 @@ PROBE = """
 from kvxferd.memory.cuda import CudaDriver
 from kvxferd.mover.transport.copy_probe import probe_copy_rows
 driver = CudaDriver()
-uuid = driver.devices()[0].uuid
-print(repr(probe_copy_rows(driver, uuid)))
+print(*(repr(probe_copy_rows(driver, device.uuid)) for device in driver.devices()))
 """
 
 
@@ -105,6 +104,16 @@ def test_copies_of_rows_pass_the_probe(stub: Path, tmp_path: Path) -> None:
     calls = log.read_text().splitlines()
     assert sum(call.endswith("module loaded") for call in calls) == 1
     assert sum("rows copied" in call for call in calls) == 3 * len(SHAPES)
+
+
+def test_each_device_has_its_own_kernel(stub: Path) -> None:
+    """Also where it has one multiprocessor: a slice of a card."""
+    assert said_by(stub, PROBE, DEVICES=2, PROCESSORS=1) == "'' ''"
+
+
+def test_a_kernel_that_is_not_installed_is_no_end_of_direct_reads(stub: Path) -> None:
+    lost = PROBE.replace("driver = ", "import kvxferd.memory.cuda as c; c.COPY_ROWS /= 'lost'; driver = ")
+    assert "cannot load the kernel that copies rows: " in said_by(stub, lost)
 
 
 def test_a_driver_that_takes_no_such_kernel_says_why(stub: Path) -> None:

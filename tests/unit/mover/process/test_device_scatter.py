@@ -16,7 +16,7 @@ from kvxferd.ids import RegionId
 from kvxferd.memory.driver import PAIRS_PER_LAUNCH, Rows
 from kvxferd.mover.process.chunks import IDLE_S, ChunkState
 from kvxferd.mover.process.covering import ChunkFill, PlacedStretches, scatter
-from kvxferd.mover.process.device_scatter import CALLS_PER_STEP, row_copies
+from kvxferd.mover.process.device_scatter import LAUNCHES_PER_STEP, row_copies
 from kvxferd.mover.transport.base import MemoryRange
 from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.plan.copy_patterns import form_patterns
@@ -155,7 +155,7 @@ def test_a_cancelled_scatter_starts_no_further_copy(bench: Bench, driver: Counti
     total = bench.start(ids)
     while not driver.num_calls:
         bench.engine.step()
-    assert driver.num_calls <= 2 * CALLS_PER_STEP
+    assert driver.num_calls <= 2 * LAUNCHES_PER_STEP
     bench.engine.abort(total)
     started = driver.num_calls
     bench.run()
@@ -202,7 +202,7 @@ def test_chunks_of_the_gpu_are_given_back(driver: CountingDriver) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_strided_copies_write_what_the_hosts_scatter_writes(data: st.DataObject) -> None:
+def test_copies_of_rows_write_what_the_hosts_scatter_writes(data: st.DataObject) -> None:
     """Every byte, and no other; of regular and of irregular blocks, and forms of several local blocks."""
     heads, tokens = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     width = data.draw(st.sampled_from([1, 5, 16]))
@@ -253,25 +253,27 @@ def test_strided_copies_write_what_the_hosts_scatter_writes(data: st.DataObject)
     assert written.max() == 1
 
 
-def test_each_call_has_one_launchs_addresses() -> None:
-    places = np.random.default_rng(1).permutation(300).astype(np.int64) * 8
-    form = StretchForm(300 * 8, 1, (Copies(8, np.sort(places), places, None),))
+@pytest.mark.parametrize(("num_places", "num_launches"), [(300, 4), (5000, 20 + 20 + 10)])
+def test_each_has_the_addresses_of_one_launch(num_places: int, num_launches: int) -> None:
+    """Of all stretches that there is room for, or of a part of one stretch's."""
+    places = np.random.default_rng(1).permutation(num_places).astype(np.int64) * 8
+    form = StretchForm(num_places * 8, 1, (Copies(8, np.sort(places), places, None),))
     number = 20
-    origins = np.arange(number, dtype=np.int64)[:, None] * 2400
+    origins = np.arange(number, dtype=np.int64)[:, None] * form.size_bytes
     stretches = Stretches(form, RegionId("kv"), origins[:, 0], origins)
-    region = RegionAddress(RegionId("kv"), 0, number * 2400)
+    region = RegionAddress(RegionId("kv"), 0, number * form.size_bytes)
     calls = list(
         row_copies(
             PlacedStretches(stretches, 0),
             form_patterns(form),
-            MemoryRange(0, number * 2400),
+            MemoryRange(0, region.size_bytes),
             {RegionId("kv"): region},
         )
     )
     sizes = [len(one.to) for one in calls]
-    assert sum(sizes) == number * 300
-    assert PAIRS_PER_LAUNCH - 300 < max(sizes) <= PAIRS_PER_LAUNCH
-    assert len(sizes) == -(-number // (PAIRS_PER_LAUNCH // 300))
+    assert sum(sizes) == number * num_places
+    assert max(sizes) <= PAIRS_PER_LAUNCH
+    assert len(sizes) == num_launches
 
 
 @pytest.mark.parametrize("is_backward", [False, True])

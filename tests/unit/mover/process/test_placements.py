@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -188,6 +189,23 @@ def test_what_is_read_over_tcp_is_copied_unless_the_operator_wants_it_so(
         assert bound.placement.kind == kind
         assert ("over TCP" in bound.placement.why) == (kind == "staged")
         assert worker.registered == ([] if kind == "staged" else sorted(SIZES))
+
+
+def test_what_cannot_be_copied_for_want_of_memory_is_read_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    for worker in of(OverTcp):
+        with monkeypatch.context() as patch:
+            allocate = worker.driver.allocate_host
+            patch.setattr(worker.driver, "allocate_host", partial(allocate_small, allocate))
+            bound = worker.bind()
+        assert (bound.placement.kind, bound.placement.why) == ("direct", "")
+        assert worker.registered == sorted(SIZES)
+
+
+def allocate_small(allocate: Callable[[int], int], size_bytes: int) -> int:
+    """As a node with no room for staging's buffers, but for a proof's samples."""
+    if size_bytes > probe.SAMPLE_BYTES:
+        raise DeviceError("cannot cuMemHostAlloc: out of memory")
+    return allocate(size_bytes)
 
 
 def test_an_operator_can_have_everything_copied(worker: Worker) -> None:
