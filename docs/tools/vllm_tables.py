@@ -48,11 +48,10 @@ def vllm_backends() -> Iterator[str]:
     for name, content in support.BACKENDS.items():
         alike.setdefault(("moved", content.value), []).append(f"`{name}`")
     alike["opaque", "not described here"] = ["any other"]
-    for part, why in support.REFUSED_BACKENDS.items():
-        alike.setdefault(("refused", why), []).append(f"`{part}`")
+    for name, why in support.REFUSED_BACKENDS.items():
+        alike.setdefault(("refused", why), []).append(f"`{name}`")
     rows = [(", ".join(names), *reply) for reply, names in alike.items()]
     yield from table(("attention backend", "is", "what a block holds, or why not"), rows)
-    yield from ("", "A refused one has one of these in its name.")
 
 
 def vllm_quantisation() -> Iterator[str]:
@@ -88,10 +87,10 @@ def vllm_inventory() -> Iterator[str]:
     for path, found in kept_inventory("0.33").items():
         items = [(name, _cache_is(name)) for name in found["caches"]]
         items += [(name, _backend_is(name)) for name in found["backends"]]
+        if any(part in path for part in ("/amd/", "rocm", "aiter")):
+            items = [(name, "refused") for name, _ in items]
         marked = [f"`{name}`" if reply == "moved" else f"`{name}` ({reply})" for name, reply in items]
         worst = max((reply for _, reply in items), key=("moved", "opaque", "refused").index)
-        if "/amd/" in path:  # ROCm's
-            worst = "refused"
         rows.append((f"`{path}`", worst, ", ".join(marked)))
     yield from table(("file of vLLM", "is", "its caches and attention backends"), rows)
 

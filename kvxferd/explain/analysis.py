@@ -176,19 +176,20 @@ def explain_pair(
 ) -> Explanation:
     """Return the reads of every rank of `decode` from `prefill`, or the reasons why it cannot read.
 
+    Both may be described by one preset, and no rank reads its own engine: so each gets another id.
     `link`: a name of LINKS.
     """
     plans = PlanCache(max_bytes=sys.maxsize)  # all of them are shown
-    remote = _renamed(prefill, PREFILL)
+    remote = _with_spec(_of_one_model(prefill, decode), engine_id=PREFILL)
     ranks: list[DecodeRankReads] = []
     refused: dict[Incompatibility, None] = {}  # in order, each once
-    reader = _renamed(decode, DECODE)
+    reader = _with_spec(_of_one_model(decode, prefill), engine_id=DECODE)
     for rank, (spec, layout) in sorted(reader.ranks.items()):
         topology = TransferTopology(spec, layout)
         try:
             plan = topology.register_remote_engine(remote, plans, home=_NO_HOME)
         except PlanError as error:
-            refused.update(dict.fromkeys(_refusals(prefill, decode, rank, error)))
+            refused.update(dict.fromkeys(_refusals(remote, reader, rank, error)))
             continue
         ranks.append(
             DecodeRankReads(
@@ -200,10 +201,20 @@ def explain_pair(
     return Explanation(prefill, decode, tuple(ranks), notes=tuple(_notes(ranks)), link=link)
 
 
-def _renamed(engine: EngineDescription, engine_id: EngineId) -> EngineDescription:
-    """Return the engine by another id: both may be described by one preset, and no rank reads its own."""
+def _of_one_model(engine: EngineDescription, other: EngineDescription) -> EngineDescription:
+    """Return a preset's engine as one of the model of an engine that is described by its ranks.
+
+    A preset has no weights, and its fingerprint is a name. Any other engine is returned as it is.
+    """
+    if engine.deployment is None or other.deployment is not None:
+        return engine
+    return _with_spec(engine, fingerprint=other.spec.fingerprint)
+
+
+def _with_spec(engine: EngineDescription, **fields: str) -> EngineDescription:
+    """Return the engine with other fields in the spec of each rank."""
     ranks = {
-        rank: (msgspec.structs.replace(spec, engine_id=engine_id), layout)
+        rank: (msgspec.structs.replace(spec, **fields), layout)
         for rank, (spec, layout) in engine.ranks.items()
     }
     return dataclasses.replace(engine, ranks=ranks)

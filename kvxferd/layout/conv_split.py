@@ -18,16 +18,15 @@ OffsetAndSize = tuple[int, int]  # bytes
 
 
 class ConvPart(NamedTuple):
-    """A part of the convolution's columns on one rank."""
+    """A part of the convolution's columns on one rank. A unit is a column, whatever they are columns of."""
 
     component: str
     units: tuple[UnitRange, ...]  # global
-    width: int = 1  # columns of a unit
 
     @property
     def num_columns(self) -> int:
         """Return the columns that the rank holds."""
-        return num_units(self.units) * self.width
+        return num_units(self.units)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +67,8 @@ class MambaConvSplitInfo:
     ) -> Iterator[CacheTensor]:
         """Yield the cache tensor of each part. `offset`: of the state in block 0, from the region's start."""
         row_bytes = self.conv_dim_local * self.conv_dtype_size
+        content = self.conv_dtype_size * (self.conv_rows if self.is_dim_first else 1)
         for part, (start, _) in zip(self.parts, self.local_conv_offsets, strict=True):
-            content = part.width * self.conv_dtype_size * (self.conv_rows if self.is_dim_first else 1)
             yield CacheTensor(
                 layer=layer,
                 component=part.component,

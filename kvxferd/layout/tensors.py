@@ -59,7 +59,7 @@ class CacheTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """One component of one layer inside a region of one rank."""
 
     layer: int  # the model's global layer index
-    component: str  # "k", "v", "kv", "latent", "indexer", "conv.x", "ssm", ...
+    component: str  # "k", "v", "kv", "latent", "indexer.k", "conv.x", "ssm", ...
     group: GroupName
     region: RegionId
     offset: int

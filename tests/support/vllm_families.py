@@ -120,7 +120,7 @@ TOKEN_SCALES = Family(
             f"model.layers.{layer}.attn",
             FULL,
             "TritonAttentionBackend",
-            AttentionFacts(4, 16, 16, dtype, 1, quantisation=mode, packed_bytes=size),
+            AttentionFacts(4, 16, 16, dtype, 1, mode, packed_bytes=size),
             is_divided=True,
         )
         for layer, (dtype, mode, size) in enumerate(

@@ -54,7 +54,7 @@ def model_layout(model: ModelFacts, choices: DeploymentOptions, rank: Rank) -> R
     """Return the layout of one rank.
 
     The rank's cache is one region of the exact size. Groups are "full", "sliding", for states "state.0"
-    and so on, and those of side caches; those of a draft model have the prefix "draft.". A block has whole
+    and so on, and others of side caches; those of a draft model have the prefix "draft.". A block has whole
     granules: more tokens than `block_tokens` where it is no multiple. With `shared_pages`, a hybrid's
     attention and states are in common pages, as in vLLM: a page holds either a logical block of attention
     or one state, and a logical block has as many kernel blocks as a state needs room; not where a model has
@@ -104,39 +104,30 @@ class _LayoutBuilder:
 
     def add_separate_regions(self, stage: range) -> None:
         """Add every group in arrays of its own, one after the other."""
-        for kind in (LayerKind.FULL, LayerKind.SLIDING):
-            if kind not in self._model.kinds:
-                continue
-            window = self._model.sliding_window if kind is LayerKind.SLIDING else None
-            group = self._token_group(kind.value, self._model.token_arrays, window)
-            layers = [layer for layer in stage if self._model.kinds[layer] is kind]
-            self._add_token_arrays(group, layers, self._model.token_arrays)
-        states = [n for n, kind in enumerate(self._model.kinds) if kind is LayerKind.STATE]
-        if states:
-            self._add_states("state.0", [n for n in states if n in stage], self._model.states)
-        for cache in self._model.side_caches:
-            self._add_side_cache(cache, [layer for layer in cache.layers if layer in stage])
+        by_group: dict[str, list[SideCache]] = {}
+        for cache in self._model.caches:
+            by_group.setdefault(cache.group, []).append(cache)
+        for name, caches in by_group.items():
+            first = caches[0]
+            if first.states:
+                group = self._state_group(name)
+            else:
+                arrays = tuple(cache.components for cache in caches)
+                group = self._token_group(name, arrays, first.sliding_window, first.block_tokens)
+            for cache in caches:
+                self._add_cache(group, cache, [layer for layer in cache.layers if layer in stage])
 
-    def _add_side_cache(self, cache: SideCache, layers: list[int]) -> None:
+    def _add_cache(self, group: Group, cache: SideCache, layers: list[int]) -> None:
+        """Add a cache of some layers: states in one array a layer, or one array of all."""
         if cache.states:
-            self._add_states(cache.group, layers, cache.states)
-        else:
-            arrays = (cache.components,)
-            group = self._token_group(cache.group, arrays, cache.sliding_window, cache.block_tokens)
-            self._add_token_arrays(group, layers, arrays)
-
-    def _add_token_arrays(
-        self, group: Group, layers: list[int], arrays: tuple[tuple[TokenComponent, ...], ...]
-    ) -> None:
-        for components in arrays if layers else ():
-            array = TokenArray(components, self._choices, self._share, group, len(layers))
+            self._add_states(group, layers, cache.states)
+        elif layers:
+            array = TokenArray(cache.components, self._choices, self._share, group, len(layers))
             self._add_token_array(array, layers, self.used)
             self.used += array.total_bytes
 
-    def _add_states(self, name: str, layers: list[int], states: tuple[StateComponent, ...]) -> None:
-        """Add the states of some layers, one array a layer."""
+    def _add_states(self, group: Group, layers: list[int], states: tuple[StateComponent, ...]) -> None:
         page_bytes = max(state_bytes(states, self._share), self._choices.page_bytes)
-        group = self._state_group(name)
         for layer in layers:
             self._add_state(group, layer, self.used, page_bytes, states)
             self.used += group.num_blocks * page_bytes
@@ -207,7 +198,8 @@ class _LayoutBuilder:
                 GroupName(name),
                 self._choices.blocks_of(name),
                 math.lcm(block_tokens or self._choices.block_tokens, *granules) * per_logical,
-                sliding_window=sliding_window,
+                # The next token takes a place in the window itself.
+                sliding_window=sliding_window and max(1, sliding_window - 1),
                 token_shard=self._share.tokens,
                 physical_blocks_per_logical=per_logical,
             )

@@ -17,7 +17,10 @@ class LayerKind(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class TokenComponent:
-    """A component cached for every token: a key, a value, a latent, an indexer's key, a scale."""
+    """A component cached for every token: a key, a value, a latent, an indexer's key, a scale.
+
+    Its name and encoding are those that vLLM's connector finds, so that the two read from each other.
+    """
 
     name: str
     num_heads: int
@@ -26,14 +29,15 @@ class TokenComponent:
     itemsize: int = 2
     is_replicated: bool = False  # every rank holds all of it, as an MLA latent
     granule_tokens: int = 1  # tokens that share one value
+    encoding: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class StateComponent:
     """A component cached once per request: a convolution's last inputs, a recurrent state.
 
-    A unit's content is `rows` rows of `row_bytes` each. Where a convolution state is stored row by
-    row over all channels (SD), the rows of a unit are chunks; else (DS) they are contiguous.
+    A unit's content is `rows` rows of `row_bytes` each. A convolution state may be stored row by row over
+    all channels (SD), else (DS) a channel's rows are contiguous.
     """
 
     name: str
@@ -44,6 +48,7 @@ class StateComponent:
     itemsize: int = 2
     is_convolution: bool = False
     is_replicated: bool = False  # every rank holds all of it, as the rows of an open group
+    encoding: str = ""
 
     @property
     def unit_bytes(self) -> int:
@@ -53,17 +58,17 @@ class StateComponent:
 
 @dataclasses.dataclass(frozen=True)
 class SideCache:
-    """A cache that some layers have beside that of their kind, in a group of its own.
+    """A cache that some layers have beside that of their kind.
 
     Either one array of `components`, or `states`, once per request: a ring of the rows that are not
-    compressed yet is one, of as many bytes as its rows have.
+    compressed yet is one, of as many bytes as its rows have. Caches of one group have equal windows.
     """
 
     group: str
     layers: tuple[int, ...]
     components: tuple[TokenComponent, ...] = ()
     states: tuple[StateComponent, ...] = ()
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # tokens that one attends to, itself among them
     block_tokens: int = 0  # as the attention kernel requires; 0: the deployment's
 
 
@@ -93,6 +98,19 @@ class ModelFacts:
         return not self.layouts or layout.partition("+")[0] in self.layouts
 
     @property
+    def caches(self) -> tuple[SideCache, ...]:
+        """Return all caches, with those of the layers' kinds first."""
+        found: list[SideCache] = []
+        for kind in LayerKind:
+            layers = tuple(layer for layer, own in enumerate(self.kinds) if own is kind)
+            if kind is LayerKind.STATE and layers:
+                found.append(SideCache("state.0", layers, states=self.states))
+            elif kind is not LayerKind.NONE and layers:
+                window = self.sliding_window if kind is LayerKind.SLIDING else None
+                found += (SideCache(kind.value, layers, array, (), window) for array in self.token_arrays)
+        return (*found, *self.side_caches)
+
+    @property
     def num_layers(self) -> int:
         """Return the layers of the whole model, with those that cache nothing."""
         return len(self.kinds)
@@ -104,6 +122,27 @@ def key_and_value(
     """Return plain attention's cache; `scale_bytes` lie behind each head's content (quantised, inline)."""
     content = head_dim * itemsize + scale_bytes
     return (tuple(TokenComponent(name, num_heads, content, dtype, itemsize) for name in ("k", "v")),)
+
+
+def row(
+    name: str,
+    num_bytes: int,
+    granule_tokens: int = 1,
+    dtype: str = "uint8",
+    itemsize: int = 1,
+    encoding: str = "",
+) -> TokenComponent:
+    """Return a component of one row for each granule, the same on every rank."""
+    return TokenComponent(name, 1, num_bytes, dtype, itemsize, True, granule_tokens, encoding)
+
+
+def ring(
+    row_bytes: int, rows: int, dtype: str = "bfloat16", itemsize: int = 2, num_slots: int = 1
+) -> StateComponent:
+    """Return a ring of rows for each slot, the same on every rank."""
+    return StateComponent(
+        "ring", num_slots, row_bytes, rows, dtype, itemsize, is_replicated=True, encoding=f"ring of {rows}"
+    )
 
 
 def mamba2_states(

@@ -6,14 +6,14 @@ from kvxferd.layout.presets.model_facts import (
     LayerKind,
     ModelFacts,
     SideCache,
-    StateComponent,
-    TokenComponent,
     gdn_states,
     key_and_value,
     mamba1_states,
     mamba2_states,
+    ring,
+    row,
 )
-from kvxferd.layout.presets.sparse_models import SPARSE_MODELS
+from kvxferd.layout.presets.sparse_models import MLA_LATENT, SPARSE_MODELS
 
 _FULL, _SLIDING, _STATE, _NONE = LayerKind.FULL, LayerKind.SLIDING, LayerKind.STATE, LayerKind.NONE
 
@@ -21,21 +21,12 @@ _FULL, _SLIDING, _STATE, _NONE = LayerKind.FULL, LayerKind.SLIDING, LayerKind.ST
 _NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 _NEMOTRON_KINDS = {"M": _STATE, "*": _FULL, "-": _NONE}
 
-# kv_lora_rank 512 of the compressed latent and qk_rope_head_dim 64 of the rotary key, in bfloat16: the
-# same on every rank.
-_MLA_LATENT = TokenComponent("latent", 1, (512 + 64) * 2, is_replicated=True)
-# DeepSeek-V3.2's sparse attention: index_head_dim 128 of fp8 key and one float32 scale per token.
-_INDEXER_KEY = TokenComponent("indexer.k", 1, 128, "float8_e4m3fn", 1, is_replicated=True)
-_INDEXER_SCALE = TokenComponent("indexer.scale", 1, 4, "float32", 4, is_replicated=True)
-
 _ALL = (
     # num_key_value_heads, num_hidden_layers and head_dim of each config.json, in bfloat16.
     ModelFacts("llama-3-8b", 8, (_FULL,) * 32, key_and_value(8, 128)),
     ModelFacts("llama-3-70b", 8, (_FULL,) * 80, key_and_value(8, 128)),
     ModelFacts("qwen3-8b", 8, (_FULL,) * 36, key_and_value(8, 128)),
-    ModelFacts("deepseek-v3", 0, (_FULL,) * 61, ((_MLA_LATENT,),)),
-    # In each block of the indexer's cache all keys, then all scales (as vLLM and SGLang keep them).
-    ModelFacts("deepseek-v3.2", 0, (_FULL,) * 61, ((_MLA_LATENT,), (_INDEXER_KEY, _INDEXER_SCALE))),
+    ModelFacts("deepseek-v3", 0, (_FULL,) * 61, ((MLA_LATENT,),)),
     # sliding_window_pattern 6: five layers with a window of 1,024 tokens, then one without.
     ModelFacts(
         "gemma-3-27b",
@@ -89,11 +80,8 @@ _TINY = (
         0,
         (_FULL,) * 3,
         (
-            (TokenComponent("latent", 1, 6, is_replicated=True),),
-            (
-                TokenComponent("indexer.k", 1, 3, "float8_e4m3fn", 1, is_replicated=True),
-                TokenComponent("indexer.scale", 1, 4, "float32", 4, is_replicated=True),
-            ),
+            (row("latent", 6, 1, "bfloat16", 2),),
+            (row("indexer.k", 3, 1, "float8_e4m3fn"), row("indexer.scale", 4, 1, "float32", 4)),
         ),
     ),
     ModelFacts("tiny-sliding", 2, (_SLIDING, _SLIDING, _FULL) * 2, key_and_value(2, 2), sliding_window=6),
@@ -116,19 +104,12 @@ _TINY = (
             SideCache(
                 "compressed",
                 (1, 2),
-                (
-                    TokenComponent("compressed", 1, 6, is_replicated=True, granule_tokens=2),
-                    TokenComponent("compressed.scale", 1, 2, is_replicated=True, granule_tokens=2),
-                ),
+                (row("latent", 6, 2, "bfloat16", 2), row("latent.scale", 2, 2, "bfloat16", 2)),
             ),
             SideCache(
-                "compressor",
-                (1,),
-                (TokenComponent("compressor", 1, 8, "float32", 4, is_replicated=True),),
-                sliding_window=3,
-                block_tokens=8,
+                "compressor", (1,), (row("compressor", 8, 1, "float32", 4),), sliding_window=3, block_tokens=8
             ),
-            SideCache("ring", (2,), states=(StateComponent("ring", 1, 4, rows=3, is_replicated=True),)),
+            SideCache("ring", (2,), states=(ring(4, 3),)),
         ),
     ),
     ModelFacts("tiny-gdn", 2, (_STATE, _FULL, _STATE), key_and_value(2, 2), gdn_states(2, 2, 4, 1)),

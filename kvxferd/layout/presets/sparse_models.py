@@ -1,8 +1,9 @@
 """Models whose attention chooses what it reads: by an index beside the cache, and over compressed caches.
 
-The numbers are those of the published configurations that each comment names; what one item holds, and which
-layers share it, is vLLM 0.33's (vllm/models). Draft layers are left out. Rings hold the rows of the group of
-tokens that is not complete yet, without speculative tokens.
+The numbers are those of the published configurations that each comment names; what one item holds, which
+layers share it, and names are vLLM 0.33's (vllm/models), so that vLLM's connector derives the same. An
+index key's scale is a float32, as on all GPUs but SM100. Draft layers are left out. Rings hold the rows of
+the group of tokens that is not complete yet, without speculative tokens.
 """
 
 from __future__ import annotations
@@ -15,53 +16,63 @@ from kvxferd.layout.presets.model_facts import (
     TokenComponent,
     gdn_states,
     key_and_value,
+    ring,
+    row,
 )
 
 # Layouts are those of each backend's `supported_kv_cache_layouts`. The first is what vLLM chooses where the
 # connector asks for what it usually does: LBHNC, or nothing for latents.
 _DEEPSEEK_V4_LAYOUTS = ("BLHNC", "BLNHC")  # the indexer's pages lie beside the latents' in a block
 _FULL, _SLIDING, _STATE = LayerKind.FULL, LayerKind.SLIDING, LayerKind.STATE
+# kv_lora_rank 512 of the compressed latent and qk_rope_head_dim 64 of the rotary key, in bfloat16.
+MLA_LATENT = row("latent", (512 + 64) * 2, 1, "bfloat16", 2)
 
 
-def _row(
-    name: str, num_bytes: int, granule_tokens: int = 1, dtype: str = "uint8", itemsize: int = 1
-) -> TokenComponent:
-    """Return a component of one row for each granule, the same on every rank."""
-    return TokenComponent(name, 1, num_bytes, dtype, itemsize, True, granule_tokens)
+def _index_keys(granule_tokens: int = 1, *, has_mx_scales: bool = False) -> tuple[TokenComponent, ...]:
+    """Return index_head_dim 128 of fp8 and a scale for each row; a block has all keys, then all scales.
 
-
-def _index_keys(granule_tokens: int) -> tuple[TokenComponent, ...]:
-    """Return index_head_dim 128 of fp8 and one float32 scale a row; a block has all keys, then all scales."""
-    return (
-        _row("indexer.k", 128, granule_tokens, "float8_e4m3fn"),
-        _row("indexer.scale", 4, granule_tokens, "float32", 4),
-    )
-
-
-def _ring(name: str, row_bytes: int, rows: int, dtype: str = "bfloat16", itemsize: int = 2) -> StateComponent:
-    """Return a ring of rows, the same on every rank."""
-    return StateComponent(name, 1, row_bytes, rows, dtype, itemsize, is_replicated=True)
+    A scale is a float32, or on SM100 four powers of two.
+    """
+    scale = ("uint8", 1, "ue8m0") if has_mx_scales else ("float32", 4, "")
+    keys = row("indexer.k", 128, granule_tokens, "float8_e4m3fn")
+    return keys, row("indexer.scale", 4, granule_tokens, *scale)
 
 
 def _deepseek_v4_record(name: str, granule_tokens: int = 1) -> tuple[TokenComponent, ...]:
     """Return fp8_ds_mla: rows of 448 bytes of fp8 and 64 bfloat16, then 8 bytes of scales for each row."""
-    return _row(name, 448 + 128, granule_tokens), _row(f"{name}.scale", 8, granule_tokens)
+    return (
+        row(name, 448 + 128, granule_tokens, encoding="fp8_ds_mla"),
+        row(f"{name}.scale", 8, granule_tokens, encoding="fp8_ds_mla"),
+    )
 
 
-def _raw_row(name: str, num_values: int) -> TokenComponent:
-    """Return a token's values before they are compressed, and as many scores, in float32."""
-    return _row(name, 2 * num_values * 4, 1, "float32", 4)
+def _deepseek_v41_record(name: str, granule_tokens: int = 1) -> TokenComponent:
+    """Return SM100's fp8_ds_mla: rows of 512 bytes of fp8 and 16 of scales."""
+    return row(name, 512 + 16, granule_tokens, encoding="fp8_ds_mla")
+
+
+def _deepseek_v32() -> ModelFacts:
+    """Return DeepSeek-V3.2: DeepSeek-V3's latents, and an index key for each (as vLLM and SGLang keep them).
+
+    No backend names a layout; pages of two sizes need each layer's part of a block in one piece.
+    """
+    layouts = ("LBNHC", "LBHNC", "BLNHC", "BLHNC")
+    return ModelFacts("deepseek-v3.2", 0, (_FULL,) * 61, ((MLA_LATENT,), _index_keys()), layouts=layouts)
 
 
 def _deepseek_v4_flash() -> ModelFacts:
     """Return DeepSeek-V4-Flash: num_hidden_layers 43, sliding_window 128, head_dim 512 (its config.json).
 
-    compress_ratios are 0, 0, then 4 and 128 in turn. Rows of two groups of 4 tokens overlap, so those of
-    twice 4 tokens are kept, and twice as wide; else those of 128.
+    compress_ratios are 0, 0, then 4 and 128 in turn. A token's row before it is compressed has as many
+    scores as values. Rows of two groups of 4 tokens overlap, so those of twice 4 tokens are kept, and twice
+    as wide; else those of 128.
     """
     by_4, by_128 = tuple(range(2, 43, 2)), tuple(range(3, 43, 2))
-    raw_of_4 = (_raw_row("compressor", 2 * 512), _raw_row("indexer.compressor", 2 * 128))
-    raw_of_128 = (_raw_row("compressor", 512),)
+    raw_of_4 = (
+        row("compressor", 2 * 2 * 512 * 4, 1, "float32", 4),
+        row("compressor.indexer.compressor.state_cache", 2 * 2 * 128 * 4, 1, "float32", 4),
+    )
+    raw_of_128 = (row("compressor", 2 * 512 * 4, 1, "float32", 4),)
     return ModelFacts(
         "deepseek-v4-flash",
         0,
@@ -69,8 +80,8 @@ def _deepseek_v4_flash() -> ModelFacts:
         (_deepseek_v4_record("window"),),
         sliding_window=128,
         side_caches=(
-            SideCache("compressed.4", by_4, (*_deepseek_v4_record("compressed", 4), *_index_keys(4))),
-            SideCache("compressed.128", by_128, _deepseek_v4_record("compressed", 128)),
+            SideCache("full", by_4, (*_deepseek_v4_record("latent", 4), *_index_keys(4))),
+            SideCache("full", by_128, _deepseek_v4_record("latent", 128)),
             SideCache("compressor.4", by_4, raw_of_4, sliding_window=8, block_tokens=4),
             SideCache("compressor.128", by_128, raw_of_128, sliding_window=128, block_tokens=8),
         ),
@@ -81,20 +92,23 @@ def _deepseek_v4_flash() -> ModelFacts:
 def _deepseek_v41_flash() -> ModelFacts:
     """Return DeepSeek-V4.1-Flash: num_hidden_layers 40, sliding_window 128 (its config.json).
 
-    kv_source_layer_ids 2, 8 and 14 compress by 2, and 20 by 1; other layers read theirs. A row is 512 bytes
-    of fp8 and 16 of scales, as on SM100; on other cards vLLM has DeepSeek-V4's.
+    kv_source_layer_ids 2, 8 and 14 compress by 2, and 20 by 1; other layers read theirs. Records and scales
+    are those of SM100; on other GPUs vLLM has DeepSeek-V4's.
     """
     sources = (2, 8, 14)
+    by_2, by_1 = (
+        (_deepseek_v41_record("latent", ratio), *_index_keys(ratio, has_mx_scales=True)) for ratio in (2, 1)
+    )
     return ModelFacts(
         "deepseek-v4.1-flash",
         0,
         (_SLIDING,) * 40,
-        ((_row("window", 528),),),
+        ((_deepseek_v41_record("window"),),),
         sliding_window=128,
         side_caches=(
-            SideCache("compressed.2", sources, (_row("compressed", 528, 2), *_index_keys(2))),
-            SideCache("compressed.1", (20,), (_row("compressed", 528), *_index_keys(1))),
-            SideCache("compressor", sources, states=(_ring("compressor", 4096, 8, "float32", 4),)),
+            SideCache("full", sources, by_2),
+            SideCache("full", (20,), by_1),
+            SideCache("compressor", sources, states=(ring(4096, 8, "float32", 4),)),
         ),
         layouts=_DEEPSEEK_V4_LAYOUTS,
     )
@@ -104,18 +118,20 @@ def _glm_5_next() -> ModelFacts:
     """Return GLM-5.3-Flash (glm5_next): num_hidden_layers 45, kv_lora_rank 512 without a rotary key.
 
     Three layers of Kimi's delta attention (linear_num_heads 64 of 128), then one of MLA with an index key
-    for each index_kpool 16 tokens (transformers' Glm5NextTextConfig).
+    for each index_kpool 16 tokens (transformers' Glm5NextTextConfig). The ring has a slot of raw keys and one
+    of gates.
     """
     kinds = tuple(_FULL if layer % 4 == 3 else _STATE for layer in range(45))
-    latent = _row("latent", 512 * 2, 1, "bfloat16", 2)
-    tail = (_ring("indexer.tail.k", 128 * 2, 16), _ring("indexer.tail.gate", 128 * 2, 16))
+    latent = row("latent", 512 * 2, 1, "bfloat16", 2)
     return ModelFacts(
         "glm-5.3-flash",
         0,
         kinds,
         ((latent,), _index_keys(16)),
         gdn_states(num_key_heads=64, key_dim=128, num_value_heads=64, value_dim=128),
-        side_caches=(SideCache("indexer.tail", _layers_of(kinds, _FULL), states=tail),),
+        side_caches=(
+            SideCache("indexer.tail", _layers_of(kinds, _FULL), states=(ring(128 * 2, 16, num_slots=2),)),
+        ),
         layouts=("BLHNC",),  # KpoolTailBackend
     )
 
@@ -136,8 +152,8 @@ def _step_5_preview() -> ModelFacts:
         key_and_value(4, 192),
         sliding_window=512,
         side_caches=(
-            SideCache("summary", full, (_row("summary", 256, 8),)),
-            SideCache("summary.ring", full, states=(_ring("summary.rows", 2 * 256 * 2, 8),)),
+            SideCache("full", full, (row("summary", 256, 8),)),
+            SideCache("summary.ring", full, states=(ring(2 * 256 * 2, 8),)),
         ),
         layouts=("BLNHC",),  # Step5DSAAttentionBackend
     )
@@ -148,13 +164,13 @@ def _minimax_m3() -> ModelFacts:
 
     All layers but the first three have index keys (vLLM's MiniMaxM3TextConfig).
     """
-    index_keys = (_row("indexer.k", 128 * 2, 1, "bfloat16", 2),)
+    index_keys = (row("indexer.k", 128 * 2, 1, "bfloat16", 2),)
     return ModelFacts(
         "minimax-m3",
         4,
         (_FULL,) * 60,
         key_and_value(4, 128),
-        side_caches=(SideCache("indexer", tuple(range(3, 60)), index_keys),),
+        side_caches=(SideCache("full", tuple(range(3, 60)), index_keys),),
         # No backend names any; pages of two sizes need each layer's part of a block in one piece.
         layouts=("LBHNC", "LBNHC", "BLHNC", "BLNHC"),
     )
@@ -166,11 +182,12 @@ def _qwen4_preview() -> ModelFacts:
     Three gated delta nets (16 key heads, 48 value heads of 128), then one attention with an index key of 128
     for each indexer_compress_ratio 4 tokens; its ring has three positions of 8 bytes beside each raw key.
     ple_layer_ids 2, counted from one, keeps a convolution of hc_count 4 times hidden_size 2,560 columns,
-    dilated by ngram_size 3 (its config.json, and transformers' Qwen4ExpTextConfig).
+    dilated by ngram_size 3 (its config.json, and transformers' Qwen4ExpTextConfig). In vLLM that one is
+    x of a short convolution.
     """
     kinds = (_STATE, _STATE, _STATE, _FULL) * 12
     full = _layers_of(kinds, _FULL)
-    convolution = StateComponent("ple.conv", 4 * 2560, 2, 3 * 3, is_convolution=True, is_replicated=True)
+    convolution = StateComponent("conv.x", 4 * 2560, 2, 3 * 3, is_convolution=True, is_replicated=True)
     return ModelFacts(
         "qwen3.8-flash-next",
         2,
@@ -178,8 +195,8 @@ def _qwen4_preview() -> ModelFacts:
         key_and_value(2, 256),
         gdn_states(num_key_heads=16, key_dim=128, num_value_heads=48, value_dim=128),
         side_caches=(
-            SideCache("indexer", full, (_row("indexer.k", 128 * 2, 4, "bfloat16", 2),)),
-            SideCache("indexer.ring", full, states=(_ring("indexer.rows", 128 * 2 + 3 * 8, 4),)),
+            SideCache("full", full, (row("indexer.k", 128 * 2, 4, "bfloat16", 2),)),
+            SideCache("indexer.ring", full, states=(ring(128 * 2 + 3 * 8, 4),)),
             SideCache("ple", (1,), states=(convolution,)),
         ),
         layouts=("BLNHC", "BLHNC"),  # QSAStateBackend
@@ -191,6 +208,7 @@ def _layers_of(kinds: tuple[LayerKind, ...], wanted: LayerKind) -> tuple[int, ..
 
 
 SPARSE_MODELS = (
+    _deepseek_v32(),
     _deepseek_v4_flash(),
     _deepseek_v41_flash(),
     _glm_5_next(),

@@ -23,6 +23,12 @@ def _held_units(state: StateComponent, share: ShardPosition) -> tuple[UnitRange,
     return shard_units(state.num_units, share.tp_size, share.tp_rank)
 
 
+def _columns(state: StateComponent, units: tuple[UnitRange, ...]) -> tuple[UnitRange, ...]:
+    """Return the columns of some heads or groups of a convolution."""
+    width = state.row_bytes // state.itemsize
+    return tuple(UnitRange(held.start * width, held.stop * width) for held in units)
+
+
 def state_tensors(
     states: tuple[StateComponent, ...],
     share: ShardPosition,
@@ -36,14 +42,15 @@ def state_tensors(
 ) -> Iterator[CacheTensor]:
     """Yield one layer's states, one behind the other in each page from byte `start` on, convolutions first.
 
-    The parts of a convolution have as many rows and bytes an item. Row-major is SD, else DS.
+    The parts of a convolution have as many rows and bytes an item; their units are columns, not heads or
+    groups. Row-major is SD, else DS.
     """
     held = {s.name: _held_units(s, share) for s in states}
     convolution = [state for state in states if state.is_convolution]
     if convolution:
         first = convolution[0]
         split = MambaConvSplitInfo(
-            tuple(ConvPart(s.name, held[s.name], s.row_bytes // s.itemsize) for s in convolution),
+            tuple(ConvPart(s.name, _columns(s, held[s.name])) for s in convolution),
             first.rows,
             first.itemsize,
             not is_row_major,
@@ -66,5 +73,6 @@ def state_tensors(
             chunk_bytes=state.unit_bytes,
             itemsize=state.itemsize,
             dtype=state.dtype,
+            encoding=state.encoding,
         )
         start += num_units(held[state.name]) * state.unit_bytes

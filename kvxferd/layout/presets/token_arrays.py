@@ -144,6 +144,7 @@ class TokenArray:
                     granule_tokens=component.granule_tokens,
                     itemsize=component.itemsize,
                     dtype=component.dtype,
+                    encoding=component.encoding,
                 )
 
     def _content_chunks(self, component: TokenComponent, strides: AxisStrides) -> tuple[int, int, int]:

@@ -115,11 +115,11 @@ def test_its_specs_are_read_as_the_stand_ins_are() -> None:
 
 
 V4 = {
-    *(f"0.{name}" for name in ("indexer.k", "indexer.scale", "latent.indexer.compressor.state_cache")),
+    *(f"0.{name}" for name in ("indexer.k", "indexer.scale", "compressor.indexer.compressor.state_cache")),
     *(
-        f"{layer}.latent{rest}"
+        f"{layer}.{name}"
         for layer in range(2)
-        for rest in ("", ".scale", ".swa_cache", ".scale.swa_cache", ".compressor.state_cache")
+        for name in ("latent", "latent.scale", "window", "window.scale", "compressor")
     ),
 }
 KEYS_AND_VALUES = {"0.k", "0.v"}
@@ -127,8 +127,8 @@ KEYS_AND_VALUES = {"0.k", "0.v"}
 PACKED_PAIRS = {
     "deepseek-v4:2,256,BLHNC:1,512,BLNHC": V4,
     "glm:4,128,BLHNC:1,256,BLHNC": {"0.latent", "0.indexer.k", "0.indexer.scale", "0.ring"},
-    "qwen:2,128,BLNHC:1,64,BLHNC": KEYS_AND_VALUES | {"0.latent", "0.ring"},
-    "minimax:4,128,BLHNC:2,256,BLNHC": KEYS_AND_VALUES | {"0.latent"},
+    "qwen:2,128,BLNHC:1,64,BLHNC": KEYS_AND_VALUES | {"0.indexer.k", "0.ring"},
+    "minimax:4,128,BLHNC:2,256,BLNHC": KEYS_AND_VALUES | {"0.indexer.k"},
     "token-scales:4,32,LBNHC:2,16,LBHNC": KEYS_AND_VALUES,
 }
 

@@ -34,7 +34,7 @@ LLAMA = 80 * 2 * 8 * 128 * 2 * 1000
         ("llama-3-8b,tp=2,cp=2", "llama-3-8b,tp=1", 32 * 2 * 8 * 128 * 2 * 1000),
         ("deepseek-v3,tp=8", "deepseek-v3,tp=2", 2 * 61 * 576 * 2 * 1000),  # each rank holds all
         # full layers all tokens, sliding ones their last 128
-        ("gpt-oss,tp=2", "gpt-oss,tp=4", 18 * 2 * 8 * 64 * 2 * (1000 + 128)),
+        ("gpt-oss,tp=2", "gpt-oss,tp=4", 18 * 2 * 8 * 64 * 2 * (1000 + 127)),
         ("gemma-3,tp=2", "gemma-3,tp=4", 62 * 2 * 16 * 128 * 2 * 1000),  # the window is wider
         # attention per token, states once
         (
@@ -212,7 +212,7 @@ def test_a_rank_that_holds_countless_units_costs_its_reader_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["deepseek-v4", "deepseek-v4.1", "glm-5-next", "step-5", "minimax-m3", "qwen4"]
+    "model", ["deepseek-v3.2", "deepseek-v4", "deepseek-v4.1", "glm-5-next", "step-5", "minimax-m3", "qwen4"]
 )
 def test_models_with_compressed_caches_are_explained_across_parallel_sizes(model: str) -> None:
     """What every rank holds, each reads from one rank of the other side; heads and states are divided."""

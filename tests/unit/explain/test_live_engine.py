@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import aiohttp
+import msgspec
+import pytest
 
+from kvxferd.layout.presets import deploy
 from tests.support.verb_harness import daemon, run
 
 
@@ -19,6 +22,27 @@ async def test_a_live_engine_is_read_as_its_layouts_say(tmp_path: Path) -> None:
     (rank,) = json.loads(result.stdout)["ranks"]
     assert [read["prefill_rank"] for read in rank["reads"]] == [[0, 0], [0, 1]]
     assert rank["bytes_per_1000_tokens"] == 4 * 2 * 4 * 16 * 1000
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+async def test_a_preset_is_taken_for_the_model_of_an_engine_that_runs(
+    tmp_path: Path, is_prefill: bool
+) -> None:
+    """The fingerprint of vLLM's engine has a digest of the weights, which no preset has."""
+    forms = [
+        {
+            "spec": msgspec.structs.replace(spec, fingerprint="LlamaForCausalLM/bfloat16/plain/0"),
+            "layout": made,
+        }
+        for spec, made in deploy("tiny-dense", tp=2).values()
+    ]
+    file = tmp_path / "live.json"
+    file.write_bytes(msgspec.json.encode({"ranks": forms}))
+    pair = (str(file), "tiny-dense") if is_prefill else ("tiny-dense", str(file))
+    result = await run("explain", *pair)
+    assert result.exit_code == 0, result.output
+    refused = await run("explain", str(file), "tiny-mla", "--json")
+    assert {one["field"] for one in json.loads(refused.stdout)["refused"]} == {"num_layers", "num_kv_heads"}
 
 
 async def test_an_engine_that_the_daemon_does_not_know(tmp_path: Path) -> None:

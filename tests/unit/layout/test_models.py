@@ -64,8 +64,7 @@ V4_RECORD, INDEX_KEY = 448 + 2 * 64 + 8, 128 + 4
             "deepseek-v4",
             {
                 "sliding": 43 * 1024 * V4_RECORD,
-                "compressed.4": 21 * 256 * (V4_RECORD + INDEX_KEY),
-                "compressed.128": 20 * 8 * V4_RECORD,
+                "full": 21 * 256 * (V4_RECORD + INDEX_KEY) + 20 * 8 * V4_RECORD,
                 "compressor.4": 21 * 1024 * 4 * (4 * 512 + 4 * 128),
                 "compressor.128": 20 * 1024 * 4 * 2 * 512,
             },
@@ -74,8 +73,7 @@ V4_RECORD, INDEX_KEY = 448 + 2 * 64 + 8, 128 + 4
             "deepseek-v4.1",
             {
                 "sliding": 40 * 1024 * 528,
-                "compressed.2": 3 * 512 * (528 + INDEX_KEY),
-                "compressed.1": 1024 * (528 + INDEX_KEY),
+                "full": 3 * 512 * (528 + INDEX_KEY) + 1024 * (528 + INDEX_KEY),
                 "compressor": 3 * 8 * 2 * 512 * 4,
             },
         ),
@@ -90,19 +88,17 @@ V4_RECORD, INDEX_KEY = 448 + 2 * 64 + 8, 128 + 4
         (
             "step-5",
             {
-                "full": 23 * 1024 * 2 * 4 * 192 * 2,
+                "full": 23 * (1024 * 2 * 4 * 192 * 2 + 128 * 256),
                 "sliding": 69 * 1024 * 2 * 4 * 192 * 2,
-                "summary": 23 * 128 * 256,
                 "summary.ring": 23 * 8 * 1024,
             },
         ),
-        ("minimax-m3", {"full": 60 * 1024 * 2 * 4 * 128 * 2, "indexer": 57 * 1024 * 128 * 2}),
+        ("minimax-m3", {"full": 60 * 1024 * 2 * 4 * 128 * 2 + 57 * 1024 * 128 * 2}),
         (
             "qwen4",
             {
-                "full": 12 * 1024 * 2 * 2 * 256 * 2,
+                "full": 12 * (1024 * 2 * 2 * 256 * 2 + 256 * 128 * 2),
                 "state.0": 36 * (3 * (2 * 16 + 48) * 128 * 2 + 48 * 128 * 128 * 4),
-                "indexer": 12 * 256 * 128 * 2,
                 "indexer.ring": 12 * 4 * (128 * 2 + 3 * 8),
                 "ple": 4 * 2560 * 9 * 2,
             },
@@ -123,8 +119,7 @@ def test_a_block_has_whole_items() -> None:
     ((_, layout),) = deploy("deepseek-v4", block_tokens=24).values()
     assert {group.name: group.block_tokens for group in layout.groups} == {
         "sliding": 24,
-        "compressed.4": 24,
-        "compressed.128": 384,
+        "full": 384,
         "compressor.4": 4,
         "compressor.128": 8,
     }
@@ -145,7 +140,7 @@ def test_layers_of_each_kind() -> None:
     """Which layers the groups hold."""
     ((_, gemma),) = deploy("gemma-3").values()
     assert sorted({t.layer for t in gemma.tensors if t.group == "full"}) == list(range(5, 62, 6))
-    assert {g.name: g.sliding_window for g in gemma.groups} == {"full": None, "sliding": 1024}
+    assert {g.name: g.sliding_window for g in gemma.groups} == {"full": None, "sliding": 1023}
     ((_, oss),) = deploy("gpt-oss-20b").values()
     assert sorted({t.layer for t in oss.tensors if t.group == "sliding"}) == list(range(0, 24, 2))
     ((_, nemotron),) = deploy("nemotron-h").values()
@@ -156,7 +151,7 @@ def test_groups_beyond_tp_are_replicated() -> None:
     """Eight B and C groups on sixteen ranks; the heads are divided all the same."""
     ranks = deploy("nemotron-h-8b", tp=16)
     held = {rank.tp_rank: {t.component: t.units for t in made.tensors} for rank, (_, made) in ranks.items()}
-    assert [held[r]["conv.B"] for r in (0, 1, 15)] == [(UnitRange(0, 1),)] * 2 + [(UnitRange(7, 8),)]
+    assert [held[r]["conv.B"] for r in (0, 1, 15)] == [(UnitRange(0, 128),)] * 2 + [(UnitRange(896, 1024),)]
     assert held[15]["ssm"] == (UnitRange(120, 128),)
 
 

@@ -8,12 +8,19 @@ attention backend decides what the content is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvxferd.ids import GroupName
-from kvxferd.integrations.vllm.layout.cpu_attention import HalfPacking, key_packing, value_packing
+from kvxferd.integrations.vllm.layout.cpu_attention import ContentPacking, key_packing, value_packing
 from kvxferd.integrations.vllm.layout.facts import AttentionFacts, LayerFacts, LayerKey, layer_error
-from kvxferd.integrations.vllm.layout.support import BACKENDS, TOKEN_SCALES_BACKEND, BlockContent
+from kvxferd.integrations.vllm.layout.support import (
+    BACKENDS,
+    ROW_COMPONENTS,
+    ROW_DTYPES,
+    TOKEN_SCALES_BACKEND,
+    BlockContent,
+)
 from kvxferd.layout import CacheTensor, UnitRange
 from kvxferd.layout.tensor_views import TensorView
 
@@ -44,6 +51,14 @@ class _Packing(NamedTuple):
     is_by_part: bool = False  # a slot has all states' first part, and then all their second one
 
 
+class _PlacedPart(NamedTuple):
+    """A part, and where it lies in a slot of a kernel block."""
+
+    part: _Part
+    offset: int
+    packing: ContentPacking
+
+
 def is_described(layer: LayerFacts, cache: AttentionFacts) -> bool:
     """Whether it is known what a block of the layer holds."""
     if layer.is_plugin_dtype:
@@ -63,36 +78,68 @@ def attention_tensors(
 
     Raises LayoutError, naming the layer, for sizes or strides that its packing cannot have.
     """
-    if _is_packed_for_cpu(layer, cache):
-        return _cpu_tensors(layer, cache, key, view, group, heads)
+    place = _place_cpu_parts if _is_packed_for_cpu(layer, cache) else _place_parts
+    block, slot, _, _ = view.strides
+    return [
+        CacheTensor(
+            layer=key.layer,
+            component=key.component(part.component),
+            group=group,
+            region=view.region,
+            offset=view.offset + offset,
+            block_stride=block,
+            token_stride=packing.item_stride,
+            unit_stride=slot if heads.stop - heads.start > 1 else 0,
+            units=(heads,),
+            chunk_bytes=packing.chunk_bytes,
+            num_chunks=packing.num_chunks,
+            chunk_stride=packing.chunk_stride,
+            granule_tokens=packing.granule_tokens,
+            itemsize=part.itemsize,
+            dtype=part.dtype,
+            encoding=packing.encoding,
+        )
+        for part, offset, packing in place(layer, cache, view)
+    ]
+
+
+def _place_parts(layer: LayerFacts, cache: AttentionFacts, view: TensorView) -> Iterator[_PlacedPart]:
+    """Yield the parts of a state's content, which lie together or all states' of one kind together."""
     packing = _packing_of(layer, cache)
     assert packing is not None
-    block, slot, state, _ = view.strides
+    state = view.strides[2]
     if packing.is_by_part and state != view.content_bytes:
         raise layer_error(layer.name, f"its states of {view.content_bytes} bytes are {state} bytes apart")
-    tensors = []
     start = 0  # of a part, in a state's content
     for part in packing.parts:
-        tensors.append(
-            CacheTensor(
-                layer=key.layer,
-                component=key.component(part.component),
-                group=group,
-                region=view.region,
-                offset=view.offset + start * (view.shape[2] if packing.is_by_part else 1),
-                block_stride=block,
-                token_stride=part.num_bytes if packing.is_by_part else state,
-                unit_stride=slot if heads.stop - heads.start > 1 else 0,
-                units=(heads,),
-                chunk_bytes=part.num_bytes,
-                granule_tokens=cache.tokens_per_state,
-                itemsize=part.itemsize,
-                dtype=part.dtype,
-                encoding=part.encoding,
-            )
-        )
+        offset = start * (view.shape[2] if packing.is_by_part else 1)
+        stride = part.num_bytes if packing.is_by_part else state
+        content = ContentPacking(cache.tokens_per_state, stride, part.num_bytes, 1, 0, part.encoding)
+        yield _PlacedPart(part, offset, content)
         start += part.num_bytes
-    return tensors
+
+
+def _place_cpu_parts(layer: LayerFacts, cache: AttentionFacts, view: TensorView) -> Iterator[_PlacedPart]:
+    """Yield the halves of CPU attention: a head's page of a block has all keys, then all values, packed."""
+    tokens = kernel_block_tokens(cache, view)
+    is_dense = view.strides[2] == view.content_bytes
+    if not is_dense or cache.head_size != cache.head_size_v:
+        raise layer_error(
+            layer.name,
+            f"CPU attention has a head's block in one piece, keys and values alike, and its tensor has "
+            f"shape {view.shape} and strides of {view.strides} bytes",
+        )
+    if not layer.isa:
+        raise layer_error(
+            layer.name, "the instruction set for which CPU attention packs its blocks is not known"
+        )
+    half = tokens * cache.head_size * cache.itemsize
+    for name, offset, pack in (("k", 0, key_packing), ("v", half, value_packing)):
+        try:
+            packing = pack(layer.isa, tokens, cache.head_size, cache.itemsize)
+        except ValueError as error:
+            raise layer_error(layer.name, str(error)) from error
+        yield _PlacedPart(_Part(name, half, cache.dtype, cache.itemsize), offset, packing)
 
 
 def ring_tensor(
@@ -104,7 +151,7 @@ def ring_tensor(
     many rows.
     """
     is_row = BACKENDS.get(layer.backend) is BlockContent.LATENT_ROW
-    if not is_row or cache.quantisation or layer.is_plugin_dtype:
+    if not is_row or cache.encoding or layer.is_plugin_dtype:
         return None
     num_slots, rows = view.shape[1:3]
     return CacheTensor(
@@ -133,15 +180,15 @@ def _packing_of(layer: LayerFacts, cache: AttentionFacts) -> _Packing | None:
         return _key_then_value(layer, cache)
     if cache.head_size_v or cache.num_slots != 1:
         return None
-    row = _Part("latent", cache.content_bytes, cache.dtype, cache.itemsize,
-                cache.encoding or cache.quantisation)  # fmt: skip
+    name = ROW_COMPONENTS.get(layer.backend, "latent")
+    row = _Part(name, cache.content_bytes, cache.dtype, cache.itemsize, cache.encoding)
     match content:
         case BlockContent.LATENT_ROW:
             return _Packing((row,))
         case BlockContent.DEEPSEEK_RECORD:
-            if cache.encoding and row.num_bytes == _V4_VALUE_BYTES + _V4_SCALE_BYTES:
+            if cache.encoding in ROW_DTYPES and row.num_bytes == _V4_VALUE_BYTES + _V4_SCALE_BYTES:
                 values = row._replace(num_bytes=_V4_VALUE_BYTES)
-                scales = _Part("latent.scale", _V4_SCALE_BYTES, "uint8", encoding=cache.encoding)
+                scales = _Part(f"{name}.scale", _V4_SCALE_BYTES, "uint8", encoding=cache.encoding)
                 return _Packing((values, scales), is_by_part=True)
             return _Packing((row,))
         case BlockContent.INDEXER:
@@ -159,7 +206,7 @@ def _is_plain(cache: AttentionFacts) -> bool:
     """Whether a cache has a slot for each head, with the elements of its key and value alone."""
     return (
         cache.head_size_v > 0
-        and not cache.quantisation
+        and not cache.encoding
         and cache.num_slots == cache.num_heads
         and cache.content_bytes == cache.element_bytes
     )
@@ -170,10 +217,10 @@ def _key_then_value(layer: LayerFacts, cache: AttentionFacts) -> _Packing | None
     if _is_plain(cache):
         sizes = cache.head_size * cache.itemsize, cache.head_size_v * cache.itemsize
     else:
-        elements = cache.element_bytes // (2 if cache.quantisation == "int4_per_token_head" else 1)
+        elements = cache.element_bytes // (2 if cache.encoding == "int4_per_token_head" else 1)
         has_scales = (
             layer.backend == TOKEN_SCALES_BACKEND
-            and cache.quantisation.endswith("_per_token_head")
+            and cache.encoding.endswith("_per_token_head")
             and cache.head_size == cache.head_size_v > 0
             and cache.num_slots == cache.num_heads
             and cache.content_bytes == elements + 2 * _TOKEN_SCALE_BYTES
@@ -182,7 +229,7 @@ def _key_then_value(layer: LayerFacts, cache: AttentionFacts) -> _Packing | None
             return None
         sizes = (cache.content_bytes // 2,) * 2
     parts = (
-        _Part(name, size, cache.dtype, cache.itemsize, cache.quantisation)
+        _Part(name, size, cache.dtype, cache.itemsize, cache.encoding)
         for name, size in zip("kv", sizes, strict=True)
     )
     return _Packing(tuple(parts))
@@ -220,69 +267,3 @@ def check_shape(layer: LayerFacts, cache: AttentionFacts, view: TensorView) -> N
 def kernel_block_tokens(cache: AttentionFacts, view: TensorView) -> int:
     """Return the tokens of one kernel block of a tensor that has passed `check_shape`."""
     return view.shape[2] * cache.tokens_per_state
-
-
-def _cpu_tensors(
-    layer: LayerFacts,
-    cache: AttentionFacts,
-    key: LayerKey,
-    view: TensorView,
-    group: GroupName,
-    heads: UnitRange,
-) -> list[CacheTensor]:
-    """Return the tensors of CPU attention: a head's page of a block has all keys, then all values, packed."""
-    tokens = kernel_block_tokens(cache, view)
-    is_dense = view.strides[2] == view.content_bytes
-    if not is_dense or cache.head_size != cache.head_size_v:
-        raise layer_error(
-            layer.name,
-            f"CPU attention has a head's block in one piece, keys and values alike, and its tensor has "
-            f"shape {view.shape} and strides of {view.strides} bytes",
-        )
-    if not layer.isa:
-        raise layer_error(
-            layer.name, "the instruction set for which CPU attention packs its blocks is not known"
-        )
-    half = tokens * cache.head_size * cache.itemsize
-    try:
-        packings = (
-            ("k", 0, key_packing(layer.isa, tokens, cache.head_size, cache.itemsize)),
-            ("v", half, value_packing(layer.isa, tokens, cache.head_size, cache.itemsize)),
-        )
-    except ValueError as error:
-        raise layer_error(layer.name, str(error)) from error
-    return [
-        _cpu_tensor(cache, key.layer, key.component(name), view, group, heads, offset, packing)
-        for name, offset, packing in packings
-    ]
-
-
-def _cpu_tensor(
-    cache: AttentionFacts,
-    layer: int,
-    component: str,
-    view: TensorView,
-    group: GroupName,
-    heads: UnitRange,
-    offset: int,
-    packing: HalfPacking,
-) -> CacheTensor:
-    """Return the tensor of CPU attention's keys, or of its values."""
-    return CacheTensor(
-        layer=layer,
-        component=component,
-        group=group,
-        region=view.region,
-        offset=view.offset + offset,
-        block_stride=view.strides[0],
-        token_stride=packing.item_stride,
-        unit_stride=view.strides[1],
-        units=(heads,),
-        chunk_bytes=packing.chunk_bytes,
-        num_chunks=packing.num_chunks,
-        chunk_stride=packing.chunk_stride,
-        granule_tokens=packing.granule_tokens,
-        itemsize=cache.itemsize,
-        dtype=cache.dtype,
-        encoding=packing.encoding,
-    )

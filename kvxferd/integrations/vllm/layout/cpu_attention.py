@@ -24,8 +24,8 @@ _AMX_TILE_ELEMENTS = 16
 _AMX_PAIR = 2
 
 
-class HalfPacking(NamedTuple):
-    """The strides and chunks of one head's content in its half of a block's page."""
+class ContentPacking(NamedTuple):
+    """The strides and chunks of one head's content in a kernel block."""
 
     granule_tokens: int
     item_stride: int  # bytes from one granule to the next
@@ -35,34 +35,34 @@ class HalfPacking(NamedTuple):
     encoding: str
 
 
-def key_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
+def key_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> ContentPacking:
     """Return the packing of one head's keys. Raises ValueError for a size that the packing cannot have."""
     if isa in _COLUMN_MAJOR:
-        return HalfPacking(1, itemsize, itemsize, head_size, block_tokens * itemsize, "")
+        return ContentPacking(1, itemsize, itemsize, head_size, block_tokens * itemsize, "")
     if isa == "amx":
         _require_multiple(block_tokens, _AMX_GROUP_TOKENS, "block of", "tokens")
         group = _AMX_GROUP_TOKENS * head_size * itemsize
-        return HalfPacking(_AMX_GROUP_TOKENS, group, group, 1, 0, "cpu-attn.amx")
+        return ContentPacking(_AMX_GROUP_TOKENS, group, group, 1, 0, "cpu-attn.amx")
     return _opaque_packing(isa, block_tokens, head_size, itemsize)
 
 
-def value_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
+def value_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> ContentPacking:
     """Return the packing of one head's values. Raises ValueError for a size that the packing cannot have."""
     if isa in _COLUMN_MAJOR:
-        return HalfPacking(1, head_size * itemsize, head_size * itemsize, 1, 0, "")
+        return ContentPacking(1, head_size * itemsize, head_size * itemsize, 1, 0, "")
     if isa == "amx":
         _require_multiple(block_tokens, _AMX_PAIR, "block of", "tokens")
         _require_multiple(head_size, _AMX_TILE_ELEMENTS, "head of", "elements")
         pair = _AMX_PAIR * _AMX_TILE_ELEMENTS * itemsize
         tiles = head_size // _AMX_TILE_ELEMENTS
         stride = block_tokens // _AMX_PAIR * pair
-        return HalfPacking(_AMX_PAIR, pair, pair, tiles, stride, "cpu-attn.amx")
+        return ContentPacking(_AMX_PAIR, pair, pair, tiles, stride, "cpu-attn.amx")
     return _opaque_packing(isa, block_tokens, head_size, itemsize)
 
 
-def _opaque_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> HalfPacking:
+def _opaque_packing(isa: str, block_tokens: int, head_size: int, itemsize: int) -> ContentPacking:
     half = block_tokens * head_size * itemsize
-    return HalfPacking(block_tokens, half, half, 1, 0, f"cpu-attn.{isa}")
+    return ContentPacking(block_tokens, half, half, 1, 0, f"cpu-attn.{isa}")
 
 
 def _require_multiple(value: int, unit: int, before: str, after: str) -> None:

@@ -188,7 +188,7 @@ class _Derivation:
     def _with_own_component(self, layer: LayerFacts, tensor: CacheTensor) -> CacheTensor:
         """Return a tensor whose component no other cache of its layer has.
 
-        A cache beside the layer's own has the rest of its name: ``latent.swa_cache``.
+        The second of a kind has the rest of its name: ``compressor.indexer.compressor.state_cache``.
         """
         own = self._layer_of.setdefault((tensor.layer, tensor.component), layer.name)
         if own == layer.name:

@@ -57,9 +57,8 @@ class AttentionFacts:
     head_size_v: int  # 0: a latent, without values
     dtype: str  # "bfloat16", "float8_e4m3fn", ...
     itemsize: int
-    encoding: str = ""  # set where a state's content has a packing of its own
+    encoding: str = ""  # vLLM's name of the packing of a state's content, where the dtype does not tell it
     tokens_per_state: int = 1
-    quantisation: str = ""  # vLLM's mode, where the dtype does not tell it
     num_head_slots: int | None = None  # None: a slot for each head
     packed_bytes: int | None = None  # of a slot of one state; None: the elements of key and value
 

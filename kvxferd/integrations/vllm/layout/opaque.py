@@ -100,7 +100,6 @@ def opaque_page(
     _, num_chunks, chunk_stride = axes[0] if axes else ("", 1, 0)
     is_ring = group.kind is CacheKind.STATE
     shape = f"{order} of {view.shape[1]} x {view.shape[2]} x {view.content_bytes} bytes"
-    packing = cache.quantisation or cache.encoding or "plain"
     return CacheTensor(
         layer=key.layer,
         component=key.component("page"),
@@ -118,6 +117,8 @@ def opaque_page(
         itemsize=cache.itemsize,
         dtype=cache.dtype,
         encoding=opaque_encoding(
-            f"{layer.backend}, {packing}, {shape}, blocks of {group.block_tokens} tokens", layer, worker
+            f"{layer.backend}, {cache.encoding or 'plain'}, {shape}, blocks of {group.block_tokens} tokens",
+            layer,
+            worker,
         ),
     )

@@ -252,6 +252,7 @@ def _read_attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dty
     is_row = row_dtype in ROW_DTYPES and packed is not None
     if mode == "FP8_PER_TENSOR" and dtype == "uint8" and not is_row:
         dtype = "float8_e5m2" if "e5m2" in _cache_dtype(module, vllm_config) else fp8_dtype
+    packing = str(row_dtype) if is_row else mode.lower()
     is_latent = CACHES[_class_name(spec)].is_latent
     return AttentionFacts(
         num_heads=1 if is_latent else spec.num_kv_heads,
@@ -259,9 +260,8 @@ def _read_attention(name: str, spec: Any, module: Any, vllm_config: Any, fp8_dty
         head_size_v=0 if is_latent else spec.head_size_v,
         dtype=dtype,
         itemsize=itemsize,
-        encoding=str(row_dtype) if is_row else "",
+        encoding=packing if is_row or mode not in ("NONE", "FP8_PER_TENSOR") else "",
         tokens_per_state=spec.tokens_per_state,
-        quantisation="" if is_row or mode in ("NONE", "FP8_PER_TENSOR") else mode.lower(),
         num_head_slots=spec.num_head_slots,
         packed_bytes=None if is_row else packed,
     )
@@ -393,20 +393,20 @@ def fill_token_scales(layers: list[LayerFacts], kv_caches: Mapping[str, Any], vl
     """
     modules = vllm_config.compilation_config.static_forward_context
     quantised = {
-        _place_of(kv_caches[layer.name]): layer.cache.quantisation
+        _place_of(kv_caches[layer.name]): layer.cache.encoding
         for layer in layers
         # Latents have scales of their own, which are written with each row.
         if isinstance(layer.cache, AttentionFacts)
         and layer.cache.head_size_v > 0
-        and layer.cache.quantisation.endswith("_per_token_head")
+        and layer.cache.encoding.endswith("_per_token_head")
     }
     for name, cache in kv_caches.items():
         if isinstance(cache, (list, tuple)) or _place_of(cache) not in quantised:
             continue
         fill = getattr(getattr(modules.get(name), "impl", None), "_ensure_scale_caches", None)
         if fill is None:
-            quantisation = quantised[_place_of(cache)]
-            raise layer_error(name, f"this vLLM fills scales of {quantisation} at an unknown time")
+            mode = quantised[_place_of(cache)]
+            raise layer_error(name, f"this vLLM fills scales of {mode} at an unknown time")
         fill(cache)
 
 

@@ -145,13 +145,20 @@ BACKENDS: Mapping[str, BlockContent] = {
     ),
     "CPUAttentionBackend": BlockContent.CPU_PACKED,
 }
+# What a row or record is, where it is not the layer's latent.
+ROW_COMPONENTS: Mapping[str, str] = {
+    "CompressorBackend": "compressor",
+    "DeepseekSparseSWABackend": "window",
+    "DeepseekSparseSWAFlashInferBackend": "window",
+    "DeepseekSparseSWAFlashMLABackend": "window",
+    "MiniMaxM3IndexerBackend": "indexer.k",
+    "MiniMaxM3IndexerMSABackend": "indexer.k",
+    "QSAStateBackend": "indexer.k",
+    "Step5SparseSummaryBackend": "summary",
+}
 # Of the backends of keys and values, the one that may have a scale behind each head's key and value.
 TOKEN_SCALES_BACKEND = "TritonAttentionBackend"
-# Backends that are refused, by a part of the name of their class.
-REFUSED_BACKENDS: Mapping[str, str] = {
-    **dict.fromkeys(("Rocm", "ROCM", "ROCm", "Aiter"), "ROCm is not supported"),
-    "NoAttentionBackend": "it keeps no cache",
-}
+REFUSED_BACKENDS: Mapping[str, str] = {"NoAttentionBackend": "it keeps no cache"}
 
 # One row for each state, with contents and scales; its size is that of the spec.
 ROW_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
@@ -229,7 +236,5 @@ def refusal_of_backend(name: str) -> str | None:
     """Return why a layer with this backend is refused; None for any other, known here or not."""
     if not name:
         return "its attention backend has no name, by which engines could be compared"
-    for part, why in REFUSED_BACKENDS.items():
-        if part in name:
-            return f"its attention backend is {name}: {why}"
-    return None
+    why = REFUSED_BACKENDS.get(name)
+    return None if why is None else f"its attention backend is {name}: {why}"

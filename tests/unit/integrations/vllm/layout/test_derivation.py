@@ -242,7 +242,6 @@ class TestGroupsAndStages:
 @pytest.mark.parametrize(
     ("layer", "cache", "why"),
     [
-        (a_layer(backend="RocmAttentionBackend"), a_cache(), "RocmAttentionBackend: ROCm is not supported"),
         (a_layer(backend=""), a_cache(), "its attention backend has no name"),
         (a_layer(), a_cache(heads=4), "has 4 heads of 32 bytes, its spec 2 of 32"),
         (a_layer(), a_cache(content=8), "has 2 heads of 16 bytes, its spec 2 of 32"),
@@ -304,7 +303,7 @@ def test_a_name_must_tell_the_layer(bad: str, why: str) -> None:
         (a_layer(is_plugin_dtype=True), a_cache()),
         (a_layer(cache=LATENT), a_cache(1, 24)),  # a latent of a backend of keys and values
         (a_layer(cache=ODD_INDEXER, backend="DeepseekV4IndexerBackend"), a_cache(1, 100, torch.uint8)),
-        (a_layer(cache=dataclasses.replace(ATTENTION, quantisation="nvfp4")), a_cache()),
+        (a_layer(cache=dataclasses.replace(ATTENTION, encoding="nvfp4")), a_cache()),
         (a_layer(cache=dataclasses.replace(ATTENTION, packed_bytes=40)), a_cache(content=20)),
         (a_layer(cache=dataclasses.replace(ATTENTION, num_head_slots=4)), a_cache(4)),
         (a_layer(cache=dataclasses.replace(ONE_HEAD, num_heads=5, num_head_slots=1)), a_cache(1)),
@@ -357,18 +356,32 @@ def test_an_opaque_page_tells_by_what_its_kernels_were_chosen(more: dict[str, ob
     assert f", tp 1, vllm.backends.Some, {found}, vllm" in tensor_of(derived, "page").encoding
 
 
+@pytest.mark.parametrize("is_plugin_dtype", [False, True])
+def test_a_ring_is_opaque_where_a_plugin_alone_knows_its_rows(is_plugin_dtype: bool) -> None:
+    layer = a_layer(cache=LATENT, backend="KpoolTailBackend", is_plugin_dtype=is_plugin_dtype)
+    groups = CacheGroups((CacheGroup(0, CacheKind.STATE, TOKENS),), 1)
+    derived = valid(derive_layout({name(1): a_cache(1, 24)}, [layer], groups, WORKER))
+    (ring,) = derived.layout.tensors
+    assert (ring.content_bytes, ring.granule_tokens) == (TOKENS * 24 * 2, 1)
+    assert (ring.component, ring.encoding) == (
+        ("page", ring.encoding) if is_plugin_dtype else ("ring", "ring of 16")
+    )
+    assert derived.opaque_layers == ({"KpoolTailBackend": 1} if is_plugin_dtype else {})
+
+
 @pytest.mark.parametrize(
-    ("worker", "implementation", "why"),
+    ("worker", "more", "why"),
     [
-        (dataclasses.replace(WORKER, device=""), "vllm.Some", "the device that writes them has no name"),
-        (WORKER, "", "their backend has no class in vLLM or in an installed distribution"),
-        (dataclasses.replace(WORKER, vllm_version=""), "vllm.Some", "set opaque_cache_version"),
+        (dataclasses.replace(WORKER, device=""), {}, "the device that writes them has no name"),
+        (WORKER, {"cache_dtype": ""}, "the dtype of its cache has no name"),
+        (WORKER, {"implementation": ""}, "their backend has no class in vLLM or in an installed"),
+        (dataclasses.replace(WORKER, vllm_version=""), {}, "set opaque_cache_version"),
     ],
 )
 def test_an_opaque_page_of_which_something_is_not_known_is_refused(
-    worker: WorkerFacts, implementation: str, why: str
+    worker: WorkerFacts, more: dict[str, object], why: str
 ) -> None:
-    layer = a_layer(backend="UnheardOfBackend", implementation=implementation)
+    layer = a_layer(backend="UnheardOfBackend", **more)
     with pytest.raises(LayoutError) as caught:
         derive_layout({layer.name: a_cache()}, [layer], FULL, worker)
     assert why in caught.value.message

@@ -95,19 +95,19 @@ def test_one_line_tells_what_is_opaque_and_what_that_forbids() -> None:
 def test_caches_of_one_layer_have_components_of_their_own() -> None:
     (rank,) = PagedEngine(DEEPSEEK_V4, How(num_blocks=WIDE)).ranks.values()
     assert [(t.layer, t.component, t.granule_tokens) for t in rank.derived.layout.tensors] == [
+        (0, "compressor", 1),
+        (0, "compressor.indexer.compressor.state_cache", 1),
         (0, "indexer.k", 4),
         (0, "indexer.scale", 4),
         (0, "latent", 4),
-        (0, "latent.compressor.state_cache", 1),
-        (0, "latent.indexer.compressor.state_cache", 1),
         (0, "latent.scale", 4),
-        (0, "latent.scale.swa_cache", 1),
-        (0, "latent.swa_cache", 1),
+        (0, "window", 1),
+        (0, "window.scale", 1),
+        (1, "compressor", 1),
         (1, "latent", 128),
-        (1, "latent.compressor.state_cache", 1),
         (1, "latent.scale", 128),
-        (1, "latent.scale.swa_cache", 1),
-        (1, "latent.swa_cache", 1),
+        (1, "window", 1),
+        (1, "window.scale", 1),
     ]
     assert rank.derived.opaque_layers == {}
 
@@ -145,7 +145,7 @@ PLAIN_V4 = dataclasses.replace(
         (
             (with_facts(STEP, "summary", tokens_per_state=4), How()),
             (STEP, How()),
-            "granule_tokens of layer 0's component 'latent' is 4 here and 8 at the source",
+            "granule_tokens of layer 0's component 'summary' is 4 here and 8 at the source",
         ),
         (
             (UNKNOWN, How(tp=2)),
@@ -203,7 +203,6 @@ def test_a_window_that_no_cache_has_is_pulled_whole() -> None:
     [
         ("", "its attention backend has no name"),
         ("NoAttentionBackend", "its attention backend is NoAttentionBackend: it keeps no cache"),
-        ("MiniMaxM3SparseAiterPABackend", "ROCm is not supported"),
     ],
 )
 def test_a_backend_that_is_refused_is_named(backend: str, why: str) -> None:

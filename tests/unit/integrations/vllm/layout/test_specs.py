@@ -1,12 +1,12 @@
-"""What is read of vLLM's objects, on stand-ins with the names and attributes of vLLM 0.32's.
+"""What is read of vLLM's objects, on stand-ins.
 
 `test_real_vllm.py` reads the real ones.
 """
 
 from __future__ import annotations
 
-import enum
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,57 +19,22 @@ from kvxferd.integrations.vllm.layout.specs import (
     device_name,
     fill_token_scales,
     implementation_of,
+    plugin_cache_dtypes,
+    read_device,
     read_groups,
     read_layers,
     read_worker,
 )
-
-
-class QuantMode(enum.IntEnum):
-    NONE = 0
-    FP8_PER_TENSOR = 1
-    INT8_PER_TOKEN_HEAD = 2
-
-
-class Mixer(enum.Enum):
-    MAMBA2 = "path.of.Mamba2AttentionBackend"
-
-
-class Spec:
-    def __init__(self, **more: Any) -> None:
-        vars(self).update(
-            block_size=16,
-            dcp_sharded=True,
-            num_kv_heads=2,
-            head_size=64,
-            head_size_v=64,
-            dtype=torch.bfloat16,
-            kv_quant_mode=QuantMode.NONE,
-            tokens_per_state=1,
-            num_head_slots=None,
-            state_content_bytes=None,
-        )
-        vars(self).update(more)
-
-
-def spec(kind: str, **more: Any) -> Any:
-    """Return a spec of a class of this name."""
-    return type(kind, (Spec,), {})(**more)
-
+from tests.support.vllm_specs import Layer, Mixer, QuantMode, mamba_spec, spec, vllm_config
 
 FULL = spec("FullAttentionSpec")
 SLIDING = spec("SlidingWindowSpec", sliding_window=1024, extra_retained_tokens=0, dcp_sharded=False)
 MLA = spec("MLAAttentionSpec", num_kv_heads=1, head_size=576, head_size_v=0, cache_dtype_str="auto")
-MAMBA = spec(
-    "MambaSpec",
-    block_size=512,
-    dcp_sharded=False,
-    mamba_type=Mixer.MAMBA2,
-    shapes=((3, 576), (16, 32, 16)),
-    dtypes=(torch.bfloat16, torch.float32),
-    mamba_cache_mode="none",
+MAMBA = mamba_spec(
+    Mixer.MAMBA2,
+    ((3, 576), (16, 32, 16)),
+    (torch.bfloat16, torch.float32),
     num_speculative_blocks=2,
-    tp_replicated=False,
 )
 
 
@@ -79,44 +44,6 @@ def kv_cache_config(*specs: Any, take_part: tuple[int, ...] | None = None) -> An
     ]
     ids = tuple(range(len(specs))) if take_part is None else take_part
     return SimpleNamespace(num_blocks=100, kv_cache_groups=groups, transfer_group_ids=ids)
-
-
-class Backend:
-    pass
-
-
-class Layer:
-    def __init__(self, kv_cache_dtype: str = "auto", **more: Any) -> None:
-        self.kv_cache_dtype = kv_cache_dtype
-        vars(self).update(more)
-
-    def get_attn_backend(self) -> type:
-        return Backend
-
-
-def vllm_config(layers: dict[str, Any] | None = None, **parallel: Any) -> Any:
-    sizes = {
-        "tensor_parallel_size": 4,
-        "pipeline_parallel_size": 2,
-        "prefill_context_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-        "cp_kv_cache_interleave_size": 1,
-    }
-    model = SimpleNamespace(
-        use_mla=False,
-        is_attention_free=False,
-        hf_text_config=SimpleNamespace(mamba_n_groups=8),
-        get_total_num_hidden_layers=lambda: 32,
-        get_total_num_kv_heads=lambda: 8,
-    )
-    return SimpleNamespace(
-        model_config=model,
-        speculative_config=None,
-        num_prefill_lookahead_tokens=0,
-        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
-        parallel_config=SimpleNamespace(**(sizes | parallel)),
-        compilation_config=SimpleNamespace(static_forward_context=layers or {}),
-    )
 
 
 def attention(one: Any, module: Any = None) -> AttentionFacts:
@@ -231,7 +158,7 @@ def test_a_drafts_lookahead_is_left_to_decode() -> None:
                 state_content_bytes=136,
             ),
             Layer("int8_per_token_head"),
-            AttentionFacts(2, 64, 64, "int8", 1, quantisation="int8_per_token_head", packed_bytes=136),
+            AttentionFacts(2, 64, 64, "int8", 1, encoding="int8_per_token_head", packed_bytes=136),
         ),
         (
             spec("FullAttentionSpec", num_head_slots=4, state_content_bytes=72),
@@ -355,6 +282,36 @@ class Platform:
 )
 def test_a_device_has_its_own_name_and_capability(platform: Platform, name: str) -> None:
     assert device_name(platform, 1) == name
+
+
+def vllm_module(name: str, monkeypatch: pytest.MonkeyPatch, **content: object) -> None:
+    """Have imports of a module of vLLM's find one with this content."""
+    parent, _, own = name.rpartition(".")
+    if parent:
+        vllm_module(parent, monkeypatch, **{own: ModuleType(name)})
+    module = ModuleType(name)
+    vars(module).update(content)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_a_workers_device_is_that_of_vllms_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_module(
+        "vllm.platforms", monkeypatch, current_platform=Platform(("NVIDIA A100", "NVIDIA H100"), "9.0")
+    )
+    assert (read_device(0), read_device(1)) == ("NVIDIA A100 9.0", "NVIDIA H100 9.0")
+
+
+def test_dtypes_with_a_handler_are_a_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 0.33: those of vLLM itself have none. 0.32 has no handlers."""
+    vllm_module(
+        "vllm.config.cache",
+        monkeypatch,
+        KV_CACHE_DTYPES=("auto", "fp8", "plugins_own"),
+        get_kv_cache_dtype_handler={"plugins_own": object()}.get,
+    )
+    assert plugin_cache_dtypes() == {"plugins_own"}
+    vllm_module("vllm.config.cache", monkeypatch, KV_CACHE_DTYPES=("auto", "fp8"))
+    assert plugin_cache_dtypes() == frozenset()
 
 
 def test_rocm_is_refused_whatever_its_backends_are_called() -> None:
