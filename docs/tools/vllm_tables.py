@@ -32,7 +32,7 @@ def vllm_versions() -> Iterator[str]:
 
 
 def vllm_tests() -> Iterator[str]:
-    """Yield a table of the tests of real vLLM, with what became of each in the last run of each release."""
+    """Yield a table of the tests of real vLLM, with what became of each with each release, at a commit."""
     runs = kept_runs()
     rows = []
     for path in files_in("tests/proofs/vllm"):
@@ -45,7 +45,7 @@ def vllm_tests() -> Iterator[str]:
     rows.append((f"`{MOVER_TESTS}`, over the NIXL that vLLM pins where the lock has another", *replies))
     yield from table(("tests", *(" ".join(run.build) for run in runs.values())), rows)
     for run in runs.values():
-        yield from ("", filled(_origin(run)))
+        yield from ("", filled(_remark(run)))
 
 
 def _reply(run: ReleaseRun, modules: list[str]) -> str:
@@ -56,19 +56,20 @@ def _reply(run: ReleaseRun, modules: list[str]) -> str:
         "failed": sum(one.failed for one in found),
         "skipped": sum(sum(one.skipped.values()) for one in found),
     }
-    reply = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    return reply or ("not run" if run.build.runs_engines else "needs a build for CPUs")
+    if found:
+        commits = ", ".join(sorted({one.commit for one in found}))
+        return ", ".join(f"{count} {word}" for word, count in counts.items() if count) + f" ({commits})"
+    return "not run" if run.build.runs_engines else "needs a build for CPUs"
 
 
-def _origin(run: ReleaseRun) -> str:
-    """Return when a run was, and why tests were skipped."""
-    kind = "real engines" if run.build.runs_engines else "classes alone"
+def _remark(run: ReleaseRun) -> str:
+    """Return what runs of a build, and why tests were skipped."""
     skips: Counter[str] = Counter()
     for one in run.modules.values():
         skips.update(one.skipped)
     reasons = "; ".join(f"{why} ({count})" for why, count in skips.items())
-    skipped = f" Skipped: {reasons}." if reasons else ""
-    return f"{' '.join(run.build)}: {kind}, {run.date}, commit {run.commit}.{skipped}"
+    kind = "real engines ran" if run.build.runs_engines else "its classes alone were asked"
+    return f"With {' '.join(run.build)} {kind}. {reasons and f'Skipped: {reasons}.'}"
 
 
 def vllm_caches() -> Iterator[str]:

@@ -19,36 +19,35 @@ HEAD = (
 
 
 class ModuleResult(NamedTuple):
-    """What became of the tests of a module."""
+    """What became of the tests of a module, at a commit."""
 
+    commit: str
     passed: int
     failed: int
     skipped: dict[str, int]  # by why
 
 
 class ReleaseRun(NamedTuple):
-    """A run of what can run of a release; `nixl`: the NIXL that it pins, where the lock's is another."""
+    """What was run of a release, by module; `nixl`: the NIXL that it pins, where the lock's is another."""
 
     build: Build
     nixl: str
-    commit: str
-    date: str
     modules: dict[str, ModuleResult]
 
 
-def read_report(report: Path) -> dict[str, ModuleResult]:
+def read_report(report: Path, commit: str) -> dict[str, ModuleResult]:
     """Return the results that pytest wrote as JUnit XML, by the name of the module."""
     found: dict[str, list[ElementTree.Element]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         (name,) = (part for part in case.get("classname", "").split(".") if part.startswith("test_"))
         found.setdefault(name, []).append(case)
-    return {name: _result_of(cases) for name, cases in sorted(found.items())}
+    return {name: _result_of(cases, commit) for name, cases in found.items()}
 
 
-def _result_of(cases: list[ElementTree.Element]) -> ModuleResult:
+def _result_of(cases: list[ElementTree.Element], commit: str) -> ModuleResult:
     skips = Counter(skip.get("message", "") for case in cases for skip in case.iter("skipped"))
     failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
-    return ModuleResult(len(cases) - failed - skips.total(), failed, dict(skips))
+    return ModuleResult(commit, len(cases) - failed - skips.total(), failed, dict(skips))
 
 
 def kept_runs() -> dict[str, ReleaseRun]:
@@ -57,8 +56,12 @@ def kept_runs() -> dict[str, ReleaseRun]:
 
 
 def keep(run: ReleaseRun) -> None:
-    """Write down a run in place of its release's last one."""
-    EVIDENCE.write_text(text_of(kept_runs() | {run.build.release: run}))
+    """Write down a run. Modules that it had not are kept of an earlier one of the same build."""
+    runs = kept_runs()
+    former = runs.get(run.build.release)
+    if former is not None and former.build == run.build:
+        run = run._replace(modules=former.modules | run.modules)
+    EVIDENCE.write_text(text_of(runs | {run.build.release: run}))
 
 
 def runs_of(text: str) -> dict[str, ReleaseRun]:
@@ -67,7 +70,7 @@ def runs_of(text: str) -> dict[str, ReleaseRun]:
     for release, kept in tomllib.loads(text).items():
         modules = {name: ModuleResult(**one) for name, one in kept["modules"].items()}
         build = Build(*kept["build"].split())
-        found[release] = ReleaseRun(build, kept["nixl"], kept["commit"], kept["date"], modules)
+        found[release] = ReleaseRun(build, kept["nixl"], modules)
     return found
 
 
@@ -75,12 +78,10 @@ def text_of(runs: Mapping[str, ReleaseRun]) -> str:
     """Return runs as TOML."""
     parts = [HEAD]
     for release, run in sorted(runs.items()):
-        facts = {"build": " ".join(run.build), "nixl": run.nixl, "commit": run.commit, "date": run.date}
-        parts.append(f'\n["{release}"]\n')
-        parts += (f"{key} = {json.dumps(value)}\n" for key, value in facts.items())
-        for name, result in run.modules.items():
+        parts.append(f'\n["{release}"]\nbuild = "{" ".join(run.build)}"\nnixl = "{run.nixl}"\n')
+        for name, result in sorted(run.modules.items()):
             reasons = (f"{json.dumps(why)} = {count}" for why, count in sorted(result.skipped.items()))
-            parts.append(f'\n["{release}".modules.{name}]\n')
+            parts.append(f'\n["{release}".modules.{name}]\ncommit = "{result.commit}"\n')
             parts.append(f"passed = {result.passed}\nfailed = {result.failed}\n")
             parts.append(f"skipped = {{{', '.join(reasons)}}}\n")
     return "".join(parts)

@@ -58,7 +58,10 @@ def test_a_run_is_read_from_pytests_report_and_kept(tmp_path: Path) -> None:
         "<testcase classname='tests.proofs.vllm.test_two' name='d'><error/></testcase>"
         "</testsuite></testsuites>"
     )
-    modules = read_report(report)
-    assert modules == {"test_one": ModuleResult(1, 1, {'not "x"': 1}), "test_two": ModuleResult(0, 1, {})}
-    runs = {"0.33": ReleaseRun(Build("vllm", "0.33.0"), "1.5.0", "c0ffee", "2026-11-26", modules)}
+    modules = read_report(report, "c0ffee")
+    assert modules == {
+        "test_one": ModuleResult("c0ffee", 1, 1, {'not "x"': 1}),
+        "test_two": ModuleResult("c0ffee", 0, 1, {}),
+    }
+    runs = {"0.33": ReleaseRun(Build("vllm", "0.33.0"), "1.5.0", modules)}
     assert runs_of(text_of(runs)) == runs
