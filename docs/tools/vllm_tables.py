@@ -59,7 +59,7 @@ def _reply(run: ReleaseRun, modules: list[str]) -> str:
     if found:
         commits = ", ".join(sorted({one.commit for one in found}))
         return ", ".join(f"{count} {word}" for word, count in counts.items() if count) + f" ({commits})"
-    return "not run" if run.build.runs_engines else "needs a build for CPUs"
+    return "not recorded" if run.build.runs_engines else "needs a build for CPUs"
 
 
 def _remark(run: ReleaseRun) -> str:
