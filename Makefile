@@ -40,10 +40,11 @@ chaos hostile mutants simulate: $(STAMP)
 test-random: $(STAMP)
 	$(PROOFS) random-pairs $(if $(N),--args="--random-pairs $(N)")
 
-# Real vLLM engines, in .venv-vllm (some 4 GB) or with the interpreter that VLLM_PYTHON names.
+# Real vLLM: engines in .venv-vllm (some 4 GB), or with the interpreter that VLLM_PYTHON names. VERSION=0.33: what can
+# run of that version, in .venv-vllm-0.33.
 test-vllm: export KVXFERD_VLLM_PYTHON := $(or $(VLLM_PYTHON),$(KVXFERD_VLLM_PYTHON))
 test-vllm: $(STAMP)
-	$(VENV)/bin/python -m tests.proofs.vllm.environment && $(PROOFS) vllm
+	$(VENV)/bin/python -m tests.proofs.vllm $(if $(VERSION),--version $(VERSION)) $(ARGS)
 
 # The site of docs/, in build/site: `python -m http.server --directory build/site` shows it.
 DOCS_STAMP := $(VENV)/.installed-docs

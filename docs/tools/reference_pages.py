@@ -286,6 +286,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "common options": common_options,
     "verbs": verbs,
     "vllm versions": vllm_tables.vllm_versions,
+    "vllm tests": vllm_tables.vllm_tests,
     "vllm caches": vllm_tables.vllm_caches,
     "vllm backends": vllm_tables.vllm_backends,
     "vllm quantisation": vllm_tables.vllm_quantisation,

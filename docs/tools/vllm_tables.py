@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from docs.tools.markdown_parts import filled, table
+from docs.tools.markdown_parts import cell, filled, table
 from kvxferd.integrations.vllm.layout import support
+from tests.proofs.other_nixl import TESTS as MOVER_TESTS
 from tests.proofs.vllm.inventory import kept_inventory
+from tests.proofs.vllm.runs import ReleaseRun, kept_runs
+from tests.support.repository import files_in, parsed
 
 # vLLM's `KVQuantMode` of a cache whose blocks are described. Of any other, pages are opaque.
 QUANT_MODES: Mapping[str, str] = {
@@ -24,6 +29,47 @@ def vllm_versions() -> Iterator[str]:
     """Yield a table of vLLM's versions."""
     rows = ((f"`{version}`", note) for version, note in support.VLLM_VERSIONS.items())
     yield from table(("vLLM", "what was run"), rows)
+
+
+def vllm_tests() -> Iterator[str]:
+    """Yield a table of the tests of real vLLM, with what became of each with each release, at a commit."""
+    runs = kept_runs()
+    rows = []
+    for path in files_in("tests/proofs/vllm"):
+        if path.stem.startswith("test_"):
+            purpose = (ast.get_docstring(parsed(path)) or "").partition("\n\n")[0]
+            replies = [_reply(run, [path.stem]) for run in runs.values()]
+            rows.append((f"`{path.stem}`: {cell(purpose)}", *replies))
+    movers = [path.stem for path in files_in(MOVER_TESTS) if path.stem.startswith("test_")]
+    replies = [run.nixl and f"nixl {run.nixl}: {_reply(run, movers)}" for run in runs.values()]
+    rows.append((f"`{MOVER_TESTS}`, over the NIXL that vLLM pins where the lock has another", *replies))
+    yield from table(("tests", *(" ".join(run.build) for run in runs.values())), rows)
+    for run in runs.values():
+        yield from ("", filled(_remark(run)))
+
+
+def _reply(run: ReleaseRun, modules: list[str]) -> str:
+    """Return what became of the tests of some modules."""
+    found = [run.modules[name] for name in modules if name in run.modules]
+    counts = {
+        "passed": sum(one.passed for one in found),
+        "failed": sum(one.failed for one in found),
+        "skipped": sum(sum(one.skipped.values()) for one in found),
+    }
+    if found:
+        commits = ", ".join(sorted({one.commit for one in found}))
+        return ", ".join(f"{count} {word}" for word, count in counts.items() if count) + f" ({commits})"
+    return "not recorded" if run.build.runs_engines else "needs a build for CPUs"
+
+
+def _remark(run: ReleaseRun) -> str:
+    """Return what runs of a build, and why tests were skipped."""
+    skips: Counter[str] = Counter()
+    for one in run.modules.values():
+        skips.update(one.skipped)
+    reasons = "; ".join(f"{why} ({count})" for why, count in skips.items())
+    kind = "real engines ran" if run.build.runs_engines else "its classes alone were asked"
+    return f"With {' '.join(run.build)} {kind}. {reasons and f'Skipped: {reasons}.'}"
 
 
 def vllm_caches() -> Iterator[str]:

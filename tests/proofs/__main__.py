@@ -46,7 +46,7 @@ def _program(name: str, package: str) -> Need:
 
 
 def _vllm(version: str = "") -> Need:
-    how = f"python -m tests.proofs.vllm.environment {version}".strip()
+    how = f"make test-vllm {version and f'VERSION={version}'}".strip()
     return Need(f"vLLM {version}".strip(), lambda: environment.is_made(version), how)
 
 
@@ -190,7 +190,10 @@ PROOFS = (
         "image", 2, tests="tests/proofs/image",
         needs=(PODMAN, IS_ROOT, IMAGE), paths=("Dockerfile", "deploy/image", "tests/proofs/image"),
     ),
-    Proof("vllm-0.33", 2, "tests.proofs.vllm", "--version 0.33.0", needs=(_vllm("0.33.0"),), paths=VLLM),
+    Proof(
+        "vllm-0.33", 5, "tests.proofs.vllm", "--version 0.33",
+        needs=(_vllm("0.33"),), paths=(*MOVERS, *VLLM, "tests/proofs/other_nixl.py"),
+    ),
     Proof("vllm", 15, "tests.proofs.vllm", needs=(_vllm(),), paths=(*DAEMON, *VLLM)),
     Proof(
         "gpu", 5, tests="tests/unit tests/integration -m gpu",
@@ -239,14 +242,14 @@ def line_of(finished: Run) -> dict[str, object]:
     return {
         "result": finished.result,
         "seconds": finished.seconds,
-        "commit": _commit(),
+        "commit": commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         **({"skipped": finished.why} if finished.why else {}),
     }
 
 
 @cache
-def _commit() -> str:
+def commit() -> str:
     """Return the commit when it was first asked for: what is recorded later makes the tree dirty."""
     return _git("describe", "--always", "--dirty", "--abbrev=10", "--exclude=*") or "unknown"
 
@@ -310,7 +313,7 @@ def main() -> int:
     requested = parser.parse_args()
     if unknown := set(requested.names) - set(names):
         parser.error(f"there is no proof {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    _commit()
+    commit()
     evidence = read_evidence()
     end = time.monotonic() + 60 * requested.minutes
     finished = []

