@@ -7,6 +7,7 @@ imported only in the functions that call it, so that this can be tested without 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -305,6 +306,12 @@ def _backend_name(module: Any) -> str:
     return str(module.get_attn_backend().__name__)
 
 
+@functools.cache
+def _distributions(search_path: tuple[str, ...]) -> Mapping[str, list[str]]:
+    """Return the distributions of each package; it takes a second, and `search_path` is sys.path."""
+    return metadata.packages_distributions()
+
+
 def implementation_of(module: Any) -> str:
     """Return the module and class of a layer's backend, and each distribution outside vLLM with its version.
 
@@ -316,7 +323,7 @@ def implementation_of(module: Any) -> str:
     backend = module.get_attn_backend()
     bases = (*backend.__mro__, *type(getattr(module, "impl", None)).__mro__)
     packages = {base.__module__.partition(".")[0] for base in bases} - {"vllm", *sys.stdlib_module_names}
-    known = metadata.packages_distributions() if packages else {}
+    known = _distributions(tuple(sys.path)) if packages else {}
     if not packages <= known.keys():
         return ""
     names = sorted({name for package in packages for name in known[package]})
