@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.proofs import other_nixl
 from tests.proofs.__main__ import commit
 from tests.proofs.vllm import environment
 from tests.proofs.vllm.runs import ReleaseRun, keep, read_report
@@ -51,7 +50,7 @@ def main() -> int:
     nixl = PINNED_NIXL.get(build.release, "")
     over_nixl = nixl and not words and not given.only
     if over_nixl:
-        command = [sys.executable, "-m", other_nixl.__name__, nixl, f"--junitxml={MOVERS_REPORT}"]
+        command = [sys.executable, "-m", "tests.proofs.other_nixl", nixl, f"--junitxml={MOVERS_REPORT}"]
         failed |= subprocess.run(command, cwd=ROOT, check=False).returncode
     if given.record and failed in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         found = read_report(REPORT, began) | (read_report(MOVERS_REPORT, began) if over_nixl else {})
