@@ -49,8 +49,8 @@ def _problems(rank: RankSnapshot, cards: Sequence[str]) -> Iterator[WarningCondi
         # The reason is the text of a mover, which may be any user's process: it is no part of a remedy.
         subject = f"{placement.kind}: {placement.why}"
         if placement.kind == "direct":
-            message = f"a rank's memory is not proved to be readable: {placement.why}"
-            remedy = "pulls of it may fail, and `kvxferd doctor` says more"
+            message = f"pulls of a rank's memory may fail or be slow: {placement.why}"
+            remedy = "`kvxferd doctor` says more"
             yield WarningCondition(WarningKind.PLACEMENT, subject, message, remedy)
         else:
             message = f"memory is reached the {placement.kind} way, not directly: {placement.why}"

@@ -31,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 M = TypeVar("M", Mapping, DeviceMapping)
 
+_OVER_TCP_ALONE = "GPU memory is read over TCP, because it cannot be copied"
 _OVER_TCP = (
     "the transfer library reads this GPU over TCP, in pieces of a few KiB, and copies are faster; "
     'mover.placement = "direct" leaves it to TCP'
@@ -215,6 +216,7 @@ class Bindings:
                         return self._stage(driver, uuid, found, _OVER_TCP)
                     except (DeviceError, TransportError) as error:
                         # There may be no room for pinned memory: slow reads are better than none.
+                        proof = proof._replace(why=f"{_OVER_TCP_ALONE}: {error.message}")
                         _LOG.warning("GPU memory read over TCP: device=%s reason=%s", uuid, error.message)
                 if not why:
                     self._placement = placement_of(kind, proof)

@@ -41,6 +41,10 @@ def main() -> int:
     python = environment.python_of(given.version)
     build = environment.build_of(python)
     print(f"{' '.join(build)}, {'real engines' if build.runs_engines else 'classes alone'}", flush=True)
+    if given.only and not build.runs_engines and given.only != [CLASS_TESTS]:
+        parser.error(f"{' '.join(build)} is no build for CPUs: of it {CLASS_TESTS} alone can run")
+    for report in (REPORT, MOVERS_REPORT):
+        report.unlink(missing_ok=True)  # an earlier run's
     began = commit()
     modules = given.only or ([""] if build.runs_engines else [CLASS_TESTS])
     tests = [str(HERE / (name and f"{name}.py")) for name in modules]
@@ -53,7 +57,7 @@ def main() -> int:
         command = [sys.executable, "-m", "tests.proofs.other_nixl", nixl, f"--junitxml={MOVERS_REPORT}"]
         failed |= subprocess.run(command, cwd=ROOT, check=False).returncode
     if given.record and failed in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        found = read_report(REPORT, began) | (read_report(MOVERS_REPORT, began) if over_nixl else {})
+        found = read_report(REPORT, began) | read_report(MOVERS_REPORT, began)
         keep(ReleaseRun(build, nixl, found))
     return int(bool(failed))
 

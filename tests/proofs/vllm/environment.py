@@ -51,7 +51,8 @@ class Build(NamedTuple):
     @property
     def runs_engines(self) -> bool:
         """Whether its compiled parts are a CPU's."""
-        return self.package == CPU_BUILD or self.version.endswith("+cpu")
+        # A build of a checkout is 0.34.1.dev5+g0123abc.cpu.
+        return self.package == CPU_BUILD or "cpu" in self.version.partition("+")[2].split(".")
 
 
 def is_made(version: str = "") -> bool:
@@ -68,14 +69,18 @@ def python_of(version: str = "") -> str:
 
 
 def build_of(python: str) -> Build:
-    """Return which vLLM an interpreter has. Raises ValueError where it has none."""
+    """Return which vLLM an interpreter has. Exits where it has none, or several."""
     asked = subprocess.run([python, "-c", FIND_BUILD], stdout=subprocess.PIPE, text=True, check=True)
-    package, version = asked.stdout.split()
+    found = sorted(set(asked.stdout.splitlines()))
+    if len(found) != 1:
+        sys.exit(f"{python} has {len(found)} builds of vLLM ({', '.join(found) or 'none'}): it needs one")
+    package, version = found[0].split()
     return Build(package.replace("_", "-"), version)
 
 
 def make(version: str = "") -> None:
     """Install it. The lock is complete, so of its version nothing is resolved. Raises CalledProcessError."""
+    print(f"making {_directory(version)}: some GB, which takes minutes", flush=True)
     venv.create(_directory(version), with_pip=True)
     locked = locked_versions()
     if is_locked(version):

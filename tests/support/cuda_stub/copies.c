@@ -249,7 +249,7 @@ EXPORT int cuLaunchKernel(
 ) {
     REQUIRE_CONTEXT();
     if (function != &kernels[current_device()]) return INVALID_HANDLE;
-    if (!grid_x || grid_x > (unsigned)setting("PROCESSORS", 132) || grid_y != 1 || grid_z != 1) return INVALID_VALUE;
+    if (!grid_x || grid_x > (unsigned)(setting("PROCESSORS", 132) + 1) / 2 || grid_y != 1 || grid_z != 1) return INVALID_VALUE;
     if (block_x != 256 || block_y != 1 || block_z != 1 || shared_bytes || extra) return INVALID_VALUE;
     const struct copy_parameters *p = arguments[0];
     if (!p->num_pairs || p->num_pairs > PAIRS) return INVALID_VALUE;

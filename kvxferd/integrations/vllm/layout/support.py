@@ -45,7 +45,7 @@ class Support(NamedTuple):
 
 # Versions of vLLM, and what of each was run here. With another one the connector starts and warns.
 VLLM_VERSIONS: Mapping[str, str] = {
-    "0.32": "real engines on CPUs: every test of `make test-vllm`",
+    "0.32": "real engines on CPUs: tests of `make test-vllm`",
     "0.33": "its own specs and views, imported on CPUs; its other calls around sleep, over stand-ins",
 }
 

