@@ -113,11 +113,16 @@ class Worker:
     def received(self, kind: type[Message]) -> list[Message]:
         return [m for m in self.inbox if isinstance(m, kind)]
 
+    def allocate(self) -> None:
+        """Have memory for its layout, which has one region."""
+        assert self.layout is not None
+        self.memory = bytearray(self.layout.regions[0].size_bytes)
+
     def exports(self) -> tuple[wk.RegionExport, ...]:
         """Its memory, as it is exported."""
         assert self.layout is not None
-        region = self.layout.regions[0]
-        return (wk.RegionExport(region.region, region.size_bytes, 0),)
+        regions = enumerate(self.layout.regions)
+        return tuple(wk.RegionExport(region.region, region.size_bytes, number) for number, region in regions)
 
     def resume(self, incarnation: str = "second", request: int = 2) -> None:
         """Wake with memory that is mapped anew."""
@@ -462,7 +467,7 @@ class Envelope:
 class World:
     """The hosts, the network between them, and the clock."""
 
-    host_type = Host
+    host_type, worker_type, mover_type = Host, Worker, Mover
 
     def __init__(self, seed: int = 0, settings: Settings | None = None) -> None:
         self.rng = random.Random(seed)
@@ -493,7 +498,7 @@ class World:
     def connect(self, host: Host, uid: int = 0) -> Worker:
         """A session of a user's that has greeted."""
         session = SessionId(self.take_number())
-        worker = Worker(self, host, session, receives_deliveries=self.receives_deliveries)
+        worker = self.worker_type(self, host, session, receives_deliveries=self.receives_deliveries)
         host.workers[worker.session] = worker
         host.feed(ev.WorkerConnected(worker.session, 1, uid))
         worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test"))
@@ -509,11 +514,14 @@ class World:
     def register(
         self, host: Host, spec: EngineSpec, layout: str = "HND", *, uid: int = 0, **more: int
     ) -> Worker:
-        worker = self.connect(host, uid)
-        worker.spec = spec
         facts = {"num_kv_heads": 2, "head_dim": 2, "block_tokens": BLOCK_TOKENS, "num_blocks": 32} | more
-        worker.layout = attention_layout(spec=spec, layout=layout, **facts)
-        worker.memory = bytearray(worker.layout.regions[0].size_bytes)
+        return self.register_with(host, spec, attention_layout(spec=spec, layout=layout, **facts), uid)
+
+    def register_with(self, host: Host, spec: EngineSpec, layout: RankLayout, uid: int = 0) -> Worker:
+        """A rank of that layout."""
+        worker = self.connect(host, uid)
+        worker.spec, worker.layout = spec, layout
+        worker.allocate()
         self.register_again(worker)
         return worker
 
@@ -582,7 +590,7 @@ class World:
         """A mover that the host's node has not been told of."""
         number = MoverId(self.take_number())
         agent = AgentName(f"{host.node.context.boot}/{number}")
-        host.movers[number] = Mover(self, host, number, agent, worker)
+        host.movers[number] = self.mover_type(self, host, number, agent, worker)
         return host.movers[number]
 
     def post(self, source: str, target: str, event: Callable[[Message], ev.Event], message: Message) -> None:
@@ -620,13 +628,17 @@ class World:
         host.feed(envelope.event(PEER_MESSAGES.decode(envelope.payload)))
         self.settle()
 
-    def advance(self, seconds: float) -> None:
+    def run(self, seconds: float) -> None:
         """Let time pass, with every timer at its moment."""
         end = self.now + seconds
-        for host in self.hosts.values():
-            host.set_timer()  # a test may have fed the core itself
         self._run(end)
         self.schedule.now = end
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, also for nodes that a test has fed itself. Every node sees how late it is."""
+        for host in self.hosts.values():
+            host.set_timer()
+        self.run(seconds)
         for host in list(self.hosts.values()):
             host.feed(ev.Tick())
 

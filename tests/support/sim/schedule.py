@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Protocol
 
-Act = Callable[..., None]
+Act = Callable[..., object]
 
 
 class Later(Protocol):
