@@ -140,7 +140,10 @@ PROOFS = (
         "simulation", 1.5, "tests.property.simulation", f"--faults 10000 {SEED}",
         paths=(*DECISIONS, *MOVERS, *LAYOUTS, *SIMULATION),
     ),
-    Proof("model", 1.5, "tests.property.model", "--depth 1", paths=(*DECISIONS, "tests/property/model")),
+    Proof(
+        "model", 1.5, "tests.property.model", "--depth 1",
+        paths=(*DECISIONS, "tests/support/sim", "tests/property/model"),
+    ),
     Proof(
         "storms", 2, "tests.property.simulation.scenarios", "restarted,killed,partitioned 50,200",
         paths=(*DECISIONS, *SIMULATION),
