@@ -1,4 +1,6 @@
-"""Scale, by simulation where one machine is too small: `python benchmarks/scale.py [--quick] [--json]`.
+"""Scale, by simulation where one machine is too small.
+
+`PYTHONPATH=. python benchmarks/scale.py [--quick] [--json]`
 
 Cores and messages are real; workers, movers, sockets and time are simulated. Three parts: one core
 among many engines, the handshake with one large engine, and a fleet.

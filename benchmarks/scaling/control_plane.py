@@ -27,19 +27,27 @@ from kvxferd.ids import (
     Generation,
     GrantId,
     Rank,
-    SessionId,
     TransferId,
 )
 from kvxferd.wire import peer
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RankManifest, TransferRef
-from scaling.engines import LARGE, NODE, DeploymentShape, blocks_of, manifest, renamed
-from scaling.simulated_node import FENCE_WORD, Clock, Cost, Meter, SimulatedNode
+from kvxferd.wire.limits import FENCE_WORD_BYTES
+from scaling.engines import (
+    LARGE,
+    NODE,
+    DeploymentShape,
+    block_ids_of,
+    blocks_of,
+    manifest,
+    renamed,
+)
+from scaling.simulated_node import FENCE_METADATA, Cost, Meter, MeteredWorld
+from tests.support.simulation import Worker, mover_of
 
 NUM_TOKENS = 2048
 NETWORK_S = 0.0001
-WIRE_S = 0.05
 HOLD_S = 6.0  # from the prepare, or the grant, to the end: a lease of 30 s is renewed every 5 s
 FAR_READERS = 200  # connections of readers to this node
 # The default limits are for a node of today's clusters; this simulation goes beyond them.
@@ -75,24 +83,27 @@ class LoadResult:
     num_delivered: int
 
 
-class SimulatedPeers:
-    """All other nodes: they reply at once, and read what is published here."""
+class SimulatedPeers(MeteredWorld):
+    """One node, and all others: they reply at once, and read what is published here."""
 
-    def __init__(self, clock: Clock, engines: dict[Endpoint, bytes]) -> None:
-        self._clock = clock
+    def __init__(self, engines: dict[Endpoint, bytes], meter: Meter) -> None:
+        super().__init__(Settings(limits=LIMITS), meter)
+        self.host("here")
+        self.node = self.hosts["here"]
         self._engines = engines
-        self._numbers = itertools.count(1)
+        self._requests = itertools.count(1)
         self._blocks = blocks_of(NUM_TOKENS)
         self._pending: dict[int, peer.GrantRequest] = {}
         self.num_granted = 0
 
-    def send(self, station: SimulatedNode, message: Message, to: Endpoint | bytes) -> None:
+    def post(self, source: str, target: str, event: Callable[[Message], ev.Event], message: Message) -> None:
         """Handle a message of the core to another node."""
-        if isinstance(to, bytes):
-            self._handle_reply(station, message, to)
-            return
-        reply = self._reply_to(message, to)
-        self._clock.after(NETWORK_S, lambda: station.feed(ev.PeerReply(to, reply)))
+        endpoint = Endpoint(f"tcp://{target}:9441")
+        if endpoint in self._engines:
+            reply = self._reply_to(message, endpoint)
+            self.schedule.after(NETWORK_S, self.node.feed, ev.PeerReply(endpoint, reply))
+        elif isinstance(message, peer.GrantReply):
+            self._granted(message, target.encode())
 
     def _reply_to(self, requested: Message, endpoint: Endpoint) -> peer.ReplyMessage:
         match requested:
@@ -113,8 +124,8 @@ class SimulatedPeers:
                     lease_s=30.0,
                     fence_agent=requested.reads[0][1],
                     fence_address=1 << 41,
-                    fence_word=FENCE_WORD,
-                    fence_metadata=bytes(400),
+                    fence_word=bytes(FENCE_WORD_BYTES),
+                    fence_metadata=FENCE_METADATA,
                 )
             case peer.RenewGrants():
                 return peer.GrantsRenewed(request=requested.request, ended=())
@@ -122,9 +133,9 @@ class SimulatedPeers:
                 return peer.RequestDone(request=requested.request)
         raise AssertionError(f"nobody answers {requested}")
 
-    def request_grant(self, station: SimulatedNode, ref: TransferRef, reads: AgentName) -> None:
+    def request_grant(self, ref: TransferRef, reads: AgentName) -> None:
         """Have a rank of a remote engine request a grant, hold it, and acknowledge."""
-        number = next(self._numbers)
+        number = next(self._requests)
         reader = f"reader-{number % FAR_READERS}"
         request = peer.GrantRequest(
             request=number,
@@ -135,23 +146,21 @@ class SimulatedPeers:
             wait_s=10.0,
         )
         self._pending[number] = request
-        station.feed(ev.PeerRequest(reader.encode(), request))
+        self.node.feed(ev.PeerRequest(reader.encode(), request))
 
-    def _handle_reply(self, station: SimulatedNode, message: Message, route: bytes) -> None:
-        if not isinstance(message, peer.GrantReply):
-            return
+    def _granted(self, message: peer.GrantReply, route: bytes) -> None:
         self.num_granted += 1
         requested = self._pending.pop(message.request)
-        renew = peer.RenewGrants(request=next(self._numbers), grants=(requested.grant,))
+        renew = peer.RenewGrants(request=next(self._requests), grants=(requested.grant,))
         done = peer.Acknowledge(
-            request=next(self._numbers),
+            request=next(self._requests),
             grant=requested.grant,
             ref=requested.ref,
             consumer=requested.consumer,
             bytes=0,
         )
-        self._clock.after(5.0, lambda: station.feed(ev.PeerRequest(route, renew)))
-        self._clock.after(HOLD_S, lambda: station.feed(ev.PeerRequest(route, done)))
+        self.schedule.after(5.0, self.node.feed, ev.PeerRequest(route, renew))
+        self.schedule.after(HOLD_S, self.node.feed, ev.PeerRequest(route, done))
 
 
 def far_engines(shape: DeploymentShape, number: int) -> dict[Endpoint, bytes]:
@@ -177,27 +186,26 @@ class ControlPlaneRun:
 
     def __init__(self, load: Load, meter: Meter = time.thread_time) -> None:
         self._load = load
-        self._clock = Clock()
         engines = far_engines(load.remote, load.num_engines)
         self._homes = list(engines)
-        self.far = SimulatedPeers(self._clock, engines)
-        self.node = SimulatedNode("here", self._clock, self.far.send, Settings(limits=LIMITS), WIRE_S, meter)
+        self.world = world = SimulatedPeers(engines, meter)
         self._numbers = itertools.count(1)
-        self._sinks = [self.node.register(*rank) for rank in load.local.ranks("local")]
+        self._sinks = [world.register_with(world.node, *rank) for rank in load.local.ranks("local")]
         # Each source rank is an engine of its own, so that as many transfers are published as pulled.
         alone = DeploymentShape(tp=1, model=load.local.model)
         self._sources = [
-            self.node.register(*alone.ranks(f"source-{i}")[0]) for i in range(load.local.num_ranks)
+            world.register_with(world.node, *alone.ranks(f"source-{i}")[0])
+            for i in range(load.local.num_ranks)
         ]
-        self._clock.run(1.0)
+        world.run(1.0)
 
     def pull_from_all(self) -> None:
         """Have every local rank pull once from every remote engine, so that all are planned and connected."""
         for index in range(len(self._homes)):
-            for session in self._sinks:
-                self._pull(session, self._ref(index), held_s=0.0)
-            self._clock.run(0.01)
-        self._clock.run(2.0)
+            for sink in self._sinks:
+                self._pull(sink, self._ref(index), held_s=0.0)
+            self.world.run(0.01)
+        self.world.run(2.0)
 
     def wait_for_publishes(self) -> None:
         """Have readers request transfers that are still being computed."""
@@ -205,64 +213,61 @@ class ControlPlaneRun:
             source = self._sources[number % len(self._sources)]
             ref = msgspec.structs.replace(
                 self._ref(0),
-                endpoint=self.node.endpoint,
-                engine_id=self.node.key_of(source).engine_id,
+                endpoint=self.world.node.endpoint,
+                engine_id=source.spec.engine_id,
             )
-            self.far.request_grant(self.node, ref, self._agent_of(source))
+            self.world.request_grant(ref, mover_of(source).agent)
 
     def run(self) -> None:
         """Start and end transfers at their rates."""
         step = 1.0 / self._load.transfers_per_rank
         for number, (sink, source) in enumerate(zip(self._sinks, self._sources, strict=True)):
             offset = step * number / len(self._sinks)
-            self._clock.after(offset, partial(self._every, step, partial(self._pull_some, sink)))
-            self._clock.after(offset, partial(self._every, step, partial(self._publish, source)))
-        self._clock.run(self._load.seconds)
+            self.world.schedule.after(offset, self._every, step, partial(self._pull_some, sink))
+            self.world.schedule.after(offset, self._every, step, partial(self._publish, source))
+        self.world.run(self._load.seconds)
 
     def _every(self, step: float, act: Callable[[], None]) -> None:
         act()
-        self._clock.after(step, lambda: self._every(step, act))
+        self.world.schedule.after(step, self._every, step, act)
 
     def _ref(self, home: int) -> TransferRef:
         name = TransferId(f"t{next(self._numbers)}")
         engine = EngineId(f"remote-{home}")
         return TransferRef(self._homes[home], engine, Generation("g1"), name, "0" * 32)
 
-    def _pull_some(self, session: SessionId) -> None:
-        self._pull(session, self._ref(next(self._numbers) % len(self._homes)), HOLD_S)
+    def _pull_some(self, sink: Worker) -> None:
+        self._pull(sink, self._ref(next(self._numbers) % len(self._homes)), HOLD_S)
 
-    def _pull(self, session: SessionId, ref: TransferRef, held_s: float) -> None:
-        self.node.send_as_worker(session, wk.Prepare(ref=ref))
-        blocks = blocks_of(NUM_TOKENS, next(self._numbers))
-        self._clock.after(held_s, lambda: self.node.pull(session, ref, blocks, NUM_TOKENS))
+    def _pull(self, sink: Worker, ref: TransferRef, held_s: float) -> None:
+        sink.say(wk.Prepare(ref=ref))
+        ids = block_ids_of(NUM_TOKENS, next(self._numbers))
+        self.world.schedule.after(held_s, sink.pull, ref, ids, NUM_TOKENS, 30.0)
 
-    def _publish(self, session: SessionId) -> None:
+    def _publish(self, source: Worker) -> None:
         number = next(self._numbers)
-        ref = self.node.publish(session, f"p{number}", blocks_of(NUM_TOKENS, number), NUM_TOKENS)
-        self._clock.after(0.01, lambda: self.far.request_grant(self.node, ref, self._agent_of(session)))
-
-    def _agent_of(self, session: SessionId) -> AgentName:
-        return AgentName(f"here/{self.node.key_of(session).engine_id}/0-0")
+        ref = source.publish(f"p{number}", block_ids_of(NUM_TOKENS, number), NUM_TOKENS)
+        self.world.schedule.after(0.01, self.world.request_grant, ref, mover_of(source).agent)
 
 
 def measure(load: Load, meter: Meter = time.thread_time) -> LoadResult:
     """Run one load and return its cost, in seconds unless another meter is given."""
     plane = ControlPlaneRun(load, meter)
-    station, num_ranks = plane.node, load.local.num_ranks
+    host, num_ranks = plane.world.node, load.local.num_ranks
     gc.collect()
     before = _resident_kib()
-    station.cost = Cost()
+    host.cost = Cost()
     plane.pull_from_all()
     gc.collect()
     met = _resident_kib()
-    learn_s, station.cost = station.cost.total_s, Cost()
-    num_met = station.outcomes["TicketDelivered"]
+    learn_s, host.cost = host.cost.total_s, Cost()
+    num_met = host.outcomes["TicketDelivered"]
     if num_met != num_ranks * load.num_engines:
         raise AssertionError(f"{num_met} pulls were delivered of {num_ranks * load.num_engines}")
     plane.wait_for_publishes()
-    station.cost = Cost()
+    host.cost = Cost()
     plane.run()
-    cost = station.cost
+    cost = host.cost
     return LoadResult(
         load=load,
         learn_ms=1e3 * learn_s / load.num_engines,
@@ -271,9 +276,9 @@ def measure(load: Load, meter: Meter = time.thread_time) -> LoadResult:
         us_per_event={kind: 1e6 * cost.seconds[kind] / count for kind, count in cost.events.items()},
         num_events=dict(cost.events),
         run_mib=(_resident_kib() - met) / 1024,
-        num_grants_held=sum(station.core.grant_client.num_grants().values()),
-        num_grants_given=plane.far.num_granted,
-        num_delivered=station.outcomes["TicketDelivered"] - num_met,
+        num_grants_held=sum(host.node.grant_client.num_grants().values()),
+        num_grants_given=plane.world.num_granted,
+        num_delivered=host.outcomes["TicketDelivered"] - num_met,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxferd.ids import AgentName, Endpoint, EngineId, Generation, GroupName, Incarnation, Rank
-from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout
+from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import MODELS, deploy
 from kvxferd.wire.common import Binding, RankManifest, RegionAddress
 
@@ -80,9 +80,13 @@ def binding(engine_id: str, rank: Rank, layout: RankLayout) -> Binding:
     )
 
 
-def blocks_of(num_tokens: int, first: int = 0) -> dict[GroupName, PackedBlocks]:
-    """Return a request's block list: neighbours, from block `first` on."""
+def block_ids_of(num_tokens: int, first: int = 0) -> list[int]:
+    """Return the blocks of a request: neighbours, from block `first` on."""
     number = -(-num_tokens // BLOCK_TOKENS)
     start = first % (NUM_BLOCKS - number)
-    ids = b"".join(i.to_bytes(4, "little") for i in range(start, start + number))
-    return {GROUP: PackedBlocks(ids)}
+    return list(range(start, start + number))
+
+
+def blocks_of(num_tokens: int) -> dict[GroupName, PackedBlocks]:
+    """Return a request's block list as it is sent."""
+    return {GROUP: PackedBlocks(pack_ids(block_ids_of(num_tokens)))}

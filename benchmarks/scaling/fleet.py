@@ -10,22 +10,23 @@ import itertools
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
 from kvxferd.core import events as ev
-from kvxferd.core.settings import Settings
-from kvxferd.ids import AgentName, Endpoint, GrantId, SessionId
+from kvxferd.ids import AgentName, GrantId
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, TransferRef
+from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.peer import GrantReply
-from scaling.engines import BLOCK_TOKENS, NODE, DeploymentShape, blocks_of
-from scaling.simulated_node import FENCE_WORD, Clock, SimulatedNode
+from scaling.engines import BLOCK_TOKENS, NODE, DeploymentShape, block_ids_of, blocks_of
+from scaling.simulated_node import FENCE_METADATA, MeteredHost, MeteredWorld
+from tests.support.simulation import Envelope, Worker
 
 NETWORK_S = 0.0002
-WIRE_S = 0.05
 # A request is prepared when its prefill begins: the decode node holds the grant until it pulls. Some
 # wait longer, behind others, and their grants are renewed.
 PREPARED_S, PREPARED_EARLY_S, SHARE_EARLY = 1.0, 8.0, 0.1
@@ -70,66 +71,58 @@ class FleetResult:
     limits: dict[str, float]  # requests per second of one node at which each resource is full
 
 
-class FleetSimulation:
+class FleetSimulation(MeteredWorld):
     """A simulation of one fleet."""
 
     def __init__(self, fleet: FleetConfig) -> None:
+        super().__init__()
         self._fleet = fleet
-        self._clock = Clock()
-        self._rng = random.Random(1)
-        self._numbers = itertools.count(1)
+        self._load_rng = random.Random(1)
+        self._requests = itertools.count(1)
         self.sent: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
-        self._nodes: dict[str, SimulatedNode] = {}
         self.prefill = [self._make_node(f"prefill-{i}") for i in range(fleet.num_prefill)]
         self.decode = [self._make_node(f"decode-{i}") for i in range(fleet.num_decode)]
-        self._clock.run(1.0)
+        self.run(1.0)
 
-    def _make_node(self, name: str) -> tuple[SimulatedNode, list[SessionId]]:
-        station = SimulatedNode(name, self._clock, self._send, Settings(), WIRE_S)
-        self._nodes[name] = station
-        return station, [station.register(*rank) for rank in self._fleet.shape.ranks(name)]
+    def _make_node(self, name: str) -> tuple[MeteredHost, list[Worker]]:
+        host = self.host(name)
+        return self.hosts[name], [self.register_with(host, *rank) for rank in self._fleet.shape.ranks(name)]
 
-    def _send(self, source: SimulatedNode, message: Message, to: Endpoint | bytes) -> None:
-        kind = (type(message).__name__, source.name.partition("-")[0])
+    def post(self, source: str, target: str, event: Callable[[Message], ev.Event], message: Message) -> None:
+        """Count a message, and have it arrive."""
+        envelope = Envelope(source, target, event, encode(message))
+        kind = (type(message).__name__, source.partition("-")[0])
         self.sent[kind] += 1
-        self.bytes[kind] += len(encode(message))
-        if isinstance(to, bytes):
-            name, event = to.decode(), ev.PeerReply(source.endpoint, message)  # type: ignore[arg-type]
-        else:
-            name = to.removeprefix("tcp://").removesuffix(":9441")
-            event = ev.PeerRequest(source.name.encode(), message)  # type: ignore[assignment, arg-type]
-        target = self._nodes[name]
-        self._clock.after(NETWORK_S, lambda: target.feed(event))
+        self.bytes[kind] += len(envelope.payload)
+        self.schedule.after(NETWORK_S, self.arrive, envelope)
 
-    def run(self) -> int:
+    def run_requests(self) -> int:
         """Start requests at random times; return their number."""
         fleet, at, count = self._fleet, 0.0, 0
-        while (at := at + self._rng.expovariate(fleet.requests_per_s)) < fleet.seconds:
-            self._clock.after(at, self._request)
+        while (at := at + self._load_rng.expovariate(fleet.requests_per_s)) < fleet.seconds:
+            self.schedule.after(at, self._request)
             count += 1
-        self._clock.run(fleet.seconds + PREPARED_EARLY_S + 3.0)
+        self.run(fleet.seconds + PREPARED_EARLY_S + 3.0)
         return count
 
     def _request(self) -> None:
-        fleet = self._fleet
-        source, publishers = self._rng.choice(self.prefill)
-        sink, readers = self._rng.choice(self.decode)
-        number = next(self._numbers)
-        ref = source.publish(
-            publishers[0], f"r{number}", blocks_of(fleet.num_tokens, number), fleet.num_tokens
-        )
-        for session in publishers[1:]:
-            source.ready(session, ref)
-        for session in readers:
-            sink.send_as_worker(session, wk.Prepare(ref=ref))
-        held_s = PREPARED_EARLY_S if self._rng.random() < SHARE_EARLY else PREPARED_S
-        self._clock.after(held_s, lambda: self._pull(sink, readers, ref))
+        num_tokens = self._fleet.num_tokens
+        _, publishers = self._load_rng.choice(self.prefill)
+        _, readers = self._load_rng.choice(self.decode)
+        number = next(self._requests)
+        ref = publishers[0].publish(f"r{number}", block_ids_of(num_tokens, number), num_tokens)
+        for worker in publishers[1:]:
+            worker.ready(ref.transfer_id)
+        for worker in readers:
+            worker.say(wk.Prepare(ref=ref))
+        held_s = PREPARED_EARLY_S if self._load_rng.random() < SHARE_EARLY else PREPARED_S
+        self.schedule.after(held_s, self._pull, readers, ref)
 
-    def _pull(self, sink: SimulatedNode, readers: list[SessionId], ref: TransferRef) -> None:
-        blocks = blocks_of(self._fleet.num_tokens, next(self._numbers))
-        for session in readers:
-            sink.pull(session, ref, blocks, self._fleet.num_tokens)
+    def _pull(self, readers: list[Worker], ref: TransferRef) -> None:
+        ids = block_ids_of(self._fleet.num_tokens, next(self._requests))
+        for worker in readers:
+            worker.pull(ref, ids, self._fleet.num_tokens, deadline_s=30.0)
 
 
 # Messages per request and rank of the reader, once the two nodes are connected.
@@ -144,11 +137,11 @@ PER_RANK = {
 def measure(fleet: FleetConfig) -> FleetResult:
     """Run a fleet and return its message rates, costs and limits."""
     simulation = FleetSimulation(fleet)
-    for station, _ in (*simulation.prefill, *simulation.decode):
-        station.cost.seconds.clear()
-        station.cost.events.clear()
-    count = simulation.run()
-    delivered = sum(station.outcomes["TicketDelivered"] for station, _ in simulation.decode)
+    for host, _ in (*simulation.prefill, *simulation.decode):
+        host.cost.seconds.clear()
+        host.cost.events.clear()
+    count = simulation.run_requests()
+    delivered = sum(host.outcomes["TicketDelivered"] for host, _ in simulation.decode)
     if delivered != count * fleet.shape.num_ranks:
         raise AssertionError(f"{delivered} pulls were delivered, of {count} requests")
     nodes = {"prefill": fleet.num_prefill, "decode": fleet.num_decode}
@@ -161,7 +154,7 @@ def measure(fleet: FleetConfig) -> FleetResult:
         said.append(MessageRate(kind, sender, sent / share, simulation.bytes[kind, sender] / share, expected))
     shaken = simulation.sent["ManifestReply", "prefill"]
     core_ms = {
-        name: 1e3 * sum(_seconds_without_handshakes(station) for station, _ in group) / count
+        name: 1e3 * sum(_seconds_without_handshakes(host) for host, _ in group) / count
         for name, group in (("prefill", simulation.prefill), ("decode", simulation.decode))
     }
     codec = _codec_us(fleet.num_tokens)
@@ -178,8 +171,8 @@ def measure(fleet: FleetConfig) -> FleetResult:
     )
 
 
-def _seconds_without_handshakes(station: SimulatedNode) -> float:
-    seconds = station.cost.seconds
+def _seconds_without_handshakes(host: MeteredHost) -> float:
+    seconds = host.cost.seconds
     return sum(spent for kind, spent in seconds.items() if kind not in HANDSHAKE)
 
 
@@ -201,8 +194,8 @@ def _codec_us(num_tokens: int) -> float:
             lease_s=30.0,
             fence_agent=AgentName("source/0-0"),
             fence_address=1 << 41,
-            fence_word=FENCE_WORD,
-            fence_metadata=bytes(400),
+            fence_word=bytes(FENCE_WORD_BYTES),
+            fence_metadata=FENCE_METADATA,
         )
         dealer.send(encode(message))
         router.recv_multipart()

@@ -107,7 +107,7 @@ DECISIONS = ("kvxferd/core", "kvxferd/wire", "kvxferd/client")
 MOVERS = ("kvxferd/mover", "kvxferd/memory", "kvxferd/frame_socket.py")
 LAYOUTS = ("kvxferd/plan", "kvxferd/layout")
 DAEMON = (*DECISIONS, *MOVERS, "kvxferd/control", "kvxferd/daemon.py")
-SIMULATION = ("tests/property/simulation", "tests/support/simulation.py")
+SIMULATION = ("tests/property/simulation", "tests/support/sim", "tests/support/simulation.py")
 CLUSTER = ("tests/support/cluster", "tests/proofs/chaos")
 APPLICATIONS = ("kvxferd/bench", "kvxferd/demo", "kvxferd/doctor", "kvxferd/tooling")
 VLLM = ("kvxferd/integrations", "tests/proofs/vllm", "tests/support/vllm_servers", "constraints-vllm.txt")
@@ -140,7 +140,10 @@ PROOFS = (
         "simulation", 1.5, "tests.property.simulation", f"--faults 10000 {SEED}",
         paths=(*DECISIONS, *MOVERS, *LAYOUTS, *SIMULATION),
     ),
-    Proof("model", 1.5, "tests.property.model", "--depth 1", paths=(*DECISIONS, "tests/property/model")),
+    Proof(
+        "model", 1.5, "tests.property.model", "--depth 1",
+        paths=(*DECISIONS, "tests/support/sim", "tests/property/model"),
+    ),
     Proof(
         "storms", 2, "tests.property.simulation.scenarios", "restarted,killed,partitioned 50,200",
         paths=(*DECISIONS, *SIMULATION),

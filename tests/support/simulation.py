@@ -42,6 +42,8 @@ from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RankIncarnations, RegionAddress, TransferRef
 from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 from kvxferd.wire.peer import PEER_VERSIONS, PeerWelcome
+from tests.support.sim.node import SimNode
+from tests.support.sim.schedule import Schedule
 
 BLOCK_TOKENS = 4
 # A request of 11 tokens, and where it lies at either end.
@@ -85,7 +87,24 @@ class Worker:
         """Send a message."""
         if isinstance(message, wk.Register | wk.Resume):
             self.incarnation = message.incarnation
-        self.world.feed(self.host, ev.WorkerMessage(self.session, message, None, word))
+        self.host.feed(ev.WorkerMessage(self.session, message, None, word))
+
+    def receive(self, effect: fx.SendToWorker) -> None:
+        """Take a frame of the daemon, and reply to it as a client does."""
+        message = effect.message
+        if not self.connected:
+            return
+        self.inbox.append(message)
+        if effect.pidfd_of is not None:
+            self.pidfds.append((type(message), effect.pidfd_of))
+        if isinstance(message, wk.MoverOffered) and self.acknowledges:
+            self.world.schedule.after(0.0, self._acknowledge, message.number)
+        if isinstance(message, wk.PullsInterrupted):
+            self.world.schedule.after(0.0, lambda: self.resume_pulls(message.number, message.tickets))
+
+    def _acknowledge(self, number: int) -> None:
+        if self.connected:
+            self.say(wk.MoverAcknowledged(number=number))
 
     def ready(self, transfer_id: str, ready_tokens: int = -1) -> None:
         """Say that the rank has written the transfer, or so many tokens of it, in its present memory."""
@@ -94,11 +113,16 @@ class Worker:
     def received(self, kind: type[Message]) -> list[Message]:
         return [m for m in self.inbox if isinstance(m, kind)]
 
+    def allocate(self) -> None:
+        """Have memory for its layout, which has one region."""
+        assert self.layout is not None
+        self.memory = bytearray(self.layout.regions[0].size_bytes)
+
     def exports(self) -> tuple[wk.RegionExport, ...]:
         """Its memory, as it is exported."""
         assert self.layout is not None
-        region = self.layout.regions[0]
-        return (wk.RegionExport(region.region, region.size_bytes, 0),)
+        regions = enumerate(self.layout.regions)
+        return tuple(wk.RegionExport(region.region, region.size_bytes, number) for number, region in regions)
 
     def resume(self, incarnation: str = "second", request: int = 2) -> None:
         """Wake with memory that is mapped anew."""
@@ -167,7 +191,7 @@ class Worker:
 
     def close(self) -> None:
         self.connected = False
-        self.world.feed(self.host, ev.WorkerDisconnected(self.session))
+        self.host.feed(ev.WorkerDisconnected(self.session))
 
     def fill(self, ids: list[int], num_tokens: int, seed: int) -> None:
         """Write a request's content: a function of seed and global coordinates alone."""
@@ -223,9 +247,11 @@ class Mover:
 
     def say(self, message: Message) -> None:
         if self.alive and not self.mute:
-            self.world.feed(self.host, ev.MoverMessage(self.mover, message))
+            self.host.feed(ev.MoverMessage(self.mover, message))
 
     def hear(self, message: Message) -> None:
+        if not self.alive or self.mute:
+            return
         match message:
             case mv.Bind():
                 self.bound_by = message
@@ -346,21 +372,86 @@ class Mover:
                 self.say(self.last_report)
             self.alive = False
             self.world.unmap(self)
-            self.world.feed(self.host, ev.MoverDied(self.mover))
+            self.host.feed(ev.MoverDied(self.mover))
 
 
-@dataclass
-class Host:
+class Host(SimNode):
     """One node with its workers and movers."""
 
-    name: str
-    endpoint: Endpoint
-    node: Node
-    workers: dict[SessionId, Worker] = field(default_factory=dict)
-    movers: dict[MoverId, Mover] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
-    served: list[ServedRecord] = field(default_factory=list)
-    give_movers: bool = True
+    def __init__(self, world: World, name: str) -> None:
+        self.name = name
+        self.endpoint = Endpoint(f"tcp://{name}:9441")
+        node = Node(
+            boot=BootId(f"boot-{name}-{world.take_number()}"),
+            endpoint=self.endpoint,
+            settings=world.settings,
+            new_token=lambda: world.rng.randbytes(16).hex(),
+        )
+        super().__init__(node, world.schedule)
+        self.world = world
+        self.workers: dict[SessionId, Worker] = {}
+        self.movers: dict[MoverId, Mover] = {}
+        self.records: list[Record] = []
+        self.served: list[ServedRecord] = []
+        self.give_movers = True
+
+    def now(self) -> float:
+        return self.world.now
+
+    def feed(self, event: ev.Event) -> None:
+        """Feed the core, and let what follows take its course, unless this daemon is dead."""
+        if self.world.hosts.get(self.name) is self:
+            super().feed(event)
+            self.world.settle()
+
+    # --- effects
+
+    def send_to_worker(self, effect: fx.SendToWorker) -> None:
+        if effect.pidfd_of is not None and self.name in self.world.without_descriptors:
+            self.feed_soon(ev.PidfdNotSent(effect.session, effect.pidfd_of))
+        elif worker := self.workers.get(effect.session):
+            worker.receive(effect)
+
+    def close_worker(self, session: SessionId) -> None:
+        self.feed_soon(ev.WorkerDisconnected(session))
+        self.workers[session].connected = False
+
+    def overwrite_fence_word(self, session: SessionId, slot: int) -> None:
+        self.workers[session].fence[slot * 16 : slot * 16 + 16] = self.world.rng.randbytes(16)
+
+    def request_mover(self, session: SessionId) -> None:
+        if self.give_movers:
+            mover = self.world.mover(self, self.workers[session])
+            self.feed_soon(ev.MoverAssigned(session, mover.mover, mover.agent, "simulated"))
+
+    def kill_mover(self, mover: MoverId) -> None:
+        self.world.schedule.after(0.0, self.movers[mover].die)
+
+    def send_to_mover(self, mover: MoverId, message: Message) -> None:
+        self.world.schedule.after(0.0, self.movers[mover].hear, message)
+
+    def bind_mover(self, effect: fx.BindMover) -> None:
+        self.send_to_mover(effect.mover, effect.message)
+
+    def share_fence_page(self, mover: MoverId, session: SessionId) -> None:
+        self.send_to_mover(mover, mv.MapFence(session=session, size_bytes=FENCE_PAGE_BYTES))
+
+    def send_to_peer(self, endpoint: Endpoint, message: Message) -> None:
+        target = endpoint.removeprefix("tcp://").removesuffix(":9441")
+        route, key = self.name.encode(), self.world.keys.get(self.name, "")
+        self.world.post(self.name, target, lambda m: ev.PeerRequest(route, m, key), message)
+
+    def reply_to_peer(self, route: bytes, message: Message) -> None:
+        self.world.post(self.name, route.decode(), lambda m: ev.PeerReply(self.endpoint, m), message)
+
+    def close_peer_connection(self, endpoint: Endpoint) -> None:
+        self.world.forgotten.setdefault(self.name, []).append(endpoint)
+
+    def emit_record(self, record: Record) -> None:
+        self.records.append(record)
+
+    def count_served(self, served: ServedRecord) -> None:
+        self.served.append(served)
 
 
 @dataclass
@@ -376,9 +467,11 @@ class Envelope:
 class World:
     """The hosts, the network between them, and the clock."""
 
+    host_type, worker_type, mover_type = Host, Worker, Mover
+
     def __init__(self, seed: int = 0, settings: Settings | None = None) -> None:
         self.rng = random.Random(seed)
-        self.now = 100.0
+        self.schedule = Schedule(100.0)
         self.settings = settings or Settings()
         self.hosts: dict[str, Host] = {}
         self.network: deque[Envelope] = deque()
@@ -388,7 +481,6 @@ class World:
         self.without_descriptors: set[str] = set()  # hosts that can attach no pidfd to a frame
         self.forgotten: dict[str, list[Endpoint]] = {}  # connections closed, by host
         self.receives_deliveries = False  # of workers that connect from now on, as `Worker` has it
-        self._local: deque[Callable[[], None]] = deque()
         self._settling = False
         self._memory: dict[int, tuple[Mover, bytearray]] = {}
         self._next_address = 1 << 30
@@ -397,22 +489,18 @@ class World:
     # --- building
 
     def host(self, name: str) -> Host:
-        endpoint = Endpoint(f"tcp://{name}:9441")
-        node = Node(
-            boot=BootId(f"boot-{name}-{next(self._numbers)}"),
-            endpoint=endpoint,
-            settings=self.settings,
-            new_token=lambda: self.rng.randbytes(16).hex(),
-        )
-        self.hosts[name] = Host(name, endpoint, node)
+        self.hosts[name] = self.host_type(self, name)
         return self.hosts[name]
+
+    def take_number(self) -> int:
+        return next(self._numbers)
 
     def connect(self, host: Host, uid: int = 0) -> Worker:
         """A session of a user's that has greeted."""
-        session = SessionId(next(self._numbers))
-        worker = Worker(self, host, session, receives_deliveries=self.receives_deliveries)
+        session = SessionId(self.take_number())
+        worker = self.worker_type(self, host, session, receives_deliveries=self.receives_deliveries)
         host.workers[worker.session] = worker
-        self.feed(host, ev.WorkerConnected(worker.session, 1, uid))
+        host.feed(ev.WorkerConnected(worker.session, 1, uid))
         worker.say(wk.Hello(versions=wk.WORKER_VERSIONS, client="test"))
         return worker
 
@@ -426,11 +514,14 @@ class World:
     def register(
         self, host: Host, spec: EngineSpec, layout: str = "HND", *, uid: int = 0, **more: int
     ) -> Worker:
-        worker = self.connect(host, uid)
-        worker.spec = spec
         facts = {"num_kv_heads": 2, "head_dim": 2, "block_tokens": BLOCK_TOKENS, "num_blocks": 32} | more
-        worker.layout = attention_layout(spec=spec, layout=layout, **facts)
-        worker.memory = bytearray(worker.layout.regions[0].size_bytes)
+        return self.register_with(host, spec, attention_layout(spec=spec, layout=layout, **facts), uid)
+
+    def register_with(self, host: Host, spec: EngineSpec, layout: RankLayout, uid: int = 0) -> Worker:
+        """A rank of that layout."""
+        worker = self.connect(host, uid)
+        worker.spec, worker.layout = spec, layout
+        worker.allocate()
         self.register_again(worker)
         return worker
 
@@ -480,13 +571,12 @@ class World:
 
     # --- running
 
+    @property
+    def now(self) -> float:
+        return self.schedule.now
+
     def feed(self, host: Host, event: ev.Event) -> None:
-        if self.hosts.get(host.name) is not host:
-            return  # that daemon is dead
-        for effect in host.node.feed(event, self.now):
-            self._do(host, effect)
-        host.node.check_integrity()
-        self.settle()
+        host.feed(event)
 
     def send_request(
         self, host: Host, message: Message, route: bytes = b"stranger", key: str = ""
@@ -496,92 +586,32 @@ class World:
         host.node.check_integrity()
         return [effect.message for effect in effects if getattr(effect, "route", None) == route]
 
-    def _do(self, host: Host, effect: fx.Effect) -> None:
-        match effect:
-            case fx.SendToWorker() if effect.pidfd_of is not None and host.name in self.without_descriptors:
-                self._later(host, ev.PidfdNotSent(effect.session, effect.pidfd_of))
-            case fx.SendToWorker():
-                if (worker := host.workers.get(effect.session)) and worker.connected:
-                    worker.inbox.append(effect.message)
-                    if effect.pidfd_of is not None:
-                        worker.pidfds.append((type(effect.message), effect.pidfd_of))
-                    if isinstance(effect.message, wk.MoverOffered) and worker.acknowledges:
-                        watched = wk.MoverAcknowledged(number=effect.message.number)
-                        self._run_later(lambda: worker.say(watched) if worker.connected else None)
-                    if isinstance(effect.message, wk.PullsInterrupted):
-                        number, tickets = effect.message.number, effect.message.tickets
-                        self._run_later(lambda: worker.resume_pulls(number, tickets))
-            case fx.CloseWorkerConnection():
-                self._later(host, ev.WorkerDisconnected(effect.session))
-                host.workers[effect.session].connected = False
-            case fx.OverwriteFenceWord():
-                page = host.workers[effect.session].fence
-                page[effect.slot * 16 : effect.slot * 16 + 16] = self.rng.randbytes(16)
-            case fx.RequestMover():
-                self._give_mover(host, effect.session)
-            case fx.KillMover():
-                self._run_later(host.movers[effect.mover].die)
-            case fx.SendToMover() | fx.BindMover():
-                mover = host.movers[effect.mover]
-                self._run_later(
-                    lambda: mover.hear(effect.message) if mover.alive and not mover.mute else None
-                )
-            case fx.ShareFencePage():
-                mover = host.movers[effect.mover]
-                share = mv.MapFence(session=effect.session, size_bytes=FENCE_PAGE_BYTES)
-                self._run_later(lambda: mover.hear(share) if mover.alive else None)
-            case fx.SendToPeer():
-                target = effect.endpoint.removeprefix("tcp://").removesuffix(":9441")
-                route = host.name.encode()
-                key = self.keys.get(host.name, "")
-                self._post(host.name, target, lambda m: ev.PeerRequest(route, m, key), effect.message)
-            case fx.ReplyToPeer():
-                endpoint = host.endpoint
-                self._post(
-                    host.name, effect.route.decode(), lambda m: ev.PeerReply(endpoint, m), effect.message
-                )
-            case fx.EmitRecord():
-                host.records.append(effect.record)
-            case fx.CountServed():
-                host.served.append(effect.served)
-            case fx.ClosePeerConnection():
-                self.forgotten.setdefault(host.name, []).append(effect.endpoint)
-            case fx.CommitRegionFds() | fx.CreateFencePage() | fx.SaveOwnerships():
-                pass
-
-    def _give_mover(self, host: Host, session: SessionId) -> None:
-        if host.give_movers:
-            mover = self.mover(host, host.workers[session])
-            self._later(host, ev.MoverAssigned(session, mover.mover, mover.agent, "simulated"))
-
     def mover(self, host: Host, worker: Worker) -> Mover:
         """A mover that the host's node has not been told of."""
-        number = MoverId(next(self._numbers))
+        number = MoverId(self.take_number())
         agent = AgentName(f"{host.node.context.boot}/{number}")
-        host.movers[number] = Mover(self, host, number, agent, worker)
+        host.movers[number] = self.mover_type(self, host, number, agent, worker)
         return host.movers[number]
 
-    def _later(self, host: Host, event: ev.Event) -> None:
-        self._run_later(lambda: self.feed(host, event))
-
-    def _run_later(self, act: Callable[[], None]) -> None:
-        """After the effects of the present event. Local matters are never delayed."""
-        self._local.append(act)
-
-    def _post(self, source: str, target: str, event: Callable[[Message], ev.Event], message: Message) -> None:
+    def post(self, source: str, target: str, event: Callable[[Message], ev.Event], message: Message) -> None:
         self.network.append(Envelope(source, target, event, encode(message)))
 
     def settle(self) -> None:
         """Let local matters take their course, and the network too unless it is held."""
-        if self._settling:
-            return
+        if not self._settling:
+            self._run(self.now)
+
+    def _run(self, until: float) -> None:
+        """Local matters are never delayed, and messages arrive before time passes."""
         self._settling = True
         try:
-            while self._local or (self.network and not self.hold_network):
-                if self._local:
-                    self._local.popleft()()
-                else:
+            while True:
+                if self.schedule.run_next(self.now):
+                    continue
+                if self.network and not self.hold_network:
                     self.arrive(self.network.popleft())
+                elif not self.schedule.run_next(until):
+                    break
         finally:
             self._settling = False
 
@@ -595,24 +625,22 @@ class World:
         host = self.hosts.get(envelope.target)
         if host is None or (envelope.source, envelope.target) in self.cut:
             return
-        self.feed(host, envelope.event(PEER_MESSAGES.decode(envelope.payload)))
+        host.feed(envelope.event(PEER_MESSAGES.decode(envelope.payload)))
         self.settle()
 
-    def advance(self, seconds: float) -> None:
+    def run(self, seconds: float) -> None:
         """Let time pass, with every timer at its moment."""
         end = self.now + seconds
-        while True:
-            due = [
-                (d, h) for h in self.hosts.values() if (d := h.node.next_deadline()) is not None and d <= end
-            ]
-            if not due:
-                break
-            deadline, host = min(due, key=lambda entry: entry[0])
-            self.now = max(self.now, deadline)
-            self.feed(host, ev.Tick())
-        self.now = end
+        self._run(end)
+        self.schedule.now = end
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, also for nodes that a test has fed itself. Every node sees how late it is."""
+        for host in self.hosts.values():
+            host.set_timer()
+        self.run(seconds)
         for host in list(self.hosts.values()):
-            self.feed(host, ev.Tick())
+            host.feed(ev.Tick())
 
 
 def welcome_of(request: int) -> PeerWelcome:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvxferd.core import Settings
+from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.layout import PackedBlocks, pack_ids
@@ -30,34 +31,38 @@ class Tape:
     tokens: tuple[str, ...]
 
 
+class _RecordedHost(Host):
+    """A host that writes down what its node hears, and the tokens that it draws."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world, name)
+        self.received: list[tuple[ev.Event, float]] = []
+        self.tokens: list[str] = []
+        new_token = self.node.context.new_token
+
+        def noted() -> str:
+            self.tokens.append(new_token())
+            return self.tokens[-1]
+
+        self.node.context.new_token = noted
+
+    def decide(self, event: ev.Event) -> list[fx.Effect]:
+        self.received.append((event, self.now()))
+        return super().decide(event)
+
+
 class _Recording(World):
     """A world that writes down what every node hears."""
 
+    host_type = _RecordedHost
+
     def __init__(self) -> None:
         super().__init__(0, SETTINGS)
-        self.received: dict[str, list[tuple[ev.Event, float]]] = {}
-        self.tokens: dict[str, list[str]] = {}
-
-    def host(self, name: str) -> Host:
-        host = super().host(name)
-        drawn = self.tokens.setdefault(name, [])
-        new_token = host.node.context.new_token
-
-        def noted() -> str:
-            drawn.append(new_token())
-            return drawn[-1]
-
-        host.node.context.new_token = noted
-        return host
-
-    def feed(self, host: Host, event: ev.Event) -> None:
-        self.received.setdefault(host.name, []).append((event, self.now))
-        super().feed(host, event)
 
     def tapes(self) -> list[Tape]:
         return [
-            Tape(host.node.context.boot, host.endpoint, tuple(self.received[name]), tuple(self.tokens[name]))
-            for name, host in self.hosts.items()
+            Tape(host.node.context.boot, host.endpoint, tuple(host.received), tuple(host.tokens))
+            for host in self.hosts.values()
         ]
 
 

@@ -1,57 +1,45 @@
-"""One node with its workers, movers and memory, moved step by step. Real core, simulated rest.
+"""One node with its processes, movers and memory, moved step by step. The core and the client are real.
 
 A host never waits: what its node wants done locally is done at once, except what the model wants to
-happen at any moment, which is offered as steps.
+happen at any moment, which is offered as steps (`steps.py`). The source has a rank, and maybe a scheduler
+that publishes; the sink has the ranks that read, and a second rank of the source's engine where that spans.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
+from kvxferd.client import events as ce
+from kvxferd.client.session import PERMANENT_REFUSALS
 from kvxferd.core import Node
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.errors import Code
-from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids, unpack_ids
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.layout import EngineSpec, PackedBlocks, pack_ids, unpack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message, RegionAddress, TransferRef
 from tests.property.model.digest import CLOCK_START, digest
+from tests.property.model.process import NUM_SLOTS, OVERWRITTEN, Page, Process
 from tests.property.model.scenario import SETTINGS, Scenario
+from tests.property.simulation.told import ToldWorker
+from tests.support.sim.node import SimNode
+from tests.support.sim.schedule import Schedule
 
 BLOCK_TOKENS = 4
-NUM_BLOCKS = 2  # of one transfer
-TOKENS = NUM_BLOCKS * BLOCK_TOKENS
-PAGE = 1 << 30  # where a fence page lies
+PAGE = 1 << 30  # where the first fence page lies
+PAGE_BYTES = 1 << 16
+RETRY_S = 1.0
 # By whose connection a message comes, as the node sees it that gets it.
 THEIRS, OURS = b"?", b"!"
-OVERWRITTEN = bytes(16)
 Step = tuple[Any, ...]
 Reach = tuple[tuple[int, ...], dict[int, bytes]]  # blocks, and the fence words by their address
-
-
-@dataclass
-class Worker:
-    """A rank's process. Blocks hold the number of the transfer whose bytes they have, 0 for other ones."""
-
-    session: int
-    spec: EngineSpec
-    layout: RankLayout
-    memory: list[int]
-    alive: bool = True
-    words: dict[int, bytes] = field(default_factory=dict)  # its fence page
-    said: set[str] = field(default_factory=set)  # what it does once only
-    released: set[int] = field(default_factory=set)
-    ended: dict[int, str] = field(default_factory=dict)  # by ticket: delivered, failed or in-doubt
-    quiet: set[int] = field(default_factory=set)
-    noticed: set[int] = field(default_factory=set)  # tickets of which a mover has told it itself
 
 
 @dataclass
@@ -75,101 +63,139 @@ class Mover:
 
     mover: int
     agent: str
-    worker: Worker
+    worker: Process
     alive: bool = True
     jobs: dict[int, Job] = field(default_factory=dict)
     remotes: set[str] = field(default_factory=set)
     reports: deque[ev.Event] = field(default_factory=deque)
 
 
-class Host:
+class Host(SimNode):
     """The source or the sink."""
 
     def __init__(self, name: str, scenario: Scenario) -> None:
         self.name = name
         self.scenario = scenario
-        self.now = CLOCK_START
+        self.clock = CLOCK_START
         self.tokens = itertools.count()
         self.numbers = itertools.count(1)
-        self.workers: dict[int, Worker] = {}
-        self.movers: dict[int, Mover] = {}
-        self.deaths = 0
-        self.watched: set[int] = set()  # movers that their workers have acknowledged
         self.is_up = True
         self.era = 0  # counts this node's daemons
+        self.crashes = 0
+        self.deaths = 0
+        self.processes: list[Process] = []
+        self.workers: dict[int, Process] = {}  # by session
+        self.told: dict[int, ToldWorker] = {}  # by session
+        self.fences: dict[int, Page] = {}  # by session: the page that the daemon made for it
+        self.movers: dict[int, Mover] = {}
+        self.orphans: set[int] = set()  # movers of a daemon that is dead
+        self.pages: dict[int, dict[int, Page]] = {}  # by mover: the pages that it serves, by address
+        self.watched: set[int] = set()  # movers whose workers have their pidfds
         self._sent: list[bytes] = []
-        self._local: deque[ev.Event] = deque()
-        self.node = self._start_node()
-        self._start_workers()
-        self._settle()
+        self._soon = Schedule()
+        super().__init__(self._start_node(), self._soon)
+        self._add_processes()
+        self.publisher = self.processes[-1] if scenario.scheduler else self.processes[0]  # at the source
 
     def _start_node(self) -> Node:
+        tokens = self.tokens  # of `self` the digest would see what counts its events
         return Node(
             boot=f"boot-{self.name}-{self.era}",
             endpoint=endpoint_of(self.name),
             settings=SETTINGS,
-            new_token=lambda: f"{next(self.tokens):032x}",
+            new_token=lambda: f"{next(tokens):032x}",
         )
 
-    def _start_workers(self) -> None:
-        for tp_rank in range(1 if self.name == "source" else self.scenario.readers):
-            self._start_worker(tp_rank)
+    def _add_processes(self) -> None:
+        scenario = self.scenario
+        if self.name == "source":
+            self._add_rank("source", 0, scenario.columns)
+            if scenario.scheduler:
+                self._add("scheduler", 0).join_as(self._engine("source", 0, scenario.columns), None)
+            return
+        for tp_rank in range(scenario.readers):
+            self._add_rank("sink", tp_rank, scenario.readers)
+        if scenario.spans:
+            member = self._add_rank("source", 1, scenario.columns)
+            member.memory = [0 if scenario.ready else 1]
 
-    def _start_worker(self, tp_rank: int) -> None:
-        size = 1 if self.name == "source" else self.scenario.readers
-        spec = EngineSpec(self.name, "g", num_layers=1, tp_size=size, tp_rank=tp_rank, num_kv_heads=2)
-        blocks = NUM_BLOCKS * (1 if self.name == "source" else self.scenario.transfers)
+    def _add(self, name: str, cells: int) -> Process:
+        self.processes.append(Process(len(self.processes), name, cells))
+        return self.processes[-1]
+
+    def _add_rank(self, engine: str, tp_rank: int, tp_size: int) -> Process:
+        spec = self._engine(engine, tp_rank, tp_size)
+        is_source = engine == "source"
+        blocks = self.scenario.blocks * (1 if is_source else self.scenario.pulls)
         layout = attention_layout(
-            spec=spec,
-            num_kv_heads=2,
-            head_dim=2,
-            block_tokens=BLOCK_TOKENS,
-            num_blocks=blocks,
-            layout="HND",
+            spec=spec, num_kv_heads=2, head_dim=2, block_tokens=BLOCK_TOKENS, num_blocks=blocks, layout="HND"
         )
-        worker = Worker(next(self.numbers), spec, layout, [0] * blocks)
-        self.workers[worker.session] = worker
-        region = layout.regions[0]
-        exports = (wk.RegionExport(region.region, region.size_bytes, 0),)
-        self._feed(ev.WorkerConnected(worker.session, 1, 0))
-        self._say(worker, wk.Hello(versions=wk.WORKER_VERSIONS, client=""))
-        self._say(
-            worker,
-            wk.Register(
-                request=1,
-                engine=spec,
-                layout=layout,
-                regions=exports,
-                incarnation="first",
-            ),
+        process = self._add(f"{engine}-{tp_rank}", blocks * (1 if is_source else self.scenario.columns))
+        process.join_as(spec, layout)
+        return process
+
+    def _engine(self, name: str, tp_rank: int, tp_size: int) -> EngineSpec:
+        is_source, scenario = name == "source", self.scenario
+        return EngineSpec(
+            name,
+            "g",
+            num_layers=1,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            num_kv_heads=2,
+            publish_implies_ready=is_source and scenario.scheduler and not scenario.ready,
+            home=endpoint_of("source") if is_source and scenario.spans else "",
         )
 
     # --- what the exploration sees
 
     def key(self) -> bytes:
         """The digest of all that can matter from here on."""
-        return digest((self.node, self.workers, self.movers, self.deaths), self.now)
+        node = self.node if self.is_up else None
+        kept = (node, self.processes, self.movers, self.orphans, self.fences, self.pages, self.workers)
+        counts = (self.is_up, self.era, self.crashes, self.deaths, self.numbers, self.tokens)
+        return digest((kept, self.told, self.watched, counts), self.clock)
 
     def due(self) -> bool:
         """Whether a timer waits to be run."""
-        deadline = self.node.next_deadline()
-        return deadline is not None and deadline <= self.now
+        return any(at <= self.clock for at in self._times())
 
     def deadlines(self) -> list[float]:
         """Seconds until each moment at which a timer is set, soonest first."""
-        timers = self.node.context.timers
-        at = {at for at, order, name in timers._heap if timers._live.get(name, (None,))[0] == order}
-        return sorted(moment - self.now for moment in at if moment > self.now)
+        moments = {at for at in self._times() if at > self.clock}
+        if self.is_up:
+            timers = self.node.context.timers
+            at = {at for at, order, name in timers._heap if timers._live.get(name, (None,))[0] == order}
+            moments |= {moment for moment in at if moment > self.clock}
+        return sorted(moment - self.clock for moment in moments)
+
+    def _times(self) -> Iterator[float]:
+        if self.is_up and (at := self.node.next_deadline()) is not None:
+            yield at
+        for process in self.living():
+            if (at := process.client.next_deadline()) is not None:
+                yield at
+            if process.session is None and process.retry_at > self.clock:
+                yield process.retry_at
+
+    def living(self) -> list[Process]:
+        """The processes that have not been closed."""
+        return [process for process in self.processes if process.is_alive]
 
     def reach(self) -> dict[str, Reach]:
         """What each mover lets others read."""
-        worker = self.workers[1]
-        words = {PAGE + 16 * slot: word for slot, word in worker.words.items()}
-        memory = tuple(worker.memory)
-        return {mover.agent: (memory, words) for mover in self.movers.values() if mover.alive}
+        found: dict[str, Reach] = {}
+        for mover in self.movers.values():
+            if mover.alive:
+                pages = self.pages.get(mover.mover, {})
+                words = {at + 16 * s: word for at, p in pages.items() for s, word in p.words.items()}
+                found[mover.agent] = (tuple(mover.worker.memory), words)
+        return found
 
     def leftovers(self) -> list[str]:
         """What a node without work would not remember."""
+        if not self.is_up:
+            return [f"{self.name}: its daemon is not there"]
         node = self.node
         kept = {
             "pulls": node.pulls,
@@ -181,9 +207,13 @@ class Host:
             "fetches": node.handshake_server._pending,
             "polling": node.poll_requests._states,
         }
-        return [f"{self.name}: {len(found)} {name}" for name, found in kept.items() if len(found)]
+        left = [f"{self.name}: {len(found)} {name}" for name, found in kept.items() if len(found)]
+        for process in self.living():
+            if len(process.client._pulls) or len(process.client._publishes):
+                left.append(f"{process.name}: a pull or a publish")
+        return left
 
-    # --- steps
+    # --- steps of the node
 
     def do(self, step: Step) -> list[bytes]:
         """Take one step. Return the messages for the other node."""
@@ -192,76 +222,153 @@ class Host:
         sent, self._sent = self._sent, []
         return sent
 
-    def _settle(self) -> None:
-        while self._local:
-            self._feed(self._local.popleft())
+    def _do_begin(self) -> None:
+        for process in self.processes:
+            self._do_connect(process.number)
+            self._settle()
 
     def _do_peer(self, payload: bytes) -> None:
         """A message: the first byte says by whose connection it came, the second of which of its daemons."""
         message = PEER_MESSAGES.decode(payload[2:])
         other = "sink" if self.name == "source" else "source"
         if payload[:1] == THEIRS:
-            self._feed(ev.PeerRequest(b"%s/%d" % (other.encode(), payload[1]), message))
+            self.feed(ev.PeerRequest(b"%s/%d" % (other.encode(), payload[1]), message))
         elif payload[1] == self.era:
-            self._feed(ev.PeerReply(endpoint_of(other), message))
+            self.feed(ev.PeerReply(endpoint_of(other), message))
 
     def _do_clock(self, seconds: float) -> None:
-        self.now += seconds
+        self.clock += seconds
 
     def _do_tick(self) -> None:
-        self._feed(ev.Tick())
+        self.feed(ev.Tick())
+        for process in self.living():
+            try:
+                process.client.tick(self.clock)
+            except KvxferdError as error:
+                self._drop(process, error)
+
+    def _do_crash(self) -> None:
+        """The daemon is gone at once; its movers go when they see it."""
+        self.crashes += 1
+        self.is_up = False
+        self.era += 1
+        self.orphans = set()
+        for mover in list(self.movers.values()):
+            if mover.alive:
+                self.orphans.add(mover.mover)
+                mover.reports.clear()
+            else:
+                del self.movers[mover.mover]
+        self.workers.clear()
+        self.fences.clear()
+        self.told.clear()
+        for process in self.processes:
+            process.up.clear()
+            process.down.clear()  # a daemon may die before it has sent all that it wanted to
+            if process.session is not None:
+                process.down.append(None)
+
+    def _do_start(self) -> None:
+        self.is_up = True
+        self.node = self._start_node()
+
+    # --- steps of processes
+
+    def _do_connect(self, number: int) -> None:
+        process = self.processes[number]
+        process.session = next(self.numbers)
+        self.workers[process.session] = process
+        self.told[process.session] = ToldWorker(process.name)
+        process.client.connection_made(self.clock)
+        self.feed(ev.WorkerConnected(process.session, 1, 0))
+
+    def _do_send(self, number: int) -> None:
+        process = self.processes[number]
+        self._give(process, process.up.popleft())
+
+    def _do_read(self, number: int) -> None:
+        self._read(self.processes[number])
 
     def _do_publish(self, number: int) -> None:
-        worker = self.workers[1]
-        worker.said.add(f"publish {number}")
-        grows = self.scenario.grows
-        worker.memory = [number] * (1 if grows else NUM_BLOCKS)
-        worker.memory += [0] * (NUM_BLOCKS - len(worker.memory))
-        worker.words[0] = word_of(number)
-        publish = wk.Publish(
-            transfer_id=f"t{number}",
-            nonce="n",
-            blocks={"full": PackedBlocks(pack_ids(list(range(NUM_BLOCKS))))},
-            num_tokens=TOKENS,
-            fence_slot=0,
-            incarnations=((worker.spec.rank, "first"),),
-            ready_tokens=BLOCK_TOKENS if grows else -1,
-        )
-        self._feed(ev.WorkerMessage(worker.session, publish, None, worker.words[0]))
+        publisher, scenario = self.publisher, self.scenario
+        publisher.said.add(f"publish {number}")
+        if not scenario.ready:
+            num_written = 1 if scenario.grows else scenario.blocks
+            self._write(number, num_written)
+        try:
+            publisher.client.publish(
+                f"t{number}",
+                {"full": PackedBlocks(pack_ids(list(range(scenario.blocks))))},
+                num_tokens=scenario.blocks * BLOCK_TOKENS,
+                num_readers=1,
+                lease_s=None,
+                now=self.clock,
+                ready_tokens=BLOCK_TOKENS if scenario.grows else -1,
+                nonce="n",  # a replay must give the same one
+            )
+        except EngineError:
+            publisher.released.add(number)  # it knows no rank of the engine, and says so
+
+    def _write(self, number: int, num_blocks: int) -> None:
+        """Have every rank write so many blocks of a transfer, and overwrite the others."""
+        for process in self.processes:
+            if process.layout is not None:
+                process.memory = [number if block < num_blocks else 0 for block in range(len(process.memory))]
 
     def _do_extend(self, number: int) -> None:
-        worker = self.workers[1]
-        worker.said.add(f"extend {number}")
-        worker.memory = [number] * NUM_BLOCKS
-        self._say(worker, wk.Ready(transfer_id=f"t{number}", incarnation="first"))
+        self.publisher.said.add(f"extend {number}")
+        self._write(number, self.scenario.blocks)
+        self.publisher.client.ready(f"t{number}", self.clock)
 
     def _do_unpublish(self, number: int) -> None:
-        worker = self.workers[1]
-        worker.said.add(f"unpublish {number}")
-        self._say(worker, wk.Unpublish(transfer_id=f"t{number}"))
+        self.publisher.said.add(f"unpublish {number}")
+        self.publisher.client.unpublish(f"t{number}")
 
-    def _do_pull(self, session: int, number: int) -> None:
-        worker = self.workers[session]
-        worker.said.add(f"pull {number}")
-        ids = [NUM_BLOCKS * (number - 1) + i for i in range(NUM_BLOCKS)]
-        blocks = {"full": PackedBlocks(pack_ids(ids))}
-        ref = TransferRef(endpoint_of("source"), "source", "g", f"t{number}", "n")
-        request = wk.PullRequest(ticket=number, ref=ref, blocks=blocks, num_tokens=TOKENS, deadline_s=4.0)
-        self._say(worker, msgspec.structs.replace(request, progressive=self.scenario.grows))
+    def _do_ready(self, number: int, transfer: int) -> None:
+        process = self.processes[number]
+        process.said.add(f"ready {transfer}")
+        process.memory = [transfer] * len(process.memory)
+        process.client.ready(f"t{transfer}", self.clock)
 
-    def _do_cancel(self, session: int, number: int) -> None:
-        worker = self.workers[session]
-        worker.said.add(f"cancel {number}")
-        self._say(worker, wk.Cancel(ticket=number))
+    def _do_suspend(self, number: int) -> None:
+        process = self.processes[number]
+        process.num_sleeps += 1
+        process.client.suspend()
 
-    def _do_close(self, session: int) -> None:
-        worker = self.workers[session]
-        if told := [ticket for ticket in worker.noticed if worker.ended[ticket] == "delivered"]:
-            self._say(worker, wk.DeliveredByMover(tickets=tuple(sorted(told))))
-        worker.alive = False
-        self._feed(ev.WorkerDisconnected(session))
+    def _do_resume(self, number: int) -> None:
+        """The engine maps memory anew: whatever it holds, it was not published."""
+        process = self.processes[number]
+        process.is_mapped = True
+        process.client.resume(process.exports())
 
-    # --- movers
+    def _do_pull(self, number: int, ticket: int) -> None:
+        process, scenario = self.processes[number], self.scenario
+        process.said.add(f"pull {ticket}")
+        first = scenario.blocks * (ticket - 1)
+        blocks = {"full": PackedBlocks(pack_ids(list(range(first, first + scenario.blocks))))}
+        transfer = min(ticket, scenario.transfers)
+        ref = TransferRef(endpoint_of("source"), "source", "g", f"t{transfer}", "n")
+        num_tokens, deadline = scenario.blocks * BLOCK_TOKENS, self.clock + 4.0
+        process.client.pull(ref, blocks, num_tokens, deadline, process.said.add, progressive=scenario.grows)
+
+    def _do_cancel(self, number: int, ticket: int) -> None:
+        process = self.processes[number]
+        process.said.add(f"cancel {ticket}")
+        process.client.cancel(ticket)
+
+    def _do_close(self, number: int) -> None:
+        """The process ends: what its mover told it, it tells the daemon first."""
+        process = self.processes[number]
+        if (told := process.client.pop_final_deliveries()) is not None:
+            self._give(process, told)
+        process.is_alive = False
+        process.up.clear()
+        process.down.clear()
+        process.events.clear()
+        session, process.session = process.session, None
+        self._disconnected(session)
+
+    # --- steps of movers
 
     def _do_slice(self, number: int, pull: int, content: int | None) -> None:
         mover = self.movers[number]
@@ -280,19 +387,20 @@ class Host:
     def _do_fence(self, number: int, pull: int, word: bytes | None) -> None:
         mover = self.movers[number]
         job = mover.jobs[pull]
-        assert job.fence.agent in mover.remotes, "the fence's agent was never loaded"
+        agent = job.fence.agent
+        assert agent in mover.remotes, "the fence's agent was never loaded"
         if word is None:
-            self._report(
-                mover, job, delivered=False, agent=job.fence.agent, message="gone", code=Code.TRANSPORT
-            )
-        elif word == job.fence.word or self.scenario.blind:
-            if (self.scenario.deliveries or self.scenario.clients) and not job.is_piece:
-                job.told = True
-                self._notice(mover.worker, job.ticket)
-            else:
-                self._report(mover, job, delivered=True)
-        else:
+            self._report(mover, job, delivered=False, agent=agent, message="gone", code=Code.TRANSPORT)
+        elif word != job.fence.word and not self.scenario.blind:
             self._report(mover, job, delivered=False, message="fence word changed", code=Code.RELEASED)
+        elif self.scenario.deliveries and not job.is_piece:
+            job.told = True
+            mover.worker.noticed.add(job.ticket)
+            if mover.worker.is_alive:
+                told = wk.TicketDelivered(ticket=job.ticket, bytes=1, runs=1, wire_s=0.0)
+                mover.worker.client.handle_delivered_by_mover(told)
+        else:
+            self._report(mover, job, delivered=True)
 
     def _do_stop(self, number: int, pull: int) -> None:
         mover = self.movers[number]
@@ -321,165 +429,255 @@ class Host:
         mover.reports.append(ev.MoverMessage(mover.mover, done))
 
     def _do_hear(self, number: int) -> None:
-        mover = self.movers[number]
-        event = mover.reports.popleft()
+        event = self.movers[number].reports.popleft()
+        if number in self.orphans:
+            return  # nobody listens
         if isinstance(event, ev.MoverDied):
             del self.movers[number]
-        self._feed(event)
+        self.feed(event)
 
     def _do_die(self, number: int) -> None:
         self.deaths += 1
-        self._kill(self.movers[number])
+        self.kill_mover(number)
 
-    def _kill(self, mover: Mover) -> None:
-        if mover.alive:
-            mover.alive = False
-            mover.jobs.clear()
-            mover.reports.append(ev.MoverDied(mover.mover))
+    def _do_perish(self, number: int) -> None:
+        self.orphans.discard(number)
+        self.kill_mover(number)
+        del self.movers[number]
+        self.pages.pop(number, None)
 
-    # --- the node
+    # --- what needs no decision
 
-    def _say(self, worker: Worker, message: Message) -> None:
-        self._feed(ev.WorkerMessage(worker.session, message))
+    def _settle(self) -> None:
+        """Do whatever needs no decision, in order."""
+        while self._settle_one():
+            pass
 
-    def _feed(self, event: ev.Event) -> None:
-        for effect in self.node.feed(event, self.now):
-            self._act(effect)
-        self.node.check_integrity()
+    def _settle_one(self) -> bool:
+        living = self.living()
+        for process in living:
+            if process.events:
+                self._happened(process, process.events.popleft())
+                return True
+        if self._soon.run_next(self._soon.now):
+            return True
+        for process in living:
+            lags = self.scenario.lag and process.name == "scheduler"
+            if process.down and not lags:
+                self._read(process)
+                return True
+            if process.session in self.workers:  # else it talks to a daemon that is dead
+                if (outgoing := process.client.pop_outgoing(self.clock)) is not None:
+                    process.up.append(outgoing.message)
+                    return True
+                if process.up and not lags:
+                    self._give(process, process.up.popleft())
+                    return True
+        return False
 
-    def _act(self, effect: fx.Effect) -> None:
-        match effect:
-            case fx.SendToWorker() if isinstance(effect.message, wk.MoverOffered):
-                assert effect.pidfd_of is not None
-                self.watched.add(effect.pidfd_of)
-                watched = wk.MoverAcknowledged(number=effect.message.number)
-                self._local.append(ev.WorkerMessage(effect.session, watched))
-            case fx.SendToWorker() if isinstance(effect.message, wk.PullsInterrupted):
-                worker = self.workers[effect.session]
-                if worker.alive:
-                    self._local.append(ev.WorkerMessage(effect.session, resumed(worker, effect.message)))
-            case fx.SendToWorker():
-                self._heard(self.workers[effect.session], effect.message)
-            case fx.CloseWorkerConnection():
-                raise AssertionError("a correct worker was expelled")
-            case fx.OverwriteFenceWord():
-                self.workers[effect.session].words[effect.slot] = OVERWRITTEN
-            case fx.RequestMover():
-                number = next(self.numbers)
-                mover = Mover(number, f"{self.name}/{number}", self.workers[effect.session])
-                self.movers[number] = mover
-                self._local.append(ev.MoverAssigned(effect.session, number, mover.agent, "model"))
-            case fx.KillMover():
-                self._kill(self.movers[effect.mover])
-            case fx.BindMover():
-                assert effect.mover in self.watched, "a mover has memory that its worker does not watch"
-                region = self.workers[effect.session].layout.regions[0]
-                address = RegionAddress(region.region, 4096, region.size_bytes)
-                self._reply(effect.mover, mv.Bound(regions=(address,), metadata=b""))
-            case fx.ShareFencePage():
-                self._reply(effect.mover, mv.FenceMapped(session=effect.session, address=PAGE, metadata=b""))
-            case fx.SendToMover():
-                if effect.mover in self.movers and self.movers[effect.mover].alive:
-                    self._to_mover(self.movers[effect.mover], effect.message)
-            case fx.SendToPeer():
-                self._sent.append(THEIRS + bytes([self.era]) + encode(effect.message))
-            case fx.ReplyToPeer():
-                era = int(effect.route.rpartition(b"/")[2])
-                self._sent.append(OURS + bytes([era]) + encode(effect.message))
-            case (
-                fx.CommitRegionFds()
-                | fx.CreateFencePage()
-                | fx.SaveOwnerships()
-                | fx.ClosePeerConnection()
-                | fx.EmitRecord()
-            ):
-                pass
+    def _give(self, process: Process, message: Message) -> None:
+        """A frame arrives at the daemon."""
+        if process.session in self.workers:
+            word = b""
+            if isinstance(message, wk.Publish):
+                word = self.fences[process.session].read(message.fence_slot)
+            self.feed(ev.WorkerMessage(process.session, message, None, word))
+
+    def _read(self, process: Process) -> None:
+        """A frame arrives at the client, or the end of its connection."""
+        entry = process.down.popleft()
+        if entry is None:
+            self._lose(process, KvxferdError("the daemon closed the connection", Code.DAEMON_LOST))
+            return
+        message, page, pidfd_of = entry
+        if page is not None and process.client.carries_fence_page(message):
+            process.client.offer_fence_page(page)
+        if pidfd_of in self.movers and self.movers[pidfd_of].alive:
+            process.watched.setdefault(process.client.epoch, set()).add(pidfd_of)
+            self.watched.add(pidfd_of)
+        try:
+            process.client.handle(message, self.clock)
+        except KvxferdError as error:
+            self._drop(process, error)
+
+    def _drop(self, process: Process, error: KvxferdError) -> None:
+        """The client gives the connection up."""
+        session = process.session
+        process.up.clear()
+        process.down.clear()
+        self._lose(process, error)
+        self._disconnected(session)
+
+    def _disconnected(self, session: int | None) -> None:
+        if session is not None and self.is_up:
+            self.feed(ev.WorkerDisconnected(session))
+            self.workers.pop(session, None)
+            self.told.pop(session, None)
+
+    def _lose(self, process: Process, error: KvxferdError) -> None:
+        process.session = None
+        process.retry_at = self.clock + (0.0 if error.code is Code.DAEMON_LOST else RETRY_S)
+        process.client.connection_lost(self.clock, error.code, error.message)
+        assert error.code not in PERMANENT_REFUSALS, f"the session of {process.name} ended: {error}"
+        process.lost.add(process.client.epoch)
+        process.judge()
+
+    # --- effects
+
+    def now(self) -> float:
+        return self.clock
+
+    def set_timer(self) -> None:
+        """The exploration ticks."""
+
+    def feed(self, event: ev.Event) -> None:
+        if self.is_up:
+            super().feed(event)
+
+    def send_to_worker(self, effect: fx.SendToWorker) -> None:
+        if process := self.workers.get(effect.session):
+            self._check_told(process, effect)
+            page = self.fences[effect.session] if effect.with_fence_page else None
+            process.down.append((effect.message, page, effect.pidfd_of))
+
+    def _check_told(self, process: Process, effect: fx.SendToWorker) -> None:
+        """Check what the client would hide."""
+        self.told[effect.session].check(effect.message)
+        match effect.message:
+            case wk.TicketDelivered(ticket=ticket):
+                assert ticket not in process.noticed, f"ticket {ticket} ended twice"
+            case wk.Released(transfer_id=name):
+                if (publish := process.client._publishes.get(name)) is not None:
+                    word = self.fences[effect.session].words.get(publish.slot, OVERWRITTEN)
+                    assert word == OVERWRITTEN, f"{name} was released before its fence word"
+
+    def close_worker(self, session: int) -> None:
+        assert self.scenario.has_restarts, "a correct worker was expelled"
+        if process := self.workers.pop(session, None):
+            process.up.clear()
+            process.down.append(None)
+            del self.told[session]
+        self.feed_soon(ev.WorkerDisconnected(session))
+
+    def create_fence_page(self, session: int) -> None:
+        self.fences.setdefault(session, self.workers[session].new_page())
+
+    def overwrite_fence_word(self, session: int, slot: int) -> None:
+        self.fences[session].overwrite(slot)
+
+    def request_mover(self, session: int) -> None:
+        number = next(self.numbers)
+        mover = Mover(number, f"{self.name}/{number}", self.workers[session])
+        self.movers[number] = mover
+        self.feed_soon(ev.MoverAssigned(session, number, mover.agent, "model"))
+
+    def kill_mover(self, mover: int) -> None:
+        killed = self.movers[mover]
+        if killed.alive:
+            killed.alive = False
+            killed.jobs.clear()
+            killed.reports.append(ev.MoverDied(mover))
+        if mover in self.orphans or not self.is_up:
+            killed.reports.clear()
+        killed.worker.mover_died(mover)
+
+    def bind_mover(self, effect: fx.BindMover) -> None:
+        assert effect.mover in self.watched, "a mover has memory that its worker does not watch"
+        region = self.workers[effect.session].layout.regions[0]
+        address = RegionAddress(region.region, 4096, region.size_bytes)
+        self._reply(effect.mover, mv.Bound(regions=(address,), metadata=b""))
+
+    def share_fence_page(self, mover: int, session: int) -> None:
+        address = PAGE + PAGE_BYTES * session
+        self.pages.setdefault(mover, {})[address] = self.fences[session]
+        self._reply(mover, mv.FenceMapped(session=session, address=address, metadata=b""))
 
     def _reply(self, mover: int, message: mv.FromMover) -> None:
         if mover in self.movers and self.movers[mover].alive:
-            self._local.append(ev.MoverMessage(mover, message))
+            self.feed_soon(ev.MoverMessage(mover, message))
 
-    def _to_mover(self, mover: Mover, message: Message) -> None:
+    def send_to_mover(self, mover: int, message: Message) -> None:
+        hearer = self.movers.get(mover)
+        if hearer is None or not hearer.alive:
+            return
         match message:
             case mv.SetPolling():
                 if message.on:
-                    self._reply(mover.mover, mv.Polling(token=message.token))
+                    self._reply(mover, mv.Polling(token=message.token))
             case mv.LoadRemote():
-                mover.remotes.add(message.agent)
+                hearer.remotes.add(message.agent)
             case mv.DropRemote():
-                mover.remotes.discard(message.agent)
+                hearer.remotes.discard(message.agent)
             case mv.StartPull():
-                assert self.node.movers.accepts_pulls(mover.mover), "a mover that is to end got a pull"
-                agent = message.sources[0].agent
-                first = message.local["full"].first_token // BLOCK_TOKENS
-                local, remote = (unpack_ids(side["full"].ids) for side in (message.local, message.remote))
-                end = first + len(local)
-                pairs = [(mine, agent, theirs) for mine, theirs in zip(local, remote[first:end], strict=True)]
-                ticket = pairs[0][0] // NUM_BLOCKS + 1
-                is_piece = message.ticket is None
-                mover.jobs[message.pull] = Job(message.pull, ticket, pairs, message.fence, is_piece)
+                assert self.node.movers.accepts_pulls(mover), "a mover that is to end got a pull"
+                hearer.jobs[message.pull] = self._job_of(message)
             case mv.AbortPull():
-                if message.pull in mover.jobs:
-                    mover.jobs[message.pull].stopped = True
+                if message.pull in hearer.jobs:
+                    hearer.jobs[message.pull].stopped = True
 
-    # --- what a worker is told
+    def _job_of(self, start: mv.StartPull) -> Job:
+        first = start.local["full"].first_token // BLOCK_TOKENS
+        local, remote = (unpack_ids(side["full"].ids) for side in (start.local, start.remote))
+        width = len(start.sources)
+        pairs = [
+            (width * mine + column, source.agent, theirs)
+            for column, source in enumerate(start.sources)
+            for mine, theirs in zip(local, remote[first : first + len(local)], strict=True)
+        ]
+        ticket = local[0] // self.scenario.blocks + 1
+        return Job(start.pull, ticket, pairs, start.fence, is_piece=start.ticket is None)
 
-    def _heard(self, worker: Worker, message: Message) -> None:
-        if not worker.alive:
+    def send_to_peer(self, endpoint: str, message: Message) -> None:
+        self._sent.append(THEIRS + bytes([self.era]) + encode(message))
+
+    def reply_to_peer(self, route: bytes, message: Message) -> None:
+        era = int(route.rpartition(b"/")[2])
+        self._sent.append(OURS + bytes([era]) + encode(message))
+
+    # --- what an engine is told
+
+    def _happened(self, process: Process, event: ce.Event) -> None:
+        match event:
+            case ce.Delivered():
+                ticket = event.ticket.number
+                process.end(ticket, "delivered")
+                width = len(process.memory) // self.scenario.pulls
+                found = process.memory[width * (ticket - 1) : width * ticket]
+                transfer = min(ticket, self.scenario.transfers)
+                assert found == [transfer] * width, f"t{transfer}: {found} was delivered"
+            case ce.Failed():
+                process.end(event.ticket.number, "failed" if event.safe_to_reuse else "in-doubt")
+            case ce.Quiesced():
+                number = event.ticket.number
+                assert process.ended[number] == "in-doubt", f"ticket {number} was safe before"
+                assert number not in process.quiet, f"ticket {number} was quiet before"
+                process.quiet.add(number)
+            case ce.PublishRefused():
+                assert self.scenario.has_restarts, f"a correct publish was refused: {event.message}"
+                self._over(process, int(event.transfer_id[1:]))
+            case ce.Released():
+                self._over(process, int(event.transfer_id[1:]))
+            case ce.Suspended():
+                mappers = [m.agent for m in self.movers.values() if m.alive and m.worker is process]
+                assert not mappers, f"{process.name} is suspended and mapped by {mappers}"
+                process.is_mapped = False
+                process.memory = [0] * len(process.memory)
+            case ce.Disconnected():
+                raise AssertionError(f"the session of {process.name} is over: {event.message}")
+
+    def _over(self, process: Process, number: int) -> None:
+        """Blocks are reused at once: on its own rank by a rank's word, on every rank by the publisher's."""
+        if process is not self.publisher:
+            process.memory = [0] * len(process.memory)
             return
-        match message:
-            case wk.Released():
-                number = int(message.transfer_id[1:])
-                assert number not in worker.released, f"t{number} was released twice"
-                assert worker.words[0] != word_of(number), f"t{number} was released before its fence word"
-                worker.released.add(number)
-                worker.memory = [0] * NUM_BLOCKS  # reused at once
-            case wk.TicketFailed() | wk.TicketQuiesced() if message.ticket in worker.noticed:
-                pass  # a late word
-            case wk.TicketDelivered():
-                self._delivered(worker, message.ticket)
-            case wk.TicketFailed():
-                self._end(worker, message.ticket, "failed" if message.safe_to_reuse else "in-doubt")
-            case wk.TicketQuiesced():
-                assert worker.ended[message.ticket] == "in-doubt", f"ticket {message.ticket} was safe before"
-                assert message.ticket not in worker.quiet, f"ticket {message.ticket} was quiet before"
-                worker.quiet.add(message.ticket)
-            case wk.PublishRefused():
-                raise AssertionError(f"a correct publish was refused: {message.message}")
-
-    def _notice(self, worker: Worker, ticket: int) -> None:
-        """What a client makes of its mover's word."""
-        if not worker.alive:
-            return
-        worker.noticed.add(ticket)
-        if worker.ended.get(ticket) == "in-doubt":
-            worker.quiet.add(ticket)
-        else:
-            self._delivered(worker, ticket)
-
-    def _delivered(self, worker: Worker, ticket: int) -> None:
-        self._end(worker, ticket, "delivered")
-        first = NUM_BLOCKS * (ticket - 1)
-        found = worker.memory[first : first + NUM_BLOCKS]
-        assert found == [ticket] * NUM_BLOCKS, f"t{ticket}: {found} was delivered"
-
-    def _end(self, worker: Worker, ticket: int, how: str) -> None:
-        assert ticket not in worker.ended, f"ticket {ticket} ended twice"
-        worker.ended[ticket] = how
+        assert number not in process.released, f"t{number} was released twice"
+        process.released.add(number)
+        word = process.fence._page.words.get((number - 1) % NUM_SLOTS, OVERWRITTEN)
+        assert word == OVERWRITTEN, f"t{number} was released before its fence word"
+        for rank in self.processes:
+            rank.memory = [0] * len(rank.memory)
 
 
 def endpoint_of(name: str) -> str:
     """Where a node is asked."""
     return f"tcp://{name}:1"
-
-
-def word_of(number: int) -> bytes:
-    """A transfer's fence word."""
-    return bytes([number]) * 16
-
-
-def resumed(worker: Worker, message: wk.PullsInterrupted) -> wk.PullsResumed:
-    """What a client answers for pulls whose mover died."""
-    again = tuple(ticket for ticket in message.tickets if ticket not in worker.ended)
-    delivered = tuple(t for t in message.tickets if t in worker.noticed and worker.ended[t] == "delivered")
-    return wk.PullsResumed(number=message.number, tickets=again, arrived=delivered)

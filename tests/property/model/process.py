@@ -18,8 +18,8 @@ from kvxferd.client.session import ClientSession
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire.common import Message
 from kvxferd.wire.worker import RegionExport
-from tests.property.model.host import OVERWRITTEN
 
+OVERWRITTEN = bytes(16)
 NUM_SLOTS = 2  # of a fence page: one transfer at a time, and one that follows it
 
 
@@ -53,6 +53,8 @@ class Process:
         self.number = number
         self.name = name
         self.memory = [0] * num_blocks
+        self.is_alive = True
+        self.layout: RankLayout | None = None  # None: a scheduler
         self.is_mapped = True  # the engine has not freed its memory
         self.num_mappings = 0
         self._words = itertools.count(1)
@@ -64,6 +66,7 @@ class Process:
         self.released: set[int] = set()
         self.ended: dict[int, str] = {}  # by ticket: delivered, failed or in-doubt
         self.quiet: set[int] = set()
+        self.noticed: set[int] = set()  # tickets of which a mover has told it itself
         # The connection.
         self.session: int | None = None  # the daemon's number for it
         self.retry_at = 0.0
@@ -92,6 +95,11 @@ class Process:
         self.num_mappings += 1
         exports.incarnation = f"{self.name}.{self.num_mappings}"  # a replay must make the same one
         return exports
+
+    def end(self, ticket: int, how: str) -> None:
+        """A pull is over: delivered, failed or in-doubt."""
+        assert ticket not in self.ended, f"ticket {ticket} ended twice"
+        self.ended[ticket] = how
 
     def mover_died(self, mover: int) -> None:
         """Its pidfd, if this process has it, is readable."""

@@ -42,7 +42,8 @@ class Scenario:
     doubt: bool = False  # movers may say that they do not know whether a read has ended
     deliveries: bool = False  # movers have room to tell their worker first, and then their daemon
     cold: bool = False  # with the handshake; else it is over when the exploration starts
-    clients: bool = False  # processes hold the real client session, and a scheduler publishes
+    blocks: int = 2  # of a transfer
+    scheduler: bool = False  # a scheduler publishes, not the source's rank
     lag: bool = False  # what the scheduler and its daemon send each other arrives later, in order
     grows: bool = False  # transfers are published with a block, and extended; pulls are progressive
     ready: bool = False  # ranks say `ready`; else the engine's publish implies it
@@ -56,6 +57,16 @@ class Scenario:
     def pulls(self) -> int:
         """How many a process's reading rank asks for, one after another."""
         return self.transfers + self.again
+
+    @property
+    def columns(self) -> int:
+        """How many ranks the source's engine has."""
+        return 2 if self.spans else 1
+
+    @property
+    def has_restarts(self) -> bool:
+        """Whether daemons or memory go away, so that even a correct publish may be refused."""
+        return self.spans or self.sleeps > 0 or any(self.crashes)
 
     @property
     def before(self) -> tuple[tuple[str, tuple[object, ...]], ...]:

@@ -100,10 +100,9 @@ class Search:
     def _first(self) -> State:
         scenario = self._scenario
         state = State(0, 0, (), scenario.drops, scenario.duplicates, scenario.clocks)
-        if scenario.clients:
-            return self._begun(state)
-        if not self._scenario.cold:
-            state = self._took(state, "sink", ("pull", 1, 1))
+        state = self._begun(state)
+        if not scenario.cold:
+            state = self._took(state, "sink", ("pull", 0, 1))
             for _ in range(4):  # greeted, and the engine learnt: a grant is asked for
                 state = self._arrived(state, state.network[0], keep=False)
         return state

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tests.property.model.scenario import Scenario
+
+# Sizes in which daemons die and memory sleeps.
+restarted = partial(Scenario, scheduler=True, blocks=1, deliveries=True, cold=True)
 
 # Two transfers in the same blocks, or two reading ranks, multiply the sink's states; without
 # cancels and unpublishes they stay few enough for depth 1.
@@ -25,17 +30,17 @@ SIZES: dict[int, list[Scenario]] = {
         Scenario(readers=2, cancel=False),
         Scenario(readers=2, cancel=False, unpublish=False, drops=1),
         Scenario(readers=2, cancel=False, unpublish=False, clocks=(1, 0)),
-        Scenario(clients=True, crashes=(0, 1)),
-        Scenario(clients=True, lag=True, sleeps=1, cancel=False),
-        Scenario(clients=True, ready=True, sleeps=1, cancel=False),
-        Scenario(clients=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
+        restarted(crashes=(0, 1)),
+        restarted(lag=True, sleeps=1, cancel=False),
+        restarted(ready=True, sleeps=1, cancel=False),
+        restarted(sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
     ],
     2: [
-        Scenario(clients=True, lag=True, crashes=(1, 0), cancel=False),
-        Scenario(clients=True, again=True, lag=True, crashes=(1, 0), cancel=False, unpublish=False),
-        Scenario(clients=True, transfers=2, sleeps=1, cancel=False, unpublish=False),
-        Scenario(clients=True, ready=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
-        Scenario(clients=True, spans=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
+        restarted(lag=True, crashes=(1, 0), cancel=False),
+        restarted(again=True, lag=True, crashes=(1, 0), cancel=False, unpublish=False),
+        restarted(transfers=2, sleeps=1, cancel=False, unpublish=False),
+        restarted(ready=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
+        restarted(spans=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
         Scenario(close=True, doubt=True, drops=1, duplicates=1),
         Scenario(clocks=(1, 1), drops=1, duplicates=1),
         Scenario(clocks=(2, 1)),
@@ -62,8 +67,8 @@ SIZES: dict[int, list[Scenario]] = {
         Scenario(transfers=2, clocks=(1, 0)),
         Scenario(transfers=2, cancel=False, clocks=(0, 1)),
         Scenario(readers=2, cancel=False, clocks=(1, 1)),
-        Scenario(clients=True, lag=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
-        Scenario(clients=True, spans=True, ready=True, sleeps=1, cancel=False, unpublish=False),
+        restarted(lag=True, sleeps=1, crashes=(1, 0), cancel=False, unpublish=False),
+        restarted(spans=True, ready=True, sleeps=1, cancel=False, unpublish=False),
     ],
 }
 

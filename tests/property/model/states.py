@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.property.model.client_host import ClientHost
-from tests.property.model.host import Host, Reach, Step, Worker
+from tests.property.model.host import Host, Reach, Step
 from tests.property.model.scenario import Scenario
+from tests.property.model.steps import reads_of, steps_of
 
 MAX_LIVE = 512  # hosts kept, so that most steps need no replay
 
@@ -45,11 +44,7 @@ class States:
         self._done: dict[tuple[int, Step], tuple[int, tuple[bytes, ...]] | str] = {}
         self._live: dict[int, Host] = {}
         self.views: list[View] = []
-        self._add(self._new_host(), -1, ())
-
-    def _new_host(self) -> Host:
-        kind = ClientHost if self._scenario.clients else Host
-        return kind(self._name, self._scenario)
+        self._add(Host(name, scenario), -1, ())
 
     def __len__(self) -> int:
         return len(self.views)
@@ -81,7 +76,7 @@ class States:
         while state != 0:
             state, step = self._came[state]
             trace.append(step)
-        host = self._new_host()
+        host = Host(self._name, self._scenario)
         for step in reversed(trace):
             host.do(step)
         return host
@@ -102,80 +97,11 @@ class States:
 def view_of(host: Host) -> View:
     """Return what the exploration may see of a host."""
     return View(
-        steps=tuple(_steps(host)),
-        reads=tuple(_reads(host)),
+        steps=tuple(steps_of(host)),
+        reads=tuple(reads_of(host)),
         reach=host.reach(),
         is_up=host.is_up,
         due=host.due(),
         deadlines=tuple(host.deadlines()),
         leftovers=tuple(host.leftovers()),
     )
-
-
-def _steps(host: Host) -> Iterator[Step]:
-    if isinstance(host, ClientHost):
-        yield from host.process_steps()
-    else:
-        yield from _worker_steps(host)
-    yield from _mover_steps(host)
-
-
-def _worker_steps(host: Host) -> Iterator[Step]:
-    for worker in host.workers.values():
-        if worker.alive:
-            yield from _publishes(host, worker) if host.name == "source" else _pulls(host, worker)
-            if host.scenario.close:
-                yield "close", worker.session
-
-
-def _mover_steps(host: Host) -> Iterator[Step]:
-    for mover in host.movers.values():
-        if mover.alive and host.deaths < host.scenario.deaths:
-            yield "die", mover.mover
-        if mover.reports:
-            yield "hear", mover.mover
-        for job in mover.jobs.values():
-            if job.told:
-                yield "report", mover.mover, job.pull
-            elif job.doubted:
-                yield "quiet", mover.mover, job.pull
-            elif job.stopped:
-                yield "stop", mover.mover, job.pull
-            elif host.scenario.doubt and job.read:
-                yield "doubt", mover.mover, job.pull
-
-
-def _publishes(host: Host, worker: Worker) -> Iterator[Step]:
-    """One transfer after another, the next when the last was released: its blocks are used again."""
-    for number in range(1, host.scenario.transfers + 1):
-        if f"publish {number}" not in worker.said:
-            if number == 1 or number - 1 in worker.released:
-                yield "publish", number
-        elif number in worker.released or f"unpublish {number}" in worker.said:
-            continue
-        elif host.scenario.grows and f"extend {number}" not in worker.said:
-            yield "extend", number
-            if host.scenario.unpublish:
-                yield "unpublish", number
-        elif host.scenario.unpublish:
-            yield "unpublish", number
-
-
-def _pulls(host: Host, worker: Worker) -> Iterator[Step]:
-    """In order, and without waiting for one another."""
-    for number in range(1, host.scenario.transfers + 1):
-        if f"pull {number}" not in worker.said:
-            yield "pull", worker.session, number
-            return
-        if host.scenario.cancel and number not in worker.ended and f"cancel {number}" not in worker.said:
-            yield "cancel", worker.session, number
-
-
-def _reads(host: Host) -> Iterator[tuple[Step, str, int]]:
-    for mover in host.movers.values():
-        for job in mover.jobs.values():
-            if job.read < len(job.pairs):
-                _, agent, block = job.pairs[job.read]
-                yield ("slice", mover.mover, job.pull), agent, block
-            elif not job.doubted and not job.told:
-                yield ("fence", mover.mover, job.pull), job.fence.agent, job.fence.address

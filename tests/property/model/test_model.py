@@ -6,13 +6,14 @@ import pytest
 
 from tests.property.model.scenario import Scenario
 from tests.property.model.search import Search
+from tests.property.model.sizes import restarted
 
 pytestmark = pytest.mark.slow
 
 SIZES = [
     Scenario(clocks=(1, 1)),
     Scenario(deliveries=True, deaths=1, drops=1),
-    Scenario(clients=True, ready=True, sleeps=1, cancel=False),
+    restarted(ready=True, sleeps=1, cancel=False),
 ]
 
 

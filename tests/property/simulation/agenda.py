@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-Act = Callable[..., None]
+from tests.support.sim.schedule import Act, Schedule
 
 MAX_STEPS_AT_ONCE = 20_000  # without a step of time: whoever makes more never stops
 
 
-class Agenda:
+class Agenda(Schedule):
     """The one list of everything that is to happen. Times are in seconds from the episode's start."""
 
     def __init__(self, seed: int, keeps_trace: bool = False) -> None:
-        self.now = 0.0
+        super().__init__()
         self.num_steps = 0
         self.rng = random.Random(seed)
         self.trace: list[str] | None = [] if keeps_trace else None
         self._digest = hashlib.sha256()
-        self._heap: list[tuple[float, int, Act, tuple[Any, ...]]] = []
-        self._order = 0
         self._num_at_once = 0
 
-    def at(self, when: float, act: Act, *arguments: Any) -> None:
-        """Call `act` at that time; what was asked for first comes first."""
-        self._order += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._order, act, arguments))
-
-    def after(self, delay_s: float, act: Act, *arguments: Any) -> None:
-        """Call `act` after so many seconds."""
-        self.at(self.now + delay_s, act, *arguments)
+    def run_next(self, until: float) -> bool:
+        before = self.now
+        is_run = super().run_next(until)
+        self.num_steps += is_run
+        self._num_at_once = self._num_at_once + 1 if self.now == before else 0
+        if self._num_at_once > MAX_STEPS_AT_ONCE:
+            raise RuntimeError("time stands still: something is called again and again")
+        return is_run
 
     def run(self, until: float, is_over: Callable[[], bool] | None = None) -> None:
         """Do all that is due by `until`, or until `is_over`."""
-        while self._heap and self._heap[0][0] <= until:
-            before = self.now
-            self.now, _, act, arguments = heapq.heappop(self._heap)
-            self.num_steps += 1
-            self._num_at_once = self._num_at_once + 1 if self.now == before else 0
-            if self._num_at_once > MAX_STEPS_AT_ONCE:
-                raise RuntimeError(f"time stands still: {act} is called again and again")
-            act(*arguments)
+        while self.run_next(until):
             if is_over is not None and is_over():
                 return
         self.now = max(self.now, until)

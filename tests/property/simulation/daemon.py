@@ -23,6 +23,7 @@ from tests.property.simulation.mover import Mover
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.shells.mover_pool import SimulatedHandle, SimulatedPool
 from tests.property.simulation.told import ToldWorker, check_ended, check_new_grants, check_word
+from tests.support.sim.node import SimNode
 
 if TYPE_CHECKING:
     from tests.property.simulation.process import Process
@@ -75,21 +76,22 @@ class Connection:
         self.process.after(self.daemon.local_latency_s(), self.process.connection_ended, self)
 
 
-class Daemon(Actor):
+class Daemon(Actor, SimNode):
     """One life of a node's daemon."""
 
     def __init__(self, world: World, node_name: str, era: int, settings: Settings) -> None:
-        super().__init__(world.agenda, f"{node_name}.{era}")
+        Actor.__init__(self, world.agenda, f"{node_name}.{era}")
         self.world = world
         self.node_name = node_name
         self.endpoint = endpoint_of(node_name)
         self.rng = random.Random(world.agenda.rng.random())
-        self.node = Node(
+        node = Node(
             boot=BootId(f"boot-{node_name}-{era}"),
             endpoint=self.endpoint,
             settings=settings,
             new_token=lambda: self.rng.randbytes(16).hex(),
         )
+        SimNode.__init__(self, node, self, world.integrity_every)
         self.clock = world.clocks[node_name]
         self.connections: dict[SessionId, Connection] = {}
         self.movers: dict[MoverId, Mover] = {}
@@ -104,7 +106,6 @@ class Daemon(Actor):
         self.has_descriptors = True
         self._granted: set[GrantId] = set()
         self._next_number = 1
-        self._tick_at: float | None = None
 
     def local_latency_s(self) -> float:
         """Return how long a message between two processes of this node takes."""
@@ -199,87 +200,22 @@ class Daemon(Actor):
 
     def feed(self, event: ev.Event) -> None:
         """Feed the core, and carry out what it wants."""
-        for effect in self.node.feed(event, self.clock.now()):
-            self._act(effect)
-        if not self.agenda.num_steps % self.world.integrity_every:
-            self.node.check_integrity()
+        super().feed(event)
         self._granted = check_new_grants(self, self._granted)
-        self._set_tick()
+
+    def now(self) -> float:
+        return self.clock.now()
+
+    def when(self, deadline: float) -> float:
+        return self.clock.when(deadline)
 
     def clock_jumped(self) -> None:
         """Look again when the next timer is due."""
-        self._run(self._set_tick, ())
-
-    def _set_tick(self) -> None:
-        deadline = self.node.next_deadline()
-        if deadline is None:
-            return
-        when = self.clock.when(deadline)
-        if self._tick_at is None or when < self._tick_at:
-            self._tick_at = when
-            self.at(when, self._tick, when)
-
-    def _tick(self, due: float) -> None:
-        if due == self._tick_at:
-            self._tick_at = None
-            deadline = self.node.next_deadline()
-            if deadline is not None and deadline <= self.clock.now():
-                self.feed(ev.Tick())
-            else:
-                self._set_tick()
+        self._run(self.set_timer, ())
 
     # --- effects
 
-    def _act(self, effect: fx.Effect) -> None:
-        match effect:
-            case fx.SendToWorker():
-                self._send_to_worker(effect)
-            case fx.CloseWorkerConnection():
-                if connection := self.connections.get(effect.session):
-                    connection.close_from_daemon()
-                    self.after(0.0, self.connection_ended, connection)
-            case fx.CommitRegionFds():
-                connection = self.connections[effect.session]
-                connection.memory = connection.offered
-            case fx.CreateFencePage():
-                if (connection := self.connections.get(effect.session)) and connection.page is None:
-                    connection.page = FencePage(f"{self.name}/page{effect.session}", self.rng)
-            case fx.OverwriteFenceWord():
-                if (connection := self.connections.get(effect.session)) and connection.page is not None:
-                    connection.page.overwrite(effect.slot)
-            case fx.RequestMover():
-                self.after(0.0, self._request_mover, effect.session)
-            case fx.KillMover():
-                if handle := self.pool.handles.get(effect.mover):
-                    handle.process.kill()
-            case fx.SendToMover():
-                if mover := self.movers.get(effect.mover):
-                    mover.from_daemon.send(mover.handle, effect.message)
-            case fx.BindMover():
-                mover, connection = self.movers.get(effect.mover), self.connections[effect.session]
-                assert connection.memory is not None
-                if mover is not None and mover not in connection.process.offered:
-                    text = f"{mover.name} is to map memory, and {connection.process.name} was not told of it"
-                    raise Violation("violations", text)
-                if mover is not None:
-                    mover.from_daemon.send(mover.bind, effect.message, connection.memory)
-            case fx.ShareFencePage():
-                mover, connection = self.movers.get(effect.mover), self.connections[effect.session]
-                assert connection.page is not None
-                if mover is not None:
-                    mover.from_daemon.send(mover.map_fence, effect.session, connection.page)
-            case fx.SendToPeer():
-                self.world.network.request(self, effect.endpoint, effect.message)
-            case fx.ReplyToPeer():
-                self.world.network.reply(self, effect.route, effect.message)
-            case fx.ClosePeerConnection():
-                self.world.network.reconnect(self, effect.endpoint)
-            case fx.SaveOwnerships():
-                self.saved = self.node.ownerships.saved_state()
-            case fx.EmitRecord() | fx.CountServed():
-                pass
-
-    def _send_to_worker(self, effect: fx.SendToWorker) -> None:
+    def send_to_worker(self, effect: fx.SendToWorker) -> None:
         connection = self.connections.get(effect.session)
         if connection is None or not connection.is_open:
             return
@@ -288,12 +224,67 @@ class Daemon(Actor):
         if effect.pidfd_of is not None:
             mover = self.movers.get(effect.pidfd_of)
             if mover is None or not self.has_descriptors:
-                self.after(0.0, self.feed, ev.PidfdNotSent(effect.session, effect.pidfd_of))
+                self.feed_soon(ev.PidfdNotSent(effect.session, effect.pidfd_of))
                 return
         connection.told.check(effect.message)
         if isinstance(effect.message, wk.Released):
             check_word(connection, effect.message)
         connection.down.send(connection.process.receive, connection, effect.message, page, mover)
+
+    def close_worker(self, session: SessionId) -> None:
+        if connection := self.connections.get(session):
+            connection.close_from_daemon()
+            self.after(0.0, self.connection_ended, connection)
+
+    def commit_region_fds(self, session: SessionId) -> None:
+        connection = self.connections[session]
+        connection.memory = connection.offered
+
+    def create_fence_page(self, session: SessionId) -> None:
+        if (connection := self.connections.get(session)) and connection.page is None:
+            connection.page = FencePage(f"{self.name}/page{session}", self.rng)
+
+    def overwrite_fence_word(self, session: SessionId, slot: int) -> None:
+        if (connection := self.connections.get(session)) and connection.page is not None:
+            connection.page.overwrite(slot)
+
+    def request_mover(self, session: SessionId) -> None:
+        self.after(0.0, self._request_mover, session)
+
+    def kill_mover(self, mover: MoverId) -> None:
+        if handle := self.pool.handles.get(mover):
+            handle.process.kill()
+
+    def send_to_mover(self, mover: MoverId, message: Message) -> None:
+        if receiver := self.movers.get(mover):
+            receiver.from_daemon.send(receiver.handle, message)
+
+    def bind_mover(self, effect: fx.BindMover) -> None:
+        mover, connection = self.movers.get(effect.mover), self.connections[effect.session]
+        assert connection.memory is not None
+        if mover is not None and mover not in connection.process.offered:
+            text = f"{mover.name} is to map memory, and {connection.process.name} was not told of it"
+            raise Violation("violations", text)
+        if mover is not None:
+            mover.from_daemon.send(mover.bind, effect.message, connection.memory)
+
+    def share_fence_page(self, mover: MoverId, session: SessionId) -> None:
+        page = self.connections[session].page
+        assert page is not None
+        if receiver := self.movers.get(mover):
+            receiver.from_daemon.send(receiver.map_fence, session, page)
+
+    def send_to_peer(self, endpoint: Endpoint, message: Message) -> None:
+        self.world.network.request(self, endpoint, message)
+
+    def reply_to_peer(self, route: bytes, message: Message) -> None:
+        self.world.network.reply(self, route, message)
+
+    def close_peer_connection(self, endpoint: Endpoint) -> None:
+        self.world.network.reconnect(self, endpoint)
+
+    def save_ownerships(self) -> None:
+        self.saved = self.node.ownerships.saved_state()
 
     def _request_mover(self, session: SessionId) -> None:
         self.pool.request(lambda result: self._give_mover(session, result))

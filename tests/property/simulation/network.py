@@ -1,4 +1,4 @@
-"""The peer sockets: messages between daemons, which may be lost, doubled, delayed and cut off."""
+"""The peer sockets: encoded messages between daemons, which may be lost, doubled, delayed and cut off."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvxferd.core import events as ev
 from kvxferd.ids import Endpoint, EngineKey
+from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import BlockIds, Message
 from kvxferd.wire.peer import LeaveRank, PeerHello, RequestMessage, SetRankPolling
 from tests.property.simulation.daemon import Daemon, message_name
@@ -46,13 +47,13 @@ class Network:
         target = endpoint.removeprefix("tcp://").removesuffix(":9441")
         self._check_greeting(sender, target, message)
         route = f"{sender.name}/{self._connections[sender.name, target]}/{target}".encode()
-        self._post(sender.node_name, target, message, self._request_arrives, (target, route, message))
+        self._post(sender.node_name, target, message, self._request_arrives, (target, route, encode(message)))
 
     def reply(self, sender: Daemon, route: bytes, message: Message) -> None:
         """Send over a connection that another daemon has opened, if that is still the same."""
         daemon_name, number, target = route.decode().split("/")
         node_name = daemon_name.partition(".")[0]
-        arguments = (daemon_name, int(number), target, message)
+        arguments = (daemon_name, int(number), target, encode(message))
         self._post(sender.node_name, node_name, message, self._reply_arrives, arguments)
 
     def reconnect(self, sender: Daemon, endpoint: Endpoint) -> None:
@@ -82,10 +83,11 @@ class Network:
         """Break a daemon's connection to a node: it opens another by itself."""
         self._connections[daemon.name, target] += 1
 
-    def _request_arrives(self, target: str, route: bytes, message: Message) -> None:
+    def _request_arrives(self, target: str, route: bytes, payload: bytes) -> None:
         daemon = self._world.daemons.get(self.tenants.get(target, target))
         if daemon is None:
             return
+        message = PEER_MESSAGES.decode(payload)
         if isinstance(message, LeaveRank):
             daemon._run(self._have_left, (daemon, route, message))
         else:
@@ -97,11 +99,12 @@ class Network:
         daemon.feed(ev.PeerRequest(route, message))
         check_left(daemon, message, agent)
 
-    def _reply_arrives(self, daemon_name: str, number: int, target: str, message: Message) -> None:
+    def _reply_arrives(self, daemon_name: str, number: int, target: str, payload: bytes) -> None:
         daemon = self._world.daemons.get(daemon_name.partition(".")[0])
         if daemon is None or daemon.name != daemon_name or self._connections[daemon_name, target] != number:
             return
-        daemon._run(daemon.feed, (ev.PeerReply(Endpoint(f"tcp://{target}:9441"), message),))
+        reply = ev.PeerReply(Endpoint(f"tcp://{target}:9441"), PEER_MESSAGES.decode(payload))
+        daemon._run(daemon.feed, (reply,))
 
     def _post(
         self, source: str, target: str, message: Message, act: Callable[..., None], arguments: tuple

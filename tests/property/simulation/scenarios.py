@@ -88,8 +88,7 @@ class Storm(Watcher):
             for number in range(num_sources)
         ]
         shapes += [EngineShape(f"decode-{name}", (name,), False, 1, "NHD", False, False) for name in peers]
-        self.world = World(self.agenda, Traits(), [HUB, *peers], shapes)
-        self.world.integrity_every = 1009
+        self.world = World(self.agenda, Traits(), [HUB, *peers], shapes, integrity_every=1009)
         self.sources, self.sinks = self.world.sources, self.world.sinks
         self.world.watch(self)
         self.ready_after(START_S)

@@ -78,7 +78,12 @@ class World:
     """See the module."""
 
     def __init__(
-        self, agenda: Agenda, traits: Traits, node_names: list[str], shapes: list[EngineShape]
+        self,
+        agenda: Agenda,
+        traits: Traits,
+        node_names: list[str],
+        shapes: list[EngineShape],
+        integrity_every: int = 1,
     ) -> None:
         self.agenda = agenda
         self.traits = traits
@@ -96,7 +101,7 @@ class World:
             else Clock(agenda)
             for name in node_names
         }
-        self.integrity_every = 1
+        self.integrity_every = integrity_every  # events of a daemon
         self.watcher = Watcher()
         self.oracle = Oracle(agenda)
         fabric_rng = random.Random(agenda.rng.random())

@@ -59,7 +59,7 @@ def test_an_incomplete_engine_is_waited_for_and_its_missing_ranks_named(world):
     world.register(host, spec)
     assert fetch(world, host) == []
     effects = []
-    world.now += 5.1
+    world.schedule.now += 5.1
     from kvxferd.core import events as ev
 
     effects = [e.message for e in host.node.feed(ev.Tick(), world.now)]

@@ -24,7 +24,7 @@ def fed(world: World, host: Host, event: ev.Event) -> int:
     effects = host.node.feed(event, world.now)
     host.node.check_integrity()
     for effect in effects:
-        world._do(host, effect)
+        host.apply(effect)
     return sum(isinstance(e, fx.SendToWorker) and isinstance(e.message, wk.TicketFailed) for e in effects)
 
 
@@ -39,7 +39,7 @@ def ended_in_turns(world: World, host: Host, event: ev.Event) -> list[int]:
 def test_pulls_with_one_deadline_end_in_turns(world: World, source: Worker, sink: Worker) -> None:
     world.cut |= {("d", "p"), ("p", "d")}
     tickets = [sink.pull(ref, SINK_IDS, TOKENS, deadline_s=5.0) for ref in refs_to(source.host)]
-    world.now += 5.0
+    world.schedule.now += 5.0
     counts = ended_in_turns(world, sink.host, ev.Tick())
     assert sum(counts) == NUM
     assert max(counts) <= CALLS_PER_TURN
