@@ -1,7 +1,7 @@
 """Scatters in a GPU: from a chunk in its memory into the blocks there, by the driver's copies of rows.
 
-A stretch's copies are few patterns of equal rows (`kvxferd.plan.copy_patterns`), and one call copies a
-pattern of many stretches. The calls are made in the engine's own steps; the GPU makes the copies meanwhile.
+A stretch's copies are few patterns of equal rows (`kvxferd.plan.copy_patterns`), and one launch copies a
+pattern of many stretches. The engine launches in its own steps; the GPU makes the copies meanwhile.
 
 Started copies cannot be taken back. So a scatter is over when an event behind its last copy is done, and by
 nothing else: where the driver cannot report that, the blocks stay in doubt until the mover is dead.
@@ -175,7 +175,7 @@ class DeviceScatterer:
         self.kind = MemoryKind(regions[0].mem_type, regions[0].device)
 
     def can_scatter(self, form: StretchForm) -> bool:
-        """Whether the form's copies are few calls of the driver: one for each length."""
+        """Whether the form's copies are few launches: one for each length."""
         return form.num_copies >= MIN_COPIES_PER_LENGTH * len(form.copies)
 
     def _patterns_of(self, form: StretchForm) -> list[CopyPattern]:
