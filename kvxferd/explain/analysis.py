@@ -198,7 +198,8 @@ def explain_pair(
         )
     if refused:
         return Explanation(prefill, decode, refused=tuple(refused), link=link)
-    return Explanation(prefill, decode, tuple(ranks), notes=tuple(_notes(ranks)), link=link)
+    notes = (*_notes_on_model(prefill, decode), *_notes(ranks))
+    return Explanation(prefill, decode, tuple(ranks), notes=notes, link=link)
 
 
 def _of_one_model(engine: EngineDescription, other: EngineDescription) -> EngineDescription:
@@ -315,6 +316,16 @@ def _sample_run_lengths(plan: Plan, tokens: int, stride: int) -> Lengths:
     bases = {group_read.rank: theirs for group_read in plan.group_reads}
     parts = Expander(plan).parts(local, remote, tokens, mine, bases)
     return np.concatenate([runs.length for part in parts for runs in part.values()])
+
+
+def _notes_on_model(prefill: EngineDescription, decode: EngineDescription) -> Iterator[str]:
+    """Yield that one side is taken for the other's model: see `_of_one_model`."""
+    for engine, other in ((prefill, decode), (decode, prefill)):
+        if engine.deployment is not None and other.deployment is None:
+            yield (
+                f"{engine.deployment.model.name} has no weights here, and is taken for the model of the "
+                f"other engine, {other.spec.fingerprint}"
+            )
 
 
 def _notes(ranks: list[DecodeRankReads]) -> Iterator[str]:

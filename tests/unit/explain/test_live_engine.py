@@ -39,8 +39,11 @@ async def test_a_preset_is_taken_for_the_model_of_an_engine_that_runs(
     file = tmp_path / "live.json"
     file.write_bytes(msgspec.json.encode({"ranks": forms}))
     pair = (str(file), "tiny-dense") if is_prefill else ("tiny-dense", str(file))
-    result = await run("explain", *pair)
+    result = await run("explain", *pair, "--json")
     assert result.exit_code == 0, result.output
+    (note,) = json.loads(result.stdout)["notes"]
+    assert note.startswith("tiny-dense has no weights here")
+    assert note.endswith("LlamaForCausalLM/bfloat16/plain/0")
     refused = await run("explain", str(file), "tiny-mla", "--json")
     assert {one["field"] for one in json.loads(refused.stdout)["refused"]} == {"num_layers", "num_kv_heads"}
 
