@@ -1,0 +1,310 @@
+"""The transfer library as the simulation has it: reads of one process's memory by another, which take time.
+
+A read lands in pieces, in an order and at times of its own. What a failed read may still do is what the transports
+may do: over `cma` and `tcp` nothing lands after a lost connection was reported, over `rdma` pieces may land until
+the reading mover is dead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvxferd.ids import AgentName
+from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, TransportError
+from kvxferd.plan import Runs
+from tests.simulation.kernel import Kernel, Process
+
+LATEST_S = 2.0  # how late a piece of a failed read may land
+REFUSED_SHARE = 0.01  # of reads are not posted: the library refuses them
+AT_ONCE_SHARE = 0.1  # of reads are over when they are posted
+STOPPED_POLL_S = 0.01
+QUICK_S, SLOW_S = (0.0001, 0.0003, 0.001, 0.004), (0.0003, 0.004, 0.05, 0.3)
+
+Run = tuple[int, int, int]  # local address, remote address, bytes
+
+
+@dataclass(eq=False)
+class Read:
+    """One posted read. `late`: pieces that land although it has failed."""
+
+    agent: AgentName
+    pieces: list[list[Run]]
+    num_left: int
+    done: bool = False
+    error: TransportError | None = None
+    is_released: bool = False
+    late: set[int] = field(default_factory=set)
+    landed: set[int] = field(default_factory=set)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is under way."""
+        return not self.done and self.error is None
+
+    @property
+    def may_write(self) -> bool:
+        """Whether a piece may still land."""
+        return self.is_open or not self.late <= self.landed
+
+
+class Fabric:
+    """What joins all agents of an episode."""
+
+    def __init__(self, kernel: Kernel, kind: str, is_slow: bool, violate: Callable[[str, str], None]) -> None:
+        self.kernel = kernel
+        self.kind = kind
+        self.latencies_s = SLOW_S if is_slow else QUICK_S
+        self.violate = violate
+        self.agents: dict[AgentName, SimTransport] = {}
+        self.num_late = 0
+        self.is_hurried = False  # no chance is taken any more
+        self.on_post: Callable[[SimTransport, Read], None] = lambda transport, read: None
+
+    @property
+    def proves_over(self) -> bool:
+        """Whether a lost connection ends the reads over it."""
+        return self.kind != "rdma"
+
+    def hurry(self) -> None:
+        """Have reads be quick, and refused no more."""
+        self.is_hurried, self.latencies_s = True, QUICK_S
+
+
+class SimTransport:
+    """One agent; see `kvxferd.mover.transport.base.Transport` for the promises."""
+
+    def __init__(self, fabric: Fabric, agent: AgentName) -> None:
+        self._fabric = fabric
+        self._kernel = fabric.kernel
+        self._agent = agent
+        self.process: Process = fabric.kernel.current.process
+        self._spans: dict[int, int] = {}  # registered memory of this process: address, size
+        self._remote: dict[AgentName, set[tuple[int, int]]] = {}
+        self._lost: set[AgentName] = set()
+        self.reads: dict[Read, None] = {}  # those that may write
+        self._waiting: list[tuple[SimTransport, Read, int]] = []  # until this mover serves
+        self._notes: deque[tuple[AgentName, bytes]] = deque()
+        self._is_closed = False
+        self.stalls_until = 0.0
+        self.num_to_refuse = 0
+        fabric.agents[agent] = self
+        self.process.on_death.append(self._gone)
+
+    @property
+    def agent(self) -> AgentName:
+        return self._agent
+
+    @property
+    def library(self) -> str:
+        return "simulated"
+
+    # --- memory
+
+    def register(self, span: MemoryRange) -> None:
+        self._spans[span.address] = span.size_bytes
+
+    def deregister(self, span: MemoryRange) -> None:
+        size = self._spans.pop(span.address)
+        for read in self.reads:
+            for index, piece in enumerate(read.pieces):
+                if read.error is not None and (index not in read.late or index in read.landed):
+                    continue
+                if any(span.address <= local < span.address + size for local, _, _ in piece):
+                    self._violate("memory is deregistered while a read may write it")
+
+    def metadata(self, spans: Sequence[MemoryRange]) -> bytes:
+        return ";".join([self._agent, *(f"{span.address}+{span.size_bytes}" for span in spans)]).encode()
+
+    def load_remote(self, metadata: bytes, agent: AgentName | None = None) -> AgentName:
+        name, *spans = metadata.decode().split(";")
+        if agent not in (None, name):
+            raise TransportError("metadata of another agent", settled=True)
+        loaded = self._remote.setdefault(AgentName(name), set())
+        for span in spans:
+            address, _, size = span.partition("+")
+            loaded.add((int(address), int(size)))
+        return AgentName(name)
+
+    def drop_remote(self, agent: AgentName) -> None:
+        if any(read.agent == agent and read.is_open for read in self.reads):
+            self._violate("an agent is dropped under a read")
+        self._remote.pop(agent, None)
+        self._lost.discard(agent)
+
+    # --- reads
+
+    def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:
+        known = self._remote.get(agent)
+        if agent == self._agent:
+            known = set(self._spans.items())
+        if known is None:
+            raise TransportError(f"cannot read from agent {agent}: it is not known here", settled=True)
+        listed: list[Run] = list(
+            zip(runs.local.tolist(), runs.remote.tolist(), runs.length.tolist(), strict=True)
+        )
+        for local, remote, size in listed:
+            if not any(start <= remote and remote + size <= start + length for start, length in known):
+                raise TransportError(f"cannot read from agent {agent}: not registered", settled=True)
+            if not self._holds(local, size):
+                self._violate("a read is posted into memory that is not registered")
+        if agent in self._lost:
+            raise TransportError(f"cannot read from agent {agent}: it disconnected", settled=True, lost=True)
+        rng = self._kernel.rng
+        if self.num_to_refuse or (not self._fabric.is_hurried and rng.random() < REFUSED_SHARE):
+            self.num_to_refuse = max(0, self.num_to_refuse - 1)
+            raise TransportError(f"cannot read from agent {agent}: simulated refusal", settled=True)
+        read = self._cut(agent, listed)
+        self.reads[read] = None
+        self._fabric.on_post(self, read)
+        source = self._fabric.agents.get(agent)
+        at_once = source is self or (
+            source is not None and self._fabric.kind != "tcp" and rng.random() < AT_ONCE_SHARE
+        )
+        for index in range(len(read.pieces)):
+            if at_once:
+                self._move(read, index)
+            else:
+                self._later(read, index, rng.choice(self._fabric.latencies_s))
+        return read
+
+    def _cut(self, agent: AgentName, listed: list[Run]) -> Read:
+        """Cut a read into pieces, some runs in the middle."""
+        rng = self._kernel.rng
+        if rng.random() < 0.3:
+            at = rng.randrange(len(listed))
+            local, remote, size = listed[at]
+            if size > 1:
+                half = rng.randrange(1, size)
+                listed[at : at + 1] = [
+                    (local, remote, half),
+                    (local + half, remote + half, size - half),
+                ]
+        num_pieces = min(len(listed), rng.choice((1, 1, 2, 3)))
+        if num_pieces > 1:
+            rng.shuffle(listed)
+        return Read(agent, [listed[index::num_pieces] for index in range(num_pieces)], num_pieces)
+
+    def poll(self, handle: ReadHandle) -> bool:
+        assert isinstance(handle, Read)
+        self.progress()
+        if handle.error is not None:
+            raise handle.error
+        return handle.done
+
+    def release(self, handle: ReadHandle) -> None:
+        assert isinstance(handle, Read)
+        if not handle.done or handle.is_released:
+            self._violate("a read is released that is in flight, or was released")
+        handle.is_released = True
+
+    def progress(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for reader, read, index in waiting:
+            reader._later(read, index, self._kernel.rng.choice(self._fabric.latencies_s), is_served=True)
+
+    def notify(self, agent: AgentName, payload: bytes) -> None:
+        if (other := self._fabric.agents.get(agent)) is not None:
+            other._notes.append((self._agent, payload))
+
+    def receive_notifications(self) -> list[tuple[AgentName, bytes]]:
+        self.progress()
+        found = list(self._notes)
+        self._notes.clear()
+        return found
+
+    def close(self) -> None:
+        self._gone()
+
+    # --- what goes wrong
+
+    def lose_connection(self, agent: AgentName) -> bool:
+        """Break the connection to an agent; return whether a read was in flight."""
+        reads = [read for read in self.reads if read.agent == agent and read.is_open]
+        for read in reads:
+            self._fail(read, settled=False, lost=True)
+        if reads:
+            self._lost.add(agent)
+        return bool(reads)
+
+    def fail_one_read(self) -> bool:
+        """Have a read fail in a way that proves nothing; return whether there was one."""
+        reads = [read for read in self.reads if read.is_open]
+        if reads:
+            self._fail(self._kernel.rng.choice(reads), settled=False, lost=False)
+        return bool(reads)
+
+    @property
+    def agents_read_from(self) -> list[AgentName]:
+        """From whom reads are in flight."""
+        return list(dict.fromkeys(read.agent for read in self.reads if read.is_open))
+
+    # --- inside
+
+    def _gone(self) -> None:
+        self._is_closed = True
+        self._fabric.agents.pop(self._agent, None)
+        self.reads.clear()
+        self.progress()
+
+    def _later(self, read: Read, index: int, delay_s: float, is_served: bool = False) -> None:
+        self._kernel.at(self._kernel.now + delay_s, lambda: self._move(read, index, is_served))
+
+    def _move(self, read: Read, index: int, is_served: bool = False) -> None:
+        """Copy one piece, if the read is under way, or the card has not noticed that it is not."""
+        if self._is_closed or self.process.is_dead or read.done:
+            return
+        if read.error is not None and index not in read.late:
+            return
+        if self._kernel.now < self.stalls_until:
+            self._later(read, index, self.stalls_until - self._kernel.now + 1e-6, is_served)
+            return
+        if self.process.is_stopped and self._fabric.kind != "rdma":
+            self._later(read, index, STOPPED_POLL_S, is_served)
+            return
+        source = self._fabric.agents.get(read.agent)
+        if source is None:
+            if read.error is None:
+                self._lost.add(read.agent)
+                self._fail(read, settled=False, lost=True)
+            return
+        if self._fabric.kind == "tcp" and not is_served and read.error is None:
+            source._waiting.append((self, read, index))
+            return
+        for local, remote, size in read.pieces[index]:
+            if source._holds(remote, size):
+                if not self._holds(local, size):
+                    self._violate("a read lands in memory that is not registered any more")
+                    return
+                ctypes.memmove(local, remote, size)
+        read.landed.add(index)
+        if read.error is not None:
+            self._fabric.num_late += 1
+        else:
+            read.num_left -= 1
+            read.done = not read.num_left
+        if not read.may_write:
+            self.reads.pop(read, None)
+
+    def _fail(self, read: Read, *, settled: bool, lost: bool) -> None:
+        text = f"cannot read from agent {read.agent}: simulated failure"
+        read.error = TransportError(text, settled=settled, lost=lost)
+        if not (lost and self._fabric.proves_over) and not settled:
+            rng = self._kernel.rng
+            read.late = {
+                index
+                for index in range(len(read.pieces))
+                if index not in read.landed and rng.random() < 0.5
+            }
+            for index in read.late:
+                self._later(read, index, rng.uniform(0.0, LATEST_S))
+        if not read.may_write:
+            self.reads.pop(read, None)
+
+    def _holds(self, address: int, size: int) -> bool:
+        return any(start <= address and address + size <= start + length for start, length in self._spans.items())
+
+    def _violate(self, text: str) -> None:
+        self._fabric.violate("violations", f"{self.process.name}: {text}")

@@ -1,0 +1,344 @@
+"""What the simulation puts in the place of the standard library's calls that wait, tell the time or name processes.
+
+All else of it stays: sockets, pipes, files, memory, asyncio, selectors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import random
+import secrets
+import select
+import selectors
+import signal
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvxferd import fd_wait
+from kvxferd.mover.process import scatterer
+from tests.simulation.kernel import Kernel, Process, SimulationError, Task
+
+_SO_PEERPIDFD = 77
+_real_epoll_select = selectors.EpollSelector.select
+_real_poll = select.poll
+_real_precise_wait = fd_wait.PreciseWait.wait
+_real_start = threading.Thread.start
+_real_connect = socket.socket.connect
+_real_accept = socket.socket.accept
+_real_getsockopt = socket.socket.getsockopt
+_real_condition_wait = threading.Condition.wait
+
+
+class _Waiter:
+    """One thread that waits for a condition; `threading.Condition.notify` releases it."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._task = kernel.current
+        self.is_released = False
+
+    def release(self) -> None:
+        self.is_released = True
+        self._kernel.notify(self._task)
+
+
+class SimLock:
+    """`threading.Lock`: who finds it taken lets others run."""
+
+    kernel: Kernel
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: deque[Task] = deque()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        kernel = self.kernel
+        if not self._is_taken:
+            self._is_taken = True
+            return True
+        if not blocking:
+            return False
+        deadline = None if timeout < 0 else kernel.now + timeout
+        while self._is_taken:
+            if deadline is not None and kernel.now >= deadline:
+                return False
+            self._waiting.append(kernel.current)
+            kernel.wait((), None if deadline is None else deadline - kernel.now)
+        self._is_taken = True
+        return True
+
+    def release(self) -> None:
+        if not self._is_taken:
+            raise RuntimeError("release unlocked lock")
+        self._is_taken = False
+        if self._waiting:
+            self.kernel.notify(self._waiting.popleft())
+
+    def locked(self) -> bool:
+        return self._is_taken
+
+    def _at_fork_reinit(self) -> None:
+        self._is_taken = False
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class SimRLock(SimLock):
+    """`threading.RLock`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner: Task | None = None
+        self._count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self._owner is not self.kernel.current:
+            if not super().acquire(blocking, timeout):
+                return False
+            self._owner = self.kernel.current
+        self._count += 1
+        return True
+
+    def release(self) -> None:
+        if self._owner is not self.kernel.current:
+            raise RuntimeError("cannot release un-acquired lock")
+        self._count -= 1
+        if not self._count:
+            self._owner = None
+            super().release()
+
+    def _release_save(self) -> int:
+        count, self._count = self._count, 1
+        self.release()
+        return count
+
+    def _acquire_restore(self, count: int) -> None:
+        self.acquire()
+        self._count = count
+
+    def _is_owned(self) -> bool:
+        return self._owner is self.kernel.current
+
+
+class SimQueue:
+    """`queue.SimpleQueue`."""
+
+    kernel: Kernel
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._waiting: deque[Task] = deque()
+
+    def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+        self._items.append(item)
+        if self._waiting:
+            self.kernel.notify(self._waiting.popleft())
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        kernel = self.kernel
+        deadline = None if timeout is None else kernel.now + timeout
+        while not self._items:
+            if not block or (deadline is not None and kernel.now >= deadline):
+                raise queue.Empty
+            self._waiting.append(kernel.current)
+            kernel.wait((), None if deadline is None else deadline - kernel.now)
+        return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    put_nowait = put
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+    def empty(self) -> bool:
+        return not self._items
+
+
+class HasFileno(Protocol):
+    """What has a descriptor."""
+
+    def fileno(self) -> int: ...
+
+
+class SimPoll:
+    """`select.poll`."""
+
+    kernel: Kernel
+
+    def __init__(self) -> None:
+        self._real = _real_poll()
+        self._events: dict[int, int] = {}
+
+    def register(
+        self, of: int | HasFileno, events: int = select.POLLIN | select.POLLPRI | select.POLLOUT
+    ) -> None:
+        fd = of if isinstance(of, int) else of.fileno()
+        self._events[fd] = events
+        self._real.register(fd, events)
+
+    modify = register
+
+    def unregister(self, of: int | HasFileno) -> None:
+        fd = of if isinstance(of, int) else of.fileno()
+        del self._events[fd]
+        self._real.unregister(fd)
+
+    def poll(self, timeout_ms: float | None = None) -> list[tuple[int, int]]:
+        found = self._real.poll(0)
+        if found or timeout_ms == 0:
+            return found
+        timeout_s = None if timeout_ms is None or timeout_ms < 0 else timeout_ms / 1000
+        self.kernel.wait(tuple(self._events.items()), timeout_s)
+        return self._real.poll(0)
+
+
+def install(kernel: Kernel, seed: int) -> None:
+    """Put the kernel under this process, for good: the process serves one episode."""
+    for kind in (SimLock, SimQueue, SimPoll):
+        kind.kernel = kernel
+    _install_time(kernel)
+    _install_threads(kernel)
+    _install_descriptors(kernel)
+    _install_processes(kernel)
+    _install_chance(seed)
+
+
+def _install_time(kernel: Kernel) -> None:
+    set_on(time, "monotonic", kernel.clock)
+    set_on(time, "perf_counter", kernel.clock)
+    set_on(time, "thread_time", kernel.peek)
+    set_on(time, "process_time", kernel.peek)
+    set_on(time, "time", lambda: 1.7e9 + kernel.peek())
+    set_on(time, "monotonic_ns", lambda: int(kernel.peek() * 1e9))
+    set_on(time, "perf_counter_ns", lambda: int(kernel.peek() * 1e9))
+    set_on(time, "time_ns", lambda: int((1.7e9 + kernel.peek()) * 1e9))
+    set_on(time, "sleep", kernel.sleep)
+    set_on(threading, "_time", kernel.peek)  # read while a condition's lock is held
+
+
+def _install_threads(kernel: Kernel) -> None:
+    set_on(threading, "Lock", SimLock)
+    set_on(threading, "RLock", SimRLock)
+    set_on(queue, "SimpleQueue", SimQueue)
+    set_on(scatterer, "SimpleQueue", SimQueue)
+
+    def wait(condition: Any, timeout: float | None = None) -> bool:
+        waiter = _Waiter(kernel)
+        condition._waiters.append(waiter)
+        saved = condition._release_save()
+        kernel.wait((), timeout)
+        condition._acquire_restore(saved)
+        if not waiter.is_released:
+            condition._waiters.remove(waiter)
+        return waiter.is_released
+
+    def start(thread: Any) -> None:
+        thread._started.set()
+        thread._sim_task = kernel.start_thread(thread.name, thread.run)
+
+    def join(thread: Any, timeout: float | None = None) -> None:
+        kernel.join(thread._sim_task, timeout)
+
+    set_on(threading.Condition, "wait", wait)
+    set_on(threading.Thread, "start", start)
+    set_on(threading.Thread, "join", join)
+    set_on(threading.Thread, "is_alive", lambda thread: thread._sim_task.state.name != "DONE")
+
+
+def _install_descriptors(kernel: Kernel) -> None:
+    def select_ready(selector: selectors.EpollSelector, timeout: float | None = None) -> Any:
+        if timeout is not None and timeout <= 0:
+            kernel.preempt()
+            return _real_epoll_select(selector, 0)
+        ready = _real_epoll_select(selector, 0)
+        if ready:
+            kernel.preempt()
+            return ready
+        kernel.wait(((selector.fileno(), select.EPOLLIN),), timeout)
+        return _real_epoll_select(selector, 0)
+
+    def precise_wait(waiting: Any, timeout_s: float | None, *, writable: bool = False) -> bool:
+        if _real_precise_wait(waiting, 0.0, writable=writable):
+            kernel.preempt()
+            return True
+        events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
+        kernel.wait(((waiting._pollfd.fd, events),), timeout_s)
+        return _real_precise_wait(waiting, 0.0, writable=writable)
+
+    set_on(selectors.EpollSelector, "select", select_ready)
+    set_on(fd_wait.PreciseWait, "wait", precise_wait)
+    set_on(select, "poll", SimPoll)
+
+
+def _install_processes(kernel: Kernel) -> None:
+    connecting: dict[str, deque[Process]] = {}  # by the listener's path: who was not accepted yet
+    accepted: dict[int, Process] = {}  # by a socket's inode
+
+    def connect(sock: socket.socket, address: Any) -> None:
+        _real_connect(sock, address)
+        if sock.family == socket.AF_UNIX:
+            connecting.setdefault(os.fspath(address), deque()).append(kernel.current.process)
+
+    def accept(sock: socket.socket) -> tuple[socket.socket, Any]:
+        made, address = _real_accept(sock)
+        if sock.family == socket.AF_UNIX:
+            accepted[os.fstat(made.fileno()).st_ino] = connecting[sock.getsockname()].popleft()
+        return made, address
+
+    def getsockopt(sock: socket.socket, level: int, option: int, *size: int) -> Any:
+        if level != socket.SOL_SOCKET or option not in (socket.SO_PEERCRED, _SO_PEERPIDFD):
+            return _real_getsockopt(sock, level, option, *size)
+        peer = accepted[os.fstat(sock.fileno()).st_ino]
+        if option == socket.SO_PEERCRED:
+            return struct.pack("iII", peer.pid, peer.uid, peer.uid)
+        return struct.pack("i", kernel.open_pidfd(peer.pid))
+
+    def send_signal(fd: int, number: int, *_: object) -> None:
+        process = kernel.process_of_pidfd(fd)
+        if number != signal.SIGKILL:
+            raise SimulationError(f"signal {number} is not simulated")
+        kernel.kill(process)
+
+    set_on(socket.socket, "connect", connect)
+    set_on(socket.socket, "accept", accept)
+    set_on(socket.socket, "getsockopt", getsockopt)
+    set_on(signal, "pidfd_send_signal", send_signal)
+    set_on(os, "pidfd_open", lambda pid, flags=0: kernel.open_pidfd(pid))
+    set_on(os, "getpid", lambda: kernel.current.process.pid)
+
+
+def _install_chance(seed: int) -> None:
+    drawn = random.Random(seed)
+    random.seed(seed)
+    set_on(os, "urandom", drawn.randbytes)
+    set_on(secrets, "token_hex", lambda size=32: drawn.randbytes(size).hex())
+
+
+def set_on(place: Any, name: str, value: object) -> None:
+    """Replace a name of a module or a class."""
+    setattr(place, name, value)
+
+
+def raise_os_error(number: int) -> Callable[..., Any]:
+    """Return a function that fails with this error."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+NO_SPACE = raise_os_error(errno.ENOSPC)

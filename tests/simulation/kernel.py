@@ -1,0 +1,400 @@
+"""The simulation's kernel: processes, threads and time. One thread of all of them runs at any moment.
+
+A process is a thread of the operating system with a table of descriptors of its own (`unshare(CLONE_FILES)`),
+and the threads that it starts share that table: so sockets, pipes, memory files and the descriptors that go
+over sockets are real, and a process that is killed loses its descriptors as the real kernel takes them.
+What would wait (a selector, a condition, a queue, a sleep) hands over to whichever thread is next by the
+virtual clock; `tests.simulation.interposed` puts these in the place of the standard library's. Which thread is
+next, and when, is drawn from one seeded generator.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import errno
+import heapq
+import itertools
+import os
+import random
+import select
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NoReturn
+
+CLONE_FILES = 0x400
+FIRST_PID = 1000
+EPOLL_FD = 900  # in every process: what tells which thread's descriptors are ready
+TICK_S = 2e-7  # how much each look at the clock takes, so that a loop over it ends
+_EPOLL_CTL_ADD, _EPOLL_CTL_DEL = 1, 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _EpollEvent(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+class SimulationError(Exception):
+    """The simulation itself is wrong, or stuck."""
+
+
+class TaskState(Enum):
+    """What a thread is at."""
+
+    READY = auto()  # it runs at a time that is set, or now
+    BLOCKED = auto()  # until a descriptor is ready, it is notified, or its time is over
+    DONE = auto()
+
+
+@dataclass(eq=False)
+class Task:
+    """One thread. `baton` is free while it may run."""
+
+    id: int
+    process: Process
+    name: str
+    baton: _thread.LockType = field(default_factory=_thread.allocate_lock)
+    state: TaskState = TaskState.READY
+    turn: int = 0  # counts its waits: a wake-up of an earlier one is void
+    waiters: list[Task] = field(default_factory=list)  # until it is done
+    killer: Task | None = None  # who waits until this process's descriptors are closed
+
+
+@dataclass(eq=False)
+class Process:
+    """One process: `leader` is its first thread, and closes its descriptors when it ends."""
+
+    pid: int
+    name: str
+    uid: int
+    parent: Process | None
+    tasks: list[Task] = field(default_factory=list)
+    thread_id: int = 0  # the operating system's, of the leader
+    exit_read_fd: int = -1
+    exit_write_fd: int = -1
+    exit_inode: int = 0
+    is_dead: bool = False
+    is_stopped: bool = False
+    slowness: float = 1.0  # how much longer than others it waits for a processor
+    held: list[Task] = field(default_factory=list)  # that would run, were it not stopped
+    on_death: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def leader(self) -> Task:
+        """Its first thread."""
+        return self.tasks[0]
+
+
+class Kernel:
+    """The processes of one episode. Every method is called by the one thread that runs."""
+
+    def __init__(self, seed: int, latencies_s: Sequence[float] = (2e-5, 1e-4, 4e-4)) -> None:
+        """`latencies_s`: how long a thread that could run waits for a processor, drawn for each wait."""
+        self.rng = random.Random(seed)
+        self.now = 1_000.0
+        self.began = self.now
+        self.latencies_s = latencies_s
+        self.preempt_share = 0.0  # of the looks at the clock after which another thread runs
+        self.num_switches = 0
+        self.failures: list[tuple[Process, str]] = []  # what threads have raised
+        self.processes: dict[int, Process] = {}
+        self._tasks: list[Task] = []
+        self._heap: list[tuple[float, int, Task | Callable[[], None], int]] = []
+        self._order = itertools.count()
+        with select.epoll() as made:
+            os.dup2(made.fileno(), EPOLL_FD)
+        self._epoll = select.epoll.fromfd(EPOLL_FD)
+        host = Process(FIRST_PID - 1, "host", 0, None)
+        self._event = _EpollEvent()
+        self.current = self._add_task(host, "host")
+        self.current.baton.acquire()
+        host.thread_id = _thread.get_native_id()
+
+    # --- time
+
+    def clock(self) -> float:
+        """Return the time. A look at it may be where another thread takes over."""
+        self.now += TICK_S
+        if self.preempt_share and self.rng.random() < self.preempt_share:
+            self.preempt()
+        return self.now
+
+    def peek(self) -> float:
+        """Return the time, without more."""
+        self.now += TICK_S
+        return self.now
+
+    def at(self, time_s: float, act: Callable[[], None]) -> None:
+        """Call `act` at that time, between two threads. It must not touch descriptors."""
+        heapq.heappush(self._heap, (time_s, next(self._order), act, 0))
+
+    # --- waiting
+
+    def wait(self, fds: Sequence[tuple[int, int]], timeout_s: float | None) -> None:
+        """Wait until one of (descriptor, poll's events) is ready, or the time is over, or a notification."""
+        task = self.current
+        for fd, events in fds:
+            self._control(_EPOLL_CTL_ADD, fd, events | select.EPOLLONESHOT, task.id)
+        task.state = TaskState.BLOCKED
+        task.turn += 1
+        if timeout_s is not None:
+            deadline = self.now + max(0.0, timeout_s)
+            heapq.heappush(self._heap, (deadline, next(self._order), task, task.turn))
+        self._switch()
+        for fd, _ in fds:
+            self._control(_EPOLL_CTL_DEL, fd, 0, 0)
+
+    def sleep(self, seconds: float) -> None:
+        """Let others run for so long."""
+        self.wait((), seconds)
+
+    def notify(self, task: Task) -> None:
+        """Wake a thread that waits."""
+        if task.state is TaskState.BLOCKED:
+            self._make_ready(task)
+
+    def preempt(self) -> None:
+        """Let others run first."""
+        task = self.current
+        self._make_ready(task)
+        self._switch()
+
+    # --- processes
+
+    def spawn(
+        self,
+        name: str,
+        main: Callable[[], None],
+        keep_fds: Sequence[int] = (),
+        uid: int = 0,
+    ) -> Process:
+        """Fork the running process: the child keeps these descriptors alone, and runs `main`."""
+        pid = FIRST_PID + len(self.processes)
+        process = Process(pid, name, uid, self.current.process)
+        self.processes[pid] = process
+        task = self._add_task(process, name)
+        forked = _thread.allocate_lock()
+        forked.acquire()
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                self._become_process(process, keep_fds)
+            except BaseException as error:
+                failures.append(error)
+            task.baton.acquire()
+            forked.release()
+            self._await_baton(task)
+            try:
+                main()
+            except BaseException:
+                self.failures.append((process, traceback.format_exc()))
+            self._end(process)
+
+        _thread.start_new_thread(run, ())
+        forked.acquire()
+        if failures:
+            raise SimulationError(f"cannot fork {name}") from failures[0]
+        self._make_ready(task)
+        return process
+
+    def start_thread(self, name: str, run: Callable[[], None]) -> Task:
+        """Start a thread of the running process."""
+        task = self._add_task(self.current.process, name)
+        task.baton.acquire()
+
+        def body() -> None:
+            self._await_baton(task)
+            try:
+                run()
+            except BaseException:
+                self.failures.append((task.process, traceback.format_exc()))
+            self.finish(task)
+
+        _thread.start_new_thread(body, ())
+        self._make_ready(task)
+        return task
+
+    def finish(self, task: Task) -> NoReturn:
+        """End a thread that is no leader: it never runs again."""
+        task.state = TaskState.DONE
+        for waiter in task.waiters:
+            self.notify(waiter)
+        self._switch()
+        raise SimulationError(f"{task.name} runs although it has ended")
+
+    def join(self, task: Task, timeout_s: float | None) -> None:
+        """Wait for a thread's end."""
+        deadline = None if timeout_s is None else self.now + timeout_s
+        while task.state is not TaskState.DONE and (deadline is None or self.now < deadline):
+            task.waiters.append(self.current)
+            self.wait((), None if deadline is None else deadline - self.now)
+
+    def kill(self, process: Process) -> None:
+        """Kill a process at once, wherever it is. Idempotent."""
+        if process.is_dead:
+            return
+        if process is self.current.process:
+            self._end(process)
+        process.is_dead = True
+        me, leader = self.current, process.leader
+        leader.killer = me
+        self.current = leader
+        leader.baton.release()
+        me.baton.acquire()
+        for act in process.on_death:
+            act()
+
+    def stop(self, process: Process) -> None:
+        """Stop a process (SIGSTOP)."""
+        process.is_stopped = True
+
+    def resume(self, process: Process) -> None:
+        """Have a stopped process go on (SIGCONT)."""
+        process.is_stopped = False
+        held, process.held = process.held, []
+        for task in held:
+            self._make_ready(task)
+
+    def open_pidfd(self, pid: int) -> int:
+        """Return a descriptor that is readable once the process is dead. Raises ProcessLookupError."""
+        process = self.processes.get(pid)
+        if process is None or process.is_dead:
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+        path = f"/proc/self/task/{process.thread_id}/fd/{process.exit_read_fd}"
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def process_of_pidfd(self, fd: int) -> Process:
+        """Return the process that a pidfd is of. Raises ProcessLookupError where it is dead."""
+        inode = os.fstat(fd).st_ino
+        for process in self.processes.values():
+            if not process.is_dead and process.exit_inode == inode:
+                return process
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+
+    # --- inside
+
+    def _add_task(self, process: Process, name: str) -> Task:
+        task = Task(len(self._tasks), process, name)
+        self._tasks.append(task)
+        process.tasks.append(task)
+        return task
+
+    def _become_process(self, process: Process, keep_fds: Sequence[int]) -> None:
+        if _libc.unshare(CLONE_FILES):
+            raise OSError(ctypes.get_errno(), "unshare")
+        process.thread_id = _thread.get_native_id()
+        _close_all_but({0, 1, 2, EPOLL_FD, *keep_fds})
+        process.exit_read_fd, process.exit_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        process.exit_inode = os.fstat(process.exit_read_fd).st_ino
+
+    def _await_baton(self, task: Task) -> None:
+        task.baton.acquire()
+        if task.process.is_dead:
+            self._close_and_park(task)
+
+    def _end(self, process: Process) -> NoReturn:
+        """End the running process."""
+        if self.current is not process.leader:
+            # The leader has the descriptors closed; nothing of this process runs after that.
+            process.is_dead = True
+            leader, leader.killer = process.leader, None
+            self.current = leader
+            leader.baton.release()
+            _park()
+        process.is_dead = True
+        self._close_and_park(self.current)
+
+    def _close_and_park(self, task: Task) -> NoReturn:
+        """Close the descriptors of a process that has ended, in its own table, and never run again."""
+        os.write(task.process.exit_write_fd, b"x")
+        _close_all_but({1, 2, EPOLL_FD})
+        task.state = TaskState.DONE
+        if (killer := task.killer) is not None:
+            self.current = killer
+            killer.baton.release()
+        else:
+            for act in task.process.on_death:
+                act()
+            self._give_up()
+        _park()
+
+    def _make_ready(self, task: Task) -> None:
+        task.state = TaskState.READY
+        task.turn += 1
+        delay = self.rng.choice(self.latencies_s) * task.process.slowness
+        heapq.heappush(self._heap, (self.now + delay, next(self._order), task, task.turn))
+
+    def _switch(self) -> None:
+        """Run whichever thread is next; return when this one is."""
+        me = self.current
+        chosen = self._next_task()
+        if chosen is me:
+            return
+        self._run(chosen)
+        self._await_baton(me)
+
+    def _give_up(self) -> None:
+        """Run whichever thread is next, and never this one."""
+        self._run(self._next_task())
+
+    def _run(self, task: Task) -> None:
+        self.num_switches += 1
+        self.current = task
+        task.baton.release()
+
+    def _next_task(self) -> Task:
+        heap = self._heap
+        while True:
+            for task_id, _ in self._epoll.poll(0):
+                self.notify(self._tasks[task_id])
+            if not heap:
+                raise SimulationError(f"nothing is left to run\n{self.describe()}")
+            time_s, _, what, turn = heapq.heappop(heap)
+            self.now = max(self.now, time_s)
+            if not isinstance(what, Task):
+                what()
+                continue
+            if what.process.is_dead or what.turn != turn or what.state is TaskState.DONE:
+                continue
+            if what.state is TaskState.BLOCKED:
+                what.state = TaskState.READY
+            if what.process.is_stopped:
+                what.process.held.append(what)
+                continue
+            return what
+
+    def _control(self, operation: int, fd: int, events: int, data: int) -> None:
+        event = self._event
+        event.events, event.data = events, data
+        if _libc.epoll_ctl(EPOLL_FD, operation, fd, ctypes.byref(event)) and operation == _EPOLL_CTL_ADD:
+            raise OSError(ctypes.get_errno(), f"cannot wait for descriptor {fd} of {self.current.name}")
+
+    def describe(self) -> str:
+        """Return what each thread is at, for people."""
+        return "\n".join(
+            f"{task.process.pid} {task.name}: {'dead' if task.process.is_dead else task.state.name}"
+            for task in self._tasks
+        )
+
+
+def _close_all_but(keep: set[int]) -> None:
+    """Close descriptors of the calling thread's table."""
+    for name in os.listdir("/proc/thread-self/fd"):
+        fd = int(name)
+        if fd not in keep:
+            try:
+                os.close(fd)
+            except OSError:
+                pass  # the one by which the list was read
+
+
+def _park() -> NoReturn:
+    forever = _thread.allocate_lock()
+    forever.acquire()
+    forever.acquire()
+    raise SimulationError("a parked thread runs")

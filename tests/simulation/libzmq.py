@@ -1,0 +1,293 @@
+"""libzmq as far as `kvxferd.control.peer_socket` uses it, over the simulated network.
+
+Each context has one I/O thread in its process, as libzmq has: what arrives waits in the kernel until that thread
+runs, then in the socket's queue, up to its high-water mark; what is sent waits in a queue of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+
+from tests.simulation.kernel import Kernel, Process, Task
+from tests.simulation.network import Network, Wire
+
+_FD, _EVENTS, _LAST_ENDPOINT = int(zmq.FD), int(zmq.EVENTS), int(zmq.LAST_ENDPOINT)
+_POLLIN, _MORE = int(zmq.POLLIN), int(zmq.SNDMORE)
+
+
+class SimFrame:
+    """`zmq.Frame`."""
+
+    def __init__(self, content: bytes, address: str) -> None:
+        self.bytes = content
+        self.more = False
+        self._address = address
+
+    def get(self, name: object) -> Any:
+        """Return libzmq's metadata of the connection."""
+        return self._address if name == b"Peer-Address" else "" if isinstance(name, bytes) else 0
+
+
+class SimTracker:
+    """`zmq.MessageTracker`: whether libzmq has written a message."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class SimContext:
+    """`zmq.Context`: its I/O thread moves messages between the network and the sockets' queues."""
+
+    network: Network
+
+    def __init__(self) -> None:
+        self.process: Process = self.network.kernel.current.process
+        self.sockets: list[SimSocket] = []
+        self._is_woken = False
+        self._is_over = False
+        self._io_thread: Task = self.network.kernel.start_thread(f"{self.process.name} libzmq", self._run)
+        self.process.on_death.append(lambda: self.network.process_died(self.process))
+
+    def set(self, option: int, value: int) -> None:
+        """Take an option, and do nothing."""
+
+    def socket(self, kind: int) -> SimSocket:
+        """Return a new socket."""
+        made = SimSocket(self, int(kind))
+        self.sockets.append(made)
+        return made
+
+    def term(self) -> None:
+        """End the I/O thread."""
+        self._is_over = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the I/O thread look at its sockets."""
+        self._is_woken = True
+        self.network.kernel.notify(self._io_thread)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            while not self._is_woken:
+                self.network.kernel.wait((), None)
+            self._is_woken = False
+            for socket in list(self.sockets):
+                socket.move()
+
+
+class SimSocket:
+    """`zmq.Socket`, of the kinds ROUTER and DEALER."""
+
+    def __init__(self, context: SimContext, kind: int) -> None:
+        self.context = context
+        self.network = context.network
+        self.process = context.process
+        self.kind = kind
+        self.closed = False
+        self.copy_threshold = 0
+        self.host = ""
+        self.wire: Wire | None = None  # of a dealer
+        self._wires: dict[bytes, Wire] = {}  # of a router
+        self._address = ""
+        self._options: dict[int, Any] = {}
+        self._received: deque[tuple[Wire, list[bytes]]] = deque()
+        self._unread: dict[Wire, int] = {}  # how many of each connection are in `_received`
+        self._parts: deque[SimFrame | bytes] = deque()  # of the message that is being read
+        self._outgoing: dict[Wire | None, deque[tuple[bytes, SimTracker | None]]] = {}
+        self._route_of_next: bytes | None = None  # the first part of what is being sent
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    # --- options and addresses
+
+    def setsockopt(self, option: int, value: object) -> None:
+        self._options[int(option)] = value
+
+    def getsockopt(self, option: int) -> int:
+        if int(option) == _FD:
+            return self._event_fd
+        assert int(option) == _EVENTS
+        self._clear_event()
+        return _POLLIN if self._received or self._parts else 0
+
+    def getsockopt_string(self, option: int) -> str:
+        assert int(option) == _LAST_ENDPOINT
+        return self._address
+
+    def bind(self, address: str) -> None:
+        if address.startswith("inproc:"):
+            return
+        if address in self.network.listeners:
+            raise zmq.ZMQError(zmq.EADDRINUSE)
+        self._address, self.host = address, _host_of(address)
+        self.network.listeners[address] = self
+
+    def unbind(self, address: str) -> None:
+        self.network.listeners.pop(address, None)
+
+    def connect(self, address: str) -> None:
+        self._address = address
+        self.host = next((s.host for s in self.context.sockets if s.host), "")
+        self._outgoing.setdefault(None, deque())
+        self.network.connect(self, address)
+
+    def close(self, linger: int | None = None) -> None:
+        if self.closed:
+            return
+        self.move()
+        self.closed = True
+        self.context.sockets.remove(self)
+        if self.network.listeners.get(self._address) is self:
+            del self.network.listeners[self._address]
+        for wire in [*self._wires.values(), *([self.wire] if self.wire is not None else [])]:
+            # What was written arrives, then the end.
+            self.network.kernel.at(self.network.kernel.now + 0.002, lambda wire=wire: self.network.cut(wire))
+        os.close(self._event_fd)
+
+    # --- the network's side
+
+    def connected(self, wire: Wire) -> None:
+        """A connection is made."""
+        if wire.router is self:
+            self._wires[wire.route] = wire
+            self._outgoing[wire] = deque()
+        else:
+            self.wire = wire
+        self.wake_io_thread()
+
+    def disconnected(self, wire: Wire) -> None:
+        """A connection is lost; what has been received of it stays."""
+        if wire.router is self:
+            self._wires.pop(wire.route, None)
+            for _, tracker in self._outgoing.pop(wire, ()):
+                if tracker is not None:
+                    tracker.done = True
+        elif self.wire is wire:
+            self.wire = None
+            if not self.closed and not self.process.is_dead:
+                self.network.connect(self, self._address)
+
+    def wake_io_thread(self) -> None:
+        """Something may be moved."""
+        if not self.process.is_dead:
+            self.context.wake()
+
+    def move(self) -> None:
+        """Move what can be: on the I/O thread, or as the socket is closed."""
+        for wire in [*self._wires.values(), *([self.wire] if self.wire is not None else [])]:
+            self._move_out(wire)
+            self._move_in(wire)
+
+    def _move_out(self, wire: Wire) -> None:
+        to = wire.dealer if wire.router is self else wire.router
+        way = wire.way_to(to)
+        queue = self._outgoing.get(wire if wire.router is self else None, deque())
+        while queue and wire.is_open and way.has_room:
+            payload, tracker = queue.popleft()
+            self.network.send(wire, to, payload)
+            if tracker is not None:
+                tracker.done = True
+
+    def _move_in(self, wire: Wire) -> None:
+        way = wire.way_to(self)
+        most = self._options.get(int(zmq.MAXMSGSIZE), -1)
+        was_empty = not self._received
+        while way.arrived and self._unread.get(wire, 0) < self._options.get(int(zmq.RCVHWM), 1000):
+            payload = self.network.take(wire, way)
+            if 0 <= most < len(payload):
+                self.network.cut(wire)
+                break
+            parts = [wire.route, payload] if wire.router is self else [payload]
+            self._received.append((wire, parts))
+            self._unread[wire] = self._unread.get(wire, 0) + 1
+        if was_empty and self._received and not self.closed:
+            os.eventfd_write(self._event_fd, 1)
+
+    # --- the caller's side
+
+    def recv(self, flags: int = 0, copy: bool = True) -> Any:
+        if not self._parts:
+            if not self._received:
+                raise zmq.Again
+            wire, parts = self._received.popleft()
+            self._unread[wire] -= 1
+            if way_has_more(wire, self):
+                self.context.wake()
+            other = wire.dealer if wire.router is self else wire.router
+            self._parts.extend(SimFrame(part, other.host) for part in parts)
+        frame = self._parts.popleft()
+        assert isinstance(frame, SimFrame)
+        return frame.bytes if copy else frame
+
+    def send(self, payload: bytes, flags: int = 0) -> None:
+        if self.kind == int(zmq.ROUTER) and flags & _MORE:
+            self._find(payload)  # raises where nobody has that route
+            self._route_of_next = payload
+            return
+        route, self._route_of_next = self._route_of_next, None
+        self._queue(route, payload, None)
+
+    def send_multipart(
+        self, parts: Iterable[bytes], flags: int = 0, copy: bool = True, track: bool = False
+    ) -> SimTracker:
+        route, payload = parts
+        tracker = SimTracker()
+        self._queue(route, payload, tracker)
+        return tracker
+
+    def _find(self, route: bytes) -> Wire:
+        if (wire := self._wires.get(bytes(route))) is None:
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        return wire
+
+    def _queue(self, route: bytes | None, payload: bytes, tracker: SimTracker | None) -> None:
+        queue = self._outgoing[None if route is None else self._find(route)]
+        if len(queue) >= self._options.get(int(zmq.SNDHWM), 1000):
+            raise zmq.Again
+        queue.append((bytes(payload), tracker))
+        self.context.wake()
+
+    def _clear_event(self) -> None:
+        try:
+            os.eventfd_read(self._event_fd)
+        except BlockingIOError:
+            pass
+
+
+def way_has_more(wire: Wire, receiver: SimSocket) -> bool:
+    """Whether messages wait in the receiver's kernel."""
+    return bool(wire.way_to(receiver).arrived)
+
+
+def _host_of(address: str) -> str:
+    return address.removeprefix("tcp://").rpartition(":")[0]
+
+
+class NoGuard:
+    """`ConnectionGuard`, where no stranger connects."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def start(self) -> None: ...
+
+    def set_port(self, port: int) -> None: ...
+
+    def count_message(self, fd: int) -> None: ...
+
+    def queue_is_empty(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+def install(kernel: Kernel, network: Network, replace: Callable[[Any, str, object], None]) -> None:
+    """Have the daemon's peer socket use this library."""
+    from kvxferd.control import peer_socket
+
+    SimContext.network = network
+    replace(zmq, "Context", SimContext)
+    replace(peer_socket, "ConnectionGuard", NoGuard)

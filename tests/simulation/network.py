@@ -1,0 +1,169 @@
+"""The simulated network between nodes: connections of messages as bytes, which stall, fill and break.
+
+A connection is what libzmq makes of a DEALER that connects to a ROUTER's address. Each way keeps its order. What
+was sent before a connection broke and has not arrived is lost; what the sender has queued since goes over the
+next one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tests.simulation.kernel import Kernel, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.libzmq import SimSocket
+
+RECONNECT_S = 0.1
+MAX_UNREAD_BYTES = 4 << 20  # of one way: what the buffers of both kernels hold
+UNACKNOWLEDGED_S = 6.0  # after which a kernel gives a connection up (`peer_socket.UNACKNOWLEDGED_MS`)
+
+
+@dataclass(eq=False)
+class Way:
+    """One direction of a connection."""
+
+    receiver: SimSocket
+    wire: deque[tuple[float, bytes]] = field(default_factory=deque)  # arrival, payload
+    arrived: deque[bytes] = field(default_factory=deque)  # in the receiver's kernel
+    num_bytes: int = 0  # of both
+    last_arrival: float = 0.0
+    is_due: bool = False  # an arrival is scheduled
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the buffers take another message."""
+        return self.num_bytes < MAX_UNREAD_BYTES
+
+
+@dataclass(eq=False)
+class Wire:
+    """One connection, for as long as it lasts. `route`: its name at the router."""
+
+    dealer: SimSocket
+    router: SimSocket
+    route: bytes
+    to_router: Way
+    to_dealer: Way
+    is_open: bool = True
+
+    def way_to(self, socket: SimSocket) -> Way:
+        """Return the way that ends at that socket."""
+        return self.to_router if socket is self.router else self.to_dealer
+
+
+class Network:
+    """Which nodes there are, what listens on them, and what goes wrong between them."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.listeners: dict[str, SimSocket] = {}  # by address
+        self.wires: list[Wire] = []
+        self.latencies_s: tuple[float, ...] = (5e-5, 2e-4, 1e-3)
+        self.on_send: Callable[[Wire, bytes], float | None] = lambda wire, payload: 0.0
+        self._severed: dict[frozenset[str], float] = {}  # by both hosts: until when nothing passes
+        self._num_routes = 0
+
+    # --- what goes wrong
+
+    def sever(self, one: str, other: str, seconds: float) -> None:
+        """Let nothing pass between two hosts for so long; connections break where it is too long."""
+        until = self.kernel.now + seconds
+        self._severed[frozenset((one, other))] = until
+        for wire in list(self.wires):
+            if {wire.dealer.host, wire.router.host} == {one, other} and seconds > UNACKNOWLEDGED_S:
+                self.kernel.at(self.kernel.now + UNACKNOWLEDGED_S, lambda wire=wire: self.cut(wire))
+
+    def severed_until(self, wire: Wire) -> float:
+        """Return until when nothing passes on a connection."""
+        return self._severed.get(frozenset((wire.dealer.host, wire.router.host)), 0.0)
+
+    def cut(self, wire: Wire) -> None:
+        """Break a connection: what is on the way is lost. The dealer connects again."""
+        if not wire.is_open:
+            return
+        wire.is_open = False
+        self.wires.remove(wire)
+        for way in (wire.to_router, wire.to_dealer):
+            way.wire.clear()
+            way.arrived.clear()
+        wire.router.disconnected(wire)
+        wire.dealer.disconnected(wire)
+
+    def process_died(self, process: Process) -> None:
+        """The kernel closes a dead process's sockets."""
+        for address, listener in list(self.listeners.items()):
+            if listener.process is process:
+                del self.listeners[address]
+        for wire in list(self.wires):
+            if process in (wire.dealer.process, wire.router.process):
+                self.cut(wire)
+
+    # --- connections
+
+    def connect(self, dealer: SimSocket, address: str) -> None:
+        """Try to connect until it succeeds or the dealer is closed."""
+        self.kernel.at(self.kernel.now + self._latency(), lambda: self._try_connect(dealer, address))
+
+    def _try_connect(self, dealer: SimSocket, address: str) -> None:
+        if dealer.closed or dealer.process.is_dead or dealer.wire is not None:
+            return
+        router = self.listeners.get(address)
+        severed = router is not None and self._severed.get(
+            frozenset((dealer.host, router.host)), 0.0
+        ) > self.kernel.now
+        if router is None or severed or router.process.is_stopped or dealer.process.is_stopped:
+            self.kernel.at(self.kernel.now + RECONNECT_S, lambda: self._try_connect(dealer, address))
+            return
+        self._num_routes += 1
+        route = b"\0" + self._num_routes.to_bytes(4, "big")
+        wire = Wire(dealer, router, route, Way(router), Way(dealer))
+        self.wires.append(wire)
+        router.connected(wire)
+        dealer.connected(wire)
+
+    # --- messages
+
+    def send(self, wire: Wire, to: SimSocket, payload: bytes) -> None:
+        """Put one message on its way."""
+        way = wire.way_to(to)
+        delay_s = self.on_send(wire, payload)
+        if delay_s is None:
+            return  # lost, as where libzmq drops it
+        arrival = max(way.last_arrival, self.kernel.now + self._latency() + delay_s)
+        way.last_arrival = arrival
+        way.wire.append((arrival, payload))
+        way.num_bytes += len(payload)
+        self._schedule(wire, way)
+
+    def _schedule(self, wire: Wire, way: Way) -> None:
+        if way.wire and not way.is_due:
+            way.is_due = True
+            arrival = max(way.wire[0][0], self.severed_until(wire))
+            self.kernel.at(arrival, lambda: self._arrive(wire, way))
+
+    def _arrive(self, wire: Wire, way: Way) -> None:
+        way.is_due = False
+        if not wire.is_open:
+            return
+        if self.severed_until(wire) <= self.kernel.now:
+            _, payload = way.wire.popleft()
+            way.arrived.append(payload)
+            way.receiver.wake_io_thread()
+        self._schedule(wire, way)
+
+    def take(self, wire: Wire, way: Way) -> bytes:
+        """Take one message that has arrived, on its receiver's I/O thread."""
+        payload = way.arrived.popleft()
+        was_full = not way.has_room
+        way.num_bytes -= len(payload)
+        if was_full and way.has_room:
+            sender = wire.dealer if way.receiver is wire.router else wire.router
+            sender.wake_io_thread()
+        return payload
+
+    def _latency(self) -> float:
+        return self.kernel.rng.choice(self.latencies_s)

@@ -1,0 +1,143 @@
+"""A node's processes: the daemon, its forkserver and its movers, each with the product's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvxferd.config import Config
+from kvxferd.daemon import Daemon
+from kvxferd.frame_socket import FrameSocket
+from kvxferd.ids import AgentName
+from kvxferd.mover.forkserver_protocol import TO_FORKSERVER, Fork, Forked
+from kvxferd.mover.process import forkserver
+from kvxferd.mover.process.backoff import PollBackoff
+from kvxferd.mover.process.loop import MoverLoop
+from kvxferd.mover.supervisor import forkserver_client
+from kvxferd.wire.framing import Frame
+from tests.simulation.fabric import Fabric, SimTransport
+from tests.simulation.kernel import Kernel, Process
+
+
+class SimLibrary:
+    """`TransferLibrary`: that there is one."""
+
+    description = "simulated"
+
+
+class Nodes:
+    """Starts daemons; what they start follows."""
+
+    def __init__(self, kernel: Kernel, fabric: Fabric, replace: Callable[[Any, str, object], None]) -> None:
+        self.kernel = kernel
+        self.fabric = fabric
+        self.exits: dict[str, int] = {}  # by a daemon's process: what it ended with
+        replace(forkserver_client, "_spawn", self._spawn_forkserver)
+        replace(forkserver_client, "remove_shm_directory", lambda pid: None)
+        replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
+        replace(os, "waitpid", lambda pid, options: (pid, 0))
+        replace(os, "kill", lambda pid, number: kernel.kill(kernel.processes[pid]))
+
+    def start_daemon(self, name: str, config: Config) -> Process:
+        """Start a daemon."""
+
+        def main() -> None:
+            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+                self.exits[process.name] = runner.run(SimDaemon(config).run())
+
+        process = self.kernel.spawn(name, main)
+        return process
+
+    # --- the forkserver
+
+    def _spawn_forkserver(
+        self, control: int, stderr: int, library: str, backend: object, lock_fd: int | None, environment: object
+    ) -> SimPopen:
+        daemon = self.kernel.current.process
+        locks = () if lock_fd is None else (lock_fd,)
+
+        def main() -> None:
+            stream = FrameSocket(socket.socket(fileno=control))
+            stream.accept_lost_fds()
+            server = _Forkserver(self, stream, locks)
+            server.serve()
+
+        name = f"{daemon.name} forkserver"
+        process = self.kernel.spawn(name, main, (control, *locks), daemon.uid)
+        return SimPopen(self.kernel, process)
+
+    def start_mover(self, socket_fd: int, agent: AgentName, locks: Sequence[int]) -> Process:
+        """Fork a mover of the running forkserver, which it does not outlive."""
+        parent = self.kernel.current.process
+
+        def main() -> None:
+            sock = socket.socket(fileno=socket_fd)
+            self._exit_when(sock.fileno(), 0)
+            stream = FrameSocket(sock)
+            transport = SimTransport(self.fabric, agent)
+            MoverLoop(
+                stream, transport, PollBackoff(lambda: True), lambda fd: self._exit_when(fd, _POLLIN)
+            ).serve()
+
+        process = self.kernel.spawn(f"{parent.name} mover {agent}", main, (socket_fd, *locks), parent.uid)
+        parent.on_death.append(lambda: self.kernel.kill(process))
+        return process
+
+    def _exit_when(self, fd: int, events: int) -> None:
+        """`linux_process.exit_when`: the process ends once the descriptor is ready, or hung up."""
+        process = self.kernel.current.process
+        own = os.dup(fd)  # the mover's loop waits for the other
+
+        def watch() -> None:
+            self.kernel.wait(((own, events),), None)
+            self.kernel.kill(process)
+
+        self.kernel.start_thread(f"{process.name} watch", watch)
+
+
+_POLLIN = 1
+
+
+class SimPopen:
+    """`subprocess.Popen`."""
+
+    def __init__(self, kernel: Kernel, process: Process) -> None:
+        self._kernel, self._process = kernel, process
+        self.pid = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return -9 if self._process.is_dead else None
+
+    def kill(self) -> None:
+        self._kernel.kill(self._process)
+
+    def wait(self) -> int:
+        return -9
+
+
+class _Forkserver(forkserver.Forkserver):
+    """The forkserver; the kernel forks."""
+
+    def __init__(self, nodes: Nodes, control: FrameSocket, locks: tuple[int, ...]) -> None:
+        super().__init__(control, locks, "auto", None)  # type: ignore[arg-type]
+        self._nodes, self._locks = nodes, locks
+
+    def _fork(self, frame: Frame, library: object) -> None:
+        request: Fork = TO_FORKSERVER.decode(frame.payload)
+        (socket_fd,) = frame.fds
+        mover = self._nodes.start_mover(socket_fd, request.agent, self._locks)
+        os.close(socket_fd)
+        pidfd = os.pidfd_open(mover.pid)
+        self._pidfds[pidfd] = mover.pid
+        self._send(Forked(mover=request.mover, pid=mover.pid), (os.dup(pidfd),))
+
+
+class SimDaemon(Daemon):
+    """The daemon; signals, HTTP and the process's own limits are not simulated."""
+
+    def _watch_signals(self) -> None:
+        """There are none."""
