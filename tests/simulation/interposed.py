@@ -225,6 +225,7 @@ def _install_time(kernel: Kernel) -> None:
     set_on(time, "monotonic_ns", lambda: int(kernel.peek() * 1e9))
     set_on(time, "perf_counter_ns", lambda: int(kernel.peek() * 1e9))
     set_on(time, "time_ns", lambda: int((1.7e9 + kernel.peek()) * 1e9))
+    set_on(time, "clock_gettime", lambda clock: kernel.peek())
     set_on(time, "sleep", kernel.sleep)
     set_on(threading, "_time", kernel.peek)  # read while a condition's lock is held
 

@@ -137,16 +137,17 @@ class Kernel:
     def wait(self, fds: Sequence[tuple[int, int]], timeout_s: float | None) -> None:
         """Wait until one of (descriptor, poll's events) is ready, or the time is over, or a notification."""
         task = self.current
-        for fd, events in fds:
-            self._control(_EPOLL_CTL_ADD, fd, events | select.EPOLLONESHOT, task.id)
+        watched = [self._watch(fd, events, task) for fd, events in fds]
         task.state = TaskState.BLOCKED
         task.turn += 1
         if timeout_s is not None:
             deadline = self.now + max(0.0, timeout_s)
             heapq.heappush(self._heap, (deadline, next(self._order), task, task.turn))
         self._switch()
-        for fd, _ in fds:
-            self._control(_EPOLL_CTL_DEL, fd, 0, 0)
+        for (fd, _), own in zip(fds, watched, strict=True):
+            self._control(_EPOLL_CTL_DEL, own, 0, 0)
+            if own != fd:
+                os.close(own)
 
     def sleep(self, seconds: float) -> None:
         """Let others run for so long."""
@@ -368,11 +369,25 @@ class Kernel:
                 continue
             return what
 
-    def _control(self, operation: int, fd: int, events: int, data: int) -> None:
+    def _watch(self, fd: int, events: int, task: Task) -> int:
+        """Have a descriptor wake a thread, once; return it, or the copy that is watched for it.
+
+        Two processes may have one open file under one number, which epoll takes for the same.
+        """
+        own = fd
+        while error := self._control(_EPOLL_CTL_ADD, own, events | select.EPOLLONESHOT, task.id):
+            if error != errno.EEXIST:
+                raise OSError(error, f"cannot wait for descriptor {fd} of {task.name}")
+            copy = os.dup(own)
+            if own != fd:
+                os.close(own)
+            own = copy
+        return own
+
+    def _control(self, operation: int, fd: int, events: int, data: int) -> int:
         event = self._event
         event.events, event.data = events, data
-        if _libc.epoll_ctl(EPOLL_FD, operation, fd, ctypes.byref(event)) and operation == _EPOLL_CTL_ADD:
-            raise OSError(ctypes.get_errno(), f"cannot wait for descriptor {fd} of {self.current.name}")
+        return ctypes.get_errno() if _libc.epoll_ctl(EPOLL_FD, operation, fd, ctypes.byref(event)) else 0
 
     def describe(self) -> str:
         """Return what each thread is at, for people."""
