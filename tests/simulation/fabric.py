@@ -134,6 +134,10 @@ class SimTransport:
         self._remote.pop(agent, None)
         self._lost.discard(agent)
 
+    def has_any(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether memory in one of these ranges of addresses is registered."""
+        return any(begin <= address < end for address in self._spans for begin, end in ranges)
+
     # --- reads
 
     def post(self, agent: AgentName, runs: Runs, kinds: ReadKinds = HOST) -> ReadHandle:

@@ -1,0 +1,107 @@
+"""What must be true, seen from outside: each promise of `docs/concepts.md` and the design has one check here.
+
+A check that looks at one moment raises by `World.violate`. One that looks at a time, such as "within two seconds",
+is an expectation: its time begins anew whenever a fault strikes one of the parties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+LOOK_S = 0.25  # between two looks at an expectation
+
+
+class Check(StrEnum):
+    """The promises."""
+
+    RIGHT_BYTES = "a delivered pull has exactly the published bytes"
+    ALL_BYTES = "a delivered pull names as many bytes as its rank holds of the request"
+    UNTOUCHED = "nobody writes blocks that are not a pull's"
+    BEFORE_KERNELS = "nobody writes blocks before the kernels that use them have ended"
+    FREED = "nobody has memory that was given back"
+    ONE_END = "a pull ends once, and is quiesced once and only where it was in doubt"
+    DEADLINE = "a pull ends within its deadline"
+    OWN_TIMER = "a client ends no pull by its own timer while its daemon runs"
+    DOUBT = "blocks in doubt come back"
+    REASON = "a pull fails for a reason that there is"
+    RELEASED_ONCE = "a transfer is released once to each rank"
+    RELEASE_REASON = "a transfer is released for a reason that there is"
+    RELEASE_HEARD = "each rank hears of a release"
+    COMPLETED = "a transfer that all its readers have is released"
+    LEASE = "a transfer that nobody reads is released when its lease is over"
+    PUBLISHED = "an honest publish is not refused"
+    SUSPENDS = "a rank that is to sleep can"
+    SUSPENDED_AFTER = "a rank sleeps after its pulls and transfers have ended"
+    REGISTERED = "an engine is registered again after its daemon is back"
+    CANCELLED = "a cancelled pull ends"
+    WORKS_AGAIN = "a transfer at rest arrives at the first attempt"
+    LIBRARY = "the transfer library is used as it must be"
+    NO_BUG = "no part of the daemon, client or mover raises or logs an error of its own"
+    TURN = "a turn of a daemon's loop sends a bounded amount"
+    REST = "what has ended is not kept"
+    HUNG = "something goes on"
+
+
+class Violation(Exception):
+    """A promise is broken."""
+
+    def __init__(self, check: Check, text: str) -> None:
+        super().__init__(f"{check.name}: {text}")
+        self.check, self.text = check, text
+
+
+@dataclass(eq=False)
+class Expectation:
+    """Something that must come true within a time in which no fault strikes its parties."""
+
+    check: Check
+    text: str
+    parties: tuple[Hashable, ...]
+    within_s: float
+    is_met: Callable[[], bool]
+    began: float
+
+
+class Expectations:
+    """All that is waited for."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._disturbed: dict[Hashable, float] = {}  # by party: until when
+        self.open: dict[Expectation, None] = {}
+
+    def disturb(self, seconds: float, *parties: Hashable) -> None:
+        """A fault strikes these parties, and lasts so long."""
+        until = self._world.kernel.now + seconds
+        for party in parties:
+            self._disturbed[party] = max(until, self._disturbed.get(party, 0.0))
+
+    def is_disturbed(self, since: float, *parties: Hashable) -> bool:
+        """Whether a fault has struck one of them since."""
+        return any(self._disturbed.get(party, 0.0) >= since for party in parties)
+
+    def expect(
+        self, check: Check, text: str, parties: tuple[Hashable, ...], within_s: float, is_met: Callable[[], bool]
+    ) -> None:
+        """Have it checked that `is_met` becomes true."""
+        now = self._world.kernel.now
+        expectation = Expectation(check, text, parties, within_s, is_met, now)
+        self.open[expectation] = None
+        self._world.kernel.at(now + within_s + 1e-3, lambda: self._look(expectation))
+
+    def _look(self, one: Expectation) -> None:
+        if one.is_met():
+            self.open.pop(one, None)
+            return
+        now = self._world.kernel.now
+        began = max([one.began, *(self._disturbed.get(party, 0.0) for party in one.parties)])
+        if now <= began + one.within_s:
+            self._world.kernel.at(began + one.within_s + 1e-3, lambda: self._look(one))
+            return
+        self._world.violate(one.check, f"{one.text}; not within {one.within_s:g} s")

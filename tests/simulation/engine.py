@@ -1,0 +1,751 @@
+"""An engine: its processes, what they publish and pull through the client's API, and what they do with events."""
+
+from __future__ import annotations
+
+import random
+import select
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvxferd import client
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.layout import BlockList, EngineSpec, RankLayout
+from kvxferd.layout.presets import attention_layout
+from tests.simulation.checks import Check
+from tests.simulation.kernel import Process, Task
+from tests.simulation.store import Lists, Store
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+MAX_ATTEMPTS = 3
+RETRY_S = 0.2
+RELEASE_HEARD_S = 8.0
+COMPLETED_S = 8.0
+DOUBT_S = 30.0
+SUSPEND_S = 8.0
+REGISTER_S = 20.0
+CANCEL_S = 4.0
+CLIENT_GRACE_S = 0.5  # `client.pulls.DEADLINE_GRACE_S`: the client's own timer
+DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
+TWO_TRIPS_S = 0.25
+
+
+class Kernels:
+    """GPU work that was launched; see `kvxferd.client.gpu_events.Completion`."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def query(self) -> bool:
+        """Whether it is done."""
+        return self.is_done
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What an engine is. The first rank's node is the home of all."""
+
+    name: str
+    nodes: tuple[str, ...]  # of each rank
+    is_source: bool
+    order: str
+    has_scheduler: bool
+    says_ready: bool  # each rank reports what it has written
+    has_gpu: bool  # ranks write and free blocks in work that is done some time after its launch
+    uid: int = 0
+
+
+@dataclass(eq=False)
+class Transfer:
+    """What was published."""
+
+    number: int
+    transfer_id: str
+    lists: Lists
+    num_tokens: int
+    num_readers: int
+    lease_s: float
+    workers: list[Worker]  # of its generation
+    publisher: Worker
+    ref: client.TransferRef | None = None
+    published_at: float = 0.0
+    released: dict[Worker, Code] = field(default_factory=dict)
+    refused: Code | None = None
+    is_withdrawn: bool = False
+    delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
+    abandoned: set[str] = field(default_factory=set)
+    pulls: list[Pull] = field(default_factory=list)
+    last_read: float = 0.0  # when a pull of it has last ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether one rank has heard so."""
+        return bool(self.released) or self.refused is not None
+
+    def num_done(self) -> int:
+        """How many engines have it, or need it no more."""
+        whole = {
+            engine
+            for engine, workers in self.delivered.items()
+            if len(workers) == next(iter(workers)).engine.num_ranks
+        }
+        return len(whole | self.abandoned)
+
+
+@dataclass(eq=False)
+class Pull:
+    """One attempt of one rank to get a transfer."""
+
+    worker: Worker
+    transfer: Transfer
+    lists: Lists
+    deadline: float
+    wanted: Wanted
+    kernels: Kernels
+    ticket: client.PullTicket | None = None
+    ended: str = ""  # delivered, failed, in-doubt
+    is_quiesced: bool = False
+    is_cancelled: bool = False
+    began: float = 0.0
+
+
+@dataclass(eq=False)
+class Wanted:
+    """What one rank is to get of one transfer, in however many attempts."""
+
+    attempts: int = 0
+    is_delivered: bool = False
+
+
+class Engine:
+    """One engine through all of its lives. Its processes have no other way to talk than this object."""
+
+    def __init__(self, world: World, shape: EngineShape) -> None:
+        self.world = world
+        self.shape = shape
+        self.rng = random.Random(world.rng.random())
+        self.life = 0
+        self.ranks: list[Worker] = []
+        self.scheduler: Worker | None = None
+        self.transfers: dict[str, Transfer] = {}
+        self.past: list[Transfer] = []
+        self.is_up = False
+        self._num_published = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it has."""
+        return len(self.shape.nodes)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All processes."""
+        return self.ranks if self.scheduler is None else [*self.ranks, self.scheduler]
+
+    @property
+    def publisher(self) -> Worker:
+        """Who publishes."""
+        return self.scheduler or self.ranks[0]
+
+    @property
+    def generation(self) -> str:
+        """The present life's."""
+        return f"g{self.life}"
+
+    @property
+    def reader(self) -> str:
+        """The present life as others name it."""
+        return f"{self.shape.name} {self.generation}"
+
+    # --- its processes
+
+    def start(self) -> None:
+        """Start all processes, as a new generation."""
+        self.life += 1
+        self.is_up = True
+        self.transfers, self._num_published = {}, 0
+        self.ranks = [self._start_rank(rank) for rank in range(self.num_ranks)]
+        self.scheduler = None
+        if self.shape.has_scheduler and self.shape.is_source:
+            self.scheduler = Worker(self, "scheduler", self.shape.nodes[0], None, None)
+
+    def _start_rank(self, tp_rank: int) -> Worker:
+        shape = self.shape
+        spec = EngineSpec(
+            shape.name,
+            self.generation,
+            num_layers=2,
+            tp_size=self.num_ranks,
+            tp_rank=tp_rank,
+            num_kv_heads=2,
+            home=self.world.endpoint_of(shape.nodes[0]) if len(set(shape.nodes)) > 1 else "",
+            publish_implies_ready=shape.is_source and not shape.says_ready,
+        )
+        layout = attention_layout(
+            spec=spec, num_kv_heads=2, head_dim=4, block_tokens=4, num_blocks=12, layout=shape.order
+        )
+        return Worker(self, f"rank{tp_rank}", shape.nodes[tp_rank], spec, layout)
+
+    def die(self) -> None:
+        """All processes are gone."""
+        self.is_up = False
+        for worker in self.workers:
+            worker.kill()
+        self.past += self.transfers.values()
+        self.transfers = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every process is registered, and awake."""
+        return self.is_up and all(worker.is_ready for worker in self.workers)
+
+    # --- as a source
+
+    def publish(self, num_readers: int) -> Transfer | None:
+        """Write a request and publish it; None where that cannot be now."""
+        if not self.is_ready:
+            return None
+        used = {block for transfer in self.transfers.values() for block in transfer.lists["full"].ids}
+        free = [block for block in range(12) if block not in used]
+        num_blocks = self.rng.choice((1, 2, 2, 3))
+        if len(free) < num_blocks:
+            return None
+        ids = self.rng.sample(free, num_blocks)
+        num_tokens = self.rng.randint(4 * num_blocks - 3, 4 * num_blocks)
+        self._num_published += 1
+        transfer = Transfer(
+            self.world.take_number(),
+            f"t{self._num_published}",
+            {"full": BlockList(ids=ids)},
+            num_tokens,
+            num_readers,
+            self.rng.choice((30.0, 30.0, 5.0)),
+            list(self.workers),
+            self.publisher,
+        )
+        self.transfers[transfer.transfer_id] = transfer
+        transfer.publisher.do(lambda: transfer.publisher.publish(transfer))
+        return transfer
+
+    def forget(self, transfer: Transfer) -> None:
+        """Every process knows that a transfer is over: its blocks are free."""
+        if self.transfers.pop(transfer.transfer_id, None) is not None:
+            self.past.append(transfer)
+
+    # --- as a sink
+
+    def pull(self, transfer: Transfer, deadline_s: float | None = None) -> None:
+        """Have every rank pull a transfer."""
+        for worker in self.ranks if self.is_ready else ():
+            worker.do(lambda worker=worker: worker.pull(transfer, Wanted(), deadline_s))
+
+
+class Worker:
+    """One process of an engine: a rank, or a scheduler, which has no memory."""
+
+    def __init__(
+        self, engine: Engine, role: str, node: str, spec: EngineSpec | None, layout: RankLayout | None
+    ) -> None:
+        self.engine, self.world, self.node = engine, engine.world, node
+        self.spec, self.layout = spec, layout
+        self.generation = engine.generation
+        self.name = f"{engine.shape.name}.{engine.life}/{role}"
+        self.store: Store | None = None
+        self.graves: list[Store] = []  # memory that it has given back
+        self.handle: client.RankHandle | client.Publisher | None = None
+        self.is_suspending = self.is_suspended = False
+        self.pulls: dict[int, Pull] = {}  # by ticket, those that have not ended or are in doubt
+        self._commands: deque[Callable[[], None]] = deque()
+        self._task: Task | None = None
+        self.process: Process = self.world.kernel.spawn(self.name, self._run, uid=engine.shape.uid)
+        self.process.on_death.append(self._died)
+        self.world.expectations.disturb(0.0, self)
+        self._expect_registered()
+
+    # --- from outside
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there."""
+        return not self.process.is_dead
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may be called."""
+        return (
+            self.is_alive
+            and not self.process.is_stopped
+            and self.handle is not None
+            and not (self.is_suspending or self.is_suspended)
+        )
+
+    def do(self, act: Callable[[], None]) -> None:
+        """Have the process do something."""
+        self._commands.append(act)
+        if self._task is not None:
+            self.world.kernel.notify(self._task)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.world.kernel.kill(self.process)
+
+    def tell(self, what: str) -> None:
+        """Add to the episode's story."""
+        self.world.tell(self.name, what)
+
+    def check_memory(self) -> None:
+        """Whether nobody else has written."""
+        for store in [*self.graves, *([self.store] if self.store is not None else [])]:
+            if changed := store.num_changed():
+                check = Check.FREED if store.is_freed else Check.UNTOUCHED
+                self.world.violate(check, f"{changed} bytes of {self.name} were written by somebody else")
+
+    def _died(self) -> None:
+        self.tell("dies")
+        self.world.expectations.disturb(0.0, self, self.node)
+        for pull in self.pulls.values():
+            self.world.open_pulls.pop(pull, None)
+
+    def _expect_registered(self) -> None:
+        self.world.expectations.expect(
+            Check.REGISTERED,
+            f"{self.name} is not registered",
+            (self, *self.world.node_names),
+            REGISTER_S,
+            lambda: self.handle is not None or not self.is_alive,
+        )
+
+    # --- the process
+
+    def _run(self) -> None:
+        self._task = self.world.kernel.current
+        while not self._register():
+            self.world.kernel.sleep(RETRY_S)
+        self.tell("is registered")
+        while True:
+            assert self.handle is not None
+            while self._commands:
+                self._commands.popleft()()
+            for event in self.handle.poll():
+                self._handle(event)
+            self.check_memory()
+            if not self._commands:
+                self.world.kernel.wait(((self.handle.fileno(), select.EPOLLIN),), None)
+
+    def _register(self) -> bool:
+        try:
+            connected = client.connect(self.world.socket_of(self.node), timeout_s=5.0, name=self.name)
+        except KvxferdError as error:
+            self.tell(f"is not connected: {error}")
+            return False
+        try:
+            if self.spec is None:
+                self.handle = connected.attach(self.engine.shape.name, self.generation, timeout_s=5.0)
+            else:
+                assert self.layout is not None
+                self.store = self.store or Store(self.layout)
+                self.handle = connected.register(self.spec, self.layout, self.store.regions, timeout_s=10.0)
+        except KvxferdError as error:
+            self.tell(f"is not registered: {error}")
+            connected.close()
+            return False
+        return True
+
+    # --- as a source
+
+    def publish(self, transfer: Transfer) -> None:
+        """Write a transfer on every rank, and publish it."""
+        engine, shape = self.engine, self.engine.shape
+        if not self.is_ready:
+            engine.forget(transfer)
+            return
+        kernels = Kernels()
+        for worker in transfer.workers:
+            if worker.store is not None and (worker is self or not shape.says_ready):
+                done = kernels if worker is self else Kernels()
+                self.world.launch(shape.has_gpu and worker is self, done, worker.write, transfer)
+        if self.store is None:
+            kernels.is_done = True
+        assert self.handle is not None
+        try:
+            transfer.ref = self.handle.publish(
+                transfer.transfer_id,
+                transfer.lists,
+                transfer.num_tokens,
+                num_readers=transfer.num_readers,
+                lease_s=transfer.lease_s,
+                after=kernels,
+            )
+        except KvxferdError as error:
+            self.tell(f"cannot publish {transfer.transfer_id}: {error}")
+            engine.forget(transfer)
+            return
+        transfer.published_at = self.world.kernel.now
+        ids = list(transfer.lists["full"].ids)
+        self.tell(f"publishes {transfer.transfer_id}, {transfer.num_tokens} tokens in {ids}")
+        self._expect_release(transfer)
+        if shape.says_ready:
+            for worker in transfer.workers:
+                if worker is not self and worker.store is not None:
+                    delay_s = self.world.rng.choice((0.0, 0.001, 0.02))
+                    self.world.after(delay_s, worker.do, lambda worker=worker: worker.ready(transfer))
+
+    def write(self, transfer: Transfer) -> None:
+        """Write a transfer's blocks."""
+        if self.store is not None and not transfer.is_over and self.is_alive:
+            self.store.write(transfer.lists, transfer.number, 0, transfer.num_tokens)
+
+    def ready(self, transfer: Transfer) -> None:
+        """Write, and report it."""
+        if transfer.is_over or not self.is_ready:
+            return
+        kernels = Kernels()
+        self.world.launch(self.engine.shape.has_gpu, kernels, self.write, transfer)
+        assert isinstance(self.handle, client.RankHandle)
+        try:
+            self.handle.ready(transfer.transfer_id, after=kernels)
+        except KvxferdError as error:
+            self.tell(f"cannot report {transfer.transfer_id}: {error}")
+            return
+        self.tell(f"has written {transfer.transfer_id}")
+
+    def unpublish(self, transfer: Transfer) -> None:
+        """Withdraw a transfer."""
+        if transfer.ref is None or not self.is_ready:
+            return
+        assert self.handle is not None
+        transfer.is_withdrawn = True
+        self.handle.unpublish(transfer.ref)
+        self.tell(f"unpublishes {transfer.transfer_id}")
+
+    def _expect_release(self, transfer: Transfer) -> None:
+        """A transfer that nobody reads any more is released once its lease is over."""
+
+        def parties() -> bool:
+            return transfer.is_over or not self.is_alive
+
+        def look() -> None:
+            now = self.world.kernel.now
+            if parties():
+                return
+            if any(not pull.ended for pull in transfer.pulls):
+                self.world.after(1.0, look)
+                return
+            began = max(transfer.published_at, transfer.last_read)
+            left_s = began + transfer.lease_s - now
+            if left_s > 0:
+                self.world.after(left_s + 0.001, look)
+                return
+            nodes = tuple(self.world.node_names)
+            text = f"{transfer.transfer_id} of {self.engine.reader} is not released after its lease"
+            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), transfer.lease_s + 10.0, parties)
+
+        self.world.after(transfer.lease_s, look)
+
+    def _released(self, transfer_id: str, why: Code, refusal: str = "") -> None:
+        transfer = self.engine.transfers.get(transfer_id) if self.generation == self.engine.generation else None
+        if transfer is None:
+            return
+        if refusal:
+            transfer.refused = why
+            if why in (Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL):
+                self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
+        elif self in transfer.released:
+            self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")
+        transfer.released[self] = why
+        if why in (Code.COMPLETED, Code.ABANDONED):
+            self._check_readers(transfer, why)
+        if self.store is not None:
+            self.store.take_back(transfer.lists)
+        living = [worker for worker in transfer.workers if worker.is_alive]
+        if transfer.refused is not None or all(worker in transfer.released for worker in living):
+            for worker in living:
+                if worker.store is not None and worker is not self:
+                    worker.store.take_back(transfer.lists)
+            self.engine.forget(transfer)
+        elif len(transfer.released) == 1:
+            for worker in living:
+                self.world.expectations.expect(
+                    Check.RELEASE_HEARD,
+                    f"{worker.name} does not hear that {transfer_id} is released",
+                    (worker, *self.world.node_names),
+                    RELEASE_HEARD_S,
+                    lambda worker=worker: (
+                        worker in transfer.released or not worker.is_alive or worker.is_suspended
+                    ),
+                )
+
+    def _check_readers(self, transfer: Transfer, why: Code) -> None:
+        """Readers are the reason of a release only where they are done, or are about to hear that they are."""
+
+        def is_true() -> bool:
+            sure = transfer.num_done()
+            dead = sum(not any(w.is_alive for w in workers) for workers in self._reading(transfer).values())
+            return sure + dead >= transfer.num_readers
+
+        self.world.expectations.expect(
+            Check.RELEASE_REASON,
+            f"{transfer.transfer_id} of {self.name} is released as {why}, and its readers are not done",
+            tuple(self.world.node_names),
+            DOUBT_S,
+            is_true,
+        )
+
+    @staticmethod
+    def _reading(transfer: Transfer) -> dict[str, set[Worker]]:
+        found: dict[str, set[Worker]] = {}
+        for pull in transfer.pulls:
+            worker = pull.worker
+            found.setdefault(f"{worker.engine.shape.name} {worker.generation}", set()).add(worker)
+        return found
+
+    # --- as a sink
+
+    def pull(self, transfer: Transfer, wanted: Wanted, deadline_s: float | None = None) -> None:
+        """Pull a transfer into blocks that nobody uses."""
+        if transfer.ref is None:
+            if not transfer.is_over and transfer.publisher.is_alive:
+                self.world.after(0.003, self.do, lambda: self.pull(transfer, wanted, deadline_s))
+            return
+        if not self.is_ready or self.store is None:
+            return
+        used = {block for pull in self.pulls.values() for block in pull.lists["full"].ids}
+        num_blocks = len(transfer.lists["full"].ids)
+        free = [block for block in range(12) if block not in used]
+        if len(free) < num_blocks:
+            return
+        world = self.world
+        if deadline_s is None:
+            short = world.rng.random() < 0.12
+            deadline_s = world.rng.uniform(0.001, 0.05) if short else world.rng.choice((3.0, 10.0, 20.0))
+        lists = {"full": BlockList(ids=world.rng.sample(free, num_blocks))}
+        pull = Pull(self, transfer, lists, world.kernel.now + deadline_s, wanted, Kernels())
+        pull.began = world.kernel.now
+        world.launch(self.engine.shape.has_gpu, pull.kernels, self._lend, pull)
+        assert isinstance(self.handle, client.RankHandle)
+        try:
+            pull.ticket = self.handle.pull(
+                transfer.ref,
+                lists,
+                transfer.num_tokens,
+                deadline_s,
+                after=pull.kernels,
+                progressive=world.rng.random() < 0.3,
+            )
+        except KvxferdError as error:
+            self.tell(f"cannot pull {transfer.transfer_id}: {error}")
+            pull.ended = "refused"
+            self.store.take_back(lists)
+            return
+        if not wanted.attempts:
+            world.wanted.append(wanted)
+        wanted.attempts += 1
+        self.pulls[pull.ticket.number] = pull
+        transfer.pulls.append(pull)
+        world.open_pulls[pull] = None
+        source = transfer.publisher.engine.shape.name
+        self.tell(f"pulls {transfer.transfer_id} of {source} into {lists['full'].ids}, {pull.ticket.number}")
+        self._expect_end(pull)
+        world.pull_started()
+
+    def _lend(self, pull: Pull) -> None:
+        """The last kernel that used a pull's blocks has ended: they may be written."""
+        self.check_memory()
+        if not pull.ended and self.store is not None:
+            self.store.lend(pull.lists)
+
+    def _expect_end(self, pull: Pull) -> None:
+        def look() -> None:
+            if pull.ended or not self.is_alive:
+                return
+            if self.process.is_stopped:
+                self.world.after(0.1, look)
+                return
+            ticket = pull.ticket.number if pull.ticket is not None else 0
+            self.world.expectations.expect(
+                Check.DEADLINE,
+                f"pull {ticket} of {self.name} has not ended",
+                (self,),
+                CLIENT_GRACE_S + TWO_TRIPS_S,
+                lambda: bool(pull.ended) or not self.is_alive,
+            )
+
+        self.world.kernel.at(pull.deadline, look)
+
+    def cancel(self, pull: Pull) -> None:
+        """Cancel a pull."""
+        if pull.ended or pull.ticket is None or not self.is_ready:
+            return
+        pull.is_cancelled = True
+        pull.ticket.cancel()
+        self.tell(f"cancels {pull.ticket.number}")
+        self.world.expectations.expect(
+            Check.CANCELLED,
+            f"pull {pull.ticket.number} of {self.name} is cancelled, and does not end",
+            (self, *self.world.node_names),
+            CANCEL_S,
+            lambda: bool(pull.ended) or not self.is_alive,
+        )
+
+    def abandon(self, transfer: Transfer) -> None:
+        """Report that no rank of this engine will read a transfer any more."""
+        if transfer.ref is None or not self.is_ready:
+            return
+        assert isinstance(self.handle, client.RankHandle)
+        transfer.abandoned.add(f"{self.engine.shape.name} {self.generation}")
+        self.handle.abandon(transfer.ref)
+        self.tell(f"abandons {transfer.transfer_id}")
+
+    # --- sleep
+
+    def suspend(self) -> None:
+        """Give the memory back for a while."""
+        if not self.is_ready or self.store is None:
+            return
+        assert isinstance(self.handle, client.RankHandle)
+        self.is_suspending = True
+        self.handle.suspend()
+        self.tell("is to sleep")
+        self.world.expectations.expect(
+            Check.SUSPENDS,
+            f"{self.name} cannot sleep",
+            (self, *self.world.node_names),
+            SUSPEND_S,
+            lambda: self.is_suspended or not self.is_suspending or not self.is_alive,
+        )
+
+    def _suspended(self) -> None:
+        self.is_suspending, self.is_suspended = False, True
+        waiting = [pull for pull in self.pulls.values() if not pull.ended]
+        if waiting:
+            self.world.violate(Check.SUSPENDED_AFTER, f"{self.name} sleeps, and {len(waiting)} pulls go on")
+        assert self.store is not None
+        if holders := self.world.holders_of(self.store.memory.fd, self.process):
+            self.world.violate(Check.FREED, f"{self.name} sleeps, and {holders} have its memory")
+        self.check_memory()
+        self.store.free()
+        self.graves.append(self.store)
+        self.store = None
+        for pull in list(self.pulls.values()):
+            pull.is_quiesced = True  # nobody has the memory
+        self.world.after(self.world.rng.choice((0.0005, 0.002, 0.05, 0.5)), self.do, self.resume)
+
+    def resume(self) -> None:
+        """Come back with other memory."""
+        assert isinstance(self.handle, client.RankHandle)
+        assert self.layout is not None
+        fresh = Store(self.layout)
+        try:
+            self.handle.resume(fresh.regions, timeout_s=20.0)
+        except KvxferdError as error:
+            self.tell(f"cannot wake: {error}")
+            self.world.after(RETRY_S, self.do, self.resume)
+            return
+        self.store, self.is_suspended = fresh, False
+        self.tell("is awake")
+
+    # --- events
+
+    def _handle(self, event: client.Event) -> None:
+        self.tell(_text(event))
+        match event:
+            case client.Delivered():
+                self._ended(event.ticket.number, "delivered", event)
+            case client.Failed():
+                self._ended(event.ticket.number, "failed" if event.safe_to_reuse else "in-doubt", event)
+            case client.Quiesced():
+                self._quiesced(event.ticket.number)
+            case client.Released():
+                self._released(event.transfer_id, event.why)
+            case client.PublishRefused():
+                self._released(event.transfer_id, event.code, event.message)
+            case client.Suspended():
+                self._suspended()
+            case client.Disconnected():
+                self.world.violate(Check.REASON, f"the session of {self.name} ended: {event.message}")
+
+    def _ended(self, ticket: int, how: str, event: client.Delivered | client.Failed) -> None:
+        pull = self.pulls.get(ticket)
+        if pull is None or pull.ended:
+            self.world.violate(Check.ONE_END, f"pull {ticket} of {self.name} ends twice")
+            return
+        world, now = self.world, self.world.kernel.now
+        pull.ended = how
+        world.open_pulls.pop(pull, None)
+        pull.transfer.last_read = now
+        if isinstance(event, client.Delivered):
+            self._check_delivered(pull, event)
+        else:
+            world.check_reason(pull, event)
+        if how == "in-doubt":
+            world.expectations.expect(
+                Check.DOUBT,
+                f"the blocks of pull {ticket} of {self.name} stay in doubt",
+                (self, *world.node_names),
+                DOUBT_S,
+                lambda: pull.is_quiesced or not self.is_alive,
+            )
+        else:
+            self._free(pull)
+        wanted = pull.wanted
+        if how != "delivered" and wanted.attempts < MAX_ATTEMPTS:
+            world.after(
+                world.rng.choice((0.01, 0.2, 1.0)),
+                self.do,
+                lambda: None if wanted.is_delivered else self.pull(pull.transfer, wanted),
+            )
+
+    def _check_delivered(self, pull: Pull, event: client.Delivered) -> None:
+        assert self.store is not None
+        ticket = event.ticket.number
+        pull.wanted.is_delivered = True
+        if not pull.kernels.is_done:
+            self.world.violate(Check.BEFORE_KERNELS, f"pull {ticket} of {self.name} has read into used blocks")
+        if wrong := self.store.wrong(pull.lists, pull.transfer.number, pull.transfer.num_tokens):
+            self.world.violate(Check.RIGHT_BYTES, f"pull {ticket} of {self.name}: {wrong}")
+        self.world.num_checked += 1
+        reader = f"{self.engine.shape.name} {self.generation}"
+        pull.transfer.delivered.setdefault(reader, set()).add(self)
+        transfer = pull.transfer
+        if transfer.num_done() >= transfer.num_readers:
+            publisher = transfer.publisher
+            self.world.expectations.expect(
+                Check.COMPLETED,
+                f"{transfer.transfer_id} of {publisher.name} is not released, and all have it",
+                (publisher, self, *self.world.node_names),
+                COMPLETED_S,
+                lambda: transfer.is_over or not publisher.is_alive,
+            )
+
+    def _quiesced(self, ticket: int) -> None:
+        pull = self.pulls.get(ticket)
+        if pull is None or pull.ended != "in-doubt":
+            self.world.violate(Check.ONE_END, f"pull {ticket} of {self.name} is quiesced, and was not in doubt")
+            return
+        pull.is_quiesced = True
+        self._free(pull)
+
+    def _free(self, pull: Pull) -> None:
+        assert pull.ticket is not None
+        del self.pulls[pull.ticket.number]
+        if self.store is not None:
+            self.check_memory()
+            self.store.take_back(pull.lists)
+
+
+def _text(event: client.Event) -> str:
+    match event:
+        case client.Failed():
+            safe = "" if event.safe_to_reuse else ", blocks in doubt"
+            return f"Failed {event.ticket.number} ({event.code}{safe}): {event.message}"
+        case client.Delivered() | client.Quiesced():
+            return f"{type(event).__name__} {event.ticket.number}"
+        case client.Released():
+            return f"Released {event.transfer_id} ({event.why})"
+        case client.PublishRefused():
+            return f"PublishRefused {event.transfer_id} ({event.code}): {event.message}"
+        case _:
+            return str(event)

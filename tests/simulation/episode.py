@@ -1,0 +1,271 @@
+"""One episode: a world is built, faults strike under traffic, and all comes to rest."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from tests.simulation.checks import Check, Violation
+from tests.simulation.engine import EngineShape, Transfer
+from tests.simulation.faults import Fault, Faults, draw_faults
+from tests.simulation.kernel import SimulationError
+from tests.simulation.world import Traits, World
+
+START_S = 30.0
+REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
+LOOK_S = 5.0
+TRAFFIC_S = (0.002, 0.01, 0.03, 0.3)
+NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
+WORKS_AGAIN_S = 15.0
+
+
+class Size(msgspec.Struct, frozen=True):
+    """How much there is in an episode."""
+
+    nodes: int = 2
+    engines: int = 4
+    faults: int = 30
+
+
+class Result(msgspec.Struct):
+    """What an episode came to."""
+
+    seed: int
+    faults: dict[str, int] = {}
+    in_flight: int = 0  # faults that struck while a pull was in flight
+    switches: int = 0
+    virtual_s: float = 0.0
+    wanted: int = 0
+    delivered: int = 0
+    late: int = 0  # pieces of failed reads that have landed
+    check: str = ""  # what is broken
+    problem: str = ""
+    digest: str = ""
+    story: list[str] = []
+
+
+class Episode:
+    """Draws everything from its seed. `faults`: instead of those that the seed draws."""
+
+    def __init__(
+        self, seed: int, size: Size, faults: Sequence[Fault] | None = None, keeps_story: bool = False
+    ) -> None:
+        self.size = size
+        self.rng = random.Random(seed)
+        self.result = Result(seed)
+        self._counts: Counter[str] = Counter()
+        names = [f"n{number}" for number in range(size.nodes)]
+        self.traits = self._draw_traits()
+        shapes = self._draw_engines(names)
+        self.drawn = draw_faults(self.rng, size.faults)
+        self.faults = self.drawn if faults is None else list(faults)
+        self._by_pull: dict[int, list[Fault]] = {}
+        for fault in self.faults:
+            self._by_pull.setdefault(fault.pull, []).append(fault)
+        self._num_pulls = 0
+        self._ends_at_pull = max((fault.pull for fault in self.drawn), default=0) + 6
+        self.world = World(self.rng.getrandbits(64), self.traits, names, shapes, keeps_story)
+        self.world.on_pull = self._pull_started
+        self._faults = Faults(self.world, self._struck)
+        self.world.tell("episode", f"seed {seed}, {self.traits}, {len(self.faults)} faults")
+
+    def _draw_traits(self) -> Traits:
+        rng = self.rng
+        return Traits(
+            transport=rng.choice(("cma", "cma", "tcp", "rdma")),
+            is_slow=rng.random() < 0.33,
+            read=rng.choice(("direct", "covering", "auto")),
+            has_low_limits=rng.random() < 0.15,
+            preempt_share=rng.choice((0.0, 0.0, 0.002)),
+        )
+
+    def _draw_engines(self, names: list[str]) -> list[EngineShape]:
+        rng = self.rng
+        shapes = []
+        for number in range(self.size.engines):
+            is_source = number % 2 == 0
+            home = names[number % len(names)] if rng.random() < 0.7 else rng.choice(names)
+            spans = rng.random() < 0.25
+            num_ranks = rng.choice((1, 2, 2))
+            shapes.append(
+                EngineShape(
+                    f"{'prefill' if is_source else 'decode'}{number}",
+                    tuple(home if not spans or not rank else rng.choice(names) for rank in range(num_ranks)),
+                    is_source,
+                    rng.choice(("HND", "NHD")),
+                    has_scheduler=rng.random() < 0.5,
+                    says_ready=rng.random() < 0.4,
+                    has_gpu=rng.random() < 0.25,
+                )
+            )
+        return shapes
+
+    # --- running
+
+    def run(self) -> Result:
+        """Run it all; the result says what is broken, if anything is."""
+        result, world, kernel = self.result, self.world, self.world.kernel
+        gc.disable()  # a collector would close one process's descriptors in another
+        try:
+            self._run()
+        except Violation as violation:
+            result.check, result.problem = violation.check.name, violation.text
+        except SimulationError as error:
+            result.check, result.problem = Check.HUNG.name, str(error)
+        result.faults = dict(self._counts)
+        result.switches, result.virtual_s = kernel.num_switches, kernel.now - kernel.began
+        result.wanted = len(world.wanted)
+        result.delivered = sum(wanted.is_delivered for wanted in world.wanted)
+        result.late = world.fabric.num_late
+        state = (kernel.num_switches, kernel.now, kernel.rng.random(), result.problem)
+        result.digest = hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+        result.story = world.story or []
+        world.close()
+        return result
+
+    def _run(self) -> None:
+        self._wait_ready()
+        self._traffic()
+        self._wait(lambda: self._num_pulls >= self._ends_at_pull, 600.0)
+        self._faults.is_over = True
+        self._faults.heal()
+        self.world.fabric.hurry()
+        self._rest()
+        self._check_works_again()
+        self._rest()
+        self.world.tell("episode", "is at rest")
+
+    def _wait(self, until: object, limit_s: float, step_s: float = 0.05) -> bool:
+        """Let the world go on; raise Violation where a promise is broken."""
+        assert callable(until)
+        kernel, world = self.world.kernel, self.world
+        end = kernel.now + limit_s
+        while not until():
+            if world.violation is not None:
+                raise world.violation
+            if kernel.failures:
+                process, text = kernel.failures[0]
+                raise Violation(Check.NO_BUG, f"{process.name} raises: {text}")
+            if kernel.now >= end:
+                return False
+            kernel.sleep(step_s)
+        return True
+
+    def _wait_ready(self) -> None:
+        if not self._wait(lambda: self.world.is_ready, START_S):
+            raise Violation(Check.REGISTERED, "an engine is not registered")
+
+    def _rest(self) -> None:
+        """Wait until nothing is left, or must have ended."""
+
+        def is_at_rest() -> bool:
+            return not self._left()
+
+        if not self._wait(is_at_rest, REST_S, LOOK_S):
+            raise Violation(Check.REST, "; ".join(self._left()))
+        for engine in self.world.engines:
+            for worker in engine.workers:
+                worker.check_memory()
+        self._wait(lambda: True, 0.0)
+        if self.world.violation is not None:
+            raise self.world.violation
+
+    def _left(self) -> list[str]:
+        """Return what would not be there at rest."""
+        found = []
+        for engine in self.world.engines:
+            found += [f"{w.name} is not ready" for w in engine.workers if not w.is_ready]
+            found += [f"{w.name} has {len(w.pulls)} pulls" for w in engine.workers if w.pulls]
+            found += [f"{engine.shape.name} has {name}" for name in engine.transfers]
+        found += [one.text for one in self.world.expectations.open]
+        return found
+
+    def _check_works_again(self) -> None:
+        """A transfer of each source arrives at the first attempt."""
+        world = self.world
+        for source in world.sources:
+            sink = self.rng.choice(world.sinks)
+            transfer = source.publish(1)
+            if transfer is None:
+                raise Violation(Check.WORKS_AGAIN, f"{source.shape.name} cannot publish at rest")
+            before = len(world.wanted)
+            sink.pull(transfer, WORKS_AGAIN_S)
+
+            def is_done(before: int = before, sink=sink) -> bool:
+                new = world.wanted[before:]
+                return len(new) == sink.num_ranks and all(wanted.is_delivered for wanted in new)
+
+            if not self._wait(is_done, WORKS_AGAIN_S + 1):
+                text = f"{transfer.transfer_id} of {source.shape.name} does not arrive at {sink.shape.name}"
+                raise Violation(Check.WORKS_AGAIN, text)
+            if any(wanted.attempts > 1 for wanted in world.wanted[before:]):
+                raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice at rest")
+
+    # --- traffic
+
+    def _traffic(self) -> None:
+        """Publish and have pulled, for as long as faults are to come."""
+        if self._faults.is_over:
+            return
+        world, rng = self.world, self.rng
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            source, num_readers = rng.choice(world.sources), rng.choice(NUM_READERS)
+            sinks = rng.sample(world.sinks, min(num_readers, len(world.sinks)))
+            if (transfer := source.publish(num_readers)) is not None:
+                self._have_pulled(sinks, transfer)
+        if rng.random() < 0.02:
+            self._pull_again()
+        world.after(rng.choice(TRAFFIC_S), self._traffic)
+
+    def _have_pulled(self, sinks: list, transfer: Transfer) -> None:
+        for sink in sinks:
+            delays_s = (0.0, 0.0, 0.003) if sink is sinks[0] else (0.0, 0.003, 0.03, 0.5)
+            self.world.after(self.rng.choice(delays_s), sink.pull, transfer)
+
+    def _pull_again(self) -> None:
+        """Have a transfer pulled that is over, maybe of an earlier life in which another had its id."""
+        past = [transfer for source in self.world.sources for transfer in source.past]
+        if past:
+            self.rng.choice(self.world.sinks).pull(self.rng.choice(past))
+
+    def _pull_started(self) -> None:
+        self._num_pulls += 1
+        for fault in self._by_pull.get(self._num_pulls, ()):
+            self.world.after(fault.delay_s, self._faults.plan, fault)
+
+    def _struck(self, kind: str) -> None:
+        self._counts[kind] += 1
+        self.result.in_flight += bool(self.world.open_pulls)
+
+
+def run_in_child(seed: int, size: Size, faults: Sequence[Fault] | None = None, keeps_story: bool = False) -> Result:
+    """Run an episode in a process of its own, which the simulated kernel takes over."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(reading)
+            result = Episode(seed, size, faults, keeps_story).run()
+            with open(writing, "wb", closefd=False) as out:
+                out.write(msgspec.msgpack.encode(result))
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with open(reading, "rb") as inward:
+        content = inward.read()
+    os.waitpid(pid, 0)
+    if not content:
+        return Result(seed, check=Check.HUNG.name, problem="the episode's process died")
+    return msgspec.msgpack.decode(content, type=Result)

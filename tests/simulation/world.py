@@ -1,0 +1,294 @@
+"""One world: nodes with their daemons, engines, and all that joins them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from kvxferd import client
+from kvxferd.config import Config
+from kvxferd.config.schema import (
+    HttpConfig,
+    LimitsConfig,
+    MoverConfig,
+    NodeConfig,
+    PeerConfig,
+    TransferConfig,
+)
+from kvxferd.errors import Code
+from tests.simulation import interposed, libzmq
+from tests.simulation.checks import Check, Expectations, Violation
+from tests.simulation.engine import Engine, EngineShape, Kernels, Pull, Wanted, Worker
+from tests.simulation.fabric import Fabric, Read, SimTransport
+from tests.simulation.kernel import Kernel, Process
+from tests.simulation.network import Network, Wire
+from tests.simulation.node import Nodes
+
+PORT = 9441
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What kind of episode it is."""
+
+    transport: str = "cma"
+    is_slow: bool = False  # reads take so long that cancels, deadlines and deaths meet them
+    read: str = "auto"
+    part_bytes: int = 0  # of block ids in one message; 0: as they are
+    has_low_limits: bool = False
+    preempt_share: float = 0.0  # of the looks at the clock at which another thread takes over
+    is_piecewise: bool = False  # sockets take and give few bytes at a time
+
+
+class World:
+    """Everything that is in an episode. `rng` draws what engines do, the kernel's what happens below."""
+
+    def __init__(
+        self, seed: int, traits: Traits, node_names: list[str], shapes: list[EngineShape], keeps_story: bool
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.traits = traits
+        self.node_names = node_names
+        self.kernel = Kernel(seed)
+        interposed.install(self.kernel, seed)
+        self.kernel.preempt_share = traits.preempt_share
+        self.network = Network(self.kernel)
+        self.network.on_send = self._on_send
+        libzmq.install(self.kernel, self.network, interposed.set_on)
+        self.fabric = Fabric(self.kernel, traits.transport, traits.is_slow, self._misused)
+        self.fabric.on_post = self._posted
+        self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)
+        self.expectations = Expectations(self)
+        self.directory = Path(tempfile.mkdtemp(prefix="kvxferd-simulation-", dir="/dev/shm"))
+        self.daemons: dict[str, Process] = {}
+        self.violation: Violation | None = None
+        self.story: list[str] | None = [] if keeps_story else None
+        self.open_pulls: dict[Pull, None] = {}
+        self.wanted: list[Wanted] = []
+        self.num_checked = 0
+        self.on_pull: Callable[[], None] = lambda: None
+        self.planned_at_read: list[tuple[float, Callable[[SimTransport], None]]] = []
+        # What happens to the next messages between nodes: None for a lost one, or seconds of delay.
+        self.planned_messages: list[tuple[frozenset[str] | None, float | None, Callable[[], None]]] = []
+        self._numbers = 0
+        self._install_log()
+        for name in node_names:
+            self.start_daemon(name)
+        self.engines = [Engine(self, shape) for shape in shapes]
+        for engine in self.engines:
+            engine.start()
+
+    # --- nodes
+
+    def host_of(self, node: str) -> str:
+        """Return a node's address."""
+        return f"10.0.0.{self.node_names.index(node) + 1}"
+
+    def endpoint_of(self, node: str) -> str:
+        """Return where a node's daemon is reached."""
+        return f"tcp://{self.host_of(node)}:{PORT}"
+
+    def socket_of(self, node: str) -> Path:
+        """Return a node's worker socket."""
+        return self.directory / node / "worker" / "worker.sock"
+
+    def _config_of(self, node: str) -> Config:
+        limits = LimitsConfig()
+        if self.traits.has_low_limits:
+            limits = LimitsConfig(
+                max_transfers_per_engine=3, max_pulls_per_rank=3, max_waiting_per_peer=4, max_waiting=8
+            )
+        return Config(
+            node=NodeConfig(run_dir=str(self.directory / node)),
+            http=HttpConfig(bind=""),
+            peer=PeerConfig(bind=self.endpoint_of(node)),
+            transfer=TransferConfig(),
+            mover=MoverConfig(read=self.traits.read),  # type: ignore[arg-type]
+            limits=limits,
+        )
+
+    def start_daemon(self, node: str) -> None:
+        """Start a node's daemon, unless it runs."""
+        daemon = self.daemons.get(node)
+        if daemon is None or daemon.is_dead:
+            self.daemons[node] = self.nodes.start_daemon(node, self._config_of(node))
+            self.expectations.disturb(0.0, node)
+
+    def kill_daemon(self, node: str) -> None:
+        """Kill a node's daemon."""
+        self.kernel.kill(self.daemons[node])
+        self.expectations.disturb(0.0, node)
+
+    def processes_of(self, node: str) -> list[Process]:
+        """Return the living processes of a node's daemon."""
+        daemon = self.daemons[node]
+        return [p for p in self.kernel.processes.values() if not p.is_dead and _descends(p, daemon)]
+
+    def movers_of(self, node: str) -> list[Process]:
+        """Return a node's movers."""
+        return [process for process in self.processes_of(node) if " mover " in process.name]
+
+    # --- engines
+
+    @property
+    def sources(self) -> list[Engine]:
+        """Those that publish."""
+        return [engine for engine in self.engines if engine.shape.is_source]
+
+    @property
+    def sinks(self) -> list[Engine]:
+        """Those that pull."""
+        return [engine for engine in self.engines if not engine.shape.is_source]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every engine is registered."""
+        return all(engine.is_ready for engine in self.engines)
+
+    def take_number(self) -> int:
+        """Return a number for another request's content."""
+        self._numbers += 1
+        return self._numbers
+
+    def pull_started(self) -> None:
+        """An engine has begun a pull."""
+        self.on_pull()
+
+    def after(self, delay_s: float, act: Callable[..., None], *arguments: Any) -> None:
+        """Have something happen in so many seconds, between two threads."""
+        self.kernel.at(self.kernel.now + delay_s, lambda: act(*arguments))
+
+    def launch(self, is_later: bool, kernels: Kernels, act: Callable[..., None], *arguments: Any) -> None:
+        """Have a GPU do something, now or some time later."""
+
+        def run() -> None:
+            act(*arguments)
+            kernels.is_done = True
+
+        if is_later and not self.fabric.is_hurried:
+            self.after(self.rng.choice((0.0, 0.001, 0.02, 0.3)), run)
+        else:
+            run()
+
+    def holders_of(self, memory_fd: int, but: Process) -> list[str]:
+        """Return the processes, other than one, that may read or write shared memory."""
+        inode = os.fstat(memory_fd).st_ino
+        ranges = []
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                span, _, _, _, number, *_ = line.split(maxsplit=5)
+                if int(number) == inode:
+                    begin, end = (int(text, 16) for text in span.split("-"))
+                    ranges.append((begin, end))
+        return [
+            transport.process.name
+            for transport in self.fabric.agents.values()
+            if transport.process is not but and transport.has_any(ranges)
+        ]
+
+    # --- what is seen
+
+    def tell(self, who: str, what: str) -> None:
+        """Add to the story."""
+        if self.story is not None:
+            self.story.append(f"{self.kernel.now - self.kernel.began:10.6f} {who}: {what}")
+
+    def violate(self, check: Check, text: str) -> None:
+        """A promise is broken: the first one ends the episode."""
+        if self.violation is None:
+            self.violation = Violation(check, text)
+            self.tell("oracle", str(self.violation))
+
+    def check_reason(self, pull: Pull, event: client.Failed) -> None:
+        """A pull fails for a reason that there is."""
+        is_cut_off = "inside a frame" in event.message or "descriptors were cut off" in event.message
+        if event.code in _OF_LIARS and not is_cut_off:
+            self.violate(
+                Check.REASON, f"pull {event.ticket.number} of {pull.worker.name} failed: {event.message}"
+            )
+
+    def _misused(self, kind: str, text: str) -> None:
+        self.violate(Check.LIBRARY, text)
+
+    def _install_log(self) -> None:
+        """Take what the processes log: an exception in there is a bug of theirs."""
+        world = self
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                world._logged(record.levelno, record.getMessage(), bool(record.exc_info), record.exc_info)
+
+        logging.basicConfig(handlers=[Handler()], level=logging.WARNING, force=True)
+
+        def take(_: object, name: str, event: dict[str, Any]) -> str:
+            has_error = bool(event.pop("exc_info", False)) or name == "exception"
+            text = " ".join(f"{key}={value}" for key, value in event.items())
+            world._logged(getattr(logging, name.upper(), logging.ERROR), text, has_error, True)
+            raise structlog.DropEvent
+
+        structlog.configure(
+            processors=[take], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
+        )
+
+    def _logged(self, level: int, text: str, is_exception: bool, info: Any) -> None:
+        import traceback
+
+        process = self.kernel.current.process.name
+        detail = traceback.format_exc() if is_exception and self.story is not None else ""
+        self.tell(f"{process} logs", f"{text} {detail}".rstrip())
+        if is_exception:
+            self.violate(Check.NO_BUG, f"{process} logs an exception: {text}")
+
+    # --- what goes wrong below
+
+    def _on_send(self, wire: Wire, payload: bytes) -> float | None:
+        hosts = frozenset((wire.dealer.host, wire.router.host))
+        for planned in self.planned_messages:
+            where, delay_s, strike = planned
+            if where is None or where == hosts:
+                self.planned_messages.remove(planned)
+                strike()
+                return delay_s
+        return 0.0
+
+    def _posted(self, transport: SimTransport, read: Read) -> None:
+        if self.planned_at_read:
+            delay_s, strike = self.planned_at_read.pop(0)
+            self.after(delay_s, strike, transport)
+
+    def close(self) -> None:
+        """Remove what is on the disk."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def num_fds(self, process: Process) -> int:
+        """Return how many descriptors a process has."""
+        return len(os.listdir(f"/proc/self/task/{process.thread_id}/fd"))
+
+
+def _descends(process: Process, of: Process) -> bool:
+    at: Process | None = process
+    while at is not None:
+        if at is of:
+            return True
+        at = at.parent
+    return False
+
+
+# Why no pull fails among honest nodes.
+_OF_LIARS = frozenset({
+    Code.OUT_OF_PLACE, Code.INTERNAL, Code.BLOCKS_INVALID, Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE,
+    Code.BAD_VERSION, Code.FRAME_TOO_LARGE, Code.BAD_FRAME, Code.NONCE_WRONG, Code.TOKENS_NOT_PUBLISHED,
+})  # fmt: skip
+
+UNLIMITED = resource.RLIM_INFINITY
+__all__ = ["Traits", "Worker", "World"]
