@@ -222,7 +222,7 @@ class Engine:
             {"full": BlockList(ids=ids)},
             num_tokens,
             num_readers,
-            self.rng.choice((30.0, 30.0, 5.0)),
+            self.rng.choice((8.0, 8.0, 2.0, 20.0)),
             list(self.workers),
             self.publisher,
         )
@@ -441,7 +441,8 @@ class Worker:
                 return
             nodes = tuple(self.world.node_names)
             text = f"{transfer.transfer_id} of {self.engine.reader} is not released after its lease"
-            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), transfer.lease_s + 10.0, parties)
+            # A grant of a reader that is gone may last as long as a lease of the daemon's.
+            self.world.expectations.expect(Check.LEASE, text, (self, *nodes), 8.0 + 4.0, parties)
 
         self.world.after(transfer.lease_s, look)
 

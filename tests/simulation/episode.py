@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import hashlib
 import os
@@ -18,6 +19,7 @@ from tests.simulation.kernel import SimulationError
 from tests.simulation.world import Traits, World
 
 START_S = 30.0
+STUCK_S = 10.0  # of real time
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
 LOOK_S = 5.0
 TRAFFIC_S = (0.002, 0.01, 0.03, 0.3)
@@ -252,6 +254,7 @@ def run_in_child(seed: int, size: Size, faults: Sequence[Fault] | None = None, k
         status = 1
         try:
             os.close(reading)
+            faulthandler.dump_traceback_later(STUCK_S, exit=True)
             result = Episode(seed, size, faults, keeps_story).run()
             with open(writing, "wb", closefd=False) as out:
                 out.write(msgspec.msgpack.encode(result))
@@ -265,7 +268,7 @@ def run_in_child(seed: int, size: Size, faults: Sequence[Fault] | None = None, k
     os.close(writing)
     with open(reading, "rb") as inward:
         content = inward.read()
-    os.waitpid(pid, 0)
+    _, status = os.waitpid(pid, 0)
     if not content:
-        return Result(seed, check=Check.HUNG.name, problem="the episode's process died")
+        return Result(seed, check=Check.HUNG.name, problem=f"the episode's process died: {status}")
     return msgspec.msgpack.decode(content, type=Result)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import errno
+import fcntl
 import heapq
 import itertools
 import os
@@ -100,6 +101,7 @@ class Kernel:
         self.latencies_s = latencies_s
         self.preempt_share = 0.0  # of the looks at the clock after which another thread runs
         self.num_switches = 0
+        self._is_between = False  # no thread runs, but what was to happen at a time
         self.failures: list[tuple[Process, str]] = []  # what threads have raised
         self.processes: dict[int, Process] = {}
         self._tasks: list[Task] = []
@@ -108,7 +110,7 @@ class Kernel:
         with select.epoll() as made:
             os.dup2(made.fileno(), EPOLL_FD)
         self._epoll = select.epoll.fromfd(EPOLL_FD)
-        host = Process(FIRST_PID - 1, "host", 0, None)
+        self.host = host = Process(FIRST_PID - 1, "host", 0, None)
         self._event = _EpollEvent()
         self.current = self._add_task(host, "host")
         self.current.baton.acquire()
@@ -172,10 +174,11 @@ class Kernel:
         main: Callable[[], None],
         keep_fds: Sequence[int] = (),
         uid: int = 0,
+        parent: Process | None = None,
     ) -> Process:
-        """Fork the running process: the child keeps these descriptors alone, and runs `main`."""
+        """Fork a process: the child keeps these descriptors alone, and runs `main`. `parent`: None: the host."""
         pid = FIRST_PID + len(self.processes)
-        process = Process(pid, name, uid, self.current.process)
+        process = Process(pid, name, uid, parent or self.host)
         self.processes[pid] = process
         task = self._add_task(process, name)
         forked = _thread.allocate_lock()
@@ -194,7 +197,7 @@ class Kernel:
                 main()
             except BaseException:
                 self.failures.append((process, traceback.format_exc()))
-            self._end(process)
+            self.kill(process)
 
         _thread.start_new_thread(run, ())
         forked.acquire()
@@ -225,8 +228,7 @@ class Kernel:
         task.state = TaskState.DONE
         for waiter in task.waiters:
             self.notify(waiter)
-        self._switch()
-        raise SimulationError(f"{task.name} runs although it has ended")
+        self._give_up()
 
     def join(self, task: Task, timeout_s: float | None) -> None:
         """Wait for a thread's end."""
@@ -236,19 +238,22 @@ class Kernel:
             self.wait((), None if deadline is None else deadline - self.now)
 
     def kill(self, process: Process) -> None:
-        """Kill a process at once, wherever it is. Idempotent."""
+        """Kill a process at once, wherever it is. Idempotent. Does not return where it is the caller's own."""
         if process.is_dead:
             return
-        if process is self.current.process:
-            self._end(process)
+        me = self.current
         process.is_dead = True
-        me, leader = self.current, process.leader
-        leader.killer = me
-        self.current = leader
-        leader.baton.release()
-        me.baton.acquire()
+        if process is me.process:
+            self._close_fds(process)
+        else:
+            process.leader.killer = me
+            self.current = process.leader
+            process.leader.baton.release()
+            me.baton.acquire()
         for act in process.on_death:
             act()
+        if process is me.process and not self._is_between:
+            self._give_up()
 
     def stop(self, process: Process) -> None:
         """Stop a process (SIGSTOP)."""
@@ -295,34 +300,17 @@ class Kernel:
 
     def _await_baton(self, task: Task) -> None:
         task.baton.acquire()
-        if task.process.is_dead:
-            self._close_and_park(task)
-
-    def _end(self, process: Process) -> NoReturn:
-        """End the running process."""
-        if self.current is not process.leader:
-            # The leader has the descriptors closed; nothing of this process runs after that.
-            process.is_dead = True
-            leader, leader.killer = process.leader, None
-            self.current = leader
-            leader.baton.release()
-            _park()
-        process.is_dead = True
-        self._close_and_park(self.current)
-
-    def _close_and_park(self, task: Task) -> NoReturn:
-        """Close the descriptors of a process that has ended, in its own table, and never run again."""
-        os.write(task.process.exit_write_fd, b"x")
-        _close_all_but({1, 2, EPOLL_FD})
-        task.state = TaskState.DONE
         if (killer := task.killer) is not None:
+            self._close_fds(task.process)
             self.current = killer
             killer.baton.release()
-        else:
-            for act in task.process.on_death:
-                act()
-            self._give_up()
-        _park()
+            _park()
+
+    @staticmethod
+    def _close_fds(process: Process) -> None:
+        """Close the descriptors of a process that has ended, on one of its threads."""
+        os.write(process.exit_write_fd, b"x")
+        _close_all_but({1, 2, EPOLL_FD})
 
     def _make_ready(self, task: Task) -> None:
         task.state = TaskState.READY
@@ -337,11 +325,14 @@ class Kernel:
         if chosen is me:
             return
         self._run(chosen)
+        if me.process.is_dead:
+            _park()
         self._await_baton(me)
 
-    def _give_up(self) -> None:
+    def _give_up(self) -> NoReturn:
         """Run whichever thread is next, and never this one."""
         self._run(self._next_task())
+        _park()
 
     def _run(self, task: Task) -> None:
         self.num_switches += 1
@@ -358,7 +349,12 @@ class Kernel:
             time_s, _, what, turn = heapq.heappop(heap)
             self.now = max(self.now, time_s)
             if not isinstance(what, Task):
-                what()
+                self._is_between = True
+                try:
+                    what()
+                except BaseException:
+                    self.failures.append((self.host, traceback.format_exc()))
+                self._is_between = False
                 continue
             if what.process.is_dead or what.turn != turn or what.state is TaskState.DONE:
                 continue
@@ -378,7 +374,7 @@ class Kernel:
         while error := self._control(_EPOLL_CTL_ADD, own, events | select.EPOLLONESHOT, task.id):
             if error != errno.EEXIST:
                 raise OSError(error, f"cannot wait for descriptor {fd} of {task.name}")
-            copy = os.dup(own)
+            copy = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, own + 1)
             if own != fd:
                 os.close(own)
             own = copy

@@ -17,6 +17,7 @@ from kvxferd.mover.process import forkserver
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.supervisor import forkserver_client
+from kvxferd.mover.transport import probe
 from kvxferd.wire.framing import Frame
 from tests.simulation.fabric import Fabric, SimTransport
 from tests.simulation.kernel import Kernel, Process
@@ -38,6 +39,7 @@ class Nodes:
         replace(forkserver_client, "_spawn", self._spawn_forkserver)
         replace(forkserver_client, "remove_shm_directory", lambda pid: None)
         replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
+        replace(probe, "tcp_bytes_received", lambda: 0)  # it looks at the first process's descriptors
         replace(os, "waitpid", lambda pid, options: (pid, 0))
         replace(os, "kill", lambda pid, number: kernel.kill(kernel.processes[pid]))
 
@@ -66,7 +68,7 @@ class Nodes:
             server.serve()
 
         name = f"{daemon.name} forkserver"
-        process = self.kernel.spawn(name, main, (control, *locks), daemon.uid)
+        process = self.kernel.spawn(name, main, (control, *locks), daemon.uid, daemon)
         return SimPopen(self.kernel, process)
 
     def start_mover(self, socket_fd: int, agent: AgentName, locks: Sequence[int]) -> Process:
@@ -82,7 +84,7 @@ class Nodes:
                 stream, transport, PollBackoff(lambda: True), lambda fd: self._exit_when(fd, _POLLIN)
             ).serve()
 
-        process = self.kernel.spawn(f"{parent.name} mover {agent}", main, (socket_fd, *locks), parent.uid)
+        process = self.kernel.spawn(f"{parent.name} mover {agent}", main, (socket_fd, *locks), parent.uid, parent)
         parent.on_death.append(lambda: self.kernel.kill(process))
         return process
 

@@ -35,6 +35,7 @@ from tests.simulation.network import Network, Wire
 from tests.simulation.node import Nodes
 
 PORT = 9441
+LEASE_S = 8.0  # of a transfer and of a grant
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class World:
             node=NodeConfig(run_dir=str(self.directory / node)),
             http=HttpConfig(bind=""),
             peer=PeerConfig(bind=self.endpoint_of(node)),
-            transfer=TransferConfig(),
+            transfer=TransferConfig(lease_s=LEASE_S, max_hold_s=60.0),
             mover=MoverConfig(read=self.traits.read),  # type: ignore[arg-type]
             limits=limits,
         )

@@ -41,6 +41,9 @@ LIMIT_S = 0.5  # for the whole probe; a mover does nothing else meanwhile
 DEVICE_LIMIT_S = 5.0
 NUM_ATTEMPTS = 3  # live memory may change between two reads of it
 
+# What reads that never ended may write: its memory is freed with the process.
+_WRITTEN_FOR_EVER: list[ProbedMemory] = []
+
 _INVERTED = bytes(255 - byte for byte in range(256))
 _TCP_INFO_BYTES = 232
 _BYTES_RECEIVED_OFFSET = 128  # tcpi_bytes_received of struct tcp_info
@@ -254,7 +257,9 @@ class _Probe:
                 if not self._is_stuck:
                     self._transport.deregister(target)
         finally:
-            if not self._is_stuck:  # otherwise the read may still write it
+            if self._is_stuck:
+                _WRITTEN_FOR_EVER.append(self._memory)  # the read may still write its target
+            else:
                 self._memory.free_target(target)
 
 
