@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 RETRY_S = 0.2
-RELEASE_HEARD_S = 8.0
-COMPLETED_S = 8.0
+RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
+COMPLETED_S = 14.0
 DOUBT_S = 30.0
 SUSPEND_S = 8.0
 REGISTER_S = 20.0
@@ -73,6 +73,7 @@ class Transfer:
     ref: client.TransferRef | None = None
     published_at: float = 0.0
     released: dict[Worker, Code] = field(default_factory=dict)
+    freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
     is_withdrawn: bool = False
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
@@ -130,7 +131,8 @@ class Engine:
         self.life = 0
         self.ranks: list[Worker] = []
         self.scheduler: Worker | None = None
-        self.transfers: dict[str, Transfer] = {}
+        self.transfers: dict[str, Transfer] = {}  # those that are not over
+        self.by_id: dict[str, Transfer] = {}  # of this life
         self.past: list[Transfer] = []
         self.is_up = False
         self._num_published = 0
@@ -166,7 +168,7 @@ class Engine:
         """Start all processes, as a new generation."""
         self.life += 1
         self.is_up = True
-        self.transfers, self._num_published = {}, 0
+        self.transfers, self.by_id, self._num_published = {}, {}, 0
         self.ranks = [self._start_rank(rank) for rank in range(self.num_ranks)]
         self.scheduler = None
         if self.shape.has_scheduler and self.shape.is_source:
@@ -226,7 +228,7 @@ class Engine:
             list(self.workers),
             self.publisher,
         )
-        self.transfers[transfer.transfer_id] = transfer
+        self.transfers[transfer.transfer_id] = self.by_id[transfer.transfer_id] = transfer
         transfer.publisher.do(lambda: transfer.publisher.publish(transfer))
         return transfer
 
@@ -252,6 +254,7 @@ class Worker:
         self.engine, self.world, self.node = engine, engine.world, node
         self.spec, self.layout = spec, layout
         self.generation = engine.generation
+        self.transfers = engine.by_id  # of its generation
         self.name = f"{engine.shape.name}.{engine.life}/{role}"
         self.store: Store | None = None
         self.graves: list[Store] = []  # memory that it has given back
@@ -295,6 +298,11 @@ class Worker:
     def tell(self, what: str) -> None:
         """Add to the episode's story."""
         self.world.tell(self.name, what)
+
+    def describe(self) -> str:
+        """Return what it is at, for people."""
+        connected = self.handle is not None and self.handle.is_connected
+        return f"{self.name} at {self.node}: ready={self.is_ready} connected={connected} pulls={len(self.pulls)}"
 
     def check_memory(self) -> None:
         """Whether nobody else has written."""
@@ -447,37 +455,45 @@ class Worker:
         self.world.after(transfer.lease_s, look)
 
     def _released(self, transfer_id: str, why: Code, refusal: str = "") -> None:
-        transfer = self.engine.transfers.get(transfer_id) if self.generation == self.engine.generation else None
+        """A transfer is over. Where its publisher hears so, every rank may use the blocks again."""
+        transfer = self.transfers.get(transfer_id)
         if transfer is None:
             return
         if refusal:
             transfer.refused = why
-            if why in (Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL):
+            if why in _OF_LIARS:
                 self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
         elif self in transfer.released:
             self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")
+        is_first = not transfer.released
         transfer.released[self] = why
         if why in (Code.COMPLETED, Code.ABANDONED):
             self._check_readers(transfer, why)
-        if self.store is not None:
-            self.store.take_back(transfer.lists)
-        living = [worker for worker in transfer.workers if worker.is_alive]
-        if transfer.refused is not None or all(worker in transfer.released for worker in living):
-            for worker in living:
-                if worker.store is not None and worker is not self:
-                    worker.store.take_back(transfer.lists)
+        over = transfer.workers if self is transfer.publisher else [self]
+        for worker in over:
+            if worker.store is not None and worker not in transfer.freed:
+                transfer.freed.add(worker)
+                worker.check_memory()
+                worker.store.take_back(transfer.lists)
+        if self is transfer.publisher:
             self.engine.forget(transfer)
-        elif len(transfer.released) == 1:
-            for worker in living:
-                self.world.expectations.expect(
-                    Check.RELEASE_HEARD,
-                    f"{worker.name} does not hear that {transfer_id} is released",
-                    (worker, *self.world.node_names),
-                    RELEASE_HEARD_S,
-                    lambda worker=worker: (
-                        worker in transfer.released or not worker.is_alive or worker.is_suspended
-                    ),
-                )
+        if is_first and not refusal:
+            for worker in transfer.workers:
+                self._expect_heard(transfer, worker)
+
+    def _expect_heard(self, transfer: Transfer, worker: Worker) -> None:
+        """A rank hears of a release, unless a daemon was restarted that knew that it should."""
+        world = self.world
+        nodes = (worker.node, transfer.publisher.node, self.engine.shape.nodes[0])
+
+        def has_heard() -> bool:
+            is_excused = any(world.started_at(node) > transfer.published_at for node in nodes)
+            return worker in transfer.released or not worker.is_ready or is_excused
+
+        text = f"{worker.name} does not hear that {transfer.transfer_id} is released"
+        world.expectations.expect(
+            Check.RELEASE_HEARD, text, (worker, *world.node_names), RELEASE_HEARD_S, has_heard
+        )
 
     def _check_readers(self, transfer: Transfer, why: Code) -> None:
         """Readers are the reason of a release only where they are done, or are about to hear that they are."""
@@ -735,6 +751,10 @@ class Worker:
         if self.store is not None:
             self.check_memory()
             self.store.take_back(pull.lists)
+
+
+# Why no publish of an honest engine is refused.
+_OF_LIARS = frozenset({Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL})
 
 
 def _text(event: client.Event) -> str:

@@ -28,6 +28,8 @@ from typing import NoReturn
 CLONE_FILES = 0x400
 FIRST_PID = 1000
 EPOLL_FD = 900  # in every process: what tells which thread's descriptors are ready
+MAX_LOOKS = 100  # at the clock without a wait: a thread that spins has to let others run
+SLICE_S, MAX_SLICE_S = 5e-5, 2e-3
 TICK_S = 2e-7  # how much each look at the clock takes, so that a loop over it ends
 _EPOLL_CTL_ADD, _EPOLL_CTL_DEL = 1, 2
 
@@ -99,6 +101,7 @@ class Kernel:
         self.now = 1_000.0
         self.began = self.now
         self.latencies_s = latencies_s
+        self._looks = self._spins = 0
         self.preempt_share = 0.0  # of the looks at the clock after which another thread runs
         self.num_switches = 0
         self._is_between = False  # no thread runs, but what was to happen at a time
@@ -119,8 +122,12 @@ class Kernel:
     # --- time
 
     def clock(self) -> float:
-        """Return the time. A look at it may be where another thread takes over."""
+        """Return the time. A look at it may be where another thread takes over, and many looks are."""
         self.now += TICK_S
+        self._looks += 1
+        if self._looks > MAX_LOOKS:
+            self._spins += 1
+            self.wait((), min(MAX_SLICE_S, SLICE_S * self._spins))
         if self.preempt_share and self.rng.random() < self.preempt_share:
             self.preempt()
         return self.now
@@ -145,7 +152,10 @@ class Kernel:
         if timeout_s is not None:
             deadline = self.now + max(0.0, timeout_s)
             heapq.heappush(self._heap, (deadline, next(self._order), task, task.turn))
+        self._looks = 0
         self._switch()
+        if timeout_s is None or fds:
+            self._spins = 0
         for (fd, _), own in zip(fds, watched, strict=True):
             self._control(_EPOLL_CTL_DEL, own, 0, 0)
             if own != fd:

@@ -82,6 +82,7 @@ class World:
         # What happens to the next messages between nodes: None for a lost one, or seconds of delay.
         self.planned_messages: list[tuple[frozenset[str] | None, float | None, Callable[[], None]]] = []
         self._numbers = 0
+        self._started_at: dict[str, float] = {}
         self._install_log()
         for name in node_names:
             self.start_daemon(name)
@@ -123,7 +124,12 @@ class World:
         daemon = self.daemons.get(node)
         if daemon is None or daemon.is_dead:
             self.daemons[node] = self.nodes.start_daemon(node, self._config_of(node))
+            self._started_at[node] = self.kernel.now
             self.expectations.disturb(0.0, node)
+
+    def started_at(self, node: str) -> float:
+        """Return when a node's daemon was started."""
+        return self._started_at[node]
 
     def kill_daemon(self, node: str) -> None:
         """Kill a node's daemon."""
@@ -209,6 +215,9 @@ class World:
         if self.violation is None:
             self.violation = Violation(check, text)
             self.tell("oracle", str(self.violation))
+            for engine in self.engines:
+                for worker in engine.workers:
+                    self.tell("oracle", worker.describe())
 
     def check_reason(self, pull: Pull, event: client.Failed) -> None:
         """A pull fails for a reason that there is."""
@@ -229,7 +238,7 @@ class World:
             def emit(self, record: logging.LogRecord) -> None:
                 world._logged(record.levelno, record.getMessage(), bool(record.exc_info), record.exc_info)
 
-        logging.basicConfig(handlers=[Handler()], level=logging.WARNING, force=True)
+        logging.basicConfig(handlers=[Handler()], level=logging.INFO, force=True)
 
         def take(_: object, name: str, event: dict[str, Any]) -> str:
             has_error = bool(event.pop("exc_info", False)) or name == "exception"
@@ -238,7 +247,7 @@ class World:
             raise structlog.DropEvent
 
         structlog.configure(
-            processors=[take], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING)
+            processors=[take], wrapper_class=structlog.make_filtering_bound_logger(logging.INFO)
         )
 
     def _logged(self, level: int, text: str, is_exception: bool, info: Any) -> None:
