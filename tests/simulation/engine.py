@@ -487,7 +487,9 @@ class Worker:
         nodes = (worker.node, transfer.publisher.node, self.engine.shape.nodes[0])
 
         def has_heard() -> bool:
-            is_excused = any(world.started_at(node) > transfer.published_at for node in nodes)
+            # A home knows the ranks of another node some time after either daemon was started.
+            since = transfer.published_at - (RELEASE_HEARD_S if worker.node != nodes[2] else 0.0)
+            is_excused = any(world.started_at(node) > since for node in nodes)
             return worker in transfer.released or not worker.is_ready or is_excused
 
         text = f"{worker.name} does not hear that {transfer.transfer_id} is released"
@@ -734,7 +736,12 @@ class Worker:
                 f"{transfer.transfer_id} of {publisher.name} is not released, and all have it",
                 (publisher, self, *self.world.node_names),
                 COMPLETED_S,
-                lambda: transfer.is_over or not publisher.is_alive,
+                lambda: (
+                    transfer.is_over
+                    or not publisher.is_alive
+                    # It does not know who has acknowledged: the lease ends it.
+                    or self.world.started_at(publisher.engine.shape.nodes[0]) > transfer.published_at
+                ),
             )
 
     def _quiesced(self, ticket: int) -> None:

@@ -7,6 +7,7 @@ next one.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from tests.simulation.kernel import Kernel, Process
 
 if TYPE_CHECKING:
     from tests.simulation.libzmq import SimSocket
+
+_TYPE = re.compile(rb"\xa1t[\xa0-\xbf]([A-Za-z]+)")
 
 RECONNECT_S = 0.1
 MAX_UNREAD_BYTES = 4 << 20  # of one way: what the buffers of both kernels hold
@@ -65,6 +68,7 @@ class Network:
         self.latencies_s: tuple[float, ...] = (5e-5, 2e-4, 1e-3)
         self.on_send: Callable[[Wire, bytes], float | None] = lambda wire, payload: 0.0
         self._severed: dict[frozenset[str], float] = {}  # by both hosts: until when nothing passes
+        self.tell: Callable[[str], None] = lambda what: None
         self._num_routes = 0
 
     # --- what goes wrong
@@ -86,6 +90,7 @@ class Network:
         if not wire.is_open:
             return
         wire.is_open = False
+        self.tell(f"{wire.dealer.process.name} is cut off from {wire.router.process.name}")
         self.wires.remove(wire)
         for way in (wire.to_router, wire.to_dealer):
             way.wire.clear()
@@ -122,6 +127,7 @@ class Network:
         route = b"\0" + self._num_routes.to_bytes(4, "big")
         wire = Wire(dealer, router, route, Way(router), Way(dealer))
         self.wires.append(wire)
+        self.tell(f"{dealer.process.name} is connected to {router.process.name}")
         router.connected(wire)
         dealer.connected(wire)
 
@@ -131,6 +137,8 @@ class Network:
         """Put one message on its way."""
         way = wire.way_to(to)
         delay_s = self.on_send(wire, payload)
+        sender = wire.dealer if to is wire.router else wire.router
+        self.tell(f"{sender.process.name} sends {to.process.name} {_name_of(payload)}")
         if delay_s is None:
             return  # lost, as where libzmq drops it
         arrival = max(way.last_arrival, self.kernel.now + self._latency() + delay_s)
@@ -167,3 +175,9 @@ class Network:
 
     def _latency(self) -> float:
         return self.kernel.rng.choice(self.latencies_s)
+
+
+def _name_of(payload: bytes) -> str:
+    """Return a message's name, for people."""
+    found = _TYPE.search(payload[:64])
+    return found[1].decode() if found else f"{len(payload)} bytes"

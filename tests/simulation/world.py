@@ -60,11 +60,13 @@ class World:
         self.rng = random.Random(seed)
         self.traits = traits
         self.node_names = node_names
+        self.story: list[str] | None = [] if keeps_story else None
         self.kernel = Kernel(seed)
         interposed.install(self.kernel, seed)
         self.kernel.preempt_share = traits.preempt_share
         self.network = Network(self.kernel)
         self.network.on_send = self._on_send
+        self.network.tell = lambda what: self.tell("network", what)
         libzmq.install(self.kernel, self.network, interposed.set_on)
         self.fabric = Fabric(self.kernel, traits.transport, traits.is_slow, self._misused)
         self.fabric.on_post = self._posted
@@ -73,7 +75,6 @@ class World:
         self.directory = Path(tempfile.mkdtemp(prefix="kvxferd-simulation-", dir="/dev/shm"))
         self.daemons: dict[str, Process] = {}
         self.violation: Violation | None = None
-        self.story: list[str] | None = [] if keeps_story else None
         self.open_pulls: dict[Pull, None] = {}
         self.wanted: list[Wanted] = []
         self.num_checked = 0
