@@ -75,7 +75,7 @@ class Transfer:
     released: dict[Worker, Code] = field(default_factory=dict)
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
-    is_withdrawn: bool = False
+    is_unheard: bool = False  # it was withdrawn, maybe before any daemon had it
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
     abandoned: set[str] = field(default_factory=set)
     pulls: list[Pull] = field(default_factory=list)
@@ -425,7 +425,9 @@ class Worker:
         if transfer.ref is None or not self.is_ready:
             return
         assert self.handle is not None
-        transfer.is_withdrawn = True
+        is_fresh = self.world.kernel.now < transfer.published_at + 0.05
+        # No daemon may have heard of it.
+        transfer.is_unheard |= is_fresh or not self.handle.is_connected
         self.handle.unpublish(transfer.ref)
         self.tell(f"unpublishes {transfer.transfer_id}")
 
@@ -489,7 +491,7 @@ class Worker:
         def has_heard() -> bool:
             # A home knows the ranks of another node some time after either daemon was started.
             since = transfer.published_at - (RELEASE_HEARD_S if worker.node != nodes[2] else 0.0)
-            is_excused = any(world.started_at(node) > since for node in nodes)
+            is_excused = transfer.is_unheard or any(world.started_at(node) > since for node in nodes)
             return worker in transfer.released or not worker.is_ready or is_excused
 
         text = f"{worker.name} does not hear that {transfer.transfer_id} is released"

@@ -15,10 +15,12 @@ import selectors
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Protocol
 
 from kvxferd import fd_wait
@@ -26,6 +28,7 @@ from kvxferd.mover.process import scatterer
 from tests.simulation.kernel import Kernel, Process, SimulationError, Task
 
 _SO_PEERPIDFD = 77
+_CLOCKS: frozenset[object] = frozenset({time.monotonic, time.perf_counter, time.time})
 _real_epoll_select = selectors.EpollSelector.select
 _real_poll = select.poll
 _real_precise_wait = fd_wait.PreciseWait.wait
@@ -216,7 +219,32 @@ def install(kernel: Kernel, seed: int) -> None:
     _install_chance(seed)
 
 
+def _functions_with_clocks() -> Iterator[FunctionType]:
+    """Yield the functions of the package that have a clock as the default of an argument."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("kvxferd."):
+            continue
+        for kind in [one for one in vars(module).values() if isinstance(one, type)]:
+            for function in vars(kind).values():
+                if isinstance(function, FunctionType) and _defaults_of(function) & _CLOCKS:
+                    yield function
+
+
+def _defaults_of(function: FunctionType) -> set[object]:
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return {value for value in values if isinstance(value, BuiltinFunctionType)}
+
+
 def _install_time(kernel: Kernel) -> None:
+    for function in _functions_with_clocks():
+        if function.__defaults__:
+            function.__defaults__ = tuple(
+                kernel.clock if isinstance(value, BuiltinFunctionType) and value in _CLOCKS else value
+                for value in function.__defaults__
+            )
+        for name, value in (function.__kwdefaults__ or {}).items():
+            if isinstance(value, BuiltinFunctionType) and value in _CLOCKS:
+                function.__kwdefaults__[name] = kernel.clock
     set_on(time, "monotonic", kernel.clock)
     set_on(time, "perf_counter", kernel.clock)
     set_on(time, "thread_time", kernel.peek)
@@ -263,21 +291,14 @@ def _install_descriptors(kernel: Kernel) -> None:
     def select_ready(selector: selectors.EpollSelector, timeout: float | None = None) -> Any:
         if timeout is not None and timeout <= 0:
             kernel.preempt()
-            return _real_epoll_select(selector, 0)
-        ready = _real_epoll_select(selector, 0)
-        if ready:
-            kernel.preempt()
-            return ready
-        kernel.wait(((selector.fileno(), select.EPOLLIN),), timeout)
+        elif not kernel.wait(((selector.fileno(), select.EPOLLIN),), timeout):
+            return []
         return _real_epoll_select(selector, 0)
 
     def precise_wait(waiting: Any, timeout_s: float | None, *, writable: bool = False) -> bool:
-        if _real_precise_wait(waiting, 0.0, writable=writable):
-            kernel.preempt()
-            return True
         events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
-        kernel.wait(((waiting._pollfd.fd, events),), timeout_s)
-        return _real_precise_wait(waiting, 0.0, writable=writable)
+        is_ready = kernel.wait(((waiting._pollfd.fd, events),), timeout_s)
+        return is_ready and _real_precise_wait(waiting, 0.0, writable=writable)
 
     set_on(selectors.EpollSelector, "select", select_ready)
     set_on(fd_wait.PreciseWait, "wait", precise_wait)

@@ -31,7 +31,7 @@ EPOLL_FD = 900  # in every process: what tells which thread's descriptors are re
 MAX_LOOKS = 100  # at the clock without a wait: a thread that spins has to let others run
 SLICE_S, MAX_SLICE_S = 5e-5, 2e-3
 TICK_S = 2e-7  # how much each look at the clock takes, so that a loop over it ends
-_EPOLL_CTL_ADD, _EPOLL_CTL_DEL = 1, 2
+_EPOLL_CTL_ADD, _EPOLL_CTL_MOD = 1, 3
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -65,6 +65,19 @@ class Task:
     turn: int = 0  # counts its waits: a wake-up of an earlier one is void
     waiters: list[Task] = field(default_factory=list)  # until it is done
     killer: Task | None = None  # who waits until this process's descriptors are closed
+    watches: dict[int, Watch] = field(default_factory=dict)  # by descriptor
+    is_fd_ready: bool = False  # which ended its last wait
+
+
+@dataclass(eq=False)
+class Watch:
+    """A descriptor that a thread waits for. `fd`: as epoll knows it."""
+
+    task: Task
+    fd: int
+    number: int = -1
+    is_armed: bool = False
+    is_known: bool = False
 
 
 @dataclass(eq=False)
@@ -108,6 +121,7 @@ class Kernel:
         self.failures: list[tuple[Process, str]] = []  # what threads have raised
         self.processes: dict[int, Process] = {}
         self._tasks: list[Task] = []
+        self._watches: list[Watch] = []
         self._heap: list[tuple[float, int, Task | Callable[[], None], int]] = []
         self._order = itertools.count()
         with select.epoll() as made:
@@ -143,11 +157,14 @@ class Kernel:
 
     # --- waiting
 
-    def wait(self, fds: Sequence[tuple[int, int]], timeout_s: float | None) -> None:
-        """Wait until one of (descriptor, poll's events) is ready, or the time is over, or a notification."""
+    def wait(self, fds: Sequence[tuple[int, int]], timeout_s: float | None) -> bool:
+        """Wait until one of (descriptor, poll's events) is ready, or the time is over, or a notification.
+
+        Return whether a descriptor was ready.
+        """
         task = self.current
         watched = [self._watch(fd, events, task) for fd, events in fds]
-        task.state = TaskState.BLOCKED
+        task.state, task.is_fd_ready = TaskState.BLOCKED, False
         task.turn += 1
         if timeout_s is not None:
             deadline = self.now + max(0.0, timeout_s)
@@ -156,10 +173,9 @@ class Kernel:
         self._switch()
         if timeout_s is None or fds:
             self._spins = 0
-        for (fd, _), own in zip(fds, watched, strict=True):
-            self._control(_EPOLL_CTL_DEL, own, 0, 0)
-            if own != fd:
-                os.close(own)
+        for watch in watched:
+            watch.is_armed = False
+        return task.is_fd_ready
 
     def sleep(self, seconds: float) -> None:
         """Let others run for so long."""
@@ -352,8 +368,11 @@ class Kernel:
     def _next_task(self) -> Task:
         heap = self._heap
         while True:
-            for task_id, _ in self._epoll.poll(0):
-                self.notify(self._tasks[task_id])
+            for number, _ in self._epoll.poll(0):
+                watch = self._watches[number]
+                if watch.is_armed and watch.task.state is TaskState.BLOCKED:
+                    watch.task.is_fd_ready = True
+                    self._make_ready(watch.task)
             if not heap:
                 raise SimulationError(f"nothing is left to run\n{self.describe()}")
             time_s, _, what, turn = heapq.heappop(heap)
@@ -375,20 +394,32 @@ class Kernel:
                 continue
             return what
 
-    def _watch(self, fd: int, events: int, task: Task) -> int:
-        """Have a descriptor wake a thread, once; return it, or the copy that is watched for it.
+    def _watch(self, fd: int, events: int, task: Task) -> Watch:
+        """Have a descriptor wake a thread, once.
 
-        Two processes may have one open file under one number, which epoll takes for the same.
+        Two processes may have one open file under one number, which epoll takes for the same: then a copy is
+        watched. What is watched stays so, and wakes nobody while it is not armed.
         """
-        own = fd
-        while error := self._control(_EPOLL_CTL_ADD, own, events | select.EPOLLONESHOT, task.id):
+        watch = task.watches.get(fd)
+        if watch is None:
+            watch = task.watches[fd] = Watch(task, fd)
+            self._watches.append(watch)
+            watch.number = len(self._watches) - 1
+        watch.is_armed = True
+        events |= select.EPOLLONESHOT
+        if not self._control(_EPOLL_CTL_MOD, watch.fd, events, watch.number) and watch.is_known:
+            return watch
+        if watch.fd != fd:
+            os.close(watch.fd)
+        watch.fd, watch.is_known = fd, True
+        while error := self._control(_EPOLL_CTL_ADD, watch.fd, events, watch.number):
             if error != errno.EEXIST:
                 raise OSError(error, f"cannot wait for descriptor {fd} of {task.name}")
-            copy = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, own + 1)
-            if own != fd:
-                os.close(own)
-            own = copy
-        return own
+            copy = fcntl.fcntl(watch.fd, fcntl.F_DUPFD_CLOEXEC, watch.fd + 1)
+            if watch.fd != fd:
+                os.close(watch.fd)
+            watch.fd = copy
+        return watch
 
     def _control(self, operation: int, fd: int, events: int, data: int) -> int:
         event = self._event

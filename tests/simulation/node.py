@@ -13,7 +13,7 @@ from kvxferd.daemon import Daemon
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import AgentName
 from kvxferd.mover.forkserver_protocol import TO_FORKSERVER, Fork, Forked
-from kvxferd.mover.process import forkserver
+from kvxferd.mover.process import backoff, forkserver
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.supervisor import forkserver_client
@@ -39,6 +39,8 @@ class Nodes:
         replace(forkserver_client, "_spawn", self._spawn_forkserver)
         replace(forkserver_client, "remove_shm_directory", lambda pid: None)
         replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
+        replace(backoff, "MAX_SERVING_PAUSE_S", 5e-3)  # in use it is shorter: most of an episode would be that
+        replace(backoff, "MAX_IDLE_PAUSE_S", 2e-2)
         replace(probe, "tcp_bytes_received", lambda: 0)  # it looks at the first process's descriptors
         replace(os, "waitpid", lambda pid, options: (pid, 0))
         replace(os, "kill", lambda pid, number: kernel.kill(kernel.processes[pid]))
