@@ -276,7 +276,15 @@ class GrantClient:
             )
 
         timeout_s = wait_s + self._context.settings.silent_after_s
-        self._peers.request(hold.ref.endpoint, make, timeout_s, on_reply, hold.rank.uid, waits=True)
+        self._peers.request(
+            hold.ref.endpoint,
+            make,
+            timeout_s,
+            on_reply,
+            hold.rank.uid,
+            waits=True,
+            is_wanted=lambda: hold.state is not GrantState.ENDED,
+        )
 
     def _handle_grant_reply(self, hold: HeldGrant, reply: ReplyMessage) -> None:
         if hold.state is not GrantState.REQUESTING:

@@ -23,6 +23,7 @@ from kvxferd.wire.peer import (
 
 Address = Endpoint | bytes  # a peer's endpoint, or the route of a connection that a peer opened
 OnReply = Callable[[ReplyMessage], None]
+ALWAYS: Callable[[], bool] = lambda: True
 NO_ADDRESS: Address = b""  # no route: no peer can reply
 
 CHECK_PEER = (
@@ -43,6 +44,7 @@ class _OpenRequest:
     ends_at: float
     silent_s: float  # the longest silence of the peer
     waiting_at: float  # when the last `StillWaiting` arrived; at first, when the request was sent
+    is_wanted: Callable[[], bool]  # whether to send it again
 
 
 class PeerRequests:
@@ -67,16 +69,20 @@ class PeerRequests:
         key: str = "",
         uid: int = NO_USER,
         silent_s: float = math.inf,
+        is_wanted: Callable[[], bool] = ALWAYS,
     ) -> None:
         """Send the message, repeatedly until a reply arrives. After `timeout_s`: `peer-unreachable`.
 
         `silent_s`: of a request that may wait at the peer. The peer is unreachable as soon as it has sent
         neither a reply nor `StillWaiting` for so long; one that keeps the request until `timeout_s` is not,
         and the code is `deadline`.
+
+        `is_wanted`: asked before it is sent again. One that is given up must not be: it would wait at the peer
+        anew, behind the message that took it back. A late reply to it is still taken.
         """
         number, now = message.request, self._context.now
         self._open[number] = _OpenRequest(
-            address, key, message, on_reply, uid, now, now + timeout_s, silent_s, now
+            address, key, message, on_reply, uid, now, now + timeout_s, silent_s, now, is_wanted
         )
         self._open_by_address.setdefault(address, {})[number] = None
         self._send(number)
@@ -93,7 +99,11 @@ class PeerRequests:
             self._context.emit(ReplyToPeer(open_request.address, open_request.message))
         else:
             self._context.emit(SendToPeer(open_request.address, open_request.message, open_request.uid))
-        self._context.after(("resend", number), self._context.settings.resend_s, lambda: self._send(number))
+        self._context.after(("resend", number), self._context.settings.resend_s, lambda: self._resend(number))
+
+    def _resend(self, number: int) -> None:
+        if self._open[number].is_wanted():
+            self._send(number)
 
     def _time_out(self, number: int) -> None:
         open_request = self._open[number]

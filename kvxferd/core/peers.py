@@ -15,7 +15,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ClosePeerConnection
 from kvxferd.core.fair_share import FairShare
 from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
-from kvxferd.core.peer_requests import CHECK_PEER, OnReply, PeerRequests
+from kvxferd.core.peer_requests import ALWAYS, CHECK_PEER, OnReply, PeerRequests
 from kvxferd.core.remote_engines import RemoteEngine
 from kvxferd.core.snapshot import PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.core.tables import decrease
@@ -68,6 +68,16 @@ class EngineWaiter(NamedTuple):
     on_learnt: OnLearnt
 
 
+class Question(NamedTuple):
+    """A request as `Peers.request` takes it."""
+
+    make_message: MakeMessage
+    timeout_s: float
+    on_reply: OnReply
+    waits: bool
+    is_wanted: Callable[[], bool]
+
+
 @dataclass(slots=True)
 class Peer:
     """One daemon, named by its endpoint. What was learnt from it is forgotten when it is silent."""
@@ -79,7 +89,7 @@ class Peer:
     last_seen_at: float | None = None  # when its last message arrived
     round_trip_s: float | None = None  # of the last message that a peer answers at once
     checked_at: float | None = None  # when `check` sent its last hello
-    waiting_for_welcome: list[tuple[MakeMessage, float, OnReply, bool]] = field(default_factory=list)
+    waiting_for_welcome: list[Question] = field(default_factory=list)
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
     learning: dict[EngineKey, list[EngineWaiter]] = field(default_factory=dict)
     assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
@@ -113,11 +123,12 @@ class Peers:
         on_reply: OnReply,
         uid: int,
         waits: bool = False,
+        is_wanted: Callable[[], bool] = ALWAYS,
     ) -> None:
         """Send a request for that user, after the hello. `make_message` gets the request number.
 
         `waits`: the request may wait at the peer for as long as `timeout_s`; a peer that is silent meanwhile
-        is unreachable all the same.
+        is unreachable all the same. `is_wanted`: see `PeerRequests.request`.
         """
         try:
             self._check_open_requests(endpoint, uid)
@@ -134,10 +145,11 @@ class Peers:
             on_reply(reply)
             self._forget_if_unused(peer)
 
+        question = Question(make_message, timeout_s, replied, waits, is_wanted)
         if peer.boot is not None:
-            self._send_request(peer, make_message, timeout_s, replied, waits)
+            self._send_request(peer, question)
             return
-        peer.waiting_for_welcome.append((make_message, timeout_s, replied, waits))
+        peer.waiting_for_welcome.append(question)
         if len(peer.waiting_for_welcome) == 1:
             self._send_hello(peer)
 
@@ -249,23 +261,27 @@ class Peers:
     def _is_used(self, peer: Peer) -> bool:
         return bool(peer.waiting_for_welcome) or self._peer_requests.has_open(peer.endpoint)
 
-    def _send_request(
-        self, peer: Peer, make_message: MakeMessage, timeout_s: float, on_reply: OnReply, waits: bool
-    ) -> None:
+    def _send_request(self, peer: Peer, question: Question) -> None:
         sent_at, settings = self._context.now, self._context.settings
         # Until the request is sent again the peer has nothing to send, and one message may be lost.
-        silent_s = settings.silent_after_s + 2 * settings.resend_s if waits else math.inf
+        silent_s = settings.silent_after_s + 2 * settings.resend_s if question.waits else math.inf
 
         def replied(reply: ReplyMessage) -> None:
             if isinstance(reply, PeerRefused) and reply.code is Code.PEER_UNREACHABLE:
                 self._mark_silent(peer)
             elif isinstance(reply, RequestDone | GrantsRenewed):  # a grant may wait at the source
                 peer.round_trip_s = self._context.now - sent_at
-            on_reply(reply)
+            question.on_reply(reply)
 
         number = self._peer_requests.next_id()
         self._peer_requests.request(
-            peer.endpoint, make_message(number), timeout_s, replied, uid=peer.uid, silent_s=silent_s
+            peer.endpoint,
+            question.make_message(number),
+            question.timeout_s,
+            replied,
+            uid=peer.uid,
+            silent_s=silent_s,
+            is_wanted=question.is_wanted,
         )
 
     def _send_hello(self, peer: Peer) -> None:
@@ -279,12 +295,12 @@ class Peers:
                 peer.boot = reply.boot
                 peer.round_trip_s = self._context.now - sent_at
                 self._context.run_in_batches(
-                    partial(self._send_after_welcome, peer, *wanted) for wanted in waiting
+                    partial(self._send_after_welcome, peer, question) for question in waiting
                 )
                 return
             self._mark_silent(peer)
             refused = as_refusal(reply)
-            self._context.run_in_batches(partial(on_reply, refused) for _, _, on_reply, _ in waiting)
+            self._context.run_in_batches(partial(question.on_reply, refused) for question in waiting)
 
         timeout_s = self._context.settings.silent_after_s
         self._peer_requests.request(peer.endpoint, message, timeout_s, replied, uid=peer.uid)
@@ -320,15 +336,13 @@ class Peers:
             endpoint=self._context.endpoint,
         )
 
-    def _send_after_welcome(
-        self, peer: Peer, make_message: MakeMessage, timeout_s: float, on_reply: OnReply, waits: bool
-    ) -> None:
+    def _send_after_welcome(self, peer: Peer, question: Question) -> None:
         """Send a request that waited for the hello, unless the peer is silent or forgotten since."""
         if self._peers.get(peer.endpoint) is peer and peer.boot is not None:
-            self._send_request(peer, make_message, timeout_s, on_reply, waits)
+            self._send_request(peer, question)
             return
         text = f"cannot reach {peer.endpoint}: it answered the hello, and nothing since; {CHECK_PEER}"
-        on_reply(PeerRefused(request=0, code=Code.PEER_UNREACHABLE, message=text))
+        question.on_reply(PeerRefused(request=0, code=Code.PEER_UNREACHABLE, message=text))
 
     def _mark_silent(self, peer: Peer) -> None:
         """Forget what was learnt from the peer: after a silence another daemon may be there.

@@ -87,7 +87,12 @@ class Expectations:
         return any(self._disturbed.get(party, 0.0) >= since for party in parties)
 
     def expect(
-        self, check: Check, text: str, parties: tuple[Hashable, ...], within_s: float, is_met: Callable[[], bool]
+        self,
+        check: Check,
+        text: str,
+        parties: tuple[Hashable, ...],
+        within_s: float,
+        is_met: Callable[[], bool],
     ) -> None:
         """Have it checked that `is_met` becomes true."""
         now = self._world.kernel.now

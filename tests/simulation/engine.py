@@ -302,7 +302,9 @@ class Worker:
     def describe(self) -> str:
         """Return what it is at, for people."""
         connected = self.handle is not None and self.handle.is_connected
-        return f"{self.name} at {self.node}: ready={self.is_ready} connected={connected} pulls={len(self.pulls)}"
+        return (
+            f"{self.name} at {self.node}: ready={self.is_ready} connected={connected} pulls={len(self.pulls)}"
+        )
 
     def check_memory(self) -> None:
         """Whether nobody else has written."""
@@ -724,7 +726,9 @@ class Worker:
         ticket = event.ticket.number
         pull.wanted.is_delivered = True
         if not pull.kernels.is_done:
-            self.world.violate(Check.BEFORE_KERNELS, f"pull {ticket} of {self.name} has read into used blocks")
+            self.world.violate(
+                Check.BEFORE_KERNELS, f"pull {ticket} of {self.name} has read into used blocks"
+            )
         if wrong := self.store.wrong(pull.lists, pull.transfer.number, pull.transfer.num_tokens):
             self.world.violate(Check.RIGHT_BYTES, f"pull {ticket} of {self.name}: {wrong}")
         self.world.num_checked += 1
@@ -749,7 +753,9 @@ class Worker:
     def _quiesced(self, ticket: int) -> None:
         pull = self.pulls.get(ticket)
         if pull is None or pull.ended != "in-doubt":
-            self.world.violate(Check.ONE_END, f"pull {ticket} of {self.name} is quiesced, and was not in doubt")
+            self.world.violate(
+                Check.ONE_END, f"pull {ticket} of {self.name} is quiesced, and was not in doubt"
+            )
             return
         pull.is_quiesced = True
         self._free(pull)

@@ -246,7 +246,9 @@ class Episode:
         self.result.in_flight += bool(self.world.open_pulls)
 
 
-def run_in_child(seed: int, size: Size, faults: Sequence[Fault] | None = None, keeps_story: bool = False) -> Result:
+def run_in_child(
+    seed: int, size: Size, faults: Sequence[Fault] | None = None, keeps_story: bool = False
+) -> Result:
     """Run an episode in a process of its own, which the simulated kernel takes over."""
     reading, writing = os.pipe()
     pid = os.fork()

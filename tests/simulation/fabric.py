@@ -298,9 +298,7 @@ class SimTransport:
         if not (lost and self._fabric.proves_over) and not settled:
             rng = self._kernel.rng
             read.late = {
-                index
-                for index in range(len(read.pieces))
-                if index not in read.landed and rng.random() < 0.5
+                index for index in range(len(read.pieces)) if index not in read.landed and rng.random() < 0.5
             }
             for index in read.late:
                 self._later(read, index, rng.uniform(0.0, LATEST_S))
@@ -308,7 +306,9 @@ class SimTransport:
             self.reads.pop(read, None)
 
     def _holds(self, address: int, size: int) -> bool:
-        return any(start <= address and address + size <= start + length for start, length in self._spans.items())
+        return any(
+            start <= address and address + size <= start + length for start, length in self._spans.items()
+        )
 
     def _violate(self, text: str) -> None:
         self._fabric.violate("violations", f"{self.process.name}: {text}")

@@ -117,9 +117,10 @@ class Network:
         if dealer.closed or dealer.process.is_dead or dealer.wire is not None:
             return
         router = self.listeners.get(address)
-        severed = router is not None and self._severed.get(
-            frozenset((dealer.host, router.host)), 0.0
-        ) > self.kernel.now
+        severed = (
+            router is not None
+            and self._severed.get(frozenset((dealer.host, router.host)), 0.0) > self.kernel.now
+        )
         if router is None or severed or router.process.is_stopped or dealer.process.is_stopped:
             self.kernel.at(self.kernel.now + RECONNECT_S, lambda: self._try_connect(dealer, address))
             return

@@ -39,7 +39,9 @@ class Nodes:
         replace(forkserver_client, "_spawn", self._spawn_forkserver)
         replace(forkserver_client, "remove_shm_directory", lambda pid: None)
         replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
-        replace(backoff, "MAX_SERVING_PAUSE_S", 5e-3)  # in use it is shorter: most of an episode would be that
+        replace(
+            backoff, "MAX_SERVING_PAUSE_S", 5e-3
+        )  # in use it is shorter: most of an episode would be that
         replace(backoff, "MAX_IDLE_PAUSE_S", 2e-2)
         replace(probe, "tcp_bytes_received", lambda: 0)  # it looks at the first process's descriptors
         replace(os, "waitpid", lambda pid, options: (pid, 0))
@@ -58,7 +60,13 @@ class Nodes:
     # --- the forkserver
 
     def _spawn_forkserver(
-        self, control: int, stderr: int, library: str, backend: object, lock_fd: int | None, environment: object
+        self,
+        control: int,
+        stderr: int,
+        library: str,
+        backend: object,
+        lock_fd: int | None,
+        environment: object,
     ) -> SimPopen:
         daemon = self.kernel.current.process
         locks = () if lock_fd is None else (lock_fd,)
@@ -86,7 +94,9 @@ class Nodes:
                 stream, transport, PollBackoff(lambda: True), lambda fd: self._exit_when(fd, _POLLIN)
             ).serve()
 
-        process = self.kernel.spawn(f"{parent.name} mover {agent}", main, (socket_fd, *locks), parent.uid, parent)
+        process = self.kernel.spawn(
+            f"{parent.name} mover {agent}", main, (socket_fd, *locks), parent.uid, parent
+        )
         parent.on_death.append(lambda: self.kernel.kill(process))
         return process
 

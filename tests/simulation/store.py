@@ -51,7 +51,9 @@ class Store:
         """Return what is wrong of a delivered request; "" if nothing is."""
         held = content.RequestBlocks(number, _ids(lists), num_tokens, lists["full"].first_token)
         found = content.check(self.bytes, self.layout, held)
-        return f"{found.wrong_items} of {found.checked_items}, {found.first_wrong}" if found.wrong_items else ""
+        return (
+            f"{found.wrong_items} of {found.checked_items}, {found.first_wrong}" if found.wrong_items else ""
+        )
 
     def lend(self, lists: Lists) -> None:
         """Let somebody write these blocks."""

@@ -7,6 +7,8 @@ import random
 import msgspec
 import pytest
 
+from kvxferd.core import events as ev
+from kvxferd.core.effects import SendToPeer
 from kvxferd.core.snapshot import PullRecord, ReleaseRecord
 from kvxferd.errors import Code
 from kvxferd.layout import Group, PackedBlocks, pack_ids
@@ -14,7 +16,7 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import Consumer, GrantRequest
+from kvxferd.wire.peer import Consumer, GrantRequest, ReleaseGrant
 from tests.support.simulation import Mover, Worker, World, mover_of, spec_of
 
 DELIVERED_BOTH_WAYS = True
@@ -781,3 +783,13 @@ def test_a_pull_that_fails_behind_its_last_chunk_has_hidden_nothing(world, sourc
     end_read(sink, code=Code.RELEASED)
     record = record_of(sink)
     assert (record.code, record.hidden_bytes, record.handover_s) == (Code.RELEASED, 0, None)
+
+
+def test_what_is_given_up_is_not_asked_again(world, source, sink):
+    """A deadline and the time to ask again fall into one turn: the question would wait there anew."""
+    pull(sink, unpublished(source), deadline_s=world.settings.resend_s - 0.1)
+    late = world.now + 2 * world.settings.resend_s
+    effects = sink.host.node.feed(ev.Tick(), late)
+    sent = [type(effect.message) for effect in effects if isinstance(effect, SendToPeer)]
+    assert ReleaseGrant in sent
+    assert GrantRequest not in sent

@@ -7,6 +7,8 @@ import pytest
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.context import CALLS_PER_TURN
+from kvxferd.core.peer_requests import ALWAYS
+from kvxferd.core.peers import Question
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
@@ -86,10 +88,9 @@ def test_who_waits_when_the_peer_is_dropped_asks_it_nothing_more(
     replies: list[object] = []
     peer = node.peers.admit(endpoint, 0)
     peer.boot = "boot"
-    waiting = [(lambda request: pytest.fail("it was asked"), 1.0, replies.append, False)]
+    question = Question(lambda request: pytest.fail("it was asked"), 1.0, replies.append, False, ALWAYS)
     node.peers.drop(endpoint)
-    for wanted in waiting:
-        node.peers._send_after_welcome(peer, *wanted)
+    node.peers._send_after_welcome(peer, question)
     assert [reply.code for reply in replies] == [Code.PEER_UNREACHABLE]
 
 
