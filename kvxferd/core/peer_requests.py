@@ -23,7 +23,6 @@ from kvxferd.wire.peer import (
 
 Address = Endpoint | bytes  # a peer's endpoint, or the route of a connection that a peer opened
 OnReply = Callable[[ReplyMessage], None]
-ALWAYS: Callable[[], bool] = lambda: True
 NO_ADDRESS: Address = b""  # no route: no peer can reply
 
 CHECK_PEER = (
@@ -31,6 +30,11 @@ CHECK_PEER = (
     "references to a daemon that came back on another port are void), that this node can connect to it, and "
     "that the allow-lists there admit it (a line `peer turned away` of the log there)"
 )
+
+
+def always() -> bool:
+    """Return True."""
+    return True
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ class PeerRequests:
         key: str = "",
         uid: int = NO_USER,
         silent_s: float = math.inf,
-        is_wanted: Callable[[], bool] = ALWAYS,
+        is_wanted: Callable[[], bool] = always,
     ) -> None:
         """Send the message, repeatedly until a reply arrives. After `timeout_s`: `peer-unreachable`.
 
@@ -77,7 +81,7 @@ class PeerRequests:
         neither a reply nor `StillWaiting` for so long; one that keeps the request until `timeout_s` is not,
         and the code is `deadline`.
 
-        `is_wanted`: asked before it is sent again. One that is given up must not be: it would wait at the peer
+        `is_wanted`: whether to send it again. One that was given up must not be: it would wait at the peer
         anew, behind the message that took it back. A late reply to it is still taken.
         """
         number, now = message.request, self._context.now

@@ -15,7 +15,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ClosePeerConnection
 from kvxferd.core.fair_share import FairShare
 from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
-from kvxferd.core.peer_requests import ALWAYS, CHECK_PEER, OnReply, PeerRequests
+from kvxferd.core.peer_requests import CHECK_PEER, OnReply, PeerRequests, always
 from kvxferd.core.remote_engines import RemoteEngine
 from kvxferd.core.snapshot import PeerSnapshot, RemoteEngineSnapshot
 from kvxferd.core.tables import decrease
@@ -123,7 +123,7 @@ class Peers:
         on_reply: OnReply,
         uid: int,
         waits: bool = False,
-        is_wanted: Callable[[], bool] = ALWAYS,
+        is_wanted: Callable[[], bool] = always,
     ) -> None:
         """Send a request for that user, after the hello. `make_message` gets the request number.
 

@@ -7,7 +7,7 @@ import pytest
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.context import CALLS_PER_TURN
-from kvxferd.core.peer_requests import ALWAYS
+from kvxferd.core.peer_requests import always
 from kvxferd.core.peers import Question
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.wire import worker as wk
@@ -88,7 +88,7 @@ def test_who_waits_when_the_peer_is_dropped_asks_it_nothing_more(
     replies: list[object] = []
     peer = node.peers.admit(endpoint, 0)
     peer.boot = "boot"
-    question = Question(lambda request: pytest.fail("it was asked"), 1.0, replies.append, False, ALWAYS)
+    question = Question(lambda request: pytest.fail("it was asked"), 1.0, replies.append, False, always)
     node.peers.drop(endpoint)
     node.peers._send_after_welcome(peer, question)
     assert [reply.code for reply in replies] == [Code.PEER_UNREACHABLE]
