@@ -8,12 +8,15 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from tests.proofs.mutants.mutant import ROOT, Mutant
+from tests.proofs.mutants.mutant import Mutant
+from tests.proofs.mutants.run import run_module
 
+SIMULATION = "tests.property.simulation"
 CONTROL_FAULTS = 300
 # Ten thousand faults take a minute on an idle core.
 TIMEOUT_S = 300.0
 MAX_FALSE_ALARMS = 2
+HANGS, ENDS = "hangs", "ends"
 
 
 class Outcome(NamedTuple):
@@ -23,21 +26,24 @@ class Outcome(NamedTuple):
     faults: int | None
     how: str
 
-
-def _simulation(seed: int, faults: int) -> list[str]:
-    return ["tests.property.simulation", "--faults", str(faults), "--seed", str(seed)]
+    @property
+    def has_stopped_it(self) -> bool:
+        """Whether the simulation has not come to its end with the mutant."""
+        return self.how.startswith((HANGS, ENDS))
 
 
 def check_control(seed: int) -> None:
     """Raise SystemExit where the simulation fails without a bug: then it proves nothing."""
-    command = [sys.executable, "-m", *_simulation(seed, CONTROL_FAULTS)]
-    done = _run(command)
+    done = _run(None, "--faults", CONTROL_FAULTS, "--seed", seed)
     if done.returncode != 0:
         raise SystemExit(f"the simulation fails without a mutant:\n{done.stdout}{done.stderr}")
 
 
 def simulate(mutant: Mutant, seed: int, max_faults: int) -> Outcome:
-    """Run the simulation with the bug, from a seed of its own; from others where that finds a false alarm."""
+    """Run the simulation with the bug, from a seed of its own; from others where that finds a false alarm.
+
+    `Outcome.how` begins with "caught after", "missed:", "hangs:" or "ends:", the last where it cannot go on.
+    """
     rng = random.Random(f"{seed} {mutant.name}")
     num_faults = 0
     for _ in range(MAX_FALSE_ALARMS + 1):
@@ -53,15 +59,13 @@ def simulate(mutant: Mutant, seed: int, max_faults: int) -> Outcome:
 
 def _simulate_once(mutant: Mutant, seed: int, max_faults: int) -> tuple[Outcome, int | None]:
     """Return what became of the mutant, and the episode in which something was broken."""
-    apply = [sys.executable, "-m", "tests.proofs.mutants.apply", mutant.name]
     try:
-        done = _run([*apply, *_simulation(seed, max_faults)])
+        done = _run(mutant, "--faults", max_faults, "--seed", seed)
     except subprocess.TimeoutExpired:
-        return Outcome(mutant, None, f"missed: no violation in {TIMEOUT_S:g} s of seed {seed}"), None
+        return Outcome(mutant, None, f"{HANGS}: no violation in {TIMEOUT_S:g} s of seed {seed}"), None
     lines = done.stdout.splitlines()
     if not lines:
-        how = f"missed: seed {seed}: the simulation ended: {done.stderr[-2000:]}"
-        return Outcome(mutant, None, how), None
+        return Outcome(mutant, None, f"{ENDS}: seed {seed}: {done.stderr[-2000:]}"), None
     told = json.loads(lines[-1])
     if done.returncode == 0:
         return Outcome(mutant, None, f"missed: {told['faults']} faults of seed {seed}"), None
@@ -72,10 +76,8 @@ def _simulate_once(mutant: Mutant, seed: int, max_faults: int) -> tuple[Outcome,
 
 def _fails(episode: int) -> bool:
     """Whether the episode fails without any bug: then it is the simulation's own, or a real defect."""
-    return (
-        _run([sys.executable, "-m", "tests.property.simulation", "--episode", str(episode)]).returncode != 0
-    )
+    return _run(None, "--episode", episode).returncode != 0
 
 
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+def _run(mutant: Mutant | None, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_module(mutant, SIMULATION, *map(str, arguments), timeout_s=TIMEOUT_S)
