@@ -6,6 +6,9 @@ and with --complete where a mutant is stale, or one that the simulation cannot n
 
 --matrix ROOM shows the unit tests that fail with each mutant of a folder of the package, such as core or
 mover/process, beside what the simulation makes of it: a line of JSON each, and a table on standard error.
+
+--generated N takes N mutants that are made from the source as it is, and shows what notices each: the
+simulation, only the tests, or nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from tests.proofs.mutants.matrix import print_matrix
 from tests.proofs.mutants.mutant import Mutant, all_mutants, proofs, stale, unproved
 from tests.proofs.mutants.prove import first_failing_test
 from tests.proofs.mutants.simulate import Outcome, check_control, simulate
+from tests.proofs.mutants.verdicts import OUTPUT, print_verdicts
 
 NEEDED_PERCENT = 95
 
@@ -35,9 +40,16 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=10_000, help="after which a mutant counts as missed")
     parser.add_argument("--complete", action="store_true", help="fail where a mutant is stale or unproved")
     parser.add_argument("--matrix", metavar="ROOM", help="which unit tests notice the mutants of this folder")
+    parser.add_argument("--generated", type=int, metavar="N", help="so many mutants that are made anew")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="for the lines of --generated")
     requested = parser.parse_args()
     seed = requested.seed if requested.seed is not None else random.SystemRandom().randrange(1 << 32)
     began = time.monotonic()
+    if requested.generated:
+        print(f"seed {seed}", file=sys.stderr, flush=True)
+        check_control(seed)
+        print_verdicts(requested.generated, seed, requested.faults, requested.jobs, requested.output)
+        return 0
     chosen, lacking = _choose(requested.only, requested.matrix)
     check_control(seed)
     if requested.matrix:
