@@ -138,5 +138,5 @@ def test_the_report_counts_by_operator_and_shows_what_the_simulation_has_missed(
     table = [line.split() for line in text.splitlines()]
     assert ["moved", "1", "(50.0", "%)", "0", "(0.0", "%)", "1", "(50.0", "%)"] in table
     assert ["all", *3 * ["1", "(33.3", "%)"]] in table
-    assert "not counted: b.py:4 stale does not start: NameError: z" in text
+    assert "not counted: b.py:4 stale: NameError: z" in text
     assert text.endswith("b.py:3 stale: noticed by tests: missed: 600 faults; test_b\n-v\n+w")

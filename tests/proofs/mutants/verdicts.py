@@ -121,11 +121,8 @@ def report(rows: Iterable[Row]) -> list[str]:
         cells = [sum(counts[operator, verdict] for operator in added) for verdict in VERDICTS]
         percents = [f"{cell} ({100 * cell / max(1, sum(cells)):.1f} %)" for cell in cells]
         lines.append(f"{name:14}" + "".join(f"{cell:>18}" for cell in percents))
-    not_started, missed = (
-        [row for row in rows if row.verdict == NOT_STARTED],
-        [row for row in rows if row.diff],
-    )
-    lines += [f"not counted: {row.name} {NOT_STARTED}: {row.how}" for row in not_started]
+    lines += [f"not counted: {row.name}: {row.how}" for row in rows if row.verdict == NOT_STARTED]
+    missed = [row for row in rows if row.diff]
     return lines + [
         f"\n{row.name}: noticed by {row.verdict}: {row.how}\n{row.diff.rstrip()}" for row in missed
     ]
