@@ -31,10 +31,11 @@ PROOFS = $(VENV)/bin/python -m tests.proofs
 proofs: $(STAMP)
 	$(PROOFS) $(ONLY) $(if $(CHANGED),--changed $(CHANGED)) $(ARGS)
 
-# One proof with arguments of its own: make chaos FAULTS=60 SEED=7, make hostile ONLY=flood, make hostile ARGS=--list.
+# One proof with arguments of its own: make chaos FAULTS=60 SEED=7, make hostile ONLY=flood, make hostile ARGS=--list,
+# make mutants GENERATED=100 SEED=7.
 chaos hostile mutants simulate: $(STAMP)
 	$(PROOFS) $(@:simulate=simulation) --args="$(if $(FAULTS),--faults $(FAULTS)) $(if $(SEED),--seed $(SEED)) \
-		$(if $(ONLY),--only $(ONLY)) $(ARGS)"
+		$(if $(ONLY),--only $(ONLY)) $(if $(GENERATED),--generated $(GENERATED)) $(ARGS)"
 
 # Random models between random deployments, every byte: N pairs through real movers, N by arithmetic.
 test-random: $(STAMP)

@@ -6,6 +6,9 @@ and with --complete where a mutant is stale, or one that the simulation cannot n
 
 --matrix ROOM shows the unit tests that fail with each mutant of a folder of the package, such as core or
 mover/process, beside what the simulation makes of it: a line of JSON each, and a table on standard error.
+
+--generated N takes N mutants that are made from the source as it is, and shows what notices each: the
+simulation, only the tests, or nothing.
 """
 
 from __future__ import annotations
@@ -14,29 +17,18 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from pathlib import Path
 
 from tests.proofs.mutants.matrix import print_matrix
-from tests.proofs.mutants.mutant import ROOT, Mutant, all_mutants, proofs, stale, unproved
+from tests.proofs.mutants.mutant import Mutant, all_mutants, proofs, stale, unproved
 from tests.proofs.mutants.prove import first_failing_test
+from tests.proofs.mutants.simulate import Outcome, check_control, simulate
+from tests.proofs.mutants.verdicts import OUTPUT, print_verdicts
 
 NEEDED_PERCENT = 95
-CONTROL_FAULTS = 300
-# Ten thousand faults take a minute on an idle core.
-TIMEOUT_S = 300.0
-MAX_FALSE_ALARMS = 2
-
-
-class Outcome(NamedTuple):
-    """What became of one mutant: `faults` until it was caught, None where it was not."""
-
-    mutant: Mutant
-    faults: int | None
-    how: str
 
 
 def main() -> int:
@@ -48,17 +40,24 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=10_000, help="after which a mutant counts as missed")
     parser.add_argument("--complete", action="store_true", help="fail where a mutant is stale or unproved")
     parser.add_argument("--matrix", metavar="ROOM", help="which unit tests notice the mutants of this folder")
+    parser.add_argument("--generated", type=int, metavar="N", help="so many mutants that are made anew")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="for the lines of --generated")
     requested = parser.parse_args()
     seed = requested.seed if requested.seed is not None else random.SystemRandom().randrange(1 << 32)
     began = time.monotonic()
+    if requested.generated:
+        print(f"seed {seed}", file=sys.stderr, flush=True)
+        check_control(seed)
+        print_verdicts(requested.generated, seed, requested.faults, requested.jobs, requested.output)
+        return 0
     chosen, lacking = _choose(requested.only, requested.matrix)
-    _check_control(seed)
+    check_control(seed)
     if requested.matrix:
-        print_matrix(chosen, requested.jobs, lambda one: _simulate(one, seed, requested.faults).how)
+        print_matrix(chosen, requested.jobs, lambda one: simulate(one, seed, requested.faults).how)
         return 0
     simulated = [mutant for mutant in chosen if mutant.is_for_simulation]
     with ThreadPoolExecutor(requested.jobs) as pool:
-        running = [pool.submit(_simulate, one, seed, requested.faults) for one in simulated]
+        running = [pool.submit(simulate, one, seed, requested.faults) for one in simulated]
         running += [pool.submit(_run_proof, one) for one in chosen if one.hostile]
         outcomes = []
         for future in running:
@@ -100,63 +99,6 @@ def _report(seed: int, outcomes: list[Outcome], chosen: list[Mutant], elapsed_s:
         "elapsed_s": round(elapsed_s, 1),
         "faults_to_catch": by_faults,
     }
-
-
-def _simulation(seed: int, faults: int) -> list[str]:
-    return ["tests.property.simulation", "--faults", str(faults), "--seed", str(seed)]
-
-
-def _check_control(seed: int) -> None:
-    """Raise SystemExit where the simulation fails without a bug: then it proves nothing."""
-    command = [sys.executable, "-m", *_simulation(seed, CONTROL_FAULTS)]
-    done = _run(command)
-    if done.returncode != 0:
-        raise SystemExit(f"the simulation fails without a mutant:\n{done.stdout}{done.stderr}")
-
-
-def _simulate(mutant: Mutant, seed: int, max_faults: int) -> Outcome:
-    """Run the simulation with the bug, from a seed of its own; from others where that finds a false alarm."""
-    rng = random.Random(f"{seed} {mutant.name}")
-    num_faults = 0
-    for _ in range(MAX_FALSE_ALARMS + 1):
-        outcome, episode = _simulate_once(mutant, rng.getrandbits(32), max_faults)
-        if outcome.faults is None:
-            return outcome
-        num_faults += outcome.faults
-        if episode is None or not _fails(episode):
-            return outcome._replace(faults=num_faults)
-        print(f"{mutant.name}: episode {episode} fails without it too", file=sys.stderr, flush=True)
-    return Outcome(mutant, None, f"missed: {MAX_FALSE_ALARMS + 1} episodes fail without it too")
-
-
-def _simulate_once(mutant: Mutant, seed: int, max_faults: int) -> tuple[Outcome, int | None]:
-    """Return what became of the mutant, and the episode in which something was broken."""
-    apply = [sys.executable, "-m", "tests.proofs.mutants.apply", mutant.name]
-    try:
-        done = _run([*apply, *_simulation(seed, max_faults)])
-    except subprocess.TimeoutExpired:
-        return Outcome(mutant, None, f"missed: no violation in {TIMEOUT_S:g} s of seed {seed}"), None
-    lines = done.stdout.splitlines()
-    if not lines:
-        how = f"missed: seed {seed}: the simulation ended: {done.stderr[-2000:]}"
-        return Outcome(mutant, None, how), None
-    told = json.loads(lines[-1])
-    if done.returncode == 0:
-        return Outcome(mutant, None, f"missed: {told['faults']} faults of seed {seed}"), None
-    found = next((line for line in done.stderr.splitlines() if line.startswith("episode ")), "")
-    outcome = Outcome(mutant, max(1, told["faults"]), f"caught after {told['faults']} faults: {found}")
-    return outcome, next(iter(told["failed_episodes"]), None)
-
-
-def _fails(episode: int) -> bool:
-    """Whether the episode fails without any bug: then it is the simulation's own, or a real defect."""
-    return (
-        _run([sys.executable, "-m", "tests.property.simulation", "--episode", str(episode)]).returncode != 0
-    )
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def _run_proof(mutant: Mutant) -> Outcome:

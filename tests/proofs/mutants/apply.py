@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import resource
 import runpy
 import sys
 
+from tests.proofs.mutants.generate import named
 from tests.proofs.mutants.mutant import all_mutants, plant
+
+MAX_MEMORY_BYTES = 4 << 30  # a bug may be a loop that fills a list
 
 
 def main() -> None:
-    """Plant the bug and run the module."""
+    """Plant the bug, load its module, which another may not need, and run the module."""
     name, module, *rest = sys.argv[1:]
-    plant(all_mutants()[name])
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    mutant = all_mutants().get(name) or named(name)
+    plant(mutant)
+    importlib.import_module(mutant.module)
     sys.argv = [module, *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

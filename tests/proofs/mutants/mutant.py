@@ -73,11 +73,12 @@ class Mutant:
 @cache
 def _places_of(old: str) -> list[Path]:
     """Return the file of each place of a text in the package."""
-    return [path for path, text in _sources().items() for _ in range(text.count(old))]
+    return [path for path, text in sources().items() for _ in range(text.count(old))]
 
 
 @cache
-def _sources() -> dict[Path, str]:
+def sources() -> dict[Path, str]:
+    """Return the text of each file of the package."""
     return {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 

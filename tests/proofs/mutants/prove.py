@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from tests.proofs.mutants.mutant import HERE, ROOT, Mutant, all_mutants, proofs, stale
+from tests.proofs.mutants.run import run_module
 
 TIMEOUT_S = 300
+_NO_TESTS = 5  # what pytest returns where its flags leave none
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -55,20 +56,26 @@ def write(proved: Mutant, test: str) -> None:
 
 def find_proof(mutant: Mutant, with_model: bool) -> str:
     """Return a test that fails with the mutant; "" where none of its room does."""
-    for places in _where_to_look(mutant, with_model):
+    for places in where_to_look(mutant, with_model):
         if test := first_failing_test(mutant, places):
             return test
     return ""
 
 
-def _where_to_look(mutant: Mutant, with_model: bool) -> list[list[str]]:
-    """Return folders and files of tests, the likely ones first."""
+def where_to_look(mutant: Mutant, with_model: bool) -> list[list[str]]:
+    """Return files and folders of tests: the likely ones, the room, and others that import the module."""
     unit = ROOT / "tests" / "unit"
     room = next(path for path in (unit / mutant.room, *(unit / mutant.room).parents) if path.is_dir())
     word = mutant.path.stem.split("_")[0].rstrip("s")
     likely = sorted(str(p.relative_to(ROOT)) for p in room.glob(f"test_*{word}*.py"))
+    imports = re.compile(rf"^\s*(?:from|import) {re.escape(mutant.module)}\b", re.MULTILINE)
+    others = [path for path in sorted(unit.rglob("test_*.py")) if room not in path.parents]
+    elsewhere = [str(p.relative_to(ROOT)) for p in others if imports.search(p.read_text())]
+    properties = f"tests/property/{mutant.room.partition('/')[0]}"
+    elsewhere += [properties] if (ROOT / properties).is_dir() else []
     wide = ["tests/property/model/test_model.py"] if with_model else []
-    return [places for places in (likely, [str(room.relative_to(ROOT))], wide) if places]
+    found = (likely, [str(room.relative_to(ROOT))], elsewhere, wide)
+    return [places for places in found if places]
 
 
 def first_failing_test(mutant: Mutant, places: list[str]) -> str:
@@ -86,12 +93,10 @@ def failing_tests(mutant: Mutant | None, *arguments: str, timeout_s: float) -> l
 
     Raises TimeoutExpired where they do not end, SystemExit where pytest cannot run them.
     """
-    planted = [] if mutant is None else ["tests.proofs.mutants.apply", mutant.name]
-    command = [sys.executable, "-m", *planted, "pytest", "-q", "-p", "no:cacheprovider", "-o", "timeout=60"]
-    command += ["-rfE", "--tb=no", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    flags = ["-q", "-p", "no:cacheprovider", "-o", "timeout=60", "-rfE", "--tb=no"]
+    done = run_module(mutant, "pytest", *flags, *arguments, timeout_s=timeout_s)
     failed = _FAILED.findall(done.stdout)
-    if (done.returncode != 0) != bool(failed):
+    if (done.returncode not in (0, _NO_TESTS)) != bool(failed):
         name = "no mutant" if mutant is None else mutant.name
         raise SystemExit(f"{name}: pytest ended with {done.returncode}\n{done.stdout}{done.stderr}")
     return failed

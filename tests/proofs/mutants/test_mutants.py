@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.proofs.mutants.mutant import ROOT, Mutant, MutantError, all_mutants, plant, proofs
+from tests.proofs.mutants.verdicts import VERDICTS, print_verdicts
 
 NOTICED = "client-delivers-after-a-failure"
 
@@ -38,3 +41,11 @@ def test_a_planted_bug_is_noticed() -> None:
     command = [*apply, "pytest", "-q", "-p", "no:cacheprovider", proofs()[NOTICED]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
+
+
+def test_a_generated_mutant_has_a_verdict(tmp_path: Path) -> None:
+    output = tmp_path / "mutants.jsonl"
+    print_verdicts(1, seed=20261124, max_faults=100, jobs=1, output=output)
+    row = json.loads(output.read_text().splitlines()[-1])  # those before it do not start
+    assert row["verdict"] in VERDICTS
+    assert bool(row["diff"]) == (row["verdict"] != VERDICTS[0])

@@ -1,0 +1,83 @@
+"""What the simulation makes of a mutant."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from typing import NamedTuple
+
+from tests.proofs.mutants.mutant import Mutant
+from tests.proofs.mutants.run import run_module
+
+SIMULATION = "tests.property.simulation"
+CONTROL_FAULTS = 300
+# Ten thousand faults take a minute on an idle core.
+TIMEOUT_S = 300.0
+MAX_FALSE_ALARMS = 2
+HANGS, ENDS = "hangs", "ends"
+
+
+class Outcome(NamedTuple):
+    """What became of one mutant: `faults` until it was caught, None where it was not."""
+
+    mutant: Mutant
+    faults: int | None
+    how: str
+
+    @property
+    def has_stopped_it(self) -> bool:
+        """Whether the simulation has not come to its end with the mutant."""
+        return self.how.startswith((HANGS, ENDS))
+
+
+def check_control(seed: int) -> None:
+    """Raise SystemExit where the simulation fails without a bug: then it proves nothing."""
+    done = _run(None, "--faults", CONTROL_FAULTS, "--seed", seed)
+    if done.returncode != 0:
+        raise SystemExit(f"the simulation fails without a mutant:\n{done.stdout}{done.stderr}")
+
+
+def simulate(mutant: Mutant, seed: int, max_faults: int) -> Outcome:
+    """Run the simulation with the bug, from a seed of its own; from others where that finds a false alarm.
+
+    `Outcome.how` begins with "caught after", "missed:", "hangs:" or "ends:", the last where it cannot go on.
+    """
+    rng = random.Random(f"{seed} {mutant.name}")
+    num_faults = 0
+    for _ in range(MAX_FALSE_ALARMS + 1):
+        outcome, episode = _simulate_once(mutant, rng.getrandbits(32), max_faults)
+        if outcome.faults is None:
+            return outcome
+        num_faults += outcome.faults
+        if episode is None or not _fails(episode):
+            return outcome._replace(faults=num_faults)
+        print(f"{mutant.name}: episode {episode} fails without it too", file=sys.stderr, flush=True)
+    return Outcome(mutant, None, f"missed: {MAX_FALSE_ALARMS + 1} episodes fail without it too")
+
+
+def _simulate_once(mutant: Mutant, seed: int, max_faults: int) -> tuple[Outcome, int | None]:
+    """Return what became of the mutant, and the episode in which something was broken."""
+    try:
+        done = _run(mutant, "--faults", max_faults, "--seed", seed)
+    except subprocess.TimeoutExpired:
+        return Outcome(mutant, None, f"{HANGS}: no violation in {TIMEOUT_S:g} s of seed {seed}"), None
+    lines = done.stdout.splitlines()
+    if not lines:
+        return Outcome(mutant, None, f"{ENDS}: seed {seed}: {done.stderr[-2000:]}"), None
+    told = json.loads(lines[-1])
+    if done.returncode == 0:
+        return Outcome(mutant, None, f"missed: {told['faults']} faults of seed {seed}"), None
+    found = next((line for line in done.stderr.splitlines() if line.startswith("episode ")), "")
+    outcome = Outcome(mutant, max(1, told["faults"]), f"caught after {told['faults']} faults: {found}")
+    return outcome, next(iter(told["failed_episodes"]), None)
+
+
+def _fails(episode: int) -> bool:
+    """Whether the episode fails without any bug: then it is the simulation's own, or a real defect."""
+    return _run(None, "--episode", episode).returncode != 0
+
+
+def _run(mutant: Mutant | None, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_module(mutant, SIMULATION, *map(str, arguments), timeout_s=TIMEOUT_S)
