@@ -1,0 +1,311 @@
+"""Defects that are known and not mended yet: what one user can cost the others, counted and not timed.
+
+Each is an expected failure with its number in the list of a hostile reading of the code (HOSTILE). Its test
+states the bound that holds once the defect is mended: then the mark goes, and the test stays.
+"""
+
+from __future__ import annotations
+
+import traceback
+import tracemalloc
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvxferd.client.fence_slots import FenceSlots
+from kvxferd.client.publishes import ClientPublish, ClientPublishes
+from kvxferd.core import Node
+from kvxferd.core import effects as fx
+from kvxferd.core import events as ev
+from kvxferd.layout import BlocksByGroup, PackedBlocks, pack_ids
+from kvxferd.plan import Plan, planner
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import BlockIds, Message, TransferRef
+from kvxferd.wire.limits import (
+    IDS_PART_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_OPEN_ASSEMBLIES,
+    MAX_PEER_MESSAGE_BYTES,
+    MAX_REQUEST_IDS_BYTES,
+)
+from kvxferd.wire.peer import GrantReply, ManifestRequest
+from tests.support.simulation import FIRST, SECOND, Host, Mover, Worker, World, spec_of
+
+MIB = 1 << 20
+IDS_PER_MIB = MIB // 4
+MOST_IDS = MAX_REQUEST_IDS_BYTES // 4  # of one request
+TOO_MANY_IDS = MOST_IDS + IDS_PER_MIB
+
+
+def defect(what: str) -> pytest.MarkDecorator:
+    """An expected failure of an `assert`. Any other error, `require`'s too, fails the test."""
+    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"HOSTILE {what}")
+
+
+def require(condition: bool, what: str) -> None:
+    """Fail a test that does not show its defect any more, though it is expected to fail."""
+    if not condition:
+        pytest.fail(f"the test shows nothing: {what}")
+
+
+def is_delivered(sink: Worker, *tickets: int) -> bool:
+    return all(isinstance(sink.ended(ticket), wk.TicketDelivered) for ticket in tickets)
+
+
+def rank(world: World, host: str, name: str, num_blocks: int = 8, uid: int = 0) -> Worker:
+    """The only rank of an engine with blocks of one token, so that few tokens take many ids."""
+    found = world.hosts.get(host) or world.host(host)
+    return world.register(found, spec_of(name), uid=uid, num_blocks=num_blocks, head_dim=1, block_tokens=1)
+
+
+def ids(start: int, stop: int) -> np.ndarray:
+    return np.arange(start, stop, dtype=np.int32)
+
+
+def add_blocks(source: Worker, start: int, stop: int) -> None:
+    """Report that many more tokens of transfer "t", with their blocks."""
+    blocks = {"full": PackedBlocks(pack_ids(ids(start, stop)))}
+    source.say(wk.Ready(transfer_id="t", blocks=blocks, incarnation=source.incarnation, ready_tokens=stop))
+
+
+def pull_last(sink: Worker, ref: TransferRef, num_tokens: int, first: int, progressive: bool = False) -> int:
+    """Pull the tokens from `first` on, a few: the request is small however long the transfer's list."""
+    ticket = next(sink.tickets)
+    blocks = {"full": PackedBlocks(pack_ids(ids(0, num_tokens - first)), first)}
+    facts = {"num_tokens": num_tokens, "deadline_s": 30.0, "progressive": progressive}
+    sink.say(wk.PullRequest(ticket=ticket, ref=ref, blocks=blocks, **facts))
+    return ticket
+
+
+def bytes_per_turn(monkeypatch: pytest.MonkeyPatch, host: Host) -> list[int]:
+    """Return a list that gets the bytes that each turn of the host's loop sends to peers and movers."""
+    sent: list[int] = []
+
+    def decide(event: ev.Event) -> list[fx.Effect]:
+        effects = Host.decide(host, event)
+        to_others = (fx.SendToPeer, fx.ReplyToPeer, fx.SendToMover)
+        sent.append(sum(len(encode(e.message)) for e in effects if isinstance(e, to_others)))
+        return effects
+
+    monkeypatch.setattr(host, "decide", decide)
+    return sent
+
+
+@defect("1: waiting requests are granted in one turn, each with a copy of all block ids")
+def test_requests_that_wait_for_a_long_list_are_not_all_granted_in_one_turn(world, monkeypatch):
+    """A user's rank pulls one block of its long transfer many times, and then the transfer is ready.
+
+    The source's loop is silent for all others while it splits and encodes the list for each request: 60
+    requests for 15 MiB took 6 s and 1 GB. One grant may have 16 MiB of ids, so no turn needs to send more;
+    what is around the ids fits in 1 MiB.
+    """
+    num_ids, num_requests = IDS_PER_MIB, 48
+    source, sink = rank(world, "p", "prefill", num_ids), rank(world, "d", "decode")
+    ref = source.publish("t", ids(0, num_ids), num_ids, ready_tokens=0, num_readers=2)  # one is not the last
+    tickets = [pull_last(sink, ref, num_ids, num_ids - 1) for _ in range(num_requests)]
+    sent = bytes_per_turn(monkeypatch, source.host)
+    source.ready("t")
+    world.advance(1.0)
+    require(is_delivered(sink, *tickets), "a pull was lost")
+    assert max(sent) <= MAX_REQUEST_IDS_BYTES + MIB
+
+
+class LargeMover(Mover):
+    """A mover whose memory is registered in as many pieces as may be."""
+
+    def say(self, message: Message) -> None:
+        if isinstance(message, mv.Bound):
+            message = msgspec.structs.replace(message, metadata=bytes(MAX_METADATA_BYTES))
+        super().say(message)
+
+
+@defect("2: an engine whose manifest is too long for a message silences the connection of two nodes")
+def test_no_reply_is_larger_than_its_reader_takes(world):
+    """A user registers an engine of ranks that are each within every limit, and has it pulled once.
+
+    The manifest passes 16 MiB. The reader's socket ends the connection at such a message, and all that other
+    users have on its way there is lost; the request is repeated for 20 s, and so is that. No reply may be
+    larger than the reader's limit, however it is kept: by a refusal, or by several replies.
+    """
+    world.mover_type = LargeMover
+    num_ranks = MAX_PEER_MESSAGE_BYTES // MAX_METADATA_BYTES + 1
+    source, *_ = world.engine(world.host("p"), "large", pp=num_ranks, layers=num_ranks)
+    request = ManifestRequest(request=1, engine_id="large", generation="g1", wait_s=1.0, pp_aware=True)
+    replies = world.send_request(source.host, request)
+    assert all(len(encode(reply)) <= MAX_PEER_MESSAGE_BYTES for reply in replies)
+
+
+# --- one bad reply, and the requests of all users to that peer
+
+
+@pytest.fixture
+def honest(world) -> tuple[Worker, Worker, list[int]]:
+    """A user's source and sink, and three pulls that wait until the source is ready."""
+    source, sink = rank(world, "p", "honest-p", uid=SECOND), rank(world, "d", "honest-d", uid=SECOND)
+    refs = [source.publish(f"t{number}", ids(0, 8), 8, ready_tokens=0) for number in range(3)]
+    return source, sink, [sink.pull(ref, ids(0, 8), 8) for ref in refs]
+
+
+def num_lost(honest: tuple[Worker, Worker, list[int]]) -> int:
+    """Finish what the honest pulls wait for, and return how many of them are not delivered."""
+    source, sink, tickets = honest
+    for number in range(len(tickets)):
+        source.ready(f"t{number}")
+    return sum(not is_delivered(sink, ticket) for ticket in tickets)
+
+
+def grow(source: Worker, num_ids: int) -> TransferRef:
+    """Publish no blocks, and add them."""
+    ref = source.publish("t", [], num_ids, ready_tokens=0)
+    for start in range(0, num_ids, IDS_PER_MIB):
+        add_blocks(source, start, start + IDS_PER_MIB)
+    return ref
+
+
+def publish_behind_parts(source: Worker, num_ids: int) -> TransferRef:
+    """Send as many ids ahead as may be, and the others in the request itself."""
+    ahead = pack_ids(ids(0, MOST_IDS))
+    for offset in range(0, len(ahead), IDS_PART_BYTES):
+        part = ahead[offset : offset + IDS_PART_BYTES]
+        source.say(BlockIds(stream=1, group="full", offset=offset, ids=part))
+    return source.publish("t", ids(MOST_IDS, num_ids), num_ids, stream=1)
+
+
+@pytest.mark.parametrize(
+    ("publish", "num_ids"),
+    [
+        (grow, MOST_IDS),
+        (publish_behind_parts, MOST_IDS),
+        pytest.param(grow, TOO_MANY_IDS, marks=defect("3a: a list that grows has no limit")),
+        pytest.param(publish_behind_parts, TOO_MANY_IDS, marks=defect("3b: the limit is of the parts alone")),
+    ],
+    ids=["grown to the limit", "published to the limit", "grown too long", "published too long"],
+)
+def test_a_list_that_is_too_long_costs_no_other_user_a_pull(
+    world, honest, publish: Callable[[Worker, int], TransferRef], num_ids: int
+):
+    """A user publishes more than 16 MiB of ids, and pulls one block of it from another node.
+
+    The reader takes the reply for a broken protocol, and fails every user's requests to that daemon: 3 of 3.
+    None of them may fail: the fault is one transfer's.
+    """
+    ref = publish(rank(world, "p", "evil-p", num_ids, FIRST), num_ids)
+    pull_last(rank(world, "d", "evil-d", uid=FIRST), ref, num_ids, num_ids - 1)
+    assert num_lost(honest) == 0
+
+
+@pytest.mark.parametrize(
+    "num_pulls",
+    [
+        MAX_OPEN_ASSEMBLIES,
+        pytest.param(MAX_OPEN_ASSEMBLIES + 1, marks=defect("3c: parts of replies that were cut off stay")),
+    ],
+)
+def test_replies_that_are_cut_off_cost_no_other_user_a_pull(world, honest, num_pulls: int):
+    """A user pulls a long list more often than the connection has room for.
+
+    The source drops the rest of a reply when too much is unread, and the reader keeps the first parts: it
+    takes the ninth such reply for a broken protocol, and fails every user's requests to that daemon: 3 of 3.
+    None of them may fail: no daemon has done wrong.
+    """
+    num_ids = IDS_PART_BYTES // 4 + 1
+    source, sink = rank(world, "p", "evil-p", num_ids, FIRST), rank(world, "d", "evil-d", uid=FIRST)
+    ref = source.publish("t", ids(0, num_ids), num_ids)
+    world.hold_network = True
+    for _ in range(num_pulls):
+        pull_last(sink, ref, num_ids, num_ids - 1)
+    while world.network:
+        envelope = world.network.popleft()
+        message = PEER_MESSAGES.decode(envelope.payload)
+        is_rest = isinstance(message, BlockIds) and message.offset > 0
+        if not is_rest and not (isinstance(message, GrantReply) and message.stream):
+            world.arrive(envelope)
+    world.hold_network = False
+    assert num_lost(honest) == 0
+
+
+# --- the cost of one message
+
+
+def extend_on_daemon(before: BlocksByGroup, num_tokens: int) -> Callable[[int], None]:
+    source = rank(World(), "p", "prefill", num_tokens)
+    source.publish("t", [], num_tokens, ready_tokens=0)
+    source.say(wk.Ready(transfer_id="t", blocks=before))
+    return lambda start: add_blocks(source, start, start + 1)
+
+
+def extend_on_client(before: BlocksByGroup, num_tokens: int) -> Callable[[int], None]:
+    publishes = ClientPublishes(FenceSlots(), lambda event: None)
+    publish = ClientPublish("t", "nonce", 0, before, num_tokens, 1, 1e9, ())
+    return lambda start: publishes.add_blocks(
+        publish, {"full": PackedBlocks(pack_ids(ids(start, start + 1)))}, 0.0
+    )
+
+
+@pytest.mark.parametrize("extend_on", [extend_on_daemon, extend_on_client], ids=["daemon", "client"])
+@defect("5: blocks that are added cost a copy of all that came before")
+def test_blocks_that_are_added_cost_no_copy_of_the_list(extend_on):
+    """A user adds blocks to a long list one at a time, in frames of 145 bytes.
+
+    Each copies the list on the daemon's loop: with 55 MiB others wait 58 ms for each. The client copies it
+    too. Sixteen may together copy it twice: once into a form that can grow, and once where that has to move.
+    """
+    num_ids, num_added = 8 * IDS_PER_MIB, 16
+    before = {"full": PackedBlocks(pack_ids(ids(0, num_ids)))}
+    extend, copied = extend_on(before, num_ids + num_added + 1), 0
+    tracemalloc.start()
+    try:
+        for start in range(num_ids, num_ids + num_added):
+            tracemalloc.reset_peak()
+            held, _ = tracemalloc.get_traced_memory()
+            extend(start)
+            copied += tracemalloc.get_traced_memory()[1] - held
+    finally:
+        tracemalloc.stop()
+    assert copied <= 2 * 4 * num_ids
+
+
+@defect("8: each piece of a progressive pull carries the whole block list again")
+def test_the_pieces_of_a_pull_do_not_each_carry_the_whole_list(world, monkeypatch):
+    """A user pulls the last blocks of a long transfer, which become ready one by one.
+
+    Source and sink send all ids for each: with 15 MiB a piece takes 40 ms of both loops. An id need go over
+    each connection once, to the sink and to its mover: twice the list. All else fits in once the list.
+    """
+    monkeypatch.setattr("kvxferd.core.pull_pieces.MIN_PIECE_BYTES", 1)
+    num_ids, num_pieces = IDS_PER_MIB, 8
+    source, sink = rank(world, "p", "prefill", num_ids), rank(world, "d", "decode")
+    first = num_ids - num_pieces
+    ref = source.publish("t", ids(0, first), num_ids, ready_tokens=first)
+    sent = [bytes_per_turn(monkeypatch, worker.host) for worker in (source, sink)]
+    ticket = pull_last(sink, ref, num_ids, first, progressive=True)
+    for start in range(first, num_ids):
+        add_blocks(source, start, start + 1)
+    require(is_delivered(sink, ticket), "the pull was lost")
+    require(sink.pieces_read == list(range(first + 1, num_ids + 1)), "the pull had other pieces")
+    assert sum(map(sum, sent)) <= 3 * 4 * num_ids
+
+
+@defect("9: planning is done on the loop")
+def test_no_plan_is_made_in_a_turn_of_the_loop(world, monkeypatch):
+    """A user's rank pulls from an engine of many ranks with many tensors for the first time.
+
+    The sink's loop plans the reads: 240 ms for 16 ranks of 2,000 tensors, in which it serves nobody. A plan
+    may be made beside the loop; in a turn none.
+    """
+    made: list[bool] = []  # for each plan, whether it was made in a turn
+    make = planner._Planner.plan
+
+    def plan(one: planner._Planner) -> Plan:
+        made.append(Node.feed.__code__ in {frame.f_code for frame, _ in traceback.walk_stack(None)})
+        return make(one)
+
+    monkeypatch.setattr(planner._Planner, "plan", plan)
+    source, sink = rank(world, "p", "prefill"), rank(world, "d", "decode")
+    ticket = sink.pull(source.publish("t", ids(0, 8), 8), ids(0, 8), 8)
+    require(is_delivered(sink, ticket) and len(made) == 1, f"{len(made)} plans were made")
+    assert not any(made)
