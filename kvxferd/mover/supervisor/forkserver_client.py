@@ -14,7 +14,8 @@ from contextlib import ExitStack, suppress
 
 from kvxferd.core.ucx_log import UcxLine
 from kvxferd.errors import ProtocolError
-from kvxferd.frame_socket import LOST_FD, FrameSocket, close_fds, close_frame_fds, dup_fds
+from kvxferd.frame_socket import LOST_FD, close_fds, dup_fds
+from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import AgentName, MoverId
 from kvxferd.mover.backends import Backend, backend_environment
 from kvxferd.mover.forkserver_protocol import (
@@ -75,10 +76,10 @@ class ForkserverClient:
             undoing.callback(_kill_at_once, self._process)
             self._pidfd = os.pidfd_open(self._process.pid)
             undoing.pop_all()
-        self._stream = FrameSocket(ours)
+        self._stream = FrameStream(ours, self._read, self._on_stream_end)
         self._stream.accept_lost_fds()
         self._stderr = StderrReader(reading, on_ucx_line, on_loss)
-        self._loop.add_reader(self._stream.fileno(), self._read)
+        self._stream.set_reading()
         self._loop.add_reader(self._pidfd, self._handle_exit)
 
     @property
@@ -87,9 +88,11 @@ class ForkserverClient:
         return self._process.pid
 
     def fork(self, mover: MoverId, agent: AgentName, sock: socket.socket) -> None:
-        """Request a mover on the given end of a socketpair, which the caller closes."""
+        """Request a mover on the given end of a socketpair, which the caller closes.
+
+        After `shutdown` nothing is requested: `on_exit` follows.
+        """
         self._stream.send(encode(Fork(mover=mover, agent=agent)), dup_fds([sock.fileno()]))
-        self._flush()
 
     def read_stderr(self) -> None:
         """Read all that its processes have written so far."""
@@ -97,38 +100,21 @@ class ForkserverClient:
 
     def shutdown(self) -> None:
         """Make it end its movers and itself; `on_exit` follows. Idempotent."""
-        self._close_stream()
+        self._stream.close()
 
     def kill(self) -> None:
         """Kill its process, and so its movers, whatever they do; `on_exit` follows. Idempotent."""
         if self._process.returncode is None:
             self._process.kill()
 
-    def _flush(self) -> None:
-        fd = self._stream.fileno()
-        self._stream.flush()
-        if self._stream.is_flushed:
-            self._loop.remove_writer(fd)
-        else:
-            self._loop.add_writer(fd, self._flush)
-
     def _read(self) -> bool:
-        frames: list[Frame] | None = None
-        try:
-            frames = self._stream.receive()
-            waiting = iter(frames or ())
-            try:
-                for frame in waiting:
-                    self._decode_frame(frame)
-            finally:
-                close_frame_fds(waiting)  # behind a malformed frame
-        except (ProtocolError, OSError) as error:
-            _LOG.error("forkserver killed after a malformed message: reason=%s", error)
-            frames = None
-        if frames is None:
-            self._close_stream()
-            self.kill()
-        return bool(frames)
+        return self._stream.read(self._decode_frame)
+
+    def _on_stream_end(self, reason: str) -> None:
+        if reason:
+            _LOG.error("forkserver cut off: reason=%s", reason)
+        self._stream.close()
+        self.kill()
 
     def _decode_frame(self, frame: Frame) -> None:
         try:
@@ -146,20 +132,13 @@ class ForkserverClient:
     def _handle_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        while self._stream.fileno() >= 0 and self._read():
+        while self._read():
             pass
-        self._close_stream()
+        self._stream.close()
         self._stderr.read_rest_and_close()
         self._process.wait()
         remove_shm_directory(self._process.pid)
         self._on_exit()
-
-    def _close_stream(self) -> None:
-        fd = self._stream.fileno()
-        if fd >= 0:
-            self._loop.remove_reader(fd)
-            self._loop.remove_writer(fd)
-            self._stream.close()
 
 
 def _kill_at_once(process: subprocess.Popen[bytes]) -> None:

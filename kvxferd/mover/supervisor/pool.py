@@ -207,7 +207,7 @@ class MoverPool:
     def _on_mover_message(self, mover: MoverHandle, message: FromMover) -> None:
         if isinstance(message, DisconnectSeen) and self._forkserver is not None:
             self._forkserver.read_stderr()  # what the mover logged before it sent this is fed before it
-        self._feed(MoverReported(mover.mover_id, message, mover.num_queued_bytes))
+        self._feed(MoverReported(mover.mover_id, message))
 
     # --- effects out
 

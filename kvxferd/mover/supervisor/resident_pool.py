@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import assert_never
 
 from kvxferd.core.movers import STUCK_S
-from kvxferd.errors import ProtocolError
-from kvxferd.frame_socket import close_fds
 from kvxferd.ids import AgentName, BootId, MoverId
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import OnResult
@@ -37,14 +35,9 @@ from kvxferd.mover.supervisor.pool_events import (
     TimersDue,
 )
 from kvxferd.mover.supervisor.resident_decisions import ResidentDecisions
-from kvxferd.wire.framing import Frame
 from kvxferd.wire.mover import FromMover, MoverLeaving, MoverUp
 
 _LOG = logging.getLogger(__name__)
-
-# A worker may send as fast as it likes. One frame takes some 15 us, and a read holds 13,000 of the smallest.
-# After these many the event loop's other sockets have their turn.
-MAX_READS_PER_TURN, MAX_FRAMES_PER_TURN = 1, 64
 
 
 class ResidentPool:
@@ -125,7 +118,7 @@ class ResidentPool:
                 assert_never(effect)
 
     def _on_mover_message(self, mover: MoverHandle, message: FromMover) -> None:
-        self._feed(MoverReported(mover.mover_id, message, mover.num_queued_bytes))
+        self._feed(MoverReported(mover.mover_id, message))
 
     def _on_mover_exit(self, mover: MoverHandle) -> None:
         self._feed(MoverExited(mover.mover_id))
@@ -150,14 +143,11 @@ class ResidentHandle(MoverHandle):
 
         The handle owns the descriptor. The agent's name comes with the mover's `MoverUp`.
         """
-        # `_read` is its own, and reports the end of the stream as the exit.
         super().__init__(mover_id, AgentName(""), sock, on_message, on_exit, on_exit)
         self.pid, self._worker_exit_fd = worker
         self._end_requested = False
-        self._frames: deque[Frame] = deque()  # received, and not handled yet
-        self._is_read_scheduled = False  # more are handled on the event loop's next turn
-        self._discards_input = False  # it sent a malformed frame: only EOF is waited for
-        self._loop.add_reader(self._stream.fileno(), self._read)
+        self._discards_input = False  # it is cut off: only EOF is waited for
+        self._stream.set_reading()
         if self._worker_exit_fd >= 0:
             self._loop.add_reader(self._worker_exit_fd, self._handle_exit)
 
@@ -169,14 +159,12 @@ class ResidentHandle(MoverHandle):
         """Ask it to end, by closing the sending side: at EOF it destroys its agent and closes. Idempotent."""
         if self.is_alive:
             self._end_requested = True
-            self._loop.remove_writer(self._stream.fileno())
             self._stream.shutdown_write()
             self._loop.call_later(STUCK_S, self._log_stuck)
 
     def discard(self) -> None:
         """Close everything, whatever the mover does; no callback follows."""
-        self._drop_frames()
-        self._close_stream()
+        self._stream.close()
         self._close_worker_exit_fd()
 
     def _log_stuck(self) -> None:
@@ -190,43 +178,19 @@ class ResidentHandle(MoverHandle):
             )
 
     def _read(self) -> bool:
-        frames: list[Frame] | None = []
-        try:
-            if not self._frames and not self._discards_input:
-                frames = self._stream.receive(MAX_READS_PER_TURN, MAX_FRAMES_PER_TURN)
-                self._frames.extend(frames or ())
-            for _ in range(min(MAX_FRAMES_PER_TURN, len(self._frames))):
-                frame = self._frames.popleft()
-                self._decode_frame(frame.payload, frame.fds)
-                if self._stream.fileno() < 0:
-                    return False
-        except ProtocolError as error:
-            _LOG.error(
-                "resident mover closed after a malformed message: agent=%s reason=%s",
-                self.agent,
-                error.message,
-            )
-            self._discards_input = True
-            self._drop_frames()
-            self.kill()
-            return False
-        if frames is None or (self._discards_input and self._stream.discard_received()):
+        if not self._discards_input:
+            return super()._read()
+        if self._stream.discard_received():
             self._handle_exit()
-            return False
-        has_more = bool(self._frames) or (self._stream.has_buffered_frames and not self._discards_input)
-        if has_more and not self._is_read_scheduled:
-            self._is_read_scheduled = True
-            self._loop.call_soon(self._read_more)
-        return has_more
+        return False
 
-    def _read_more(self) -> None:
-        self._is_read_scheduled = False
-        if self._stream.fileno() >= 0:
-            self._read()
-
-    def _drop_frames(self) -> None:
-        while self._frames:
-            close_fds(self._frames.popleft().fds)
+    def _on_stream_end(self, reason: str) -> None:
+        if not reason:
+            self._handle_exit()
+            return
+        _LOG.error("resident mover cut off: agent=%s worker_pid=%d reason=%s", self.agent, self.pid, reason)
+        self._discards_input = True
+        self.kill()
 
     def _handle(self, message: FromMover) -> None:
         match message:
