@@ -10,11 +10,11 @@ import itertools
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import assert_never
 
 from kvxferd.core.ucx_log import TransportsUsed
+from kvxferd.decision_loop import DecisionLoop
 from kvxferd.errors import MoverError
 from kvxferd.ids import BootId, MoverId
 from kvxferd.mover.agent_names import new_agent_name
@@ -105,9 +105,9 @@ class MoverPool:
         self._handles: dict[MoverId, MoverHandle] = {}  # from its fork's request until it is gone
         self._on_result: dict[int, OnResult] = {}  # by request
         self._requests = itertools.count(1)
-        self._events: deque[PoolEvent] = deque()
-        self._is_feeding = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._feed = DecisionLoop[PoolEvent, PoolEffect](
+            lambda: self._decisions, TimersDue(), self._carry_out
+        ).feed
         self._stopped = asyncio.Event()
 
     async def start(self) -> None:
@@ -158,28 +158,6 @@ class MoverPool:
         await self._stopped.wait()
 
     # --- events in
-
-    def _feed(self, event: PoolEvent) -> None:
-        """Feed one event at a time, and carry out its effects before the next."""
-        self._events.append(event)
-        if self._is_feeding:
-            return
-        self._is_feeding = True
-        loop = asyncio.get_running_loop()
-        while self._events:
-            event = self._events.popleft()
-            for effect in self._decisions.feed(event, loop.time()):
-                try:
-                    self._carry_out(effect)
-                except Exception:
-                    _LOG.exception("pool effect failed: effect=%s", type(effect).__name__)
-            if isinstance(event, MoverExited):
-                self._handles.pop(event.mover, None)
-        self._is_feeding = False
-        if self._timer is not None:
-            self._timer.cancel()
-        deadline = self._decisions.next_deadline()
-        self._timer = None if deadline is None else loop.call_at(deadline, self._feed, TimersDue())
 
     def _notice_exits(self) -> None:
         """Notice the exits of ready movers that the event loop has not come to."""

@@ -5,16 +5,15 @@ A resident mover is asked to end, and never killed.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import assert_never
 
 from kvxferd.core.movers import STUCK_S
+from kvxferd.decision_loop import DecisionLoop
 from kvxferd.ids import AgentName, BootId, MoverId
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import OnResult
@@ -61,9 +60,9 @@ class ResidentPool:
         self._decisions = ResidentDecisions(boot, is_name_used)
         self._on_result: dict[int, OnResult] = {}  # of those that start
         self._handles: dict[MoverId, ResidentHandle] = {}
-        self._events: deque[ResidentEvent] = deque()
-        self._is_feeding = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._feed = DecisionLoop[ResidentEvent, ResidentEffect](
+            lambda: self._decisions, TimersDue(), self._carry_out
+        ).feed
 
     def accept(self, sock: socket.socket, worker: tuple[int, int], on_result: OnResult) -> None:
         """Call `on_result` once: with the mover at the other end of the socket, or with why it is refused.
@@ -81,25 +80,6 @@ class ResidentPool:
     def close(self) -> None:
         """Close all streams: the movers end at EOF, and their workers see when they are gone."""
         self._feed(StopRequested())
-
-    def _feed(self, event: ResidentEvent) -> None:
-        """Feed one event at a time, and carry out its effects before the next."""
-        self._events.append(event)
-        if self._is_feeding:
-            return
-        self._is_feeding = True
-        loop = asyncio.get_running_loop()
-        while self._events:
-            for effect in self._decisions.feed(self._events.popleft(), loop.time()):
-                try:
-                    self._carry_out(effect)
-                except Exception:
-                    _LOG.exception("pool effect failed: effect=%s", type(effect).__name__)
-        self._is_feeding = False
-        if self._timer is not None:
-            self._timer.cancel()
-        deadline = self._decisions.next_deadline()
-        self._timer = None if deadline is None else loop.call_at(deadline, self._feed, TimersDue())
 
     def _carry_out(self, effect: ResidentEffect) -> None:
         match effect:
