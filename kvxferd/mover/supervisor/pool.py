@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import assert_never
 
 from kvxferd.core.ucx_log import TransportsUsed
@@ -20,7 +21,7 @@ from kvxferd.ids import BootId, MoverId
 from kvxferd.mover.agent_names import new_agent_name
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.forkserver_protocol import Forked, ForkFailed, LibraryUnavailable
-from kvxferd.mover.supervisor.forkserver_client import ForkserverClient, ForkserverMessage
+from kvxferd.mover.supervisor.forkserver_client import ForkserverClient, ForkserverMessage, start_forkserver
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool_decisions import PoolDecisions, PoolStatus
 from kvxferd.mover.supervisor.pool_effects import (
@@ -86,15 +87,15 @@ class MoverPool:
         backend: Backend = DEFAULT_BACKEND,
         mover_ids: Iterator[int] | None = None,
     ) -> None:
-        """`mover_ids` yields ids for new movers, and is shared with every other maker of movers."""
+        """`mover_ids` yields ids for new movers, and is shared with every other maker of movers.
+
+        `library`: "nixl", "rixl", or "auto" for the first that can be imported. The movers make their agents
+        by `backend`, and their lost connections are judged by it.
+        """
         self._on_message = on_message
         self._on_exit = on_exit
         self._on_transports = on_transports
-        self._lock_fd = lock_fd
-        # By which the movers make their agents, and by which their lost connections are judged.
-        self._backend = backend
-        self._environment = environment or {}
-        self._library_choice = library  # "nixl", "rixl", or "auto" for the first that can be imported
+        self._start = partial(start_forkserver, environment or {}, library, backend, lock_fd)
         self._decisions = PoolDecisions(
             size=size,
             backend=backend,
@@ -234,10 +235,7 @@ class MoverPool:
     def _start_forkserver(self) -> None:
         try:
             self._forkserver = ForkserverClient(
-                self._environment,
-                self._library_choice,
-                self._backend,
-                self._lock_fd,
+                self._start,
                 self._on_forkserver_message,
                 self._on_forkserver_exit,
                 lambda line: self._feed(UcxLineRead(line)),
