@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -63,6 +62,7 @@ from kvxferd.core.events import (
 )
 from kvxferd.core.node import Node
 from kvxferd.core.snapshot import NodeSnapshot, PullRecord, ReleaseRecord
+from kvxferd.decision_loop import DecisionLoop
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.run_directory import RunDirectory
@@ -109,10 +109,13 @@ class Daemon:
         self._has_node = False
         self._is_serving = False
         self._boot = BootId(secrets.token_hex(4))
-        self._events: deque[Event] = deque()
-        self._is_processing = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
+        self._on_event = DecisionLoop[Event, Effect](
+            lambda: self._node,
+            Tick(),
+            self._apply_effect,
+            self._after_events,
+            lambda: self._node.context.pop_effects(),  # noqa: PLW0108  (the node is made later)
+        ).feed
         self._sd_notifier = SdNotifier(os.environ)
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
@@ -218,7 +221,7 @@ class Daemon:
 
     async def _start_movers(self, lock_fd: int, closing: AsyncExitStack) -> None:
         self._make_movers(lock_fd)
-        closing.push_async_callback(self._stop_movers)
+        closing.push_async_callback(self._movers.stop)
         await self._movers.pool.start()
 
     def _make_movers(self, lock_fd: int) -> None:
@@ -337,59 +340,12 @@ class Daemon:
         # The worker socket releases sessions on the loop's next turn.
         await asyncio.sleep(0)
 
-    async def _stop_movers(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        await self._movers.stop()
-
-    # --- events in
-
-    def _on_event(self, event: Event) -> None:
-        """Feed the core one event at a time, and apply its effects before the next event."""
-        self._events.append(event)
-        if self._is_processing:
-            return
-        self._is_processing = True
-        while self._events:
-            for effect in self._feed(self._events.popleft()):
-                self._try_effect(effect)
-        self._is_processing = False
-        self._after_events()
-
-    def _feed(self, event: Event) -> list[Effect]:
-        """Return the core's effects. An exception there is our bug: log it, and go on with other events."""
-        try:
-            # Not the loop's clock: uvloop's has steps of a millisecond, and a small pull takes less.
-            return self._node.feed(event, time.monotonic())
-        except Exception:
-            log.exception("event failed", kind=type(event).__name__)
-            return self._node.context.pop_effects()
-
-    def _try_effect(self, effect: Effect) -> None:
-        """Apply one effect. If it fails, the others are still applied, above all a fence's."""
-        try:
-            self._apply_effect(effect)
-        except Exception:
-            log.exception("effect failed", kind=type(effect).__name__)
+    # --- effects
 
     def _after_events(self) -> None:
-        # A timer that fires too early costs a tick; setting a new one for each event costs more.
-        deadline = self._node.next_deadline()
-        if deadline is not None and (self._timer is None or deadline < self._timer_at):
-            if self._timer is not None:
-                self._timer.cancel()
-            delay_s = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
-            self._timer_at = deadline
         self._movers.set_busy(len(self._node.pulls) > 0)
         if self._stopping.is_set() and self._node.is_idle:
             self._idle.set()
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._on_event(Tick())
-
-    # --- effects out
 
     def _apply_effect(self, effect: Effect) -> None:
         match effect:
@@ -507,7 +463,6 @@ class Daemon:
         if not self._has_node:
             return  # still waiting for the predecessor's movers: nothing is open yet
         self._on_event(DrainRequested())
-        self._after_events()
 
 
 def _log_ignored_signal(number: signal.Signals) -> None:

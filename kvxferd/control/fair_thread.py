@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from kvxferd.control.fair_queue import FairQueue
 
@@ -16,76 +16,50 @@ T = TypeVar("T")
 # long as it has worked; shorter work does not count.
 MIN_COUNTED_S = 0.005
 MAX_PAUSE_S = 0.25
-STOP_S = 2.0
-
-_Job = tuple[Callable[[], object], Callable[[object], None]]
 
 
 class FairThread:
     """Runs one job of each client in turn. Call every method on the loop's thread."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._changed = threading.Condition()
-        self._jobs: FairQueue[str, _Job] = FairQueue()
-        self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._executor = ThreadPoolExecutor(1, name)
+        self._jobs: FairQueue[str, tuple[Callable[[], object], Callable[[Any], None]]] = FairQueue()
+        self._task: asyncio.Task[None] | None = None  # runs the jobs while there are any
 
     def submit(self, client: str, work: Callable[[], T], on_done: Callable[[T | Exception], None]) -> None:
         """Call `work` on the thread, then `on_done` on the loop with its result or exception."""
-        loop = asyncio.get_running_loop()
-
-        def done(outcome: object) -> None:
-            if not self._stopping:
-                on_done(outcome)  # type: ignore[arg-type]  # what this very work returned
-
-        def hand_over(outcome: object) -> None:
-            loop.call_soon_threadsafe(done, outcome)
-
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # the system has no thread now; the next job tries again
-                loop.call_soon(done, error)
-                return
-            self._thread = thread
-        with self._changed:
-            self._jobs.put(client, (work, hand_over))
-            self._changed.notify()
+        self._jobs.put(client, (work, on_done))
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
 
     def close(self) -> None:
-        """End the thread; jobs that have not started are dropped."""
-        with self._changed:
-            self._stopping = True
-            self._jobs.clear()
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(STOP_S)
+        """Drop the jobs that have not started. One that runs ends by itself, and `on_done` is not called."""
+        self._jobs.clear()
+        self._executor.shutdown(wait=False)
+        if self._task is not None:
+            self._task.cancel()
 
-    def _run(self) -> None:
-        while (job := self._next_job()) is not None:
-            work, hand_over = job
-            started = time.thread_time()
-            try:
-                outcome = work()
-            except Exception as error:  # passed to `on_done`
-                outcome = error
-            try:
-                hand_over(outcome)
-            except RuntimeError:
-                return  # the loop is closed
-            del job, work, hand_over, outcome
-            self._pause(time.thread_time() - started)
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._jobs:
+                work, on_done = self._jobs.get()
+                try:
+                    outcome, worked_s = await loop.run_in_executor(self._executor, _timed, work)
+                except RuntimeError as error:  # the system has no thread now; the next job tries again
+                    outcome, worked_s = error, 0.0
+                on_done(outcome)
+                if worked_s >= MIN_COUNTED_S:
+                    await asyncio.sleep(min(worked_s, MAX_PAUSE_S))
+        finally:
+            self._task = None
 
-    def _next_job(self) -> _Job | None:
-        with self._changed:
-            while not self._jobs and not self._stopping:
-                self._changed.wait()
-            return None if self._stopping else self._jobs.get()
 
-    def _pause(self, worked_s: float) -> None:
-        if worked_s < MIN_COUNTED_S:
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping, min(worked_s, MAX_PAUSE_S))
+def _timed(work: Callable[[], object]) -> tuple[object, float]:
+    """Return the result or exception of the work, and the processor time that it took."""
+    began = time.thread_time()
+    try:
+        outcome = work()
+    except Exception as error:  # passed to `on_done`
+        outcome = error
+    return outcome, time.thread_time() - began

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from kvxferd.control.session_admission import PartialFrames
 from kvxferd.control.session_inbox import SessionInbox
-from kvxferd.frame_socket import FrameSocket, close_fds
+from kvxferd.frame_socket import close_fds
+from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import SessionId
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.unix_socket import Credentials
@@ -23,7 +24,7 @@ class WorkerConnection:
     """One session's socket, and the descriptors that came over it."""
 
     session: SessionId
-    frame_socket: FrameSocket
+    stream: FrameStream
     inbox: SessionInbox
     credentials: Credentials
     exit_fd: int  # readable once the worker is dead: a pidfd, or else a pipe
@@ -43,14 +44,12 @@ class WorkerConnection:
     mover_socket: socket.socket | None = None  # to a resident mover, until it is detached
     num_turns_left: int = TURNS_AFTER_EXIT  # left once its worker is dead
     is_worker_dead: bool = False  # the frames that it sent before are being handled
-    is_turn_queued: bool = False  # it waits for its next turn, and its socket is not read
-    is_writer_watched: bool = False
     is_closing: bool = False  # handles no more frames; queued ones are still sent
     is_ended: bool = False  # the loop no longer watches its socket; released once its events are handled
 
     def close(self) -> None:
         """Close everything."""
-        self.frame_socket.close()
+        self.stream.close()
         self.inbox.close()
         self.set_mover_socket(None)
         if self.fence_page is not None:

@@ -27,7 +27,8 @@ from kvxferd.control.worker_access import may_connect, rejection
 from kvxferd.control.worker_connection import WorkerConnection
 from kvxferd.core.events import Event, WorkerConnected, WorkerDisconnected, WorkerMessage
 from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError, count_busy_refusal
-from kvxferd.frame_socket import FrameSocket, close_fds, new_read_buffer
+from kvxferd.frame_socket import close_fds, new_read_buffer
+from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import SessionId
 from kvxferd.memory.fence import UnmappedFencePage
 from kvxferd.unix_socket import credentials_of, is_listening, open_exit_fds
@@ -39,7 +40,7 @@ from kvxferd.wire.worker import Farewell, FdsRequest, Publish, Refused, Register
 
 log = structlog.get_logger()
 
-# 100,000 events of the largest kind. A client with so many unread will not read again.
+# 45,000 events of the largest kind. A client with so many unread will not read again.
 MAX_QUEUED_BYTES = 32 << 20
 # Replies to a hello and to a registration or two: all that a session gets before it is admitted.
 MAX_QUEUED_BYTES_UNADMITTED = 64 << 10
@@ -128,30 +129,34 @@ class WorkerSocket:
             loop.call_later(ACCEPT_RETRY_S, self._watch_listener)
             return
         credentials = credentials_of(accepted)
-        link = FrameSocket(accepted, self._read_buffer)
+        stream = FrameStream(
+            accepted,
+            lambda: self._readable(connection),
+            lambda reason: self._on_stream_end(connection, reason),
+            MAX_QUEUED_BYTES_UNADMITTED,
+            self._read_buffer,
+        )
         # No message is larger than the largest registration: block ids come in parts of half that size.
-        link.limit_frames(MAX_REGISTER_BYTES, MAX_FDS_PER_FRAME)
+        stream.limit_frames(MAX_REGISTER_BYTES, MAX_FDS_PER_FRAME)
         uids = [c.credentials.uid for c in self._connections.values()]
         farewell = rejection(self._config, credentials, uids, self._max_sessions)
         if farewell is not None:
-            link.send(encode(farewell))
-            link.flush()
-            link.close()
+            stream.send(encode(farewell))
+            stream.close()
             return
         try:
             death, alive = open_exit_fds(accepted, credentials.pid)
         except OSError as error:
             log.warning("worker connection closed", pid=credentials.pid, reason=str(error))
-            link.close()
+            stream.close()
             return
         session = SessionId(next(self._numbers))
-        connection = WorkerConnection(session, link, SessionInbox(link), credentials, death, alive)
+        connection = WorkerConnection(session, stream, SessionInbox(stream), credentials, death, alive)
         self._connections[session] = connection
         self._on_event(WorkerConnected(session, credentials.pid, credentials.uid))
-        loop = asyncio.get_running_loop()
-        loop.add_reader(link.fileno(), self._readable, connection)
+        stream.set_reading()
         if alive < 0:
-            loop.add_reader(death, self._on_worker_exit, connection)
+            asyncio.get_running_loop().add_reader(death, self._on_worker_exit, connection)
 
     def set_allowed(self, config: WorkerConfig) -> int:
         """Admit these users from now on, and close the sessions of others; return how many were closed."""
@@ -191,16 +196,14 @@ class WorkerSocket:
             return
         if connection.inbox.is_eof:
             self._end(connection)
-        elif not self._charge_partial_frames(connection):
-            pass
-        elif not connection.is_ended:
+        elif self._charge_partial_frames(connection):
             self._schedule_turn(connection, has_more)
 
     def _charge_partial_frames(self, connection: WorkerConnection) -> bool:
         """Count what is kept for a session that is not admitted. False: too much; the session was ended."""
         if connection.is_ended:
             return False
-        kept = (0, 0) if connection.is_admitted else connection.frame_socket.buffered
+        kept = (0, 0) if connection.is_admitted else connection.stream.buffered
         try:
             self._admission.charge(connection.credentials.uid, connection.partial_frames, *kept)
         except ProtocolError as error:
@@ -210,22 +213,15 @@ class WorkerSocket:
 
     def _schedule_turn(self, connection: WorkerConnection, has_more: bool) -> None:
         """Queue the session's next turn behind others', or wait until something arrives."""
-        loop = asyncio.get_running_loop()
         if has_more:
             self._round_robin.enqueue(connection.credentials.uid, connection)
-        if has_more != connection.is_turn_queued:
-            connection.is_turn_queued = has_more
-            if has_more:
-                loop.remove_reader(connection.frame_socket.fileno())
-            else:
-                loop.add_reader(connection.frame_socket.fileno(), self._readable, connection)
+        connection.stream.set_reading(not has_more)
 
     def _on_worker_exit(self, connection: WorkerConnection) -> None:
         """Handle the worker's death. A process forked from it may hold the socket, but is not the worker."""
-        loop = asyncio.get_running_loop()
         connection.is_worker_dead = True
-        loop.remove_reader(connection.exit_fd)
-        loop.remove_reader(connection.frame_socket.fileno())
+        asyncio.get_running_loop().remove_reader(connection.exit_fd)
+        connection.stream.set_reading(False)
         self._round_robin.enqueue(connection.credentials.uid, connection)
 
     def _process_last_frames(self, connection: WorkerConnection) -> None:
@@ -298,8 +294,10 @@ class WorkerSocket:
             connection.is_admitted = True
         elif isinstance(message, FdsRequest):
             connection.is_admitted = connection.has_memory = True
+        if connection.is_admitted:
+            connection.stream.max_unsent = MAX_QUEUED_BYTES
         try:
-            connection.frame_socket.send(encode(message), fds)
+            connection.stream.send(encode(message), fds)
         except ProtocolError as error:
             # Without this message the client would wait for ever; after a close it connects again.
             log.error(
@@ -309,36 +307,12 @@ class WorkerSocket:
                 reason=error.message,
             )
             self._end(connection)
-            return
-        connection.frame_socket.flush()
-        if connection.frame_socket.queued_bytes > (
-            MAX_QUEUED_BYTES if connection.is_admitted else MAX_QUEUED_BYTES_UNADMITTED
-        ):
-            log.warning(
-                "worker send queue full",
-                limit_by=f"uid {connection.credentials.uid}",
-                session=session,
-            )
-            self._end(connection)
-            return
-        self._watch_writable(connection)
 
-    def _watch_writable(self, connection: WorkerConnection) -> None:
-        loop = asyncio.get_running_loop()
-        if connection.frame_socket.is_flushed == connection.is_writer_watched:
-            if connection.is_writer_watched:
-                loop.remove_writer(connection.frame_socket.fileno())
-            else:
-                loop.add_writer(connection.frame_socket.fileno(), self._writable, connection)
-            connection.is_writer_watched = not connection.is_writer_watched
-
-    def _writable(self, connection: WorkerConnection) -> None:
-        connection.frame_socket.flush()
-        if connection.is_ended:
-            return
-        self._watch_writable(connection)
-        if connection.is_closing and connection.frame_socket.is_flushed:
-            self._end(connection)
+    def _on_stream_end(self, connection: WorkerConnection, reason: str) -> None:
+        if reason:
+            limit_by = f"uid {connection.credentials.uid}"
+            log.warning("worker send queue full", limit_by=limit_by, session=connection.session)
+        self._end(connection)
 
     def close(self, session: SessionId) -> None:
         """Send queued frames, then close: at once if there are none, else within `FAREWELL_S`."""
@@ -346,21 +320,16 @@ class WorkerSocket:
         if connection is None or connection.is_closing or connection.is_ended:
             return
         connection.is_closing = True
-        if connection.frame_socket.is_flushed:
-            self._end(connection)
-        else:
-            asyncio.get_running_loop().call_later(FAREWELL_S, self._end, connection)
+        connection.stream.end_when_flushed(FAREWELL_S)
 
     def _end(self, connection: WorkerConnection) -> None:
         if connection.is_ended:
             return
         connection.is_ended = True
         loop = asyncio.get_running_loop()
-        loop.remove_reader(connection.frame_socket.fileno())
+        connection.stream.detach()
         if connection.exit_pipe_writer < 0:
             loop.remove_reader(connection.exit_fd)
-        if connection.is_writer_watched:
-            loop.remove_writer(connection.frame_socket.fileno())
         self._on_event(WorkerDisconnected(connection.session))
         # On that event the core has the session's fence words overwritten. It may be queued behind the
         # event that is being handled, so the page stays open until the loop's next turn.

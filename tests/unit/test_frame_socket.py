@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvxferd.errors import ProtocolError
-from kvxferd.frame_socket import LOST_FD, FrameSocket, dup_fds
+from kvxferd.frame_socket import LOST_FD, UNSENT_CHUNK_BYTES, FrameSocket, dup_fds
 from kvxferd.wire.framing import HEADER, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 from tests.support.open_fds import num_open_fds
@@ -47,9 +47,22 @@ def test_a_frame_larger_than_the_socket_takes_many_turns(ends: tuple[FrameSocket
     assert [identity(fd) for fd in frames[0].fds] == [identity(fd) for fd in pipe]
     assert [identity(fd) for fd in frames[1].fds] == [identity(pipe[0])]
     assert left.is_flushed
-    assert left.queued_bytes == 0
+    assert left.unsent_bytes == 0
     for fd in (*pipe, *frames[0].fds, *frames[1].fds):
         os.close(fd)
+
+
+def test_small_frames_that_wait_count_with_their_objects(ends: tuple[FrameSocket, FrameSocket]) -> None:
+    left, right = ends
+    for _ in range(1000):
+        left.send(b"small")
+    assert left.unsent_bytes > 1000 * UNSENT_CHUNK_BYTES
+    left.flush()
+    assert 0 < left.unsent_bytes < 1000 * UNSENT_CHUNK_BYTES
+    while not left.is_flushed:
+        right.receive()
+        left.flush()
+    assert left.unsent_bytes == 0
 
 
 def test_duplicates_outlive_the_originals(ends: tuple[FrameSocket, FrameSocket]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from kvxferd.errors import Code, KvxferdError, ProtocolError
 from kvxferd.fd_wait import PreciseWait
-from kvxferd.frame_socket import FrameSocket, close_fds, close_frame_fds, dup_fds
+from kvxferd.frame_socket import FrameSocket, close_fds, dup_fds
 from kvxferd.ids import PullId, Ticket
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.binding import Bindings
@@ -150,19 +150,15 @@ class MoverLoop:
 
     def _receive(self) -> bool:
         """Handle what has arrived; return whether the daemon has closed its end."""
-        frames = self._stream.receive()
-        waiting = iter(frames or ())
+        return self._stream.handle_frames(self._handle_frame) is None
+
+    def _handle_frame(self, frame: Frame) -> None:
+        self._backoff.reset()
         try:
-            for frame in waiting:
-                self._backoff.reset()
-                try:
-                    self._handle(frame)
-                finally:
-                    close_fds(frame.fds)
-                self._send_bind_reply()
+            self._handle(frame)
         finally:
-            close_frame_fds(waiting)  # behind a malformed frame: a resident mover's process goes on
-        return frames is None
+            close_fds(frame.fds)
+        self._send_bind_reply()
 
     def _work(self) -> None:
         if not (self._is_polling or self._engine.is_busy):

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from typing import Any
 
 from kvxferd.core.ucx_log import UcxLine
 from kvxferd.errors import ProtocolError
-from kvxferd.frame_socket import LOST_FD, FrameSocket, close_fds, close_frame_fds, dup_fds
+from kvxferd.frame_socket import LOST_FD, close_fds, dup_fds
+from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import AgentName, MoverId
 from kvxferd.mover.backends import Backend, backend_environment
 from kvxferd.mover.forkserver_protocol import (
@@ -50,15 +52,13 @@ class ForkserverClient:
 
     def __init__(
         self,
-        environment: Mapping[str, str],
-        library: str,
-        backend: Backend,
-        lock_fd: int | None,
+        start: Callable[[int, int], ForkserverProcess],
         on_message: Callable[[ForkserverMessage, int], None],
         on_exit: Callable[[], None],
         on_ucx_line: Callable[[UcxLine], None],
         on_loss: Callable[[], None],
     ) -> None:
+        """`start` is called with the process's ends of its socket and of the pipe for standard error."""
         self._on_message = on_message
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
@@ -69,17 +69,15 @@ class ForkserverClient:
                 reading, writing = _stderr_pipe()
                 undoing.callback(os.close, reading)
                 try:
-                    self._process = _spawn(theirs.fileno(), writing, library, backend, lock_fd, environment)
+                    self._process = start(theirs.fileno(), writing)
                 finally:
                     os.close(writing)
-            undoing.callback(_kill_at_once, self._process)
-            self._pidfd = os.pidfd_open(self._process.pid)
             undoing.pop_all()
-        self._stream = FrameSocket(ours)
+        self._stream = FrameStream(ours, self._read, self._on_stream_end)
         self._stream.accept_lost_fds()
         self._stderr = StderrReader(reading, on_ucx_line, on_loss)
-        self._loop.add_reader(self._stream.fileno(), self._read)
-        self._loop.add_reader(self._pidfd, self._handle_exit)
+        self._stream.set_reading()
+        self._loop.add_reader(self._process.pidfd, self._handle_exit)
 
     @property
     def pid(self) -> int:
@@ -87,9 +85,11 @@ class ForkserverClient:
         return self._process.pid
 
     def fork(self, mover: MoverId, agent: AgentName, sock: socket.socket) -> None:
-        """Request a mover on the given end of a socketpair, which the caller closes."""
+        """Request a mover on the given end of a socketpair, which the caller closes.
+
+        After `shutdown` nothing is requested: `on_exit` follows.
+        """
         self._stream.send(encode(Fork(mover=mover, agent=agent)), dup_fds([sock.fileno()]))
-        self._flush()
 
     def read_stderr(self) -> None:
         """Read all that its processes have written so far."""
@@ -97,38 +97,20 @@ class ForkserverClient:
 
     def shutdown(self) -> None:
         """Make it end its movers and itself; `on_exit` follows. Idempotent."""
-        self._close_stream()
+        self._stream.close()
 
     def kill(self) -> None:
         """Kill its process, and so its movers, whatever they do; `on_exit` follows. Idempotent."""
-        if self._process.returncode is None:
-            self._process.kill()
-
-    def _flush(self) -> None:
-        fd = self._stream.fileno()
-        self._stream.flush()
-        if self._stream.is_flushed:
-            self._loop.remove_writer(fd)
-        else:
-            self._loop.add_writer(fd, self._flush)
+        self._process.kill()
 
     def _read(self) -> bool:
-        frames: list[Frame] | None = None
-        try:
-            frames = self._stream.receive()
-            waiting = iter(frames or ())
-            try:
-                for frame in waiting:
-                    self._decode_frame(frame)
-            finally:
-                close_frame_fds(waiting)  # behind a malformed frame
-        except (ProtocolError, OSError) as error:
-            _LOG.error("forkserver killed after a malformed message: reason=%s", error)
-            frames = None
-        if frames is None:
-            self._close_stream()
-            self.kill()
-        return bool(frames)
+        return self._stream.read(self._decode_frame)
+
+    def _on_stream_end(self, reason: str) -> None:
+        if reason:
+            _LOG.error("forkserver cut off: reason=%s", reason)
+        self._stream.close()
+        self.kill()
 
     def _decode_frame(self, frame: Frame) -> None:
         try:
@@ -144,29 +126,33 @@ class ForkserverClient:
         self._on_message(message, frame.fds[0] if isinstance(message, Forked) else -1)
 
     def _handle_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        while self._stream.fileno() >= 0 and self._read():
+        self._loop.remove_reader(self._process.pidfd)
+        os.close(self._process.pidfd)
+        while self._read():
             pass
-        self._close_stream()
+        self._stream.close()
         self._stderr.read_rest_and_close()
-        self._process.wait()
-        remove_shm_directory(self._process.pid)
+        self._process.reap()
         self._on_exit()
 
-    def _close_stream(self) -> None:
-        fd = self._stream.fileno()
-        if fd >= 0:
-            self._loop.remove_reader(fd)
-            self._loop.remove_writer(fd)
-            self._stream.close()
 
+class ForkserverProcess(subprocess.Popen[bytes]):
+    """A forkserver's process. `pidfd`, which its user closes, is readable once it is dead: then `reap` it."""
 
-def _kill_at_once(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that was just started, and wait: it holds nothing yet that delays its death."""
-    process.kill()
-    process.wait()
-    remove_shm_directory(process.pid)
+    def __init__(self, command: list[str], **options: Any) -> None:
+        """Start it. Raises OSError, and then leaves nothing behind."""
+        super().__init__(command, **options)
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            self.kill()
+            self.reap()  # it holds nothing yet that delays its death
+            raise
+
+    def reap(self) -> None:
+        """Wait until the process is gone, and remove what it left."""
+        self.wait()
+        remove_shm_directory(self.pid)
 
 
 def _stderr_pipe() -> tuple[int, int]:
@@ -182,14 +168,15 @@ def _stderr_pipe() -> tuple[int, int]:
     return reading, writing
 
 
-def _spawn(
-    control: int,
-    stderr: int,
+def start_forkserver(
+    environment: Mapping[str, str],
     library: str,
     backend: Backend,
     lock_fd: int | None,
-    environment: Mapping[str, str],
-) -> subprocess.Popen[bytes]:
+    control: int,
+    stderr: int,
+) -> ForkserverProcess:
+    """Start a forkserver with these two descriptors. Raises OSError."""
     # -P: modules in the daemon's working directory are not imported. -u, for C's buffers too: UCX logs
     # its transports to standard output, and a mover logs too little to fill a buffer of 4 KiB soon.
     command = [sys.executable, "-P", "-u", "-m", "kvxferd.mover.process.forkserver"]
@@ -200,7 +187,7 @@ def _spawn(
         inherited.append(lock_fd)
     # numpy's linear algebra would start a thread per core, and a process with threads must not fork.
     quiet = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    return ForkserverProcess(
         command,
         stdin=subprocess.DEVNULL,
         stdout=stderr,  # the library logs to standard output too, and the daemon's own is not for that

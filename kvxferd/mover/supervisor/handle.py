@@ -11,12 +11,14 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 
-from kvxferd.errors import KvxferdError, ProtocolError
-from kvxferd.frame_socket import FrameSocket, close_fds, close_frame_fds, dup_fds
+from kvxferd.errors import KvxferdError
+from kvxferd.frame_socket import close_fds, dup_fds
+from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import AgentName, MoverId
 from kvxferd.wire.codec import FROM_MOVER, encode
 from kvxferd.wire.common import Message
 from kvxferd.wire.fd_batches import leading_fd_batches, start_of_last_batch
+from kvxferd.wire.framing import Frame
 from kvxferd.wire.mover import FromMover, MoverUp
 
 _LOG = logging.getLogger(__name__)
@@ -37,18 +39,17 @@ class MoverHandle:
         on_exit: Callable[[MoverHandle], None],
         on_stream_closed: Callable[[MoverHandle], None],
     ) -> None:
-        """`on_stream_closed` is called where the mover closed its end, or sent a malformed message."""
+        """`on_stream_closed` is called where the mover closed its end or is cut off."""
         self.mover_id = mover_id
         self.agent = agent
         self.library = ""
         self.pid = -1
         self.pidfd = -1
-        self._stream = FrameSocket(sock)
+        self._stream = FrameStream(sock, self._read, self._on_stream_end)
         self._on_message = on_message
         self._on_exit = on_exit
         self._on_stream_closed = on_stream_closed
         self._loop = asyncio.get_running_loop()
-        self._writing = False
 
     @property
     def is_alive(self) -> bool:
@@ -59,11 +60,6 @@ class MoverHandle:
         poller.register(self.pidfd, select.POLLIN)
         return not poller.poll(0)
 
-    @property
-    def num_queued_bytes(self) -> int:
-        """How much waits to be sent to it, beside what the socket holds."""
-        return self._stream.queued_bytes
-
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message; never blocks. Does nothing for a mover that is gone, which `on_exit` reports."""
         if self._stream.fileno() < 0:
@@ -73,8 +69,6 @@ class MoverHandle:
         for ahead, part in leading_fd_batches(copies):
             self._stream.send(encode(ahead), part)
         self._stream.send(payload, copies[start_of_last_batch(len(copies)) :])
-        if not self._writing:
-            self._flush()
 
     def kill(self) -> None:
         """Kill the process, whatever it is doing; `on_exit` follows. Idempotent."""
@@ -88,12 +82,12 @@ class MoverHandle:
         """Begin to read from the process, which runs. Takes ownership of the pidfd."""
         self.pid = pid
         self.pidfd = pidfd
-        self._loop.add_reader(self._stream.fileno(), self._read)
+        self._stream.set_reading()
         self._loop.add_reader(pidfd, self._handle_exit)
 
     def discard(self) -> None:
         """Close it without a callback: the process was never made, or is of no interest any more."""
-        self._close_stream()
+        self._stream.close()
         if self.pidfd >= 0:
             self._loop.remove_reader(self.pidfd)
             os.close(self.pidfd)
@@ -106,38 +100,19 @@ class MoverHandle:
 
     # --- callbacks of the event loop
 
-    def _flush(self) -> None:
-        self._stream.flush()
-        done = self._stream.is_flushed
-        if done == self._writing:
-            self._writing = not done
-            if done:
-                self._loop.remove_writer(self._stream.fileno())
-            else:
-                self._loop.add_writer(self._stream.fileno(), self._flush)
-
     def _read(self) -> bool:
         """Deliver what has arrived; return whether there may be more."""
-        try:
-            frames = self._stream.receive()
-            waiting = iter(frames or ())
-            try:
-                for frame in waiting:
-                    self._decode_frame(frame.payload, frame.fds)
-            finally:
-                close_frame_fds(waiting)  # behind a malformed frame
-        except (ProtocolError, OSError) as error:
-            _LOG.error("mover killed after a malformed message: agent=%s reason=%s", self.agent, error)
-            frames = None
-        if frames is None:
-            self._close_stream()
-            self._on_stream_closed(self)
-            return False
-        return bool(frames)
+        return self._stream.read(self._decode_frame)
 
-    def _decode_frame(self, payload: bytes, fds: tuple[int, ...]) -> None:
-        close_fds(fds)
-        self._handle(FROM_MOVER.decode(payload))
+    def _on_stream_end(self, reason: str) -> None:
+        if reason:
+            _LOG.error("mover cut off: agent=%s reason=%s", self.agent, reason)
+        self._stream.close()
+        self._on_stream_closed(self)
+
+    def _decode_frame(self, frame: Frame) -> None:
+        close_fds(frame.fds)
+        self._handle(FROM_MOVER.decode(frame.payload))
 
     def _handle(self, message: FromMover) -> None:
         if isinstance(message, MoverUp):
@@ -151,18 +126,10 @@ class MoverHandle:
 
     def _handle_exit(self) -> None:
         self._loop.remove_reader(self.pidfd)
-        while self._stream.fileno() >= 0 and self._read():
+        while self._read():
             pass
-        self._close_stream()
+        self._stream.close()
         try:
             self._on_exit(self)
         finally:
-            os.close(self.pidfd)
-            self.pidfd = -1
-
-    def _close_stream(self) -> None:
-        fd = self._stream.fileno()
-        if fd >= 0:
-            self._loop.remove_reader(fd)
-            self._loop.remove_writer(fd)
-            self._stream.close()
+            self.discard()

@@ -10,17 +10,18 @@ import itertools
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import assert_never
 
 from kvxferd.core.ucx_log import TransportsUsed
+from kvxferd.decision_loop import DecisionLoop
 from kvxferd.errors import MoverError
 from kvxferd.ids import BootId, MoverId
 from kvxferd.mover.agent_names import new_agent_name
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.forkserver_protocol import Forked, ForkFailed, LibraryUnavailable
-from kvxferd.mover.supervisor.forkserver_client import ForkserverClient, ForkserverMessage
+from kvxferd.mover.supervisor.forkserver_client import ForkserverClient, ForkserverMessage, start_forkserver
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool_decisions import PoolDecisions, PoolStatus
 from kvxferd.mover.supervisor.pool_effects import (
@@ -86,15 +87,15 @@ class MoverPool:
         backend: Backend = DEFAULT_BACKEND,
         mover_ids: Iterator[int] | None = None,
     ) -> None:
-        """`mover_ids` yields ids for new movers, and is shared with every other maker of movers."""
+        """`mover_ids` yields ids for new movers, and is shared with every other maker of movers.
+
+        `library`: "nixl", "rixl", or "auto" for the first that can be imported. The movers make their agents
+        by `backend`, and their lost connections are judged by it.
+        """
         self._on_message = on_message
         self._on_exit = on_exit
         self._on_transports = on_transports
-        self._lock_fd = lock_fd
-        # By which the movers make their agents, and by which their lost connections are judged.
-        self._backend = backend
-        self._environment = environment or {}
-        self._library_choice = library  # "nixl", "rixl", or "auto" for the first that can be imported
+        self._start = partial(start_forkserver, environment or {}, library, backend, lock_fd)
         self._decisions = PoolDecisions(
             size=size,
             backend=backend,
@@ -105,9 +106,9 @@ class MoverPool:
         self._handles: dict[MoverId, MoverHandle] = {}  # from its fork's request until it is gone
         self._on_result: dict[int, OnResult] = {}  # by request
         self._requests = itertools.count(1)
-        self._events: deque[PoolEvent] = deque()
-        self._is_feeding = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._feed = DecisionLoop[PoolEvent, PoolEffect](
+            lambda: self._decisions, TimersDue(), self._carry_out
+        ).feed
         self._stopped = asyncio.Event()
 
     async def start(self) -> None:
@@ -159,28 +160,6 @@ class MoverPool:
 
     # --- events in
 
-    def _feed(self, event: PoolEvent) -> None:
-        """Feed one event at a time, and carry out its effects before the next."""
-        self._events.append(event)
-        if self._is_feeding:
-            return
-        self._is_feeding = True
-        loop = asyncio.get_running_loop()
-        while self._events:
-            event = self._events.popleft()
-            for effect in self._decisions.feed(event, loop.time()):
-                try:
-                    self._carry_out(effect)
-                except Exception:
-                    _LOG.exception("pool effect failed: effect=%s", type(effect).__name__)
-            if isinstance(event, MoverExited):
-                self._handles.pop(event.mover, None)
-        self._is_feeding = False
-        if self._timer is not None:
-            self._timer.cancel()
-        deadline = self._decisions.next_deadline()
-        self._timer = None if deadline is None else loop.call_at(deadline, self._feed, TimersDue())
-
     def _notice_exits(self) -> None:
         """Notice the exits of ready movers that the event loop has not come to."""
         for mover in self._decisions.warm():
@@ -207,7 +186,7 @@ class MoverPool:
     def _on_mover_message(self, mover: MoverHandle, message: FromMover) -> None:
         if isinstance(message, DisconnectSeen) and self._forkserver is not None:
             self._forkserver.read_stderr()  # what the mover logged before it sent this is fed before it
-        self._feed(MoverReported(mover.mover_id, message, mover.num_queued_bytes))
+        self._feed(MoverReported(mover.mover_id, message))
 
     # --- effects out
 
@@ -256,10 +235,7 @@ class MoverPool:
     def _start_forkserver(self) -> None:
         try:
             self._forkserver = ForkserverClient(
-                self._environment,
-                self._library_choice,
-                self._backend,
-                self._lock_fd,
+                self._start,
                 self._on_forkserver_message,
                 self._on_forkserver_exit,
                 lambda line: self._feed(UcxLineRead(line)),

@@ -363,6 +363,7 @@ class PoolDecisions:
         else:
             return
         self.evidence.remove(mover)
+        self._effects.append(DiscardMover(mover))
 
     def _on_early_exit(self, mover: MoverId) -> None:
         was_starting = mover in self._starting or self._ending.get(mover, False)

@@ -59,16 +59,15 @@ class ForkNotSent:
 
 @dataclass(frozen=True, slots=True)
 class MoverReported:
-    """A mover sent a message. `num_queued_bytes`: what waits to be sent to it."""
+    """A mover sent a message."""
 
     mover: MoverId
     message: FromMover
-    num_queued_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MoverStreamClosed:
-    """A mover closed its end of the socket, or sent a malformed message: it cannot be reached any more."""
+    """A mover closed its end of the socket, or was cut off: it cannot be reached any more."""
 
     mover: MoverId
 

@@ -25,9 +25,8 @@ from kvxferd.mover.supervisor.pool_events import (
     StopRequested,
     TimersDue,
 )
-from kvxferd.wire.mover import DisconnectSeen, FromMover, MoverLeaving, MoverUp
+from kvxferd.wire.mover import FromMover, MoverLeaving, MoverUp
 
-MAX_UNREAD_REPLY_BYTES = 1 << 20  # 30,000 replies
 UP_TIMEOUT_S = 20.0  # a worker's first agent takes 0.5 s; a busy engine's GIL makes that longer
 
 
@@ -66,7 +65,7 @@ class ResidentDecisions:
                 at = self._now + UP_TIMEOUT_S
                 self._timers.set(event.mover, at, lambda: self._give_up(event.mover))
             case MoverReported():
-                self._on_message(event)
+                self._on_message(event.mover, event.message)
             case MoverExited():
                 self._on_exit(event.mover)
             case StopRequested():
@@ -80,14 +79,11 @@ class ResidentDecisions:
             case _:
                 assert_never(event)
 
-    def _on_message(self, event: MoverReported) -> None:
-        message = event.message
-        if isinstance(message, DisconnectSeen) and event.num_queued_bytes > MAX_UNREAD_REPLY_BYTES:
-            return  # it sends requests and does not read the replies, which would fill this daemon's memory
-        if event.mover in self._assigned:
-            self._effects.append(ReportMessage(event.mover, message))
-        elif event.mover in self._starting:
-            self._on_first_message(event.mover, message)
+    def _on_message(self, mover: MoverId, message: FromMover) -> None:
+        if mover in self._assigned:
+            self._effects.append(ReportMessage(mover, message))
+        elif mover in self._starting:
+            self._on_first_message(mover, message)
 
     def _on_first_message(self, mover: MoverId, message: FromMover) -> None:
         match message:

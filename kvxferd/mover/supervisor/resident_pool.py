@@ -5,18 +5,15 @@ A resident mover is asked to end, and never killed.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import assert_never
 
 from kvxferd.core.movers import STUCK_S
-from kvxferd.errors import ProtocolError
-from kvxferd.frame_socket import close_fds
+from kvxferd.decision_loop import DecisionLoop
 from kvxferd.ids import AgentName, BootId, MoverId
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.mover.supervisor.pool import OnResult
@@ -37,14 +34,9 @@ from kvxferd.mover.supervisor.pool_events import (
     TimersDue,
 )
 from kvxferd.mover.supervisor.resident_decisions import ResidentDecisions
-from kvxferd.wire.framing import Frame
 from kvxferd.wire.mover import FromMover, MoverLeaving, MoverUp
 
 _LOG = logging.getLogger(__name__)
-
-# A worker may send as fast as it likes. One frame takes some 15 us, and a read holds 13,000 of the smallest.
-# After these many the event loop's other sockets have their turn.
-MAX_READS_PER_TURN, MAX_FRAMES_PER_TURN = 1, 64
 
 
 class ResidentPool:
@@ -68,9 +60,9 @@ class ResidentPool:
         self._decisions = ResidentDecisions(boot, is_name_used)
         self._on_result: dict[int, OnResult] = {}  # of those that start
         self._handles: dict[MoverId, ResidentHandle] = {}
-        self._events: deque[ResidentEvent] = deque()
-        self._is_feeding = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._feed = DecisionLoop[ResidentEvent, ResidentEffect](
+            lambda: self._decisions, TimersDue(), self._carry_out
+        ).feed
 
     def accept(self, sock: socket.socket, worker: tuple[int, int], on_result: OnResult) -> None:
         """Call `on_result` once: with the mover at the other end of the socket, or with why it is refused.
@@ -89,25 +81,6 @@ class ResidentPool:
         """Close all streams: the movers end at EOF, and their workers see when they are gone."""
         self._feed(StopRequested())
 
-    def _feed(self, event: ResidentEvent) -> None:
-        """Feed one event at a time, and carry out its effects before the next."""
-        self._events.append(event)
-        if self._is_feeding:
-            return
-        self._is_feeding = True
-        loop = asyncio.get_running_loop()
-        while self._events:
-            for effect in self._decisions.feed(self._events.popleft(), loop.time()):
-                try:
-                    self._carry_out(effect)
-                except Exception:
-                    _LOG.exception("pool effect failed: effect=%s", type(effect).__name__)
-        self._is_feeding = False
-        if self._timer is not None:
-            self._timer.cancel()
-        deadline = self._decisions.next_deadline()
-        self._timer = None if deadline is None else loop.call_at(deadline, self._feed, TimersDue())
-
     def _carry_out(self, effect: ResidentEffect) -> None:
         match effect:
             case AssignMover():
@@ -125,7 +98,7 @@ class ResidentPool:
                 assert_never(effect)
 
     def _on_mover_message(self, mover: MoverHandle, message: FromMover) -> None:
-        self._feed(MoverReported(mover.mover_id, message, mover.num_queued_bytes))
+        self._feed(MoverReported(mover.mover_id, message))
 
     def _on_mover_exit(self, mover: MoverHandle) -> None:
         self._feed(MoverExited(mover.mover_id))
@@ -150,14 +123,11 @@ class ResidentHandle(MoverHandle):
 
         The handle owns the descriptor. The agent's name comes with the mover's `MoverUp`.
         """
-        # `_read` is its own, and reports the end of the stream as the exit.
         super().__init__(mover_id, AgentName(""), sock, on_message, on_exit, on_exit)
         self.pid, self._worker_exit_fd = worker
         self._end_requested = False
-        self._frames: deque[Frame] = deque()  # received, and not handled yet
-        self._is_read_scheduled = False  # more are handled on the event loop's next turn
-        self._discards_input = False  # it sent a malformed frame: only EOF is waited for
-        self._loop.add_reader(self._stream.fileno(), self._read)
+        self._discards_input = False  # it is cut off: only EOF is waited for
+        self._stream.set_reading()
         if self._worker_exit_fd >= 0:
             self._loop.add_reader(self._worker_exit_fd, self._handle_exit)
 
@@ -169,14 +139,12 @@ class ResidentHandle(MoverHandle):
         """Ask it to end, by closing the sending side: at EOF it destroys its agent and closes. Idempotent."""
         if self.is_alive:
             self._end_requested = True
-            self._loop.remove_writer(self._stream.fileno())
             self._stream.shutdown_write()
             self._loop.call_later(STUCK_S, self._log_stuck)
 
     def discard(self) -> None:
         """Close everything, whatever the mover does; no callback follows."""
-        self._drop_frames()
-        self._close_stream()
+        self._stream.close()
         self._close_worker_exit_fd()
 
     def _log_stuck(self) -> None:
@@ -190,43 +158,19 @@ class ResidentHandle(MoverHandle):
             )
 
     def _read(self) -> bool:
-        frames: list[Frame] | None = []
-        try:
-            if not self._frames and not self._discards_input:
-                frames = self._stream.receive(MAX_READS_PER_TURN, MAX_FRAMES_PER_TURN)
-                self._frames.extend(frames or ())
-            for _ in range(min(MAX_FRAMES_PER_TURN, len(self._frames))):
-                frame = self._frames.popleft()
-                self._decode_frame(frame.payload, frame.fds)
-                if self._stream.fileno() < 0:
-                    return False
-        except ProtocolError as error:
-            _LOG.error(
-                "resident mover closed after a malformed message: agent=%s reason=%s",
-                self.agent,
-                error.message,
-            )
-            self._discards_input = True
-            self._drop_frames()
-            self.kill()
-            return False
-        if frames is None or (self._discards_input and self._stream.discard_received()):
+        if not self._discards_input:
+            return super()._read()
+        if self._stream.discard_received():
             self._handle_exit()
-            return False
-        has_more = bool(self._frames) or (self._stream.has_buffered_frames and not self._discards_input)
-        if has_more and not self._is_read_scheduled:
-            self._is_read_scheduled = True
-            self._loop.call_soon(self._read_more)
-        return has_more
+        return False
 
-    def _read_more(self) -> None:
-        self._is_read_scheduled = False
-        if self._stream.fileno() >= 0:
-            self._read()
-
-    def _drop_frames(self) -> None:
-        while self._frames:
-            close_fds(self._frames.popleft().fds)
+    def _on_stream_end(self, reason: str) -> None:
+        if not reason:
+            self._handle_exit()
+            return
+        _LOG.error("resident mover cut off: agent=%s worker_pid=%d reason=%s", self.agent, self.pid, reason)
+        self._discards_input = True
+        self.kill()
 
     def _handle(self, message: FromMover) -> None:
         match message:

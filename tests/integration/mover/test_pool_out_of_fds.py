@@ -9,12 +9,13 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from kvxferd.errors import MoverError
 from kvxferd.mover.backends import DEFAULT_BACKEND
-from kvxferd.mover.supervisor.forkserver_client import ForkserverClient
+from kvxferd.mover.supervisor.forkserver_client import ForkserverClient, start_forkserver
 from tests.support.mover_harness import DEADLINE_S, Node, wait_until
 
 
@@ -68,10 +69,9 @@ async def test_a_parent_that_cannot_be_watched_is_ended_and_leaves_nothing(
     monkeypatch.setattr(os, "pidfd_open", failing)
     gc.collect()  # what earlier tests dropped is closed now, not between two counts
     before = os.listdir("/proc/self/fd")
+    start = partial(start_forkserver, {}, "auto", DEFAULT_BACKEND, None)
     with pytest.raises(OSError, match="Too many open files"):
-        ForkserverClient(
-            {}, "auto", DEFAULT_BACKEND, None, lambda *_: None, lambda: None, lambda _: None, lambda: None
-        )
+        ForkserverClient(start, lambda *_: None, lambda: None, lambda _: None, lambda: None)
     assert os.listdir("/proc/self/fd") == before
     assert not os.path.exists(f"/proc/{failing.pids[0]}")  # reaped too
 

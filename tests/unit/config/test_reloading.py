@@ -92,8 +92,6 @@ async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daem
     finally:
         daemon._worker_socket.stop()
         await asyncio.sleep(0)
-        if daemon._timer is not None:
-            daemon._timer.cancel()
         daemon._peer_socket.stop()
 
 

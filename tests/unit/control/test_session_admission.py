@@ -130,7 +130,7 @@ async def test_frames_that_are_not_whole_have_a_budget(socket_: Listening) -> No
         except OSError:
             closed += 1
     await asyncio.sleep(0)
-    kept = sum(c.frame_socket.buffered[0] for c in socket_.workers._connections.values())
+    kept = sum(c.stream.buffered[0] for c in socket_.workers._connections.values())
     assert kept <= MAX_PARTIAL_BYTES
     assert closed or len(socket_.workers._connections) < 40
 

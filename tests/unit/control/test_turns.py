@@ -77,7 +77,28 @@ async def test_what_is_raised_is_handed_over_and_the_next_is_done():
         assert await asyncio.wait_for(done.get(), 20) == 7
     finally:
         worker.close()
-    assert not any(thread.name == "test" for thread in threading.enumerate())
+    for thread in threading.enumerate():
+        if thread.name.startswith("test"):
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+async def test_a_close_waits_for_no_job_and_drops_the_others():
+    worker, begun, go_on, ran = FairThread("test"), asyncio.Event(), threading.Event(), list[object]()
+    loop = asyncio.get_running_loop()
+
+    def work() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait(20)
+
+    for job in (work, lambda: ran.append("second")):
+        worker.submit("a", job, ran.append)
+    await asyncio.wait_for(begun.wait(), 20)
+    worker.close()
+    go_on.set()
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+    assert ran == []
 
 
 async def test_the_thread_rests_as_long_as_it_has_worked(monkeypatch):

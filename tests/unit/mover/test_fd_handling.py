@@ -13,13 +13,13 @@ import pytest
 
 from kvxferd.errors import ProtocolError
 from kvxferd.frame_socket import FrameSocket, dup_fds
-from kvxferd.ids import AgentName, MoverId, RegionId
+from kvxferd.ids import AgentName, GroupName, MoverId, RegionId
 from kvxferd.memory import SealedMemory
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import FdBatch
+from kvxferd.wire.common import BlockIds, FdBatch
 from kvxferd.wire.framing import Frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 from kvxferd.wire.mover import Bind, Polling
@@ -72,6 +72,23 @@ async def test_nonsense_of_a_mover_leaves_nothing_open(process: subprocess.Popen
     assert num_open_fds() == before
 
 
+@pytest.mark.process
+async def test_a_mover_that_does_not_read_is_killed(process: subprocess.Popen[bytes]) -> None:
+    ended = asyncio.Event()
+    before = num_open_fds()
+    ours, theirs = socket.socketpair()
+    handle = MoverHandle(
+        MoverId(1), AgentName("a"), ours, lambda *_: None, lambda _: ended.set(), MoverHandle.kill
+    )
+    handle.attach(process.pid, os.pidfd_open(process.pid))
+    part = BlockIds(stream=1, group=GroupName("g"), offset=0, ids=bytes(3 << 20))
+    while handle._stream.fileno() >= 0:
+        handle.send(part, [theirs.fileno()] * (MAX_FDS_PER_FRAME + 1))
+    await asyncio.wait_for(ended.wait(), 10)
+    theirs.close()
+    assert num_open_fds() == before
+
+
 async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_in_part() -> None:
     """Its parts would be taken for the beginning of the next message's."""
     ours, theirs = socket.socketpair()
@@ -84,7 +101,7 @@ async def test_a_message_whose_descriptors_cannot_be_copied_is_not_sent_in_part(
             handle.send(Polling(token=1), [theirs.fileno()] * (MAX_FDS_PER_FRAME + 100))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert (handle.num_queued_bytes, num_open_fds()) == (0, before)
+    assert (handle._stream.unsent_bytes, num_open_fds()) == (0, before)
     handle.discard()
     theirs.close()
 

@@ -74,7 +74,7 @@ def test_a_request_forks_and_gets_what_is_forked() -> None:
     pool = Pool()
     assert pool.feed(events.MoverRequested(7)) == [effects.RequestFork(ONE, AgentName("boot/1"))]
     assert pool.make_ready(ONE) == [effects.AssignMover(7, ONE)]
-    assert pool.feed(events.MoverExited(ONE)) == [effects.ReportExit(ONE)]
+    assert pool.feed(events.MoverExited(ONE)) == [effects.ReportExit(ONE), effects.DiscardMover(ONE)]
     assert pool.feed(events.MoverExited(ONE)) == []
 
 
@@ -120,7 +120,7 @@ def test_a_mover_that_is_stopped_before_its_agent_is_made_is_killed_and_replaced
     # It is stopped no more, and reports before it dies.
     assert pool.report_up(ONE) == []
     assert kinds(pool.feed(events.MoverRequested(8))) == ["RequestFork"]
-    assert kinds(pool.feed(events.MoverExited(ONE))) == ["ReportEarlyDeath"]
+    assert kinds(pool.feed(events.MoverExited(ONE))) == ["ReportEarlyDeath", "DiscardMover"]
     assert pool.make_ready(TWO) == [effects.AssignMover(8, TWO)]
     assert pool.decisions.num_died_starting == 1
 
@@ -157,7 +157,7 @@ def test_a_forkserver_that_dies_while_forks_are_pending() -> None:
     ]
     # The late exit of an old mover costs no request that waits for the next forkserver.
     assert pool.feed(events.MoverRequested(3)) == []
-    assert kinds(pool.feed(events.MoverExited(ONE))) == ["ReportEarlyDeath"]
+    assert kinds(pool.feed(events.MoverExited(ONE))) == ["ReportEarlyDeath", "DiscardMover"]
     assert pool.wait(RESTART_DELAYS_S[0]) == [effects.StartForkserver()]
     assert kinds(pool.feed(LibraryLoaded(library="nixl"))) == ["RequestFork"]
     assert pool.make_ready(MoverId(3)) == [effects.AssignMover(3, MoverId(3))]
@@ -168,7 +168,10 @@ def test_a_ready_mover_of_a_dead_forkserver_is_not_assigned() -> None:
     pool.make_ready(ONE)
     assert effects.KillProcess(ONE) in pool.feed(events.ForkserverExited())
     assert pool.feed(events.MoverRequested(1)) == []
-    assert pool.feed(events.MoverExited(ONE)) == [effects.ReportEarlyDeath(ONE, was_starting=False)]
+    assert pool.feed(events.MoverExited(ONE)) == [
+        effects.ReportEarlyDeath(ONE, was_starting=False),
+        effects.DiscardMover(ONE),
+    ]
     assert pool.decisions.num_died_unassigned == 1
 
 
@@ -285,7 +288,7 @@ def test_a_stop_ends_all_and_waits_for_the_last() -> None:
     pool.feed(events.ForkserverExited())
     pool.feed(events.MoverExited(ONE))
     pool.feed(events.MoverExited(MoverId(3)))
-    assert pool.feed(events.MoverExited(TWO)) == [effects.ReportExit(TWO), effects.ReportStopped()]
+    assert kinds(pool.feed(events.MoverExited(TWO))) == ["ReportExit", "DiscardMover", "ReportStopped"]
     assert pool.decisions.next_deadline() is None
 
 

@@ -1,8 +1,9 @@
-"""A resident mover that sends without end: it is heard whole, in order, and in turns."""
+"""A resident mover that sends without end is heard in turns, and one that does not read is cut off."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import subprocess
@@ -11,11 +12,13 @@ import sys
 import pytest
 
 from kvxferd.frame_socket import FrameSocket
-from kvxferd.ids import MoverId
+from kvxferd.frame_stream import MAX_FRAMES_PER_TURN, MAX_UNSENT_BYTES
+from kvxferd.ids import AgentName, BootId, GroupName, MoverId
 from kvxferd.mover.supervisor.forkserver_client import _stderr_pipe
-from kvxferd.mover.supervisor.resident_pool import MAX_FRAMES_PER_TURN, ResidentHandle
+from kvxferd.mover.supervisor.resident_pool import ResidentHandle, ResidentPool
 from kvxferd.wire.codec import encode
-from kvxferd.wire.mover import FromMover, Polling
+from kvxferd.wire.common import BlockIds
+from kvxferd.wire.mover import FromMover, MoverUp, Polling
 
 NUM_MESSAGES = 5000
 
@@ -47,6 +50,47 @@ async def test_a_turn_takes_some_of_its_messages():
     assert received == [Polling(token=token) for token in range(NUM_MESSAGES)]
     assert most <= 2 * MAX_FRAMES_PER_TURN  # once because more has arrived, once because some are left
     handle.discard()
+
+
+async def test_one_that_does_not_read_is_cut_off_and_its_rank_has_lost_it() -> None:
+    got: asyncio.Queue[object] = asyncio.Queue()
+    reply_ids = BlockIds(stream=1, group=GroupName("g"), offset=0, ids=bytes(3 << 20))
+    num_replies = 0
+
+    def reply(mover: MoverId, message: FromMover) -> None:
+        nonlocal num_replies
+        num_replies += 1
+        handle.send(reply_ids)
+
+    pool = ResidentPool(
+        boot=BootId("here"),
+        mover_ids=itertools.count(1),
+        is_name_used=lambda agent: False,
+        on_message=reply,
+        on_exit=got.put_nowait,
+    )
+    ours, theirs = socket.socketpair()
+    link = FrameSocket(theirs)
+    pool.accept(ours, (os.getpid(), -1), got.put_nowait)
+    link.send(encode(MoverUp(agent=AgentName("here/1"), library="nixl", pid=os.getpid())))
+    link.flush()
+    async with asyncio.timeout(30):
+        handle = await got.get()
+        assert isinstance(handle, ResidentHandle)
+        for token in range(NUM_MESSAGES):
+            link.send(encode(Polling(token=token)))
+        while not link.is_flushed:
+            link.flush()
+            await asyncio.sleep(0)
+        assert not handle.is_alive
+        assert 0 < num_replies - MAX_UNSENT_BYTES // (3 << 20) <= MAX_FRAMES_PER_TURN
+        handle.send(reply_ids)
+        assert handle._stream.unsent_bytes == 0
+        assert got.empty()  # its agent may still write
+        while not link.discard_received():
+            pass
+        link.close()
+        assert await got.get() == handle.mover_id
 
 
 # --- what the movers' parent and its movers write to standard error
