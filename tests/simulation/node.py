@@ -16,7 +16,7 @@ from kvxferd.mover.forkserver_protocol import TO_FORKSERVER, Fork, Forked
 from kvxferd.mover.process import backoff, forkserver
 from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.loop import MoverLoop
-from kvxferd.mover.supervisor import forkserver_client
+from kvxferd.mover.supervisor import pool
 from kvxferd.mover.transport import probe
 from kvxferd.wire.framing import Frame
 from tests.simulation.fabric import Fabric, SimTransport
@@ -36,8 +36,7 @@ class Nodes:
         self.kernel = kernel
         self.fabric = fabric
         self.exits: dict[str, int] = {}  # by a daemon's process: what it ended with
-        replace(forkserver_client, "_spawn", self._spawn_forkserver)
-        replace(forkserver_client, "remove_shm_directory", lambda pid: None)
+        replace(pool, "start_forkserver", self._start_forkserver)
         replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
         replace(
             backoff, "MAX_SERVING_PAUSE_S", 5e-3
@@ -59,27 +58,21 @@ class Nodes:
 
     # --- the forkserver
 
-    def _spawn_forkserver(
-        self,
-        control: int,
-        stderr: int,
-        library: str,
-        backend: object,
-        lock_fd: int | None,
-        environment: object,
-    ) -> SimPopen:
+    def _start_forkserver(
+        self, environment: object, library: str, backend: object, lock_fd: int | None, control: int, stderr: int
+    ) -> SimForkserverProcess:
         daemon = self.kernel.current.process
         locks = () if lock_fd is None else (lock_fd,)
 
         def main() -> None:
             stream = FrameSocket(socket.socket(fileno=control))
             stream.accept_lost_fds()
-            server = _Forkserver(self, stream, locks)
-            server.serve()
+            _Forkserver(self, stream, locks).serve()
 
         name = f"{daemon.name} forkserver"
-        process = self.kernel.spawn(name, main, (control, *locks), daemon.uid, daemon)
-        return SimPopen(self.kernel, process)
+        return SimForkserverProcess(
+            self.kernel, self.kernel.spawn(name, main, (control, *locks), daemon.uid, daemon)
+        )
 
     def start_mover(self, socket_fd: int, agent: AgentName, locks: Sequence[int]) -> Process:
         """Fork a mover of the running forkserver, which it does not outlive."""
@@ -115,22 +108,20 @@ class Nodes:
 _POLLIN = 1
 
 
-class SimPopen:
-    """`subprocess.Popen`."""
+class SimForkserverProcess:
+    """`ForkserverProcess`."""
 
     def __init__(self, kernel: Kernel, process: Process) -> None:
         self._kernel, self._process = kernel, process
         self.pid = process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return -9 if self._process.is_dead else None
+        self.pidfd = kernel.open_pidfd(process.pid)
 
     def kill(self) -> None:
+        """Kill it."""
         self._kernel.kill(self._process)
 
-    def wait(self) -> int:
-        return -9
+    def reap(self) -> None:
+        """Do nothing: the kernel keeps no zombies."""
 
 
 class _Forkserver(forkserver.Forkserver):
