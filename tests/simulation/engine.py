@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 import select
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvxferd import client
+from msgspec.structs import replace
+
+from kvxferd import client, resident
 from kvxferd.errors import Code, KvxferdError
-from kvxferd.layout import BlockList, EngineSpec, RankLayout
-from kvxferd.layout.presets import attention_layout
+from kvxferd.layout import EngineSpec
 from tests.simulation.checks import Check
+from tests.simulation.contents import Lists, expected_bytes
+from tests.simulation.fabric import SimTransport
 from tests.simulation.kernel import Process, Task
-from tests.simulation.store import Lists, Store
+from tests.simulation.shapes import Deployment, RankShape, draw_request, own_lists, split_publish
+from tests.simulation.store import Store
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -51,11 +55,18 @@ class EngineShape:
     name: str
     nodes: tuple[str, ...]  # of each rank
     is_source: bool
-    order: str
+    deployment: Deployment
     has_scheduler: bool
     says_ready: bool  # each rank reports what it has written
     has_gpu: bool  # ranks write and free blocks in work that is done some time after its launch
+    grows: bool = False  # some transfers are published before they are whole
+    is_resident: bool = False  # its movers are threads of its ranks
     uid: int = 0
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether it reports what is written: a scheduler whose ranks report nothing cannot."""
+        return self.grows and (self.says_ready or not self.has_scheduler)
 
 
 @dataclass(eq=False)
@@ -70,12 +81,14 @@ class Transfer:
     lease_s: float
     workers: list[Worker]  # of its generation
     publisher: Worker
+    steps: list[int]  # how many tokens are ready at the publish, and then; one: it is whole at once
+    parts: list[Lists]  # what the publisher lists with each
     ref: client.TransferRef | None = None
     published_at: float = 0.0
     released: dict[Worker, Code] = field(default_factory=dict)
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
-    is_unheard: bool = False  # it was withdrawn, maybe before any daemon had it
+    is_unheard: bool = False  # it ended, maybe before any daemon had it
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
     abandoned: set[str] = field(default_factory=set)
     pulls: list[Pull] = field(default_factory=list)
@@ -140,7 +153,7 @@ class Engine:
     @property
     def num_ranks(self) -> int:
         """How many ranks it has."""
-        return len(self.shape.nodes)
+        return len(self.shape.deployment.ranks)
 
     @property
     def workers(self) -> list[Worker]:
@@ -172,24 +185,19 @@ class Engine:
         self.ranks = [self._start_rank(rank) for rank in range(self.num_ranks)]
         self.scheduler = None
         if self.shape.has_scheduler and self.shape.is_source:
-            self.scheduler = Worker(self, "scheduler", self.shape.nodes[0], None, None)
+            self.scheduler = Worker(self, "scheduler", self.shape.nodes[0])
 
-    def _start_rank(self, tp_rank: int) -> Worker:
+    def _start_rank(self, number: int) -> Worker:
         shape = self.shape
-        spec = EngineSpec(
-            shape.name,
-            self.generation,
-            num_layers=2,
-            tp_size=self.num_ranks,
-            tp_rank=tp_rank,
-            num_kv_heads=2,
+        rank = sorted(shape.deployment.ranks)[number]
+        held = shape.deployment.ranks[rank]
+        spec = replace(
+            held.spec,
+            generation=self.generation,
             home=self.world.endpoint_of(shape.nodes[0]) if len(set(shape.nodes)) > 1 else "",
             publish_implies_ready=shape.is_source and not shape.says_ready,
         )
-        layout = attention_layout(
-            spec=spec, num_kv_heads=2, head_dim=4, block_tokens=4, num_blocks=12, layout=shape.order
-        )
-        return Worker(self, f"rank{tp_rank}", shape.nodes[tp_rank], spec, layout)
+        return Worker(self, f"{rank.pp_rank}.{rank.tp_rank}", shape.nodes[number], spec, held)
 
     def die(self) -> None:
         """All processes are gone."""
@@ -210,23 +218,30 @@ class Engine:
         """Write a request and publish it; None where that cannot be now."""
         if not self.is_ready:
             return None
-        used = {block for transfer in self.transfers.values() for block in transfer.lists["full"].ids}
-        free = [block for block in range(12) if block not in used]
-        num_blocks = self.rng.choice((1, 2, 2, 3))
-        if len(free) < num_blocks:
+        deployment = self.shape.deployment
+        num_tokens = self.rng.choice((1, 2, 3, 5, 7, 8, 12, 16))
+        used = _ids_of(transfer.lists for transfer in self.transfers.values())
+        free = [block for block in range(deployment.num_blocks) if block not in used]
+        lists = draw_request(self.rng, deployment, num_tokens, free)
+        if lists is None:
             return None
-        ids = self.rng.sample(free, num_blocks)
-        num_tokens = self.rng.randint(4 * num_blocks - 3, 4 * num_blocks)
+        steps = [num_tokens]
+        if self.shape.can_grow and not self.world.fabric.is_hurried and self.rng.random() < 0.8:
+            steps = sorted({*self.rng.sample(range(num_tokens), min(num_tokens, 2)), num_tokens})
+        has_memory = self.publisher.spec is not None  # a scheduler lists all blocks at once
+        parts = split_publish(self.rng, deployment, lists, steps) if has_memory else [lists]
         self._num_published += 1
         transfer = Transfer(
             self.world.take_number(),
             f"t{self._num_published}",
-            {"full": BlockList(ids=ids)},
+            lists,
             num_tokens,
             num_readers,
             self.rng.choice((8.0, 8.0, 2.0, 20.0)),
             list(self.workers),
             self.publisher,
+            steps,
+            parts,
         )
         self.transfers[transfer.transfer_id] = self.by_id[transfer.transfer_id] = transfer
         transfer.publisher.do(lambda: transfer.publisher.publish(transfer))
@@ -249,10 +264,15 @@ class Worker:
     """One process of an engine: a rank, or a scheduler, which has no memory."""
 
     def __init__(
-        self, engine: Engine, role: str, node: str, spec: EngineSpec | None, layout: RankLayout | None
+        self,
+        engine: Engine,
+        role: str,
+        node: str,
+        spec: EngineSpec | None = None,
+        shape: RankShape | None = None,
     ) -> None:
         self.engine, self.world, self.node = engine, engine.world, node
-        self.spec, self.layout = spec, layout
+        self.spec, self.shape = spec, shape
         self.generation = engine.generation
         self.transfers = engine.by_id  # of its generation
         self.name = f"{engine.shape.name}.{engine.life}/{role}"
@@ -355,14 +375,26 @@ class Worker:
             if self.spec is None:
                 self.handle = connected.attach(self.engine.shape.name, self.generation, timeout_s=5.0)
             else:
-                assert self.layout is not None
-                self.store = self.store or Store(self.layout)
-                self.handle = connected.register(self.spec, self.layout, self.store.regions, timeout_s=10.0)
+                self.store = self.store or self._new_store()
+                self.handle = self._register_rank(connected, self.spec, self.store)
         except KvxferdError as error:
             self.tell(f"is not registered: {error}")
             connected.close()
             return False
         return True
+
+    def _new_store(self) -> Store:
+        assert self.shape is not None
+        return Store(self.shape, self.engine.shape.is_resident)
+
+    def _register_rank(self, connected: client.Client, spec: EngineSpec, store: Store) -> client.RankHandle:
+        assert self.shape is not None
+        layout, regions, fabric = self.shape.layout, store.regions, self.world.fabric
+        if isinstance(regions, list):
+            return connected.register(spec, layout, regions, timeout_s=10.0)
+        return resident.register(
+            connected, spec, layout, regions, 10.0, lambda agent: SimTransport(fabric, agent)
+        )
 
     # --- as a source
 
@@ -372,64 +404,84 @@ class Worker:
         if not self.is_ready:
             engine.forget(transfer)
             return
-        kernels = Kernels()
-        for worker in transfer.workers:
-            if worker.store is not None and (worker is self or not shape.says_ready):
-                done = kernels if worker is self else Kernels()
-                self.world.launch(shape.has_gpu and worker is self, done, worker.write, transfer)
-        if self.store is None:
-            kernels.is_done = True
         assert self.handle is not None
+        begins_with, *steps = transfer.steps
+        kernels = self._write_on_all(transfer, 0, begins_with)
         try:
             transfer.ref = self.handle.publish(
                 transfer.transfer_id,
-                transfer.lists,
+                transfer.parts[0],
                 transfer.num_tokens,
                 num_readers=transfer.num_readers,
                 lease_s=transfer.lease_s,
                 after=kernels,
+                ready_tokens=begins_with if steps else None,
             )
         except KvxferdError as error:
             self.tell(f"cannot publish {transfer.transfer_id}: {error}")
             engine.forget(transfer)
             return
         transfer.published_at = self.world.kernel.now
-        ids = list(transfer.lists["full"].ids)
-        self.tell(f"publishes {transfer.transfer_id}, {transfer.num_tokens} tokens in {ids}")
+        self.tell(f"publishes {transfer.transfer_id}, {transfer.steps} tokens in {_text_of(transfer.lists)}")
         self._expect_release(transfer)
-        if shape.says_ready:
-            for worker in transfer.workers:
-                if worker is not self and worker.store is not None:
-                    delay_s = self.world.rng.choice((0.0, 0.001, 0.02))
-                    self.world.after(delay_s, worker.do, lambda worker=worker: worker.ready(transfer))
+        for worker in transfer.workers if shape.says_ready else [self]:
+            if worker.store is not None:
+                first = 1 if worker is self else 0
+                worker.report_later(transfer, first)
 
-    def write(self, transfer: Transfer) -> None:
-        """Write a transfer's blocks."""
-        if self.store is not None and not transfer.is_over and self.is_alive:
-            self.store.write(transfer.lists, transfer.number, 0, transfer.num_tokens)
+    def _write_on_all(self, transfer: Transfer, start: int, step: int) -> Kernels:
+        """Write tokens on this rank; on all, where this one reports for them. Return this one's kernels."""
+        kernels = Kernels()
+        end = None if step == transfer.num_tokens else step
+        for worker in transfer.workers:
+            if worker.store is not None and (worker is self or not self.engine.shape.says_ready):
+                is_later = self.engine.shape.has_gpu and worker is self
+                done = kernels if worker is self else Kernels()
+                self.world.launch(is_later, done, worker.write, transfer, start, end)
+        if self.store is None:
+            kernels.is_done = True
+        return kernels
 
-    def ready(self, transfer: Transfer) -> None:
-        """Write, and report it."""
+    def write(self, transfer: Transfer, start: int, end: int | None) -> None:
+        """Write tokens of a transfer."""
+        if self.store is not None and not transfer.is_over and self.is_alive and self not in transfer.freed:
+            self.store.write(transfer.lists, transfer.number, start, end)
+
+    def report_later(self, transfer: Transfer, number: int) -> None:
+        """Write the next tokens of a transfer some time later, and report it."""
+        if number < len(transfer.steps):
+            delays_s = (0.001, 0.01, 0.1, 0.3) if len(transfer.steps) > 1 else (0.0, 0.001, 0.02)
+            self.world.after(
+                self.world.rng.choice(delays_s), self.do, lambda: self.report(transfer, number)
+            )
+
+    def report(self, transfer: Transfer, number: int) -> None:
+        """Write the tokens of a step, and report it."""
         if transfer.is_over or not self.is_ready:
             return
-        kernels = Kernels()
-        self.world.launch(self.engine.shape.has_gpu, kernels, self.write, transfer)
+        step = transfer.steps[number]
+        kernels = self._write_on_all(transfer, transfer.steps[number - 1] if number else 0, step)
+        is_publisher = self is transfer.publisher
         assert isinstance(self.handle, client.RankHandle)
         try:
-            self.handle.ready(transfer.transfer_id, after=kernels)
+            self.handle.ready(
+                transfer.transfer_id,
+                None if number == len(transfer.steps) - 1 else step,
+                (transfer.parts[number] or None) if is_publisher else None,
+                after=kernels,
+            )
         except KvxferdError as error:
             self.tell(f"cannot report {transfer.transfer_id}: {error}")
             return
-        self.tell(f"has written {transfer.transfer_id}")
+        self.tell(f"has written {step} tokens of {transfer.transfer_id}")
+        self.report_later(transfer, number + 1)
 
     def unpublish(self, transfer: Transfer) -> None:
         """Withdraw a transfer."""
         if transfer.ref is None or not self.is_ready:
             return
         assert self.handle is not None
-        is_fresh = self.world.kernel.now < transfer.published_at + 0.05
-        # No daemon may have heard of it.
-        transfer.is_unheard |= is_fresh or not self.handle.is_connected
+        transfer.is_unheard |= not self.handle.is_connected
         self.handle.unpublish(transfer.ref)
         self.tell(f"unpublishes {transfer.transfer_id}")
 
@@ -470,6 +522,8 @@ class Worker:
         elif self in transfer.released:
             self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")
         is_first = not transfer.released
+        # Its own client may have ended it before any daemon had it.
+        transfer.is_unheard |= is_first and self.world.kernel.now < transfer.published_at + 0.05
         transfer.released[self] = why
         if why in (Code.COMPLETED, Code.ABANDONED):
             self._check_readers(transfer, why)
@@ -535,16 +589,17 @@ class Worker:
             return
         if not self.is_ready or self.store is None:
             return
-        used = {block for pull in self.pulls.values() for block in pull.lists["full"].ids}
-        num_blocks = len(transfer.lists["full"].ids)
-        free = [block for block in range(12) if block not in used]
-        if len(free) < num_blocks:
+        assert self.shape is not None
+        world, deployment = self.world, self.engine.shape.deployment
+        used = _ids_of(pull.lists for pull in self.pulls.values())
+        free = [block for block in range(deployment.num_blocks) if block not in used]
+        drawn = draw_request(self.engine.rng, deployment, transfer.num_tokens, free, is_pull=True)
+        if drawn is None:
             return
-        world = self.world
+        lists = own_lists(self.shape.layout, drawn)
         if deadline_s is None:
             short = world.rng.random() < 0.12
             deadline_s = world.rng.uniform(0.001, 0.05) if short else world.rng.choice((3.0, 10.0, 20.0))
-        lists = {"full": BlockList(ids=world.rng.sample(free, num_blocks))}
         pull = Pull(self, transfer, lists, world.kernel.now + deadline_s, wanted, Kernels())
         pull.began = world.kernel.now
         world.launch(self.engine.shape.has_gpu, pull.kernels, self._lend, pull)
@@ -556,7 +611,7 @@ class Worker:
                 transfer.num_tokens,
                 deadline_s,
                 after=pull.kernels,
-                progressive=world.rng.random() < 0.3,
+                progressive=world.rng.random() < (0.8 if len(transfer.steps) > 1 else 0.3),
             )
         except KvxferdError as error:
             self.tell(f"cannot pull {transfer.transfer_id}: {error}")
@@ -570,7 +625,8 @@ class Worker:
         transfer.pulls.append(pull)
         world.open_pulls[pull] = None
         source = transfer.publisher.engine.shape.name
-        self.tell(f"pulls {transfer.transfer_id} of {source} into {lists['full'].ids}, {pull.ticket.number}")
+        number = pull.ticket.number
+        self.tell(f"pulls {transfer.transfer_id} of {source} into {_text_of(lists)}, {number}")
         self._expect_end(pull)
         world.pull_started()
 
@@ -646,7 +702,7 @@ class Worker:
         if waiting:
             self.world.violate(Check.SUSPENDED_AFTER, f"{self.name} sleeps, and {len(waiting)} pulls go on")
         assert self.store is not None
-        if holders := self.world.holders_of(self.store.memory.fd, self.process):
+        if holders := self.world.holders_of(self.store):
             self.world.violate(Check.FREED, f"{self.name} sleeps, and {holders} have its memory")
         self.check_memory()
         self.store.free()
@@ -659,8 +715,7 @@ class Worker:
     def resume(self) -> None:
         """Come back with other memory."""
         assert isinstance(self.handle, client.RankHandle)
-        assert self.layout is not None
-        fresh = Store(self.layout)
+        fresh = self._new_store()
         try:
             self.handle.resume(fresh.regions, timeout_s=20.0)
         except KvxferdError as error:
@@ -731,6 +786,7 @@ class Worker:
             )
         if wrong := self.store.wrong(pull.lists, pull.transfer.number, pull.transfer.num_tokens):
             self.world.violate(Check.RIGHT_BYTES, f"pull {ticket} of {self.name}: {wrong}")
+        self._check_bytes(pull, event)
         self.world.num_checked += 1
         reader = f"{self.engine.shape.name} {self.generation}"
         pull.transfer.delivered.setdefault(reader, set()).add(self)
@@ -749,6 +805,16 @@ class Worker:
                     or self.world.started_at(publisher.engine.shape.nodes[0]) > transfer.published_at
                 ),
             )
+
+    def _check_bytes(self, pull: Pull, event: client.Delivered) -> None:
+        """A delivered pull names as many bytes as its rank holds of the request."""
+        assert self.shape is not None
+        sources = pull.transfer.publisher.engine.shape.deployment.layouts.values()
+        wanted = expected_bytes(self.shape.layout, sources, pull.lists, pull.transfer.lists)
+        if event.bytes != wanted:
+            ticket = event.ticket.number
+            text = f"pull {ticket} of {self.name} names {event.bytes} bytes: its rank holds {wanted}"
+            self.world.violate(Check.ALL_BYTES, text)
 
     def _quiesced(self, ticket: int) -> None:
         pull = self.pulls.get(ticket)
@@ -770,6 +836,14 @@ class Worker:
 
 # Why no publish of an honest engine is refused.
 _OF_LIARS = frozenset({Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL})
+
+
+def _ids_of(listed: Iterable[Lists]) -> set[int]:
+    return {block for lists in listed for one in lists.values() for block in one.ids}
+
+
+def _text_of(lists: Lists) -> str:
+    return ", ".join(f"{name} {list(one.ids)}" for name, one in lists.items())
 
 
 def _text(event: client.Event) -> str:

@@ -16,6 +16,7 @@ from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
 from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.kernel import SimulationError
+from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.world import Traits, World
 
 START_S = 30.0
@@ -89,21 +90,27 @@ class Episode:
 
     def _draw_engines(self, names: list[str]) -> list[EngineShape]:
         rng = self.rng
+        model = draw_model(rng)
         shapes = []
         for number in range(self.size.engines):
             is_source = number % 2 == 0
+            name = f"{'prefill' if is_source else 'decode'}{number}"
+            deployment = draw_deployment(rng, model, name)
             home = names[number % len(names)] if rng.random() < 0.7 else rng.choice(names)
             spans = rng.random() < 0.25
-            num_ranks = rng.choice((1, 2, 2))
+            others = [rng.choice(names) if spans else home for _ in deployment.ranks][1:]
             shapes.append(
                 EngineShape(
-                    f"{'prefill' if is_source else 'decode'}{number}",
-                    tuple(home if not spans or not rank else rng.choice(names) for rank in range(num_ranks)),
+                    name,
+                    (home, *others),
                     is_source,
-                    rng.choice(("HND", "NHD")),
+                    deployment,
                     has_scheduler=rng.random() < 0.5,
                     says_ready=rng.random() < 0.4,
                     has_gpu=rng.random() < 0.25,
+                    grows=rng.random() < 0.5,
+                    is_resident=rng.random() < 0.15,
+                    uid=rng.choice((0, 0, 1000, 1001)),
                 )
             )
         return shapes

@@ -18,6 +18,8 @@ from kvxferd.mover.process.backoff import PollBackoff
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.mover.supervisor import pool
 from kvxferd.mover.transport import probe
+from kvxferd.resident import registration
+from kvxferd.resident.thread_mover import ThreadMover
 from kvxferd.wire.framing import Frame
 from tests.simulation.fabric import Fabric, SimTransport
 from tests.simulation.kernel import Kernel, Process
@@ -43,6 +45,7 @@ class Nodes:
         )  # in use it is shorter: most of an episode would be that
         replace(backoff, "MAX_IDLE_PAUSE_S", 2e-2)
         replace(probe, "tcp_bytes_received", lambda: 0)  # it looks at the first process's descriptors
+        replace(registration, "_RUNNING_MOVERS", _RunningMoversOfProcess(kernel))
         replace(os, "waitpid", lambda pid, options: (pid, 0))
         replace(os, "kill", lambda pid, number: kernel.kill(kernel.processes[pid]))
 
@@ -106,6 +109,18 @@ class Nodes:
 
 
 _POLLIN = 1
+
+
+class _RunningMoversOfProcess:
+    """`resident.registration._RunningMovers`, one for each process: it is a variable of a module."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._of: dict[Process, registration._RunningMovers] = {}
+
+    def add(self, mover: ThreadMover) -> None:
+        process = self._kernel.current.process
+        self._of.setdefault(process, registration._RunningMovers()).add(mover)
 
 
 class SimForkserverProcess:

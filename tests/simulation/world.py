@@ -33,6 +33,7 @@ from tests.simulation.fabric import Fabric, Read, SimTransport
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network, Wire
 from tests.simulation.node import Nodes
+from tests.simulation.store import Store
 
 PORT = 9441
 LEASE_S = 8.0  # of a transfer and of a grant
@@ -188,21 +189,17 @@ class World:
         else:
             run()
 
-    def holders_of(self, memory_fd: int, but: Process) -> list[str]:
-        """Return the processes, other than one, that may read or write shared memory."""
-        inode = os.fstat(memory_fd).st_ino
+    def holders_of(self, store: Store) -> list[str]:
+        """Return the processes whose movers may read or write a rank's memory."""
+        inodes = {os.fstat(memory.fd).st_ino for memory in store.memories}
         ranges = []
         with open("/proc/self/maps") as maps:
             for line in maps:
                 span, _, _, _, number, *_ = line.split(maxsplit=5)
-                if int(number) == inode:
+                if int(number) in inodes:
                     begin, end = (int(text, 16) for text in span.split("-"))
                     ranges.append((begin, end))
-        return [
-            transport.process.name
-            for transport in self.fabric.agents.values()
-            if transport.process is not but and transport.has_any(ranges)
-        ]
+        return [t.process.name for t in self.fabric.agents.values() if t.has_any(ranges)]
 
     # --- what is seen
 
