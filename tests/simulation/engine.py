@@ -35,6 +35,7 @@ CANCEL_S = 4.0
 CLIENT_GRACE_S = 0.5  # `client.pulls.DEADLINE_GRACE_S`: the client's own timer
 DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
 TWO_TRIPS_S = 0.25
+KERNELS_S = (0.0, 0.001, 0.02, 0.3)
 
 
 class Kernels:
@@ -283,6 +284,7 @@ class Worker:
         self.pulls: dict[int, Pull] = {}  # by ticket, those that have not ended or are in doubt
         self._commands: deque[Callable[[], None]] = deque()
         self._task: Task | None = None
+        self._stream_ends = 0.0  # when its GPU has done what was launched
         self.process: Process = self.world.kernel.spawn(self.name, self._run, uid=engine.shape.uid)
         self.process.on_death.append(self._died)
         self.world.expectations.disturb(0.0, self)
@@ -435,12 +437,26 @@ class Worker:
         end = None if step == transfer.num_tokens else step
         for worker in transfer.workers:
             if worker.store is not None and (worker is self or not self.engine.shape.says_ready):
-                is_later = self.engine.shape.has_gpu and worker is self
                 done = kernels if worker is self else Kernels()
-                self.world.launch(is_later, done, worker.write, transfer, start, end)
+                worker.launch(worker is self, done, worker.write, transfer, start, end)
         if self.store is None:
             kernels.is_done = True
         return kernels
+
+    def launch(self, is_later: bool, kernels: Kernels, act: Callable[..., None], *arguments: object) -> None:
+        """Have this rank's GPU do something behind what it does already: now, or some time later."""
+        world = self.world
+
+        def run() -> None:
+            act(*arguments)
+            kernels.is_done = True
+
+        if is_later and self.engine.shape.has_gpu and not world.fabric.is_hurried:
+            self._stream_ends = max(self._stream_ends, world.kernel.now) + world.rng.choice(KERNELS_S)
+        if self._stream_ends > world.kernel.now:
+            world.kernel.at(self._stream_ends, run)
+        else:
+            run()
 
     def write(self, transfer: Transfer, start: int, end: int | None) -> None:
         """Write tokens of a transfer."""
@@ -602,7 +618,7 @@ class Worker:
             deadline_s = world.rng.uniform(0.001, 0.05) if short else world.rng.choice((3.0, 10.0, 20.0))
         pull = Pull(self, transfer, lists, world.kernel.now + deadline_s, wanted, Kernels())
         pull.began = world.kernel.now
-        world.launch(self.engine.shape.has_gpu, pull.kernels, self._lend, pull)
+        self.launch(True, pull.kernels, self._lend, pull)
         assert isinstance(self.handle, client.RankHandle)
         try:
             pull.ticket = self.handle.pull(

@@ -28,7 +28,7 @@ from kvxferd.config.schema import (
 from kvxferd.errors import Code
 from tests.simulation import interposed, libzmq
 from tests.simulation.checks import Check, Expectations, Violation
-from tests.simulation.engine import Engine, EngineShape, Kernels, Pull, Wanted, Worker
+from tests.simulation.engine import Engine, EngineShape, Pull, Wanted, Worker
 from tests.simulation.fabric import Fabric, Read, SimTransport
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network, Wire
@@ -176,18 +176,6 @@ class World:
     def after(self, delay_s: float, act: Callable[..., None], *arguments: Any) -> None:
         """Have something happen in so many seconds, between two threads."""
         self.kernel.at(self.kernel.now + delay_s, lambda: act(*arguments))
-
-    def launch(self, is_later: bool, kernels: Kernels, act: Callable[..., None], *arguments: Any) -> None:
-        """Have a GPU do something, now or some time later."""
-
-        def run() -> None:
-            act(*arguments)
-            kernels.is_done = True
-
-        if is_later and not self.fabric.is_hurried:
-            self.after(self.rng.choice((0.0, 0.001, 0.02, 0.3)), run)
-        else:
-            run()
 
     def holders_of(self, store: Store) -> list[str]:
         """Return the processes whose movers may read or write a rank's memory."""
