@@ -213,7 +213,8 @@ class Episode:
             if not self._wait(is_done, WORKS_AGAIN_S + 1):
                 text = f"{transfer.transfer_id} of {source.shape.name} does not arrive at {sink.shape.name}"
                 raise Violation(Check.WORKS_AGAIN, text)
-            if any(wanted.attempts > 1 for wanted in world.wanted[before:]):
+            is_busy = self.traits.has_low_limits  # of ranks that ask at once some are turned away
+            if not is_busy and any(wanted.attempts > 1 for wanted in world.wanted[before:]):
                 raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice at rest")
 
     # --- traffic

@@ -256,7 +256,16 @@ class Faults:
         self._at_read(rng, "refuse-reads", lambda transport: setattr(transport, "num_to_refuse", 2))
 
     def _kill_mover_at_read(self, rng: random.Random) -> None:
-        self._at_read(rng, "kill-mover-at-read", lambda t: self._world.kernel.kill(t.process))
+        """A mover is killed while it reads; where it is a thread of a rank, the rank's engine."""
+
+        def kill(transport: SimTransport) -> None:
+            engines = [e for e in self._world.engines if transport.process in [w.process for w in e.ranks]]
+            for engine in engines:
+                engine.die()
+                self._world.after(rng.choice((0.01, 0.3)), self._revive, engine)
+            self._world.kernel.kill(transport.process)
+
+        self._at_read(rng, "kill-mover-at-read", kill)
 
     # --- whom
 
