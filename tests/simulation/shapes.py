@@ -118,11 +118,13 @@ def _some(rng: random.Random, most: int) -> tuple[int, ...]:
 
 def draw_deployment(rng: random.Random, model: ModelFacts, name: str) -> Deployment:
     """Return a deployment of a model as the engine `name`, of 1 to 12 ranks."""
-    num_blocks, per_id = rng.randint(12, 24), rng.choice((1, 1, 1, 2))
-    is_sharded = rng.random() < SHARDED_SHARE
+    num_blocks, is_sharded = rng.randint(12, 24), rng.random() < SHARDED_SHARE
     is_vectorised = any(c.head_bytes == CHUNK_BYTES for array in model.token_arrays for c in array)
     layout = rng.choice([*LAYOUT_NAMES, *[VECTORISED] * is_vectorised])
-    has_one_page = layout in ("HND", "NHD") or AXIS_ORDERS.get(layout, "").startswith("lb")
+    has_pages = layout in ("HND", "NHD") or AXIS_ORDERS.get(layout, "").startswith("lb")
+    may_overlay = has_pages and LayerKind.SLIDING not in model.kinds
+    is_overlaid = may_overlay and LayerKind.STATE in model.kinds and rng.random() < 0.8
+    per_id = 1 if is_overlaid else rng.choice((1, 1, 1, 2))
     built = deploy(
         model,
         engine_id=name,
@@ -135,7 +137,7 @@ def draw_deployment(rng: random.Random, model: ModelFacts, name: str) -> Deploym
         num_blocks=num_blocks * per_id,
         layout=layout + rng.choice(("", "+SD")),
         page_bytes=rng.choice((0, 0, 0, 96)),
-        shared_pages=has_one_page and LayerKind.SLIDING not in model.kinds and rng.random() < 0.7,
+        shared_pages=is_overlaid,
     )
     arrangement = _Arrangement(rng, built, name, num_blocks, per_id)
     ranks = {rank: arrangement.shape(spec, layout) for rank, (spec, layout) in built.items()}
@@ -149,7 +151,7 @@ class _Arrangement:
     """What a deployment changes of the presets' layouts, on every rank alike: names, ids, and the regions."""
 
     def __init__(self, rng: random.Random, built: Ranks, name: str, num_blocks: int, per_id: int) -> None:
-        """`per_id`: kernel blocks of a block id, where groups do not overlay one another."""
+        """`per_id`: kernel blocks of a block id of attention, beside those that the presets make."""
         self._name, self._num_blocks, self._per_id = name, num_blocks, per_id
         self._regions = [RegionId(f"r{number}") for number in range(rng.choice((1, 1, 2, 3)))]
         held = sorted({(t.layer, t.component) for _, layout in built.values() for t in layout.tensors})
@@ -179,8 +181,7 @@ class _Arrangement:
         return RankShape(spec, held, (step * len(self._regions),), places)
 
     def _group(self, group: Group) -> Group:
-        is_plain = group.kind is GroupKind.ATTENTION and group.physical_blocks_per_logical == 1
-        per_id = self._per_id if is_plain else 1
+        per_id = self._per_id if group.kind is GroupKind.ATTENTION else 1
         return replace(
             group,
             name=self._rename(group.name),
@@ -227,7 +228,7 @@ def draw_request(
         taken = taken[at : at + total]
     else:
         taken = rng.sample(free, total)
-    pass
+    free[:] = [block for block in free if block not in taken]
     lists = {}
     for name, group in deployment.groups.items():
         ids = [taken.pop(0) for _ in range(counts[name])]
