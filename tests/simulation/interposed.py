@@ -247,8 +247,8 @@ def _install_time(kernel: Kernel) -> None:
                 function.__kwdefaults__[name] = kernel.clock
     set_on(time, "monotonic", kernel.clock)
     set_on(time, "perf_counter", kernel.clock)
-    set_on(time, "thread_time", kernel.peek)
-    set_on(time, "process_time", kernel.peek)
+    set_on(time, "thread_time", kernel.cpu_clock)
+    set_on(time, "process_time", kernel.cpu_clock)
     set_on(time, "time", lambda: 1.7e9 + kernel.peek())
     set_on(time, "monotonic_ns", lambda: int(kernel.peek() * 1e9))
     set_on(time, "perf_counter_ns", lambda: int(kernel.peek() * 1e9))

@@ -67,6 +67,7 @@ class Task:
     killer: Task | None = None  # who waits until this process's descriptors are closed
     watches: dict[int, Watch] = field(default_factory=dict)  # by descriptor
     is_fd_ready: bool = False  # which ended its last wait
+    cpu_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -138,6 +139,7 @@ class Kernel:
     def clock(self) -> float:
         """Return the time. A look at it may be where another thread takes over, and many looks are."""
         self.now += TICK_S
+        self.current.cpu_s += TICK_S
         self._looks += 1
         if self._looks > MAX_LOOKS:
             self._spins += 1
@@ -149,7 +151,13 @@ class Kernel:
     def peek(self) -> float:
         """Return the time, without more."""
         self.now += TICK_S
+        self.current.cpu_s += TICK_S
         return self.now
+
+    def cpu_clock(self) -> float:
+        """Return the processor time of the running thread: looks at clocks are all that takes any."""
+        self.peek()
+        return self.current.cpu_s
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
         """Call `act` at that time, between two threads. It must not touch descriptors."""
