@@ -87,6 +87,7 @@ class Transfer:
     ref: client.TransferRef | None = None
     published_at: float = 0.0
     released: dict[Worker, Code] = field(default_factory=dict)
+    released_at: dict[Worker, float] = field(default_factory=dict)
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
     is_unheard: bool = False  # it ended, maybe before any daemon had it
@@ -284,7 +285,7 @@ class Worker:
         self.pulls: dict[int, Pull] = {}  # by ticket, those that have not ended or are in doubt
         self._commands: deque[Callable[[], None]] = deque()
         self._task: Task | None = None
-        self._stream_ends = 0.0  # when its GPU has done what was launched
+        self.stream_ends = 0.0  # when its GPU has done what was launched
         self.process: Process = self.world.kernel.spawn(self.name, self._run, uid=engine.shape.uid)
         self.process.on_death.append(self._died)
         self.world.expectations.disturb(0.0, self)
@@ -452,9 +453,9 @@ class Worker:
             kernels.is_done = True
 
         if is_later and self.engine.shape.has_gpu and not world.fabric.is_hurried:
-            self._stream_ends = max(self._stream_ends, world.kernel.now) + world.rng.choice(KERNELS_S)
-        if self._stream_ends > world.kernel.now:
-            world.kernel.at(self._stream_ends, run)
+            self.stream_ends = max(self.stream_ends, world.kernel.now) + world.rng.choice(KERNELS_S)
+        if self.stream_ends > world.kernel.now:
+            world.kernel.at(self.stream_ends, run)
         else:
             run()
 
@@ -535,12 +536,14 @@ class Worker:
             transfer.refused = why
             if why in _OF_LIARS:
                 self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
-        elif self in transfer.released:
+        elif transfer.released_at.get(self, 0.0) > self.world.started_at(self.node):
             self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")
         is_first = not transfer.released
         # Its own client may have ended it before any daemon had it.
-        transfer.is_unheard |= is_first and self.world.kernel.now < transfer.published_at + 0.05
+        is_fresh = self.world.kernel.now < max(transfer.published_at, transfer.publisher.stream_ends) + 0.05
+        transfer.is_unheard |= is_first and is_fresh
         transfer.released[self] = why
+        transfer.released_at[self] = self.world.kernel.now
         if why in (Code.COMPLETED, Code.ABANDONED):
             self._check_readers(transfer, why)
         over = transfer.workers if self is transfer.publisher else [self]
