@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 MAX_ATTEMPTS = 3
+MAX_DRAWS = 16  # of blocks: a list of a window may need more than there are, or few
 RETRY_S = 0.2
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
 COMPLETED_S = 14.0
@@ -612,8 +613,11 @@ class Worker:
         world, deployment = self.world, self.engine.shape.deployment
         used = _ids_of(pull.lists for pull in self.pulls.values())
         free = [block for block in range(deployment.num_blocks) if block not in used]
-        drawn = draw_request(self.engine.rng, deployment, transfer.num_tokens, free, is_pull=True)
-        if drawn is None:
+        tries = (
+            draw_request(self.engine.rng, deployment, transfer.num_tokens, free, is_pull=True)
+            for _ in range(MAX_DRAWS)
+        )
+        if (drawn := next((lists for lists in tries if lists is not None), None)) is None:
             return
         lists = own_lists(self.shape.layout, drawn)
         if deadline_s is None:
