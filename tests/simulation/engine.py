@@ -222,11 +222,13 @@ class Engine:
         if not self.is_ready:
             return None
         deployment = self.shape.deployment
-        num_tokens = self.rng.choice((1, 2, 3, 5, 7, 8, 12, 16))
         used = _ids_of(transfer.lists for transfer in self.transfers.values())
         free = [block for block in range(deployment.num_blocks) if block not in used]
-        lists = draw_request(self.rng, deployment, num_tokens, free)
-        if lists is None:
+        for _ in range(MAX_DRAWS):
+            num_tokens = self.rng.choice((1, 2, 3, 5, 7, 8, 12, 16))
+            if (lists := draw_request(self.rng, deployment, num_tokens, free)) is not None:
+                break
+        else:
             return None
         steps = [num_tokens]
         if self.shape.can_grow and not self.world.fabric.is_hurried and self.rng.random() < 0.8:
