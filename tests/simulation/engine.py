@@ -860,7 +860,9 @@ class Worker:
 
 
 # Why no publish of an honest engine is refused.
-_OF_LIARS = frozenset({Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL})
+_OF_LIARS = frozenset({
+    Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL, Code.OUT_OF_PLACE,
+})  # fmt: skip
 
 
 def _ids_of(listed: Iterable[Lists]) -> set[int]:

@@ -19,6 +19,7 @@ import itertools
 import os
 import random
 import select
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -440,6 +441,19 @@ class Kernel:
             f"{task.process.pid} {task.name}: {'dead' if task.process.is_dead else task.state.name}"
             for task in self._tasks
         )
+
+
+def can_fork() -> bool:
+    """Whether the system lets a thread have descriptors of its own: some containers do not."""
+    refused = []
+
+    def probe() -> None:
+        refused.append(_libc.unshare(CLONE_FILES))
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    thread.join()
+    return refused == [0]
 
 
 def _close_all_but(keep: set[int]) -> None:
