@@ -5,6 +5,7 @@ All else of it stays: sockets, pipes, files, memory, asyncio, selectors.
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import errno
 import os
 import queue
@@ -264,6 +265,7 @@ def _install_threads(kernel: Kernel) -> None:
     set_on(threading, "RLock", SimRLock)
     set_on(queue, "SimpleQueue", SimQueue)
     set_on(scatterer, "SimpleQueue", SimQueue)
+    set_on(concurrent.futures.thread, "_global_shutdown_lock", SimLock())  # held while a thread waits
 
     def wait(condition: Any, timeout: float | None = None) -> bool:
         waiter = _Waiter(kernel)
