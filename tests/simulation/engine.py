@@ -210,6 +210,19 @@ class Engine:
         self.past += self.transfers.values()
         self.transfers = {}
 
+    def replace_rank(self, number: int) -> None:
+        """A rank's process dies, and another takes its place in the same generation."""
+        self.ranks[number].kill()
+        self.ranks[number] = self._start_rank(number)
+
+    def scale(self, overlap_s: float) -> None:
+        """Have another generation take over, while this one goes on for a while."""
+        old = self.workers
+        self.past += self.transfers.values()
+        self.start()
+        for worker in old:
+            self.world.after(overlap_s, worker.kill)
+
     @property
     def is_ready(self) -> bool:
         """Whether every process is registered, and awake."""

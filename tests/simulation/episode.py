@@ -87,6 +87,11 @@ def _draw_traits(rng: random.Random) -> Traits:
         read=rng.choice(("direct", "covering", "auto")),
         has_low_limits=rng.random() < 0.15,
         preempt_share=rng.choice((0.0, 0.0, 0.002)),
+        part_bytes=rng.choice((0, 0, 4, 8)),
+        send_buffer=rng.choice((0, 0, 2304)),
+        io_bytes=rng.choice((0, 0, 0, 100)),
+        link_bytes=rng.choice((0, 0, 2000)),
+        is_far=rng.random() < 0.15,
     )
 
 

@@ -88,7 +88,7 @@ class SimTransport:
         self._waiting: list[tuple[SimTransport, Read, int]] = []  # until this mover serves
         self._notes: deque[tuple[AgentName, bytes]] = deque()
         self._is_closed = False
-        self.stalls_until = 0.0
+        self.stalls_until = self.hangs_until = 0.0
         self.num_to_refuse = 0
         fabric.agents[agent] = self
         self.process.on_death.append(self._gone)
@@ -205,6 +205,8 @@ class SimTransport:
         handle.is_released = True
 
     def progress(self) -> None:
+        if self.hangs_until > self._kernel.now and not self._is_closed:
+            self._kernel.sleep(self.hangs_until - self._kernel.now)  # the library does not return
         waiting, self._waiting = self._waiting, []
         for reader, read, index in waiting:
             reader._later(read, index, self._kernel.rng.choice(self._fabric.latencies_s), is_served=True)

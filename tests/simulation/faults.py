@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from tests.simulation.engine import Worker
+from tests.simulation.engine import Engine, Pull, Worker
 from tests.simulation.fabric import SimTransport
-from tests.simulation.kernel import Process
+from tests.simulation.kernel import MAX_FD, Process
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -18,16 +18,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BURST_SHARE = 0.3  # of the faults are followed by others on the same victim
-BURST_S = 2.0
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Strikes so long after the pull of that number has started. `seed` decides on whom and how."""
+    """Strikes so long after the pull of that number has started.
+
+    `seed` decides how, and `victim` on whom: faults of one victim strike one node.
+    """
 
     pull: int
     delay_s: float
     kind: str
     seed: int
+    victim: int
 
 
 KINDS = {
@@ -36,7 +39,9 @@ KINDS = {
     "stop-forkserver": 1, "kill-engine": 1, "stop-worker": 2, "slow-process": 2,
     "cancel": 4, "abandon": 2, "unpublish": 4, "sleep": 3,
     "lose-connection": 3, "fail-read": 3, "stall-reads": 2, "refuse-reads": 1,
-    "kill-mover-at-read": 2, "kill-node": 1,
+    "kill-mover-at-read": 2, "kill-node": 1, "cut-worker": 3, "few-bytes": 1, "no-descriptors": 2,
+    "full-disk": 1, "torn-owners": 1, "replace-rank": 1, "scale": 1, "sleep-engine": 1, "hang-mover": 1,
+    "cancel-at-read": 2, "unpublish-at-read": 2,
 }  # fmt: skip
 
 
@@ -46,11 +51,16 @@ def draw_faults(rng: random.Random, number: int) -> list[Fault]:
     kinds = {kind: weight * rng.random() for kind, weight in KINDS.items() if rng.random() < share} or KINDS
     spread = rng.choice((0.5, 1.0, 2.0))  # pulls a fault
     faults = []
-    for _ in range(number):
+    while len(faults) < number:
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         pull = 1 + int(rng.random() * number * spread)
         delay = rng.choice((0.0, 0.0005, 0.002, 0.01)) * rng.random()
-        faults.append(Fault(pull, delay, kind, rng.getrandbits(32)))
+        victim = rng.getrandbits(32)
+        faults.append(Fault(pull, delay, kind, rng.getrandbits(32), victim))
+        for _ in range(rng.randint(1, 3) if rng.random() < BURST_SHARE else 0):
+            delay += rng.choice((0.0005, 0.01, 0.3, 1.0)) * rng.random()
+            kind = rng.choices(list(kinds), list(kinds.values()))[0]
+            faults.append(Fault(pull, delay, kind, rng.getrandbits(32), victim))
     return sorted(faults, key=lambda fault: (fault.pull, fault.delay_s))
 
 
@@ -61,10 +71,12 @@ class Faults:
         self._world = world
         self._struck = struck
         self.is_over = False
+        self._node = ""  # where the present fault strikes, if it can
 
     def plan(self, fault: Fault) -> None:
         """Have a fault strike now."""
         if not self.is_over:
+            self._node = random.Random(fault.victim).choice(self._world.node_names)
             getattr(self, "_" + fault.kind.replace("-", "_"))(random.Random(fault.seed))
 
     def heal(self) -> None:
@@ -73,7 +85,8 @@ class Faults:
         world.planned_at_read.clear()
         world.planned_messages.clear()
         for process in world.kernel.processes.values():
-            process.slowness = 1.0
+            process.slowness, process.max_fd, process.num_cuts = 1.0, MAX_FD, 0
+            process.io_bytes, process.is_disk_full = world.traits.io_bytes, False
             if process.is_stopped:
                 world.kernel.resume(process)
         for name in world.node_names:
@@ -138,9 +151,10 @@ class Faults:
         for engine in engines:
             self._world.after(delay_s + rng.choice((0.0, 0.3)), self._revive, engine)
 
-    def _revive(self, engine: object) -> None:
-        if not engine.is_up:  # type: ignore[attr-defined]
-            engine.start()  # type: ignore[attr-defined]
+    @staticmethod
+    def _revive(engine: Engine) -> None:
+        if not engine.is_up:
+            engine.start()
 
     def _stop_daemon(self, rng: random.Random) -> None:
         if (name := self._pick(rng, self._living_nodes())) is not None:
@@ -166,14 +180,13 @@ class Faults:
             self._stop(rng, "stop-forkserver", found[1], (0.02, 0.3, 4.0), found[0])
 
     def _kill_engine(self, rng: random.Random) -> None:
-        engine = self._pick(rng, [engine for engine in self._world.engines if engine.is_up])
-        if engine is not None:
+        if (engine := self._pick(rng, self._engines())) is not None:
             self._strike("kill-engine", engine.shape.name, 0.0, *engine.shape.nodes)
             engine.die()
             self._world.after(rng.choice((0.01, 0.3)), self._revive, engine)
 
     def _stop_worker(self, rng: random.Random) -> None:
-        if (worker := self._worker(rng)) is not None:
+        if (worker := self._pick(rng, self._workers())) is not None:
             self._stop(rng, "stop-worker", worker.process, (0.02, 0.3, 2.0), worker)
 
     def _stop(
@@ -185,6 +198,68 @@ class Faults:
         self._strike(kind, f"{process.name} for {lasting_s} s", lasting_s, party)
         self._world.kernel.stop(process)
         self._world.after(lasting_s, self._world.kernel.resume, process)
+
+    def _cut_worker(self, rng: random.Random) -> None:
+        """A connection between a worker and its daemon breaks in the middle of a frame of either."""
+        if (worker := self._pick(rng, self._workers())) is not None:
+            process = rng.choice((worker.process, self._world.daemons[worker.node]))
+            self._strike("cut-worker", process.name, 1.0, worker.node, worker)
+            process.num_cuts = 1
+
+    def _few_bytes(self, rng: random.Random) -> None:
+        """A process's sockets take and give a few bytes at a time, for a while."""
+        if (worker := self._pick(rng, self._workers())) is not None:
+            process = rng.choice((worker.process, self._world.daemons[worker.node]))
+            self._strike("few-bytes", process.name, 2.0, worker.node, worker)
+            process.io_bytes = rng.choice((7, 30))
+            self._world.after(0.5, setattr, process, "io_bytes", self._world.traits.io_bytes)
+
+    def _no_descriptors(self, rng: random.Random) -> None:
+        """A daemon or a worker has few descriptors left, or none."""
+        if (worker := self._pick(rng, self._workers())) is None:
+            return
+        process = rng.choice((worker.process, self._world.daemons[worker.node]))
+        if process.is_dead:
+            return
+        lasting_s = rng.choice((0.02, 0.3, 2.0))
+        self._strike("no-descriptors", process.name, lasting_s + 1.0, *self._world.node_names, worker)
+        self._world.kernel.take_fds(process, rng.choice((0, 0, 1, 2)))
+        self._world.after(lasting_s, setattr, process, "max_fd", MAX_FD)
+
+    def _full_disk(self, rng: random.Random) -> None:
+        """A daemon cannot write who owns its engines, for a while, or until it ends."""
+        if (name := self._pick(rng, self._living_nodes())) is not None:
+            self._strike("full-disk", name, 0.0, name)
+            self._world.daemons[name].is_disk_full = True
+            self._world.after(rng.choice((0.5, 5.0)), setattr, self._world.daemons[name], "is_disk_full", False)
+
+    def _torn_owners(self, rng: random.Random) -> None:
+        """A daemon finds half of what it wrote of its engines' owners, nothing, or nonsense."""
+        if (name := self._pick(rng, self._living_nodes())) is None:
+            return
+        self._strike("torn-owners", name, 0.0, name)
+        self._world.kill_daemon(name)
+        path = self._world.directory / name / "private" / "owners.json"
+        if path.exists():
+            content = path.read_bytes()
+            path.write_bytes(rng.choice((content[: len(content) // 2], b"", b"nonsense")))
+        self._restart(name, rng.choice((0.01, 0.1)))
+
+    def _replace_rank(self, rng: random.Random) -> None:
+        """A rank's process dies, and another takes its place: not the publisher's."""
+        if (engine := self._pick(rng, self._engines())) is None:
+            return
+        ranks = [number for number, worker in enumerate(engine.ranks) if worker is not engine.publisher]
+        if (number := self._pick(rng, ranks)) is not None:
+            self._strike("replace-rank", engine.ranks[number].name, 0.0, *engine.shape.nodes)
+            engine.replace_rank(number)
+
+    def _scale(self, rng: random.Random) -> None:
+        """Another generation of an engine takes over, while the one before runs."""
+        if (engine := self._pick(rng, self._engines())) is not None:
+            overlap_s = rng.choice((0.0, 0.02, 0.3, 2.0))
+            self._strike("scale", engine.shape.name, overlap_s, *engine.shape.nodes)
+            engine.scale(overlap_s)
 
     def _slow_process(self, rng: random.Random) -> None:
         """A process waits long for a processor, for a while."""
@@ -198,12 +273,12 @@ class Faults:
     # --- requests
 
     def _cancel(self, rng: random.Random) -> None:
-        if (pull := self._pick(rng, list(self._world.open_pulls))) is not None and pull.worker.is_ready:
+        if (pull := self._pick(rng, self._pulls())) is not None:
             self._strike("cancel", f"{pull.worker.name}", 0.0, pull.worker)
             pull.worker.do(lambda: pull.worker.cancel(pull))
 
     def _abandon(self, rng: random.Random) -> None:
-        if (pull := self._pick(rng, list(self._world.open_pulls))) is not None and pull.worker.is_ready:
+        if (pull := self._pick(rng, self._pulls())) is not None:
             self._strike("abandon", pull.worker.name, 0.0, pull.worker)
             pull.worker.do(lambda: pull.worker.abandon(pull.transfer))
 
@@ -214,10 +289,17 @@ class Faults:
             transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
 
     def _sleep(self, rng: random.Random) -> None:
-        ranks = [w for e in self._world.engines for w in e.ranks if w.is_ready]
+        ranks = [worker for worker in self._workers() if worker.is_ready and worker.store is not None]
         if (worker := self._pick(rng, ranks)) is not None:
             self._strike("sleep", worker.name, 0.0, worker)
             worker.do(worker.suspend)
+
+    def _sleep_engine(self, rng: random.Random) -> None:
+        """All ranks of an engine sleep at once."""
+        if (engine := self._pick(rng, self._engines())) is not None and engine.is_ready:
+            self._strike("sleep-engine", engine.shape.name, 0.0, *engine.ranks)
+            for worker in engine.ranks:
+                self._world.after(rng.choice((0.0, 0.0001)), worker.do, worker.suspend)
 
     # --- reads
 
@@ -252,6 +334,34 @@ class Faults:
 
         self._at_read(rng, "stall-reads", stall)
 
+    def _hang_mover(self, rng: random.Random) -> None:
+        """A mover does not return from its library, for a while."""
+        seconds = rng.choice((0.3, 3.0, 12.0))
+
+        def hang(transport: SimTransport) -> None:
+            transport.hangs_until = self._world.kernel.now + seconds
+            self._world.expectations.disturb(seconds, *self._world.node_names)
+
+        self._at_read(rng, "hang-mover", hang)
+
+    def _cancel_at_read(self, rng: random.Random) -> None:
+        def cancel(_: SimTransport) -> None:
+            if (pull := self._pick(rng, self._pulls())) is not None:
+                self._world.expectations.disturb(0.0, pull.worker)
+                pull.worker.do(lambda: pull.worker.cancel(pull))
+
+        self._at_read(rng, "cancel-at-read", cancel)
+
+    def _unpublish_at_read(self, rng: random.Random) -> None:
+        """What is read is taken back, between two pieces of a read."""
+
+        def unpublish(_: SimTransport) -> None:
+            read = [pull.transfer for pull in self._world.open_pulls if not pull.transfer.is_over]
+            if (transfer := self._pick(rng, read)) is not None:
+                transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
+
+        self._at_read(rng, "unpublish-at-read", unpublish)
+
     def _refuse_reads(self, rng: random.Random) -> None:
         self._at_read(rng, "refuse-reads", lambda transport: setattr(transport, "num_to_refuse", 2))
 
@@ -267,10 +377,11 @@ class Faults:
 
         self._at_read(rng, "kill-mover-at-read", kill)
 
-    # --- whom
+    # --- whom: of the victim's node, where there is any
 
     def _living_nodes(self) -> list[str]:
-        return [name for name in self._world.node_names if not self._world.daemons[name].is_dead]
+        living = [name for name in self._world.node_names if not self._world.daemons[name].is_dead]
+        return [self._node] if self._node in living else living
 
     def _mover(self, rng: random.Random) -> tuple[str, Process] | None:
         movers = [(name, process) for name in self._living_nodes() for process in self._world.movers_of(name)]
@@ -285,8 +396,17 @@ class Faults:
         ]
         return self._pick(rng, found)
 
-    def _worker(self, rng: random.Random) -> Worker | None:
-        return self._pick(rng, [w for e in self._world.engines for w in e.workers if w.is_alive])
+    def _engines(self) -> list[Engine]:
+        up = [engine for engine in self._world.engines if engine.is_up]
+        return [engine for engine in up if self._node in engine.shape.nodes] or up
+
+    def _workers(self) -> list[Worker]:
+        living = [w for e in self._world.engines for w in e.workers if w.is_alive]
+        return [worker for worker in living if worker.node == self._node] or living
+
+    def _pulls(self) -> list[Pull]:
+        pulls = [pull for pull in self._world.open_pulls if pull.worker.is_ready]
+        return [pull for pull in pulls if pull.worker.node == self._node] or pulls
 
     @staticmethod
     def _pick(rng: random.Random, among: Sequence[T]) -> T | None:

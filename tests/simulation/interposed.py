@@ -6,6 +6,7 @@ All else of it stays: sockets, pipes, files, memory, asyncio, selectors.
 from __future__ import annotations
 
 import concurrent.futures.thread
+import contextlib
 import errno
 import os
 import queue
@@ -17,10 +18,11 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Protocol
 
@@ -37,6 +39,10 @@ _real_start = threading.Thread.start
 _real_connect = socket.socket.connect
 _real_accept = socket.socket.accept
 _real_listen = socket.socket.listen
+_real_sendmsg = socket.socket.sendmsg
+_real_recvmsg_into = socket.socket.recvmsg_into
+_real_socketpair = socket.socketpair
+_real_mkstemp = tempfile.mkstemp
 _real_getsockopt = socket.socket.getsockopt
 _real_condition_wait = threading.Condition.wait
 
@@ -210,14 +216,19 @@ class SimPoll:
         return self._real.poll(0)
 
 
-def install(kernel: Kernel, seed: int) -> None:
-    """Put the kernel under this process, for good: the process serves one episode."""
+def install(kernel: Kernel, seed: int, send_buffer: int = 0) -> None:
+    """Put the kernel under this process, for good: the process serves one episode.
+
+    `send_buffer`: bytes that a Unix socket takes without its reader; 0: as many as usual.
+    """
     for kind in (SimLock, SimQueue, SimPoll):
         kind.kernel = kernel
     _install_time(kernel)
     _install_threads(kernel)
     _install_descriptors(kernel)
-    _install_processes(kernel)
+    _install_sockets(kernel, send_buffer)
+    _install_files(kernel)
+    _install_processes(kernel, send_buffer)
     _install_chance(seed)
 
 
@@ -308,13 +319,56 @@ def _install_descriptors(kernel: Kernel) -> None:
     set_on(select, "poll", SimPoll)
 
 
-def _install_processes(kernel: Kernel) -> None:
+def _install_sockets(kernel: Kernel, send_buffer: int) -> None:
+    """Unix sockets that take and give few bytes at a time, that break in the middle of a frame, or are small."""
+
+    def sendmsg(sock: socket.socket, buffers: Any, ancillary: Any = (), flags: int = 0, *to: Any) -> int:
+        process, parts = kernel.current.process, list(buffers)
+        if process.num_cuts and sock.type == socket.SOCK_STREAM:
+            process.num_cuts -= 1
+            with contextlib.suppress(OSError):
+                _real_sendmsg(sock, [memoryview(parts[0])[: len(parts[0]) // 2]], ancillary, flags)
+            sock.shutdown(socket.SHUT_RDWR)
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        if process.io_bytes:
+            parts = [memoryview(parts[0])[: process.io_bytes]]
+        return _real_sendmsg(sock, parts, ancillary, flags, *to)
+
+    def recvmsg_into(sock: socket.socket, buffers: Any, *more: Any) -> Any:
+        if size := kernel.current.process.io_bytes:
+            buffers = [memoryview(buffers[0])[:size]]
+        return _real_recvmsg_into(sock, buffers, *more)
+
+    def socketpair(*arguments: Any) -> tuple[socket.socket, socket.socket]:
+        made = _real_socketpair(*arguments)
+        for one in made:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        return made
+
+    set_on(socket.socket, "sendmsg", sendmsg)
+    set_on(socket.socket, "recvmsg_into", recvmsg_into)
+    if send_buffer:
+        set_on(socket, "socketpair", socketpair)
+
+
+def _install_files(kernel: Kernel) -> None:
+    def mkstemp(*arguments: Any, **named: Any) -> tuple[int, str]:
+        if kernel.current.process.is_disk_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return _real_mkstemp(*arguments, **named)
+
+    set_on(tempfile, "mkstemp", mkstemp)
+
+
+def _install_processes(kernel: Kernel, send_buffer: int) -> None:
     connecting: dict[str, deque[Process]] = {}  # by the listener's path: who was not accepted yet
     accepted: dict[int, Process] = {}  # by a socket's inode
 
     def connect(sock: socket.socket, address: Any) -> None:
         _real_connect(sock, address)
         if sock.family == socket.AF_UNIX:
+            if send_buffer:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
             connecting.setdefault(os.fspath(address), deque()).append(kernel.current.process)
 
     def listen(sock: socket.socket, *backlog: int) -> None:
@@ -325,6 +379,8 @@ def _install_processes(kernel: Kernel) -> None:
     def accept(sock: socket.socket) -> tuple[socket.socket, Any]:
         made, address = _real_accept(sock)
         if sock.family == socket.AF_UNIX:
+            if send_buffer:
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
             accepted[os.fstat(made.fileno()).st_ino] = connecting[sock.getsockname()].popleft()
         return made, address
 
@@ -361,15 +417,3 @@ def _install_chance(seed: int) -> None:
 def set_on(place: Any, name: str, value: object) -> None:
     """Replace a name of a module or a class."""
     setattr(place, name, value)
-
-
-def raise_os_error(number: int) -> Callable[..., Any]:
-    """Return a function that fails with this error."""
-
-    def fail(*_: object, **__: object) -> Any:
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
-NO_SPACE = raise_os_error(errno.ENOSPC)

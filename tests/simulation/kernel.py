@@ -18,6 +18,7 @@ import heapq
 import itertools
 import os
 import random
+import resource
 import select
 import threading
 import traceback
@@ -28,6 +29,7 @@ from typing import NoReturn
 
 CLONE_FILES = 0x400
 FIRST_PID = 1000
+MAX_FD = 8192
 EPOLL_FD = 900  # in every process: what tells which thread's descriptors are ready
 MAX_LOOKS = 100  # at the clock without a wait: a thread that spins has to let others run
 SLICE_S, MAX_SLICE_S = 5e-5, 2e-3
@@ -98,6 +100,10 @@ class Process:
     is_dead: bool = False
     is_stopped: bool = False
     slowness: float = 1.0  # how much longer than others it waits for a processor
+    max_fd: int = MAX_FD  # RLIMIT_NOFILE: a new descriptor has a lower number
+    io_bytes: int = 0  # a call on one of its Unix sockets moves so many at most; 0: as many as there are
+    num_cuts: int = 0  # so many of its next frames break off in the middle, and the connection with them
+    is_disk_full: bool = False
     held: list[Task] = field(default_factory=list)  # that would run, were it not stopped
     on_death: list[Callable[[], None]] = field(default_factory=list)
 
@@ -119,6 +125,8 @@ class Kernel:
         self._looks = self._spins = 0
         self.preempt_share = 0.0  # of the looks at the clock after which another thread runs
         self.num_switches = 0
+        self._max_fd = 0
+        self._limit_fds(MAX_FD)
         self._is_between = False  # no thread runs, but what was to happen at a time
         self.failures: list[tuple[Process, str]] = []  # what threads have raised
         self.processes: dict[int, Process] = {}
@@ -212,6 +220,7 @@ class Kernel:
         parent: Process | None = None,
     ) -> Process:
         """Fork a process: the child keeps these descriptors alone, and runs `main`. `parent`: None: the host."""
+        self._limit_fds(MAX_FD)
         pid = FIRST_PID + len(self.processes)
         process = Process(pid, name, uid, parent or self.host)
         self.processes[pid] = process
@@ -301,6 +310,12 @@ class Kernel:
         for task in held:
             self._make_ready(task)
 
+    def take_fds(self, process: Process, num_left: int) -> None:
+        """Have a process run out of descriptors once it has opened so many more."""
+        taken = {int(name) for name in os.listdir(f"/proc/self/task/{process.thread_id}/fd")}
+        free = (number for number in itertools.count() if number not in taken)
+        process.max_fd = next(itertools.islice(free, num_left, None))
+
     def open_pidfd(self, pid: int) -> int:
         """Return a descriptor that is readable once the process is dead. Raises ProcessLookupError."""
         process = self.processes.get(pid)
@@ -341,9 +356,9 @@ class Kernel:
             killer.baton.release()
             _park()
 
-    @staticmethod
-    def _close_fds(process: Process) -> None:
+    def _close_fds(self, process: Process) -> None:
         """Close the descriptors of a process that has ended, on one of its threads."""
+        self._limit_fds(MAX_FD)
         os.write(process.exit_write_fd, b"x")
         _close_all_but({1, 2, EPOLL_FD})
 
@@ -364,6 +379,11 @@ class Kernel:
             _park()
         self._await_baton(me)
 
+    def _limit_fds(self, number: int) -> None:
+        if number != self._max_fd:
+            self._max_fd = number
+            resource.setrlimit(resource.RLIMIT_NOFILE, (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
     def _give_up(self) -> NoReturn:
         """Run whichever thread is next, and never this one."""
         self._run(self._next_task())
@@ -371,6 +391,7 @@ class Kernel:
 
     def _run(self, task: Task) -> None:
         self.num_switches += 1
+        self._limit_fds(task.process.max_fd)
         self.current = task
         task.baton.release()
 
@@ -388,6 +409,7 @@ class Kernel:
             self.now = max(self.now, time_s)
             if not isinstance(what, Task):
                 self._is_between = True
+                self._limit_fds(MAX_FD)
                 try:
                     what()
                 except BaseException:
@@ -398,6 +420,7 @@ class Kernel:
                 continue
             if what.state is TaskState.BLOCKED:
                 what.state = TaskState.READY
+            self._limit_fds(what.process.max_fd)
             if what.process.is_stopped:
                 what.process.held.append(what)
                 continue
@@ -424,7 +447,9 @@ class Kernel:
         while error := self._control(_EPOLL_CTL_ADD, watch.fd, events, watch.number):
             if error != errno.EEXIST:
                 raise OSError(error, f"cannot wait for descriptor {fd} of {task.name}")
+            self._limit_fds(MAX_FD)
             copy = fcntl.fcntl(watch.fd, fcntl.F_DUPFD_CLOEXEC, watch.fd + 1)
+            self._limit_fds(task.process.max_fd)
             if watch.fd != fd:
                 os.close(watch.fd)
             watch.fd = copy

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from contextlib import suppress
+from functools import partial
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvxferd.config import Config
 from kvxferd.daemon import Daemon
+from kvxferd.errors import KvxferdError
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import AgentName
 from kvxferd.mover.forkserver_protocol import TO_FORKSERVER, Fork, Forked
@@ -71,7 +74,8 @@ class Nodes:
         def main() -> None:
             stream = FrameSocket(socket.socket(fileno=control))
             stream.accept_lost_fds()
-            _Forkserver(self, stream, locks).serve()
+            with suppress(ConnectionError):
+                _Forkserver(self, stream, locks).serve()
 
         name = f"{daemon.name} forkserver"
         return SimForkserverProcess(
@@ -87,9 +91,9 @@ class Nodes:
             self._exit_when(sock.fileno(), 0)
             stream = FrameSocket(sock)
             transport = SimTransport(self.fabric, agent)
-            MoverLoop(
-                stream, transport, PollBackoff(lambda: True), lambda fd: self._exit_when(fd, _POLLIN)
-            ).serve()
+            watch = partial(self._exit_when, events=_POLLIN)
+            with suppress(KvxferdError, ConnectionError):  # as in `child_main.run`: it ends
+                MoverLoop(stream, transport, PollBackoff(lambda: True), watch).serve()
 
         process = self.kernel.spawn(
             f"{parent.name} mover {agent}", main, (socket_fd, *locks), parent.uid, parent

@@ -26,7 +26,9 @@ from kvxferd.config.schema import (
     TransferConfig,
 )
 from kvxferd.errors import Code
-from tests.simulation import interposed, libzmq
+from kvxferd.core import source_breaker
+from kvxferd.wire import block_id_parts
+from tests.simulation import interposed, libzmq, network
 from tests.simulation.checks import Check, Expectations, Violation
 from tests.simulation.engine import Engine, EngineShape, Pull, Wanted, Worker
 from tests.simulation.fabric import Fabric, Read, SimTransport
@@ -36,6 +38,7 @@ from tests.simulation.node import Nodes
 from tests.simulation.store import Store
 
 PORT = 9441
+REFUSED_S = 10.0  # so long a source is refused whose reads hang
 LEASE_S = 8.0  # of a transfer and of a grant
 
 
@@ -46,10 +49,13 @@ class Traits:
     transport: str = "cma"
     is_slow: bool = False  # reads take so long that cancels, deadlines and deaths meet them
     read: str = "auto"
-    part_bytes: int = 0  # of block ids in one message; 0: as they are
+    part_bytes: int = 0  # of block ids in one message; 0: as many as usual
+    send_buffer: int = 0  # of each Unix socket; 0: as usual
+    io_bytes: int = 0  # that a call on one moves at most; 0: as usual
+    link_bytes: int = 0  # that are under way between two nodes; 0: as usual
+    is_far: bool = False  # messages between nodes take long
     has_low_limits: bool = False
     preempt_share: float = 0.0  # of the looks at the clock at which another thread takes over
-    is_piecewise: bool = False  # sockets take and give few bytes at a time
 
 
 class World:
@@ -63,10 +69,17 @@ class World:
         self.node_names = node_names
         self.story: list[str] | None = [] if keeps_story else None
         self.kernel = Kernel(seed)
-        interposed.install(self.kernel, seed)
+        interposed.install(self.kernel, seed, traits.send_buffer)
         self.kernel.preempt_share = traits.preempt_share
         self.network = Network(self.kernel)
         self.network.on_send = self._on_send
+        if traits.is_far:
+            self.network.latencies_s = (0.002, 0.02, 0.08)
+        if traits.link_bytes:
+            interposed.set_on(network, "MAX_UNREAD_BYTES", traits.link_bytes)
+        if traits.part_bytes:
+            interposed.set_on(block_id_parts, "IDS_PART_BYTES", traits.part_bytes)
+        interposed.set_on(source_breaker, "REFUSED_S", REFUSED_S)
         self.network.tell = lambda what: self.tell("network", what)
         libzmq.install(self.kernel, self.network, interposed.set_on)
         self.fabric = Fabric(self.kernel, traits.transport, traits.is_slow, self._misused)
@@ -125,7 +138,8 @@ class World:
         """Start a node's daemon, unless it runs."""
         daemon = self.daemons.get(node)
         if daemon is None or daemon.is_dead:
-            self.daemons[node] = self.nodes.start_daemon(node, self._config_of(node))
+            daemon = self.daemons[node] = self.nodes.start_daemon(node, self._config_of(node))
+            daemon.io_bytes = self.traits.io_bytes
             self._started_at[node] = self.kernel.now
             self.expectations.disturb(0.0, node)
 
