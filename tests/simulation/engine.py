@@ -18,6 +18,7 @@ from tests.simulation.checks import Check
 from tests.simulation.contents import Lists, expected_bytes
 from tests.simulation.fabric import SimTransport
 from tests.simulation.kernel import Process, Task
+from tests.simulation.reasons import OF_LIARS_PUBLISH
 from tests.simulation.shapes import Deployment, RankShape, draw_request, own_lists, split_publish
 from tests.simulation.store import Store
 
@@ -89,6 +90,7 @@ class Transfer:
     released: dict[Worker, Code] = field(default_factory=dict)
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
+    is_withdrawn: bool = False  # its engine has unpublished it
     is_unheard: bool = False  # it ended, maybe before any daemon had it
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
     abandoned: set[str] = field(default_factory=set)
@@ -498,6 +500,7 @@ class Worker:
             return
         assert self.handle is not None
         transfer.is_unheard |= not self.handle.is_connected
+        transfer.is_withdrawn = True
         self.handle.unpublish(transfer.ref)
         self.tell(f"unpublishes {transfer.transfer_id}")
 
@@ -533,7 +536,7 @@ class Worker:
             return
         if refusal:
             transfer.refused = why
-            if why in _OF_LIARS:
+            if why in OF_LIARS_PUBLISH:
                 self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
         elif self in transfer.released:
             self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")
@@ -541,6 +544,8 @@ class Worker:
         # Its own client may have ended it before any daemon had it.
         transfer.is_unheard |= is_first and self.world.kernel.now < transfer.published_at + 0.05
         transfer.released[self] = why
+        if not refusal:
+            self.world.reasons.check_released(self, transfer, why)
         if why in (Code.COMPLETED, Code.ABANDONED):
             self._check_readers(transfer, why)
         over = transfer.workers if self is transfer.publisher else [self]
@@ -702,6 +707,7 @@ class Worker:
             return
         assert isinstance(self.handle, client.RankHandle)
         self.is_suspending = True
+        self.world.kernel.on_strike(self.process)
         self.handle.suspend()
         self.tell("is to sleep")
         self.world.expectations.expect(
@@ -739,6 +745,7 @@ class Worker:
             self.world.after(RETRY_S, self.do, self.resume)
             return
         self.store, self.is_suspended = fresh, False
+        self.world.kernel.on_strike(self.process)
         self.tell("is awake")
 
     # --- events
@@ -773,7 +780,7 @@ class Worker:
         if isinstance(event, client.Delivered):
             self._check_delivered(pull, event)
         else:
-            world.check_reason(pull, event)
+            world.reasons.check_failed(pull, event)
         if how == "in-doubt":
             world.expectations.expect(
                 Check.DOUBT,
@@ -848,10 +855,6 @@ class Worker:
         if self.store is not None:
             self.check_memory()
             self.store.take_back(pull.lists)
-
-
-# Why no publish of an honest engine is refused.
-_OF_LIARS = frozenset({Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL})
 
 
 def _ids_of(listed: Iterable[Lists]) -> set[int]:

@@ -193,6 +193,7 @@ class Faults:
             lasting_s = rng.choice((0.1, 1.0))
             self._strike("slow-process", process.name, lasting_s + 1.0, *self._world.node_names)
             process.slowness = rng.choice((10.0, 100.0))
+            self._world.reasons.process_struck(process, lasting_s + 1.0)
             self._world.after(lasting_s, setattr, process, "slowness", 1.0)
 
     # --- requests

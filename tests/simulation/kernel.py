@@ -119,6 +119,7 @@ class Kernel:
         self.num_switches = 0
         self._is_between = False  # no thread runs, but what was to happen at a time
         self.failures: list[tuple[Process, str]] = []  # what threads have raised
+        self.on_strike: Callable[[Process], None] = lambda process: None  # killed, stopped, resumed
         self.processes: dict[int, Process] = {}
         self._tasks: list[Task] = []
         self._watches: list[Watch] = []
@@ -269,6 +270,7 @@ class Kernel:
             return
         me = self.current
         process.is_dead = True
+        self.on_strike(process)
         if process is me.process:
             self._close_fds(process)
         else:
@@ -284,10 +286,12 @@ class Kernel:
     def stop(self, process: Process) -> None:
         """Stop a process (SIGSTOP)."""
         process.is_stopped = True
+        self.on_strike(process)
 
     def resume(self, process: Process) -> None:
         """Have a stopped process go on (SIGCONT)."""
         process.is_stopped = False
+        self.on_strike(process)
         held, process.held = process.held, []
         for task in held:
             self._make_ready(task)

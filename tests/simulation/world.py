@@ -15,7 +15,6 @@ from typing import Any
 
 import structlog
 
-from kvxferd import client
 from kvxferd.config import Config
 from kvxferd.config.schema import (
     HttpConfig,
@@ -25,7 +24,6 @@ from kvxferd.config.schema import (
     PeerConfig,
     TransferConfig,
 )
-from kvxferd.errors import Code
 from tests.simulation import interposed, libzmq
 from tests.simulation.checks import Check, Expectations, Violation
 from tests.simulation.engine import Engine, EngineShape, Pull, Wanted, Worker
@@ -33,6 +31,7 @@ from tests.simulation.fabric import Fabric, Read, SimTransport
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network, Wire
 from tests.simulation.node import Nodes
+from tests.simulation.reasons import Reasons
 from tests.simulation.store import Store
 
 PORT = 9441
@@ -73,6 +72,7 @@ class World:
         self.fabric.on_post = self._posted
         self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)
         self.expectations = Expectations(self)
+        self.reasons = Reasons(self)
         self.directory = Path(tempfile.mkdtemp(prefix="kvxferd-simulation-", dir="/dev/shm"))
         self.daemons: dict[str, Process] = {}
         self.violation: Violation | None = None
@@ -205,14 +205,6 @@ class World:
                 for worker in engine.workers:
                     self.tell("oracle", worker.describe())
 
-    def check_reason(self, pull: Pull, event: client.Failed) -> None:
-        """A pull fails for a reason that there is."""
-        is_cut_off = "inside a frame" in event.message or "descriptors were cut off" in event.message
-        if event.code in _OF_LIARS and not is_cut_off:
-            self.violate(
-                Check.REASON, f"pull {event.ticket.number} of {pull.worker.name} failed: {event.message}"
-            )
-
     def _misused(self, kind: str, text: str) -> None:
         self.violate(Check.LIBRARY, text)
 
@@ -279,12 +271,6 @@ def _descends(process: Process, of: Process) -> bool:
         at = at.parent
     return False
 
-
-# Why no pull fails among honest nodes.
-_OF_LIARS = frozenset({
-    Code.OUT_OF_PLACE, Code.INTERNAL, Code.BLOCKS_INVALID, Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE,
-    Code.BAD_VERSION, Code.FRAME_TOO_LARGE, Code.BAD_FRAME, Code.NONCE_WRONG, Code.TOKENS_NOT_PUBLISHED,
-})  # fmt: skip
 
 UNLIMITED = resource.RLIM_INFINITY
 __all__ = ["Traits", "Worker", "World"]

@@ -1,0 +1,171 @@
+"""Why a pull fails and a transfer ends: each only for a reason that there is, which concerns it.
+
+What goes wrong is noted where it happens, by the processes and links that it happens to: a fault that strikes one
+engine excuses no pull of another's, although both are of one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvxferd import client
+from kvxferd.errors import Code
+from tests.simulation.checks import Check
+from tests.simulation.kernel import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.engine import Pull, Transfer, Worker
+    from tests.simulation.world import World
+
+SHORTLY_S = 14.0  # after a fault, in which it still shows: a home knows a restarted node's ranks within 12
+OWN_TIMER_S = 3.0  # within which a client has its restarted daemon's word again
+LONG_DEADLINE_S = 3.0  # one that an undisturbed pull meets
+LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
+
+# Why no pull fails among honest nodes, whatever strikes them.
+OF_LIARS = frozenset({
+    Code.OUT_OF_PLACE, Code.INTERNAL, Code.BLOCKS_INVALID, Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE,
+    Code.BAD_VERSION, Code.FRAME_TOO_LARGE, Code.BAD_FRAME, Code.NONCE_WRONG, Code.TOKENS_NOT_PUBLISHED,
+    Code.NOT_ALLOWED, Code.NOT_PP_AWARE, Code.LAYERS_MISSING, Code.UNEQUAL_STAGES, Code.SHAPE_MISMATCH,
+    Code.DRAINING, Code.TRANSFER_EXISTS,
+})  # fmt: skip
+# Why no publish of an honest engine is refused.
+OF_LIARS_PUBLISH = frozenset({Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL})
+
+
+class Reasons:
+    """Knows what was struck, and when."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._struck = world.expectations.disturb
+        self.num_judged = self.num_excused = 0  # of failed pulls
+        world.kernel.on_strike = self.process_struck
+        world.network.on_strike = self._link_struck
+        world.fabric.on_strike = self.process_struck
+
+    # --- what was struck
+
+    def process_struck(self, process: Process, lasting_s: float = 0.0) -> None:
+        """A fault strikes a process."""
+        self._struck(lasting_s, self._root_of(process))
+
+    def _link_struck(self, one: str, other: str, lasting_s: float) -> None:
+        self._struck(lasting_s, frozenset((one, other)))
+
+    def _root_of(self, process: Process) -> object:
+        """Return a worker's process, or the node whose daemon has started it."""
+        while process.parent is not None and process.parent is not self._world.kernel.host:
+            process = process.parent
+        return ("daemon", process.name) if process.name in self._world.node_names else process
+
+    def _parties(self, pull: Pull) -> set[object]:
+        """All whose faults may fail a pull: processes, daemons with their movers, links between them."""
+        sources = [pull.transfer.publisher, *pull.transfer.workers]
+        readers = pull.worker.engine.ranks  # the reader's home asks for all
+        nodes = {worker.node for worker in (*sources, *readers, pull.worker)}
+        hosts = [self._world.host_of(node) for node in nodes]
+        return {
+            *(worker.process for worker in sources),
+            pull.worker.process,
+            *(("daemon", node) for node in nodes),
+            *(frozenset((one, other)) for one in hosts for other in hosts),
+        }
+
+    def is_struck(self, pull: Pull, since: float) -> bool:
+        """Whether anything that a pull needs was struck since then."""
+        return self._world.expectations.is_disturbed(since, *self._parties(pull))
+
+    # --- pulls
+
+    def check_failed(self, pull: Pull, event: client.Failed) -> None:
+        """A pull fails for a reason that there is."""
+        why = self._without_reason(pull, event)
+        if why:
+            ticket = f"pull {event.ticket.number} of {pull.worker.name}"
+            self._world.violate(Check.REASON, f"{ticket} failed as {event.code}, and {why}: {event.message}")
+        self._check_own_timer(pull, event)
+
+    def _check_own_timer(self, pull: Pull, event: client.Failed) -> None:
+        node = pull.worker.node
+        parties = (pull.worker.process, ("daemon", node))
+        if "the daemon is silent" in event.message and not self._world.expectations.is_disturbed(
+            min(pull.began, pull.deadline - OWN_TIMER_S), *parties
+        ):
+            ticket = f"pull {event.ticket.number} of {pull.worker.name}"
+            self._world.violate(Check.OWN_TIMER, f"{ticket} was ended so, and {node} ran: {event.message}")
+
+    def _without_reason(self, pull: Pull, event: client.Failed) -> str:
+        """Return what a failed pull lacks of a reason; "" where it has one."""
+        transfer, now = pull.transfer, self._world.kernel.now
+        code = event.code
+        is_cut_off = "inside a frame" in event.message or "descriptors were cut off" in event.message
+        if code in OF_LIARS and not is_cut_off:
+            return "all are honest"
+        if (is_so := _NEEDS.get(code)) is not None and not is_so(self, pull):
+            return "nothing like it has happened"
+        self.num_judged += 1
+        is_withdrawn = transfer.is_withdrawn or transfer.is_over or transfer.abandoned
+        # A pull that comes late may find the lease over.
+        is_late = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
+        is_short = code == Code.DEADLINE and pull.deadline - pull.began < LONG_DEADLINE_S
+        if (
+            pull.is_cancelled or is_withdrawn or is_late or is_short or code == Code.BUSY
+            or self.is_struck(pull, pull.began - SHORTLY_S)
+        ):  # fmt: skip
+            self.num_excused += 1
+            return ""
+        return "nothing that concerns it has happened"
+
+    def _is_past_deadline(self, pull: Pull) -> bool:
+        return self._world.kernel.now >= pull.deadline - 1e-3
+
+    def _has_ended_pull(self, pull: Pull) -> bool:
+        return pull.is_cancelled or pull.worker.is_suspending or bool(pull.transfer.abandoned)
+
+    def _has_low_limits(self, pull: Pull) -> bool:
+        return self._world.traits.has_low_limits
+
+    def _is_daemon_struck(self, pull: Pull) -> bool:
+        since = pull.began - SHORTLY_S
+        return self._world.expectations.is_disturbed(since, ("daemon", pull.worker.node), pull.worker.process)
+
+    def _is_withdrawn(self, pull: Pull) -> bool:
+        return pull.transfer.is_withdrawn
+
+    # --- releases
+
+    def check_released(self, worker: Worker, transfer: Transfer, why: Code) -> None:
+        """A transfer is released for a reason that there is; `Worker` checks its readers."""
+        expectations, now = self._world.expectations, self._world.kernel.now
+        life = transfer.published_at - SHORTLY_S
+        processes = [worker.process for worker in transfer.workers]
+        daemons = [("daemon", worker.node) for worker in transfer.workers]
+        nodes = {worker.node for worker in transfer.workers}
+        links = [
+            frozenset((self._world.host_of(a), self._world.host_of(b))) for a in nodes for b in nodes
+        ]
+        match why:
+            case Code.LEASE_EXPIRED:
+                # The client ends it by itself where its daemon is gone; never before its time.
+                is_so = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
+            case Code.UNPUBLISHED:
+                is_so = transfer.is_withdrawn
+            case Code.PUBLISHER_GONE | Code.RANK_LOST | Code.SUSPENDED | Code.DAEMON_LOST:
+                is_so = expectations.is_disturbed(life, *processes, *daemons, *links)
+            case _:
+                is_so = why in (Code.COMPLETED, Code.ABANDONED, Code.CANCELLED)
+        if not is_so:
+            text = f"{transfer.transfer_id} of {worker.name} is released as {why}, and is not"
+            self._world.violate(Check.RELEASE_REASON, text)
+
+
+# What must have happened where a pull fails with a code.
+_NEEDS: dict[Code, Callable[[Reasons, Pull], bool]] = {
+    Code.DEADLINE: Reasons._is_past_deadline,
+    Code.CANCELLED: Reasons._has_ended_pull,
+    Code.BUSY: Reasons._has_low_limits,
+    Code.DAEMON_LOST: Reasons._is_daemon_struck,
+    Code.UNPUBLISHED: Reasons._is_withdrawn,
+}
