@@ -87,6 +87,7 @@ class Transfer:
     parts: list[Lists]  # what the publisher lists with each
     ref: client.TransferRef | None = None
     published_at: float = 0.0
+    heard_at: float = 0.0  # when the kernels that it is published behind have ended: its client keeps it so long
     released: dict[Worker, Code] = field(default_factory=dict)
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
@@ -426,6 +427,7 @@ class Worker:
             engine.forget(transfer)
             return
         transfer.published_at = self.world.kernel.now
+        transfer.heard_at = max(transfer.published_at, self._stream_ends)
         self.tell(f"publishes {transfer.transfer_id}, {transfer.steps} tokens in {_text_of(transfer.lists)}")
         self._expect_release(transfer)
         for worker in transfer.workers if shape.says_ready else [self]:
@@ -542,7 +544,7 @@ class Worker:
             self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")
         is_first = not transfer.released
         # Its own client may have ended it before any daemon had it.
-        transfer.is_unheard |= is_first and self.world.kernel.now < transfer.published_at + 0.05
+        transfer.is_unheard |= is_first and self.world.kernel.now < transfer.heard_at + 0.05
         transfer.released[self] = why
         if not refusal:
             self.world.reasons.check_released(self, transfer, why)

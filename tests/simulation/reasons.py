@@ -73,9 +73,19 @@ class Reasons:
             *(frozenset((one, other)) for one in hosts for other in hosts),
         }
 
-    def is_struck(self, pull: Pull, since: float) -> bool:
-        """Whether anything that a pull needs was struck since then."""
-        return self._world.expectations.is_disturbed(since, *self._parties(pull))
+    @staticmethod
+    def _own_parties(pull: Pull) -> set[object]:
+        return {pull.worker.process, ("daemon", pull.worker.node)}
+
+    def is_struck(self, since: float, parties: set[object]) -> bool:
+        """Whether one of these was struck since then, or does not run as it should."""
+        if self._world.expectations.is_disturbed(since, *parties):
+            return True
+        processes = self._world.kernel.processes.values()
+        return any(
+            (p.is_stopped or p.slowness > 1.0) and not p.is_dead and self._root_of(p) in parties
+            for p in processes
+        )
 
     # --- pulls
 
@@ -89,10 +99,8 @@ class Reasons:
 
     def _check_own_timer(self, pull: Pull, event: client.Failed) -> None:
         node = pull.worker.node
-        parties = (pull.worker.process, ("daemon", node))
-        if "the daemon is silent" in event.message and not self._world.expectations.is_disturbed(
-            min(pull.began, pull.deadline - OWN_TIMER_S), *parties
-        ):
+        since = min(pull.began, pull.deadline - OWN_TIMER_S)
+        if "the daemon is silent" in event.message and not self.is_struck(since, self._own_parties(pull)):
             ticket = f"pull {event.ticket.number} of {pull.worker.name}"
             self._world.violate(Check.OWN_TIMER, f"{ticket} was ended so, and {node} ran: {event.message}")
 
@@ -112,7 +120,7 @@ class Reasons:
         is_short = code == Code.DEADLINE and pull.deadline - pull.began < LONG_DEADLINE_S
         if (
             pull.is_cancelled or is_withdrawn or is_late or is_short or code == Code.BUSY
-            or self.is_struck(pull, pull.began - SHORTLY_S)
+            or self.is_struck(pull.began - SHORTLY_S, self._parties(pull))
         ):  # fmt: skip
             self.num_excused += 1
             return ""
@@ -128,8 +136,7 @@ class Reasons:
         return self._world.traits.has_low_limits
 
     def _is_daemon_struck(self, pull: Pull) -> bool:
-        since = pull.began - SHORTLY_S
-        return self._world.expectations.is_disturbed(since, ("daemon", pull.worker.node), pull.worker.process)
+        return self.is_struck(pull.began - SHORTLY_S, self._own_parties(pull))
 
     def _is_withdrawn(self, pull: Pull) -> bool:
         return pull.transfer.is_withdrawn
@@ -138,7 +145,7 @@ class Reasons:
 
     def check_released(self, worker: Worker, transfer: Transfer, why: Code) -> None:
         """A transfer is released for a reason that there is; `Worker` checks its readers."""
-        expectations, now = self._world.expectations, self._world.kernel.now
+        now = self._world.kernel.now
         life = transfer.published_at - SHORTLY_S
         processes = [worker.process for worker in transfer.workers]
         daemons = [("daemon", worker.node) for worker in transfer.workers]
@@ -153,7 +160,7 @@ class Reasons:
             case Code.UNPUBLISHED:
                 is_so = transfer.is_withdrawn
             case Code.PUBLISHER_GONE | Code.RANK_LOST | Code.SUSPENDED | Code.DAEMON_LOST:
-                is_so = expectations.is_disturbed(life, *processes, *daemons, *links)
+                is_so = self.is_struck(life, {*processes, *daemons, *links})
             case _:
                 is_so = why in (Code.COMPLETED, Code.ABANDONED, Code.CANCELLED)
         if not is_so:
