@@ -341,6 +341,7 @@ class Worker:
     def _died(self) -> None:
         self.tell("dies")
         self.world.expectations.disturb(0.0, self, self.node)
+        self.world.unsure_counts.add(self.node)
         for pull in self.pulls.values():
             self.world.open_pulls.pop(pull, None)
 
@@ -805,6 +806,7 @@ class Worker:
         assert self.store is not None
         ticket = event.ticket.number
         pull.wanted.is_delivered = True
+        self.world.delivered_at[self.node] += 1
         if not pull.kernels.is_done:
             self.world.violate(
                 Check.BEFORE_KERNELS, f"pull {ticket} of {self.name} has read into used blocks"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tests.simulation.audit import Audit
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
 from tests.simulation.faults import Fault, Faults, draw_faults
@@ -20,12 +21,16 @@ from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.world import Traits, World
 
 START_S = 30.0
-STUCK_S = 10.0  # of real time
+STUCK_S = 30.0  # of real time
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
 LOOK_S = 5.0
+BEGIN_S = 1.0  # for spare movers
+SETTLE_S, SETTLE_LOOK_S = 20.0, 2.0  # for movers that end, and spare ones that start behind a backoff
+REPLY_S = 5.0
 TRAFFIC_S = (0.002, 0.01, 0.03, 0.3)
 NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
 WORKS_AGAIN_S = 15.0
+MAX_DRAWS = 20
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -75,6 +80,7 @@ class Episode:
         self._ends_at_pull = max((fault.pull for fault in self.drawn), default=0) + 6
         self.world = World(self.rng.getrandbits(64), self.traits, names, shapes, keeps_story)
         self.world.on_pull = self._pull_started
+        self.audit = Audit(self.world)
         self._faults = Faults(self.world, self._struck)
         self.world.tell("episode", f"seed {seed}, {self.traits}, {len(self.faults)} faults")
 
@@ -140,6 +146,8 @@ class Episode:
 
     def _run(self) -> None:
         self._wait_ready()
+        self._wait(lambda: False, BEGIN_S)
+        self.audit.begin()
         self._traffic()
         self._wait(lambda: self._num_pulls >= self._ends_at_pull, 600.0)
         self._faults.is_over = True
@@ -148,6 +156,7 @@ class Episode:
         self._rest()
         self._check_works_again()
         self._rest()
+        self._check_left()
         self.world.tell("episode", "is at rest")
 
     def _wait(self, until: object, limit_s: float, step_s: float = 0.05) -> bool:
@@ -185,6 +194,17 @@ class Episode:
         if self.world.violation is not None:
             raise self.world.violation
 
+    def _check_left(self) -> None:
+        """What has ended is not kept, not even until idle timers forget it."""
+        for _ in range(int(SETTLE_S / SETTLE_LOOK_S)):
+            self.audit.ask()
+            if not self._wait(lambda: self.audit.is_answered, REPLY_S):
+                raise Violation(Check.REST, "a daemon does not reply to its operator")
+            if not (left := self.audit.left()):
+                return
+            self._wait(lambda: False, SETTLE_LOOK_S)
+        raise Violation(Check.REST, "; ".join(left))
+
     def _left(self) -> list[str]:
         """Return what would not be there at rest."""
         found = []
@@ -200,7 +220,8 @@ class Episode:
         world = self.world
         for source in world.sources:
             sink = self.rng.choice(world.sinks)
-            transfer = source.publish(1)
+            drawn = (source.publish(1) for _ in range(MAX_DRAWS))  # one may have more blocks than there are
+            transfer = next((one for one in drawn if one is not None), None)
             if transfer is None:
                 raise Violation(Check.WORKS_AGAIN, f"{source.shape.name} cannot publish at rest")
             before = len(world.wanted)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import random
-import resource
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,8 @@ class World:
         self.violation: Violation | None = None
         self.open_pulls: dict[Pull, None] = {}
         self.wanted: list[Wanted] = []
+        self.delivered_at: Counter[str] = Counter()  # by node: deliveries that its engines have seen
+        self.unsure_counts: set[str] = set()  # nodes whose daemon was restarted, or a worker died there
         self.num_checked = 0
         self.on_pull: Callable[[], None] = lambda: None
         self.planned_at_read: list[tuple[float, Callable[[SimTransport], None]]] = []
@@ -126,6 +128,8 @@ class World:
         daemon = self.daemons.get(node)
         if daemon is None or daemon.is_dead:
             self.daemons[node] = self.nodes.start_daemon(node, self._config_of(node))
+            if node in self._started_at:
+                self.unsure_counts.add(node)
             self._started_at[node] = self.kernel.now
             self.expectations.disturb(0.0, node)
 
@@ -272,5 +276,4 @@ def _descends(process: Process, of: Process) -> bool:
     return False
 
 
-UNLIMITED = resource.RLIM_INFINITY
 __all__ = ["Traits", "Worker", "World"]
