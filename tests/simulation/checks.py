@@ -43,6 +43,8 @@ class Check(StrEnum):
     WORKS_AGAIN = "a transfer at rest arrives at the first attempt"
     LIBRARY = "the transfer library is used as it must be"
     NO_BUG = "no part of the daemon, client or mover raises or logs an error of its own"
+    INTEGRITY = "a daemon's tables agree"
+    READY = "a reader is told when what it waits for is there"
     TURN = "a turn of a daemon's loop sends a bounded amount"
     REST = "what has ended is not kept"
     HUNG = "something goes on"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tests.simulation.audit import Audit
+from tests.simulation.audit import Audit, Turns
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
 from tests.simulation.faults import Fault, Faults, draw_faults
@@ -81,6 +81,7 @@ class Episode:
         self.world = World(self.rng.getrandbits(64), self.traits, names, shapes, keeps_story)
         self.world.on_pull = self._pull_started
         self.audit = Audit(self.world)
+        self.turns = Turns(self.world)
         self._faults = Faults(self.world, self._struck)
         self.world.tell("episode", f"seed {seed}, {self.traits}, {len(self.faults)} faults")
 

@@ -71,6 +71,7 @@ class World:
         self.fabric = Fabric(self.kernel, traits.transport, traits.is_slow, self._misused)
         self.fabric.on_post = self._posted
         self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)
+        self.nodes.on_broken = lambda text: self.violate(Check.INTEGRITY, text)
         self.expectations = Expectations(self)
         self.reasons = Reasons(self)
         self.directory = Path(tempfile.mkdtemp(prefix="kvxferd-simulation-", dir="/dev/shm"))
