@@ -26,6 +26,7 @@ REPLY_S = 5.0
 NUM_EVENTFDS = 8  # of a daemon: one a peer and loop
 NUM_THREADS = 6
 FDS_OF_MEMORY = 2  # its own, and that of Python's mapping
+NUM_PIPES_RESIDENT = 6  # a mover that was replaced is closed when the next is started
 # Each connection has a few messages handled in a turn, and each makes a message to a few ranks: five times the
 # most of 10,000 faults (23,348 bytes in 52 messages).
 MAX_TURN_BYTES, MAX_TURN_MESSAGES = 128 << 10, 256
@@ -150,6 +151,8 @@ class Audit:
             if (worker := workers.get(process)) is not None:
                 role = f"{worker.engine.shape.name}{role[role.index('/') :]}"
                 held["memfd"] -= FDS_OF_MEMORY * sum(len(grave.memories) for grave in worker.graves)
+                if worker.engine.shape.is_resident:
+                    held["pipe"] = max(held["pipe"], NUM_PIPES_RESIDENT)
             elif " mover " in role:
                 role = "a mover"
             # Peers' sockets and the loop's threads come with use, a few in all.

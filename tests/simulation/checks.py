@@ -77,6 +77,7 @@ class Expectations:
         self._world = world
         self._disturbed: dict[Hashable, float] = {}  # by party: until when
         self.open: dict[Expectation, None] = {}
+        self.is_halted: Callable[[tuple[Hashable, ...]], bool] = lambda parties: False  # one does not run
 
     def disturb(self, seconds: float, *parties: Hashable) -> None:
         """A fault strikes these parties, and lasts so long."""
@@ -110,5 +111,8 @@ class Expectations:
         began = max([one.began, *(self._disturbed.get(party, 0.0) for party in one.parties)])
         if now <= began + one.within_s:
             self._world.kernel.at(began + one.within_s + 1e-3, lambda: self._look(one))
+            return
+        if self.is_halted(one.parties):
+            self._world.kernel.at(now + LOOK_S, lambda: self._look(one))
             return
         self._world.violate(one.check, f"{one.text}; not within {one.within_s:g} s")

@@ -91,6 +91,8 @@ class Transfer:
     released: dict[Worker, Code] = field(default_factory=dict)
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
+    reported: set[Worker] = field(default_factory=set)  # whose ranks have all written
+    is_whole: bool = False  # so have all ranks
     is_withdrawn: bool = False  # its engine has unpublished it
     is_unheard: bool = False  # it ended, maybe before any daemon had it
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
@@ -431,6 +433,8 @@ class Worker:
         transfer.heard_at = max(transfer.published_at, self._stream_ends)
         self.tell(f"publishes {transfer.transfer_id}, {transfer.steps} tokens in {_text_of(transfer.lists)}")
         self._expect_release(transfer)
+        if not steps:
+            self._has_reported(transfer)
         for worker in transfer.workers if shape.says_ready else [self]:
             if worker.store is not None:
                 first = 1 if worker is self else 0
@@ -495,7 +499,16 @@ class Worker:
             self.tell(f"cannot report {transfer.transfer_id}: {error}")
             return
         self.tell(f"has written {step} tokens of {transfer.transfer_id}")
+        if number == len(transfer.steps) - 1:
+            self._has_reported(transfer)
         self.report_later(transfer, number + 1)
+
+    def _has_reported(self, transfer: Transfer) -> None:
+        """This rank has said that it has written all: for all ranks, where they say nothing."""
+        transfer.reported |= {self} if self.engine.shape.says_ready else set(transfer.workers)
+        if transfer.reported >= {worker for worker in transfer.workers if worker.store is not None}:
+            ended = max(worker._stream_ends for worker in transfer.workers)
+            self.world.kernel.at(max(ended, self.world.kernel.now), lambda: self.world.reasons.transfer_is_whole(transfer))
 
     def unpublish(self, transfer: Transfer) -> None:
         """Withdraw a transfer."""
@@ -652,6 +665,7 @@ class Worker:
         number = pull.ticket.number
         self.tell(f"pulls {transfer.transfer_id} of {source} into {_text_of(lists)}, {number}")
         self._expect_end(pull)
+        world.reasons.expect_ready(pull)
         world.pull_started()
 
     def _lend(self, pull: Pull) -> None:

@@ -340,7 +340,7 @@ class Kernel:
     def _close_fds(process: Process) -> None:
         """Close the descriptors of a process that has ended, on one of its threads."""
         os.write(process.exit_write_fd, b"x")
-        _close_all_but({1, 2, EPOLL_FD})
+        _close_all_but({0, 1, 2, EPOLL_FD})
 
     def _make_ready(self, task: Task) -> None:
         task.state = TaskState.READY

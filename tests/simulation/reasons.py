@@ -6,7 +6,7 @@ engine excuses no pull of another's, although both are of one node.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 from kvxferd import client
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SHORTLY_S = 14.0  # after a fault, in which it still shows: a home knows a restarted node's ranks within 12
 OWN_TIMER_S = 3.0  # within which a client has its restarted daemon's word again
 LONG_DEADLINE_S = 3.0  # one that an undisturbed pull meets
+READY_S, SLOW_READY_S = 3.0, 8.0  # from the last word of what is written to the end of a pull; of slow reads
 LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
 
 # Why no pull fails among honest nodes, whatever strikes them.
@@ -41,6 +42,7 @@ class Reasons:
         self._world = world
         self._struck = world.expectations.disturb
         self.num_judged = self.num_excused = 0  # of failed pulls
+        world.expectations.is_halted = self._is_halted
         world.kernel.on_strike = self.process_struck
         world.network.on_strike = self._link_struck
         world.fabric.on_strike = self.process_struck
@@ -54,13 +56,13 @@ class Reasons:
     def _link_struck(self, one: str, other: str, lasting_s: float) -> None:
         self._struck(lasting_s, frozenset((one, other)))
 
-    def _root_of(self, process: Process) -> object:
+    def _root_of(self, process: Process) -> Hashable:
         """Return a worker's process, or the node whose daemon has started it."""
         while process.parent is not None and process.parent is not self._world.kernel.host:
             process = process.parent
         return ("daemon", process.name) if process.name in self._world.node_names else process
 
-    def _parties(self, pull: Pull) -> set[object]:
+    def _parties(self, pull: Pull) -> set[Hashable]:
         """All whose faults may fail a pull: processes, daemons with their movers, links between them."""
         sources = [pull.transfer.publisher, *pull.transfer.workers]
         readers = pull.worker.engine.ranks  # the reader's home asks for all
@@ -74,13 +76,14 @@ class Reasons:
         }
 
     @staticmethod
-    def _own_parties(pull: Pull) -> set[object]:
+    def _own_parties(pull: Pull) -> set[Hashable]:
         return {pull.worker.process, ("daemon", pull.worker.node)}
 
-    def is_struck(self, since: float, parties: set[object]) -> bool:
+    def is_struck(self, since: float, parties: set[Hashable]) -> bool:
         """Whether one of these was struck since then, or does not run as it should."""
-        if self._world.expectations.is_disturbed(since, *parties):
-            return True
+        return self._world.expectations.is_disturbed(since, *parties) or self._is_halted(tuple(parties))
+
+    def _is_halted(self, parties: tuple[Hashable, ...]) -> bool:
         processes = self._world.kernel.processes.values()
         return any(
             (p.is_stopped or p.slowness > 1.0) and not p.is_dead and self._root_of(p) in parties
@@ -125,6 +128,24 @@ class Reasons:
             self.num_excused += 1
             return ""
         return "nothing that concerns it has happened"
+
+    def transfer_is_whole(self, transfer: Transfer) -> None:
+        """All ranks have written, and have said so: who waits for it is told."""
+        transfer.is_whole = True
+        for pull in transfer.pulls:
+            self.expect_ready(pull)
+
+    def expect_ready(self, pull: Pull) -> None:
+        """A pull of what is whole ends soon, however far its deadline is."""
+        if not pull.transfer.is_whole or pull.ended:
+            return
+        self._world.expectations.expect(
+            Check.READY,
+            f"{pull.transfer.transfer_id} is whole, and the pull of {pull.worker.name} goes on",
+            tuple(self._parties(pull)),
+            SLOW_READY_S if self._world.traits.is_slow else READY_S,
+            lambda: bool(pull.ended) or not pull.worker.is_alive,
+        )
 
     def _is_past_deadline(self, pull: Pull) -> bool:
         return self._world.kernel.now >= pull.deadline - 1e-3
