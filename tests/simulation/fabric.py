@@ -61,7 +61,7 @@ class Fabric:
         self.agents: dict[AgentName, SimTransport] = {}
         self.num_late = 0
         self.is_hurried = False  # no chance is taken any more
-        self.on_strike: Callable[[Process], None] = lambda process: None  # its reads fail, or stall
+        self.on_strike: Callable[..., None] = lambda process, seconds=0.0: None  # its reads fail, or stall
         self.on_post: Callable[[SimTransport, Read], None] = lambda transport, read: None
 
     @property
@@ -265,7 +265,7 @@ class SimTransport:
         if read.error is not None and index not in read.late:
             return
         if self._kernel.now < self.stalls_until:
-            self._fabric.on_strike(self.process)
+            self._fabric.on_strike(self.process, self.stalls_until - self._kernel.now)
             self._later(read, index, self.stalls_until - self._kernel.now + 1e-6, is_served)
             return
         if self.process.is_stopped and self._fabric.kind != "rdma":

@@ -144,7 +144,7 @@ class Reasons:
             f"{pull.transfer.transfer_id} is whole, and the pull of {pull.worker.name} goes on",
             tuple(self._parties(pull)),
             SLOW_READY_S if self._world.traits.is_slow else READY_S,
-            lambda: bool(pull.ended) or not pull.worker.is_alive,
+            lambda: bool(pull.ended) or pull.transfer.is_over or not pull.worker.is_alive,
         )
 
     def _is_past_deadline(self, pull: Pull) -> bool:
