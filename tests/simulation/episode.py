@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tests.simulation.aftermath import Aftermath, Hardship
 from tests.simulation.audit import Audit, Turns
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
@@ -29,8 +30,7 @@ SETTLE_S, SETTLE_LOOK_S = 20.0, 2.0  # for movers that end, and spare ones that 
 REPLY_S = 5.0
 TRAFFIC_S = (0.002, 0.01, 0.03, 0.3)
 NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
-WORKS_AGAIN_S = 15.0
-MAX_DRAWS = 20
+LOST_NODE_SHARE, HARDSHIP_SHARE = 0.1, 0.3  # of the episodes
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -81,6 +81,7 @@ class Episode:
         self.world = World(self.rng.getrandbits(64), self.traits, names, shapes, keeps_story)
         self.world.on_pull = self._pull_started
         self.audit = Audit(self.world)
+        self.aftermath = Aftermath(self.world, self.rng, self._wait)
         self.turns = Turns(self.world)
         self._faults = Faults(self.world, self._struck)
         self.world.tell("episode", f"seed {seed}, {self.traits}, {len(self.faults)} faults")
@@ -155,10 +156,24 @@ class Episode:
         self._faults.heal()
         self.world.fabric.hurry()
         self._rest()
-        self._check_works_again()
+        self._after()
         self._rest()
         self._check_left()
         self.world.tell("episode", "is at rest")
+
+    def _after(self) -> None:
+        """What follows the faults: a transfer arrives at once, then against hardships, or a node is lost."""
+        self.aftermath.check_works_again([Hardship.NONE])
+        drawn = self.rng.random()
+        if drawn < LOST_NODE_SHARE:
+            self.aftermath.check_lost_node()
+            self._rest()
+        elif drawn < LOST_NODE_SHARE + HARDSHIP_SHARE:
+            self.aftermath.check_works_again([*Hardship][1:])
+            self._rest()
+            self.world.planned_messages.clear()
+            self.world.planned_at_read.clear()
+        self.aftermath.check_works_again([Hardship.NONE])
 
     def _wait(self, until: object, limit_s: float, step_s: float = 0.05) -> bool:
         """Let the world go on; raise Violation where a promise is broken."""
@@ -215,29 +230,6 @@ class Episode:
             found += [f"{engine.shape.name} has {name}" for name in engine.transfers]
         found += [one.text for one in self.world.expectations.open]
         return found
-
-    def _check_works_again(self) -> None:
-        """A transfer of each source arrives at the first attempt."""
-        world = self.world
-        for source in world.sources:
-            sink = self.rng.choice(world.sinks)
-            drawn = (source.publish(1) for _ in range(MAX_DRAWS))  # one may have more blocks than there are
-            transfer = next((one for one in drawn if one is not None), None)
-            if transfer is None:
-                raise Violation(Check.WORKS_AGAIN, f"{source.shape.name} cannot publish at rest")
-            before = len(world.wanted)
-            sink.pull(transfer, WORKS_AGAIN_S)
-
-            def is_done(before: int = before, sink=sink) -> bool:
-                new = world.wanted[before:]
-                return len(new) == sink.num_ranks and all(wanted.is_delivered for wanted in new)
-
-            if not self._wait(is_done, WORKS_AGAIN_S + 1):
-                text = f"{transfer.transfer_id} of {source.shape.name} does not arrive at {sink.shape.name}"
-                raise Violation(Check.WORKS_AGAIN, text)
-            is_busy = self.traits.has_low_limits  # of ranks that ask at once some are turned away
-            if not is_busy and any(wanted.attempts > 1 for wanted in world.wanted[before:]):
-                raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice at rest")
 
     # --- traffic
 

@@ -139,11 +139,15 @@ class Reasons:
         """A pull of what is whole ends soon, however far its deadline is."""
         if not pull.transfer.is_whole or pull.ended:
             return
+        within_s = SLOW_READY_S if self._world.traits.is_slow else READY_S
+        for engine in (pull.transfer.publisher.engine, pull.worker.engine):
+            if len(set(engine.shape.nodes)) > 1:
+                within_s = READY_S + SHORTLY_S  # a home has to learn a restarted node's ranks
         self._world.expectations.expect(
             Check.READY,
             f"{pull.transfer.transfer_id} is whole, and the pull of {pull.worker.name} goes on",
             tuple(self._parties(pull)),
-            SLOW_READY_S if self._world.traits.is_slow else READY_S,
+            within_s,
             lambda: bool(pull.ended) or pull.transfer.is_over or not pull.worker.is_alive,
         )
 
