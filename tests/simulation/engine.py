@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 MAX_ATTEMPTS = 3
+PATIENT_S = 10.0
 RETRY_S = 0.2
+BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
 COMPLETED_S = 14.0
 DOUBT_S = 30.0
@@ -582,8 +584,9 @@ class Worker:
         nodes = (worker.node, transfer.publisher.node, self.engine.shape.nodes[0])
 
         def has_heard() -> bool:
-            # A home knows the ranks of another node some time after either daemon was started.
-            since = transfer.published_at - (RELEASE_HEARD_S if worker.node != nodes[2] else 0.0)
+            # A home knows the ranks of another node some time after either daemon was started, and its own
+            # once they have registered again: one that comes after the release is not told.
+            since = transfer.published_at - (RELEASE_HEARD_S if worker.node != nodes[2] else BACK_S)
             is_excused = transfer.is_unheard or any(world.started_at(node) > since for node in nodes)
             return worker in transfer.released or not worker.is_ready or is_excused
 
@@ -810,17 +813,20 @@ class Worker:
             self._free(pull)
         wanted = pull.wanted
         if how != "delivered" and wanted.attempts < MAX_ATTEMPTS:
+            # At rest as a patient engine does it: when a busy source has said.
+            delay_s = 1.0 if world.fabric.is_hurried else world.rng.choice((0.01, 0.2, 1.0))
+            deadline_s = PATIENT_S if world.fabric.is_hurried else None
             world.after(
-                world.rng.choice((0.01, 0.2, 1.0)),
+                delay_s,
                 self.do,
-                lambda: None if wanted.is_delivered else self.pull(pull.transfer, wanted),
+                lambda: None if wanted.is_delivered else self.pull(pull.transfer, wanted, deadline_s),
             )
 
     def _check_delivered(self, pull: Pull, event: client.Delivered) -> None:
         assert self.store is not None
         ticket = event.ticket.number
         pull.wanted.is_delivered = True
-        self.world.delivered_at[self.node] += 1
+        self.world.count_delivered(self.node)
         if not pull.kernels.is_done:
             self.world.violate(
                 Check.BEFORE_KERNELS, f"pull {ticket} of {self.name} has read into used blocks"

@@ -210,6 +210,10 @@ class World:
                 for worker in engine.workers:
                     self.tell("oracle", worker.describe())
 
+    def count_delivered(self, node: str) -> None:
+        """An engine has seen a delivery."""
+        self.delivered_at[node] += 1
+
     def _misused(self, kind: str, text: str) -> None:
         self.violate(Check.LIBRARY, text)
 
