@@ -69,7 +69,9 @@ class Operator:
         while True:
             head, end, body = got.partition(b"\r\n\r\n")
             if end:
-                (size,) = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+                (size,) = [
+                    line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
+                ]
                 if len(body) >= int(size.split(b":")[1]):
                     return body
             if not self._world.kernel.wait(((sock.fileno(), _POLLIN),), REPLY_S):

@@ -89,7 +89,9 @@ class Transfer:
     parts: list[Lists]  # what the publisher lists with each
     ref: client.TransferRef | None = None
     published_at: float = 0.0
-    heard_at: float = 0.0  # when the kernels that it is published behind have ended: its client keeps it so long
+    heard_at: float = (
+        0.0  # when the kernels that it is published behind have ended: its client keeps it so long
+    )
     released: dict[Worker, Code] = field(default_factory=dict)
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
@@ -478,9 +480,7 @@ class Worker:
         """Write the next tokens of a transfer some time later, and report it."""
         if number < len(transfer.steps):
             delays_s = (0.001, 0.01, 0.1, 0.3) if len(transfer.steps) > 1 else (0.0, 0.001, 0.02)
-            self.world.after(
-                self.world.rng.choice(delays_s), self.do, lambda: self.report(transfer, number)
-            )
+            self.world.after(self.world.rng.choice(delays_s), self.do, lambda: self.report(transfer, number))
 
     def report(self, transfer: Transfer, number: int) -> None:
         """Write the tokens of a step, and report it."""
@@ -510,7 +510,9 @@ class Worker:
         transfer.reported |= {self} if self.engine.shape.says_ready else set(transfer.workers)
         if transfer.reported >= {worker for worker in transfer.workers if worker.store is not None}:
             ended = max(worker._stream_ends for worker in transfer.workers)
-            self.world.kernel.at(max(ended, self.world.kernel.now), lambda: self.world.reasons.transfer_is_whole(transfer))
+            self.world.kernel.at(
+                max(ended, self.world.kernel.now), lambda: self.world.reasons.transfer_is_whole(transfer)
+            )
 
     def unpublish(self, transfer: Transfer) -> None:
         """Withdraw a transfer."""
@@ -705,7 +707,7 @@ class Worker:
         self.world.expectations.expect(
             Check.CANCELLED,
             f"pull {pull.ticket.number} of {self.name} is cancelled, and does not end",
-            (self, *self.world.node_names),
+            (self.process, ("daemon", self.node)),
             CANCEL_S,
             lambda: bool(pull.ended) or not self.is_alive,
         )

@@ -64,7 +64,13 @@ class Nodes:
     # --- the forkserver
 
     def _start_forkserver(
-        self, environment: object, library: str, backend: object, lock_fd: int | None, control: int, stderr: int
+        self,
+        environment: object,
+        library: str,
+        backend: object,
+        lock_fd: int | None,
+        control: int,
+        stderr: int,
     ) -> SimForkserverProcess:
         daemon = self.kernel.current.process
         locks = () if lock_fd is None else (lock_fd,)

@@ -175,9 +175,7 @@ class Reasons:
         processes = [worker.process for worker in transfer.workers]
         daemons = [("daemon", worker.node) for worker in transfer.workers]
         nodes = {worker.node for worker in transfer.workers}
-        links = [
-            frozenset((self._world.host_of(a), self._world.host_of(b))) for a in nodes for b in nodes
-        ]
+        links = [frozenset((self._world.host_of(a), self._world.host_of(b))) for a in nodes for b in nodes]
         match why:
             case Code.LEASE_EXPIRED:
                 # The client ends it by itself where its daemon is gone; never before its time.

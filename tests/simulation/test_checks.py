@@ -15,7 +15,7 @@ from kvxferd.core.node import Node
 from kvxferd.errors import Code
 from tests.simulation import audit, engine, fabric
 from tests.simulation.checks import Check
-from tests.simulation.engine import Engine, Kernels, Transfer, Worker
+from tests.simulation.engine import Kernels, Transfer, Worker
 from tests.simulation.episode import Size, run_in_child
 from tests.simulation.fabric import SimTransport
 from tests.simulation.network import Network
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.slow
 MAX_SEEDS = 25
 FENCE_BYTES = 16
 
-_real_handle, _real_released, _real_ended = Worker._handle, Worker._released, Worker._ended
-_real_send, _real_pull, _real_publish = Network.send, Worker.pull, Engine.publish
+_real_handle = Worker._handle
+_real_send, _real_pull = Network.send, Worker.pull
 _real_check_bytes, _real_memmove = Worker._check_bytes, ctypes.memmove
 
 
@@ -80,11 +80,6 @@ def _raise(error: Exception) -> Callable[..., None]:
     return act
 
 
-def _publish_same_id(source: Engine, num_readers: int) -> Transfer | None:
-    source._num_published = 0
-    return _real_publish(source, num_readers)
-
-
 def _pull_not_at_rest(worker: Worker, *arguments: Any) -> None:
     if not worker.world.fabric.is_hurried:
         _real_pull(worker, *arguments)
@@ -108,7 +103,7 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.FREED, "all have all memory", SimTransport, "has_any", lambda self, ranges: True),
     (Check.ONE_END, "two ends", Worker, "_handle", _twice(client.Delivered)),
     (Check.DEADLINE, "a client waits long", pulls, "DEADLINE_GRACE_S", 30.0),
-    (Check.OWN_TIMER, "a client is hasty", pulls, "DEADLINE_GRACE_S", -0.01),
+    (Check.OWN_TIMER, "a client is hasty", pulls, "DEADLINE_GRACE_S", 0.0),
     (Check.DOUBT, "a lost word", Worker, "_handle", _without(client.Quiesced, lambda *_: True)),
     (Check.REASON, "failures of unknown cause", Reasons, "process_struck", _nothing),
     (Check.RELEASED_ONCE, "two releases", Worker, "_handle", _twice(client.Released)),
@@ -119,14 +114,17 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
         Check.LEASE, "no lease ends", Worker, "_handle",
         _without(client.Released, lambda worker, event: event.why == Code.LEASE_EXPIRED),
     ),
-    (Check.PUBLISHED, "one id for all", Engine, "publish", _publish_same_id),
+    (Check.PUBLISHED, "no refusal is honest", engine, "OF_LIARS_PUBLISH", frozenset(Code)),
     (Check.SUSPENDS, "a lost word", Worker, "_handle", _without(client.Suspended, lambda *_: True)),
     (
         Check.SUSPENDED_AFTER, "pulls have no end", Worker, "_handle",
         _without(client.Failed, lambda worker, event: worker.is_suspending),
     ),
     (Check.REGISTERED, "nobody registers", Worker, "_register", lambda self: False),
-    (Check.CANCELLED, "nobody cancels", client.PullTicket, "cancel", _nothing),
+    (
+        Check.CANCELLED, "a lost word", Worker, "_handle",
+        _without(client.Failed, lambda worker, event: event.code == Code.CANCELLED),
+    ),
     (Check.WORKS_AGAIN, "no pull at rest", Worker, "pull", _pull_not_at_rest),
     (Check.LIBRARY, "no memory is registered", SimTransport, "_holds", lambda self, address, size: False),
     (Check.NO_BUG, "a daemon raises", SimDaemon, "_after_events", _raise(ValueError("planted"))),
