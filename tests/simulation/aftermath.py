@@ -1,4 +1,4 @@
-"""After all faults: transfers arrive although something stands in their way, and a node that is lost is given up."""
+"""After all faults: transfers arrive although something stands in their way, and a lost node is given up."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Wait = Callable[[Callable[[], bool], float], bool]
 
 
 class Aftermath:
-    """What is tried when all is at rest. `wait`: lets the world go on until something is true, or the time is over."""
+    """What is tried when all is at rest. `wait` lets the world go on until something is true, or so long."""
 
     def __init__(self, world: World, rng: random.Random, wait: Wait) -> None:
         self._world, self._rng, self._wait = world, rng, wait

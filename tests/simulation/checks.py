@@ -1,7 +1,7 @@
 """What must be true, seen from outside: each promise of `docs/concepts.md` and the design has one check here.
 
-A check that looks at one moment raises by `World.violate`. One that looks at a time, such as "within two seconds",
-is an expectation: its time begins anew whenever a fault strikes one of the parties.
+A check that looks at one moment raises by `World.violate`. One that looks at a time, such as "within two
+seconds", is an expectation: its time begins anew whenever a fault strikes one of the parties.
 """
 
 from __future__ import annotations

@@ -89,9 +89,7 @@ class Transfer:
     parts: list[Lists]  # what the publisher lists with each
     ref: client.TransferRef | None = None
     published_at: float = 0.0
-    heard_at: float = (
-        0.0  # when the kernels that it is published behind have ended: its client keeps it so long
-    )
+    heard_at: float = 0.0  # until then its client keeps it: it is published behind kernels
     released: dict[Worker, Code] = field(default_factory=dict)
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
@@ -510,9 +508,8 @@ class Worker:
         transfer.reported |= {self} if self.engine.shape.says_ready else set(transfer.workers)
         if transfer.reported >= {worker for worker in transfer.workers if worker.store is not None}:
             ended = max(worker._stream_ends for worker in transfer.workers)
-            self.world.kernel.at(
-                max(ended, self.world.kernel.now), lambda: self.world.reasons.transfer_is_whole(transfer)
-            )
+            reasons, now = self.world.reasons, self.world.kernel.now
+            self.world.kernel.at(max(ended, now), lambda: reasons.transfer_is_whole(transfer))
 
     def unpublish(self, transfer: Transfer) -> None:
         """Withdraw a transfer."""

@@ -168,7 +168,7 @@ class Episode:
         if drawn < LOST_NODE_SHARE:
             self.aftermath.check_lost_node()
             self._rest()
-        elif drawn < LOST_NODE_SHARE + HARDSHIP_SHARE:
+        elif drawn < LOST_NODE_SHARE + HARDSHIP_SHARE and not self.traits.has_low_limits:
             self.aftermath.check_works_again([*Hardship][1:])
             self._rest()
             self.world.planned_messages.clear()

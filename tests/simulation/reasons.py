@@ -1,7 +1,7 @@
 """Why a pull fails and a transfer ends: each only for a reason that there is, which concerns it.
 
-What goes wrong is noted where it happens, by the processes and links that it happens to: a fault that strikes one
-engine excuses no pull of another's, although both are of one node.
+What goes wrong is noted where it happens, by the processes and links that it happens to: a fault that strikes
+one engine excuses no pull of another's, although both are of one node.
 """
 
 from __future__ import annotations
