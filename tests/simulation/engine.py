@@ -95,6 +95,7 @@ class Transfer:
     refused: Code | None = None
     reported: set[Worker] = field(default_factory=set)  # whose ranks have all written
     is_whole: bool = False  # so have all ranks
+    whole_at: float = 0.0
     is_withdrawn: bool = False  # its engine has unpublished it
     is_unheard: bool = False  # it ended, maybe before any daemon had it
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation

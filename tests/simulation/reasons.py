@@ -22,6 +22,7 @@ SHORTLY_S = 14.0  # after a fault, in which it still shows: a home knows a resta
 OWN_TIMER_S = 3.0  # within which a client has its restarted daemon's word again
 LONG_DEADLINE_S = 3.0  # one that an undisturbed pull meets
 READY_S, SLOW_READY_S = 3.0, 8.0  # from the last word of what is written to the end of a pull; of slow reads
+READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
 LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
 
 # Why no pull fails among honest nodes, whatever strikes them.
@@ -131,7 +132,7 @@ class Reasons:
 
     def transfer_is_whole(self, transfer: Transfer) -> None:
         """All ranks have written, and have said so: who waits for it is told."""
-        transfer.is_whole = True
+        transfer.is_whole, transfer.whole_at = True, self._world.kernel.now
         for pull in transfer.pulls:
             self.expect_ready(pull)
 
@@ -139,16 +140,25 @@ class Reasons:
         """A pull of what is whole ends soon, however far its deadline is."""
         if not pull.transfer.is_whole or pull.ended:
             return
+        transfer, parties = pull.transfer, self._parties(pull)
+
+        def is_met() -> bool:
+            if pull.ended or transfer.is_over or not pull.worker.is_alive:
+                return True
+            # A rank that was cut off for so long repeats its `ready` no more.
+            is_old = self._world.kernel.now >= transfer.whole_at + READY_KEPT_S
+            return is_old and self.is_struck(transfer.whole_at - SHORTLY_S, parties)
+
         within_s = SLOW_READY_S if self._world.traits.is_slow else READY_S
-        for engine in (pull.transfer.publisher.engine, pull.worker.engine):
+        for engine in (transfer.publisher.engine, pull.worker.engine):
             if len(set(engine.shape.nodes)) > 1:
                 within_s = READY_S + SHORTLY_S  # a home has to learn a restarted node's ranks
         self._world.expectations.expect(
             Check.READY,
             f"{pull.transfer.transfer_id} is whole, and the pull of {pull.worker.name} goes on",
-            tuple(self._parties(pull)),
+            tuple(parties),
             within_s,
-            lambda: bool(pull.ended) or pull.transfer.is_over or not pull.worker.is_alive,
+            is_met,
         )
 
     def _is_past_deadline(self, pull: Pull) -> bool:
