@@ -20,10 +20,10 @@ demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))
 # What starts no program and takes no second. MAX_QUICK_S of processor time is reported, five times that fails.
 quick: $(STAMP)
 	$(PYTEST) -m "not process and not slow" --max-quick-s $(or $(MAX_QUICK_S),1) \
-		tests/unit tests/property $(PYTEST_FLAGS)
+		tests/unit tests/property tests/simulation $(PYTEST_FLAGS)
 
 test: $(STAMP)
-	$(PYTEST) tests/unit tests/property tests/integration $(PYTEST_FLAGS)
+	$(PYTEST) tests/unit tests/property tests/simulation tests/integration $(PYTEST_FLAGS)
 
 # What is long or wants the machine alone, one after another; the last table names what ran, and what did not and why.
 # ONLY="chaos model": those; CHANGED=origin/main: those whose paths changed; ARGS: see `python -m tests.proofs --help`.

@@ -286,7 +286,8 @@ class PullsInterrupted(Message, frozen=True):
 class Released(Message, frozen=True):
     """The transfer is over: the engine may use its blocks on this rank again.
 
-    Sent once to the publisher and each rank.
+    Sent once to the publisher and each rank. A rank on another node than the publisher may get it once more
+    from a daemon that was started there since.
 
     Attributes:
         transfer_id: as given to `publish`, by this session or by another one of the engine.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 PATIENT_S = 10.0
+MAX_DRAWS = 16  # of blocks: a list of a window may need more than there are, or few
 RETRY_S = 0.2
 BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
@@ -89,8 +90,8 @@ class Transfer:
     parts: list[Lists]  # what the publisher lists with each
     ref: client.TransferRef | None = None
     published_at: float = 0.0
-    heard_at: float = 0.0  # until then its client keeps it: it is published behind kernels
     released: dict[Worker, Code] = field(default_factory=dict)
+    released_at: dict[Worker, float] = field(default_factory=dict)
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
     reported: set[Worker] = field(default_factory=set)  # whose ranks have all written
@@ -228,11 +229,13 @@ class Engine:
         if not self.is_ready:
             return None
         deployment = self.shape.deployment
-        num_tokens = self.rng.choice((1, 2, 3, 5, 7, 8, 12, 16))
         used = _ids_of(transfer.lists for transfer in self.transfers.values())
         free = [block for block in range(deployment.num_blocks) if block not in used]
-        lists = draw_request(self.rng, deployment, num_tokens, free)
-        if lists is None:
+        for _ in range(MAX_DRAWS):
+            num_tokens = self.rng.choice((1, 2, 3, 5, 7, 8, 12, 16))
+            if (lists := draw_request(self.rng, deployment, num_tokens, free)) is not None:
+                break
+        else:
             return None
         steps = [num_tokens]
         if self.shape.can_grow and not self.world.fabric.is_hurried and self.rng.random() < 0.8:
@@ -292,7 +295,7 @@ class Worker:
         self.pulls: dict[int, Pull] = {}  # by ticket, those that have not ended or are in doubt
         self._commands: deque[Callable[[], None]] = deque()
         self._task: Task | None = None
-        self._stream_ends = 0.0  # when its GPU has done what was launched
+        self.stream_ends = 0.0  # when its GPU has done what was launched
         self.process: Process = self.world.kernel.spawn(self.name, self._run, uid=engine.shape.uid)
         self.process.on_death.append(self._died)
         self.world.expectations.disturb(0.0, self)
@@ -433,7 +436,6 @@ class Worker:
             engine.forget(transfer)
             return
         transfer.published_at = self.world.kernel.now
-        transfer.heard_at = max(transfer.published_at, self._stream_ends)
         self.tell(f"publishes {transfer.transfer_id}, {transfer.steps} tokens in {_text_of(transfer.lists)}")
         self._expect_release(transfer)
         if not steps:
@@ -464,9 +466,9 @@ class Worker:
             kernels.is_done = True
 
         if is_later and self.engine.shape.has_gpu and not world.fabric.is_hurried:
-            self._stream_ends = max(self._stream_ends, world.kernel.now) + world.rng.choice(KERNELS_S)
-        if self._stream_ends > world.kernel.now:
-            world.kernel.at(self._stream_ends, run)
+            self.stream_ends = max(self.stream_ends, world.kernel.now) + world.rng.choice(KERNELS_S)
+        if self.stream_ends > world.kernel.now:
+            world.kernel.at(self.stream_ends, run)
         else:
             run()
 
@@ -508,7 +510,7 @@ class Worker:
         """This rank has said that it has written all: for all ranks, where they say nothing."""
         transfer.reported |= {self} if self.engine.shape.says_ready else set(transfer.workers)
         if transfer.reported >= {worker for worker in transfer.workers if worker.store is not None}:
-            ended = max(worker._stream_ends for worker in transfer.workers)
+            ended = max(worker.stream_ends for worker in transfer.workers)
             reasons, now = self.world.reasons, self.world.kernel.now
             self.world.kernel.at(max(ended, now), lambda: reasons.transfer_is_whole(transfer))
 
@@ -556,12 +558,14 @@ class Worker:
             transfer.refused = why
             if why in OF_LIARS_PUBLISH:
                 self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
-        elif self in transfer.released:
+        elif transfer.released_at.get(self, 0.0) > self.world.started_at(self.node):
             self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")
         is_first = not transfer.released
         # Its own client may have ended it before any daemon had it.
-        transfer.is_unheard |= is_first and self.world.kernel.now < transfer.heard_at + 0.05
+        is_fresh = self.world.kernel.now < max(transfer.published_at, transfer.publisher.stream_ends) + 0.05
+        transfer.is_unheard |= is_first and is_fresh
         transfer.released[self] = why
+        transfer.released_at[self] = self.world.kernel.now
         if not refusal:
             self.world.reasons.check_released(self, transfer, why)
         if why in (Code.COMPLETED, Code.ABANDONED):
@@ -633,8 +637,11 @@ class Worker:
         world, deployment = self.world, self.engine.shape.deployment
         used = _ids_of(pull.lists for pull in self.pulls.values())
         free = [block for block in range(deployment.num_blocks) if block not in used]
-        drawn = draw_request(self.engine.rng, deployment, transfer.num_tokens, free, is_pull=True)
-        if drawn is None:
+        tries = (
+            draw_request(self.engine.rng, deployment, transfer.num_tokens, free, is_pull=True)
+            for _ in range(MAX_DRAWS)
+        )
+        if (drawn := next((lists for lists in tries if lists is not None), None)) is None:
             return
         lists = own_lists(self.shape.layout, drawn)
         if deadline_s is None:

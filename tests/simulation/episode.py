@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import hashlib
-import os
 import random
 from collections import Counter
-from collections.abc import Sequence
 
 import msgspec
 
@@ -22,7 +19,6 @@ from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.world import Traits, World
 
 START_S = 30.0
-STUCK_S = 30.0  # of real time
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
 LOOK_S = 5.0
 BEGIN_S = 1.0  # for spare movers
@@ -56,63 +52,89 @@ class Result(msgspec.Struct):
     problem: str = ""
     digest: str = ""
     story: list[str] = []
+    met: dict[str, int] = {}  # places of the product, by how often they were met
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What an episode is to be: drawn from its seed, and maybe cut down since.
+
+    idle: engines that neither publish nor pull. spans: whether engines may span nodes. max_pulls: after how
+    many the traffic ends, 0: some time after the last fault.
+    """
+
+    seed: int
+    size: Size
+    traits: Traits
+    faults: tuple[Fault, ...]
+    idle: tuple[str, ...] = ()
+    spans: bool = True
+    max_pulls: int = 0
+
+    @classmethod
+    def draw(cls, seed: int, size: Size) -> Plan:
+        """Draw an episode."""
+        rng = random.Random(seed)
+        traits = _draw_traits(rng)
+        faults = tuple(draw_faults(rng, size.faults))
+        last = max((fault.pull for fault in faults), default=0)
+        return cls(seed, size, traits, faults, max_pulls=last + 6)
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines' names."""
+        return [f"{'decode' if number % 2 else 'prefill'}{number}" for number in range(self.size.engines)]
+
+
+def _draw_traits(rng: random.Random) -> Traits:
+    return Traits(
+        transport=rng.choice(("cma", "cma", "tcp", "rdma")),
+        is_slow=rng.random() < 0.33,
+        read=rng.choice(("direct", "covering", "auto")),
+        has_low_limits=rng.random() < 0.15,
+        preempt_share=rng.choice((0.0, 0.0, 0.002)),
+    )
 
 
 class Episode:
-    """Draws everything from its seed. `faults`: instead of those that the seed draws."""
+    """Runs a plan. What engines do is drawn from its seed, too."""
 
-    def __init__(
-        self, seed: int, size: Size, faults: Sequence[Fault] | None = None, keeps_story: bool = False
-    ) -> None:
-        self.size = size
-        self.rng = random.Random(seed)
-        self.result = Result(seed)
+    def __init__(self, plan: Plan, keeps_story: bool = False) -> None:
+        self.plan = plan
+        self.rng = random.Random(plan.seed ^ 1)
+        self.result = Result(plan.seed)
         self._counts: Counter[str] = Counter()
-        names = [f"n{number}" for number in range(size.nodes)]
-        self.traits = self._draw_traits()
-        shapes = self._draw_engines(names)
-        self.drawn = draw_faults(self.rng, size.faults)
-        self.faults = self.drawn if faults is None else list(faults)
+        names = [f"n{number}" for number in range(plan.size.nodes)]
         self._by_pull: dict[int, list[Fault]] = {}
-        for fault in self.faults:
+        for fault in plan.faults:
             self._by_pull.setdefault(fault.pull, []).append(fault)
         self._num_pulls = 0
-        self._ends_at_pull = max((fault.pull for fault in self.drawn), default=0) + 6
-        self.world = World(self.rng.getrandbits(64), self.traits, names, shapes, keeps_story)
+        shapes = self._draw_engines(names)
+        self.world = World(self.rng.getrandbits(64), plan.traits, names, shapes, keeps_story)
         self.world.on_pull = self._pull_started
         self.audit = Audit(self.world)
         self.aftermath = Aftermath(self.world, self.rng, self._wait)
         self.turns = Turns(self.world)
+        self._busy = [e for e in self.world.engines if e.shape.name not in plan.idle]
         self._faults = Faults(self.world, self._struck)
-        self.world.tell("episode", f"seed {seed}, {self.traits}, {len(self.faults)} faults")
-
-    def _draw_traits(self) -> Traits:
-        rng = self.rng
-        return Traits(
-            transport=rng.choice(("cma", "cma", "tcp", "rdma")),
-            is_slow=rng.random() < 0.33,
-            read=rng.choice(("direct", "covering", "auto")),
-            has_low_limits=rng.random() < 0.15,
-            preempt_share=rng.choice((0.0, 0.0, 0.002)),
-        )
+        self.world.tell("episode", f"seed {plan.seed}, {plan.traits}, {len(plan.faults)} faults")
 
     def _draw_engines(self, names: list[str]) -> list[EngineShape]:
         rng = self.rng
         model = draw_model(rng)
         shapes = []
-        for number in range(self.size.engines):
-            is_source = number % 2 == 0
-            name = f"{'prefill' if is_source else 'decode'}{number}"
+        for number, name in enumerate(self.plan.engines):
             deployment = draw_deployment(rng, model, name)
             home = names[number % len(names)] if rng.random() < 0.7 else rng.choice(names)
             spans = rng.random() < 0.25
-            others = [rng.choice(names) if spans else home for _ in deployment.ranks][1:]
+            others = [rng.choice(names) for _ in deployment.ranks][1:]
+            if not (spans and self.plan.spans):
+                others = [home for _ in others]
             shapes.append(
                 EngineShape(
                     name,
                     (home, *others),
-                    is_source,
-                    deployment,
+                    is_source=number % 2 == 0,
+                    deployment=deployment,
                     has_scheduler=rng.random() < 0.5,
                     says_ready=rng.random() < 0.4,
                     has_gpu=rng.random() < 0.25,
@@ -151,7 +173,7 @@ class Episode:
         self._wait(lambda: False, BEGIN_S)
         self.audit.begin()
         self._traffic()
-        self._wait(lambda: self._num_pulls >= self._ends_at_pull, 600.0)
+        self._wait(lambda: self._num_pulls >= self.plan.max_pulls, 600.0)
         self._faults.is_over = True
         self._faults.heal()
         self.world.fabric.hurry()
@@ -168,7 +190,7 @@ class Episode:
         if drawn < LOST_NODE_SHARE:
             self.aftermath.check_lost_node()
             self._rest()
-        elif drawn < LOST_NODE_SHARE + HARDSHIP_SHARE and not self.traits.has_low_limits:
+        elif drawn < LOST_NODE_SHARE + HARDSHIP_SHARE and not self.plan.traits.has_low_limits:
             self.aftermath.check_works_again([*Hardship][1:])
             self._rest()
             self.world.planned_messages.clear()
@@ -238,9 +260,11 @@ class Episode:
         if self._faults.is_over:
             return
         world, rng = self.world, self.rng
-        for _ in range(rng.choice((1, 1, 2, 3))):
-            source, num_readers = rng.choice(world.sources), rng.choice(NUM_READERS)
-            sinks = rng.sample(world.sinks, min(num_readers, len(world.sinks)))
+        sources = [engine for engine in self._busy if engine.shape.is_source]
+        sinks_of_all = [engine for engine in self._busy if not engine.shape.is_source]
+        for _ in range(rng.choice((1, 1, 2, 3)) if sources and sinks_of_all else 0):
+            source, num_readers = rng.choice(sources), rng.choice(NUM_READERS)
+            sinks = rng.sample(sinks_of_all, min(num_readers, len(sinks_of_all)))
             if (transfer := source.publish(num_readers)) is not None:
                 self._have_pulled(sinks, transfer)
         if rng.random() < 0.02:
@@ -266,33 +290,3 @@ class Episode:
     def _struck(self, kind: str) -> None:
         self._counts[kind] += 1
         self.result.in_flight += bool(self.world.open_pulls)
-
-
-def run_in_child(
-    seed: int, size: Size, faults: Sequence[Fault] | None = None, keeps_story: bool = False
-) -> Result:
-    """Run an episode in a process of its own, which the simulated kernel takes over."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.close(reading)
-            faulthandler.dump_traceback_later(STUCK_S, exit=True)
-            result = Episode(seed, size, faults, keeps_story).run()
-            with open(writing, "wb", closefd=False) as out:
-                out.write(msgspec.msgpack.encode(result))
-            status = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(writing)
-    with open(reading, "rb") as inward:
-        content = inward.read()
-    _, status = os.waitpid(pid, 0)
-    if not content:
-        return Result(seed, check=Check.HUNG.name, problem=f"the episode's process died: {status}")
-    return msgspec.msgpack.decode(content, type=Result)

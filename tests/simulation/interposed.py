@@ -35,6 +35,7 @@ _real_precise_wait = fd_wait.PreciseWait.wait
 _real_start = threading.Thread.start
 _real_connect = socket.socket.connect
 _real_accept = socket.socket.accept
+_real_listen = socket.socket.listen
 _real_getsockopt = socket.socket.getsockopt
 _real_condition_wait = threading.Condition.wait
 
@@ -247,8 +248,8 @@ def _install_time(kernel: Kernel) -> None:
                 function.__kwdefaults__[name] = kernel.clock
     set_on(time, "monotonic", kernel.clock)
     set_on(time, "perf_counter", kernel.clock)
-    set_on(time, "thread_time", kernel.peek)
-    set_on(time, "process_time", kernel.peek)
+    set_on(time, "thread_time", kernel.cpu_clock)
+    set_on(time, "process_time", kernel.cpu_clock)
     set_on(time, "time", lambda: 1.7e9 + kernel.peek())
     set_on(time, "monotonic_ns", lambda: int(kernel.peek() * 1e9))
     set_on(time, "perf_counter_ns", lambda: int(kernel.peek() * 1e9))
@@ -314,6 +315,11 @@ def _install_processes(kernel: Kernel) -> None:
         if sock.family == socket.AF_UNIX:
             connecting.setdefault(os.fspath(address), deque()).append(kernel.current.process)
 
+    def listen(sock: socket.socket, *backlog: int) -> None:
+        _real_listen(sock, *backlog)
+        if sock.family == socket.AF_UNIX:
+            connecting.pop(sock.getsockname(), None)  # those of a listener that is gone
+
     def accept(sock: socket.socket) -> tuple[socket.socket, Any]:
         made, address = _real_accept(sock)
         if sock.family == socket.AF_UNIX:
@@ -336,6 +342,7 @@ def _install_processes(kernel: Kernel) -> None:
 
     set_on(socket.socket, "connect", connect)
     set_on(socket.socket, "accept", accept)
+    set_on(socket.socket, "listen", listen)
     set_on(socket.socket, "getsockopt", getsockopt)
     set_on(signal, "pidfd_send_signal", send_signal)
     set_on(os, "pidfd_open", lambda pid, flags=0: kernel.open_pidfd(pid))

@@ -19,6 +19,7 @@ import itertools
 import os
 import random
 import select
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,7 @@ class Task:
     killer: Task | None = None  # who waits until this process's descriptors are closed
     watches: dict[int, Watch] = field(default_factory=dict)  # by descriptor
     is_fd_ready: bool = False  # which ended its last wait
+    cpu_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -139,6 +141,7 @@ class Kernel:
     def clock(self) -> float:
         """Return the time. A look at it may be where another thread takes over, and many looks are."""
         self.now += TICK_S
+        self.current.cpu_s += TICK_S
         self._looks += 1
         if self._looks > MAX_LOOKS:
             self._spins += 1
@@ -150,7 +153,13 @@ class Kernel:
     def peek(self) -> float:
         """Return the time, without more."""
         self.now += TICK_S
+        self.current.cpu_s += TICK_S
         return self.now
+
+    def cpu_clock(self) -> float:
+        """Return the processor time of the running thread: looks at clocks are all that takes any."""
+        self.peek()
+        return self.current.cpu_s
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
         """Call `act` at that time, between two threads. It must not touch descriptors."""
@@ -436,6 +445,19 @@ class Kernel:
             f"{task.process.pid} {task.name}: {'dead' if task.process.is_dead else task.state.name}"
             for task in self._tasks
         )
+
+
+def can_fork() -> bool:
+    """Whether the system lets a thread have descriptors of its own: some containers do not."""
+    refused = []
+
+    def probe() -> None:
+        refused.append(_libc.unshare(CLONE_FILES))
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    thread.join()
+    return refused == [0]
 
 
 def _close_all_but(keep: set[int]) -> None:

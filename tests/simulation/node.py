@@ -46,6 +46,7 @@ class Nodes:
             backoff, "MAX_SERVING_PAUSE_S", 5e-3
         )  # in use it is shorter: most of an episode would be that
         replace(backoff, "MAX_IDLE_PAUSE_S", 2e-2)
+        replace(backoff, "MAX_READING_PAUSE_S", 5e-3)
         replace(probe, "tcp_bytes_received", lambda: 0)  # it looks at the first process's descriptors
         replace(registration, "_RUNNING_MOVERS", _RunningMoversOfProcess(kernel))
         replace(os, "waitpid", lambda pid, options: (pid, 0))

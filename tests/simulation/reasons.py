@@ -33,7 +33,9 @@ OF_LIARS = frozenset({
     Code.DRAINING, Code.TRANSFER_EXISTS,
 })  # fmt: skip
 # Why no publish of an honest engine is refused.
-OF_LIARS_PUBLISH = frozenset({Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL})
+OF_LIARS_PUBLISH = frozenset(
+    {Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL, Code.OUT_OF_PLACE}
+)
 
 
 class Reasons:

@@ -13,18 +13,23 @@ from kvxferd import client
 from kvxferd.client import pulls
 from kvxferd.core.node import Node
 from kvxferd.errors import Code
-from tests.simulation import audit, engine, fabric
+from tests.simulation import audit, engine, fabric, runs
 from tests.simulation.checks import Check
 from tests.simulation.engine import Kernels, Transfer, Worker
-from tests.simulation.episode import Size, run_in_child
+from tests.simulation.episode import Plan, Size
 from tests.simulation.fabric import SimTransport
+from tests.simulation.kernel import can_fork
 from tests.simulation.network import Network
 from tests.simulation.node import SimDaemon
 from tests.simulation.reasons import Reasons
 from tests.simulation.store import Store
 from tests.simulation.world import World
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.skipif(not can_fork(), reason="this system does not allow unshare(CLONE_FILES)"),
+]
 
 MAX_SEEDS = 25
 FENCE_BYTES = 16
@@ -146,7 +151,7 @@ def test_check_notices(
     monkeypatch.setattr(place, name, value)
     found = []
     for seed in range(MAX_SEEDS):
-        found.append(run_in_child(seed, Size(faults=20)).check)
+        found.append(runs.run(Plan.draw(seed, Size(faults=20))).check)
         if found[-1] == check.name:
             return
     pytest.fail(f"{what}: not noticed, but {sorted(set(found))}")

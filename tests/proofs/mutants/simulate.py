@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tests.proofs.mutants.mutant import Mutant
 from tests.proofs.mutants.run import run_module
 
-SIMULATION = "tests.property.simulation"
+SIMULATION = "tests.simulation"
 CONTROL_FAULTS = 300
 # Ten thousand faults take a minute on an idle core.
 TIMEOUT_S = 300.0
