@@ -769,6 +769,7 @@ class Worker:
             self.handle.resume(fresh.regions, timeout_s=20.0)
         except KvxferdError as error:
             self.tell(f"cannot wake: {error}")
+            self.graves.append(fresh)
             self.world.after(RETRY_S, self.do, self.resume)
             return
         self.store, self.is_suspended = fresh, False
