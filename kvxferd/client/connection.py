@@ -248,8 +248,12 @@ class Connection:
         sock = self._socket
         if sock is None:
             return
-        while not self._send_one(sock):
-            pass
+        try:
+            while not self._send_one(sock):
+                pass
+        except OSError as error:  # no descriptor is left for a copy: what waits goes over the next connection
+            self._disconnect(Code.DAEMON_LOST, f"cannot send memory's descriptors: {error.strerror}")
+            return
         mask = selectors.EVENT_READ | (0 if sock.is_flushed else selectors.EVENT_WRITE)
         if mask != self._selector_mask:
             self._selector_mask = mask

@@ -25,8 +25,12 @@ def main() -> int:
     arguments.add_argument("--seed", type=int, help="chosen and printed where none is given")
     arguments.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     arguments.add_argument("--max-failures", type=int, default=1, help="episodes that fail before it stops")
-    arguments.add_argument("--episode", type=int, help="run the episode of this seed alone, and tell its story")
-    arguments.add_argument("--shrink", action="store_true", help="of a failing --episode: what it takes to fail")
+    arguments.add_argument(
+        "--episode", type=int, help="run the episode of this seed alone, and tell its story"
+    )
+    arguments.add_argument(
+        "--shrink", action="store_true", help="of a failing --episode: what it takes to fail"
+    )
     arguments.add_argument("--lines", type=int, default=80, help="of the story, its last")
     arguments.add_argument("--coverage", action="store_true")
     arguments.add_argument("--record", action="store_true")

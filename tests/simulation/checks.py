@@ -1,7 +1,7 @@
 """What must be true, seen from outside: each promise of `docs/concepts.md` and the design has one check here.
 
-A check that looks at one moment raises by `World.violate`. One that looks at a time, such as "within two seconds",
-is an expectation: its time begins anew whenever a fault strikes one of the parties.
+A check that looks at one moment raises by `World.violate`. One that looks at a time, such as "within two
+seconds", is an expectation: its time begins anew whenever a fault strikes one of the parties.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Check(StrEnum):
     WORKS_AGAIN = "a transfer at rest arrives at the first attempt"
     LIBRARY = "the transfer library is used as it must be"
     NO_BUG = "no part of the daemon, client or mover raises or logs an error of its own"
+    INTEGRITY = "a daemon's tables agree"
+    READY = "a reader is told when what it waits for is there"
     TURN = "a turn of a daemon's loop sends a bounded amount"
     REST = "what has ended is not kept"
     HUNG = "something goes on"
@@ -75,6 +77,7 @@ class Expectations:
         self._world = world
         self._disturbed: dict[Hashable, float] = {}  # by party: until when
         self.open: dict[Expectation, None] = {}
+        self.is_halted: Callable[[tuple[Hashable, ...]], bool] = lambda parties: False  # one does not run
 
     def disturb(self, seconds: float, *parties: Hashable) -> None:
         """A fault strikes these parties, and lasts so long."""
@@ -108,5 +111,8 @@ class Expectations:
         began = max([one.began, *(self._disturbed.get(party, 0.0) for party in one.parties)])
         if now <= began + one.within_s:
             self._world.kernel.at(began + one.within_s + 1e-3, lambda: self._look(one))
+            return
+        if self.is_halted(one.parties):
+            self._world.kernel.at(now + LOOK_S, lambda: self._look(one))
             return
         self._world.violate(one.check, f"{one.text}; not within {one.within_s:g} s")

@@ -18,6 +18,7 @@ from tests.simulation.checks import Check
 from tests.simulation.contents import Lists, expected_bytes
 from tests.simulation.fabric import SimTransport
 from tests.simulation.kernel import Process, Task
+from tests.simulation.reasons import OF_LIARS_PUBLISH
 from tests.simulation.shapes import Deployment, RankShape, draw_request, own_lists, split_publish
 from tests.simulation.store import Store
 
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 MAX_ATTEMPTS = 3
+PATIENT_S = 10.0
 MAX_DRAWS = 16  # of blocks: a list of a window may need more than there are, or few
 RETRY_S = 0.2
+BACK_S = 2.0  # by then clients have registered with a restarted daemon
 RELEASE_HEARD_S = 14.0  # a home knows the ranks of a restarted node within 12
 COMPLETED_S = 14.0
 DOUBT_S = 30.0
@@ -91,6 +94,10 @@ class Transfer:
     released_at: dict[Worker, float] = field(default_factory=dict)
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
+    reported: set[Worker] = field(default_factory=set)  # whose ranks have all written
+    is_whole: bool = False  # so have all ranks
+    whole_at: float = 0.0
+    is_withdrawn: bool = False  # its engine has unpublished it
     is_unheard: bool = False  # it ended, maybe before any daemon had it
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
     abandoned: set[str] = field(default_factory=set)
@@ -355,6 +362,7 @@ class Worker:
     def _died(self) -> None:
         self.tell("dies")
         self.world.expectations.disturb(0.0, self, self.node)
+        self.world.unsure_counts.add(self.node)
         for pull in self.pulls.values():
             self.world.open_pulls.pop(pull, None)
 
@@ -443,6 +451,8 @@ class Worker:
         transfer.published_at = self.world.kernel.now
         self.tell(f"publishes {transfer.transfer_id}, {transfer.steps} tokens in {_text_of(transfer.lists)}")
         self._expect_release(transfer)
+        if not steps:
+            self._has_reported(transfer)
         for worker in transfer.workers if shape.says_ready else [self]:
             if worker.store is not None:
                 first = 1 if worker is self else 0
@@ -484,9 +494,7 @@ class Worker:
         """Write the next tokens of a transfer some time later, and report it."""
         if number < len(transfer.steps):
             delays_s = (0.001, 0.01, 0.1, 0.3) if len(transfer.steps) > 1 else (0.0, 0.001, 0.02)
-            self.world.after(
-                self.world.rng.choice(delays_s), self.do, lambda: self.report(transfer, number)
-            )
+            self.world.after(self.world.rng.choice(delays_s), self.do, lambda: self.report(transfer, number))
 
     def report(self, transfer: Transfer, number: int) -> None:
         """Write the tokens of a step, and report it."""
@@ -507,7 +515,17 @@ class Worker:
             self.tell(f"cannot report {transfer.transfer_id}: {error}")
             return
         self.tell(f"has written {step} tokens of {transfer.transfer_id}")
+        if number == len(transfer.steps) - 1:
+            self._has_reported(transfer)
         self.report_later(transfer, number + 1)
+
+    def _has_reported(self, transfer: Transfer) -> None:
+        """This rank has said that it has written all: for all ranks, where they say nothing."""
+        transfer.reported |= {self} if self.engine.shape.says_ready else set(transfer.workers)
+        if transfer.reported >= {worker for worker in transfer.workers if worker.store is not None}:
+            ended = max(worker.stream_ends for worker in transfer.workers)
+            reasons, now = self.world.reasons, self.world.kernel.now
+            self.world.kernel.at(max(ended, now), lambda: reasons.transfer_is_whole(transfer))
 
     def unpublish(self, transfer: Transfer) -> None:
         """Withdraw a transfer."""
@@ -515,6 +533,7 @@ class Worker:
             return
         assert self.handle is not None
         transfer.is_unheard |= not self.handle.is_connected
+        transfer.is_withdrawn = True
         self.handle.unpublish(transfer.ref)
         self.tell(f"unpublishes {transfer.transfer_id}")
 
@@ -550,7 +569,7 @@ class Worker:
             return
         if refusal:
             transfer.refused = why
-            if why in _OF_LIARS:
+            if why in OF_LIARS_PUBLISH:
                 self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
         elif transfer.released_at.get(self, 0.0) > self.world.started_at(self.node):
             self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")
@@ -560,6 +579,8 @@ class Worker:
         transfer.is_unheard |= is_first and is_fresh
         transfer.released[self] = why
         transfer.released_at[self] = self.world.kernel.now
+        if not refusal:
+            self.world.reasons.check_released(self, transfer, why)
         if why in (Code.COMPLETED, Code.ABANDONED):
             self._check_readers(transfer, why)
         over = transfer.workers if self is transfer.publisher else [self]
@@ -580,8 +601,9 @@ class Worker:
         nodes = (worker.node, transfer.publisher.node, self.engine.shape.nodes[0])
 
         def has_heard() -> bool:
-            # A home knows the ranks of another node some time after either daemon was started.
-            since = transfer.published_at - (RELEASE_HEARD_S if worker.node != nodes[2] else 0.0)
+            # A home knows the ranks of another node some time after either daemon was started, and its own
+            # once they have registered again: one that comes after the release is not told.
+            since = transfer.published_at - (RELEASE_HEARD_S if worker.node != nodes[2] else BACK_S)
             is_excused = transfer.is_unheard or any(world.started_at(node) > since for node in nodes)
             return worker in transfer.released or not worker.is_ready or is_excused
 
@@ -666,6 +688,7 @@ class Worker:
         number = pull.ticket.number
         self.tell(f"pulls {transfer.transfer_id} of {source} into {_text_of(lists)}, {number}")
         self._expect_end(pull)
+        world.reasons.expect_ready(pull)
         world.pull_started()
 
     def _lend(self, pull: Pull) -> None:
@@ -702,7 +725,7 @@ class Worker:
         self.world.expectations.expect(
             Check.CANCELLED,
             f"pull {pull.ticket.number} of {self.name} is cancelled, and does not end",
-            (self, *self.world.node_names),
+            (self.process, ("daemon", self.node)),
             CANCEL_S,
             lambda: bool(pull.ended) or not self.is_alive,
         )
@@ -724,6 +747,7 @@ class Worker:
             return
         assert isinstance(self.handle, client.RankHandle)
         self.is_suspending = True
+        self.world.kernel.on_strike(self.process)
         self.handle.suspend()
         self.tell("is to sleep")
         self.world.expectations.expect(
@@ -758,9 +782,11 @@ class Worker:
             self.handle.resume(fresh.regions, timeout_s=20.0)
         except KvxferdError as error:
             self.tell(f"cannot wake: {error}")
+            self.graves.append(fresh)
             self.world.after(RETRY_S, self.do, self.resume)
             return
         self.store, self.is_suspended = fresh, False
+        self.world.kernel.on_strike(self.process)
         self.tell("is awake")
 
     # --- events
@@ -795,7 +821,7 @@ class Worker:
         if isinstance(event, client.Delivered):
             self._check_delivered(pull, event)
         else:
-            world.check_reason(pull, event)
+            world.reasons.check_failed(pull, event)
         if how == "in-doubt":
             world.expectations.expect(
                 Check.DOUBT,
@@ -808,16 +834,20 @@ class Worker:
             self._free(pull)
         wanted = pull.wanted
         if how != "delivered" and wanted.attempts < MAX_ATTEMPTS:
+            # At rest as a patient engine does it: when a busy source has said.
+            delay_s = 1.0 if world.fabric.is_hurried else world.rng.choice((0.01, 0.2, 1.0))
+            deadline_s = PATIENT_S if world.fabric.is_hurried else None
             world.after(
-                world.rng.choice((0.01, 0.2, 1.0)),
+                delay_s,
                 self.do,
-                lambda: None if wanted.is_delivered else self.pull(pull.transfer, wanted),
+                lambda: None if wanted.is_delivered else self.pull(pull.transfer, wanted, deadline_s),
             )
 
     def _check_delivered(self, pull: Pull, event: client.Delivered) -> None:
         assert self.store is not None
         ticket = event.ticket.number
         pull.wanted.is_delivered = True
+        self.world.count_delivered(self.node)
         if not pull.kernels.is_done:
             self.world.violate(
                 Check.BEFORE_KERNELS, f"pull {ticket} of {self.name} has read into used blocks"
@@ -870,12 +900,6 @@ class Worker:
         if self.store is not None:
             self.check_memory()
             self.store.take_back(pull.lists)
-
-
-# Why no publish of an honest engine is refused.
-_OF_LIARS = frozenset({
-    Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL, Code.OUT_OF_PLACE,
-})  # fmt: skip
 
 
 def _ids_of(listed: Iterable[Lists]) -> set[int]:

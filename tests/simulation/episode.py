@@ -9,6 +9,8 @@ from collections import Counter
 
 import msgspec
 
+from tests.simulation.aftermath import Aftermath, Hardship
+from tests.simulation.audit import Audit, Turns
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
 from tests.simulation.faults import Fault, Faults, draw_faults
@@ -19,9 +21,12 @@ from tests.simulation.world import Traits, World
 START_S = 30.0
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
 LOOK_S = 5.0
+BEGIN_S = 1.0  # for spare movers
+SETTLE_S, SETTLE_LOOK_S = 20.0, 2.0  # for movers that end, and spare ones that start behind a backoff
+REPLY_S = 5.0
 TRAFFIC_S = (0.002, 0.01, 0.03, 0.3)
 NUM_READERS = (1, 1, 1, 1, 2, 2, 3)
-WORKS_AGAIN_S = 15.0
+LOST_NODE_SHARE, HARDSHIP_SHARE = 0.1, 0.3  # of the episodes
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -111,6 +116,9 @@ class Episode:
         shapes = self._draw_engines(names)
         self.world = World(self.rng.getrandbits(64), plan.traits, names, shapes, keeps_story)
         self.world.on_pull = self._pull_started
+        self.audit = Audit(self.world)
+        self.aftermath = Aftermath(self.world, self.rng, self._wait)
+        self.turns = Turns(self.world)
         self._busy = [e for e in self.world.engines if e.shape.name not in plan.idle]
         self._faults = Faults(self.world, self._struck)
         self.world.tell("episode", f"seed {plan.seed}, {plan.traits}, {len(plan.faults)} faults")
@@ -167,15 +175,32 @@ class Episode:
 
     def _run(self) -> None:
         self._wait_ready()
+        self._wait(lambda: False, BEGIN_S)
+        self.audit.begin()
         self._traffic()
         self._wait(lambda: self._num_pulls >= self.plan.max_pulls, 600.0)
         self._faults.is_over = True
         self._faults.heal()
         self.world.fabric.hurry()
         self._rest()
-        self._check_works_again()
+        self._after()
         self._rest()
+        self._check_left()
         self.world.tell("episode", "is at rest")
+
+    def _after(self) -> None:
+        """What follows the faults: a transfer arrives at once, then against hardships, or a node is lost."""
+        self.aftermath.check_works_again([Hardship.NONE])
+        drawn = self.rng.random()
+        if drawn < LOST_NODE_SHARE:
+            self.aftermath.check_lost_node()
+            self._rest()
+        elif drawn < LOST_NODE_SHARE + HARDSHIP_SHARE and not self.plan.traits.has_low_limits:
+            self.aftermath.check_works_again([*Hardship][1:])
+            self._rest()
+            self.world.planned_messages.clear()
+            self.world.planned_at_read.clear()
+        self.aftermath.check_works_again([Hardship.NONE])
 
     def _wait(self, until: object, limit_s: float, step_s: float = 0.05) -> bool:
         """Let the world go on; raise Violation where a promise is broken."""
@@ -212,6 +237,17 @@ class Episode:
         if self.world.violation is not None:
             raise self.world.violation
 
+    def _check_left(self) -> None:
+        """What has ended is not kept, not even until idle timers forget it."""
+        for _ in range(int(SETTLE_S / SETTLE_LOOK_S)):
+            self.audit.ask()
+            if not self._wait(lambda: self.audit.is_answered, REPLY_S):
+                raise Violation(Check.REST, "a daemon does not reply to its operator")
+            if not (left := self.audit.left()):
+                return
+            self._wait(lambda: False, SETTLE_LOOK_S)
+        raise Violation(Check.REST, "; ".join(left))
+
     def _left(self) -> list[str]:
         """Return what would not be there at rest."""
         found = []
@@ -221,28 +257,6 @@ class Episode:
             found += [f"{engine.shape.name} has {name}" for name in engine.transfers]
         found += [one.text for one in self.world.expectations.open]
         return found
-
-    def _check_works_again(self) -> None:
-        """A transfer of each source arrives at the first attempt."""
-        world = self.world
-        for source in world.sources:
-            sink = self.rng.choice(world.sinks)
-            transfer = source.publish(1)
-            if transfer is None:
-                raise Violation(Check.WORKS_AGAIN, f"{source.shape.name} cannot publish at rest")
-            before = len(world.wanted)
-            sink.pull(transfer, WORKS_AGAIN_S)
-
-            def is_done(before: int = before, sink=sink) -> bool:
-                new = world.wanted[before:]
-                return len(new) == sink.num_ranks and all(wanted.is_delivered for wanted in new)
-
-            if not self._wait(is_done, WORKS_AGAIN_S + 1):
-                text = f"{transfer.transfer_id} of {source.shape.name} does not arrive at {sink.shape.name}"
-                raise Violation(Check.WORKS_AGAIN, text)
-            is_busy = self.plan.traits.has_low_limits  # of ranks that ask at once some are turned away
-            if not is_busy and any(wanted.attempts > 1 for wanted in world.wanted[before:]):
-                raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice at rest")
 
     # --- traffic
 

@@ -61,6 +61,7 @@ class Fabric:
         self.agents: dict[AgentName, SimTransport] = {}
         self.num_late = 0
         self.is_hurried = False  # no chance is taken any more
+        self.on_strike: Callable[..., None] = lambda process, seconds=0.0: None  # its reads fail, or stall
         self.on_post: Callable[[SimTransport, Read], None] = lambda transport, read: None
 
     @property
@@ -159,6 +160,7 @@ class SimTransport:
         rng = self._kernel.rng
         if self.num_to_refuse or (not self._fabric.is_hurried and rng.random() < REFUSED_SHARE):
             self.num_to_refuse = max(0, self.num_to_refuse - 1)
+            self._fabric.on_strike(self.process)
             raise TransportError(f"cannot read from agent {agent}: simulated refusal", settled=True)
         read = self._cut(agent, listed)
         self.reads[read] = None
@@ -265,6 +267,7 @@ class SimTransport:
         if read.error is not None and index not in read.late:
             return
         if self._kernel.now < self.stalls_until:
+            self._fabric.on_strike(self.process, self.stalls_until - self._kernel.now)
             self._later(read, index, self.stalls_until - self._kernel.now + 1e-6, is_served)
             return
         if self.process.is_stopped and self._fabric.kind != "rdma":
@@ -295,6 +298,7 @@ class SimTransport:
             self.reads.pop(read, None)
 
     def _fail(self, read: Read, *, settled: bool, lost: bool) -> None:
+        self._fabric.on_strike(self.process)
         text = f"cannot read from agent {read.agent}: simulated failure"
         read.error = TransportError(text, settled=settled, lost=lost)
         if not (lost and self._fabric.proves_over) and not settled:

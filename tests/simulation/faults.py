@@ -231,7 +231,9 @@ class Faults:
         if (name := self._pick(rng, self._living_nodes())) is not None:
             self._strike("full-disk", name, 0.0, name)
             self._world.daemons[name].is_disk_full = True
-            self._world.after(rng.choice((0.5, 5.0)), setattr, self._world.daemons[name], "is_disk_full", False)
+            self._world.after(
+                rng.choice((0.5, 5.0)), setattr, self._world.daemons[name], "is_disk_full", False
+            )
 
     def _torn_owners(self, rng: random.Random) -> None:
         """A daemon finds half of what it wrote of its engines' owners, nothing, or nonsense."""
@@ -268,6 +270,7 @@ class Faults:
             lasting_s = rng.choice((0.1, 1.0))
             self._strike("slow-process", process.name, lasting_s + 1.0, *self._world.node_names)
             process.slowness = rng.choice((10.0, 100.0))
+            self._world.reasons.process_struck(process, lasting_s + 1.0)
             self._world.after(lasting_s, setattr, process, "slowness", 1.0)
 
     # --- requests

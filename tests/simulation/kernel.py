@@ -129,6 +129,7 @@ class Kernel:
         self._limit_fds(MAX_FD)
         self._is_between = False  # no thread runs, but what was to happen at a time
         self.failures: list[tuple[Process, str]] = []  # what threads have raised
+        self.on_strike: Callable[[Process], None] = lambda process: None  # killed, stopped, resumed
         self.processes: dict[int, Process] = {}
         self._tasks: list[Task] = []
         self._watches: list[Watch] = []
@@ -287,6 +288,7 @@ class Kernel:
             return
         me = self.current
         process.is_dead = True
+        self.on_strike(process)
         if process is me.process:
             self._close_fds(process)
         else:
@@ -302,10 +304,12 @@ class Kernel:
     def stop(self, process: Process) -> None:
         """Stop a process (SIGSTOP)."""
         process.is_stopped = True
+        self.on_strike(process)
 
     def resume(self, process: Process) -> None:
         """Have a stopped process go on (SIGCONT)."""
         process.is_stopped = False
+        self.on_strike(process)
         held, process.held = process.held, []
         for task in held:
             self._make_ready(task)
@@ -360,7 +364,7 @@ class Kernel:
         """Close the descriptors of a process that has ended, on one of its threads."""
         self._limit_fds(MAX_FD)
         os.write(process.exit_write_fd, b"x")
-        _close_all_but({1, 2, EPOLL_FD})
+        _close_all_but({0, 1, 2, EPOLL_FD})
 
     def _make_ready(self, task: Task) -> None:
         task.state = TaskState.READY
@@ -382,7 +386,9 @@ class Kernel:
     def _limit_fds(self, number: int) -> None:
         if number != self._max_fd:
             self._max_fd = number
-            resource.setrlimit(resource.RLIMIT_NOFILE, (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+            )
 
     def _give_up(self) -> NoReturn:
         """Run whichever thread is next, and never this one."""

@@ -68,6 +68,7 @@ class Network:
         self.latencies_s: tuple[float, ...] = (5e-5, 2e-4, 1e-3)
         self.on_send: Callable[[Wire, bytes], float | None] = lambda wire, payload: 0.0
         self._severed: dict[frozenset[str], float] = {}  # by both hosts: until when nothing passes
+        self.on_strike: Callable[[str, str, float], None] = lambda one, other, seconds: None  # hosts
         self.tell: Callable[[str], None] = lambda what: None
         self._num_routes = 0
 
@@ -77,6 +78,7 @@ class Network:
         """Let nothing pass between two hosts for so long; connections break where it is too long."""
         until = self.kernel.now + seconds
         self._severed[frozenset((one, other))] = until
+        self.on_strike(one, other, seconds)
         for wire in list(self.wires):
             if {wire.dealer.host, wire.router.host} == {one, other} and seconds > UNACKNOWLEDGED_S:
                 self.kernel.at(self.kernel.now + UNACKNOWLEDGED_S, lambda wire=wire: self.cut(wire))
@@ -92,6 +94,7 @@ class Network:
         wire.is_open = False
         self.tell(f"{wire.dealer.process.name} is cut off from {wire.router.process.name}")
         self.wires.remove(wire)
+        self.on_strike(wire.dealer.host, wire.router.host, 0.0)
         for way in (wire.to_router, wire.to_dealer):
             way.wire.clear()
             way.arrived.clear()
@@ -138,6 +141,8 @@ class Network:
         """Put one message on its way."""
         way = wire.way_to(to)
         delay_s = self.on_send(wire, payload)
+        if delay_s != 0.0:
+            self.on_strike(wire.dealer.host, wire.router.host, delay_s or 0.0)
         sender = wire.dealer if to is wire.router else wire.router
         self.tell(f"{sender.process.name} sends {to.process.name} {_name_of(payload)}")
         if delay_s is None:

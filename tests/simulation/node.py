@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvxferd.config import Config
@@ -41,6 +42,7 @@ class Nodes:
         self.kernel = kernel
         self.fabric = fabric
         self.exits: dict[str, int] = {}  # by a daemon's process: what it ended with
+        self.on_broken: Callable[[str], None] = lambda text: None  # by a daemon's own word
         replace(pool, "start_forkserver", self._start_forkserver)
         replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
         replace(
@@ -58,7 +60,7 @@ class Nodes:
 
         def main() -> None:
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-                self.exits[process.name] = runner.run(SimDaemon(config).run())
+                self.exits[process.name] = runner.run(SimDaemon(config, self.on_broken).run())
 
         process = self.kernel.spawn(name, main)
         return process
@@ -66,7 +68,13 @@ class Nodes:
     # --- the forkserver
 
     def _start_forkserver(
-        self, environment: object, library: str, backend: object, lock_fd: int | None, control: int, stderr: int
+        self,
+        environment: object,
+        library: str,
+        backend: object,
+        lock_fd: int | None,
+        control: int,
+        stderr: int,
     ) -> SimForkserverProcess:
         daemon = self.kernel.current.process
         locks = () if lock_fd is None else (lock_fd,)
@@ -114,6 +122,7 @@ class Nodes:
 
 
 _POLLIN = 1
+EVENTS_A_CHECK = 8
 
 
 class _RunningMoversOfProcess:
@@ -162,7 +171,21 @@ class _Forkserver(forkserver.Forkserver):
 
 
 class SimDaemon(Daemon):
-    """The daemon; signals, HTTP and the process's own limits are not simulated."""
+    """The daemon, which checks its own tables; signals and the process's own limits are not simulated."""
+
+    def __init__(self, config: Config, on_broken: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._on_broken = on_broken
+        self._num_checks = 0
+
+    def _after_events(self) -> None:
+        super()._after_events()
+        self._num_checks += 1
+        if self._num_checks % EVENTS_A_CHECK == 0:
+            try:
+                self._node.check_integrity()
+            except AssertionError as error:
+                self._on_broken(f"{error or traceback.format_exc()}")
 
     def _watch_signals(self) -> None:
         """There are none."""

@@ -84,7 +84,9 @@ def finish(run: _Run) -> Result:
 
 def _that_ran(stacks: str) -> str:
     """Return the stacks of threads but those that wait for the kernel."""
-    blocks = [block for block in stacks.split("\n\n") if "in _await_baton" not in block and "_park" not in block]
+    blocks = [
+        block for block in stacks.split("\n\n") if "in _await_baton" not in block and "_park" not in block
+    ]
     return "\n\n".join(blocks)[:6000]
 
 
@@ -154,9 +156,7 @@ def run_many(
     cores = deque(sorted(os.sched_getaffinity(0)))
     running: deque[_Run] = deque()
     while True:
-        is_enough = (
-            tally.faults.total() >= num_faults or len(tally.failed) >= max_failures or is_over()
-        )
+        is_enough = tally.faults.total() >= num_faults or len(tally.failed) >= max_failures or is_over()
         if is_enough and not running:
             return tally
         while len(running) < jobs and not is_enough:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import random
-import resource
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 
 import structlog
 
-from kvxferd import client
 from kvxferd.config import Config
 from kvxferd.config.schema import (
     HttpConfig,
@@ -25,7 +24,6 @@ from kvxferd.config.schema import (
     PeerConfig,
     TransferConfig,
 )
-from kvxferd.errors import Code
 from kvxferd.core import source_breaker
 from kvxferd.wire import block_id_parts
 from tests.simulation import interposed, libzmq, network
@@ -35,6 +33,7 @@ from tests.simulation.fabric import Fabric, Read, SimTransport
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network, Wire
 from tests.simulation.node import Nodes
+from tests.simulation.reasons import Reasons
 from tests.simulation.store import Store
 
 PORT = 9441
@@ -85,12 +84,16 @@ class World:
         self.fabric = Fabric(self.kernel, traits.transport, traits.is_slow, self._misused)
         self.fabric.on_post = self._posted
         self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)
+        self.nodes.on_broken = lambda text: self.violate(Check.INTEGRITY, text)
         self.expectations = Expectations(self)
+        self.reasons = Reasons(self)
         self.directory = Path(tempfile.mkdtemp(prefix="kvxferd-simulation-", dir="/dev/shm"))
         self.daemons: dict[str, Process] = {}
         self.violation: Violation | None = None
         self.open_pulls: dict[Pull, None] = {}
         self.wanted: list[Wanted] = []
+        self.delivered_at: Counter[str] = Counter()  # by node: deliveries that its engines have seen
+        self.unsure_counts: set[str] = set()  # nodes whose daemon was restarted, or a worker died there
         self.num_checked = 0
         self.on_pull: Callable[[], None] = lambda: None
         self.planned_at_read: list[tuple[float, Callable[[SimTransport], None]]] = []
@@ -140,6 +143,8 @@ class World:
         if daemon is None or daemon.is_dead:
             daemon = self.daemons[node] = self.nodes.start_daemon(node, self._config_of(node))
             daemon.io_bytes = self.traits.io_bytes
+            if node in self._started_at:
+                self.unsure_counts.add(node)
             self._started_at[node] = self.kernel.now
             self.expectations.disturb(0.0, node)
 
@@ -219,13 +224,9 @@ class World:
                 for worker in engine.workers:
                     self.tell("oracle", worker.describe())
 
-    def check_reason(self, pull: Pull, event: client.Failed) -> None:
-        """A pull fails for a reason that there is."""
-        is_cut_off = "inside a frame" in event.message or "descriptors were cut off" in event.message
-        if event.code in _OF_LIARS and not is_cut_off:
-            self.violate(
-                Check.REASON, f"pull {event.ticket.number} of {pull.worker.name} failed: {event.message}"
-            )
+    def count_delivered(self, node: str) -> None:
+        """An engine has seen a delivery."""
+        self.delivered_at[node] += 1
 
     def _misused(self, kind: str, text: str) -> None:
         self.violate(Check.LIBRARY, text)
@@ -294,11 +295,4 @@ def _descends(process: Process, of: Process) -> bool:
     return False
 
 
-# Why no pull fails among honest nodes.
-_OF_LIARS = frozenset({
-    Code.OUT_OF_PLACE, Code.INTERNAL, Code.BLOCKS_INVALID, Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE,
-    Code.BAD_VERSION, Code.FRAME_TOO_LARGE, Code.BAD_FRAME, Code.NONCE_WRONG, Code.TOKENS_NOT_PUBLISHED,
-})  # fmt: skip
-
-UNLIMITED = resource.RLIM_INFINITY
 __all__ = ["Traits", "Worker", "World"]

@@ -1,0 +1,154 @@
+"""After all faults: transfers arrive although something stands in their way, and a lost node is given up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from tests.simulation.checks import Check, Violation
+from tests.simulation.engine import Engine, Transfer
+from tests.simulation.fabric import SimTransport
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+PULL_S = 15.0  # enough for a transfer at rest
+HARD_PULL_S = 40.0  # enough for each hardship
+MAX_DRAWS = 20  # of a request: one may have more blocks than there are
+LONG_READ_S = 9.0  # longer than a lease, and than a grant's
+LONG_PREFILL_S = 8.0  # longer than a peer may be silent to which a request for a grant was sent
+LEASE_S = 60.0
+AWAY_S = (0.01, 1.0)
+LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
+GIVEN_UP_S = 30.0  # by then a daemon has given up a node to which it sends requests that may wait there
+GONE_S = 75.0  # by then nothing is known of it: longer than leases and all that is repeated
+BACK_S = 60.0
+
+
+class Hardship(StrEnum):
+    """What stands in a transfer's way."""
+
+    NONE = "nothing"
+    SOURCE_RESTARTS = "its source's daemon restarts"
+    SINK_RESTARTS = "its reader's daemon restarts"
+    MOVERS_DIE = "its source's movers die"
+    MESSAGES = "messages are lost"
+    LONG_PREFILL = "its source takes long to write it"
+    LONG_READ = "its read takes long"
+
+
+# Those in which no pull has to be repeated.
+AT_ONCE = frozenset({Hardship.NONE, Hardship.LONG_PREFILL})
+
+Wait = Callable[[Callable[[], bool], float], bool]
+
+
+class Aftermath:
+    """What is tried when all is at rest. `wait` lets the world go on until something is true, or so long."""
+
+    def __init__(self, world: World, rng: random.Random, wait: Wait) -> None:
+        self._world, self._rng, self._wait = world, rng, wait
+
+    def check_works_again(self, hardships: list[Hardship]) -> None:
+        """A transfer of each source arrives, of each at one of these hardships."""
+        for source in self._world.sources:
+            self.check_arrives(source, self._rng.choice(self._world.sinks), self._rng.choice(hardships))
+
+    def check_arrives(self, source: Engine, sink: Engine, hardship: Hardship) -> None:
+        """A transfer arrives: at the first attempt, where its pull need not fail."""
+        world = self._world
+        self._wait(lambda: world.is_ready, BACK_S)
+        transfer = self._publish(source)
+        world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name}: {hardship.value}")
+        before = len(world.wanted)
+        limit_s = PULL_S if hardship is Hardship.NONE else HARD_PULL_S
+        self._make_hard(source, sink, hardship)
+        if not sink.is_ready:
+            self._wait(lambda: sink.is_ready, BACK_S)
+        sink.pull(transfer, limit_s)
+
+        def is_done() -> bool:
+            new = world.wanted[before:]
+            return len(new) == sink.num_ranks and all(wanted.is_delivered for wanted in new)
+
+        if not self._wait(is_done, limit_s + 1):
+            what = f"{transfer.transfer_id} of {source.shape.name} does not arrive at {sink.shape.name}"
+            raise Violation(Check.WORKS_AGAIN, f"{what}, although no more than {hardship.value}")
+        is_busy = world.traits.has_low_limits  # of ranks that ask at once some are turned away
+        is_first = all(wanted.attempts == 1 for wanted in world.wanted[before:])
+        if hardship in AT_ONCE and not is_busy and not is_first:
+            raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice at rest")
+
+    def _publish(self, source: Engine) -> Transfer:
+        drawn = (source.publish(1) for _ in range(MAX_DRAWS))
+        transfer = next((one for one in drawn if one is not None), None)
+        if transfer is None:
+            raise Violation(Check.WORKS_AGAIN, f"{source.shape.name} cannot publish at rest")
+        transfer.lease_s = LEASE_S
+        return transfer
+
+    def _make_hard(self, source: Engine, sink: Engine, hardship: Hardship) -> None:
+        world, rng = self._world, self._rng
+        match hardship:
+            case Hardship.SOURCE_RESTARTS:
+                self._wait(lambda: False, 0.05)  # its publish has arrived
+                self._restart(source.shape.nodes[0])
+            case Hardship.SINK_RESTARTS:
+                self._restart(sink.shape.nodes[0])
+            case Hardship.MOVERS_DIE:
+                for mover in world.movers_of(source.shape.nodes[0]):
+                    world.kernel.kill(mover)
+            case Hardship.MESSAGES:
+                world.planned_messages += [(None, None, _nothing)] * rng.choice((1, 2, 5))
+            case Hardship.LONG_PREFILL:
+                for worker in source.ranks:
+                    world.kernel.stop(worker.process)
+                    world.expectations.disturb(LONG_PREFILL_S, worker)
+                    world.after(LONG_PREFILL_S, world.kernel.resume, worker.process)
+            case Hardship.LONG_READ:
+                world.planned_at_read.append((0.0, self._stall))
+
+    def _stall(self, transport: SimTransport) -> None:
+        transport.stalls_until = self._world.kernel.now + LONG_READ_S
+
+    def _restart(self, node: str) -> None:
+        away_s = self._rng.choice(AWAY_S)
+        self._world.kill_daemon(node)
+        self._world.expectations.disturb(away_s, node)
+        self._world.after(away_s, self._world.start_daemon, node)
+
+    def check_lost_node(self) -> None:
+        """A node is gone without a word while it is read; others give it up, and it comes back."""
+        world = self._world
+        lost = self._rng.choice(world.node_names)
+        world.tell("aftermath", f"{lost} is lost")
+        of_lost = [engine for engine in world.engines if lost in engine.shape.nodes]
+        readers = [sink for sink in world.sinks if sink not in of_lost]
+        for source in world.sources:
+            if source in of_lost and readers and (transfer := source.publish(2)) is not None:
+                self._rng.choice(readers).pull(transfer, LONG_PULL_S)
+        self._wait(lambda: False, self._rng.choice((0.0, 0.002, 0.05)))
+        began = world.kernel.now
+        for other in world.node_names:
+            if other != lost:
+                world.network.sever(world.host_of(lost), world.host_of(other), GONE_S)
+        world.expectations.disturb(0.0, *world.node_names)
+        for engine in of_lost:
+            engine.die()
+        world.kill_daemon(lost)
+        if not self._wait(lambda: not world.open_pulls, GIVEN_UP_S):
+            waiting = [f"{pull.worker.name} of {pull.transfer.transfer_id}" for pull in world.open_pulls]
+            raise Violation(Check.DEADLINE, f"{lost} is lost, and its readers wait on: {waiting}")
+        self._wait(lambda: False, began + GONE_S + 1.0 - world.kernel.now)
+        world.start_daemon(lost)
+        for engine in of_lost:
+            if not engine.is_up:
+                engine.start()
+        if not self._wait(lambda: world.is_ready, BACK_S):
+            raise Violation(Check.REGISTERED, f"{lost} is back, and an engine is not registered")
+
+
+def _nothing() -> None:
+    """Nothing else happens where a message is lost."""

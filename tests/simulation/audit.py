@@ -1,0 +1,227 @@
+"""What is looked at when all is at rest, before idle timers have forgotten: what has ended is not kept.
+
+A daemon is asked over its control socket, as an operator asks it; descriptors and processes are the kernel's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import socket
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tests.simulation.checks import Check
+from tests.simulation.interposed import set_on
+from tests.simulation.kernel import Process, TaskState
+from tests.simulation.libzmq import SimSocket, SimTracker
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+REPLY_S = 5.0
+NUM_EVENTFDS = 8  # of a daemon: one a peer and loop
+NUM_THREADS = 6
+FDS_OF_MEMORY = 2  # its own, and that of Python's mapping
+NUM_PIPES_RESIDENT = 6  # a mover that was replaced is closed when the next is started
+# Of each connection a few messages are handled in a turn, and each makes a message to a few ranks: five times
+# the most that was seen in 28 episodes (23,348 bytes in 52 messages).
+MAX_TURN_BYTES, MAX_TURN_MESSAGES = 128 << 10, 256
+_POLLIN = 1
+STATUS, METRICS = "/v1/status", "/metrics"
+# Of the node in `/v1/status`: nothing of it is left at rest.
+GONE = (
+    "num_quarantined", "quarantined_bytes", "transfers", "pulls", "published_bytes", "num_grants_given",
+    "num_grants_held", "num_retired_movers",
+)  # fmt: skip
+USED_AT_REST = frozenset({"max_sessions", "max_ranks", "max_peers"})
+_DELIVERED = re.compile(r'kvxferd_pulls_total{code="none",outcome="delivered"} ([0-9.]+)')
+
+
+class Operator:
+    """A process that sends requests to control sockets."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.replies: dict[tuple[str, str], bytes] = {}  # by node and path
+        self.num_left = 0
+
+    def ask(self, node: str, *paths: str) -> None:
+        """Start a process that gets these paths from a node's daemon."""
+        self.num_left += 1
+        self._world.kernel.spawn(f"operator of {node}", lambda: self._run(node, paths), uid=os.geteuid())
+
+    def _run(self, node: str, paths: tuple[str, ...]) -> None:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(self._world.directory / node / "control.sock"))
+            sock.setblocking(False)
+            for path in paths:
+                sock.send(f"GET {path} HTTP/1.1\r\nHost: node\r\n\r\n".encode())
+                self.replies[node, path] = self._receive(sock)
+        self.num_left -= 1
+
+    def _receive(self, sock: socket.socket) -> bytes:
+        """Return a reply's body."""
+        got = b""
+        while True:
+            head, end, body = got.partition(b"\r\n\r\n")
+            if end:
+                (size,) = [
+                    line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
+                ]
+                if len(body) >= int(size.split(b":")[1]):
+                    return body
+            if not self._world.kernel.wait(((sock.fileno(), _POLLIN),), REPLY_S):
+                raise TimeoutError("a daemon does not reply to its operator")
+            got += sock.recv(1 << 20)
+
+
+class Audit:
+    """Compares a world at rest with how it was when nothing had happened yet."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._operator = Operator(world)
+        self._begin: dict[str, Counter[str]] = {}  # descriptors and threads by role
+        self._num_movers: dict[str, int] = {}
+        self._files: set[str] = set()
+
+    def begin(self) -> None:
+        """Note what there is, after a start that has settled."""
+        self._begin = self._held()
+        self._num_movers = {node: len(self._world.movers_of(node)) for node in self._world.node_names}
+        self._files = self._list_files()
+
+    def ask(self) -> None:
+        """Ask all daemons; `is_answered` once they have replied."""
+        for node in self._world.node_names:
+            self._operator.ask(node, STATUS, METRICS)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether all have replied."""
+        return not self._operator.num_left
+
+    def left(self) -> list[str]:
+        """Return what is left that should not be."""
+        found = []
+        for node in self._world.node_names:
+            found += self._left_in_daemon(node)
+            number = len(self._world.movers_of(node))
+            if number != self._num_movers[node]:
+                found.append(f"{node} has {number} movers, and had {self._num_movers[node]}")
+        for role, held in self._held().items():
+            for kind, number in (held - self._begin.get(role, held)).items():
+                found.append(f"{role} holds {number} more of {kind}")
+        if files := self._list_files() - self._files:
+            found.append(f"there are more files: {sorted(files)}")
+        return found
+
+    def _left_in_daemon(self, node: str) -> list[str]:
+        """Return what a daemon by its own word still has, and what it has counted otherwise than engines."""
+        world, replies = self._world, self._operator.replies
+        state = msgspec.json.decode(replies[node, STATUS])["node"]
+        found = [f"{node} has {name} {state[name]}" for name in GONE if state[name]]
+        used = {limit["name"]: limit["used"] for limit in state["limits"]}
+        found += [
+            f"{node} charges {number} of {name}"
+            for name, number in used.items()
+            if number and name not in USED_AT_REST
+        ]
+        here = [worker for engine in world.engines for worker in engine.workers if worker.node == node]
+        if state["num_sessions"] != len(here):
+            found.append(f"{node} has {state['num_sessions']} sessions of {len(here)} workers")
+        delivered = world.delivered_at.get(node, 0)
+        counted = _DELIVERED.search(replies[node, METRICS].decode())
+        number = int(float(counted[1])) if counted is not None else 0
+        if node not in world.unsure_counts and number != delivered:
+            found.append(f"{node} has counted {number} deliveries, and its engines {delivered}")
+        return found
+
+    def _held(self) -> dict[str, Counter[str]]:
+        """Return what the living processes hold, by role: of movers, which are alike, the most of any."""
+        found: dict[str, Counter[str]] = {}
+        workers = {w.process: w for engine in self._world.engines for w in engine.workers}
+        for process in self._world.kernel.processes.values():
+            if process.is_dead or process.name.startswith("operator"):
+                continue
+            held = descriptors_of(process)
+            role = process.name
+            if (worker := workers.get(process)) is not None:
+                role = f"{worker.engine.shape.name}{role[role.index('/') :]}"
+                held["memfd"] -= FDS_OF_MEMORY * sum(len(grave.memories) for grave in worker.graves)
+                if worker.engine.shape.is_resident:
+                    held["pipe"] = max(held["pipe"], NUM_PIPES_RESIDENT)
+            elif " mover " in role:
+                role = "a mover"
+            # Peers' sockets and the loop's threads come with use, a few in all.
+            held["eventfd"] = max(held["eventfd"], NUM_EVENTFDS)
+            held["thread"] = max(NUM_THREADS, sum(task.state is not TaskState.DONE for task in process.tasks))
+            found[role] = found.get(role, Counter()) | held
+        return found
+
+    def _list_files(self) -> set[str]:
+        return {str(path) for path in self._world.directory.rglob("*")}
+
+
+def descriptors_of(process: Process) -> Counter[str]:
+    """Return how many descriptors of each kind a process has, without those that the kernel here watches."""
+    watched = {str(w.fd) for task in process.tasks for fd, w in task.watches.items() if w.fd != fd}
+    directory = f"/proc/self/task/{process.thread_id}/fd"
+    found: Counter[str] = Counter()
+    for name in set(os.listdir(directory)) - watched:
+        link = os.readlink(f"{directory}/{name}")
+        if link.startswith("/"):
+            kind = "memfd" if link.startswith("/memfd:") else "file"
+        else:
+            kind = link.split(":")[1].strip("[]") if link.startswith("anon_inode") else link.split(":")[0]
+        found[kind] += 1
+    return found
+
+
+class Turns:
+    """What each daemon sends between two waits of its loop, to all together."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.most_bytes = self.most_messages = 0  # of any turn
+        self._sent: dict[Process, tuple[int, int]] = {}
+        real_sendmsg, real_queue, real_select = (
+            socket.socket.sendmsg, SimSocket._queue, selectors.EpollSelector.select
+        )  # fmt: skip
+
+        def sendmsg(sock: socket.socket, *arguments: object) -> int:
+            sent = real_sendmsg(sock, *arguments)  # type: ignore[arg-type]
+            self._count(sent)
+            return sent
+
+        def queue(sock: SimSocket, route: bytes | None, payload: bytes, tracker: SimTracker | None) -> None:
+            self._count(len(payload))
+            real_queue(sock, route, payload, tracker)
+
+        def select(selector: selectors.EpollSelector, timeout: float | None = None) -> object:
+            self._end()
+            return real_select(selector, timeout)
+
+        set_on(socket.socket, "sendmsg", sendmsg)
+        set_on(SimSocket, "_queue", queue)
+        set_on(selectors.EpollSelector, "select", select)
+
+    def _count(self, size: int) -> None:
+        process = self._world.kernel.current.process
+        if process.name in self._world.node_names:
+            num_bytes, number = self._sent.get(process, (0, 0))
+            self._sent[process] = num_bytes + size, number + 1
+
+    def _end(self) -> None:
+        process = self._world.kernel.current.process
+        num_bytes, number = self._sent.pop(process, (0, 0))
+        self.most_bytes, self.most_messages = (
+            max(self.most_bytes, num_bytes), max(self.most_messages, number)
+        )  # fmt: skip
+        if num_bytes > MAX_TURN_BYTES or number > MAX_TURN_MESSAGES:
+            text = f"{process.name} sends {num_bytes} bytes in {number} messages in one turn of its loop"
+            self._world.violate(Check.TURN, text)

@@ -1,0 +1,213 @@
+"""Why a pull fails and a transfer ends: each only for a reason that there is, which concerns it.
+
+What goes wrong is noted where it happens, by the processes and links that it happens to: a fault that strikes
+one engine excuses no pull of another's, although both are of one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+from kvxferd import client
+from kvxferd.errors import Code
+from tests.simulation.checks import Check
+from tests.simulation.kernel import Process
+
+if TYPE_CHECKING:
+    from tests.simulation.engine import Pull, Transfer, Worker
+    from tests.simulation.world import World
+
+SHORTLY_S = 14.0  # after a fault, in which it still shows: a home knows a restarted node's ranks within 12
+OWN_TIMER_S = 3.0  # within which a client has its restarted daemon's word again
+LONG_DEADLINE_S = 3.0  # one that an undisturbed pull meets
+READY_S, SLOW_READY_S = 3.0, 8.0  # from the last word of what is written to the end of a pull; of slow reads
+READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
+LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
+
+# Why no pull fails among honest nodes, whatever strikes them.
+OF_LIARS = frozenset({
+    Code.OUT_OF_PLACE, Code.INTERNAL, Code.BLOCKS_INVALID, Code.COVERAGE_GAP, Code.LAYOUT_INCOMPATIBLE,
+    Code.BAD_VERSION, Code.FRAME_TOO_LARGE, Code.BAD_FRAME, Code.NONCE_WRONG, Code.TOKENS_NOT_PUBLISHED,
+    Code.NOT_ALLOWED, Code.NOT_PP_AWARE, Code.LAYERS_MISSING, Code.UNEQUAL_STAGES, Code.SHAPE_MISMATCH,
+    Code.DRAINING, Code.TRANSFER_EXISTS,
+})  # fmt: skip
+# Why no publish of an honest engine is refused.
+OF_LIARS_PUBLISH = frozenset(
+    {Code.TRANSFER_EXISTS, Code.BLOCKS_INVALID, Code.NONCE_WRONG, Code.INTERNAL, Code.OUT_OF_PLACE}
+)
+
+
+class Reasons:
+    """Knows what was struck, and when."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._struck = world.expectations.disturb
+        self.num_judged = self.num_excused = 0  # of failed pulls
+        world.expectations.is_halted = self._is_halted
+        world.kernel.on_strike = self.process_struck
+        world.network.on_strike = self._link_struck
+        world.fabric.on_strike = self.process_struck
+
+    # --- what was struck
+
+    def process_struck(self, process: Process, lasting_s: float = 0.0) -> None:
+        """A fault strikes a process."""
+        self._struck(lasting_s, self._root_of(process))
+
+    def _link_struck(self, one: str, other: str, lasting_s: float) -> None:
+        self._struck(lasting_s, frozenset((one, other)))
+
+    def _root_of(self, process: Process) -> Hashable:
+        """Return a worker's process, or the node whose daemon has started it."""
+        while process.parent is not None and process.parent is not self._world.kernel.host:
+            process = process.parent
+        return ("daemon", process.name) if process.name in self._world.node_names else process
+
+    def _parties(self, pull: Pull) -> set[Hashable]:
+        """All whose faults may fail a pull: processes, daemons with their movers, links between them."""
+        sources = [pull.transfer.publisher, *pull.transfer.workers]
+        readers = pull.worker.engine.ranks  # the reader's home asks for all
+        nodes = {worker.node for worker in (*sources, *readers, pull.worker)}
+        hosts = [self._world.host_of(node) for node in nodes]
+        return {
+            *(worker.process for worker in sources),
+            pull.worker.process,
+            *(("daemon", node) for node in nodes),
+            *(frozenset((one, other)) for one in hosts for other in hosts),
+        }
+
+    @staticmethod
+    def _own_parties(pull: Pull) -> set[Hashable]:
+        return {pull.worker.process, ("daemon", pull.worker.node)}
+
+    def is_struck(self, since: float, parties: set[Hashable]) -> bool:
+        """Whether one of these was struck since then, or does not run as it should."""
+        return self._world.expectations.is_disturbed(since, *parties) or self._is_halted(tuple(parties))
+
+    def _is_halted(self, parties: tuple[Hashable, ...]) -> bool:
+        processes = self._world.kernel.processes.values()
+        return any(
+            (p.is_stopped or p.slowness > 1.0) and not p.is_dead and self._root_of(p) in parties
+            for p in processes
+        )
+
+    # --- pulls
+
+    def check_failed(self, pull: Pull, event: client.Failed) -> None:
+        """A pull fails for a reason that there is."""
+        why = self._without_reason(pull, event)
+        if why:
+            ticket = f"pull {event.ticket.number} of {pull.worker.name}"
+            self._world.violate(Check.REASON, f"{ticket} failed as {event.code}, and {why}: {event.message}")
+        self._check_own_timer(pull, event)
+
+    def _check_own_timer(self, pull: Pull, event: client.Failed) -> None:
+        node = pull.worker.node
+        since = min(pull.began, pull.deadline - OWN_TIMER_S)
+        if "the daemon is silent" in event.message and not self.is_struck(since, self._own_parties(pull)):
+            ticket = f"pull {event.ticket.number} of {pull.worker.name}"
+            self._world.violate(Check.OWN_TIMER, f"{ticket} was ended so, and {node} ran: {event.message}")
+
+    def _without_reason(self, pull: Pull, event: client.Failed) -> str:
+        """Return what a failed pull lacks of a reason; "" where it has one."""
+        transfer, now = pull.transfer, self._world.kernel.now
+        code = event.code
+        is_cut_off = "inside a frame" in event.message or "descriptors were cut off" in event.message
+        if code in OF_LIARS and not is_cut_off:
+            return "all are honest"
+        if (is_so := _NEEDS.get(code)) is not None and not is_so(self, pull):
+            return "nothing like it has happened"
+        self.num_judged += 1
+        is_withdrawn = transfer.is_withdrawn or transfer.is_over or transfer.abandoned
+        # A pull that comes late may find the lease over.
+        is_late = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
+        is_short = code == Code.DEADLINE and pull.deadline - pull.began < LONG_DEADLINE_S
+        if (
+            pull.is_cancelled or is_withdrawn or is_late or is_short or code == Code.BUSY
+            or self.is_struck(pull.began - SHORTLY_S, self._parties(pull))
+        ):  # fmt: skip
+            self.num_excused += 1
+            return ""
+        return "nothing that concerns it has happened"
+
+    def transfer_is_whole(self, transfer: Transfer) -> None:
+        """All ranks have written, and have said so: who waits for it is told."""
+        transfer.is_whole, transfer.whole_at = True, self._world.kernel.now
+        for pull in transfer.pulls:
+            self.expect_ready(pull)
+
+    def expect_ready(self, pull: Pull) -> None:
+        """A pull of what is whole ends soon, however far its deadline is."""
+        if not pull.transfer.is_whole or pull.ended:
+            return
+        transfer, parties = pull.transfer, self._parties(pull)
+
+        def is_met() -> bool:
+            if pull.ended or transfer.is_over or not pull.worker.is_alive:
+                return True
+            # A rank that was cut off for so long repeats its `ready` no more.
+            is_old = self._world.kernel.now >= transfer.whole_at + READY_KEPT_S
+            return is_old and self.is_struck(transfer.whole_at - SHORTLY_S, parties)
+
+        within_s = SLOW_READY_S if self._world.traits.is_slow else READY_S
+        for engine in (transfer.publisher.engine, pull.worker.engine):
+            if len(set(engine.shape.nodes)) > 1:
+                within_s = READY_S + SHORTLY_S  # a home has to learn a restarted node's ranks
+        self._world.expectations.expect(
+            Check.READY,
+            f"{pull.transfer.transfer_id} is whole, and the pull of {pull.worker.name} goes on",
+            tuple(parties),
+            within_s,
+            is_met,
+        )
+
+    def _is_past_deadline(self, pull: Pull) -> bool:
+        return self._world.kernel.now >= pull.deadline - 1e-3
+
+    def _has_ended_pull(self, pull: Pull) -> bool:
+        return pull.is_cancelled or pull.worker.is_suspending or bool(pull.transfer.abandoned)
+
+    def _has_low_limits(self, pull: Pull) -> bool:
+        return self._world.traits.has_low_limits
+
+    def _is_daemon_struck(self, pull: Pull) -> bool:
+        return self.is_struck(pull.began - SHORTLY_S, self._own_parties(pull))
+
+    def _is_withdrawn(self, pull: Pull) -> bool:
+        return pull.transfer.is_withdrawn
+
+    # --- releases
+
+    def check_released(self, worker: Worker, transfer: Transfer, why: Code) -> None:
+        """A transfer is released for a reason that there is; `Worker` checks its readers."""
+        now = self._world.kernel.now
+        life = transfer.published_at - SHORTLY_S
+        processes = [worker.process for worker in transfer.workers]
+        daemons = [("daemon", worker.node) for worker in transfer.workers]
+        nodes = {worker.node for worker in transfer.workers}
+        links = [frozenset((self._world.host_of(a), self._world.host_of(b))) for a in nodes for b in nodes]
+        match why:
+            case Code.LEASE_EXPIRED:
+                # The client ends it by itself where its daemon is gone; never before its time.
+                is_so = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
+            case Code.UNPUBLISHED:
+                is_so = transfer.is_withdrawn
+            case Code.PUBLISHER_GONE | Code.RANK_LOST | Code.SUSPENDED | Code.DAEMON_LOST:
+                is_so = self.is_struck(life, {*processes, *daemons, *links})
+            case _:
+                is_so = why in (Code.COMPLETED, Code.ABANDONED, Code.CANCELLED)
+        if not is_so:
+            text = f"{transfer.transfer_id} of {worker.name} is released as {why}, and is not"
+            self._world.violate(Check.RELEASE_REASON, text)
+
+
+# What must have happened where a pull fails with a code.
+_NEEDS: dict[Code, Callable[[Reasons, Pull], bool]] = {
+    Code.DEADLINE: Reasons._is_past_deadline,
+    Code.CANCELLED: Reasons._has_ended_pull,
+    Code.BUSY: Reasons._has_low_limits,
+    Code.DAEMON_LOST: Reasons._is_daemon_struck,
+    Code.UNPUBLISHED: Reasons._is_withdrawn,
+}

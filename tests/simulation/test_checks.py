@@ -1,0 +1,162 @@
+"""Each check notices what it is for: something is changed under it, and it says so."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvxferd import client
+from kvxferd.client import pulls
+from kvxferd.core.node import Node
+from kvxferd.errors import Code
+from tests.simulation import audit, engine, fabric, runs
+from tests.simulation.checks import Check
+from tests.simulation.engine import Kernels, Transfer, Worker
+from tests.simulation.episode import Plan, Size
+from tests.simulation.fabric import SimTransport
+from tests.simulation.kernel import can_fork
+from tests.simulation.network import Network
+from tests.simulation.node import SimDaemon
+from tests.simulation.reasons import Reasons
+from tests.simulation.store import Store
+from tests.simulation.world import World
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.skipif(not can_fork(), reason="this system does not allow unshare(CLONE_FILES)"),
+]
+
+MAX_SEEDS = 25
+FENCE_BYTES = 16
+
+_real_handle = Worker._handle
+_real_send, _real_pull = Network.send, Worker.pull
+_real_check_bytes, _real_memmove = Worker._check_bytes, ctypes.memmove
+
+
+class CtypesThatSpoil:
+    """What the simulated library copies with: the last byte of data is wrong."""
+
+    @staticmethod
+    def memmove(to: int, of: int, size: int) -> None:
+        _real_memmove(to, of, size)
+        if size != FENCE_BYTES:
+            ctypes.memset(to + size - 1, 0x55, 1)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Do nothing."""
+
+
+def _twice(kind: type) -> Callable[[Worker, Any], None]:
+    def handle(worker: Worker, event: Any) -> None:
+        _real_handle(worker, event)
+        if isinstance(event, kind):
+            _real_handle(worker, event)
+
+    return handle
+
+
+def _without(kind: type, is_lost: Callable[[Worker, Any], bool]) -> Callable[[Worker, Any], None]:
+    def handle(worker: Worker, event: Any) -> None:
+        if not (isinstance(event, kind) and is_lost(worker, event)):
+            _real_handle(worker, event)
+
+    return handle
+
+
+def _lose(name: bytes) -> Callable[..., None]:
+    def send(network: Network, wire: Any, to: Any, payload: bytes) -> None:
+        if name not in payload:
+            _real_send(network, wire, to, payload)
+
+    return send
+
+
+def _raise(error: Exception) -> Callable[..., None]:
+    def act(*_: object) -> None:
+        raise error
+
+    return act
+
+
+def _pull_not_at_rest(worker: Worker, *arguments: Any) -> None:
+    if not worker.world.fabric.is_hurried:
+        _real_pull(worker, *arguments)
+
+
+def _keep_pipe(worker: Worker, *arguments: Any) -> None:
+    os.pipe()
+    _real_check_bytes(worker, *arguments)
+
+
+def _is_member(worker: Worker, event: client.Released) -> bool:
+    transfer = worker.transfers.get(event.transfer_id)
+    return transfer is not None and worker is not transfer.publisher
+
+
+PLANTS: list[tuple[Check, str, object, str, object]] = [
+    (Check.RIGHT_BYTES, "a byte is wrong", fabric, "ctypes", CtypesThatSpoil),
+    (Check.ALL_BYTES, "another sum", engine, "expected_bytes", lambda *_: -1),
+    (Check.UNTOUCHED, "no blocks are lent", Store, "lend", _nothing),
+    (Check.BEFORE_KERNELS, "kernels end early", Kernels, "query", lambda self: True),
+    (Check.FREED, "all have all memory", SimTransport, "has_any", lambda self, ranges: True),
+    (Check.ONE_END, "two ends", Worker, "_handle", _twice(client.Delivered)),
+    (Check.DEADLINE, "a client waits long", pulls, "DEADLINE_GRACE_S", 30.0),
+    (Check.OWN_TIMER, "a client is hasty", pulls, "DEADLINE_GRACE_S", 0.0),
+    (Check.DOUBT, "a lost word", Worker, "_handle", _without(client.Quiesced, lambda *_: True)),
+    (Check.REASON, "failures of unknown cause", Reasons, "process_struck", _nothing),
+    (Check.RELEASED_ONCE, "two releases", Worker, "_handle", _twice(client.Released)),
+    (Check.RELEASE_REASON, "nobody has it", Transfer, "num_done", lambda self: -9),
+    (Check.RELEASE_HEARD, "ranks hear nothing", Worker, "_handle", _without(client.Released, _is_member)),
+    (Check.COMPLETED, "no acknowledgement arrives", Network, "send", _lose(b"Acknowledge")),
+    (
+        Check.LEASE, "no lease ends", Worker, "_handle",
+        _without(client.Released, lambda worker, event: event.why == Code.LEASE_EXPIRED),
+    ),
+    (Check.PUBLISHED, "no refusal is honest", engine, "OF_LIARS_PUBLISH", frozenset(Code)),
+    (Check.SUSPENDS, "a lost word", Worker, "_handle", _without(client.Suspended, lambda *_: True)),
+    (
+        Check.SUSPENDED_AFTER, "pulls have no end", Worker, "_handle",
+        _without(client.Failed, lambda worker, event: worker.is_suspending),
+    ),
+    (Check.REGISTERED, "nobody registers", Worker, "_register", lambda self: False),
+    (
+        Check.CANCELLED, "a lost word", Worker, "_handle",
+        _without(client.Failed, lambda worker, event: event.code == Code.CANCELLED),
+    ),
+    (Check.WORKS_AGAIN, "no pull at rest", Worker, "pull", _pull_not_at_rest),
+    (Check.LIBRARY, "no memory is registered", SimTransport, "_holds", lambda self, address, size: False),
+    (Check.NO_BUG, "a daemon raises", SimDaemon, "_after_events", _raise(ValueError("planted"))),
+    (Check.TURN, "a low bound", audit, "MAX_TURN_MESSAGES", 1),
+    (Check.INTEGRITY, "tables disagree", Node, "check_integrity", _raise(AssertionError("planted"))),
+    (Check.READY, "nobody reports", client.RankHandle, "ready", _nothing),
+    (Check.REST, "a descriptor is kept", Worker, "_check_bytes", _keep_pipe),
+    (Check.REST, "a daemon keeps engines", audit, "GONE", ("engines",)),
+    (Check.REST, "a pull is not counted", World, "count_delivered", _nothing),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("check", "what", "place", "name", "value"), PLANTS, ids=[f"{row[0].name}: {row[1]}" for row in PLANTS]
+)
+def test_check_notices(
+    monkeypatch: pytest.MonkeyPatch, check: Check, what: str, place: object, name: str, value: object
+) -> None:
+    monkeypatch.setattr(place, name, value)
+    found = []
+    for seed in range(MAX_SEEDS):
+        found.append(runs.run(Plan.draw(seed, Size(faults=20))).check)
+        if found[-1] == check.name:
+            return
+    pytest.fail(f"{what}: not noticed, but {sorted(set(found))}")
+
+
+def test_every_check_is_here() -> None:
+    # The kernel itself raises HUNG.
+    assert {row[0] for row in PLANTS} == set(Check) - {Check.HUNG}
