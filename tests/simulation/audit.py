@@ -164,7 +164,8 @@ class Audit:
         return found
 
     def _list_files(self) -> set[str]:
-        return {str(path) for path in self._world.directory.rglob("*")}
+        found = {str(path) for path in self._world.directory.rglob("*")}
+        return {path for path in found if not path.endswith(".unreadable")}  # a torn file, kept for people
 
 
 def descriptors_of(process: Process) -> Counter[str]:

@@ -395,7 +395,7 @@ class Worker:
     def _register(self) -> bool:
         try:
             connected = client.connect(self.world.socket_of(self.node), timeout_s=5.0, name=self.name)
-        except KvxferdError as error:
+        except (KvxferdError, OSError) as error:
             self.tell(f"is not connected: {error}")
             return False
         try:
@@ -404,7 +404,7 @@ class Worker:
             else:
                 self.store = self.store or self._new_store()
                 self.handle = self._register_rank(connected, self.spec, self.store)
-        except KvxferdError as error:
+        except (KvxferdError, OSError) as error:
             self.tell(f"is not registered: {error}")
             connected.close()
             return False
@@ -777,10 +777,15 @@ class Worker:
     def resume(self) -> None:
         """Come back with other memory."""
         assert isinstance(self.handle, client.RankHandle)
-        fresh = self._new_store()
+        try:
+            fresh = self._new_store()
+        except OSError as error:  # no descriptor is left
+            self.tell(f"cannot wake: {error}")
+            self.world.after(RETRY_S, self.do, self.resume)
+            return
         try:
             self.handle.resume(fresh.regions, timeout_s=20.0)
-        except KvxferdError as error:
+        except (KvxferdError, OSError) as error:
             self.tell(f"cannot wake: {error}")
             self.graves.append(fresh)
             self.world.after(RETRY_S, self.do, self.resume)

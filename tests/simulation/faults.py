@@ -97,6 +97,10 @@ class Faults:
         self._world.expectations.disturb(lasting_s, *parties)
         self._struck(kind)
 
+    def _hit(self, process: Process, lasting_s: float) -> None:
+        """Note that a fault strikes a process for so long; ends and stops are noted by the kernel."""
+        self._world.kernel.on_strike(process, lasting_s)
+
     # --- messages between nodes
 
     def _message(self, rng: random.Random, kind: str, delay_s: float | None) -> None:
@@ -204,6 +208,7 @@ class Faults:
         if (worker := self._pick(rng, self._workers())) is not None:
             process = rng.choice((worker.process, self._world.daemons[worker.node]))
             self._strike("cut-worker", process.name, 1.0, worker.node, worker)
+            self._hit(process, 1.0)
             process.num_cuts = 1
 
     def _few_bytes(self, rng: random.Random) -> None:
@@ -211,6 +216,7 @@ class Faults:
         if (worker := self._pick(rng, self._workers())) is not None:
             process = rng.choice((worker.process, self._world.daemons[worker.node]))
             self._strike("few-bytes", process.name, 2.0, worker.node, worker)
+            self._hit(process, 2.0)
             process.io_bytes = rng.choice((7, 30))
             self._world.after(0.5, setattr, process, "io_bytes", self._world.traits.io_bytes)
 
@@ -223,6 +229,7 @@ class Faults:
             return
         lasting_s = rng.choice((0.02, 0.3, 2.0))
         self._strike("no-descriptors", process.name, lasting_s + 1.0, *self._world.node_names, worker)
+        self._hit(process, lasting_s + 1.0)
         self._world.kernel.take_fds(process, rng.choice((0, 0, 1, 2)))
         self._world.after(lasting_s, setattr, process, "max_fd", MAX_FD)
 

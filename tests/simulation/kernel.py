@@ -129,7 +129,7 @@ class Kernel:
         self._limit_fds(MAX_FD)
         self._is_between = False  # no thread runs, but what was to happen at a time
         self.failures: list[tuple[Process, str]] = []  # what threads have raised
-        self.on_strike: Callable[[Process], None] = lambda process: None  # killed, stopped, resumed
+        self.on_strike: Callable[..., None] = lambda process, seconds=0.0: None  # killed, stopped, resumed
         self.processes: dict[int, Process] = {}
         self._tasks: list[Task] = []
         self._watches: list[Watch] = []

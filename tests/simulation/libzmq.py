@@ -58,7 +58,10 @@ class SimContext:
 
     def socket(self, kind: int) -> SimSocket:
         """Return a new socket."""
-        made = SimSocket(self, int(kind))
+        try:
+            made = SimSocket(self, int(kind))
+        except OSError as error:
+            raise zmq.ZMQError(error.errno) from error
         self.sockets.append(made)
         return made
 

@@ -170,7 +170,7 @@ class Reasons:
         return pull.is_cancelled or pull.worker.is_suspending or bool(pull.transfer.abandoned)
 
     def _has_low_limits(self, pull: Pull) -> bool:
-        return self._world.traits.has_low_limits
+        return self._world.traits.has_low_limits or self._is_daemon_struck(pull)  # or no descriptors
 
     def _is_daemon_struck(self, pull: Pull) -> bool:
         return self.is_struck(pull.began - SHORTLY_S, self._own_parties(pull))
@@ -194,7 +194,7 @@ class Reasons:
                 is_so = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
             case Code.UNPUBLISHED:
                 is_so = transfer.is_withdrawn
-            case Code.PUBLISHER_GONE | Code.RANK_LOST | Code.SUSPENDED | Code.DAEMON_LOST:
+            case Code.PUBLISHER_GONE | Code.RANK_LOST | Code.SUSPENDED | Code.DAEMON_LOST | Code.RELEASED:
                 is_so = self.is_struck(life, {*processes, *daemons, *links})
             case _:
                 is_so = why in (Code.COMPLETED, Code.ABANDONED, Code.CANCELLED)

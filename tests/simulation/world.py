@@ -24,6 +24,7 @@ from kvxferd.config.schema import (
     PeerConfig,
     TransferConfig,
 )
+from kvxferd.client import connection
 from kvxferd.core import source_breaker
 from kvxferd.wire import block_id_parts
 from tests.simulation import interposed, libzmq, network
@@ -78,6 +79,7 @@ class World:
             interposed.set_on(network, "MAX_UNREAD_BYTES", traits.link_bytes)
         if traits.part_bytes:
             interposed.set_on(block_id_parts, "IDS_PART_BYTES", traits.part_bytes)
+            interposed.set_on(connection, "DIRECT_BYTES", traits.part_bytes)  # it is never more
         interposed.set_on(source_breaker, "REFUSED_S", REFUSED_S)
         self.network.tell = lambda what: self.tell("network", what)
         libzmq.install(self.kernel, self.network, interposed.set_on)
