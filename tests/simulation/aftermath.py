@@ -41,6 +41,8 @@ class Hardship(StrEnum):
 
 # Those in which no pull has to be repeated.
 AT_ONCE = frozenset({Hardship.NONE, Hardship.LONG_PREFILL})
+ENDS_MOVERS = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE})
+JOINED_S = 14.0  # by then a home has the ranks of a node whose daemon was restarted
 
 Wait = Callable[[Callable[[], bool], float], bool]
 
@@ -50,6 +52,7 @@ class Aftermath:
 
     def __init__(self, world: World, rng: random.Random, wait: Wait) -> None:
         self._world, self._rng, self._wait = world, rng, wait
+        self._is_home_behind = True  # it may name movers of another node that are gone
 
     def check_works_again(self, hardships: list[Hardship]) -> None:
         """A transfer of each source arrives, of each at one of these hardships."""
@@ -60,6 +63,13 @@ class Aftermath:
         """A transfer arrives: at the first attempt, where its pull need not fail."""
         world = self._world
         self._wait(lambda: world.is_ready, BACK_S)
+        if self._is_home_behind:
+            self._wait(lambda: False, JOINED_S)
+        if hardship is Hardship.SINK_RESTARTS and {*source.shape.nodes} & {*sink.shape.nodes}:
+            hardship = Hardship.SOURCE_RESTARTS  # it has ranks of the source
+        if hardship is Hardship.SOURCE_RESTARTS and source.loses_reports:
+            hardship = Hardship.MOVERS_DIE
+        self._is_home_behind = hardship in ENDS_MOVERS
         transfer = self._publish(source)
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name}: {hardship.value}")
         before = len(world.wanted)

@@ -181,6 +181,13 @@ class Engine:
         return f"g{self.life}"
 
     @property
+    def loses_reports(self) -> bool:
+        """Whether it is a case of a known defect: what ranks on another node have reported as written is lost
+        when their home restarts, because that node's daemon tells it once. Their transfers end with the lease.
+        """
+        return self.shape.says_ready and len(set(self.shape.nodes)) > 1
+
+    @property
     def reader(self) -> str:
         """The present life as others name it."""
         return f"{self.shape.name} {self.generation}"
@@ -618,7 +625,9 @@ class Worker:
         def is_true() -> bool:
             sure = transfer.num_done()
             dead = sum(not any(w.is_alive for w in workers) for workers in self._reading(transfer).values())
-            return sure + dead >= transfer.num_readers
+            # Of a pull that reads nothing its daemon alone knows that it is delivered.
+            is_empty = any(not _ids_of([pull.lists]) for pull in transfer.pulls)
+            return sure + dead >= transfer.num_readers or is_empty
 
         self.world.expectations.expect(
             Check.RELEASE_REASON,

@@ -123,9 +123,11 @@ class Reasons:
         is_withdrawn = transfer.is_withdrawn or transfer.is_over or transfer.abandoned
         # A pull that comes late may find the lease over.
         is_late = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
+        source = transfer.publisher.engine
+        is_lost = source.loses_reports and self._world.started_at(source.shape.nodes[0]) > transfer.published_at
         is_short = code == Code.DEADLINE and pull.deadline - pull.began < LONG_DEADLINE_S
         if (
-            pull.is_cancelled or is_withdrawn or is_late or is_short or code == Code.BUSY
+            pull.is_cancelled or is_withdrawn or is_late or is_short or is_lost or code == Code.BUSY
             or self.is_struck(pull.began - SHORTLY_S, self._parties(pull))
         ):  # fmt: skip
             self.num_excused += 1
