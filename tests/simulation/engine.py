@@ -875,6 +875,8 @@ class Worker:
         transfer = pull.transfer
         if transfer.num_done() >= transfer.num_readers:
             publisher = transfer.publisher
+            # Those daemons know who has acknowledged, or has still to: without one the lease ends it.
+            nodes = {publisher.engine.shape.nodes[0], *(pull.worker.node for pull in transfer.pulls)}
             self.world.expectations.expect(
                 Check.COMPLETED,
                 f"{transfer.transfer_id} of {publisher.name} is not released, and all have it",
@@ -883,8 +885,7 @@ class Worker:
                 lambda: (
                     transfer.is_over
                     or not publisher.is_alive
-                    # It does not know who has acknowledged: the lease ends it.
-                    or self.world.started_at(publisher.engine.shape.nodes[0]) > transfer.published_at
+                    or any(self.world.started_at(node) > transfer.published_at for node in nodes)
                 ),
             )
 

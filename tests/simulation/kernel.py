@@ -348,7 +348,7 @@ class Kernel:
         if _libc.unshare(CLONE_FILES):
             raise OSError(ctypes.get_errno(), "unshare")
         process.thread_id = _thread.get_native_id()
-        _close_all_but({0, 1, 2, EPOLL_FD, *keep_fds})
+        close_all_but({0, 1, 2, EPOLL_FD, *keep_fds})
         process.exit_read_fd, process.exit_write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         process.exit_inode = os.fstat(process.exit_read_fd).st_ino
 
@@ -364,7 +364,7 @@ class Kernel:
         """Close the descriptors of a process that has ended, on one of its threads."""
         self._limit_fds(MAX_FD)
         os.write(process.exit_write_fd, b"x")
-        _close_all_but({0, 1, 2, EPOLL_FD})
+        close_all_but({0, 1, 2, EPOLL_FD})
 
     def _make_ready(self, task: Task) -> None:
         task.state = TaskState.READY
@@ -487,7 +487,7 @@ def can_fork() -> bool:
     return refused == [0]
 
 
-def _close_all_but(keep: set[int]) -> None:
+def close_all_but(keep: set[int]) -> None:
     """Close descriptors of the calling thread's table."""
     for name in os.listdir("/proc/thread-self/fd"):
         fd = int(name)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SHORTLY_S = 14.0  # after a fault, in which it still shows: a home knows a restarted node's ranks within 12
 OWN_TIMER_S = 3.0  # within which a client has its restarted daemon's word again
 LONG_DEADLINE_S = 3.0  # one that an undisturbed pull meets
-READY_S, SLOW_READY_S = 3.0, 8.0  # from the last word of what is written to the end of a pull; of slow reads
+READY_S, SLOW_READY_S = 8.0, 12.0  # from the last word of what is written to the end of a pull; of slow reads
 READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
 LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
 

@@ -19,6 +19,7 @@ import msgspec
 from tests.simulation import rare_states
 from tests.simulation.checks import Check
 from tests.simulation.episode import Episode, Plan, Result, Size
+from tests.simulation.kernel import close_all_but
 
 STUCK_S = 100.0  # of real time: the episode's process shows where it is, and ends
 STACK_BYTES = 1 << 20  # of a thread, of which an episode may have hundreds
@@ -47,7 +48,7 @@ def start(plan: Plan, keeps_story: bool, core: int | None) -> _Run:
     if pid == 0:
         status = 1
         try:
-            os.close(reading)
+            close_all_but({0, 1, 2, writing, stacks.fileno()})  # those of other episodes
             if core is not None:
                 os.sched_setaffinity(0, {core})  # of its threads one runs at a time
             faulthandler.enable(stacks)
