@@ -404,6 +404,8 @@ def _install_processes(kernel: Kernel, send_buffer: int) -> None:
     set_on(socket.socket, "getsockopt", getsockopt)
     set_on(signal, "pidfd_send_signal", send_signal)
     set_on(os, "pidfd_open", lambda pid, flags=0: kernel.open_pidfd(pid))
+    set_on(os, "sched_getaffinity", lambda pid: {0, 1})
+    set_on(os, "cpu_count", lambda: 2)
     set_on(os, "getpid", lambda: kernel.current.process.pid)
 
 

@@ -172,7 +172,9 @@ class Reasons:
         return pull.is_cancelled or pull.worker.is_suspending or bool(pull.transfer.abandoned)
 
     def _has_low_limits(self, pull: Pull) -> bool:
-        return self._world.traits.has_low_limits or self._is_daemon_struck(pull)  # or no descriptors
+        # Or it has no descriptors, or messages with block ids were lost.
+        is_struck = self.is_struck(pull.began - SHORTLY_S, self._parties(pull))
+        return self._world.traits.has_low_limits or is_struck
 
     def _is_daemon_struck(self, pull: Pull) -> bool:
         return self.is_struck(pull.began - SHORTLY_S, self._own_parties(pull))
