@@ -124,7 +124,8 @@ class Reasons:
         # A pull that comes late may find the lease over.
         is_late = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
         source = transfer.publisher.engine
-        is_lost = source.loses_reports and self._world.started_at(source.shape.nodes[0]) > transfer.published_at
+        home_began = self._world.started_at(source.shape.nodes[0])
+        is_lost = source.loses_reports and home_began > transfer.published_at
         is_short = code == Code.DEADLINE and pull.deadline - pull.began < LONG_DEADLINE_S
         if (
             pull.is_cancelled or is_withdrawn or is_late or is_short or is_lost or code == Code.BUSY

@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from kvxferd.client import connection
 from kvxferd.config import Config
 from kvxferd.config.schema import (
     HttpConfig,
@@ -24,7 +25,6 @@ from kvxferd.config.schema import (
     PeerConfig,
     TransferConfig,
 )
-from kvxferd.client import connection
 from kvxferd.core import source_breaker
 from kvxferd.wire import block_id_parts
 from tests.simulation import interposed, libzmq, network
