@@ -797,9 +797,10 @@ class Worker:
             self.handle.resume(fresh.regions, timeout_s=20.0)
         except (KvxferdError, OSError) as error:
             self.tell(f"cannot wake: {error}")
-            self.graves.append(fresh)
-            self.world.after(RETRY_S, self.do, self.resume)
-            return
+            if getattr(error, "code", None) is not Code.DEADLINE:  # then the client goes on trying
+                self.graves.append(fresh)
+                self.world.after(RETRY_S, self.do, self.resume)
+                return
         self.store, self.is_suspended = fresh, False
         self.world.kernel.on_strike(self.process)
         self.tell("is awake")
