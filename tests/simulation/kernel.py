@@ -384,6 +384,10 @@ class Kernel:
             _park()
         self._await_baton(me)
 
+    def lift_fd_limit(self) -> None:
+        """Let the running process open descriptors until it waits next: those are not its own."""
+        self._limit_fds(MAX_FD)
+
     def _limit_fds(self, number: int) -> None:
         if number != self._max_fd:
             self._max_fd = number

@@ -202,6 +202,7 @@ class World:
         """Return the processes whose movers may read or write a rank's memory."""
         inodes = {os.fstat(memory.fd).st_ino for memory in store.memories}
         ranges = []
+        self.kernel.lift_fd_limit()
         with open("/proc/self/maps") as maps:
             for line in maps:
                 span, _, _, _, number, *_ = line.split(maxsplit=5)
