@@ -608,11 +608,17 @@ class Worker:
         world = self.world
         nodes = (worker.node, transfer.publisher.node, self.engine.shape.nodes[0])
 
+        # One whose connection was cut may have been away.
+        was_struck = world.reasons.is_struck(
+            world.kernel.now - RELEASE_HEARD_S, {worker.process, ("daemon", worker.node)}
+        )
+
         def has_heard() -> bool:
             # A home knows the ranks of another node some time after either daemon was started, and its own
             # once they have registered again: one that comes after the release is not told.
             since = transfer.published_at - (RELEASE_HEARD_S if worker.node != nodes[2] else BACK_S)
-            is_excused = transfer.is_unheard or any(world.started_at(node) > since for node in nodes)
+            is_unheard = transfer.is_unheard or was_struck
+            is_excused = is_unheard or any(world.started_at(node) > since for node in nodes)
             return worker in transfer.released or not worker.is_ready or is_excused
 
         text = f"{worker.name} does not hear that {transfer.transfer_id} is released"
@@ -764,7 +770,8 @@ class Worker:
             Check.SUSPENDS,
             f"{self.name} cannot sleep",
             (self, *self.world.node_names),
-            SUSPEND_S,
+            # One that registers sleeps when it has; a home waits for a restarted node's former daemon.
+            SUSPEND_S + (RELEASE_HEARD_S if len(set(self.engine.shape.nodes)) > 1 else 0.0),
             lambda: self.is_suspended or not self.is_suspending or not self.is_alive,
         )
 

@@ -350,6 +350,7 @@ class Faults:
 
         def hang(transport: SimTransport) -> None:
             transport.hangs_until = self._world.kernel.now + seconds
+            self._hit(transport.process, seconds)
             self._world.expectations.disturb(seconds, *self._world.node_names)
 
         self._at_read(rng, "hang-mover", hang)
