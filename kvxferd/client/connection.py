@@ -20,7 +20,7 @@ from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.mover_watch import MoverWatch, wait_all_quiesced
 from kvxferd.client.session import PERMANENT_REFUSALS, ClientSession
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.frame_socket import FrameSocket, close_fds
+from kvxferd.frame_socket import FrameSocket, close_fds, dup_fds
 from kvxferd.ids import Ticket
 from kvxferd.memory import FencePage
 from kvxferd.wire import worker
@@ -268,7 +268,7 @@ class Connection:
                 if outgoing is not None:
                     self._watch_resident_movers()
                 # Duplicates: the session may close its own while these wait for the socket.
-                fds = tuple(os.dup(fd) for fd in outgoing.fds) if outgoing is not None else ()
+                fds = dup_fds(outgoing.fds) if outgoing is not None else ()
             if outgoing is not None:
                 sock.send(encode(outgoing.message), fds)
                 sock.flush()
