@@ -199,9 +199,12 @@ class Connection:
             self._disconnect(error.code, error.message)
         if self._socket is None and now >= self._reconnect_at and self.session.close_reason is None:
             self._connect(now)
-        self._send()
-        for key, _ in self._selector.select(self._select_timeout()):
-            key.data()
+        try:
+            self._send()
+            for key, _ in self._selector.select(self._select_timeout()):
+                key.data()
+        except OSError as error:  # no descriptor is left: what waits goes over the next connection
+            self._disconnect(Code.DAEMON_LOST, f"cannot go on with this connection: {error.strerror}")
 
     def _select_timeout(self) -> float | None:
         now = time.monotonic()
@@ -248,12 +251,8 @@ class Connection:
         sock = self._socket
         if sock is None:
             return
-        try:
-            while not self._send_one(sock):
-                pass
-        except OSError as error:  # no descriptor is left for a copy: what waits goes over the next connection
-            self._disconnect(Code.DAEMON_LOST, f"cannot send memory's descriptors: {error.strerror}")
-            return
+        while not self._send_one(sock):
+            pass
         mask = selectors.EVENT_READ | (0 if sock.is_flushed else selectors.EVENT_WRITE)
         if mask != self._selector_mask:
             self._selector_mask = mask

@@ -40,8 +40,8 @@ class ResidentMover(Protocol):
         """Return whether the mover is quiesced within `timeout_s`."""
 
 
-# Start a mover for a daemon, for these regions of this process. Never raises, never waits: the mover's
-# thread reports its errors to its daemon.
+# Start a mover for a daemon, for these regions of this process. Never waits; raises OSError where no
+# descriptor is left. The mover's thread reports its errors to its daemon.
 LaunchMover = Callable[[BootId, tuple[RegionExport, ...]], ResidentMover]
 
 

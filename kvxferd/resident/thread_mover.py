@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.fd_wait import wait_writable
-from kvxferd.frame_socket import FrameSocket
+from kvxferd.frame_socket import FrameSocket, close_fds
 from kvxferd.ids import AgentName
 from kvxferd.mover.process.backoff import YieldingBackoff
 from kvxferd.mover.process.linux_process import prepare_thread
@@ -42,15 +42,19 @@ class ThreadMover:
     def __init__(
         self, agent: AgentName, regions: Sequence[RegionExport], make_transport: MakeTransport
     ) -> None:
-        """Start the thread. `regions`: the regions in this process's memory that it may bind."""
+        """Start the thread. Raises OSError. `regions`: those in this process's memory that it may bind."""
         self.agent = agent
         self.is_quiesced = False
         self._regions = tuple(regions)
         self._make_transport = make_transport
         self._lock = threading.Lock()  # both ends of the socket are closed while other threads use them
-        self._socket, theirs = socket.socketpair()
-        self.daemon_end = theirs.detach()
         self._quiesced_fd, self._quiesced_write_fd = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._socket, theirs = socket.socketpair()
+        except OSError:
+            close_fds((self._quiesced_fd, self._quiesced_write_fd))
+            raise
+        self.daemon_end = theirs.detach()
         self._thread = threading.Thread(target=self._run, name="kvxferd-mover", daemon=True)
         self._thread.start()
 

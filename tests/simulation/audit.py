@@ -30,6 +30,7 @@ NUM_PIPES_RESIDENT = 6  # a mover that was replaced is closed when the next is s
 # Of each connection a few messages are handled in a turn, and each makes a message to a few ranks: five times
 # the most that was seen in 28 episodes (23,348 bytes in 52 messages).
 MAX_TURN_BYTES, MAX_TURN_MESSAGES = 128 << 10, 256
+MAX_TURN_PARTS = 4096  # where block ids go one or two in a message
 _POLLIN = 1
 STATUS, METRICS = "/v1/status", "/metrics"
 # Of the node in `/v1/status`: nothing of it is left at rest.
@@ -223,6 +224,7 @@ class Turns:
         self.most_bytes, self.most_messages = (
             max(self.most_bytes, num_bytes), max(self.most_messages, number)
         )  # fmt: skip
-        if num_bytes > MAX_TURN_BYTES or number > MAX_TURN_MESSAGES:
+        most = MAX_TURN_PARTS if self._world.traits.part_bytes else MAX_TURN_MESSAGES
+        if num_bytes > MAX_TURN_BYTES or number > most:
             text = f"{process.name} sends {num_bytes} bytes in {number} messages in one turn of its loop"
             self._world.violate(Check.TURN, text)

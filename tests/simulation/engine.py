@@ -1,4 +1,4 @@
-"""An engine: its processes, what they publish and pull through the client's API, and what they do with events."""
+"""An engine: its processes, what they publish and pull by the client's API, and what they do with events."""
 
 from __future__ import annotations
 
@@ -182,8 +182,9 @@ class Engine:
 
     @property
     def loses_reports(self) -> bool:
-        """Whether it is a case of a known defect: what ranks on another node have reported as written is lost
-        when their home restarts, because that node's daemon tells it once. Their transfers end with the lease.
+        """Whether it is a case of a known defect: what another node's ranks report is lost with the home.
+
+        Their daemon tells it once, so the home that follows waits for it until the transfer's lease ends.
         """
         return self.shape.says_ready and len(set(self.shape.nodes)) > 1
 
@@ -620,7 +621,7 @@ class Worker:
         )
 
     def _check_readers(self, transfer: Transfer, why: Code) -> None:
-        """Readers are the reason of a release only where they are done, or are about to hear that they are."""
+        """Readers are the reason of a release only where they are done, or are about to hear so."""
 
         def is_true() -> bool:
             sure = transfer.num_done()
@@ -796,9 +797,10 @@ class Worker:
             self.handle.resume(fresh.regions, timeout_s=20.0)
         except (KvxferdError, OSError) as error:
             self.tell(f"cannot wake: {error}")
-            self.graves.append(fresh)
-            self.world.after(RETRY_S, self.do, self.resume)
-            return
+            if getattr(error, "code", None) is not Code.DEADLINE:  # then the client goes on trying
+                self.graves.append(fresh)
+                self.world.after(RETRY_S, self.do, self.resume)
+                return
         self.store, self.is_suspended = fresh, False
         self.world.kernel.on_strike(self.process)
         self.tell("is awake")

@@ -1,8 +1,8 @@
-"""The transfer library as the simulation has it: reads of one process's memory by another, which take time.
+"""The transfer library as the simulation has it: reads of another process's memory, which take time.
 
-A read lands in pieces, in an order and at times of its own. What a failed read may still do is what the transports
-may do: over `cma` and `tcp` nothing lands after a lost connection was reported, over `rdma` pieces may land until
-the reading mover is dead.
+A read lands in pieces, in an order and at times of its own. What a failed read may still do is what the
+transports may do: over `cma` and `tcp` nothing lands after a lost connection was reported, over `rdma` pieces
+may land until the reading mover is dead.
 """
 
 from __future__ import annotations

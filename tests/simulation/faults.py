@@ -225,8 +225,8 @@ class Faults:
         if (worker := self._pick(rng, self._workers())) is None:
             return
         process = rng.choice((worker.process, self._world.daemons[worker.node]))
-        if process.is_dead:
-            return
+        if process.is_dead or self._world.started_at(worker.node) > self._world.kernel.now - 0.5:
+            return  # a daemon that cannot start is for whoever started it
         lasting_s = rng.choice((0.02, 0.3, 2.0))
         self._strike("no-descriptors", process.name, lasting_s + 1.0, *self._world.node_names, worker)
         self._hit(process, lasting_s + 1.0)

@@ -1,4 +1,4 @@
-"""What the simulation puts in the place of the standard library's calls that wait, tell the time or name processes.
+"""What stands in the place of the standard library's calls that wait, tell the time or name processes.
 
 All else of it stays: sockets, pipes, files, memory, asyncio, selectors.
 """
@@ -320,7 +320,7 @@ def _install_descriptors(kernel: Kernel) -> None:
 
 
 def _install_sockets(kernel: Kernel, send_buffer: int) -> None:
-    """Unix sockets that take and give few bytes at a time, that break in the middle of a frame, or are small."""
+    """Unix sockets that take and give few bytes at a time, break in the middle of a frame, or are small."""
 
     def sendmsg(sock: socket.socket, buffers: Any, ancillary: Any = (), flags: int = 0, *to: Any) -> int:
         process, parts = kernel.current.process, list(buffers)
@@ -404,6 +404,8 @@ def _install_processes(kernel: Kernel, send_buffer: int) -> None:
     set_on(socket.socket, "getsockopt", getsockopt)
     set_on(signal, "pidfd_send_signal", send_signal)
     set_on(os, "pidfd_open", lambda pid, flags=0: kernel.open_pidfd(pid))
+    set_on(os, "sched_getaffinity", lambda pid: {0, 1})
+    set_on(os, "cpu_count", lambda: 2)
     set_on(os, "getpid", lambda: kernel.current.process.pid)
 
 

@@ -2,15 +2,16 @@
 
 A process is a thread of the operating system with a table of descriptors of its own (`unshare(CLONE_FILES)`),
 and the threads that it starts share that table: so sockets, pipes, memory files and the descriptors that go
-over sockets are real, and a process that is killed loses its descriptors as the real kernel takes them.
-What would wait (a selector, a condition, a queue, a sleep) hands over to whichever thread is next by the
-virtual clock; `tests.simulation.interposed` puts these in the place of the standard library's. Which thread is
-next, and when, is drawn from one seeded generator.
+over sockets are real, and a process that is killed loses its descriptors as the real kernel takes them. What
+would wait (a selector, a condition, a queue, a sleep) hands over to whichever thread is next by the virtual
+clock; `tests.simulation.interposed` puts these in the place of the standard library's. Which thread is next,
+and when, is drawn from one seeded generator.
 """
 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -220,7 +221,7 @@ class Kernel:
         uid: int = 0,
         parent: Process | None = None,
     ) -> Process:
-        """Fork a process: the child keeps these descriptors alone, and runs `main`. `parent`: None: the host."""
+        """Fork a process: the child keeps these descriptors alone, and runs `main`. No `parent`: the host."""
         self._limit_fds(MAX_FD)
         pid = FIRST_PID + len(self.processes)
         process = Process(pid, name, uid, parent or self.host)
@@ -283,7 +284,7 @@ class Kernel:
             self.wait((), None if deadline is None else deadline - self.now)
 
     def kill(self, process: Process) -> None:
-        """Kill a process at once, wherever it is. Idempotent. Does not return where it is the caller's own."""
+        """Kill a process at once, wherever it is. Idempotent. The caller's own does not return."""
         if process.is_dead:
             return
         me = self.current
@@ -382,6 +383,10 @@ class Kernel:
         if me.process.is_dead:
             _park()
         self._await_baton(me)
+
+    def lift_fd_limit(self) -> None:
+        """Let the running process open descriptors until it waits next: those are not its own."""
+        self._limit_fds(MAX_FD)
 
     def _limit_fds(self, number: int) -> None:
         if number != self._max_fd:
@@ -492,10 +497,8 @@ def close_all_but(keep: set[int]) -> None:
     for name in os.listdir("/proc/thread-self/fd"):
         fd = int(name)
         if fd not in keep:
-            try:
+            with contextlib.suppress(OSError):  # the one by which the list was read
                 os.close(fd)
-            except OSError:
-                pass  # the one by which the list was read
 
 
 def _park() -> NoReturn:

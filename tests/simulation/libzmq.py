@@ -1,11 +1,12 @@
 """libzmq as far as `kvxferd.control.peer_socket` uses it, over the simulated network.
 
-Each context has one I/O thread in its process, as libzmq has: what arrives waits in the kernel until that thread
-runs, then in the socket's queue, up to its high-water mark; what is sent waits in a queue of its own.
+Each context has one I/O thread in its process, as libzmq has: what arrives waits in the kernel until that
+thread runs, then in the socket's queue, up to its high-water mark; what is sent waits in a queue of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -256,10 +257,8 @@ class SimSocket:
         self.context.wake()
 
     def _clear_event(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
-        except BlockingIOError:
-            pass
 
 
 def way_has_more(wire: Wire, receiver: SimSocket) -> bool:

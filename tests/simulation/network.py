@@ -1,8 +1,8 @@
 """The simulated network between nodes: connections of messages as bytes, which stall, fill and break.
 
-A connection is what libzmq makes of a DEALER that connects to a ROUTER's address. Each way keeps its order. What
-was sent before a connection broke and has not arrived is lost; what the sender has queued since goes over the
-next one.
+A connection is what libzmq makes of a DEALER that connects to a ROUTER's address. Each way keeps its order.
+What was sent before a connection broke and has not arrived is lost; what the sender has queued since goes
+over the next one.
 """
 
 from __future__ import annotations

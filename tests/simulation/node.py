@@ -82,7 +82,7 @@ class Nodes:
         def main() -> None:
             stream = FrameSocket(socket.socket(fileno=control))
             stream.accept_lost_fds()
-            with suppress(ConnectionError):
+            with suppress(KvxferdError, ConnectionError):  # as in `forkserver.main`
                 _Forkserver(self, stream, locks).serve()
 
         name = f"{daemon.name} forkserver"

@@ -124,7 +124,8 @@ class Reasons:
         # A pull that comes late may find the lease over.
         is_late = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
         source = transfer.publisher.engine
-        is_lost = source.loses_reports and self._world.started_at(source.shape.nodes[0]) > transfer.published_at
+        home_began = self._world.started_at(source.shape.nodes[0])
+        is_lost = source.loses_reports and home_began > transfer.published_at
         is_short = code == Code.DEADLINE and pull.deadline - pull.began < LONG_DEADLINE_S
         if (
             pull.is_cancelled or is_withdrawn or is_late or is_short or is_lost or code == Code.BUSY
@@ -172,7 +173,9 @@ class Reasons:
         return pull.is_cancelled or pull.worker.is_suspending or bool(pull.transfer.abandoned)
 
     def _has_low_limits(self, pull: Pull) -> bool:
-        return self._world.traits.has_low_limits or self._is_daemon_struck(pull)  # or no descriptors
+        # Or it has no descriptors, or messages with block ids were lost.
+        is_struck = self.is_struck(pull.began - SHORTLY_S, self._parties(pull))
+        return self._world.traits.has_low_limits or is_struck
 
     def _is_daemon_struck(self, pull: Pull) -> bool:
         return self.is_struck(pull.began - SHORTLY_S, self._own_parties(pull))

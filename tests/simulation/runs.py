@@ -43,7 +43,7 @@ class _Run:
 def start(plan: Plan, keeps_story: bool, core: int | None) -> _Run:
     """Start an episode in a process of its own, which the simulated kernel takes over."""
     reading, writing = os.pipe()
-    stacks = tempfile.TemporaryFile()
+    stacks = tempfile.TemporaryFile()  # noqa: SIM115  (`finish` closes it)
     pid = os.fork()
     if pid == 0:
         status = 1

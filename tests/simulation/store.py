@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import lru_cache
 
 import numpy as np
@@ -33,7 +34,11 @@ class Store:
     def __init__(self, shape: RankShape, is_resident: bool) -> None:
         self._shape, self._is_resident = shape, is_resident
         self._contents = contents_of(shape.layout)
-        self.memories = [SealedMemory.create(size) for size in shape.memory_bytes]
+        self.memories: list[SealedMemory] = []
+        with ExitStack() as undoing:
+            for size in shape.memory_bytes:
+                self.memories.append(undoing.enter_context(SealedMemory.create(size)))
+            undoing.pop_all()
         self._bytes = [np.frombuffer(memory.buffer, dtype=np.uint8) for memory in self.memories]
         self._expected = [real.copy() for real in self._bytes]
         self._is_lent = [np.zeros_like(real) for real in self._bytes]

@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from kvxferd.client import connection
 from kvxferd.config import Config
 from kvxferd.config.schema import (
     HttpConfig,
@@ -24,7 +25,6 @@ from kvxferd.config.schema import (
     PeerConfig,
     TransferConfig,
 )
-from kvxferd.client import connection
 from kvxferd.core import source_breaker
 from kvxferd.wire import block_id_parts
 from tests.simulation import interposed, libzmq, network
@@ -202,6 +202,7 @@ class World:
         """Return the processes whose movers may read or write a rank's memory."""
         inodes = {os.fstat(memory.fd).st_ino for memory in store.memories}
         ranges = []
+        self.kernel.lift_fd_limit()
         with open("/proc/self/maps") as maps:
             for line in maps:
                 span, _, _, _, number, *_ = line.split(maxsplit=5)

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 
-from kvxferd.errors import Code, MoverError
+from kvxferd.errors import Code, MoverError, ProtocolError
 from kvxferd.fd_wait import wait_readable, wait_writable
 from kvxferd.frame_socket import LOST_FD, FrameSocket, close_fds
 from kvxferd.mover.backends import Backend, take_backend
@@ -200,7 +200,7 @@ def main() -> None:
     control.accept_lost_fds()
     try:
         Forkserver(control, tuple(given.lock_fd), given.library, take_backend(os.environ)).serve()
-    except ConnectionError:
+    except (ConnectionError, ProtocolError):  # it may have gone in the middle of a frame
         _LOG.info("daemon gone")
     finally:
         remove_shm_directory(os.getpid())

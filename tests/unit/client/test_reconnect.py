@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 
@@ -441,3 +442,27 @@ def test_a_refusal_after_the_offer_leaves_nothing_mapped(stage: Stage) -> None:
     stage.side.say(worker.Refused(request=register.request, code=Code.REGION_UNSEALED, message="seal it"))
     with pytest.raises(KvxferdError, match="seal it"):
         registering.result(WAIT_S)
+
+
+def test_a_process_without_a_descriptor_left_tries_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory's descriptors are copied as they are sent: without room for a copy the session goes on."""
+    rank = stage.rank()
+    real, has_room = os.dup, [False]
+
+    def dup(fd: int) -> int:
+        if not has_room[0]:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(fd)
+
+    stage.daemon.restart()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", dup)
+        side = stage.accept()
+        with pytest.raises(ConnectionError):
+            side.receive()
+        has_room[0] = True
+    stage.rejoin()
+    wait_until(lambda: rank.is_connected, "the rank is there again")
+    assert rank.poll() == []
