@@ -1,6 +1,7 @@
 """`make simulate FAULTS=N SEED=S`: ends with one line of JSON; exits 1 where a promise was broken.
 
---episode SEED runs one, and tells its story; --shrink leaves out of it what it does not take to fail.
+--episode SEED runs one, and tells of it what concerns the broken promise; --shrink leaves out of it what it
+does not take to fail, and writes what is left to a file, which --plan FILE runs.
 --coverage shows which states and branches of the product were met; with --record they are compared with the
 record (`met.tsv`), with --write-record they become it.
 """
@@ -14,8 +15,11 @@ import random
 import signal
 import sys
 import time
+from pathlib import Path
 
 from tests.simulation import rare_states
+
+PLANS = Path(__file__).parents[2] / "build"
 
 
 def main() -> int:
@@ -31,7 +35,12 @@ def main() -> int:
     arguments.add_argument(
         "--shrink", action="store_true", help="of a failing --episode: what it takes to fail"
     )
-    arguments.add_argument("--lines", type=int, default=80, help="of the story, its last")
+    arguments.add_argument("--plan", type=Path, help="run the episode of a file that --shrink has written")
+    arguments.add_argument("--lines", type=int, default=60, help="of the story")
+    arguments.add_argument("--story", action="store_true", help="all of it, whomever it concerns")
+    arguments.add_argument("--nodes", type=int, help="by default episodes of two sizes take turns")
+    arguments.add_argument("--engines", type=int)
+    arguments.add_argument("--episode-faults", type=int, help="of one episode")
     arguments.add_argument("--coverage", action="store_true")
     arguments.add_argument("--record", action="store_true")
     arguments.add_argument("--write-record", action="store_true")
@@ -39,8 +48,10 @@ def main() -> int:
     has_coverage = given.coverage or given.record or given.write_record
     if has_coverage:
         rare_states.start()  # before anything of the package is imported
-    from tests.simulation import runs, shrink
-    from tests.simulation.episode import Plan, Result
+    import msgspec
+
+    from tests.simulation import runs, shrink, story
+    from tests.simulation.episode import Plan, Result, Size
 
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(1 << 32)
     signals: list[int] = []  # after the first the line of JSON comes all the same
@@ -51,12 +62,28 @@ def main() -> int:
         if result.check:
             print(f"episode {result.seed}: {result.check}: {result.problem}", file=sys.stderr, flush=True)
 
+    asked = {"nodes": given.nodes, "engines": given.engines, "faults": given.episode_faults}
+    asked = {name: number for name, number in asked.items() if number is not None}
+    size = Size(**asked) if asked else None
     began = time.monotonic()
-    if given.episode is not None:
+    if given.episode is not None or given.plan is not None:
         tally = runs.Tally(seed)
-        plan = Plan.draw(given.episode, runs.size_of(given.episode))
-        result = shrink.shrink(plan, sys.stderr) if given.shrink else runs.run(plan, keeps_story=True)
-        print("\n".join(result.story[-given.lines :]), file=sys.stderr)
+        if given.plan is not None:
+            plan = msgspec.json.decode(given.plan.read_bytes(), type=Plan)
+        else:
+            plan = Plan.draw(given.episode, size or runs.size_of(given.episode))
+        if given.shrink:
+            plan, result = shrink.shrink(plan, sys.stderr)
+            PLANS.mkdir(exist_ok=True)
+            path = PLANS / f"episode-{plan.seed}.json"
+            path.write_bytes(msgspec.json.encode(plan))
+            print(f"--plan {path} runs it", file=sys.stderr)
+        else:
+            result = runs.run(plan, keeps_story=True)
+        told = result.story
+        if result.check and not given.story:
+            told = story.tell(result.story, result.check, result.problem, given.lines)
+        print("\n".join(told if given.story else told[-given.lines :]), file=sys.stderr)
         show(result)
         tally.add(result)
     else:
@@ -64,6 +91,7 @@ def main() -> int:
         tally = runs.run_many(
             seed,
             given.faults,
+            size=size,
             jobs=given.jobs,
             max_failures=given.max_failures,
             on_result=show,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.simulation.libzmq import SimSocket
 
 _TYPE = re.compile(rb"\xa1t[\xa0-\xbf]([A-Za-z]+)")
+_TRANSFER = re.compile(rb"transfer_id[\xa1-\xbf](t\d+)")
 
 RECONNECT_S = 0.1
 MAX_UNREAD_BYTES = 4 << 20  # of one way: what the buffers of both kernels hold
@@ -184,6 +185,7 @@ class Network:
 
 
 def _name_of(payload: bytes) -> str:
-    """Return a message's name, for people."""
-    found = _TYPE.search(payload[:64])
-    return found[1].decode() if found else f"{len(payload)} bytes"
+    """Return a message's name and its transfer, for people."""
+    found, transfer = _TYPE.search(payload[:64]), _TRANSFER.search(payload)
+    name = found[1].decode() if found else f"{len(payload)} bytes"
+    return f"{name} {transfer[1].decode()}" if transfer else name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import faulthandler
+import logging
 import os
 import random
 import select
@@ -48,6 +49,7 @@ def start(plan: Plan, keeps_story: bool, core: int | None) -> _Run:
     if pid == 0:
         status = 1
         try:
+            logging.root.handlers.clear()  # the next line closes pytest's file
             close_all_but({0, 1, 2, writing, stacks.fileno()})  # those of other episodes
             if core is not None:
                 os.sched_setaffinity(0, {core})  # of its threads one runs at a time

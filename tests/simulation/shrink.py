@@ -48,7 +48,12 @@ class Shrinker:
             size //= 2
 
     def _smaller_plans(self) -> Iterator[Plan]:
-        """Yield plans with an engine less, all on one node, plain traits, and less traffic."""
+        """Yield plans with fewer nodes, fewer or idle engines, plain traits, and less traffic."""
+        size = self.plan.size
+        if size.nodes > 2:
+            yield replace(self.plan, size=replace(size, nodes=size.nodes - 1))
+        if size.engines > 2:
+            yield replace(self.plan, size=replace(size, engines=size.engines - 1))
         for name in self.plan.engines:
             if name not in self.plan.idle:
                 yield replace(self.plan, idle=(*self.plan.idle, name))
@@ -74,7 +79,8 @@ class Shrinker:
     def describe(self) -> str:
         """Return what is left, a line for each fault."""
         busy = [name for name in self.plan.engines if name not in self.plan.idle]
-        lines = [f"{len(self.plan.faults)} faults, engines {', '.join(busy)}, {self.plan.traits}:"]
+        parties = f"{self.plan.size.nodes} nodes, engines {', '.join(busy)}"
+        lines = [f"{len(self.plan.faults)} faults, {parties}, {self.plan.traits}:"]
         lines += [f"  at pull {f.pull} + {f.delay_s * 1e3:.3f} ms: {f.kind}" for f in self.plan.faults]
         return "\n".join(lines)
 
@@ -83,9 +89,9 @@ def _with(traits: Traits, name: str, value: object) -> Traits:
     return Traits(**{field: getattr(traits, field) for field in Traits.__dataclass_fields__} | {name: value})
 
 
-def shrink(plan: Plan, out: IO[str]) -> Result:
+def shrink(plan: Plan, out: IO[str]) -> tuple[Plan, Result]:
     """Shrink an episode, and print what is left of it."""
     shrinker = Shrinker(plan)
     result = shrinker.shrink()
     print(shrinker.describe(), file=out)
-    return result
+    return shrinker.plan, result

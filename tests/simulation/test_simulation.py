@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvxferd.mover.process.pull_engine import PullEngine
@@ -76,3 +77,4 @@ def test_wrong_bytes_are_noticed_and_their_cause_is_cut_down(monkeypatch: pytest
     assert shrunk.check == Check.RIGHT_BYTES.name
     assert len(shrinker.plan.faults) <= shrinker.plan.size.faults / 3, shrinker.describe()
     assert any("publishes" in line for line in shrunk.story)
+    assert msgspec.json.decode(msgspec.json.encode(shrinker.plan), type=Plan) == shrinker.plan
