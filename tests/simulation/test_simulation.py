@@ -30,7 +30,10 @@ pytestmark = [
 
 # Seeds that broke a promise when they were drawn. A later simulation may draw other faults from them, so unit
 # tests hold what was mended, too.
-KEPT: dict[int, str] = {}
+KEPT = {
+    92544364841599: "a client without a descriptor left ended its session for good",
+    26184303969581: "copies of a memory's descriptors were lost where one could not be made",
+}
 
 
 @pytest.mark.slow
@@ -72,9 +75,9 @@ def test_wrong_bytes_are_noticed_and_their_cause_is_cut_down(monkeypatch: pytest
     tally = runs.run_many(7, 3000)
     assert list(tally.broken) == [Check.RIGHT_BYTES.name]
     (failed,) = tally.failed
-    shrinker = Shrinker(Plan.draw(failed.seed, runs.size_of(failed.seed)), max_runs=30)
+    shrinker = Shrinker(Plan.draw(failed.seed, runs.size_of(failed.seed)), max_runs=12)
     shrunk = shrinker.shrink()
     assert shrunk.check == Check.RIGHT_BYTES.name
-    assert len(shrinker.plan.faults) <= shrinker.plan.size.faults / 3, shrinker.describe()
+    assert len(shrinker.plan.faults) <= shrinker.plan.size.faults / 2, shrinker.describe()
     assert any("publishes" in line for line in shrunk.story)
     assert msgspec.json.decode(msgspec.json.encode(shrinker.plan), type=Plan) == shrinker.plan
