@@ -344,6 +344,9 @@ class RankHandle(Publisher):
             except KvxferdError:
                 exports.close()
                 raise
+            except OSError as error:  # no descriptor is left: the next connection offers the memory again
+                why = f"cannot start a resident mover: {error.strerror}"
+                connection.request_disconnect(why=why)
             connection.wake()
             refusal = wait_for_reply(connection, f"resume {self._session.registration.role}", timeout_s)
             if refusal is not None:

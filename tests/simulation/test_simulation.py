@@ -32,6 +32,7 @@ pytestmark = [
 # tests hold what was mended, too.
 KEPT = {
     92544364841599: "a client without a descriptor left ended its session for good",
+    235779859999126: "a rank without a descriptor for its resident mover never woke",
     26184303969581: "copies of a memory's descriptors were lost where one could not be made",
 }
 
