@@ -121,6 +121,8 @@ class Reasons:
             return "nothing like it has happened"
         self.num_judged += 1
         is_withdrawn = transfer.is_withdrawn or transfer.is_over or transfer.abandoned
+        for worker in (transfer.publisher, pull.worker):  # a later generation has taken over
+            is_withdrawn = is_withdrawn or worker.generation != worker.engine.generation
         # A pull that comes late may find the lease over.
         is_late = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
         source = transfer.publisher.engine
