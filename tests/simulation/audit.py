@@ -224,7 +224,8 @@ class Turns:
         self.most_bytes, self.most_messages = (
             max(self.most_bytes, num_bytes), max(self.most_messages, number)
         )  # fmt: skip
-        most = MAX_TURN_PARTS if self._world.traits.part_bytes else MAX_TURN_MESSAGES
+        has_parts = self._world.traits.part_bytes or process.io_bytes
+        most = MAX_TURN_PARTS if has_parts else MAX_TURN_MESSAGES
         if num_bytes > MAX_TURN_BYTES or number > most:
             text = f"{process.name} sends {num_bytes} bytes in {number} messages in one turn of its loop"
             self._world.violate(Check.TURN, text)
