@@ -107,7 +107,7 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.BEFORE_KERNELS, "kernels end early", Kernels, "query", lambda self: True),
     (Check.FREED, "all have all memory", SimTransport, "has_any", lambda self, ranges: True),
     (Check.ONE_END, "two ends", Worker, "_handle", _twice(client.Delivered)),
-    (Check.DEADLINE, "a client waits long", pulls, "DEADLINE_GRACE_S", 30.0),
+    (Check.DEADLINE, "an end is lost", Worker, "_handle", _without(client.Failed, lambda *_: True)),
     (Check.OWN_TIMER, "a client is hasty", pulls, "DEADLINE_GRACE_S", 0.0),
     (Check.DOUBT, "a lost word", Worker, "_handle", _without(client.Quiesced, lambda *_: True)),
     (Check.REASON, "failures of unknown cause", Reasons, "process_struck", _nothing),
