@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import Engine, Transfer
-from tests.simulation.fabric import SimTransport
+from tests.simulation.fabric import Moment, SimTransport
+from tests.simulation.world import PlannedMessage
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -111,14 +112,14 @@ class Aftermath:
                 for mover in world.movers_of(source.shape.nodes[0]):
                     world.kernel.kill(mover)
             case Hardship.MESSAGES:
-                world.planned_messages += [(None, None, _nothing)] * rng.choice((1, 2, 5))
+                world.planned_messages += [PlannedMessage(None) for _ in range(rng.choice((1, 2, 5)))]
             case Hardship.LONG_PREFILL:
                 for worker in source.ranks:
                     world.kernel.stop(worker.process)
                     world.expectations.disturb(LONG_PREFILL_S, worker)
                     world.after(LONG_PREFILL_S, world.kernel.resume, worker.process)
             case Hardship.LONG_READ:
-                world.planned_at_read.append((0.0, self._stall))
+                world.planned_at[Moment.READ].append((0.0, self._stall))
 
     def _stall(self, transport: SimTransport) -> None:
         transport.stalls_until = self._world.kernel.now + LONG_READ_S
@@ -158,7 +159,3 @@ class Aftermath:
                 engine.start()
         if not self._wait(lambda: world.is_ready, BACK_S):
             raise Violation(Check.REGISTERED, f"{lost} is back, and an engine is not registered")
-
-
-def _nothing() -> None:
-    """Nothing else happens where a message is lost."""

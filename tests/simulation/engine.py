@@ -884,7 +884,8 @@ class Worker:
         transfer = pull.transfer
         if transfer.num_done() >= transfer.num_readers:
             publisher = transfer.publisher
-            # Those daemons know who has acknowledged, or has still to: without one the lease ends it.
+            # Those daemons know who has acknowledged, or has still to: without one the lease ends it. One
+            # that is lost has taken along what was on its way.
             nodes = {publisher.engine.shape.nodes[0], *(pull.worker.node for pull in transfer.pulls)}
             self.world.expectations.expect(
                 Check.COMPLETED,
@@ -894,7 +895,7 @@ class Worker:
                 lambda: (
                     transfer.is_over
                     or not publisher.is_alive
-                    or any(self.world.started_at(node) > transfer.published_at for node in nodes)
+                    or any(self.world.was_away(node, transfer.published_at) for node in nodes)
                 ),
             )
 

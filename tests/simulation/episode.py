@@ -198,8 +198,7 @@ class Episode:
         elif drawn < LOST_NODE_SHARE + HARDSHIP_SHARE and not self.plan.traits.has_low_limits:
             self.aftermath.check_works_again([*Hardship][1:])
             self._rest()
-            self.world.planned_messages.clear()
-            self.world.planned_at_read.clear()
+            self.world.plan_nothing()
         self.aftermath.check_works_again([Hardship.NONE])
 
     def _wait(self, until: object, limit_s: float, step_s: float = 0.05) -> bool:

@@ -11,6 +11,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from kvxferd.ids import AgentName
 from kvxferd.mover.transport.base import HOST, MemoryRange, ReadHandle, ReadKinds, TransportError
@@ -24,6 +25,14 @@ STOPPED_POLL_S = 0.01
 QUICK_S, SLOW_S = (0.0001, 0.0003, 0.001, 0.004), (0.0003, 0.004, 0.05, 0.3)
 
 Run = tuple[int, int, int]  # local address, remote address, bytes
+
+
+class Moment(StrEnum):
+    """When a fault may meet a mover."""
+
+    BINDING = "it has the first memory of its rank"
+    READ = "it has posted a read"
+    READ_DONE = "a read is over, and nobody else knows"
 
 
 @dataclass(eq=False)
@@ -62,7 +71,7 @@ class Fabric:
         self.num_late = 0
         self.is_hurried = False  # no chance is taken any more
         self.on_strike: Callable[..., None] = lambda process, seconds=0.0: None  # its reads fail, or stall
-        self.on_post: Callable[[SimTransport, Read], None] = lambda transport, read: None
+        self.on_moment: Callable[[Moment, SimTransport], None] = lambda moment, transport: None
 
     @property
     def proves_over(self) -> bool:
@@ -105,6 +114,8 @@ class SimTransport:
     # --- memory
 
     def register(self, span: MemoryRange) -> None:
+        if not self._spans:
+            self._fabric.on_moment(Moment.BINDING, self)
         self._spans[span.address] = span.size_bytes
 
     def deregister(self, span: MemoryRange) -> None:
@@ -164,7 +175,7 @@ class SimTransport:
             raise TransportError(f"cannot read from agent {agent}: simulated refusal", settled=True)
         read = self._cut(agent, listed)
         self.reads[read] = None
-        self._fabric.on_post(self, read)
+        self._fabric.on_moment(Moment.READ, self)
         source = self._fabric.agents.get(agent)
         at_once = source is self or (
             source is not None and self._fabric.kind != "tcp" and rng.random() < AT_ONCE_SHARE
@@ -294,6 +305,8 @@ class SimTransport:
         else:
             read.num_left -= 1
             read.done = not read.num_left
+            if read.done:
+                self._fabric.on_moment(Moment.READ_DONE, self)
         if not read.may_write:
             self.reads.pop(read, None)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from tests.simulation.engine import Engine, Pull, Worker
-from tests.simulation.fabric import SimTransport
+from tests.simulation.engine import Engine, Pull, Transfer, Worker
+from tests.simulation.fabric import Moment, SimTransport
 from tests.simulation.kernel import MAX_FD, Process
+from tests.simulation.world import PlannedMessage
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -23,7 +25,8 @@ BURST_SHARE = 0.3  # of the faults are followed by others on the same victim
 class Fault(msgspec.Struct, frozen=True):
     """Strikes so long after the pull of that number has started.
 
-    `seed` decides how, and `victim` on whom: faults of one victim strike one node.
+    `seed` decides how, and `victim` on whom: faults of one victim strike one node, and there the same
+    engine, process or pull for as long as it lives.
     """
 
     pull: int
@@ -41,8 +44,17 @@ KINDS = {
     "lose-connection": 3, "fail-read": 3, "stall-reads": 2, "refuse-reads": 1,
     "kill-mover-at-read": 2, "kill-node": 1, "cut-worker": 3, "few-bytes": 1, "no-descriptors": 2,
     "full-disk": 1, "torn-owners": 1, "replace-rank": 1, "scale": 1, "sleep-engine": 1, "hang-mover": 1,
-    "cancel-at-read": 2, "unpublish-at-read": 2,
+    "cancel-at-read": 2, "unpublish-at-read": 2, "sleep-at-read": 2, "kill-source-at-read": 1,
+    "cancel-at-delivery": 2, "kill-mover-at-delivery": 2, "sleep-at-binding": 1, "kill-mover-at-binding": 1,
+    "deadly-pull": 1, "slow-cancel": 2, "lose-reader": 1, "lose-rare-message": 2,
+    "kill-member": 1, "slow-node": 2, "stop-node": 1, "reuse-address": 1, "sleep-without-daemon": 2,
+    "no-threads": 1,
 }  # fmt: skip
+RARE_MESSAGES = (  # of which one lost at random would seldom be
+    "GrantReply", "BlockIds", "RenewGrants", "GrantsRenewed", "ReleaseGrant", "Acknowledge",
+    "AbandonTransfer", "RequestDone", "JoinRank", "LeaveRank", "RankReady", "SetRankPolling",
+    "TransferReleased",
+)  # fmt: skip
 
 
 def draw_faults(rng: random.Random, number: int) -> list[Fault]:
@@ -72,21 +84,24 @@ class Faults:
         self._struck = struck
         self.is_over = False
         self._node = ""  # where the present fault strikes, if it can
+        self._victim = 0  # and whom of those who are there
 
     def plan(self, fault: Fault) -> None:
         """Have a fault strike now."""
         if not self.is_over:
             self._node = random.Random(fault.victim).choice(self._world.node_names)
+            self._victim = fault.victim
             getattr(self, "_" + fault.kind.replace("-", "_"))(random.Random(fault.seed))
 
     def heal(self) -> None:
         """Undo what would last."""
         world = self._world
-        world.planned_at_read.clear()
-        world.planned_messages.clear()
+        world.plan_nothing()
+        world.network.give_back_addresses()
         for process in world.kernel.processes.values():
             process.slowness, process.max_fd, process.num_cuts = 1.0, MAX_FD, 0
             process.io_bytes, process.is_disk_full = world.traits.io_bytes, False
+            process.can_start_threads = True
             if process.is_stopped:
                 world.kernel.resume(process)
         for name in world.node_names:
@@ -103,28 +118,33 @@ class Faults:
 
     # --- messages between nodes
 
-    def _message(self, rng: random.Random, kind: str, delay_s: float | None) -> None:
-        one, other = rng.sample(self._world.node_names, 2)
+    def _message(self, rng: random.Random, kind: str, delay_s: float | None, name: str = "") -> None:
+        one, other = self._two_nodes(rng)
         hosts = frozenset((self._world.host_of(one), self._world.host_of(other)))
 
         def strike() -> None:
             self._strike(kind, f"{one} {other}", delay_s or 0.0, one, other)
 
-        self._world.planned_messages.append((hosts if rng.random() < 0.3 else None, delay_s, strike))
+        between = hosts if rng.random() < 0.3 else None
+        self._world.planned_messages.append(PlannedMessage(delay_s, strike, between, name))
 
     def _lose_message(self, rng: random.Random) -> None:
         self._message(rng, "lose-message", None)
+
+    def _lose_rare_message(self, rng: random.Random) -> None:
+        """The next message of one kind is lost, however long it takes to come."""
+        self._message(rng, "lose-rare-message", None, rng.choice(RARE_MESSAGES))
 
     def _delay_message(self, rng: random.Random) -> None:
         self._message(rng, "delay-message", rng.choice((0.003, 0.05, 0.5, 3.0)))
 
     def _cut_peer(self, rng: random.Random) -> None:
-        if (wire := self._pick(rng, self._world.network.wires)) is not None:
+        if (wire := self._pick(self._world.network.wires)) is not None:
             self._strike("cut-peer", f"{wire.dealer.host} {wire.router.host}", 0.0, *self._world.node_names)
             self._world.network.cut(wire)
 
     def _sever(self, rng: random.Random) -> None:
-        one, other = rng.sample(self._world.node_names, 2)
+        one, other = self._two_nodes(rng)
         seconds = rng.choice((0.05, 0.5, 3.0, 12.0))
         self._strike("sever", f"{one} {other} for {seconds} s", seconds, one, other)
         self._world.network.sever(self._world.host_of(one), self._world.host_of(other), seconds)
@@ -132,10 +152,34 @@ class Faults:
     # --- processes
 
     def _kill_daemon(self, rng: random.Random) -> None:
-        if (name := self._pick(rng, self._living_nodes())) is not None:
-            self._strike("kill-daemon", name, 0.0, name)
+        self._kill_daemon_of(rng, "kill-daemon", self._pick(self._living_nodes()), (0.01, 0.1, 1.0))
+
+    def _kill_member(self, rng: random.Random) -> None:
+        """A daemon dies that has a rank of an engine whose home is elsewhere."""
+        spanning = [engine.shape.nodes for engine in self._engines()]
+        members = [name for home, *others in spanning for name in others if name != home]
+        living = [name for name in members if not self._world.daemons[name].is_dead]
+        self._kill_daemon_of(rng, "kill-member", self._pick(living), (0.01, 0.1, 1.0))
+
+    def _reuse_address(self, rng: random.Random) -> None:
+        """A daemon is away, and the daemon of another node answers at its address."""
+        away, tenant = self._two_nodes(rng)
+        if not self._world.daemons[away].is_dead and not self._world.daemons[tenant].is_dead:
+            network = self._world.network
+            delay_s = self._kill_daemon_of(rng, "reuse-address", away, (0.05, 0.3, 3.0))
+            network.lend_address(self._world.endpoint_of(away), self._world.endpoint_of(tenant))
+            self._world.after(delay_s - 0.001, network.give_back_addresses)
+
+    def _kill_daemon_of(
+        self, rng: random.Random, kind: str, name: str | None, delays_s: Sequence[float]
+    ) -> float:
+        """Kill a node's daemon; return in how long it is back."""
+        delay_s = rng.choice(delays_s)
+        if name is not None:
+            self._strike(kind, name, 0.0, name)
             self._world.kill_daemon(name)
-            self._restart(name, rng.choice((0.01, 0.1, 1.0)))
+            self._restart(name, delay_s)
+        return delay_s
 
     def _restart(self, name: str, delay_s: float) -> None:
         self._world.expectations.disturb(delay_s, name)
@@ -143,7 +187,7 @@ class Faults:
 
     def _kill_node(self, rng: random.Random) -> None:
         """A node is gone with all that runs there; it comes back."""
-        if (name := self._pick(rng, self._living_nodes())) is None:
+        if (name := self._pick(self._living_nodes())) is None:
             return
         self._strike("kill-node", name, 0.0, name)
         engines = [engine for engine in self._world.engines if name in engine.shape.nodes and engine.is_up]
@@ -161,36 +205,78 @@ class Faults:
             engine.start()
 
     def _stop_daemon(self, rng: random.Random) -> None:
-        if (name := self._pick(rng, self._living_nodes())) is not None:
+        if (name := self._pick(self._living_nodes())) is not None:
             self._stop(rng, "stop-daemon", self._world.daemons[name], (0.02, 0.3, 2.0, 12.0), name)
 
+    def _stop_node(self, rng: random.Random) -> None:
+        """A node stands still with all that runs there, as a virtual machine may."""
+        if (name := self._pick(self._living_nodes())) is None:
+            return
+        lasting_s = rng.choice((0.1, 1.0, 5.0, 30.0))
+        self._strike("stop-node", f"{name} for {lasting_s} s", lasting_s, *self._world.node_names)
+        self._hold(self._processes_on(name), lasting_s)
+
+    def _slow_node(self, rng: random.Random) -> None:
+        """A node's reads take long; meanwhile its daemon stops, or dies while its movers stand still."""
+        if (name := self._pick(self._living_nodes())) is None:
+            return
+        world, daemon = self._world, self._world.daemons[name]
+        seconds, begins_s = rng.choice((1.5, 3.0, 12.0)), rng.choice((0.0, 0.05, 1.0, 3.0))
+        self._strike("slow-node", name, seconds + begins_s, *world.node_names)
+        movers = [t for t in world.fabric.agents.values() if t.process in world.processes_of(name)]
+        for transport in movers:
+            transport.stalls_until = world.kernel.now + seconds
+        stops, only_stops = rng.random() < 0.7, rng.random() < 0.4
+
+        def strike() -> None:
+            if daemon.is_dead or daemon.is_stopped:
+                return
+            if only_stops:
+                self._hold([daemon], seconds)
+                return
+            if stops:  # until reads have landed where a network card moves them
+                self._hold(
+                    [process for process in world.processes_of(name) if process is not daemon], seconds
+                )
+            world.kill_daemon(name)
+            self._restart(name, 0.01)
+
+        world.after(begins_s, strike)
+
+    def _hold(self, processes: Sequence[Process], seconds: float) -> None:
+        """Stop processes for so long."""
+        for process in processes:
+            if not process.is_stopped and not process.is_dead:
+                self._world.kernel.stop(process)
+                self._world.after(seconds, self._world.kernel.resume, process)
+
     def _kill_mover(self, rng: random.Random) -> None:
-        if (found := self._mover(rng)) is not None:
+        if (found := self._mover()) is not None:
             name, process = found
             self._strike("kill-mover", process.name, 0.0, name)
             self._world.kernel.kill(process)
 
     def _stop_mover(self, rng: random.Random) -> None:
-        if (found := self._mover(rng)) is not None:
+        if (found := self._mover()) is not None:
             self._stop(rng, "stop-mover", found[1], (0.02, 0.3, 4.0, 6.0), found[0])
 
     def _kill_forkserver(self, rng: random.Random) -> None:
-        if (found := self._forkserver(rng)) is not None:
+        if (found := self._forkserver()) is not None:
             self._strike("kill-forkserver", found[1].name, 0.0, found[0])
             self._world.kernel.kill(found[1])
 
     def _stop_forkserver(self, rng: random.Random) -> None:
-        if (found := self._forkserver(rng)) is not None:
+        if (found := self._forkserver()) is not None:
             self._stop(rng, "stop-forkserver", found[1], (0.02, 0.3, 4.0), found[0])
 
     def _kill_engine(self, rng: random.Random) -> None:
-        if (engine := self._pick(rng, self._engines())) is not None:
+        if (engine := self._pick(self._engines())) is not None:
             self._strike("kill-engine", engine.shape.name, 0.0, *engine.shape.nodes)
             engine.die()
             self._world.after(rng.choice((0.01, 0.3)), self._revive, engine)
 
     def _stop_worker(self, rng: random.Random) -> None:
-        if (worker := self._pick(rng, self._workers())) is not None:
+        if (worker := self._pick(self._workers())) is not None:
             self._stop(rng, "stop-worker", worker.process, (0.02, 0.3, 2.0), worker)
 
     def _stop(
@@ -200,12 +286,11 @@ class Faults:
             return
         lasting_s = rng.choice(seconds)
         self._strike(kind, f"{process.name} for {lasting_s} s", lasting_s, party)
-        self._world.kernel.stop(process)
-        self._world.after(lasting_s, self._world.kernel.resume, process)
+        self._hold([process], lasting_s)
 
     def _cut_worker(self, rng: random.Random) -> None:
         """A connection between a worker and its daemon breaks in the middle of a frame of either."""
-        if (worker := self._pick(rng, self._workers())) is not None:
+        if (worker := self._pick(self._workers())) is not None:
             process = rng.choice((worker.process, self._world.daemons[worker.node]))
             self._strike("cut-worker", process.name, 1.0, worker.node, worker)
             self._hit(process, 1.0)
@@ -213,7 +298,7 @@ class Faults:
 
     def _few_bytes(self, rng: random.Random) -> None:
         """A process's sockets take and give a few bytes at a time, for a while."""
-        if (worker := self._pick(rng, self._workers())) is not None:
+        if (worker := self._pick(self._workers())) is not None:
             process = rng.choice((worker.process, self._world.daemons[worker.node]))
             self._strike("few-bytes", process.name, 2.0, worker.node, worker)
             self._hit(process, 2.0)
@@ -222,7 +307,7 @@ class Faults:
 
     def _no_descriptors(self, rng: random.Random) -> None:
         """A daemon or a worker has few descriptors left, or none."""
-        if (worker := self._pick(rng, self._workers())) is None:
+        if (worker := self._pick(self._workers())) is None:
             return
         process = rng.choice((worker.process, self._world.daemons[worker.node]))
         if process.is_dead or self._world.started_at(worker.node) > self._world.kernel.now - 0.5:
@@ -233,9 +318,22 @@ class Faults:
         self._world.kernel.take_fds(process, rng.choice((0, 0, 1, 2)))
         self._world.after(lasting_s, setattr, process, "max_fd", MAX_FD)
 
+    def _no_threads(self, rng: random.Random) -> None:
+        """A daemon or a mover cannot start a thread, for a while."""
+        if (found := rng.choice((self._daemon, self._mover))()) is None:
+            return
+        name, process = found
+        if self._world.started_at(name) > self._world.kernel.now - 0.5:
+            return  # a daemon that cannot start is for whoever started it
+        lasting_s = rng.choice((0.02, 0.3, 2.0))
+        self._strike("no-threads", process.name, lasting_s + 1.0, *self._world.node_names)
+        self._hit(process, lasting_s + 1.0)
+        process.can_start_threads = False
+        self._world.after(lasting_s, setattr, process, "can_start_threads", True)
+
     def _full_disk(self, rng: random.Random) -> None:
         """A daemon cannot write who owns its engines, for a while, or until it ends."""
-        if (name := self._pick(rng, self._living_nodes())) is not None:
+        if (name := self._pick(self._living_nodes())) is not None:
             self._strike("full-disk", name, 0.0, name)
             self._world.daemons[name].is_disk_full = True
             self._world.after(
@@ -244,7 +342,7 @@ class Faults:
 
     def _torn_owners(self, rng: random.Random) -> None:
         """A daemon finds half of what it wrote of its engines' owners, nothing, or nonsense."""
-        if (name := self._pick(rng, self._living_nodes())) is None:
+        if (name := self._pick(self._living_nodes())) is None:
             return
         self._strike("torn-owners", name, 0.0, name)
         self._world.kill_daemon(name)
@@ -256,16 +354,16 @@ class Faults:
 
     def _replace_rank(self, rng: random.Random) -> None:
         """A rank's process dies, and another takes its place: not the publisher's."""
-        if (engine := self._pick(rng, self._engines())) is None:
+        if (engine := self._pick(self._engines())) is None:
             return
         ranks = [number for number, worker in enumerate(engine.ranks) if worker is not engine.publisher]
-        if (number := self._pick(rng, ranks)) is not None:
+        if (number := self._pick(ranks)) is not None:
             self._strike("replace-rank", engine.ranks[number].name, 0.0, *engine.shape.nodes)
             engine.replace_rank(number)
 
     def _scale(self, rng: random.Random) -> None:
         """Another generation of an engine takes over, while the one before runs."""
-        if (engine := self._pick(rng, self._engines())) is not None:
+        if (engine := self._pick(self._engines())) is not None:
             overlap_s = rng.choice((0.0, 0.02, 0.3, 2.0))
             self._strike("scale", engine.shape.name, overlap_s, *engine.shape.nodes)
             engine.scale(overlap_s)
@@ -273,7 +371,7 @@ class Faults:
     def _slow_process(self, rng: random.Random) -> None:
         """A process waits long for a processor, for a while."""
         living = [p for p in self._world.kernel.processes.values() if not p.is_dead]
-        if (process := self._pick(rng, living)) is not None:
+        if (process := self._pick(living)) is not None:
             lasting_s = rng.choice((0.1, 1.0))
             self._strike("slow-process", process.name, lasting_s + 1.0, *self._world.node_names)
             process.slowness = rng.choice((10.0, 100.0))
@@ -283,45 +381,75 @@ class Faults:
     # --- requests
 
     def _cancel(self, rng: random.Random) -> None:
-        if (pull := self._pick(rng, self._pulls())) is not None:
+        if (pull := self._pick(self._pulls())) is not None:
             self._strike("cancel", f"{pull.worker.name}", 0.0, pull.worker)
             pull.worker.do(lambda: pull.worker.cancel(pull))
 
     def _abandon(self, rng: random.Random) -> None:
-        if (pull := self._pick(rng, self._pulls())) is not None:
+        if (pull := self._pick(self._pulls())) is not None:
             self._strike("abandon", pull.worker.name, 0.0, pull.worker)
             pull.worker.do(lambda: pull.worker.abandon(pull.transfer))
 
+    def _lose_reader(self, rng: random.Random) -> None:
+        """An engine that reads a transfer with others abandons it, or dies."""
+        shared = [pull for pull in self._pulls() if pull.transfer.num_readers > 1]
+        if (pull := self._pick(shared)) is None:
+            return
+        engine = pull.worker.engine
+        self._strike("lose-reader", engine.shape.name, 0.0, *engine.shape.nodes)
+        if rng.random() < 0.5:
+            pull.worker.do(lambda: pull.worker.abandon(pull.transfer))
+        else:
+            engine.die()
+            self._world.after(rng.choice((0.01, 0.3)), self._revive, engine)
+
     def _unpublish(self, rng: random.Random) -> None:
         live = [t for e in self._world.sources if e.is_ready for t in e.transfers.values()]
-        if (transfer := self._pick(rng, live)) is not None:
+        if (transfer := self._pick(live)) is not None:
             self._strike("unpublish", f"{transfer.transfer_id} of {transfer.publisher.name}", 0.0)
             transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
 
     def _sleep(self, rng: random.Random) -> None:
-        ranks = [worker for worker in self._workers() if worker.is_ready and worker.store is not None]
-        if (worker := self._pick(rng, ranks)) is not None:
+        if (worker := self._pick(self._awake())) is not None:
             self._strike("sleep", worker.name, 0.0, worker)
             worker.do(worker.suspend)
 
+    def _sleep_without_daemon(self, rng: random.Random) -> None:
+        """A rank sleeps and wakes while its daemon is away, or as it comes back."""
+        if (worker := self._pick(self._awake())) is None or self._world.daemons[worker.node].is_dead:
+            return
+        delay_s = self._kill_daemon_of(rng, "sleep-without-daemon", worker.node, (0.01, 0.1, 0.6))
+        self._world.expectations.disturb(delay_s, worker)
+        when_s = rng.choice((0.0, 0.002, delay_s + 0.0005, delay_s + 0.01, rng.uniform(0.0, 0.8)))
+        self._world.after(when_s, worker.do, worker.suspend)
+
     def _sleep_engine(self, rng: random.Random) -> None:
         """All ranks of an engine sleep at once."""
-        if (engine := self._pick(rng, self._engines())) is not None and engine.is_ready:
+        if (engine := self._pick(self._engines())) is not None and engine.is_ready:
             self._strike("sleep-engine", engine.shape.name, 0.0, *engine.ranks)
             for worker in engine.ranks:
                 self._world.after(rng.choice((0.0, 0.0001)), worker.do, worker.suspend)
 
     # --- reads
 
-    def _at_read(self, rng: random.Random, kind: str, act: Callable[[SimTransport], None]) -> None:
-        """Have it happen to the next mover that posts a read, while that may be under way."""
+    def _at_read(
+        self,
+        rng: random.Random,
+        kind: str,
+        act: Callable[[SimTransport], None],
+        moment: Moment = Moment.READ,
+    ) -> None:
+        """Have it happen to the next mover that posts a read, while that may be under way; or at a moment."""
+
+        whom = self._node, self._victim
 
         def strike(transport: SimTransport) -> None:
             if not self.is_over and not transport.process.is_dead:
+                self._node, self._victim = whom
                 self._strike(kind, transport.process.name, 0.0, *self._world.node_names)
                 act(transport)
 
-        self._world.planned_at_read.append((rng.choice((0.0, 0.00005, 0.0002, 0.002)), strike))
+        self._world.planned_at[moment].append((rng.choice((0.0, 0.00005, 0.0002, 0.002)), strike))
 
     def _lose_connection(self, rng: random.Random) -> None:
         def lose(transport: SimTransport) -> None:
@@ -356,56 +484,154 @@ class Faults:
         self._at_read(rng, "hang-mover", hang)
 
     def _cancel_at_read(self, rng: random.Random) -> None:
-        def cancel(_: SimTransport) -> None:
-            if (pull := self._pick(rng, self._pulls())) is not None:
-                self._world.expectations.disturb(0.0, pull.worker)
-                pull.worker.do(lambda: pull.worker.cancel(pull))
+        self._at_read(rng, "cancel-at-read", self._cancel_of)
 
-        self._at_read(rng, "cancel-at-read", cancel)
+    def _cancel_at_delivery(self, rng: random.Random) -> None:
+        """A request is cancelled when its read is done, and nobody but its mover knows."""
+        self._at_read(rng, "cancel-at-delivery", self._cancel_of, Moment.READ_DONE)
 
-    def _unpublish_at_read(self, rng: random.Random) -> None:
+    def _cancel_of(self, mover: SimTransport) -> None:
+        """Cancel a request of the node whose mover that is."""
+        self._node = mover.process.name.split()[0]
+        if (pull := self._pick(self._pulls())) is not None:
+            self._world.expectations.disturb(0.0, pull.worker)
+            pull.worker.do(lambda: pull.worker.cancel(pull))
+
+    def _slow_cancel(self, rng: random.Random) -> None:
+        """A request is cancelled whose read takes long, or fails meanwhile in a way that proves nothing."""
+        stall_s, cancel_s = rng.choice((0.5, 3.0, 12.0)), rng.choice((0.0, 0.0, 0.1, 1.0))
+        fail_s = rng.choice((0.001, 0.01, 0.3, 1.0)) if rng.random() < 0.6 else None
+
+        def slow(mover: SimTransport) -> None:
+            mover.stalls_until = self._world.kernel.now + stall_s
+            self._world.expectations.disturb(stall_s, *self._world.node_names)
+            self._world.after(cancel_s, self._cancel_of, mover)
+            if fail_s is not None:
+                self._world.after(fail_s, mover.fail_one_read)
+
+        self._at_read(rng, "slow-cancel", slow)
+
+    def _take_back_at_read(self, rng: random.Random, kind: str, act: Callable[[Transfer], None]) -> None:
         """What is read is taken back, between two pieces of a read."""
 
-        def unpublish(_: SimTransport) -> None:
+        def take_back(_: SimTransport) -> None:
             read = [pull.transfer for pull in self._world.open_pulls if not pull.transfer.is_over]
-            if (transfer := self._pick(rng, read)) is not None:
-                transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
+            if (transfer := self._pick(read)) is not None:
+                act(transfer)
 
-        self._at_read(rng, "unpublish-at-read", unpublish)
+        self._at_read(rng, kind, take_back)
+
+    def _unpublish_at_read(self, rng: random.Random) -> None:
+        def unpublish(transfer: Transfer) -> None:
+            transfer.publisher.do(lambda: transfer.publisher.unpublish(transfer))
+
+        self._take_back_at_read(rng, "unpublish-at-read", unpublish)
+
+    def _sleep_at_read(self, rng: random.Random) -> None:
+        def sleep(transfer: Transfer) -> None:
+            worker = rng.choice(transfer.workers)
+            worker.do(worker.suspend)
+
+        self._take_back_at_read(rng, "sleep-at-read", sleep)
+
+    def _kill_source_at_read(self, rng: random.Random) -> None:
+        def kill(transfer: Transfer) -> None:
+            engine = transfer.publisher.engine
+            if engine.is_up:
+                self._world.expectations.disturb(0.0, *engine.shape.nodes)
+                engine.die()
+                self._world.after(rng.choice((0.01, 0.3)), self._revive, engine)
+
+        self._take_back_at_read(rng, "kill-source-at-read", kill)
 
     def _refuse_reads(self, rng: random.Random) -> None:
         self._at_read(rng, "refuse-reads", lambda transport: setattr(transport, "num_to_refuse", 2))
 
     def _kill_mover_at_read(self, rng: random.Random) -> None:
-        """A mover is killed while it reads; where it is a thread of a rank, the rank's engine."""
+        """A mover is killed while it reads."""
+        self._at_read(rng, "kill-mover-at-read", lambda mover: self._kill_with_engine(rng, mover))
 
-        def kill(transport: SimTransport) -> None:
-            engines = [e for e in self._world.engines if transport.process in [w.process for w in e.ranks]]
-            for engine in engines:
+    def _kill_mover_at_delivery(self, rng: random.Random) -> None:
+        """A mover is killed when it has read: maybe its worker has been told, and its daemon not."""
+        kill = partial(self._kill_with_engine, rng)
+        self._at_read(rng, "kill-mover-at-delivery", kill, Moment.READ_DONE)
+
+    def _deadly_pull(self, rng: random.Random) -> None:
+        """Mover after mover dies as it reads."""
+        for _ in range(rng.choice((3, 5))):
+            self._at_read(rng, "deadly-pull", lambda mover: self._kill_with_engine(rng, mover))
+
+    def _kill_with_engine(self, rng: random.Random, mover: SimTransport) -> None:
+        """Kill a mover; where it is a thread of a rank, the rank's engine."""
+        for engine in self._world.engines:
+            if mover.process in [worker.process for worker in engine.ranks]:
                 engine.die()
                 self._world.after(rng.choice((0.01, 0.3)), self._revive, engine)
-            self._world.kernel.kill(transport.process)
+        self._world.kernel.kill(mover.process)
 
-        self._at_read(rng, "kill-mover-at-read", kill)
+    def _at_binding(self, rng: random.Random, kind: str, act: Callable[[SimTransport], None]) -> None:
+        """Kill a mover, and have something happen when another has its rank's memory."""
+        if (found := self._mover()) is not None:
+            self._world.expectations.disturb(0.0, found[0])
+            self._world.kernel.kill(found[1])
+            self._at_read(rng, kind, act, Moment.BINDING)
+
+    def _sleep_at_binding(self, rng: random.Random) -> None:
+        """A rank sleeps when it has another mover, and its daemon may die a moment later."""
+
+        def sleep(mover: SimTransport) -> None:
+            self._node = mover.process.name.split()[0]
+            if (worker := self._pick(self._awake())) is not None:
+                worker.do(worker.suspend)
+                if rng.random() < 0.5:
+                    self._world.after(rng.choice((0.0001, 0.0005, 0.002)), self._end_daemon, worker.node)
+
+        self._at_binding(rng, "sleep-at-binding", sleep)
+
+    def _end_daemon(self, name: str) -> None:
+        self._world.kill_daemon(name)
+        self._restart(name, 0.01)
+
+    def _kill_mover_at_binding(self, rng: random.Random) -> None:
+        """A mover dies as it has its rank's memory; the rank may hear late of the next."""
+
+        def kill(mover: SimTransport) -> None:
+            self._node = mover.process.name.split()[0]
+            if rng.random() < 0.5 and (worker := self._pick(self._workers())) is not None:
+                self._world.expectations.disturb(0.6, worker)
+                self._hold([worker.process], rng.choice((0.1, 0.6)))
+            self._kill_with_engine(rng, mover)
+
+        self._at_binding(rng, "kill-mover-at-binding", kill)
 
     # --- whom: of the victim's node, where there is any
+
+    def _two_nodes(self, rng: random.Random) -> tuple[str, str]:
+        return self._node, rng.choice([name for name in self._world.node_names if name != self._node])
 
     def _living_nodes(self) -> list[str]:
         living = [name for name in self._world.node_names if not self._world.daemons[name].is_dead]
         return [self._node] if self._node in living else living
 
-    def _mover(self, rng: random.Random) -> tuple[str, Process] | None:
-        movers = [(name, process) for name in self._living_nodes() for process in self._world.movers_of(name)]
-        return self._pick(rng, movers)
+    def _daemon(self) -> tuple[str, Process] | None:
+        return self._pick([(name, self._world.daemons[name]) for name in self._living_nodes()])
 
-    def _forkserver(self, rng: random.Random) -> tuple[str, Process] | None:
+    def _mover(self) -> tuple[str, Process] | None:
+        movers = [(name, process) for name in self._living_nodes() for process in self._world.movers_of(name)]
+        return self._pick(movers)
+
+    def _forkserver(self) -> tuple[str, Process] | None:
         found = [
             (name, process)
             for name in self._living_nodes()
             for process in self._world.processes_of(name)
             if process.name.endswith(" forkserver")
         ]
-        return self._pick(rng, found)
+        return self._pick(found)
+
+    def _processes_on(self, name: str) -> list[Process]:
+        workers = [w.process for e in self._world.engines for w in e.workers if w.node == name]
+        return [*self._world.processes_of(name), *workers]
 
     def _engines(self) -> list[Engine]:
         up = [engine for engine in self._world.engines if engine.is_up]
@@ -415,10 +641,12 @@ class Faults:
         living = [w for e in self._world.engines for w in e.workers if w.is_alive]
         return [worker for worker in living if worker.node == self._node] or living
 
+    def _awake(self) -> list[Worker]:
+        return [worker for worker in self._workers() if worker.is_ready and worker.store is not None]
+
     def _pulls(self) -> list[Pull]:
         pulls = [pull for pull in self._world.open_pulls if pull.worker.is_ready]
         return [pull for pull in pulls if pull.worker.node == self._node] or pulls
 
-    @staticmethod
-    def _pick(rng: random.Random, among: Sequence[T]) -> T | None:
-        return rng.choice(among) if among else None
+    def _pick(self, among: Sequence[T]) -> T | None:
+        return among[self._victim % len(among)] if among else None

@@ -289,6 +289,8 @@ def _install_threads(kernel: Kernel) -> None:
         return waiter.is_released
 
     def start(thread: Any) -> None:
+        if not kernel.current.process.can_start_threads:
+            raise RuntimeError("can't start new thread")
         thread._started.set()
         thread._sim_task = kernel.start_thread(thread.name, thread.run)
 

@@ -105,6 +105,7 @@ class Process:
     io_bytes: int = 0  # a call on one of its Unix sockets moves so many at most; 0: as many as there are
     num_cuts: int = 0  # so many of its next frames break off in the middle, and the connection with them
     is_disk_full: bool = False
+    can_start_threads: bool = True
     held: list[Task] = field(default_factory=list)  # that would run, were it not stopped
     on_death: list[Callable[[], None]] = field(default_factory=list)
 

@@ -53,6 +53,7 @@ class Wire:
     to_router: Way
     to_dealer: Way
     is_open: bool = True
+    is_lent: bool = False  # to an address that another daemon has for a while
 
     def way_to(self, socket: SimSocket) -> Way:
         """Return the way that ends at that socket."""
@@ -65,6 +66,7 @@ class Network:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.listeners: dict[str, SimSocket] = {}  # by address
+        self._tenants: dict[str, str] = {}  # by address: whose daemon answers there instead
         self.wires: list[Wire] = []
         self.latencies_s: tuple[float, ...] = (5e-5, 2e-4, 1e-3)
         self.on_send: Callable[[Wire, bytes], float | None] = lambda wire, payload: 0.0
@@ -102,6 +104,16 @@ class Network:
         wire.router.disconnected(wire)
         wire.dealer.disconnected(wire)
 
+    def lend_address(self, address: str, tenant: str) -> None:
+        """Have the listener at another address answer at this one, where nobody does."""
+        self._tenants[address] = tenant
+
+    def give_back_addresses(self) -> None:
+        """Have each listener answer at its own address alone."""
+        self._tenants.clear()
+        for wire in [wire for wire in self.wires if wire.is_lent]:
+            self.cut(wire)
+
     def process_died(self, process: Process) -> None:
         """The kernel closes a dead process's sockets."""
         for address, listener in list(self.listeners.items()):
@@ -120,7 +132,7 @@ class Network:
     def _try_connect(self, dealer: SimSocket, address: str) -> None:
         if dealer.closed or dealer.process.is_dead or dealer.wire is not None:
             return
-        router = self.listeners.get(address)
+        router = self.listeners.get(self._tenants.get(address, address))
         severed = (
             router is not None
             and self._severed.get(frozenset((dealer.host, router.host)), 0.0) > self.kernel.now
@@ -130,7 +142,8 @@ class Network:
             return
         self._num_routes += 1
         route = b"\0" + self._num_routes.to_bytes(4, "big")
-        wire = Wire(dealer, router, route, Way(router), Way(dealer))
+        is_lent = address in self._tenants
+        wire = Wire(dealer, router, route, Way(router), Way(dealer), is_lent=is_lent)
         self.wires.append(wire)
         self.tell(f"{dealer.process.name} is connected to {router.process.name}")
         router.connected(wire)
@@ -145,7 +158,7 @@ class Network:
         if delay_s != 0.0:
             self.on_strike(wire.dealer.host, wire.router.host, delay_s or 0.0)
         sender = wire.dealer if to is wire.router else wire.router
-        self.tell(f"{sender.process.name} sends {to.process.name} {_name_of(payload)}")
+        self.tell(f"{sender.process.name} sends {to.process.name} {name_of(payload)}")
         if delay_s is None:
             return  # lost, as where libzmq drops it
         arrival = max(way.last_arrival, self.kernel.now + self._latency() + delay_s)
@@ -184,7 +197,7 @@ class Network:
         return self.kernel.rng.choice(self.latencies_s)
 
 
-def _name_of(payload: bytes) -> str:
+def name_of(payload: bytes) -> str:
     """Return a message's name and its transfer, for people."""
     found, transfer = _TYPE.search(payload[:64]), _TRANSFER.search(payload)
     name = found[1].decode() if found else f"{len(payload)} bytes"

@@ -30,9 +30,9 @@ from kvxferd.wire import block_id_parts
 from tests.simulation import interposed, libzmq, network
 from tests.simulation.checks import Check, Expectations, Violation
 from tests.simulation.engine import Engine, EngineShape, Pull, Wanted, Worker
-from tests.simulation.fabric import Fabric, Read, SimTransport
+from tests.simulation.fabric import Fabric, Moment, SimTransport
 from tests.simulation.kernel import Kernel, Process
-from tests.simulation.network import Network, Wire
+from tests.simulation.network import Network, Wire, name_of
 from tests.simulation.node import Nodes
 from tests.simulation.reasons import Reasons
 from tests.simulation.store import Store
@@ -56,6 +56,16 @@ class Traits:
     is_far: bool = False  # messages between nodes take long
     has_low_limits: bool = False
     preempt_share: float = 0.0  # of the looks at the clock at which another thread takes over
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedMessage:
+    """What happens to the next message of that name between two hosts; "" and None: of any."""
+
+    delay_s: float | None  # None: it is lost
+    strike: Callable[[], None] = lambda: None
+    hosts: frozenset[str] | None = None
+    name: str = ""
 
 
 class World:
@@ -84,7 +94,7 @@ class World:
         self.network.tell = lambda what: self.tell("network", what)
         libzmq.install(self.kernel, self.network, interposed.set_on)
         self.fabric = Fabric(self.kernel, traits.transport, traits.is_slow, self._misused)
-        self.fabric.on_post = self._posted
+        self.fabric.on_moment = self._reached
         self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)
         self.nodes.on_broken = lambda text: self.violate(Check.INTEGRITY, text)
         self.expectations = Expectations(self)
@@ -98,9 +108,10 @@ class World:
         self.unsure_counts: set[str] = set()  # nodes whose daemon was restarted, or a worker died there
         self.num_checked = 0
         self.on_pull: Callable[[], None] = lambda: None
-        self.planned_at_read: list[tuple[float, Callable[[SimTransport], None]]] = []
-        # What happens to the next messages between nodes: None for a lost one, or seconds of delay.
-        self.planned_messages: list[tuple[frozenset[str] | None, float | None, Callable[[], None]]] = []
+        # What happens, and how soon, to the movers that reach a moment next.
+        self.planned_at: dict[Moment, list[tuple[float, Callable[[SimTransport], None]]]]
+        self.planned_at = {moment: [] for moment in Moment}
+        self.planned_messages: list[PlannedMessage] = []
         self._numbers = 0
         self._started_at: dict[str, float] = {}
         self._install_log()
@@ -153,6 +164,10 @@ class World:
     def started_at(self, node: str) -> float:
         """Return when a node's daemon was started."""
         return self._started_at[node]
+
+    def was_away(self, node: str, since: float) -> bool:
+        """Whether a node's daemon has ended since then."""
+        return self.daemons[node].is_dead or self._started_at[node] > since
 
     def kill_daemon(self, node: str) -> None:
         """Kill a node's daemon."""
@@ -268,17 +283,22 @@ class World:
     def _on_send(self, wire: Wire, payload: bytes) -> float | None:
         hosts = frozenset((wire.dealer.host, wire.router.host))
         for planned in self.planned_messages:
-            where, delay_s, strike = planned
-            if where is None or where == hosts:
+            if planned.hosts in (None, hosts) and name_of(payload).startswith(planned.name):
                 self.planned_messages.remove(planned)
-                strike()
-                return delay_s
+                planned.strike()
+                return planned.delay_s
         return 0.0
 
-    def _posted(self, transport: SimTransport, read: Read) -> None:
-        if self.planned_at_read:
-            delay_s, strike = self.planned_at_read.pop(0)
+    def _reached(self, moment: Moment, transport: SimTransport) -> None:
+        if planned := self.planned_at[moment]:
+            delay_s, strike = planned.pop(0)
             self.after(delay_s, strike, transport)
+
+    def plan_nothing(self) -> None:
+        """Forget what was to go wrong next."""
+        self.planned_messages.clear()
+        for planned in self.planned_at.values():
+            planned.clear()
 
     def close(self) -> None:
         """Remove what is on the disk."""
