@@ -189,7 +189,10 @@ class PublishedTransfers:
             self._block_id_memory.check(transfer.uid, charged, f"extend transfer {transfer.transfer_id}")
             transfer.has_all_blocks = check_open_blocks(rules, merged, transfer.num_tokens, blocks)
         except KvxferdError as error:
-            self.release(transfer, error.code)
+            # A group that no rank here has may be that of a rank which has left, or is not back yet.
+            is_known = blocks.keys() <= {rule.group.name for rule in rules}
+            is_absent = not is_known and bool(engine.unregistered())
+            self.release(transfer, Code.RANK_LOST if is_absent else error.code)
             return
         self._block_id_memory.add(transfer.uid, charged)
         transfer.charged_bytes += charged

@@ -91,7 +91,7 @@ class Transfer:
     ref: client.TransferRef | None = None
     published_at: float = 0.0
     released: dict[Worker, Code] = field(default_factory=dict)
-    released_at: dict[Worker, float] = field(default_factory=dict)
+    released_at: dict[Worker, float] = field(default_factory=dict)  # since when they may have heard
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
     reported: set[Worker] = field(default_factory=set)  # whose ranks have all written
@@ -317,6 +317,7 @@ class Worker:
         self._commands: deque[Callable[[], None]] = deque()
         self._task: Task | None = None
         self.stream_ends = 0.0  # when its GPU has done what was launched
+        self._polled_at = 0.0  # what it hears next has come since then
         self.process: Process = self.world.kernel.spawn(self.name, self._run, uid=engine.shape.uid)
         self.process.on_death.append(self._died)
         self.world.expectations.disturb(0.0, self)
@@ -396,6 +397,7 @@ class Worker:
                 self._commands.popleft()()
             for event in self.handle.poll():
                 self._handle(event)
+            self._polled_at = self.world.kernel.now
             self.check_memory()
             if not self._commands:
                 self.world.kernel.wait(((self.handle.fileno(), select.EPOLLIN),), None)
@@ -586,7 +588,7 @@ class Worker:
         is_fresh = self.world.kernel.now < max(transfer.published_at, transfer.publisher.stream_ends) + 0.05
         transfer.is_unheard |= is_first and is_fresh
         transfer.released[self] = why
-        transfer.released_at[self] = self.world.kernel.now
+        transfer.released_at[self] = self._polled_at
         if not refusal:
             self.world.reasons.check_released(self, transfer, why)
         if why in (Code.COMPLETED, Code.ABANDONED):

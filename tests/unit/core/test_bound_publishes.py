@@ -347,3 +347,22 @@ def test_a_group_of_a_stage_that_is_not_back_is_waited_for(world: World) -> None
     stages_of_groups(world, host, only=1)
     scheduler.say(publish, b"w" * 16)
     assert len(scheduler.over()) == 1
+
+
+def test_a_growing_list_of_a_stage_that_is_not_back_is_no_mistake_of_the_engine(world: World) -> None:
+    known = stages_of_groups(world, world.host("p"))[0].known
+    (stage,) = stages_of_groups(world, world.host("p"), only=0)
+    grows = wk.Publish(
+        transfer_id="t",
+        nonce="ab" * 16,
+        blocks={},
+        num_tokens=TOKENS,
+        fence_slot=0,
+        incarnations=known,
+        ready_tokens=0,
+    )
+    stage.say(grows, b"w" * 16)
+    assert stage.over() == []
+    blocks = {group: PackedBlocks(pack_ids(IDS)) for group in ("full", "window")}
+    stage.say(wk.Ready(transfer_id="t", blocks=blocks, incarnation=stage.incarnation, ready_tokens=TOKENS))
+    assert stage.over() == [("t", Code.RANK_LOST)]
