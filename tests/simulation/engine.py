@@ -282,7 +282,8 @@ class Engine:
 
     def forget(self, transfer: Transfer) -> None:
         """Every process knows that a transfer is over: its blocks are free."""
-        if self.transfers.pop(transfer.transfer_id, None) is not None:
+        if self.transfers.get(transfer.transfer_id) is transfer:  # and not a later life's of that id
+            del self.transfers[transfer.transfer_id]
             self.past.append(transfer)
 
     # --- as a sink
