@@ -214,7 +214,8 @@ class Faults:
         if (name := self._pick(self._living_nodes())) is None:
             return
         lasting_s = rng.choice((0.1, 1.0, 5.0))
-        self._strike("stop-node", f"{name} for {lasting_s} s", lasting_s, *self._world.node_names)
+        workers = [worker for engine in self._world.engines for worker in engine.workers]
+        self._strike("stop-node", f"{name} for {lasting_s} s", lasting_s, *self._world.node_names, *workers)
         self._hold(self._processes_on(name), lasting_s)
 
     def _slow_node(self, rng: random.Random) -> None:
@@ -247,8 +248,8 @@ class Faults:
         for process in processes:
             if not process.is_stopped and not process.is_dead:
                 if process.name in self._world.node_names:
-                    # A known defect: one that wakes after a pull's deadline ends it so, although its mover has
-                    # told of the delivery meanwhile.
+                    # A known defect: one that wakes after a pull's deadline ends it so, although its mover
+                    # has told of the delivery meanwhile.
                     self._world.unsure_counts.add(process.name)
                 self._world.kernel.stop(process)
                 self._world.after(seconds, self._world.kernel.resume, process)
