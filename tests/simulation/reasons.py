@@ -117,7 +117,7 @@ class Reasons:
         is_cut_off = "inside a frame" in event.message or "descriptors were cut off" in event.message
         if code in OF_LIARS and not is_cut_off:
             return "all are honest"
-        # A source that says for too long that it still waits is `deadline`, too: of a request that pulls share.
+        # A source that replies for too long that it still waits is `deadline`, too: pulls share the request.
         is_kept = "cannot wait longer for" in event.message
         if (is_so := _NEEDS.get(code)) is not None and not is_so(self, pull) and not is_kept:
             return "nothing like it has happened"
