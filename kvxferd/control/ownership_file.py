@@ -94,15 +94,21 @@ class OwnershipFile:
                         reason=f"a write has not ended within {CLOSE_S:g} s",
                     )
                     return
-            await asyncio.to_thread(self._write, self._current())
+            await self._write_in_thread(self._current())
 
     async def _save(self) -> None:
         while (listed := self._current()) != self._written:
             await asyncio.sleep(WRITE_AFTER_S + len(listed[1]) * WRITE_AFTER_S_PER_RANK)
             listed = self._current()
-            self._write_task = asyncio.get_running_loop().create_task(asyncio.to_thread(self._write, listed))
+            self._write_task = asyncio.get_running_loop().create_task(self._write_in_thread(listed))
             await asyncio.shield(self._write_task)
             self._written = listed  # also if the write fails: the next change tries again
+
+    async def _write_in_thread(self, listed: StoredOwnerships) -> None:
+        try:
+            await asyncio.to_thread(self._write, listed)
+        except RuntimeError as error:  # the system has no thread now
+            log.error("ownership file not written", path=str(self._path), reason=str(error))
 
     def _write(self, listed: StoredOwnerships) -> None:
         users, ranks = listed

@@ -114,8 +114,12 @@ class Audit:
             number = len(self._world.movers_of(node))
             if number != self._num_movers[node]:
                 found.append(f"{node} has {number} movers, and had {self._num_movers[node]}")
+        resident = {engine.shape.name for engine in self._world.engines if engine.shape.is_resident}
         for role, held in self._held().items():
             for kind, number in (held - self._begin.get(role, held)).items():
+                # A resident mover that ends after the next has started is closed when the next but one starts.
+                if kind == "pipe" and number == 1 and role.split("/")[0] in resident:
+                    continue
                 found.append(f"{role} holds {number} more of {kind}")
         if files := self._list_files() - self._files:
             found.append(f"there are more files: {sorted(files)}")

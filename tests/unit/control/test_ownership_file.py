@@ -86,3 +86,21 @@ async def test_a_disk_that_refuses_is_no_end(tmp_path: Path):
     async with asyncio.timeout(10):
         await file._save_task
     assert not (tmp_path / "nowhere").exists()
+
+
+async def test_without_a_thread_nothing_is_raised_and_a_later_change_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    file = OwnershipFile(tmp_path / "owners.json", lambda: KEPT)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        file.save_soon()
+        async with asyncio.timeout(10):
+            await file._save_task
+        await file.close()
+    assert file.read() == NOTHING
+    await file.close()
+    assert file.read() == KEPT
