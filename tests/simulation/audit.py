@@ -117,7 +117,7 @@ class Audit:
         resident = {engine.shape.name for engine in self._world.engines if engine.shape.is_resident}
         for role, held in self._held().items():
             for kind, number in (held - self._begin.get(role, held)).items():
-                # A resident mover that ends after the next has started is closed when the next but one starts.
+                # One of its movers that ends after the next has started is closed when another starts.
                 if kind == "pipe" and number == 1 and role.split("/")[0] in resident:
                     continue
                 found.append(f"{role} holds {number} more of {kind}")
