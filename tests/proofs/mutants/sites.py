@@ -253,7 +253,11 @@ def _depend(first: ast.stmt, second: ast.stmt) -> bool:
 def _calls(node: ast.AST) -> set[str]:
     """Return what a statement calls that may have an effect."""
     found = {ast.unparse(one.func) for one in _walk(node) if isinstance(one, ast.Call)}
-    return {name for name in found if not _HAS_NO_EFFECT.fullmatch(name.rpartition(".")[2])}
+    return {
+        name
+        for name in found
+        if not name.startswith("np.") and not _HAS_NO_EFFECT.fullmatch(name.rpartition(".")[2])
+    }
 
 
 def _wrong_variable(module: Module, node: ast.AST, scope: _Scope) -> Changes:
