@@ -48,7 +48,9 @@ def main() -> int:
     if requested.generated:
         print(f"seed {seed}", file=sys.stderr, flush=True)
         check_control(seed)
-        print_verdicts(requested.generated, seed, requested.faults, requested.jobs, requested.output)
+        print_verdicts(
+            requested.generated, seed, requested.only, requested.faults, requested.jobs, requested.output
+        )
         return 0
     chosen, lacking = _choose(requested.only, requested.matrix)
     check_control(seed)

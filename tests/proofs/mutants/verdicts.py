@@ -44,9 +44,9 @@ class Row(NamedTuple):
     diff: str = ""
 
 
-def print_verdicts(count: int, seed: int, max_faults: int, jobs: int, output: Path) -> None:
+def print_verdicts(count: int, seed: int, only: str, max_faults: int, jobs: int, output: Path) -> None:
     """Print a line of JSON for each mutant, which `output` gets too, and the report on standard error."""
-    drawn, lock = draw(seed), Lock()
+    drawn, lock = (one for one in draw(seed) if only in one.name), Lock()
 
     def rows_of_next(_: int) -> list[Row]:
         rows = []
