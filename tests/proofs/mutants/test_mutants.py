@@ -45,7 +45,7 @@ def test_a_planted_bug_is_noticed() -> None:
 
 def test_a_generated_mutant_has_a_verdict(tmp_path: Path) -> None:
     output = tmp_path / "mutants.jsonl"
-    print_verdicts(1, seed=20261124, "", max_faults=100, jobs=1, output=output)
+    print_verdicts(1, seed=20261124, only="", max_faults=100, jobs=1, output=output)
     row = json.loads(output.read_text().splitlines()[-1])  # those before it do not start
     assert row["verdict"] in VERDICTS
     assert bool(row["diff"]) == (row["verdict"] != VERDICTS[0])
