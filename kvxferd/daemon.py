@@ -61,10 +61,10 @@ from kvxferd.core.events import (
     Tick,
 )
 from kvxferd.core.node import Node
-from kvxferd.core.snapshot import NodeSnapshot, PullRecord, ReleaseRecord
 from kvxferd.decision_loop import DecisionLoop
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint
+from kvxferd.records import NodeSnapshot, PullRecord, ReleaseRecord
 from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
 from kvxferd.telemetry.bounded_series import EngineAndPeerCollector

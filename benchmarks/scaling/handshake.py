@@ -11,9 +11,9 @@ import zmq
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.layout_cache import LayoutCache
-from kvxferd.core.manifest_checks import check_manifests
 from kvxferd.core.node import Node
+from kvxferd.core.peers.layout_cache import LayoutCache
+from kvxferd.core.peers.manifest_checks import check_manifests
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.plan import Expander, PlanCache, check_engine, decode_plan, encode_plan, make_plan
 from kvxferd.wire import peer

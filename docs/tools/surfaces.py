@@ -14,7 +14,8 @@ from typing import NamedTuple, get_args
 import structlog
 from msgspec.structs import replace
 
-from kvxferd.core.snapshot import (
+from kvxferd.errors import Code
+from kvxferd.records import (
     HandshakeRecord,
     PlacementRecord,
     PullRecord,
@@ -22,7 +23,6 @@ from kvxferd.core.snapshot import (
     TopologyRecord,
     TransportsRecord,
 )
-from kvxferd.errors import Code
 from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
 from kvxferd.telemetry.logs import log_record
 from kvxferd.telemetry.metrics import Metrics

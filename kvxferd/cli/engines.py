@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from kvxferd.cli.options import json_option, watchable, with_control_client
-from kvxferd.core.snapshot import EngineSnapshot, OwnershipSnapshot, RankSnapshot
+from kvxferd.records import EngineSnapshot, OwnershipSnapshot, RankSnapshot
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import (
     console,

@@ -14,8 +14,8 @@ import click
 
 from kvxferd.cli.options import json_option, watchable, with_control_client
 from kvxferd.cli.transfers import format_handover, format_ways
-from kvxferd.core.snapshot import HandshakeRecord, PullRecord, Record, ReleaseRecord
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.records import HandshakeRecord, PullRecord, Record, ReleaseRecord
 from kvxferd.telemetry.history import DEFAULT_PAGE, MAX_PAGE, record_from_json
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import format_bytes, format_duration, plain_text, print_json

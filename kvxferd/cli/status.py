@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from kvxferd.cli.options import json_option, watchable, with_control_client
-from kvxferd.core.snapshot import NodeSnapshot, RankSnapshot
+from kvxferd.records import NodeSnapshot, RankSnapshot
 from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.sample_report import LastMinute
 from kvxferd.telemetry.warnings.warning_list import NodeWarning

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvxferd.cli.transfers import format_read
-from kvxferd.core.snapshot import NodeSnapshot, PullRecord, ReleaseRecord
 from kvxferd.ids import Endpoint
+from kvxferd.records import NodeSnapshot, PullRecord, ReleaseRecord
 from kvxferd.telemetry.overview import FailureReason, Level, NodeVerdict, PeerLine, longest_phases
 from kvxferd.telemetry.sample_report import LastMinute, SampleReport
 from kvxferd.telemetry.units import (

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from kvxferd.cli.options import json_option, watchable, with_control_client
-from kvxferd.core.snapshot import PullRecord, PullSnapshot, TransferSnapshot
+from kvxferd.records import PullRecord, PullSnapshot, TransferSnapshot
 from kvxferd.telemetry.history import record_from_json
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import format_bytes, format_duration, print_json, print_table

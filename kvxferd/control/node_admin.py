@@ -21,14 +21,14 @@ from kvxferd.core.events import (
     TransferCancelRequested,
 )
 from kvxferd.core.node import Node
-from kvxferd.core.ownerships import Disownable
-from kvxferd.core.registry import LocalRank
-from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.core.ranks.ownerships import Disownable
+from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.mover.supervisor.pool import MoverPool
 from kvxferd.plan import TransferTopology
+from kvxferd.records import NodeSnapshot
 from kvxferd.telemetry.history import History
 from kvxferd.telemetry.logs import operator_log
 from kvxferd.telemetry.samples import Samples

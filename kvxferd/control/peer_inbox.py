@@ -18,8 +18,8 @@ import structlog
 
 from kvxferd.control.fair_thread import FairThread
 from kvxferd.core.events import Event, LayoutsChecked, PeerReply, PeerRequest
-from kvxferd.core.layout_cache import CheckedLayout, LayoutCache
-from kvxferd.core.manifest_checks import checked_layouts
+from kvxferd.core.peers.layout_cache import CheckedLayout, LayoutCache
+from kvxferd.core.peers.manifest_checks import checked_layouts
 from kvxferd.errors import Code, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.ids import Endpoint
 from kvxferd.wire.codec import refusal_of_undecodable

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvxferd.core.snapshot import EngineSnapshot, RankSnapshot
-from kvxferd.core.ucx_log import NETWORK, NODE
+from kvxferd.records import EngineSnapshot, RankSnapshot
 from kvxferd.telemetry.logs import SAME_NODE_TCP_WARNING
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.telemetry.warnings.warning_list import WarningCondition, finding_of
+from kvxferd.ucx_log import NETWORK, NODE
 
 _CARDS = Path("/sys/class/infiniband")
 

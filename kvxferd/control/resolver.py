@@ -20,7 +20,7 @@ import structlog
 
 from kvxferd.control.fair_queue import FairQueue
 from kvxferd.core.effects import NO_USER
-from kvxferd.core.fair_share import FairShare
+from kvxferd.core.limits.fair_share import FairShare
 
 log = structlog.get_logger()
 

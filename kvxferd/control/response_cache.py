@@ -16,7 +16,7 @@ from aiohttp import web
 
 from kvxferd.control.http_connections import HttpConnection
 from kvxferd.control.node_admin import NodeAdmin
-from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.records import NodeSnapshot
 from kvxferd.telemetry.metrics import Metrics
 
 MAX_AGE_S = 0.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.core.fair_share import FairShare
+from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.errors import Code, ProtocolError, count_busy_refusal
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvxferd.config import WorkerConfig
-from kvxferd.core.fair_share import FairShare
+from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.errors import Code, count_busy_refusal
 from kvxferd.unix_socket import Credentials, is_own_uid
 from kvxferd.wire.worker import Farewell

@@ -3,7 +3,7 @@
 `Node.feed(event, now)` returns effects, `Node.next_deadline()` says when to feed a `Tick`, and
 `Node.check_integrity()` holds the invariants that tests check after every step.
 
-Both names are imported when they are used: `kvxferd.core.snapshot` is also for verbs of the command line,
+Both names are imported when they are used: `kvxferd.records` is also for verbs of the command line,
 which would wait for numpy and the planner.
 """
 

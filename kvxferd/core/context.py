@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Iterable
 
 from kvxferd.core.effects import Effect
 from kvxferd.core.settings import Settings
-from kvxferd.core.timers import Timers
 from kvxferd.ids import BootId, Endpoint
+from kvxferd.timers import Timers
 
 # One event runs this many timers at most, and as many callbacks of one list. A pull that ends takes 110 us:
 # 7 ms a turn. A user can have a thousand pulls with the same deadline.

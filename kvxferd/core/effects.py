@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.core.snapshot import Record, ServedRecord
 from kvxferd.ids import Endpoint, MoverId, SessionId
+from kvxferd.records import Record, ServedRecord
 from kvxferd.wire.common import Message
 
 NO_USER = -1  # no user: the node acts for itself

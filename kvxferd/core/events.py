@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxferd.core.allowlist import PeerAllowlist
-from kvxferd.core.layout_cache import CheckedLayout
-from kvxferd.core.rank_holders import SavedRank
-from kvxferd.core.ucx_log import TransportsUsed
+from kvxferd.core.peers.layout_cache import CheckedLayout
+from kvxferd.core.ranks.rank_holders import SavedRank
 from kvxferd.ids import (
     AgentName,
     Endpoint,
@@ -18,6 +17,7 @@ from kvxferd.ids import (
     SessionId,
     TransferId,
 )
+from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
 from kvxferd.wire.peer import PeerMessage

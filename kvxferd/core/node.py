@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import assert_never
 
-from kvxferd.core.block_id_memory import MAX_BLOCK_ID_BYTES, BlockIdMemory, request_bytes
-from kvxferd.core.chunk_memory import ChunkMemory
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import (
     CloseWorkerConnection,
@@ -40,37 +38,39 @@ from kvxferd.core.events import (
     WorkerDisconnected,
     WorkerMessage,
 )
-from kvxferd.core.fence_pages import FencePages
-from kvxferd.core.grant_client import GrantClient
-from kvxferd.core.grant_server import GrantServer
-from kvxferd.core.handshake_client import HandshakeClient
-from kvxferd.core.handshake_server import HandshakeServer
-from kvxferd.core.home import Home
-from kvxferd.core.layout_cache import LayoutCache
-from kvxferd.core.local_ranks import LocalRanks
-from kvxferd.core.member import Member
-from kvxferd.core.movers import Mover, Movers
-from kvxferd.core.ownerships import Disownable, Ownerships
-from kvxferd.core.peer_requests import PeerRequests
-from kvxferd.core.peer_routes import PeerRoutes
-from kvxferd.core.peers import Peers
-from kvxferd.core.publishing import PublishedTransfers
-from kvxferd.core.pulls import Pulls
-from kvxferd.core.rank_reports import RankReports
-from kvxferd.core.reassembly_memory import ReassemblyMemory
-from kvxferd.core.registry import Registry
-from kvxferd.core.session import Session
+from kvxferd.core.limits.block_id_memory import MAX_BLOCK_ID_BYTES, BlockIdMemory, request_bytes
+from kvxferd.core.limits.reassembly_memory import ReassemblyMemory
+from kvxferd.core.peers.layout_cache import LayoutCache
+from kvxferd.core.peers.peers import Peers
+from kvxferd.core.peers.requests import PeerRequests
+from kvxferd.core.peers.routes import PeerRoutes
+from kvxferd.core.ranks.chunk_memory import ChunkMemory
+from kvxferd.core.ranks.home import Home
+from kvxferd.core.ranks.local_ranks import LocalRanks
+from kvxferd.core.ranks.member import Member
+from kvxferd.core.ranks.movers import Mover, Movers
+from kvxferd.core.ranks.ownerships import Disownable, Ownerships
+from kvxferd.core.ranks.polling import PollRequests
+from kvxferd.core.ranks.registry import Registry
+from kvxferd.core.ranks.session import Session
 from kvxferd.core.settings import Settings
-from kvxferd.core.snapshot import EngineSnapshot, LimitSnapshot, NodeSnapshot
-from kvxferd.core.snapshot_builder import (
+from kvxferd.core.sink.grants import GrantClient
+from kvxferd.core.sink.manifests import HandshakeClient
+from kvxferd.core.sink.pulls import Pulls
+from kvxferd.core.source.fence_pages import FencePages
+from kvxferd.core.source.grants import GrantServer
+from kvxferd.core.source.manifests import HandshakeServer
+from kvxferd.core.source.publishing import PublishedTransfers
+from kvxferd.core.source.rank_reports import RankReports
+from kvxferd.core.views.node_view import (
     engine_snapshots,
     list_pulls,
     list_transfers,
 )
-from kvxferd.core.source_polling import PollRequests
 from kvxferd.core.worker_requests import WorkerRequests
 from kvxferd.errors import Code, EngineError, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
+from kvxferd.records import EngineSnapshot, LimitSnapshot, NodeSnapshot
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
 from kvxferd.wire.common import Refusal

@@ -8,15 +8,15 @@ import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
-from kvxferd.core.fair_share import FairShare
-from kvxferd.core.grant_client import GrantClient, GrantState, HeldGrant
-from kvxferd.core.member import Member
-from kvxferd.core.peers import Peers
-from kvxferd.core.publishing import PublishedTransfers
-from kvxferd.core.pull import Pull
-from kvxferd.core.pulls import Pulls
-from kvxferd.core.registry import LocalRank, Registry
-from kvxferd.core.session import Session
+from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.peers.peers import Peers
+from kvxferd.core.ranks.member import Member
+from kvxferd.core.ranks.registry import LocalRank, Registry
+from kvxferd.core.ranks.session import Session
+from kvxferd.core.sink.grants import GrantClient, GrantState, HeldGrant
+from kvxferd.core.sink.pull import Pull
+from kvxferd.core.sink.pulls import Pulls
+from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import Ticket, TransferId
 from kvxferd.layout import BlocksByGroup

@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from kvxferd.core.snapshot import PHASES, PullRecord
 from kvxferd.demo.rank import RankResult
 from kvxferd.ids import PullId, Rank
+from kvxferd.records import PHASES, PullRecord
 from kvxferd.tooling.engine_pair import EnginePair
 from kvxferd.tooling.output import format_bytes, format_duration, plain_text
 

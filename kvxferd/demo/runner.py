@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import msgspec
 
-from kvxferd.core.snapshot import PullRecord
 from kvxferd.demo.rank import DemoRank
 from kvxferd.demo.report import DemoResults
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import Rank
+from kvxferd.records import PullRecord
 from kvxferd.telemetry.history import record_from_json
 from kvxferd.tooling.child_process import ChildProcess, Pending
 from kvxferd.tooling.content import RequestBlocks

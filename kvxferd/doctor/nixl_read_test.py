@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from kvxferd.core.ucx_log import ITSELF, NODE, data_transports, parse_line, parse_transports
 from kvxferd.doctor.finding import CheckContext
 from kvxferd.doctor.isolated import call_isolated, isolated
 from kvxferd.doctor.nixl_read_process import ReadAgent
 from kvxferd.errors import KvxferdError
 from kvxferd.mover.backends import Backend, backend_environment
 from kvxferd.mover.ucx_settings import tls_with_cuda
+from kvxferd.ucx_log import ITSELF, NODE, data_transports, parse_line, parse_transports
 
 SIZE_BYTES = 16 << 20
 READ_TIMEOUT_S = 30.0  # a cold import on a busy machine

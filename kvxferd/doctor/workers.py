@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.doctor.finding import CheckContext, Finding, ok, warn
 from kvxferd.errors import KvxferdError
+from kvxferd.records import NodeSnapshot
 from kvxferd.tooling.output import format_count
 
 NOT_VISIBLE = "another PID namespace, or gone"

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvxferd.core.ucx_log import TransportsUsed, transport_kind
 from kvxferd.mover.backends import UCX, Backend
+from kvxferd.ucx_log import TransportsUsed, transport_kind
 
 # By backend, the transports on which nothing lands after a disconnect, each with its evidence. Every other
 # one is in doubt. Of UCX these are rc, dc and ud (two rails), cuda_ipc, rocm and gaudi (copies of a device),

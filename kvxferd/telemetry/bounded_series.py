@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from kvxferd.core.snapshot import PULL_OUTCOMES, PullRecord, ServedRecord
 from kvxferd.ids import Endpoint
+from kvxferd.records import PULL_OUTCOMES, PullRecord, ServedRecord
 from kvxferd.wire.endpoint import address_of
 
 # 64 pairs and 64 peers are 910 series, up to 118 kB of a scrape.

@@ -8,15 +8,15 @@ from itertools import product
 
 from prometheus_client.core import GaugeMetricFamily
 
-from kvxferd.core.registry import RankState
-from kvxferd.core.snapshot import (
+from kvxferd.core.ranks.registry import RankState
+from kvxferd.records import (
     PULL_STATES,
     EngineSnapshot,
     LimitSnapshot,
     NodeSnapshot,
     RankSnapshot,
 )
-from kvxferd.core.ucx_log import REACHES
+from kvxferd.ucx_log import REACHES
 
 RANK_STATES = (*(state.value for state in RankState), "remote")
 ENGINE_STATES = ("readable", "unreadable", "incomplete", "member")

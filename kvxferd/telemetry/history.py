@@ -9,7 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from kvxferd.core.snapshot import (
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.records import (
     HandshakeRecord,
     PlacementRecord,
     PullRecord,
@@ -18,7 +19,6 @@ from kvxferd.core.snapshot import (
     TopologyRecord,
     TransportsRecord,
 )
-from kvxferd.errors import Code, KvxferdError
 from kvxferd.telemetry.notable_records import NotableRecords
 
 # A record is about 1 KiB, so this is 1 MiB: two seconds of a node with 500 pulls a second, hours of others.

@@ -13,7 +13,7 @@ from typing import Any, TextIO, assert_never
 import structlog
 
 from kvxferd.config import LogConfig
-from kvxferd.core.snapshot import (
+from kvxferd.records import (
     HandshakeRecord,
     PlacementRecord,
     PullRecord,

@@ -15,8 +15,9 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 import kvxferd
-from kvxferd.core.limits import BUSY_LIMITS
-from kvxferd.core.snapshot import (
+from kvxferd.core.limits.checks import BUSY_LIMITS
+from kvxferd.errors import BUSY_REFUSALS, Code
+from kvxferd.records import (
     PHASES,
     PULL_OUTCOMES,
     RELEASE_REASONS,
@@ -31,7 +32,6 @@ from kvxferd.core.snapshot import (
     TopologyRecord,
     TransportsRecord,
 )
-from kvxferd.errors import BUSY_REFUSALS, Code
 from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
 from kvxferd.telemetry.gauges import PLACEMENTS, gauges_of
 from kvxferd.telemetry.late_timers import Cause, Lateness

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from kvxferd.core.snapshot import PullRecord, Record, ReleaseRecord
 from kvxferd.errors import Code
+from kvxferd.records import PullRecord, Record, ReleaseRecord
 
 MAX_FAILED = 256
 MAX_EXPIRED = 64

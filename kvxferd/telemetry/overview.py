@@ -10,8 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
-from kvxferd.core.snapshot import LimitSnapshot, NodeSnapshot, PeerSnapshot, PullRecord
 from kvxferd.ids import Endpoint
+from kvxferd.records import LimitSnapshot, NodeSnapshot, PeerSnapshot, PullRecord
 from kvxferd.telemetry.remedies import remedy_of
 from kvxferd.telemetry.sample_report import LastMinute, PeerRow
 from kvxferd.telemetry.units import format_count, format_share, format_time

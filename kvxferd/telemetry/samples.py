@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvxferd.core.snapshot import PHASES, PullRecord, Record, ReleaseRecord
 from kvxferd.errors import Code
+from kvxferd.records import PHASES, PullRecord, Record, ReleaseRecord
 from kvxferd.telemetry.sample_report import OTHERS, Columns, LastMinute, PairRow, PeerRow, SampleReport
 
 RING_S = 900

@@ -3,7 +3,7 @@
 The branches are the arms of `if`, `match` and `... if ... else ...`, loops, handlers of exceptions, and what
 follows a statement that may leave its block. A name has the function and the branch's text, no line number,
 and the errors and enum members that stand in the branch:
-`core/pulls.py Pulls.post: past if piece is None -> PullTrigger.POST`.
+`core/sink/pulls.py Pulls.post: past if piece is None -> PullTrigger.POST`.
 A block that always runs is a place where it has such words, and each move of a table of legal moves is one.
 """
 

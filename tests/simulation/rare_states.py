@@ -151,7 +151,7 @@ def start() -> None:
 
 @cache
 def _files() -> dict[Path, str]:
-    """Return the files whose modules are counted, and their names, such as `core/pulls.py`."""
+    """Return the files whose modules are counted, and their names, such as `core/sink/pulls.py`."""
     files = {path: path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("*.py"))}
     return {path: name for path, name in files.items() if _room(name) in ROOMS and not _is_left_out(name)}
 

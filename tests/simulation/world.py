@@ -25,7 +25,7 @@ from kvxferd.config.schema import (
     PeerConfig,
     TransferConfig,
 )
-from kvxferd.core import source_breaker
+from kvxferd.core.sink import stalled_sources as source_breaker
 from kvxferd.wire import block_id_parts
 from tests.simulation import interposed, libzmq, network
 from tests.simulation.checks import Check, Expectations, Violation

@@ -4,8 +4,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvxferd.control.node_admin import ReloadResult
-from kvxferd.core.ownerships import Disownable
-from kvxferd.core.snapshot import (
+from kvxferd.core.ranks.ownerships import Disownable
+from kvxferd.errors import Code, EngineError
+from kvxferd.ids import (
+    AgentName,
+    BootId,
+    Endpoint,
+    EngineId,
+    EngineKey,
+    Generation,
+    GrantId,
+    PullId,
+    Rank,
+    TransferId,
+)
+from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout.presets import deploy
+from kvxferd.plan import TransferTopology
+from kvxferd.records import (
     LIMIT_NAMES,
     EngineSnapshot,
     HandshakeRecord,
@@ -26,22 +42,6 @@ from kvxferd.core.snapshot import (
     TransportsRecord,
     TransportsSnapshot,
 )
-from kvxferd.errors import Code, EngineError
-from kvxferd.ids import (
-    AgentName,
-    BootId,
-    Endpoint,
-    EngineId,
-    EngineKey,
-    Generation,
-    GrantId,
-    PullId,
-    Rank,
-    TransferId,
-)
-from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.presets import deploy
-from kvxferd.plan import TransferTopology
 from kvxferd.telemetry.history import History
 from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.telemetry.warnings.kinds import WarningKind

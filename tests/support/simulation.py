@@ -18,7 +18,6 @@ import msgspec
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.snapshot import Record, ServedRecord
 from kvxferd.errors import Code
 from kvxferd.ids import (
     AgentName,
@@ -35,6 +34,7 @@ from kvxferd.ids import (
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, pack_ids
 from kvxferd.layout.presets import attention_layout
 from kvxferd.plan import Expander, decode_plan
+from kvxferd.records import Record, ServedRecord
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.block_id_parts import BlockIdAssembly

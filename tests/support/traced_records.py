@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvxferd.core.snapshot import PullRecord
+from kvxferd.records import PullRecord
 
 TRACE, PARENT, OWN = "1" * 32, "a" * 16, "c" * 16
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"

@@ -122,7 +122,7 @@ def test_mutants_of_the_package_are_other_programs_that_a_seed_draws() -> None:
 
 
 def test_a_name_of_no_mutant_is_an_error() -> None:
-    for name in ("core/pulls.py:1 boundary", "core/__init__.py:1 dropped", "nowhere"):
+    for name in ("core/sink/pulls.py:1 boundary", "core/__init__.py:1 dropped", "nowhere"):
         with pytest.raises(MutantError, match="no mutant has the name"):
             named(name)
 

@@ -16,8 +16,8 @@ from kvxferd.bench.rank_process import BenchRank
 from kvxferd.bench.shapes import BenchDeployment, EngineOptions, footprint
 from kvxferd.bench.testbed import RunningEngines, Testbed
 from kvxferd.bench.workload import MIB, CrossingSize
-from kvxferd.core.snapshot import PullRecord
 from kvxferd.errors import KvxferdError
+from kvxferd.records import PullRecord
 from kvxferd.telemetry.history import record_from_json
 
 SHAPE = "qwen3-8b"  # eight heads of 128, so that a head of a token is 256 bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from kvxferd.core.ucx_log import CONNECTED_MARK
+from kvxferd.ucx_log import CONNECTED_MARK
 
 # The kernel keeps a write to a pipe whole up to 4,096 bytes.
 HEAD_BYTES, TAIL_BYTES = 1000, 2500

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from kvxferd.core.ucx_log import UcxLine
 from kvxferd.errors import ProtocolError
 from kvxferd.frame_socket import LOST_FD, close_fds, dup_fds
 from kvxferd.frame_stream import FrameStream
@@ -29,6 +28,7 @@ from kvxferd.mover.forkserver_protocol import (
 )
 from kvxferd.mover.shm import remove_shm_directory
 from kvxferd.mover.supervisor.stderr_reader import StderrReader
+from kvxferd.ucx_log import UcxLine
 from kvxferd.wire.codec import encode
 from kvxferd.wire.framing import Frame
 

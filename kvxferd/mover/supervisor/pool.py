@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import assert_never
 
-from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.decision_loop import DecisionLoop
 from kvxferd.errors import MoverError
 from kvxferd.ids import BootId, MoverId
@@ -58,6 +57,7 @@ from kvxferd.mover.supervisor.pool_events import (
     UcxLineRead,
     UcxLinesLost,
 )
+from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.mover import DisconnectSeen, FromMover
 
 _LOG = logging.getLogger(__name__)

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple, assert_never
 
-from kvxferd.core.timers import Timers
-from kvxferd.core.ucx_log import UcxLine, is_about_connection, parse_transports
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName, MoverId
 from kvxferd.mover.backends import Backend
@@ -47,6 +45,8 @@ from kvxferd.mover.supervisor.pool_events import (
     UcxLinesLost,
 )
 from kvxferd.mover.supervisor.transport_evidence import TransportEvidence
+from kvxferd.timers import Timers
+from kvxferd.ucx_log import UcxLine, is_about_connection, parse_transports
 from kvxferd.wire.mover import DisconnectJudged, DisconnectSeen, FromMover, MoverUp
 
 REFILL_DELAY_S = 0.25  # after a mover was acquired: its registration goes first

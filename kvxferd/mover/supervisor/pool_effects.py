@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import MoverError
 from kvxferd.ids import AgentName, MoverId
+from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import Message
 from kvxferd.wire.mover import FromMover
 

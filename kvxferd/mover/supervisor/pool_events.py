@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvxferd.core.ucx_log import UcxLine
 from kvxferd.ids import MoverId
 from kvxferd.mover.forkserver_protocol import Forked, ForkFailed, LibraryLoaded, LibraryUnavailable
+from kvxferd.ucx_log import UcxLine
 from kvxferd.wire.mover import FromMover
 
 

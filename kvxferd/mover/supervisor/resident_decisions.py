@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from kvxferd.core.timers import Timers
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import AgentName, BootId, MoverId
 from kvxferd.mover.agent_names import is_agent_name
@@ -25,6 +24,7 @@ from kvxferd.mover.supervisor.pool_events import (
     StopRequested,
     TimersDue,
 )
+from kvxferd.timers import Timers
 from kvxferd.wire.mover import FromMover, MoverLeaving, MoverUp
 
 UP_TIMEOUT_S = 20.0  # a worker's first agent takes 0.5 s; a busy engine's GIL makes that longer

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import assert_never
 
-from kvxferd.core.movers import STUCK_S
+from kvxferd.core.ranks.movers import STUCK_S
 from kvxferd.decision_loop import DecisionLoop
 from kvxferd.ids import AgentName, BootId, MoverId
 from kvxferd.mover.supervisor.handle import MoverHandle

@@ -10,7 +10,7 @@ import struct
 import termios
 from collections.abc import Callable
 
-from kvxferd.core.ucx_log import UcxLine, is_about_connection, parse_line
+from kvxferd.ucx_log import UcxLine, is_about_connection, parse_line
 
 _LOG = logging.getLogger(__name__)
 

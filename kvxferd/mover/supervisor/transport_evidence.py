@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.ids import MoverId
 from kvxferd.mover.backends import Backend
 from kvxferd.mover.disconnects import transports_prove_over
+from kvxferd.ucx_log import TransportsUsed
 
 MAX_EARLY_TRANSPORTS = 256  # lines; a mover writes fewer than 10 of them before its first pull
 

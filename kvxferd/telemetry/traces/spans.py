@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple, assert_never
 
-from kvxferd.core.snapshot import PullRecord, ReleaseRecord
 from kvxferd.errors import Code
+from kvxferd.records import PullRecord, ReleaseRecord
 from kvxferd.wire.traceparent import parent_id_of, span_id_for, trace_id_of
 
 TracedRecord = PullRecord | ReleaseRecord

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import structlog
 
-from kvxferd.core.fair_share import FairShare
+from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.telemetry.traces.spans import Span, TracedRecord, spans_of
 
 log = structlog.get_logger()

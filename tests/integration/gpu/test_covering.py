@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.core.snapshot import WAYS
+from kvxferd.records import WAYS
 from kvxferd.wire.limits import CHUNK_BYTES
 from tests.support.device_daemon import BIG, daemon
 from tests.support.devices import driver_or_skip, used_bytes

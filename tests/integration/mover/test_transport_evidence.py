@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvxferd.core.ucx_log import UcxLine
 from kvxferd.ids import Digest
 from kvxferd.mover.supervisor.pool_events import UcxLineRead
 from kvxferd.mover.supervisor.transport_evidence import MAX_EARLY_TRANSPORTS
+from kvxferd.ucx_log import UcxLine
 from kvxferd.wire.mover import LoadPlan
 from tests.support.mover_harness import Node, Worker, bind, wait_until
 

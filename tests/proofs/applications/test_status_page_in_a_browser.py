@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvxferd.core.snapshot import Record, ReleaseRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId, PullId, TransferId
+from kvxferd.records import Record, ReleaseRecord
 from kvxferd.telemetry import units
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from tests.support.browser import Page, browser_page, find_browser

@@ -6,9 +6,9 @@ Not of the memory that its session knew when it was called: other bytes than the
 from __future__ import annotations
 
 from kvxferd.cli import main
-from kvxferd.core.publishing import PublishedTransfers
-from kvxferd.core.registry import LocalEngine
-from kvxferd.core.session import Session
+from kvxferd.core.ranks.registry import LocalEngine
+from kvxferd.core.ranks.session import Session
+from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.wire.worker import Publish
 

@@ -8,12 +8,12 @@ import pytest
 
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.registration import Registration
-from kvxferd.core.publishing import PublishedTransfers
-from kvxferd.core.pull import TRANSITIONS, Pull, PullPhase, PullTrigger
-from kvxferd.core.pulls import Pulls
-from kvxferd.core.registry import LocalEngine
-from kvxferd.core.session import Session
-from kvxferd.core.transfer_table import Transfer, TransferTable
+from kvxferd.core.ranks.registry import LocalEngine
+from kvxferd.core.ranks.session import Session
+from kvxferd.core.sink.pull import TRANSITIONS, Pull, PullPhase, PullTrigger
+from kvxferd.core.sink.pulls import Pulls
+from kvxferd.core.source.publishing import PublishedTransfers
+from kvxferd.core.source.transfer_table import Transfer, TransferTable
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.wire.worker import Publish

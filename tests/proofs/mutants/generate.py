@@ -1,8 +1,8 @@
 """Mutants that are made from the source as it is: the careless refactorings of a stranger.
 
 A planted bug breaks a promise that its author had in mind; these show what nobody thought of. Each has a name
-such as `core/pulls.py:123 stale`: the file, the line, and which operator of `sites` has changed it. It is a
-`Mutant` whose text is the whole module, so it is planted and judged as any other.
+such as `core/sink/pulls.py:123 stale`: the file, the line, and which operator of `sites` has changed it. It
+is a `Mutant` whose text is the whole module, so it is planted and judged as any other.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def files() -> list[Path]:
 
 
 def is_excluded(file: str) -> bool:
-    """Whether no mutant is made of a file, such as `core/pulls.py`."""
+    """Whether no mutant is made of a file, such as `core/sink/pulls.py`."""
     patterns = " ".join(EXCLUDED.values()).split()
     return any(fnmatch(file, f"{pattern}.py") for pattern in patterns)
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from kvxferd.core.timers import Timers
 from kvxferd.plan import Expander, PlanCache, TransferTopology
+from kvxferd.timers import Timers
 
 # A clock starts here. Durations stay far below, so a float tells which it is.
 CLOCK_START = float(1 << 20)

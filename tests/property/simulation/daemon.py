@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from kvxferd.core import Node, Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.ucx_log import TransportsUsed
 from kvxferd.errors import Code, MoverError
 from kvxferd.ids import BootId, Endpoint, GrantId, MoverId, SessionId
 from kvxferd.mover.backends import Backend
 from kvxferd.mover.disconnects import transports_prove_over
+from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message, Refusal

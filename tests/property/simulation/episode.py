@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from kvxferd.client import gpu_events
-from kvxferd.core import pull_pieces, source_breaker
+from kvxferd.core.sink import pieces as pull_pieces
+from kvxferd.core.sink import stalled_sources as source_breaker
 from kvxferd.errors import KvxferdError
 from kvxferd.wire import block_id_parts
 from kvxferd.wire.limits import IDS_PART_BYTES

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvxferd.client.registration import MemoryState
-from kvxferd.core.local_ranks import REBIND_AFTER_S
+from kvxferd.core.ranks.local_ranks import REBIND_AFTER_S
 from kvxferd.wire.common import BlockIds
 from kvxferd.wire.peer import GrantReply
 from tests.property.simulation.agenda import Actor

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from enum import StrEnum
 
 from kvxferd.client.session import SessionState
-from kvxferd.core.local_ranks import REBIND_AFTER_S
+from kvxferd.core.ranks.local_ranks import REBIND_AFTER_S
 from kvxferd.ids import EngineKey
 from kvxferd.wire.peer import GrantReply
 from tests.property.simulation.engine import MAX_ATTEMPTS, Engine, Transfer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvxferd.core.pulls import MAX_MOVERS_LOST
+from kvxferd.core.sink.pulls import MAX_MOVERS_LOST
 from tests.property.simulation.agenda import Agenda
 from tests.property.simulation.memory import UNIT_BYTES, Buffer
 

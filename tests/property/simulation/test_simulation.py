@@ -32,7 +32,7 @@ def test_some_faults_break_no_promise(size):
 
 
 # Seeds that broke a promise when they were drawn. A later simulation may draw other faults from them, so
-# tests/unit/core/test_home_and_member.py and test_retirement.py hold what was mended, too.
+# tests/unit/core/ranks/test_home_and_member.py and test_retirement.py hold what was mended, too.
 KEPT = {
     (
         42751477781271,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvxferd.client import events as ce
-from kvxferd.core.registry import MemberRank
+from kvxferd.core.ranks.registry import MemberRank
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, EngineKey, GrantId, Rank
 from kvxferd.wire import mover as mv

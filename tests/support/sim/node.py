@@ -8,8 +8,8 @@ from typing import assert_never
 from kvxferd.core import Node
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.snapshot import Record, ServedRecord
 from kvxferd.ids import Endpoint, SessionId
+from kvxferd.records import Record, ServedRecord
 from tests.support.sim.ports import Ports
 from tests.support.sim.schedule import Later
 

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from kvxferd.cli.history import Duration
 from kvxferd.cli.root import root
-from kvxferd.core.snapshot import Record
 from kvxferd.errors import Code
 from kvxferd.ids import TransferId
+from kvxferd.records import Record
 from kvxferd.telemetry.history import History
 from kvxferd.tooling.control_client import ControlClient
 from tests.support.node_samples import StillNode, pull_record

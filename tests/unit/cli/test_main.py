@@ -17,8 +17,8 @@ from kvxferd.cli import options
 from kvxferd.cli.completion import MAX_OFFERED, TIMEOUT_S
 from kvxferd.cli.root import root
 from kvxferd.config import CONFIG_PATH_VARIABLE, SETTINGS, flag_name
-from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.ids import TransferId
+from kvxferd.records import NodeSnapshot
 from kvxferd.tooling.output import format_bytes, format_count, format_duration, plain_text
 from tests.support.node_samples import StillNode, node_snapshot
 from tests.support.python_process import run_kvxferd

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.cli.root import root
-from kvxferd.core.snapshot import NodeSnapshot, PullRecord, Record
 from kvxferd.errors import Code
 from kvxferd.ids import BootId, Endpoint, EngineId, Generation, TransferId
+from kvxferd.records import NodeSnapshot, PullRecord, Record
 from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.tooling.output import share_width
 from kvxferd.wire.limits import MAX_NAME_CHARS

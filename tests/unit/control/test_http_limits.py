@@ -19,7 +19,7 @@ from kvxferd.control import fd_budget, http_connections, response_cache
 from kvxferd.control.fd_budget import fd_warnings, max_http_connections, max_memory_fds_of
 from kvxferd.control.http_rate_limit import HttpRateLimiter
 from kvxferd.control.http_server import HttpServer
-from kvxferd.core.snapshot import NodeSnapshot
+from kvxferd.records import NodeSnapshot
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from tests.support.http_harness import config_in, over_tcp, over_unix

@@ -14,8 +14,8 @@ import pytest
 
 from kvxferd.control.http_routes import ROUTES, Access
 from kvxferd.control.status_page import HEADERS, PAGE
-from kvxferd.core.snapshot import NodeSnapshot
 from kvxferd.errors import Code, ConfigError
+from kvxferd.records import NodeSnapshot
 from kvxferd.telemetry.history import record_from_json
 from tests.support.http_harness import config_in, over_tcp, over_unix, serving
 from tests.support.node_samples import SOURCE, StillNode, node_snapshot, records

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvxferd.control.placement_warnings import findings_of
-from kvxferd.core.snapshot import NodeSnapshot, PlacementSnapshot
+from kvxferd.records import NodeSnapshot, PlacementSnapshot
 from tests.support.node_samples import node_snapshot
 
 

@@ -276,7 +276,7 @@ def test_the_pieces_of_a_pull_do_not_each_carry_the_whole_list(world, monkeypatc
     Source and sink send all ids for each: with 15 MiB a piece takes 40 ms of both loops. An id need go over
     each connection once, to the sink and to its mover: twice the list. All else fits in once the list.
     """
-    monkeypatch.setattr("kvxferd.core.pull_pieces.MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr("kvxferd.core.sink.pieces.MIN_PIECE_BYTES", 1)
     num_ids, num_pieces = IDS_PER_MIB, 8
     source, sink = rank(world, "p", "prefill", num_ids), rank(world, "d", "decode")
     first = num_ids - num_pieces

@@ -8,7 +8,7 @@ import pytest
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
-from kvxferd.core.limits import RETRY_AFTER_S, RETRY_LATER_S
+from kvxferd.core.limits.checks import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused, StillWaiting
@@ -177,7 +177,7 @@ def test_grants_that_wait_are_bounded_and_the_pull_is_told():
 
 
 def test_tombstones_are_bounded(monkeypatch):
-    monkeypatch.setattr("kvxferd.core.transfer_table.MAX_TOMBSTONES", 3)
+    monkeypatch.setattr("kvxferd.core.source.transfer_table.MAX_TOMBSTONES", 3)
     world = world_of()
     source = world.engine(world.host("p"), "prefill")[0]
     for number in range(10):

@@ -10,9 +10,9 @@ import pytest
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.allowlist import PeerAllowlist
-from kvxferd.core.snapshot import HandshakeRecord, PullRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineKey
+from kvxferd.records import HandshakeRecord, PullRecord
 from kvxferd.wire import worker as wk
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, delivers, spec_of
 

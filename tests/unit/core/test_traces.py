@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.core.settings import Settings
-from kvxferd.core.snapshot import PullRecord, ReleaseRecord
 from kvxferd.core.traces import sampled_trace
+from kvxferd.records import PullRecord, ReleaseRecord
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.traceparent import parent_id_of, root_traceparent, span_id_for

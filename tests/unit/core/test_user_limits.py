@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.config import LimitsConfig
-from kvxferd.core import Settings, peers, registration_checks, transfer_table
+from kvxferd.core import Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.core.peers import peers
+from kvxferd.core.ranks import registration_checks
+from kvxferd.core.source import transfer_table
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, Rank
 from kvxferd.wire import worker as wk

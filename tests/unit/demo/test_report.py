@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from kvxferd.cli.demo import demo, pairs_to_run
-from kvxferd.core.snapshot import PullRecord
 from kvxferd.demo.rank import RankResult
 from kvxferd.demo.report import DemoResults, describe_difference, render_report
 from kvxferd.ids import EngineId, PullId, TransferId
 from kvxferd.layout.presets import LayerKind, ModelFacts, key_and_value
+from kvxferd.records import PullRecord
 from kvxferd.tooling.content import ContentCheck
 from kvxferd.tooling.engine_pair import EnginePair, EngineShape
 from kvxferd.tooling.engine_process import Pulled

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from kvxferd.config import Config
-from kvxferd.core.snapshot import PeerSnapshot, PullRecord, ReaderRecord, Record, ReleaseRecord
 from kvxferd.doctor.finding import CheckContext, Finding, Verdict
 from kvxferd.doctor.link import judge
 from kvxferd.doctor.peer_check import check_peer
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint
+from kvxferd.records import PeerSnapshot, PullRecord, ReaderRecord, Record, ReleaseRecord
 from kvxferd.telemetry.history import record_to_json
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.engine_process import Pulled

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from kvxferd.core.ucx_log import TransportsUsed, parse_transports
 from kvxferd.errors import Code
 from kvxferd.mover.backends import DEFAULT_BACKEND, Backend
 from kvxferd.mover.disconnects import (
@@ -17,6 +16,7 @@ from kvxferd.mover.disconnects import (
 from kvxferd.mover.process import pull_engine
 from kvxferd.mover.supervisor.stderr_reader import StderrReader
 from kvxferd.mover.transport.base import TransportError
+from kvxferd.ucx_log import TransportsUsed, parse_transports
 from kvxferd.wire.mover import DisconnectSeen
 from tests.support.pull_engine_harness import Bench, scattered
 

@@ -118,7 +118,7 @@ from tests.simulation import rare_states
 
 plant(Mutant(name="planted", promise="", old=OLD, new=NEW))
 rare_states.start()
-from kvxferd.core.pull import TRANSITIONS, PullPhase, PullTrigger
+from kvxferd.core.sink.pull import TRANSITIONS, PullPhase, PullTrigger
 from kvxferd.client.pulls import MOVES
 from kvxferd.mover.process.chunks import MOVES as CHUNK_MOVES, ChunkState
 
@@ -155,7 +155,7 @@ def test_processes_count_for_themselves_with_a_mutant_too() -> None:
     assert done.returncode == 0, done.stderr
     phases, met, of_child, error = json.loads(done.stdout)
     edges = [
-        "core/pull.py module: TRANSITIONS -> PullPhase.WAITING + PullTrigger.POST",
+        "core/sink/pull.py module: TRANSITIONS -> PullPhase.WAITING + PullTrigger.POST",
         "mover/process/chunks.py module: MOVES -> ChunkState.FREE + ChunkState.READING",
     ]
     assert phases == ["stopping", "stopping"]

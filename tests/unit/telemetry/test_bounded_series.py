@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvxferd.core.snapshot import ServedRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId, TransferId
+from kvxferd.records import ServedRecord
 from kvxferd.telemetry.bounded_series import (
     IDLE_S,
     MAX_LABEL_CHARS,

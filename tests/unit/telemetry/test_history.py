@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.core.snapshot import PullRecord, Record
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.records import PullRecord, Record
 from kvxferd.telemetry.history import History, HistoryQuery, record_from_json, record_to_json, stamped
 from tests.support.node_samples import SOURCE, pull_record, records
 

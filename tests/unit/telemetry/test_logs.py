@@ -11,8 +11,8 @@ import pytest
 import structlog
 
 from kvxferd.config import LogConfig
-from kvxferd.core.snapshot import PlacementRecord
 from kvxferd.errors import Code
+from kvxferd.records import PlacementRecord
 from kvxferd.telemetry import log_limits
 from kvxferd.telemetry.log_limits import (
     MAX_LINES_PER_EVENT,

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvxferd
-from kvxferd.core.limits import BUSY_LIMITS, check_count
-from kvxferd.core.snapshot import PHASES, RELEASE_REASONS, NodeSnapshot, ServedRecord
+from kvxferd.core.limits.checks import BUSY_LIMITS, check_count
 from kvxferd.errors import BusyError, Code
+from kvxferd.records import PHASES, RELEASE_REASONS, NodeSnapshot, ServedRecord
 from kvxferd.telemetry.gauges import engine_state, transport_class
 from kvxferd.telemetry.metrics import Metrics
 from tests.support.node_samples import PEER, SINK, SOURCE, node_snapshot, pull_record, records

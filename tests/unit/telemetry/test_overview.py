@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvxferd.core.snapshot import LimitSnapshot, PullRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
+from kvxferd.records import LimitSnapshot, PullRecord
 from kvxferd.telemetry.overview import Level, NodeVerdict, failure_reasons, peer_lines, verdict_of
 from kvxferd.telemetry.sample_report import PeerRow
 from kvxferd.telemetry.samples import Gauges, Samples

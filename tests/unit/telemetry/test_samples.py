@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxferd.core.snapshot import PHASES, PullRecord, ReleaseRecord
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint, EngineId, TransferId
+from kvxferd.records import PHASES, PullRecord, ReleaseRecord
 from kvxferd.telemetry.sample_report import OTHERS, SampleReport
 from kvxferd.telemetry.sampler import Sampler
 from kvxferd.telemetry.samples import MAX_KEYS, RING_S, Gauges, Samples

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.core.snapshot import PHASES, PullRecord, ReleaseRecord
 from kvxferd.errors import Code
+from kvxferd.records import PHASES, PullRecord, ReleaseRecord
 from kvxferd.telemetry.traces import tracer as module
 from kvxferd.telemetry.traces.spans import Span, TracedRecord, spans_of
 from kvxferd.telemetry.traces.tracer import MAX_BATCH, MAX_QUEUED, TraceOutcome, Tracer

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvxferd.core.ucx_log import is_about_connection, parse_line
 from kvxferd.mover.process.log_formatter import OneLineFormatter
+from kvxferd.ucx_log import is_about_connection, parse_line
 
 FORGED = "[1700000000.123456] [host:4711 :0] ucp_worker.c:1997 UCX  INFO  n intra-node cfg#1 rma(cma/memory)"
 PIPE_BUF = 4096  # bytes; the kernel keeps a write to a pipe whole up to here

@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 
-from kvxferd.core.ucx_log import UcxLine
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, MoverId
 from kvxferd.mover.backends import DEFAULT_BACKEND
@@ -23,6 +22,7 @@ from kvxferd.mover.supervisor.pool_decisions import (
     START_TIMEOUT_S,
     PoolDecisions,
 )
+from kvxferd.ucx_log import UcxLine
 from kvxferd.wire.mover import DisconnectJudged, DisconnectSeen, MoverUp, Polling
 
 ONE, TWO = MoverId(1), MoverId(2)

@@ -1,0 +1,139 @@
+"""How much a node accepts before it refuses with `busy`, and when the caller may try again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from kvxferd.config import LimitsConfig
+from kvxferd.core.limits.fair_share import RESERVE_DIVISOR, SMALL_DIVISOR, FairShare
+from kvxferd.core.tables import decrease
+from kvxferd.errors import OTHER_LIMIT, BusyError
+from kvxferd.ids import SessionId
+
+# Pulls, handshakes and waits for grants end within seconds, and make room.
+RETRY_AFTER_S = 1.0
+# Ranks and peers make room only when they leave, as in a restart, which takes longer.
+RETRY_LATER_S = 10.0
+
+# An ended transfer is remembered for `tombstone_s`. 131,072 of them take about 50 MB, and at that limit
+# 200 transfers a second are remembered for their whole ten minutes. A late reader of a transfer that was
+# forgotten early gets `transfer-unknown` instead of the reason for its end.
+MAX_TOMBSTONES = 1 << 17
+
+
+# Limits that refuse with `busy`: settings, then those that are none. A refusal by any other is "other".
+BUSY_LIMITS = (
+    *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
+    *("max_peers", "max_waiting_per_peer", "max_waiting"),
+    *("block_id_bytes", "mover_starts", "remote_engine_bytes", "grants_per_transfer"),
+    *("open_files", "worker_descriptors", "unfinished_registrations", "http", OTHER_LIMIT),
+)
+
+
+def check_count(
+    count: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
+) -> None:
+    """Raise BusyError if one more passes the limit. `what` goes into the message, as "register: ..."."""
+    if count >= limit:
+        raise BusyError(
+            f"cannot {what} ({setting} = {limit}); try again in {retry_after_s:g} s",
+            retry_after_s,
+            _limit_of(setting),
+        )
+
+
+def _limit_of(setting: str) -> str:
+    """Return which of `BUSY_LIMITS` a text names, as "limits.max_ranks" or "a sixteenth of" that."""
+    name = setting.rpartition("limits.")[2]
+    return name if name in BUSY_LIMITS else OTHER_LIMIT
+
+
+def check_share(
+    held_by: Mapping[int, int],
+    uid: int,
+    limit: int,
+    what: str,
+    setting: str,
+    retry_after_s: float = RETRY_AFTER_S,
+) -> None:
+    """Raise BusyError if one more passes the limit, or the user's share of it."""
+    check_count(sum(held_by.values()), limit, what, setting, retry_after_s)
+    if not FairShare.from_counts(limit, held_by).has_room(uid):
+        raise BusyError(
+            f"cannot {what}, {held_by.get(uid, 0)} of them of uid {uid}, and what is left of "
+            f"{setting} = {limit} is for users who have little of it; try again in {retry_after_s:g} s",
+            retry_after_s,
+            _limit_of(setting),
+        )
+
+
+class PullAdmission:
+    """Counts the pulls that run on a node, by session, and their bytes, by user."""
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self._limits = limits
+        self._num_pulls: Counter[SessionId] = Counter()
+        self._bytes = FairShare(limits.max_inflight_bytes)
+
+    @property
+    def most_pulls(self) -> int:
+        """Return the pulls of the rank that has most."""
+        return max(self._num_pulls.values(), default=0)
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Return the local bytes of all running pulls."""
+        return self._bytes.held
+
+    def check(self, session: SessionId, uid: int, size_bytes: int, what: str) -> None:
+        """Raise BusyError if one more pull passes a limit. A user's only pull may be of any size."""
+        limits, running = self._limits, self._num_pulls[session]
+        check_count(
+            running,
+            limits.max_pulls_per_rank,
+            f"{what}: {running} pulls of this rank have not ended",
+            "limits.max_pulls_per_rank",
+        )
+        if self._bytes.held_by(uid) and not self._bytes.has_room(uid, size_bytes):
+            raise BusyError(
+                f"cannot {what}: {self.inflight_bytes} bytes are being read on this node, "
+                f"{self._bytes.held_by(uid)} of them for uid {uid}, and "
+                f"limits.max_inflight_bytes = {limits.max_inflight_bytes}; try again in {RETRY_AFTER_S:g} s",
+                RETRY_AFTER_S,
+                "max_inflight_bytes",
+            )
+
+    def add(self, session: SessionId, uid: int, size_bytes: int) -> None:
+        """Count a pull that starts."""
+        self._num_pulls[session] += 1
+        self._bytes.add(uid, size_bytes)
+
+    def remove(self, session: SessionId, uid: int, size_bytes: int) -> None:
+        """Stop counting a pull: nothing writes its blocks any more."""
+        decrease(self._num_pulls, session)
+        self._bytes.release(uid, size_bytes)
+
+
+def check_waiting(num_of_peer: int, num_waiting: int, limits: LimitsConfig) -> None:
+    """Raise BusyError if one more waiting request of a peer passes a limit.
+
+    `num_of_peer` of the `num_waiting` requests come from the same CURVE key, or without keys the same route.
+    """
+    what = "wait for what was asked: too many requests wait"
+    check_count(num_waiting, limits.max_waiting, what, "limits.max_waiting")
+    check_count(num_of_peer, limits.max_waiting_per_peer, what, "limits.max_waiting_per_peer")
+    check_reserve(num_of_peer, num_waiting, limits.max_waiting, what, "limits.max_waiting")
+
+
+def check_reserve(
+    num_of_peer: int, num: int, limit: int, what: str, setting: str, retry_after_s: float = RETRY_AFTER_S
+) -> None:
+    """Raise BusyError if one more of a peer that has many would be in the last eighth of a limit.
+
+    The rule is that of `fair_share` for users: a few peers, each at its own limit, must not exclude others.
+    """
+    if num >= limit - limit // RESERVE_DIVISOR:
+        check_count(
+            num_of_peer, max(1, limit // SMALL_DIVISOR), what, f"a sixteenth of {setting}", retry_after_s
+        )

@@ -1,0 +1,41 @@
+"""The memory of block ids that arrive in parts, before the request that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.ranks.session import Session
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
+
+# For users who have a rank here: sixteen of the largest requests at a time. A request of a million tokens at
+# 16 tokens a block is 256 KiB, and arrives within a millisecond.
+MAX_REASSEMBLY_BYTES = 16 * MAX_REQUEST_IDS_BYTES
+# For all others together, schedulers whose ranks have not come yet: their publishes are refused anyway.
+MAX_REASSEMBLY_BYTES_WITHOUT_RANK = MAX_REQUEST_IDS_BYTES
+
+
+class ReassemblyMemory:
+    """Counts the bytes of sessions' assemblies: one of the largest requests a session, a share a user."""
+
+    def __init__(self, has_rank: Callable[[int], bool]) -> None:
+        self._has_rank = has_rank
+        self._users_with_rank = FairShare(MAX_REASSEMBLY_BYTES)
+        self._other_users = FairShare(MAX_REASSEMBLY_BYTES_WITHOUT_RANK)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all users."""
+        return self._users_with_rank.held + self._other_users.held
+
+    def reserve(self, session: Session, num_bytes: int) -> bool:
+        """Reserve `num_bytes`, or release them where it is negative. Return whether there was room."""
+        if num_bytes > 0 and not session.assembly.num_bytes:
+            # Only while nothing is held: bytes must return to the share that they were taken from.
+            session.charged_with_rank = self._has_rank(session.uid)
+        shares = self._users_with_rank if session.charged_with_rank else self._other_users
+        if num_bytes <= 0:
+            shares.release(session.uid, -num_bytes)
+            return True
+        fits = session.assembly.num_bytes + num_bytes <= MAX_REQUEST_IDS_BYTES
+        return fits and shares.acquire(session.uid, num_bytes)

@@ -1,0 +1,540 @@
+"""The other daemons: who may take a place among them, the hello, and the requests to each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import ClosePeerConnection
+from kvxferd.core.limits.checks import RETRY_AFTER_S, RETRY_LATER_S
+from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.peers.requests import CHECK_PEER, OnReply, PeerRequests, always
+from kvxferd.core.sink.remote_engines import RemoteEngine
+from kvxferd.core.tables import decrease
+from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
+from kvxferd.ids import BootId, Endpoint, EngineKey
+from kvxferd.layout import num_id_bytes
+from kvxferd.records import PeerSnapshot, RemoteEngineSnapshot
+from kvxferd.wire.block_id_parts import BlockIdAssembly
+from kvxferd.wire.common import BlockIds, Refusal
+from kvxferd.wire.endpoint import address_of
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES, MAX_SENTENCE_CHARS
+from kvxferd.wire.peer import (
+    PEER_VERSIONS,
+    GrantReply,
+    GrantsRenewed,
+    ManifestReply,
+    PeerHello,
+    PeerMessage,
+    PeerRefused,
+    PeerWelcome,
+    ReplyMessage,
+    RequestDone,
+    RequestMessage,
+    StillWaiting,
+    refusal_of,
+)
+
+# Open requests of all peers and kinds, 2 KB each: 64 MiB. A source lets 8,192 requests of one peer wait, and
+# 32,768 in all (`limits.max_waiting`). 200 acknowledgements a second to a dead source, each repeated for
+# 120 s, are 24,000: one user's share is 28,672.
+MAX_OPEN_REQUESTS = 32_768
+# A peer that has not answered a hello that was sent twice is shown as silent.
+HELLO_RESENDS = 2
+# A thousand pulls may have one deadline: their peer is greeted once for all.
+CHECK_EVERY_S, CHECK_TIMEOUT_S = 0.1, 1.0
+
+# Block ids that arrive in parts, of all peers: sixteen of the largest lists at a time, charged to a user with
+# an open request to the peer; of one peer two. Without a limit 448 peers that never end a list held 128 MiB
+# each.
+MAX_REASSEMBLY_BYTES, MAX_REASSEMBLY_BYTES_PER_PEER = 16 * MAX_REQUEST_IDS_BYTES, 2 * MAX_REQUEST_IDS_BYTES
+
+OnLearnt = Callable[[RemoteEngine | Refusal], None]
+MakeMessage = Callable[[int], RequestMessage]
+
+
+class EngineWaiter(NamedTuple):
+    """A grant that waits for an engine's manifest, and until `deadline` for the engine's missing ranks."""
+
+    uid: int
+    deadline: float
+    on_learnt: OnLearnt
+
+
+class Question(NamedTuple):
+    """A request as `Peers.request` takes it."""
+
+    make_message: MakeMessage
+    timeout_s: float
+    on_reply: OnReply
+    waits: bool
+    is_wanted: Callable[[], bool]
+
+
+@dataclass(slots=True)
+class Peer:
+    """One daemon, named by its endpoint. What was learnt from it is forgotten when it is silent."""
+
+    endpoint: Endpoint
+    uid: int  # the user who named it first, whose share of the peers it counts for
+    users: set[int] = field(default_factory=set)  # all users with requests to it, ended ones too
+    boot: BootId | None = None  # None: no `PeerWelcome` yet
+    last_seen_at: float | None = None  # when its last message arrived
+    round_trip_s: float | None = None  # of the last message that a peer answers at once
+    checked_at: float | None = None  # when `check` sent its last hello
+    waiting_for_welcome: list[Question] = field(default_factory=list)
+    engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
+    learning: dict[EngineKey, list[EngineWaiter]] = field(default_factory=dict)
+    assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
+    num_open_requests: Counter[int] = field(default_factory=Counter)  # by user
+    reassembly_bytes: Counter[int] = field(default_factory=Counter)  # of `assembly`, by user who is charged
+
+
+class Peers:
+    """Sends requests to peers, and greets each first."""
+
+    def __init__(self, context: NodeContext, peer_requests: PeerRequests) -> None:
+        self._context = context
+        self._peer_requests = peer_requests
+        self._peers: dict[Endpoint, Peer] = {}
+        self._peer_share = FairShare(context.settings.limits.max_peers)
+        self._open_request_share = FairShare(MAX_OPEN_REQUESTS)
+        self._reassembly_share = FairShare(MAX_REASSEMBLY_BYTES)
+        self._pins: list[Callable[[], Collection[Endpoint]]] = []
+
+    def pin(self, needed: Callable[[], Collection[Endpoint]]) -> None:
+        """Keep the peers that `needed` returns, though no request to them is open."""
+        self._pins.append(needed)
+
+    # --- requests
+
+    def request(
+        self,
+        endpoint: Endpoint,
+        make_message: MakeMessage,
+        timeout_s: float,
+        on_reply: OnReply,
+        uid: int,
+        waits: bool = False,
+        is_wanted: Callable[[], bool] = always,
+    ) -> None:
+        """Send a request for that user, after the hello. `make_message` gets the request number.
+
+        `waits`: the request may wait at the peer for as long as `timeout_s`; a peer that is silent meanwhile
+        is unreachable all the same. `is_wanted`: see `PeerRequests.request`.
+        """
+        try:
+            self._check_open_requests(endpoint, uid)
+            peer = self.admit(endpoint, uid)
+        except KvxferdError as error:
+            on_reply(refusal_of(0, error))
+            return
+        self._open_request_share.add(uid, 1)
+        peer.num_open_requests[uid] += 1
+
+        def replied(reply: ReplyMessage) -> None:
+            self._open_request_share.release(uid)
+            decrease(peer.num_open_requests, uid)
+            on_reply(reply)
+            self._forget_if_unused(peer)
+
+        question = Question(make_message, timeout_s, replied, waits, is_wanted)
+        if peer.boot is not None:
+            self._send_request(peer, question)
+            return
+        peer.waiting_for_welcome.append(question)
+        if len(peer.waiting_for_welcome) == 1:
+            self._send_hello(peer)
+
+    def _check_open_requests(self, endpoint: Endpoint, uid: int) -> None:
+        """Raise BusyError where the user has too many open requests. Cancelled pulls leave some, too."""
+        if not self._open_request_share.has_room(uid):
+            raise BusyError(
+                f"cannot ask {endpoint}: {self._open_request_share.held} questions to peers are not "
+                "answered, "
+                f"{self._open_request_share.held_by(uid)} of them for uid {uid}; try again in "
+                f"{RETRY_AFTER_S:g} s",
+                RETRY_AFTER_S,
+            )
+
+    # --- admission
+
+    def admit(self, endpoint: Endpoint, uid: int) -> Peer:
+        """Return the peer, for that user, maybe in place of another one. Raises KvxferdError.
+
+        A reference may name any endpoint: one user's references must not evict the peers of all others.
+        """
+        peer, evicted = self._peers.get(endpoint), None
+        if peer is None:
+            if endpoint != self._context.endpoint:
+                self._context.allowlist.check(endpoint)  # the allow-lists may have changed since it was named
+            if not self._peer_share.has_room(uid):
+                evicted = self._evictable(endpoint, uid)
+                self._forget(evicted)
+            peer = self._new_peer(endpoint, uid)
+        peer.users.add(uid)
+        self._peers.pop(endpoint, None)
+        self._peers[endpoint] = peer  # the longest unused first
+        self._forget_later(peer)
+        if evicted is not None:  # after the new peer has its place: a callback may send a request at once
+            text = f"cannot wait for {evicted.endpoint}: another peer takes the place of one that is silent"
+            self._peer_requests.fail_all(evicted.endpoint, BusyError(text, RETRY_LATER_S))
+        return peer
+
+    def _new_peer(self, endpoint: Endpoint, uid: int) -> Peer:
+        peer = Peer(endpoint, uid)
+        self._peer_share.add(uid, 1)
+
+        def reserve(num_bytes: int) -> bool:
+            if num_bytes <= 0:
+                self._release_reassembly(peer, -num_bytes)
+                return True
+            if peer.assembly.num_bytes + num_bytes > MAX_REASSEMBLY_BYTES_PER_PEER:
+                return False
+            # A part does not name its user. A user without room must not end another user's grant.
+            for user in peer.num_open_requests:
+                if self._reassembly_share.acquire(user, num_bytes):
+                    peer.reassembly_bytes[user] += num_bytes
+                    return True
+            return False
+
+        peer.assembly = BlockIdAssembly(reserve, may_lose_parts=True)
+        return peer
+
+    def _release_reassembly(self, peer: Peer, num_bytes: int) -> None:
+        for user, held in list(peer.reassembly_bytes.items()):
+            over = min(held, num_bytes)
+            self._reassembly_share.release(user, over)
+            peer.reassembly_bytes[user] -= over
+            num_bytes -= over
+            if not peer.reassembly_bytes[user]:
+                del peer.reassembly_bytes[user]
+
+    def _evictable(self, endpoint: Endpoint, uid: int) -> Peer:
+        """Return the peer to evict: of the user with most peers, one that is idle or was never welcomed.
+
+        A welcomed peer with open requests stays: without it its user's pulls would fail.
+        """
+        after = self._peer_share.held_by(uid) + 1
+        needed = [pin() for pin in self._pins]
+        found: Peer | None = None
+        best = (0, False)
+        for peer in self._peers.values():
+            num, is_own = self._peer_share.held_by(peer.uid), peer.uid == uid
+            if (num <= after and not is_own) or any(peer.endpoint in endpoints for endpoints in needed):
+                continue
+            is_idle = not self._is_used(peer)
+            is_unproved = peer.boot is None and not is_own and peer.users == {peer.uid}
+            if (is_idle or is_unproved) and (num, is_idle) > best:
+                found, best = peer, (num, is_idle)
+        if found is None:
+            raise BusyError(
+                f"cannot reach {endpoint}: {self._peer_share.held} peers are known already, "
+                f"{self._peer_share.held_by(uid)} of them through uid {uid}, and limits.max_peers = "
+                f"{self._peer_share.limit}; try again in {RETRY_LATER_S:g} s",
+                RETRY_LATER_S,
+                "max_peers",
+            )
+        return found
+
+    def _forget_later(self, peer: Peer) -> None:
+        """Forget the peer after `tombstone_s` without requests: nodes come and go, addresses change."""
+        self._context.after(
+            ("idle-peer", peer.endpoint),
+            self._context.settings.tombstone_s,
+            lambda: self._forget_if_idle(peer),
+        )
+
+    def _forget_if_idle(self, peer: Peer) -> None:
+        if self._is_used(peer) or any(peer.endpoint in keeper() for keeper in self._pins):
+            self._forget_later(peer)
+        else:
+            self._forget(peer)
+
+    def _is_used(self, peer: Peer) -> bool:
+        return bool(peer.waiting_for_welcome) or self._peer_requests.has_open(peer.endpoint)
+
+    def _send_request(self, peer: Peer, question: Question) -> None:
+        sent_at, settings = self._context.now, self._context.settings
+        # Until the request is sent again the peer has nothing to send, and one message may be lost.
+        silent_s = settings.silent_after_s + 2 * settings.resend_s if question.waits else math.inf
+
+        def replied(reply: ReplyMessage) -> None:
+            if isinstance(reply, PeerRefused) and reply.code is Code.PEER_UNREACHABLE:
+                self._mark_silent(peer)
+            elif isinstance(reply, RequestDone | GrantsRenewed):  # a grant may wait at the source
+                peer.round_trip_s = self._context.now - sent_at
+            question.on_reply(reply)
+
+        number = self._peer_requests.next_id()
+        self._peer_requests.request(
+            peer.endpoint,
+            question.make_message(number),
+            question.timeout_s,
+            replied,
+            uid=peer.uid,
+            silent_s=silent_s,
+            is_wanted=question.is_wanted,
+        )
+
+    def _send_hello(self, peer: Peer) -> None:
+        message = self._make_hello()
+
+        sent_at = self._context.now
+
+        def replied(reply: ReplyMessage) -> None:
+            waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
+            if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
+                peer.boot = reply.boot
+                peer.round_trip_s = self._context.now - sent_at
+                self._context.run_in_batches(
+                    partial(self._send_after_welcome, peer, question) for question in waiting
+                )
+                return
+            self._mark_silent(peer)
+            refused = as_refusal(reply)
+            self._context.run_in_batches(partial(question.on_reply, refused) for question in waiting)
+
+        timeout_s = self._context.settings.silent_after_s
+        self._peer_requests.request(peer.endpoint, message, timeout_s, replied, uid=peer.uid)
+
+    def check(self, endpoint: Endpoint) -> None:
+        """Send the peer a hello once more, so that `is_there` knows whether it still replies.
+
+        Changes nothing else: requests to it have timeouts of their own.
+        """
+        peer, now = self._peers.get(endpoint), self._context.now
+        if peer is None or peer.waiting_for_welcome:
+            return  # its hello is open
+        if peer.checked_at is not None and now - peer.checked_at < CHECK_EVERY_S:
+            return
+        peer.checked_at = now
+        hello = self._make_hello()
+        self._peer_requests.request(endpoint, hello, CHECK_TIMEOUT_S, lambda _: None, uid=peer.uid)
+
+    def is_there(self, endpoint: Endpoint) -> bool:
+        """Whether the peer was checked just now, and has sent anything since."""
+        peer = self._peers.get(endpoint)
+        if peer is None or peer.checked_at is None or peer.last_seen_at is None:
+            return False
+        if self._context.now - peer.checked_at > CHECK_TIMEOUT_S:
+            return False  # that check was for another pull
+        return peer.last_seen_at >= peer.checked_at
+
+    def _make_hello(self) -> PeerHello:
+        return PeerHello(
+            request=self._peer_requests.next_id(),
+            versions=PEER_VERSIONS,
+            boot=self._context.boot,
+            endpoint=self._context.endpoint,
+        )
+
+    def _send_after_welcome(self, peer: Peer, question: Question) -> None:
+        """Send a request that waited for the hello, unless the peer is silent or forgotten since."""
+        if self._peers.get(peer.endpoint) is peer and peer.boot is not None:
+            self._send_request(peer, question)
+            return
+        text = f"cannot reach {peer.endpoint}: it answered the hello, and nothing since; {CHECK_PEER}"
+        question.on_reply(PeerRefused(request=0, code=Code.PEER_UNREACHABLE, message=text))
+
+    def _mark_silent(self, peer: Peer) -> None:
+        """Forget what was learnt from the peer: after a silence another daemon may be there.
+
+        While other requests to it are open the peer keeps its place, and they connect again.
+        """
+        if self._peers.get(peer.endpoint) is not peer:
+            return
+        peer.boot = None
+        peer.assembly.clear()
+        peer.engines.clear()
+        if self._is_used(peer):
+            self._context.emit(ClosePeerConnection(peer.endpoint))
+        else:
+            self._forget(peer)
+
+    def _forget_if_unused(self, peer: Peer) -> None:
+        """Forget a silent peer whose last request has ended."""
+        if peer.boot is None and self._peers.get(peer.endpoint) is peer and not self._is_used(peer):
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        del self._peers[peer.endpoint]
+        self._peer_share.release(peer.uid)
+        peer.assembly.clear()
+        self._context.timers.cancel(("idle-peer", peer.endpoint))
+        self._context.emit(ClosePeerConnection(peer.endpoint))
+
+    # --- messages of peers
+
+    def handle(self, endpoint: Endpoint, message: PeerMessage) -> None:
+        """Handle a message on the connection to a peer. Raises ProtocolError for one that is out of place."""
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            return  # the peer was forgotten while this was on its way: no request to it is open
+        peer.last_seen_at = self._context.now
+        match message:
+            case BlockIds():
+                if self._peer_requests.has_open(endpoint):  # else no reply can need them
+                    peer.assembly.add(message)
+            case GrantReply():
+                # Assembled also where no request is open: that removes the parts of a duplicate.
+                self._peer_requests.handle_reply(endpoint, _reassembled(peer, message))
+            case PeerRefused():
+                clipped = message.message[:MAX_SENTENCE_CHARS]
+                self._peer_requests.handle_reply(endpoint, msgspec.structs.replace(message, message=clipped))
+            case PeerWelcome() | ManifestReply() | GrantsRenewed() | RequestDone() | StillWaiting():
+                self._peer_requests.handle_reply(endpoint, message)
+            case _:
+                raise ProtocolError(f"cannot take a {type(message).__name__} as a reply", Code.OUT_OF_PLACE)
+
+    def protocol_broken(self, endpoint: Endpoint, error: ProtocolError) -> None:
+        """Close the connection of a peer that broke the protocol, and fail the requests to it."""
+        if peer := self._peers.get(endpoint):
+            self._mark_silent(peer)
+        self._peer_requests.fail_all(endpoint, error)
+
+    def mark_unreachable(self, endpoint: Endpoint, reason: str) -> None:
+        """Fail the requests to a peer to which no connection can be made."""
+        if peer := self._peers.get(endpoint):
+            self._mark_silent(peer)
+        error = KvxferdError(f"cannot reach {address_of(endpoint)}: {reason}", Code.PEER_UNREACHABLE)
+        self._peer_requests.fail_all(endpoint, error)
+
+    def silent_s(self, endpoint: Endpoint, since: float) -> float:
+        """Return for how long the peer has sent nothing; `since`: when the request was sent."""
+        peer = self._peers.get(endpoint)
+        last_seen_at = peer.last_seen_at if peer is not None else None
+        return self._context.now - max(since, last_seen_at or 0.0)
+
+    def find(self, endpoint: str) -> list[Endpoint]:
+        """Return the known peers of that endpoint. Without a key it means every key there."""
+        return [peer for peer in self._peers if endpoint in (peer, address_of(peer))]
+
+    def get(self, endpoint: Endpoint) -> Peer | None:
+        """Return the peer of exactly that endpoint; None: it is not known."""
+        return self._peers.get(endpoint)
+
+    def __iter__(self) -> Iterator[Peer]:
+        """Iterate over the known peers, the longest unused first."""
+        return iter(self._peers.values())
+
+    @property
+    def num_peers(self) -> int:
+        """Return how many peers are known."""
+        return len(self._peers)
+
+    def endpoints(self) -> set[Endpoint]:
+        """Return the endpoints of all known peers."""
+        return set(self._peers)
+
+    def drop(self, endpoint: Endpoint) -> None:
+        """Forget the peer and fail the requests to it. The next request greets it again.
+
+        A pull that has its grant goes on: its reads need no daemon, and the fence word decides.
+        """
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            return
+        self._mark_silent(peer)
+        dropped = KvxferdError(f"cannot wait for {endpoint}: an operator dropped that peer", Code.CANCELLED)
+        self._peer_requests.fail_all(endpoint, dropped)
+
+    def allowlist_changed(self) -> None:
+        """Forget the peers that the allow-lists do not admit any more, as `drop` does."""
+        for peer in list(self._peers.values()):
+            try:
+                if peer.endpoint != self._context.endpoint:
+                    self._context.allowlist.check(peer.endpoint)
+            except KvxferdError as error:
+                self._mark_silent(peer)
+                self._peer_requests.fail_all(peer.endpoint, error)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where something is known of a daemon that nobody has greeted."""
+        for peer in self._peers.values():
+            assert peer.boot is not None or not peer.engines, f"engines of {peer.endpoint}, which is silent"
+
+    # --- snapshot
+
+    def snapshot(self, num_grants: dict[Endpoint, int]) -> tuple[PeerSnapshot, ...]:
+        """Return the other daemons. This node, a peer of its own for its ranks' reads, is left out."""
+        return tuple(
+            PeerSnapshot(
+                endpoint=peer.endpoint,
+                boot=peer.boot,
+                state=self._state(peer),
+                engines=tuple(
+                    RemoteEngineSnapshot(
+                        engine_id=key.engine_id, generation=key.generation, num_ranks=len(engine.ranks)
+                    )
+                    for key, engine in peer.engines.items()
+                ),
+                num_grants=num_grants.get(peer.endpoint, 0),
+                round_trip_s=None if peer.round_trip_s is None else round(peer.round_trip_s, 6),
+                last_reply_s=None
+                if peer.last_seen_at is None
+                else round(self._context.now - peer.last_seen_at, 3),
+            )
+            for peer in self._peers.values()
+            if peer.endpoint != self._context.endpoint
+        )
+
+    def _state(self, peer: Peer) -> str:
+        """Return "silent" where a reply is overdue, else "up", or "connecting" before the first welcome.
+
+        A hello is answered at once. Another request may wait for ranks or a publish, whatever else the
+        peer sends meanwhile.
+        """
+        settings = self._context.settings
+        waiting_since = self._peer_requests.oldest_at(peer.endpoint)
+        if waiting_since is not None:
+            patience_s = max(settings.silent_after_s, settings.handshake_wait_s)
+            if peer.boot is None:
+                patience_s = min(HELLO_RESENDS * settings.resend_s, patience_s)
+            if self._context.now - max(waiting_since, peer.last_seen_at or 0.0) > patience_s:
+                return "silent"
+        return "up" if peer.boot else "connecting"
+
+
+def _reassembled(peer: Peer, granted: GrantReply) -> ReplyMessage:
+    """Return the grant with all its block ids, or a refusal if some were dropped: then its lease ends it."""
+    try:
+        blocks = peer.assembly.complete(granted.blocks, granted.stream)
+        if granted.part_bytes and num_id_bytes(blocks) != granted.part_bytes + num_id_bytes(granted.blocks):
+            raise BusyError(
+                "cannot use a grant of which some block ids were dropped on their way; try again in "
+                f"{RETRY_LATER_S:g} s",
+                RETRY_LATER_S,
+            )
+    except BusyError as error:
+        return refusal_of(granted.request, error)
+    return msgspec.structs.replace(granted, blocks=blocks)
+
+
+def _is_supported(version: int) -> bool:
+    return PEER_VERSIONS.oldest <= version <= PEER_VERSIONS.newest
+
+
+def as_refusal(reply: ReplyMessage) -> PeerRefused:
+    """Return the refusal; for a reply of the wrong kind, a refusal that names it."""
+    if isinstance(reply, PeerRefused):
+        return reply
+    if isinstance(reply, PeerWelcome):
+        return PeerRefused(
+            request=reply.request,
+            code=Code.BAD_VERSION,
+            message=f"cannot speak with the peer: it chose protocol version {reply.version}, "
+            f"and this one speaks {PEER_VERSIONS}; upgrade the older",
+        )
+    return PeerRefused(
+        request=reply.request,
+        code=Code.BAD_FRAME,
+        message=f"cannot use the peer's reply: it is a {type(reply).__name__}",
+    )

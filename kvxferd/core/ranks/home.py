@@ -1,0 +1,455 @@
+"""The home's side of engines that span nodes: the ranks that other daemons join, and their requests."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import ReplyToPeer
+from kvxferd.core.limits.checks import RETRY_LATER_S, check_count, check_reserve
+from kvxferd.core.limits.counted_ready import CountedReady
+from kvxferd.core.peers.layout_cache import LayoutCache
+from kvxferd.core.peers.manifest_checks import check_manifest, check_spec
+from kvxferd.core.peers.requests import PeerRequests
+from kvxferd.core.ranks.identity import MemberIdentity
+from kvxferd.core.ranks.polling import PollRequests
+from kvxferd.core.ranks.rank_holders import is_local_user
+from kvxferd.core.ranks.registry import LocalRank, MemberRank, Registry
+from kvxferd.core.source.publishing import PublishedTransfers
+from kvxferd.core.source.transfer_table import TransferKey
+from kvxferd.core.tables import decrease
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import AgentName, BootId, EngineId, EngineKey, Rank
+from kvxferd.layout import EngineSpec
+from kvxferd.wire.common import RankManifest
+from kvxferd.wire.limits import MAX_NAME_CHARS
+from kvxferd.wire.outlines import JoinRankOutline, ManifestOutline
+from kvxferd.wire.peer import (
+    JoinRank,
+    LeaveRank,
+    PeerRefused,
+    RankReady,
+    ReplyMessage,
+    RequestDone,
+    SetRankPolling,
+    refusal_of,
+)
+
+# Ranks that other nodes have joined here, all together and those of one CURVE key, or without keys of one
+# route. The largest engine has 4,096, and half as many may be of one peer.
+MAX_MEMBERS, MAX_MEMBERS_PER_PEER = 4096, 2048
+# Requests that left a rank, the latest. An entry that is pushed out only lets a delayed `JoinRank` in again.
+MAX_LEFT = 4096
+
+
+def _peer_id(record: MemberRank) -> str | bytes:
+    """Return the peer that the rank counts for: its CURVE key, or without keys its connection."""
+    return record.identity.key or record.route
+
+
+class Home:
+    """Ranks of this node's engines whose workers are connected to other nodes' daemons."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        registry: Registry,
+        peer_requests: PeerRequests,
+        published: PublishedTransfers,
+        layout_cache: LayoutCache,
+        on_change: Callable[[EngineId], None],
+        on_ready: Callable[[TransferKey], None],
+        poll_requests: PollRequests,
+    ) -> None:
+        self._context = context
+        self._registry = registry
+        self._peer_requests = peer_requests
+        self._published = published
+        self._layout_cache = layout_cache
+        self._on_change = on_change
+        self._on_ready = on_ready
+        self._poll_requests = poll_requests
+        self._members: dict[AgentName, MemberRank] = {}
+        self._num_of_peer: Counter[str | bytes] = Counter()  # by `_peer_id`
+        self._rank_holders = registry.ownerships.rank_holders
+        self._polling_requests: dict[AgentName, int] = {}  # the open `SetRankPolling` of each agent
+        self._may_still_poll: set[AgentName] = set()  # members that never heard that they may stop
+        self._counted = CountedReady(context)
+        # By rank and daemon: its boot, and the number of the request with which it left the rank.
+        self._left: OrderedDict[tuple[EngineKey, Rank, str], tuple[BootId, int]] = OrderedDict()
+
+    def join(self, route: bytes, message: JoinRank, key: str) -> None:
+        """Add a member's rank, or refresh it. The first daemon that joins a rank owns it."""
+        spec, identity = message.manifest.spec, MemberIdentity(key, message.secret)
+        present = self._find_member(spec.key, spec.rank)
+        if (
+            present is not None
+            and identity.may_act_for(present.identity)
+            and (present.boot, present.joined) == (message.boot, message.manifest)
+        ):
+            present.request = max(present.request, message.request)
+            self._refresh_heartbeat(present, route)  # the usual case: nothing is checked again
+            self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
+            return
+        try:
+            # The sender is checked before the layout, which takes much longer.
+            self._check_sender(message, identity, present, route)
+            joined = check_manifest(message.manifest, self._layout_cache)
+            record = MemberRank(joined, route, message.boot, identity, message.request, self._context.now)
+            self._registry.claim(record, present)
+        except KvxferdError as error:
+            self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
+            return
+        self._replace(present, record)
+        self._members[record.agent] = record
+        self._num_of_peer[_peer_id(record)] += 1
+        self._rank_holders.set_holder(spec.key, spec.rank, identity.holder)
+        self._refresh_heartbeat(record, route)
+        if present is None or present.incarnation != record.incarnation:
+            self._published.rank_mapped(record)
+        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
+        self._on_change(spec.engine_id)
+
+    def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
+        """Return why the rank cannot be joined, before its layout is decoded; None: the layout decides."""
+        spec, identity = message.manifest.spec, MemberIdentity(key, message.secret)
+        try:
+            self._check_sender(message, identity, self._find_member(spec.key, spec.rank), route)
+        except KvxferdError as error:
+            return refusal_of(message.request, error)
+        return None
+
+    def _check_room(self, route: bytes, key: str) -> None:
+        what = "take one more rank of another node"
+        check_count(len(self._members), MAX_MEMBERS, what, "not a setting", RETRY_LATER_S)
+        of_one = self._num_of_peer[key or route]
+        check_count(of_one, MAX_MEMBERS_PER_PEER, what, "of one peer; not a setting", RETRY_LATER_S)
+        check_reserve(of_one, len(self._members), MAX_MEMBERS, what, "what all may have", RETRY_LATER_S)
+
+    def _check_sender(
+        self,
+        message: JoinRank | JoinRankOutline,
+        identity: MemberIdentity,
+        present: MemberRank | None,
+        route: bytes,
+    ) -> None:
+        """Raise KvxferdError where this daemon may not join this rank here."""
+        manifest = message.manifest
+        spec = check_spec(manifest.spec, manifest.binding.incarnation)
+        if spec.home != self._context.endpoint:
+            raise EngineError(
+                f"cannot take rank {spec.rank} of engine {spec.key}: its home is "
+                f"{spec.home or 'elsewhere'}, and this is {self._context.endpoint}",
+                Code.NOT_HOME,
+            )
+        if max(len(message.secret), len(message.boot)) > MAX_NAME_CHARS:
+            raise EngineError(
+                f"cannot take rank {spec.rank} of engine {spec.key}: its daemon's boot or secret is longer "
+                f"than {MAX_NAME_CHARS} characters",
+                Code.RANK_INVALID,
+            )
+        self._check_agent(manifest)
+        self._check_order(message, identity, present)
+        if present is not None:
+            self._check_owner(message, identity, present)
+            return
+        self._check_room(route, identity.key)
+        self._check_holder(spec, identity)
+        if self._registry.get(spec.key) is None:
+            self._check_generation(spec, identity)
+
+    def _check_order(
+        self, message: JoinRank | JoinRankOutline, identity: MemberIdentity, present: MemberRank | None
+    ) -> None:
+        """Raise EngineError where the same daemon has sent a later request about the rank.
+
+        Delayed on a former connection, the earlier one would bring back a mover or a generation that is gone.
+        """
+        spec = message.manifest.spec
+        boot, request = self._left.get((spec.key, spec.rank, identity.holder), ("", 0))
+        if present is not None and identity.may_act_for(present.identity):
+            boot, request = present.boot, present.request
+        if message.boot == boot and message.request < request:
+            text = f"cannot take rank {spec.rank} of engine {spec.key}: a later request is in its place"
+            raise EngineError(text, Code.CANCELLED)
+
+    def _check_owner(
+        self, message: JoinRank | JoinRankOutline, identity: MemberIdentity, present: MemberRank
+    ) -> None:
+        """Raise EngineError where another daemon, or another mapping, owns the rank.
+
+        A rank belongs to the daemon that joined it first until that daemon leaves it or is gone. A restarted
+        daemon has another boot, and without CURVE another secret. Only its silence shows that the former
+        daemon is gone. Silence is no proof, so with another key the rank stays refused until it expires
+        (`tombstone_s`).
+        """
+        may_speak = identity.may_act_for(present.identity)
+        incarnation = message.manifest.binding.incarnation
+        if may_speak and (message.boot == present.boot or incarnation == present.incarnation):
+            return
+        what = f"cannot take rank {present.spec.rank} of engine {present.spec.key}"
+        if (identity.key or present.identity.key) and not may_speak:
+            raise EngineError(f"{what}: it was joined with another CURVE key", Code.NOT_ALLOWED)
+        left_s = present.last_seen_at + self._silent_after_s() - self._context.now
+        if left_s > 0:
+            raise EngineError(
+                f"{what}: another {'mapping' if may_speak else 'daemon'} of it is there; it may be taken "
+                f"{left_s:.1f} s from now, if nothing is heard of that one until then",
+                Code.RANK_TAKEN if may_speak else Code.NOT_ALLOWED,
+                retry_after_s=left_s,
+            )
+
+    def _check_holder(self, spec: EngineSpec, identity: MemberIdentity) -> None:
+        """Raise EngineError where an absent rank is kept for its last holder, maybe from before a restart."""
+        holder = self._rank_holders.absent_holder(spec.key, spec.rank)
+        if holder is None or holder == identity.holder:
+            return
+        left_s = self._rank_holders.remaining_s(spec.key, spec.rank)
+        whose = (
+            "a worker of this node"
+            if is_local_user(holder)
+            else "the daemon that joined it, with another key"
+        )
+        raise EngineError(
+            f"cannot take rank {spec.rank} of engine {spec.key}: it is kept for {whose}, for {left_s:.0f} s "
+            "more or until `kvxferd disown`",
+            Code.NOT_ALLOWED,
+            retry_after_s=min(left_s, self._context.settings.member_heartbeat_s),
+        )
+
+    def _silent_after_s(self) -> float:
+        return self._context.settings.member_silent_after_s
+
+    def _check_generation(self, spec: EngineSpec, identity: MemberIdentity) -> None:
+        """Raise EngineError where this daemon may not start a generation of the engine.
+
+        The first rank of a generation supersedes all older ones. So only the holder of the engine may join
+        it: the user of its ranks on this node, or the daemon that joined all its ranks. Another daemon waits
+        until the others' ranks have left or belong to the new generation.
+        """
+        if not (why := self._why_not_started_by(spec, identity)):
+            return
+        raise EngineError(
+            f"cannot take rank {spec.rank} of engine {spec.key}: {why}; start it on the engine's home first, "
+            "wait until the former one has ended, or choose another engine id",
+            Code.NOT_ALLOWED,
+            retry_after_s=self._context.settings.member_heartbeat_s,
+        )
+
+    def _why_not_started_by(self, spec: EngineSpec, identity: MemberIdentity) -> str:
+        """Return why this daemon may not start that generation; "" where it may."""
+        for engine in self._registry.generations_of(spec.engine_id):
+            for record in engine.ranks.values():
+                if isinstance(record, LocalRank):
+                    return f"{engine.key} is here, and a worker of this node is its rank {record.spec.rank}"
+                if not identity.may_act_for(record.identity):
+                    return f"{engine.key} is here, and its rank {record.spec.rank} is another daemon's"
+        holders, holder = self._rank_holders, identity.holder
+        if holders.local_left_recently(spec.engine_id) or holders.has_absent_local(spec.key):
+            return "workers of this node were its ranks, and may be back"
+        is_own = bool(holder) and holders.holder_of(spec.key, spec.rank) == holder
+        if not is_own and holders.has_absent_members(spec.engine_id, holder):
+            return "its ranks are kept for the daemons that joined them"
+        return ""
+
+    def _refresh_heartbeat(self, record: MemberRank, route: bytes) -> None:
+        """Record a heartbeat. If it came by another route, open requests move to that route."""
+        record.last_seen_at = self._context.now
+        if record.route != route:
+            self._peer_requests.reroute(record.route, route)
+            self._uncount(record)
+            record.route = route
+            self._num_of_peer[_peer_id(record)] += 1
+        if record.agent in self._may_still_poll:  # its node was silent then, and is back
+            self._may_still_poll.discard(record.agent)
+            if not self._poll_requests.is_requested(record.agent):
+                self._send_polling_request(record, False, lambda reply: None)
+        self._context.after(
+            ("member", record.spec.key, record.spec.rank),
+            self._context.settings.tombstone_s,
+            lambda: self._member_expired(record),
+        )
+
+    def _check_agent(self, manifest: RankManifest | ManifestOutline) -> None:
+        spec, other = manifest.spec, self._members.get(manifest.binding.agent)
+        if other is not None and (other.spec.key, other.spec.rank) != (spec.key, spec.rank):
+            raise EngineError(
+                f"cannot take rank {spec.rank} of engine {spec.key}: its agent is that of rank "
+                f"{other.spec.rank} of engine {other.spec.key}",
+                Code.RANK_TAKEN,
+            )
+
+    def _replace(self, present: MemberRank | None, record: MemberRank) -> None:
+        if present is None:
+            # An earlier home on this endpoint may have had the mover poll: that is over.
+            self._send_polling_request(record, False, lambda reply: None)
+            return
+        self._members.pop(present.agent, None)
+        if present.agent != record.agent:
+            self._may_still_poll.discard(present.agent)
+        self._uncount(present)
+        if present.route != record.route:
+            self._peer_requests.reroute(present.route, record.route)
+
+    def _send_polling_request(
+        self, member: MemberRank, on: bool, on_reply: Callable[[ReplyMessage], None]
+    ) -> None:
+        """Withdraw the agent's earlier request first: sent again, it would undo this one."""
+        agent, number = member.agent, self._peer_requests.next_id()
+        self._peer_requests.withdraw(self._polling_requests.get(agent, 0))
+        self._polling_requests[agent] = number
+
+        def replied(reply: ReplyMessage) -> None:
+            self._polling_requests.pop(agent, None)
+            if not on and not isinstance(reply, RequestDone) and agent in self._members:
+                self._may_still_poll.add(agent)
+            on_reply(reply)
+
+        message = SetRankPolling(request=number, agent=agent, on=on)
+        timeout_s = self._context.settings.silent_after_s
+        self._peer_requests.request(member.route, message, timeout_s, replied, member.identity.key)
+
+    def _member_expired(self, record: MemberRank) -> None:
+        """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
+        if self._find_member(record.spec.key, record.spec.rank) is record:
+            self._remove(record)
+            self._rank_holders.forget(record.spec.key, record.spec.rank)
+            self._on_change(record.spec.engine_id)
+
+    def _remove(self, record: MemberRank) -> None:
+        self._members.pop(record.agent, None)
+        self._may_still_poll.discard(record.agent)
+        self._uncount(record)
+        self._context.timers.cancel(("member", record.spec.key, record.spec.rank))
+        self._published.rank_lost(record.spec.key, Code.RANK_LOST)
+        # A member that joins again is asked anew: it may have been told to stop, or be another process.
+        self._poll_requests.forget(record.agent)
+        self._registry.remove(record)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the counters do not match the members."""
+        counted = Counter(map(_peer_id, self._members.values())) if self._members else {}
+        assert counted == self._num_of_peer, f"members are {counted}, and counted as {self._num_of_peer}"
+
+    def _uncount(self, record: MemberRank) -> None:
+        peer = _peer_id(record)
+        decrease(self._num_of_peer, peer)
+
+    def num_silent(self, engine_id: EngineId) -> int:
+        """Return how many joined ranks of the engine are silent."""
+        return len(self._silent_members(engine_id))
+
+    def disown(self, engine_id: EngineId) -> None:
+        """Remove the engine's silent ranks, as those of a lost node, at the operator's request."""
+        silent = self._silent_members(engine_id)
+        for record in silent:
+            self._remove(record)
+            self._rank_holders.forget(record.spec.key, record.spec.rank)
+        if silent:
+            self._on_change(engine_id)
+
+    def _silent_members(self, engine_id: EngineId) -> list[MemberRank]:
+        since = self._context.now - self._silent_after_s()
+        records = [r for engine in self._registry.generations_of(engine_id) for r in engine.ranks.values()]
+        return [r for r in records if isinstance(r, MemberRank) and r.last_seen_at <= since]
+
+    def _find_member(self, key: EngineKey, rank: Rank) -> MemberRank | None:
+        engine = self._registry.get(key)
+        record = engine.ranks.get(rank) if engine else None
+        return record if isinstance(record, MemberRank) else None
+
+    def leave(self, route: bytes, message: LeaveRank, key: str) -> None:
+        """Remove a member's rank. A late `LeaveRank` of an earlier mover does not remove the new one."""
+        engine = EngineKey(message.engine_id, message.generation)
+        present = self._find_member(engine, message.rank)
+        if present is not None and not self._accept_from_owner(present, route, message, key):
+            return
+        self._record_leave(engine, message, key)
+        if present is not None and present.agent == message.agent and present.boot == message.boot:
+            self._remove(present)
+            self._rank_holders.rank_left(engine, message.rank)
+        elif present is None:
+            holder = MemberIdentity(key, message.secret).holder
+            if holder and self._rank_holders.absent_holder(engine, message.rank) == holder:
+                self._rank_holders.rank_left(engine, message.rank)  # it left while this daemon was away
+        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
+
+    def _record_leave(self, engine: EngineKey, message: LeaveRank, key: str) -> None:
+        """Record the request, after which an earlier `JoinRank` is late. Of an unknown daemon nothing is."""
+        if holder := MemberIdentity(key, message.secret).holder:
+            place = (engine, message.rank, holder)
+            boot, request = self._left.pop(place, (message.boot, 0))
+            earlier = request if boot == message.boot else 0
+            self._left[place] = (message.boot, max(earlier, message.request))
+            if len(self._left) > MAX_LEFT:
+                self._left.popitem(last=False)
+
+    def _accept_from_owner(
+        self, present: MemberRank, route: bytes, message: LeaveRank | RankReady, key: str
+    ) -> bool:
+        """Whether the sender has joined the rank. Another sender is refused, and nothing changes."""
+        if MemberIdentity(key, message.secret).may_act_for(present.identity):
+            return True
+        text = (
+            f"cannot speak for rank {message.rank} of engine {present.spec.key}: another daemon has joined it"
+        )
+        refused = PeerRefused(request=message.request, code=Code.NOT_ALLOWED, message=text)
+        self._context.emit(ReplyToPeer(route, refused))
+        return False
+
+    def rank_ready(self, route: bytes, message: RankReady, key: str) -> None:
+        """Record that a member's rank has finished writing. A repeated request counts once.
+
+        Otherwise a late repetition could make the next transfer of the same id ready. For a transfer that has
+        ended nothing is kept: its id is not used again for longer than a member repeats a request.
+        """
+        engine = EngineKey(message.engine_id, message.generation)
+        present = self._find_member(engine, message.rank)
+        if present is None:
+            return  # its mover was replaced, or this daemon restarted: sent again once the rank has joined
+        if not self._accept_from_owner(present, route, message, key):
+            return
+        has_ended = (engine, message.transfer_id) in self._published.table.tombstones
+        if not self._counted.has(present.boot, message.request) and not has_ended:
+            peer_id = key or present.boot
+            is_part = message.ready_tokens >= 0  # repeated, it changes nothing: it need not be counted
+            try:
+                _check_names(message)
+                if not is_part:
+                    self._counted.check_room(peer_id)
+            except KvxferdError as error:
+                self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
+                return
+            if not is_part:
+                self._counted.add(present.boot, message.request, peer_id)
+            self._published.rank_ready(
+                present, message.incarnation, message.transfer_id, message.ready_tokens
+            )
+        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
+        self._on_ready((engine, message.transfer_id))
+
+    def request_polling(self, agent: AgentName, on: bool, on_reply: Callable[[bool], None]) -> None:
+        """Have a member's mover poll, or stop. With `on` the reply, whether it polls, goes to `on_reply`."""
+        member = self._members.get(agent)
+        if member is None:
+            return
+
+        def replied(reply: ReplyMessage) -> None:
+            if on:
+                on_reply(isinstance(reply, RequestDone))
+
+        self._send_polling_request(member, on, replied)
+
+
+def _check_names(message: RankReady) -> None:
+    """Raise EngineError for names that are longer than any transfer's or incarnation's, and for no number."""
+    if message.ready_tokens < -1:
+        text = f"cannot take rank {message.rank} as ready with {message.ready_tokens} tokens"
+        raise EngineError(text, Code.BLOCKS_INVALID)
+    if max(len(message.transfer_id), len(message.incarnation)) > MAX_NAME_CHARS:
+        raise EngineError(
+            f"cannot take rank {message.rank} as ready: its transfer or incarnation has more than "
+            f"{MAX_NAME_CHARS} characters",
+            Code.TRANSFER_UNKNOWN,
+        )

@@ -1,0 +1,577 @@
+"""Local ranks: from a worker's registration to a bound mover, and back."""
+
+from __future__ import annotations
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import (
+    BindMover,
+    CloseWorkerConnection,
+    CommitRegionFds,
+    RequestMover,
+    SendToWorker,
+)
+from kvxferd.core.peers.manifest_checks import check_names, check_spec
+from kvxferd.core.ranks.member import Member
+from kvxferd.core.ranks.movers import Mover, Movers
+from kvxferd.core.ranks.placements import Placements
+from kvxferd.core.ranks.rank_holders import holder_of_user
+from kvxferd.core.ranks.registration_checks import (
+    RegistrationChecks,
+    check_exports,
+    check_is_new,
+    check_problem,
+)
+from kvxferd.core.ranks.registry import LocalRank, RankState, Registry
+from kvxferd.core.ranks.session import Session
+from kvxferd.core.sink.pulls import Pulls
+from kvxferd.core.source.fence_pages import FencePages
+from kvxferd.core.source.publishing import PublishedTransfers
+from kvxferd.core.source.rank_reports import RankReports
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.ids import EngineId, EngineKey, Generation, MoverId, SessionId
+from kvxferd.layout.validate import validate_layout
+from kvxferd.ucx_log import TransportsUsed
+from kvxferd.wire.common import Refusal
+from kvxferd.wire.mover import Bind, Bound, DevicePlacement, ProbeResult, ReadWay
+from kvxferd.wire.worker import (
+    Attach,
+    Farewell,
+    FdsRequest,
+    MoverAcknowledged,
+    MoverChanged,
+    MoverOffered,
+    MoverRequest,
+    Refused,
+    Register,
+    Registered,
+    Resume,
+    Suspended,
+)
+
+# The client's thread acknowledges within milliseconds, unless something holds the interpreter's lock: the
+# capture of a CUDA graph has taken seconds. A worker that is stopped for longer loses a mover, then its
+# session.
+OFFER_TIMEOUT_S = 10.0
+MAX_UNACKNOWLEDGED = 3
+OFFER_RETRY_S = 0.5  # after which an offer is sent again, where the daemon had no descriptor for the pidfd
+ATTACH_RETRY_S = 0.5  # ranks that this daemon has lost are back within two seconds
+REBIND_AFTER_S = 0.5  # movers that die at once, again and again, must not keep the node busy
+
+
+class LocalRanks:
+    """Claims ranks, binds movers to them, and releases both. `Node` calls it for each event."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        registry: Registry,
+        movers: Movers,
+        fence_pages: FencePages,
+        member: Member,
+        published: PublishedTransfers,
+        pulls: Pulls,
+        reports: RankReports,
+    ) -> None:
+        self._context = context
+        self._registry = registry
+        self._movers = movers
+        self._fence_pages = fence_pages
+        self._member = member
+        self._published = published
+        self._pulls = pulls
+        self._reports = reports
+        self._placements = Placements(context)
+        self._refusals: dict[SessionId, list[Refused]] = {}  # that wait for the death of movers
+        self._checks = RegistrationChecks(context, registry)
+
+    # --- requests of a worker
+
+    def register(
+        self, session: Session, message: Register, problem: Refusal | None, awaits_fds: bool = False
+    ) -> None:
+        """Claim the rank and find a mover for it, or refuse. A refusal does not end the session.
+
+        If the frame announced more descriptors than it carried, `FdsRequest` requests them from the worker
+        once all else is valid.
+        """
+        try:
+            if session.rank is not None:
+                self._register_again(session, session.rank, message)
+                return
+            check_problem(problem)
+            self._checks.check_session(session)
+            self._checks.check_room(session)
+            spec = check_spec(message.engine, message.incarnation)
+            if not self._registry.is_home(spec):
+                self._context.allowlist.check(spec.home)
+            validate_layout(spec, message.layout)
+            check_exports(message.layout, message.regions)
+            self._checks.check_owner(session, spec.engine_id)
+            self._checks.check_start(session, spec.key)
+            rank = LocalRank(
+                session.session_id,
+                spec,
+                message.layout,
+                message.regions,
+                message.incarnation,
+                message.request,
+                uid=session.uid,
+                pid=session.pid,
+                resident=message.placement == "resident",
+            )
+            self._registry.check_holder(spec)
+            self._registry.check_claim(rank)
+            self._checks.check_rate(session, "register")
+            self._registry.claim(rank)
+        except KvxferdError as error:
+            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
+            return
+        session.rank = rank
+        self._published.rank_mapped(rank)
+        self._reports.add(session, spec.key)
+        self._fence_pages.create(session)
+        rank.sends_fence_page = True
+        if awaits_fds:
+            rank.awaits_fds = True
+            self._context.emit(SendToWorker(session.session_id, FdsRequest(request=message.request)))
+            return
+        self._map(session, rank)
+
+    def fds_arrived(self, session: Session, problem: Refusal | None) -> None:
+        """Continue a registration whose announced descriptors have arrived."""
+        rank = session.rank
+        if rank is None or not rank.awaits_fds or rank.state is not RankState.MAPPING:
+            return
+        rank.awaits_fds = False
+        if problem is not None:
+            self._refuse_or_close(session, problem)
+        else:
+            self._map(session, rank)
+
+    def _map(self, session: Session, rank: LocalRank) -> None:
+        self._context.emit(CommitRegionFds(rank.session))
+        self._request_mover(session, rank)
+
+    def _request_mover(self, session: Session, rank: LocalRank) -> None:
+        """Request a mover, unless the session's last request is still open: each mover is a process.
+
+        A rank that was suspended and resumed again and again had hundreds of movers started, and other ranks
+        got none.
+        """
+        if rank.resident:
+            self._context.emit(RequestMover(session.session_id, rank.resident))
+        elif not session.awaits_mover:
+            session.awaits_mover = True
+            self._context.emit(RequestMover(session.session_id))
+
+    def _register_again(self, session: Session, rank: LocalRank, message: Register) -> None:
+        if (message.engine.key, message.engine.rank) != (rank.spec.key, rank.spec.rank):
+            raise EngineError(
+                f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key}; "
+                "open another for another rank",
+                Code.RANK_INVALID,
+            )
+        if message.incarnation != rank.incarnation:
+            # A new mapping of the memory makes the old one void.
+            self._published.rank_lost(rank.spec.key, Code.RANK_LOST)
+            raise EngineError(
+                f"cannot register rank {rank.spec.rank} of engine {rank.spec.key} with another mapping: "
+                "its transfers are void; suspend and resume, or close and connect anew",
+                Code.INCARNATION_CHANGED,
+            )
+        if rank.registered_sent:
+            # No second `Registered`: it carries a descriptor, and those pile up for a worker that reads none.
+            raise EngineError(
+                f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key} "
+                "already, and stays it; nothing has changed",
+                Code.OUT_OF_PLACE,
+            )
+        rank.request = message.request  # the reply that is due answers this request
+
+    def attach(self, session: Session, message: Attach) -> None:
+        """Let the session publish for an engine, of the newest generation here where it names none."""
+        if session.engine is not None:
+            text = f"cannot attach: this connection is of engine {session.engine} already; open another"
+            self._refuse(session, message.request, Code.OUT_OF_PLACE, text)
+            return
+        try:
+            names = (message.engine_id, message.generation)
+            check_names("attach", *(names if message.generation else names[:1]))
+            self._checks.check_owner(session, message.engine_id)
+            self._checks.check_publisher(session, message.engine_id)
+            session.attached = EngineKey(*names) if message.generation else self._newest(message.engine_id)
+        except EngineError as error:
+            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
+            return
+        self._fence_pages.create(session)
+        self._fence_pages.assign(session.attached, session)
+        self._reports.add(session, session.attached)
+        registered = Registered(
+            request=message.request,
+            endpoint=self._context.endpoint,
+            generation=Generation("") if message.generation else session.attached.generation,
+        )
+        self._context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
+
+    def _newest(self, engine_id: EngineId) -> EngineKey:
+        """Return the engine's newest generation. Raises EngineError (engine-unknown): no local rank of it."""
+        newest = self._registry.newest(engine_id)
+        if newest is None or not self._registry.has_local_rank(engine_id):
+            raise EngineError(
+                f"cannot attach to the newest generation of engine {engine_id}: no rank of it is registered "
+                "here; register its ranks first, or name the generation",
+                Code.ENGINE_UNKNOWN,
+                retry_after_s=ATTACH_RETRY_S,
+            )
+        return newest
+
+    def _refuse(
+        self, session: Session, request: int, code: Code, message: str, retry_after_s: float = 0.0
+    ) -> None:
+        refused = Refused(request=request, code=code, message=message, retry_after_s=retry_after_s)
+        self._context.emit(SendToWorker(session.session_id, refused))
+
+    # --- the mover is bound
+
+    def mover_assigned(self, session: Session | None, mover: Mover, library: str) -> None:
+        """Bind the mover to the session's rank, or kill it if the rank does not need one any more."""
+        self._movers.add(mover)
+        if session is not None and not mover.resident:
+            session.awaits_mover = False
+        rank = session.rank if session is not None else None
+        if session is None or rank is None or not self._needs(rank, mover):
+            self._movers.kill(mover.mover_id)
+            return
+        rank.mover, rank.agent, rank.library = mover.mover_id, mover.agent, library
+        mover.engine = rank.spec.key
+        self._placements.reset(rank)
+        if mover.resident:
+            self._bind(session, mover.mover_id, rank)
+            return
+        session.num_offers += 1
+        rank.offer_number = session.num_offers
+        self._offer(session, mover.mover_id, rank)
+
+    @staticmethod
+    def _needs(rank: LocalRank, mover: Mover) -> bool:
+        """Whether the rank waits for this mover. One from before a suspend may come late."""
+        is_there = rank.state is RankState.MAPPING and not rank.awaits_fds
+        return is_there and rank.mover is None and rank.resident is mover.resident
+
+    def _offer(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
+        """Have the worker watch the mover. Until it does, the mover gets no memory and no pull.
+
+        Otherwise the worker could lose this daemon before it learns of the mover, find all movers that it
+        watches dead, and reuse its memory while this mover writes.
+        """
+        offered = MoverOffered(number=rank.offer_number)
+        self._context.emit(SendToWorker(session.session_id, offered, pidfd_of=mover))
+        self._context.after(
+            ("offer", session.session_id), OFFER_TIMEOUT_S, lambda: self._offer_timed_out(session, rank)
+        )
+
+    def mover_acknowledged(self, session: Session, message: MoverAcknowledged) -> None:
+        """Bind the mover that the worker watches now. A late or second acknowledgement changes nothing.
+
+        Raises ProtocolError for a number that was never offered.
+        """
+        if not 0 < message.number <= session.num_offers:
+            raise ProtocolError(
+                f"mover {message.number} was never offered to this session", Code.OUT_OF_PLACE
+            )
+        rank = session.rank
+        if rank is None or rank.offer_number != message.number or rank.mover is None:
+            return
+        self._end_offer(rank)
+        rank.num_unacknowledged = 0
+        if rank.state is RankState.MAPPING:
+            self._bind(session, rank.mover, rank)
+
+    def _end_offer(self, rank: LocalRank) -> None:
+        rank.offer_number = 0
+        self._context.timers.cancel(("offer", rank.session))
+
+    def _offer_timed_out(self, session: Session, rank: LocalRank) -> None:
+        assert rank.mover is not None
+        rank.num_unacknowledged += 1
+        if rank.num_unacknowledged < MAX_UNACKNOWLEDGED:
+            self._movers.kill(rank.mover)
+            return
+        text = (
+            f"cannot bind a mover: {rank.num_unacknowledged} were offered, and none was acknowledged within "
+            f"{OFFER_TIMEOUT_S:g} s; let the client's thread run, and connect again"
+        )
+        self._close(session, Farewell(code=Code.DEADLINE, message=text))
+
+    def _close(self, session: Session, farewell: Farewell) -> None:
+        self._context.emit(SendToWorker(session.session_id, farewell))
+        self._context.emit(CloseWorkerConnection(session.session_id))
+
+    def pidfd_not_sent(self, session: Session, mover: MoverId) -> None:
+        """Offer the mover again: the worker has not received its pidfd."""
+        rank = session.rank
+        if rank is not None and rank.mover == mover and rank.offer_number:
+            again = ("offer", session.session_id)
+            self._context.after(again, OFFER_RETRY_S, lambda: self._offer(session, mover, rank))
+
+    def _bind(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
+        settings = self._context.settings
+        bind = Bind(
+            regions=rank.exports,
+            read_way=ReadWay.DIRECT if rank.resident else settings.read_way,
+            device_placement=DevicePlacement.DIRECT if rank.resident else settings.device_placement,
+        )
+        self._context.emit(BindMover(mover, rank.session, bind))
+
+    def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
+        """Refuse the registration, or close a session that is registered: no mover is available."""
+        session.awaits_mover = False
+        if session.rank is not None and session.rank.state is RankState.MAPPING:
+            self._refuse_or_close(session, refusal)
+
+    def is_binding(self, session: Session, mover: MoverId) -> bool:
+        """Whether the session's rank waits for this mover's reply to `Bind`."""
+        rank = session.rank
+        if rank is None or rank.mover != mover or rank.offer_number:
+            return False
+        return rank.state is RankState.MAPPING
+
+    def bound(self, session: Session, message: Bound) -> None:
+        """Make the rank ready, or join it at its home: its memory is mapped and registered with NIXL."""
+        rank = session.rank
+        assert rank is not None
+        mapped = {address.region: address.size_bytes for address in message.regions}
+        if mapped != {region.region: region.size_bytes for region in rank.layout.regions}:
+            self._refuse_or_close(
+                session, Refusal(Code.INTERNAL, "cannot use the mover: it mapped other regions")
+            )
+            return
+        rank.addresses, rank.metadata = message.regions, message.metadata
+        self._placements.record_placement(rank, message.placement)
+        if self._registry.is_home(rank.spec):
+            self._make_ready(session, rank)
+            return
+        rank.state = RankState.JOINING
+        self._member.join(rank, lambda refusal: self._joined(session, rank, refusal))
+
+    def placement_proved(self, session: Session | None, mover: MoverId, message: ProbeResult) -> None:
+        """Record the result of the mover's test read of the memory that it bound."""
+        rank = session.rank if session is not None else None
+        if rank is not None and rank.mover == mover:
+            self._placements.record_placement(rank, message.placement)
+
+    def transports_seen(self, session: Session | None, mover: MoverId, lanes: TransportsUsed) -> None:
+        """Record transports over which the mover has connected."""
+        rank = session.rank if session is not None else None
+        if rank is not None and rank.mover == mover:
+            self._placements.record_transports(rank, lanes)
+
+    def _joined(self, session: Session, rank: LocalRank, refusal: Refusal | None) -> None:
+        if rank.state is not RankState.JOINING:
+            return
+        if refusal is None:
+            self._make_ready(session, rank)
+            return
+        code = Code.HOME_UNREACHABLE if refusal.code is Code.PEER_UNREACHABLE else refusal.code
+        self._refuse_or_close(session, Refusal(code, refusal.message, refusal.retry_after_s))
+
+    def _make_ready(self, session: Session, rank: LocalRank) -> None:
+        rank.state = RankState.READY
+        self._registry.ownerships.rank_ready(rank.spec.engine_id, rank.uid)
+        if self._registry.is_home(rank.spec):
+            # Its user holds the engine: ranks that are kept for other generations are given up.
+            self._registry.ownerships.rank_holders.forget_absent(rank.spec.engine_id, excluding=rank.spec.key)
+            self._registry.ownerships.rank_holders.set_holder(
+                rank.spec.key, rank.spec.rank, holder_of_user(rank.uid)
+            )
+        self._send_registered(rank)
+        self._fence_pages.assign(rank.spec.key, session)
+        self._pulls.post_waiting(rank)
+
+    def _send_registered(self, rank: LocalRank) -> None:
+        if rank.registered_sent:
+            self._context.emit(SendToWorker(rank.session, MoverChanged()))
+            return
+        rank.registered_sent = rank.was_registered = True
+        home = rank.spec.home or self._context.endpoint
+        registered = Registered(request=rank.request, endpoint=home)
+        effect = SendToWorker(rank.session, registered, with_fence_page=rank.sends_fence_page)
+        self._context.emit(effect)
+
+    def _refuse_or_close(self, session: Session, refusal: Refusal) -> None:
+        """Refuse a request that waits for its reply. Close the session of a rank that had its reply.
+
+        A rank that was to be registered goes. One that was to be resumed stays suspended, and may try again.
+        """
+        rank = session.rank
+        if rank is None:
+            return
+        if rank.registered_sent:
+            self._close(session, Farewell(code=refusal.code, message=refusal.message))
+            return
+        refused = Refused(
+            request=rank.request,
+            code=refusal.code,
+            message=refusal.message,
+            retry_after_s=refusal.retry_after_s,
+        )
+        self._refusals.setdefault(session.session_id, []).append(refused)
+        self._send_refusals(session)
+        if rank.was_registered:
+            self._suspend_again(session, rank)
+        else:
+            self._remove(session, rank)
+
+    def _send_refusals(self, session: Session) -> None:
+        """Send what was refused once no mover of the session lives: the worker may then unmap its memory."""
+        if self._movers.has_mover(session.session_id):
+            return
+        for refused in self._refusals.pop(session.session_id, ()):
+            self._context.emit(SendToWorker(session.session_id, refused))
+
+    def _suspend_again(self, session: Session, rank: LocalRank) -> None:
+        self._published.rank_suspended(rank)
+        self._pulls.refuse_waiting(rank, Code.SUSPENDED, "the rank is suspended; resume it, then pull again")
+        self._context.timers.cancel(("rebind", session.session_id))
+        self._end_offer(rank)
+        rank.awaits_resident = False
+        if not self._registry.is_home(rank.spec):
+            self._member.leave(rank)
+        rank.mover, rank.agent = None, None  # its death changes nothing
+        self._movers.kill_all(session.session_id)
+        rank.state = RankState.SUSPENDED
+
+    def bind_refused(self, session: Session, refusal: Refusal) -> None:
+        """Refuse a rank whose memory the mover cannot map or register, or make room for another try.
+
+        While a retired mover lives, a GPU may have no memory for a second context. Then the retired mover is
+        killed at once, and the next one reads its pulls again.
+        """
+        rank = session.rank
+        if rank is not None and rank.mover is not None and self._movers.kill_retired(session.session_id):
+            self._movers.kill(rank.mover)
+            return
+        self._refuse_or_close(session, refusal)
+
+    # --- the mover leaves
+
+    def mover_left(self, session: Session | None, mover: Mover) -> None:
+        """Detach a mover from its rank, and find another one if the rank still needs it."""
+        rank = session.rank if session is not None else None
+        if session is None or rank is None or rank.mover != mover.mover_id:
+            return
+        # Readers continue to read from a retired mover. The home learns of the next one by its join, or of
+        # this one's death if that comes first.
+        if not mover.retired and not self._registry.is_home(rank.spec):
+            self._member.leave(rank)
+        rank.mover, rank.agent = None, None
+        self._end_offer(rank)
+        if rank.state is RankState.SUSPENDING:
+            return
+        rank.state = RankState.MAPPING
+        delay_s = 0.0 if mover.retired else REBIND_AFTER_S
+        self._context.after(("rebind", session.session_id), delay_s, lambda: self._rebind(session, rank))
+
+    def _rebind(self, session: Session, rank: LocalRank) -> None:
+        """Find another mover, within the user's rate of started movers."""
+        wait_s = self._checks.start_mover_wait_s(rank.uid)
+        if wait_s > 0:
+            again_s = max(wait_s, REBIND_AFTER_S)
+            self._context.after(("rebind", rank.session), again_s, lambda: self._rebind(session, rank))
+        elif rank.resident:  # only the worker can start one
+            rank.awaits_resident = True
+            self._context.emit(SendToWorker(rank.session, MoverRequest()))
+        else:
+            self._request_mover(session, rank)
+
+    def mover_died(self, session: Session, mover: Mover) -> None:
+        """Continue what waits for this death, or report a retired mover's death to the home."""
+        self._send_refusals(session)
+        rank = session.rank
+        if rank is None:
+            return
+        if rank.state is RankState.SUSPENDING:
+            self._finish_suspend(rank)
+        elif mover.retired and rank.state is RankState.MAPPING and not self._registry.is_home(rank.spec):
+            self._member.leave(rank, mover.agent)
+
+    def resident_mover_started(self, session: Session) -> None:
+        """Bind another resident mover that the worker has started. A late one ends with its socket."""
+        rank = session.rank
+        if rank is not None and rank.awaits_resident and rank.state is RankState.MAPPING:
+            rank.awaits_resident = False
+            self._request_mover(session, rank)
+
+    # --- sleep
+
+    def suspend(self, session: Session) -> None:
+        """Release the rank's memory. `Suspended` follows once all its movers are dead."""
+        rank = session.rank
+        if rank is None or rank.is_asleep:
+            return
+        self._published.rank_suspended(rank)
+        self._pulls.refuse_waiting(rank, Code.SUSPENDED, "the rank was suspended; resume it, then pull again")
+        self._context.timers.cancel(("rebind", session.session_id))
+        self._end_offer(rank)
+        rank.awaits_resident = False
+        rank.state = RankState.SUSPENDING
+        self._movers.kill_all(session.session_id)
+        self._finish_suspend(rank)
+
+    def _finish_suspend(self, rank: LocalRank) -> None:
+        """Send `Suspended` if no mover of the session lives.
+
+        A mover that was replaced counts too: unmapping memory under a live mover kills the worker.
+        """
+        if not self._movers.has_mover(rank.session):
+            rank.state = RankState.SUSPENDED
+            self._context.emit(SendToWorker(rank.session, Suspended()))
+
+    def resume(self, session: Session, message: Resume, problem: Refusal | None) -> None:
+        """Find a mover for the memory, which is back in another mapping."""
+        rank = session.rank
+        try:
+            check_problem(problem)
+            if rank is None or rank.state is not RankState.SUSPENDED:
+                raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
+            check_exports(rank.layout, message.regions)
+            check_is_new(rank, message.incarnation)
+            self._checks.check_rate(session, "resume")
+        except KvxferdError as error:
+            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
+            return
+        rank.exports, rank.incarnation, rank.request = message.regions, message.incarnation, message.request
+        rank.resident = message.placement == "resident"
+        rank.state, rank.registered_sent, rank.sends_fence_page = RankState.MAPPING, False, False
+        rank.awaits_fds = False
+        self._published.rank_mapped(rank)
+        self._map(session, rank)
+
+    # --- the worker leaves
+
+    def session_closed(self, session: Session) -> None:
+        """End all that the session had."""
+        self._refusals.pop(session.session_id, None)
+        self._published.session_closed(session.session_id)
+        if session.rank is not None:
+            self._remove(session, session.rank)
+        self._fence_pages.remove_session(session.session_id)
+        if session.attached is not None:
+            self._reports.remove(session, session.attached)
+
+    def _remove(self, session: Session, rank: LocalRank) -> None:
+        self._published.rank_lost(rank.spec.key, Code.RANK_LOST)
+        self._pulls.rank_gone(rank)
+        self._reports.remove(session, rank.spec.key)
+        self._registry.remove(rank)
+        if not self._registry.has_local_rank(rank.spec.engine_id):
+            self._registry.ownerships.last_rank_left(rank.spec.engine_id)
+        self._context.timers.cancel(("rebind", session.session_id))
+        self._end_offer(rank)
+        if self._registry.is_home(rank.spec):
+            self._registry.ownerships.rank_holders.rank_left(rank.spec.key, rank.spec.rank)
+        else:
+            self._member.leave(rank)
+        self._movers.kill_all(session.session_id)
+        rank.state = RankState.SUSPENDED  # late events of this rank change nothing in this state
+        session.rank = None

@@ -1,0 +1,242 @@
+"""The member's side of engines that span nodes: report ranks to the home, and do what the home requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import SendToPeer, SendToWorker
+from kvxferd.core.peers.peers import Peers
+from kvxferd.core.peers.requests import PeerRequests
+from kvxferd.core.ranks.polling import PollRequests
+from kvxferd.core.ranks.registry import LocalRank, RankState, Registry
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, SessionId, TransferId
+from kvxferd.wire.common import Refusal
+from kvxferd.wire.peer import (
+    JoinRank,
+    LeaveRank,
+    PeerRefused,
+    RankReady,
+    ReplyMessage,
+    RequestDone,
+    RequestMessage,
+    SetRankPolling,
+    TransferReleased,
+)
+from kvxferd.wire.worker import Released
+
+# A home has 8,192 transfers of an engine at most, and repeats a report for two minutes.
+MAX_RELEASED = 16_384
+# Refusals of a home that may end with time, where they carry `retry_after_s`.
+RETRYABLE_CODES = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
+
+
+class Member:
+    """Joins this node's ranks whose engine has its home on another node."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        registry: Registry,
+        peers: Peers,
+        peer_requests: PeerRequests,
+        poll_requests: PollRequests,
+    ) -> None:
+        self._context = context
+        self._registry = registry
+        self._peers = peers
+        self._peer_requests = peer_requests
+        self._poll_requests = poll_requests
+        self._secret = context.new_token()  # for as long as this daemon runs
+        # Transfers that a home has reported as released, the latest: it reports again where it gets no reply.
+        self._released: OrderedDict[tuple[EngineKey, TransferId], None] = OrderedDict()
+        self._open_joins: dict[SessionId, int] = {}  # the request of each rank's last `JoinRank`
+        self._pending: list[tuple[Endpoint, SetRankPolling]] = []  # until the mover polls
+        peers.pin(self._homes)
+
+    def join(self, rank: LocalRank, on_reply: Callable[[Refusal | None], None]) -> None:
+        """Send a bound rank to its home, now and as a heartbeat. `on_reply` gets the first reply.
+
+        While the home still waits for the rank's former daemon, which may be this one before a restart, the
+        request is sent again.
+        """
+        # After about this time the home gives up a daemon that is silent.
+        self._join(rank, on_reply, self._context.now + 2 * self._context.settings.silent_after_s)
+        self._schedule_heartbeat(rank)
+
+    def _join(self, rank: LocalRank, on_reply: Callable[[Refusal | None], None], deadline: float) -> None:
+        agent = rank.agent
+        joined = rank.manifest()
+
+        number = 0
+
+        def make(request: int) -> RequestMessage:
+            nonlocal number
+            self._cancel_join(rank)
+            number = self._open_joins[rank.session] = request
+            secret = self._secret
+            return JoinRank(request=request, boot=self._context.boot, manifest=joined, secret=secret)
+
+        def replied(reply: ReplyMessage) -> None:
+            if number:
+                if self._open_joins.get(rank.session) != number:
+                    return  # a later request about the rank is in its place
+                del self._open_joins[rank.session]
+            if rank.agent != agent:
+                return  # another mover has been bound since, and its join is under way
+            if not isinstance(reply, PeerRefused):
+                on_reply(None)
+                return
+            wait_s = reply.retry_after_s
+            may_change = reply.code in RETRYABLE_CODES and wait_s > 0
+            if may_change and rank.state is RankState.JOINING and self._context.now + wait_s <= deadline:
+                self._context.after(("rejoin", rank.session), wait_s, again)
+                return
+            on_reply(Refusal(reply.code, reply.message, wait_s))
+
+        def again() -> None:
+            if rank.agent == agent and rank.state is RankState.JOINING:
+                self._join(rank, on_reply, deadline)
+
+        self._peers.request(rank.spec.home, make, self._context.settings.silent_after_s, replied, rank.uid)
+
+    def _cancel_join(self, rank: LocalRank) -> None:
+        """End the rank's open `JoinRank`: sent again, it would undo at the home what is sent from now on."""
+        self._peer_requests.cancel(self._open_joins.pop(rank.session, 0))
+
+    def _homes(self) -> set[Endpoint]:
+        """Return the homes of this node's engines: they send on the connections that this node opened."""
+        return {engine.spec.home for engine in self._registry if engine.spec.home}
+
+    def _schedule_heartbeat(self, rank: LocalRank) -> None:
+        self._context.after(
+            ("heartbeat", rank.session),
+            self._context.settings.member_heartbeat_s,
+            lambda: self._heartbeat(rank),
+        )
+
+    def _heartbeat(self, rank: LocalRank) -> None:
+        if rank.state is RankState.READY:
+            self.join(rank, lambda refusal: None)
+        elif rank.state is RankState.JOINING:
+            self._schedule_heartbeat(rank)  # the first reply is still due
+
+    def leave(self, rank: LocalRank, former: AgentName | None = None) -> None:
+        """Leave the home: the rank is gone, or has no mover now. `former`: the agent joined, if another."""
+        self._context.timers.cancel(("heartbeat", rank.session))
+        self._context.timers.cancel(("rejoin", rank.session))
+        agent, spec = former or rank.agent, rank.spec
+        if agent is None:
+            return
+
+        def make(request: int) -> RequestMessage:
+            self._cancel_join(rank)
+            return LeaveRank(
+                request=request,
+                boot=self._context.boot,
+                engine_id=spec.engine_id,
+                generation=spec.generation,
+                rank=spec.rank,
+                agent=agent,
+                secret=self._secret,
+            )
+
+        timeout_s = self._context.settings.acknowledge_for_s
+        self._peers.request(spec.home, make, timeout_s, lambda reply: None, rank.uid)
+
+    def report_ready(
+        self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int = -1
+    ) -> None:
+        """Report to the home that the rank has finished writing in that mapping of its memory.
+
+        `ready_tokens`: so many tokens of it; -1: all.
+        """
+        spec = rank.spec
+        self._peers.request(
+            spec.home,
+            lambda request: RankReady(
+                request=request,
+                engine_id=spec.engine_id,
+                generation=spec.generation,
+                rank=spec.rank,
+                transfer_id=transfer_id,
+                incarnation=incarnation,
+                secret=self._secret,
+                ready_tokens=ready_tokens,
+            ),
+            self._context.settings.acknowledge_for_s,
+            lambda reply: None,
+            rank.uid,
+        )
+
+    # --- requests of the home
+
+    def set_polling(self, home: Endpoint, message: SetRankPolling) -> None:
+        """Have a rank's mover poll, or let it stop. Only the rank's home may request this."""
+        if message.on and self._rank_of(message.agent, home) is None:
+            text = f"cannot have agent {message.agent[:80]} poll: it is no mover's of a rank with home {home}"
+            self._context.emit(
+                SendToPeer(home, PeerRefused(request=message.request, code=Code.NOT_HOME, message=text))
+            )
+            return
+        if message.on:
+            self._poll_requests.acquire(message.agent, ("home", home))
+            self._pending.append((home, message))
+            self.reply_to_polling_requests()
+        else:
+            self._poll_requests.release(message.agent, ("home", home))
+            self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
+
+    def _rank_of(self, agent: AgentName, home: Endpoint) -> LocalRank | None:
+        """Return the local rank that the agent serves, if its home is `home`."""
+        for engine in self._registry:
+            if engine.spec.home == home:
+                for record in engine.ranks.values():
+                    if isinstance(record, LocalRank) and record.agent == agent:
+                        return record
+        return None
+
+    def mover_gone(self, agent: AgentName) -> None:
+        """Drop the requests for a dead mover to poll."""
+        self._pending = [(home, message) for home, message in self._pending if message.agent != agent]
+
+    def reply_to_polling_requests(self) -> None:
+        """Reply to the homes whose movers poll now."""
+        still = []
+        for home, message in self._pending:
+            if self._poll_requests.is_polling(message.agent):
+                self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
+            else:
+                still.append((home, message))
+        # Only the last request of a home about an agent needs a reply; older ones were withdrawn.
+        self._pending = list({(home, message.agent): (home, message) for home, message in still}.values())
+
+    def handle_released(self, home: Endpoint, message: TransferReleased) -> None:
+        """Report a transfer that the home released to this node's ranks of the engine.
+
+        Only the home may send this: after a false one a rank would reuse blocks that are still read.
+        """
+        engine = self._registry.get(EngineKey(message.engine_id, message.generation))
+        if engine is not None and engine.spec.home != home:
+            text = f"cannot release transfers of engine {engine.key}: its home is not {home}"
+            self._context.emit(
+                SendToPeer(home, PeerRefused(request=message.request, code=Code.NOT_HOME, message=text))
+            )
+            return
+        if engine is not None and self._is_first_report(engine.key, message.transfer_id):
+            for session in sorted(engine.sessions()):
+                self._context.emit(
+                    SendToWorker(session, Released(transfer_id=message.transfer_id, why=message.why))
+                )
+        self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
+
+    def _is_first_report(self, engine: EngineKey, transfer_id: TransferId) -> bool:
+        """Return whether the ranks are to be told; a transfer id is used once in a generation."""
+        if (engine, transfer_id) in self._released:
+            return False
+        self._released[engine, transfer_id] = None
+        if len(self._released) > MAX_RELEASED:
+            self._released.popitem(last=False)
+        return True

@@ -1,0 +1,409 @@
+"""The engines whose ranks are registered here, or joined here from other nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvxferd.core.peers.handshake_metadata import aggregate_metadata
+from kvxferd.core.ranks.identity import MemberIdentity
+from kvxferd.core.ranks.ownerships import Ownerships
+from kvxferd.core.ranks.rank_holders import is_local_user
+from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.ids import (
+    AgentName,
+    BootId,
+    Endpoint,
+    EngineId,
+    EngineKey,
+    GroupName,
+    Incarnation,
+    MoverId,
+    Rank,
+    SessionId,
+)
+from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, block_bytes
+from kvxferd.plan import (
+    BlockRules,
+    TransferTopology,
+    block_rules,
+    check_engine,
+    check_same_engine,
+    engine_rules,
+)
+from kvxferd.ucx_log import TransportsUsed
+from kvxferd.wire.common import Binding, MeasuredPlacement, RankIncarnations, RankManifest, RegionAddress
+from kvxferd.wire.worker import RegionExport
+
+
+class RankState(StrEnum):
+    """The steps of a local rank from its registration to a readable one, and back."""
+
+    MAPPING = "mapping"  # waits for a mover, or for the mover to map and register its memory
+    JOINING = "joining"  # waits for the reply of the engine's home
+    READY = "ready"
+    SUSPENDING = "suspending"  # its mover is being ended
+    SUSPENDED = "suspended"  # no process but the worker maps its memory
+
+
+ASLEEP = frozenset({RankState.SUSPENDING, RankState.SUSPENDED})
+
+
+@dataclass(slots=True)
+class LocalRank:
+    """A rank whose worker is connected here."""
+
+    session: SessionId
+    spec: EngineSpec
+    layout: RankLayout
+    exports: tuple[RegionExport, ...]
+    incarnation: Incarnation
+    request: int  # of the Register or Resume that waits for its reply
+    uid: int = 0  # the worker's user
+    pid: int = 0  # and process
+    resident: bool = False  # its movers are threads of the worker
+    state: RankState = RankState.MAPPING
+    awaits_fds: bool = False  # FdsRequest was sent, and the descriptors have not arrived
+    registered_sent: bool = False  # Registered was sent for the present mapping
+    was_registered: bool = False  # Registered was sent for any mapping
+    sends_fence_page: bool = False  # that Registered carries the session's fence page
+    mover: MoverId | None = None
+    offer_number: int = 0  # of the MoverOffered that the worker has not acknowledged; 0: there is none
+    awaits_resident: bool = False  # MoverRequest was sent, and the worker has not started another mover
+    num_unacknowledged: int = 0  # offers in a row that the worker has not acknowledged
+    agent: AgentName | None = None
+    library: str = ""
+    addresses: tuple[RegionAddress, ...] = ()
+    metadata: bytes = b""
+    placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)
+    transports_used: tuple[TransportsUsed, ...] = ()  # how its mover has connected so far
+    topology: TransferTopology = field(init=False)  # the remote engines that it reads
+    block_bytes: dict[GroupName, int] = field(init=False)
+    rules: BlockRules = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.topology = TransferTopology(self.spec, self.layout)
+        self.block_bytes = block_bytes(self.layout)
+        self.rules = block_rules(self.layout)
+
+    def bytes_of(self, blocks: Mapping[GroupName, PackedBlocks]) -> int:
+        """Return the bytes of those blocks on this rank."""
+        return sum(len(packed) * self.block_bytes.get(group, 0) for group, packed in blocks.items())
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether peers may read it."""
+        return self.state is RankState.READY
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether its worker has taken its memory back: the memory's content is gone."""
+        return self.state in ASLEEP
+
+    def manifest(self) -> RankManifest:
+        """Return what a reader needs. Only for a rank that has been bound."""
+        assert self.agent is not None
+        binding = Binding(self.agent, self.metadata, self.addresses, self.incarnation)
+        return RankManifest(self.spec, self.layout, binding)
+
+
+@dataclass(slots=True)
+class MemberRank:
+    """A rank whose worker is connected to another node's daemon, which joined it here."""
+
+    joined: RankManifest
+    route: bytes
+    boot: BootId
+    identity: MemberIdentity
+    request: int = 0  # the number of the last `JoinRank` of it
+    last_seen_at: float = 0.0  # when it last joined: its heartbeat
+    rules: BlockRules = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rules = block_rules(self.joined.layout)
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The engine's spec, as the rank sent it."""
+        return self.joined.spec
+
+    @property
+    def layout(self) -> RankLayout:
+        """The rank's layout."""
+        return self.joined.layout
+
+    @property
+    def agent(self) -> AgentName:
+        """The agent of the rank's mover."""
+        return self.joined.binding.agent
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The incarnation of the rank's present mapping."""
+        return self.joined.binding.incarnation
+
+    @property
+    def is_readable(self) -> bool:
+        """True: a member joins only ranks that are bound."""
+        return True
+
+    @property
+    def is_asleep(self) -> bool:
+        """False: a member leaves the home before its rank sleeps."""
+        return False
+
+    def manifest(self) -> RankManifest:
+        """Return what a reader needs."""
+        return self.joined
+
+
+RankRecord = LocalRank | MemberRank
+
+
+@dataclass(slots=True)
+class LocalEngine:
+    """One generation of an engine, with the ranks that are known here."""
+
+    spec: EngineSpec  # the first rank's; all others agree with it
+    ranks: dict[Rank, RankRecord] = field(default_factory=dict)
+    _rules: BlockRules = ()  # of all ranks; computed on first use
+    _interned: tuple[RankIncarnations, Mapping[Rank, Incarnation]] = ((), {})
+
+    @property
+    def key(self) -> EngineKey:
+        """The engine id and the generation."""
+        return self.spec.key
+
+    def put(self, record: RankRecord) -> None:
+        """Add a rank, or replace it."""
+        self.ranks[record.spec.rank] = record
+        self._rules = ()
+
+    def remove(self, rank: Rank) -> None:
+        """Remove a rank."""
+        del self.ranks[rank]
+        self._rules = ()
+
+    @property
+    def rules(self) -> BlockRules:
+        """The rules for the block lists of a request, of all ranks that are here."""
+        if not self._rules:
+            self._rules = engine_rules(record.rules for record in self.ranks.values())
+        return self._rules
+
+    def unregistered(self) -> list[Rank]:
+        """Return the ranks that are not here at all, whose groups are not known."""
+        return [rank for rank in self.spec.ranks() if rank not in self.ranks]
+
+    def missing(self) -> list[Rank]:
+        """Return the ranks that cannot be read."""
+        return [
+            r for r in self.spec.ranks() if (record := self.ranks.get(r)) is None or not record.is_readable
+        ]
+
+    def intern_incarnations(self, named: RankIncarnations) -> Mapping[Rank, Incarnation]:
+        """Return the incarnations of this engine's ranks that a publish names.
+
+        Publishes that name the same share one object: thousands of transfers of 64 ranks would otherwise keep
+        5 KiB each.
+        """
+        if self._interned[0] != named:
+            shape = frozenset(self.spec.ranks())
+            self._interned = (named, {rank: inc for rank, inc in named if rank in shape})
+        return self._interned[1]
+
+    def find_remapped(self, incarnations: Mapping[Rank, Incarnation]) -> Rank | None:
+        """Return a rank whose memory has another mapping than `incarnations` names, or None.
+
+        Absent ranks are left out: a daemon that has restarted does not know them yet.
+        """
+        for rank, incarnation in incarnations.items():
+            record = self.ranks.get(rank)
+            if record is not None and (record.incarnation != incarnation or record.is_asleep):
+                return rank
+        return None
+
+    def sessions(self) -> Iterator[SessionId]:
+        """Return the sessions of its local ranks."""
+        for record in self.ranks.values():
+            if isinstance(record, LocalRank):
+                yield record.session
+
+
+class Registry:
+    """The engines that are here. There is at most one record for each rank and generation."""
+
+    def __init__(self, endpoint: Endpoint, ownerships: Ownerships) -> None:
+        self._endpoint = endpoint
+        self.ownerships = ownerships
+        self._engines: dict[EngineKey, LocalEngine] = {}
+        self._generations: dict[EngineId, dict[EngineKey, LocalEngine]] = {}  # by id, the oldest first
+
+    def __iter__(self) -> Iterator[LocalEngine]:
+        return iter(self._engines.values())
+
+    def local_ranks(self) -> Iterator[LocalRank]:
+        """Return the ranks whose workers are connected here, of all engines."""
+        for engine in self._engines.values():
+            for record in engine.ranks.values():
+                if isinstance(record, LocalRank):
+                    yield record
+
+    def get(self, key: EngineKey) -> LocalEngine | None:
+        """Return the engine; None: no rank of it is here."""
+        return self._engines.get(key)
+
+    def newest(self, engine_id: EngineId) -> EngineKey | None:
+        """Return the generation that started last, of those that are here."""
+        return next(reversed(self._generations.get(engine_id, {})), None)
+
+    def owners(self, engine_id: EngineId) -> set[int]:
+        """Return the users of the local ranks of the newest generation, or if it has none the last owner."""
+        newest = self.newest(engine_id)
+        ranks = self._engines[newest].ranks.values() if newest is not None else ()
+        present = {record.uid for record in ranks if isinstance(record, LocalRank)}
+        last = self.ownerships.uid_of(engine_id)
+        return present or ({last} if last is not None else set())
+
+    def has_local_rank(self, engine_id: EngineId) -> bool:
+        """Whether a rank of any generation of the engine is connected here."""
+        return any(
+            isinstance(record, LocalRank)
+            for engine in self._generations.get(engine_id, {}).values()
+            for record in engine.ranks.values()
+        )
+
+    def is_owner(self, uid: int, engine_id: EngineId) -> bool:
+        """Whether the user may act for the engine: root, an owner, or any user while it has no owner."""
+        owners = self.owners(engine_id)
+        return not owners or uid in (0, *owners)
+
+    def may_start(self, uid: int, key: EngineKey) -> bool:
+        """Whether the user may register that generation of the engine.
+
+        An engine with ranks of other nodes only has no user here. Any local user could otherwise end it by
+        another generation. Only root, and the user that `ownerships` names, may start one. After a restart of
+        this daemon such an engine exists only as the ranks that are kept for its members.
+        """
+        if uid == 0 or key in self._engines or self.owners(key.engine_id):
+            return self.is_owner(uid, key.engine_id)
+        return key.engine_id not in self._generations and not self.ownerships.rank_holders.has_absent_members(
+            key.engine_id
+        )
+
+    def check_holder(self, spec: EngineSpec) -> None:
+        """Raise EngineError where the rank of a local worker is kept for another node's daemon."""
+        ranks = self.ownerships.rank_holders
+        holder = ranks.absent_holder(spec.key, spec.rank)
+        if holder is None or is_local_user(holder) or not self.is_home(spec):
+            return
+        raise EngineError(
+            f"cannot register rank {spec.rank} of engine {spec.key}: it is another node's, and is kept for "
+            f"its daemon for {ranks.remaining_s(spec.key, spec.rank):.0f} s; register it there, start this "
+            "engine "
+            "with a new generation, or have the operator disown it",
+            Code.RANK_TAKEN,
+            retry_after_s=ranks.remaining_s(spec.key, spec.rank),
+        )
+
+    def may_publish(self, uid: int, engine_id: EngineId) -> bool:
+        """Whether the user may publish for the engine: the mover of a rank here serves its fence pages.
+
+        Root too needs a rank of its own: no mover serves pages of other users.
+        """
+        owners = self.owners(engine_id)
+        return not owners or uid in owners
+
+    def num_ranks_by_user(self) -> Counter[int]:
+        """Return how many ranks each user has here."""
+        records = (record for engine in self for record in engine.ranks.values())
+        return Counter(record.uid for record in records if isinstance(record, LocalRank))
+
+    def user_has_rank(self, uid: int) -> bool:
+        """Whether the user has a rank here."""
+        records = (record for engine in self for record in engine.ranks.values())
+        return any(isinstance(record, LocalRank) and record.uid == uid for record in records)
+
+    def is_superseded(self, key: EngineKey) -> bool:
+        """Whether a newer generation of the engine is here: this one gets no new grants."""
+        return self.newest(key.engine_id) not in (None, key)
+
+    def is_home(self, spec: EngineSpec) -> bool:
+        """Whether this daemon is the engine's home."""
+        return spec.home in ("", self._endpoint)
+
+    def generations_of(self, engine_id: EngineId) -> list[LocalEngine]:
+        """Return every generation of the engine that is here."""
+        return list(self._generations.get(engine_id, {}).values())
+
+    def check_claim(self, record: RankRecord, replaced: MemberRank | None = None) -> None:
+        """Raise EngineError where the rank cannot be added: it is taken, or disagrees with the others.
+
+        `replaced`: the record that this one may replace.
+        """
+        spec = record.spec
+        engine = self._engines.get(spec.key)
+        if engine is None:
+            self._check_single_rank(record)
+            return
+        check_same_engine(engine.spec, spec)
+        present = engine.ranks.get(spec.rank)
+        if present is not None and present is not replaced:
+            raise EngineError(
+                f"cannot register rank {spec.rank} of engine {spec.key}: another worker holds it; "
+                "stop that worker, or start this engine with a new generation",
+                Code.RANK_TAKEN,
+            )
+        others = {r: (x.spec, x.layout) for r, x in engine.ranks.items() if r != spec.rank}
+        others[spec.rank] = (spec, record.layout)
+        if len(others) == len(spec.ranks()) and self.is_home(spec):
+            try:
+                check_engine(others)
+            except KvxferdError as error:
+                raise EngineError(f"cannot complete engine {spec.key}: {error}", error.code) from error
+
+    def _check_single_rank(self, record: RankRecord) -> None:
+        if len(record.spec.ranks()) == 1 and self.is_home(record.spec):
+            check_engine({record.spec.rank: (record.spec, record.layout)})
+
+    def claim(self, record: RankRecord, replaced: MemberRank | None = None) -> LocalEngine:
+        """Add the rank, after `check_claim`. The first rank of a new generation supersedes the old one.
+
+        A generation that was here before the present one started does not: it has only connected again.
+        """
+        self.check_claim(record, replaced)
+        key = record.spec.key
+        engine = self._engines.get(key)
+        if engine is None:
+            engine = self._engines[key] = LocalEngine(record.spec)
+            order = self.ownerships.rank_holders.generations
+            order.add(key)
+            keys = order.sort((*self._generations.get(key.engine_id, ()), key))
+            self._generations[key.engine_id] = {key: self._engines[key] for key in keys}
+        engine.put(record)
+        return engine
+
+    def remove(self, record: RankRecord) -> None:
+        """Remove the rank, and its engine with the last one. Does nothing where the rank was replaced."""
+        key = record.spec.key
+        engine = self._engines.get(key)
+        if engine is None or engine.ranks.get(record.spec.rank) is not record:
+            return
+        engine.remove(record.spec.rank)
+        if engine.ranks:
+            return
+        del self._engines[key]
+        others = self._generations[key.engine_id]
+        del others[key]
+        if not others:
+            del self._generations[key.engine_id]
+
+    def manifest(self, engine: LocalEngine, reader: str, pp_aware: bool) -> tuple[RankManifest, ...]:
+        """Return the manifests of all ranks of a complete engine, stage by stage.
+
+        Raises NotPPAwareError, which names the reader, where it is not PP-aware and there are later stages.
+        """
+        workers = ({rank: record.manifest()} for rank, record in engine.ranks.items())
+        return tuple(aggregate_metadata(workers, reader, pp_aware).values())

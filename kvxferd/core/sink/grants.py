@@ -1,0 +1,487 @@
+"""The sink's side of grants: learn the engine, plan the reads, request the grant, renew and end it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.limits.block_id_memory import BlockIdMemory, request_bytes
+from kvxferd.core.peers.peers import Peers
+from kvxferd.core.peers.requests import CHECK_PEER
+from kvxferd.core.ranks.movers import Movers
+from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.sink.manifests import HandshakeClient
+from kvxferd.core.sink.remote_engines import RemoteEngine, RemoteEngineRegistry
+from kvxferd.errors import BusyError, Code, KvxferdError, PeerError
+from kvxferd.ids import Endpoint, GrantId
+from kvxferd.plan import Plan
+from kvxferd.wire.common import Binding, Refusal, TransferRef
+from kvxferd.wire.endpoint import address_of
+from kvxferd.wire.limits import (
+    FENCE_WORD_BYTES,
+    MAX_ADDRESS,
+    MAX_GRANTS_PER_RENEWAL,
+    MAX_METADATA_BYTES,
+    MAX_NAME_CHARS,
+)
+from kvxferd.wire.peer import (
+    Acknowledge,
+    Consumer,
+    GrantReply,
+    GrantRequest,
+    GrantsRenewed,
+    PeerRefused,
+    ReleaseGrant,
+    RenewGrants,
+    ReplyMessage,
+    RequestMessage,
+)
+
+# A grant with a shorter lease would be renewed all the time; a longer lease never ends in practice.
+MIN_LEASE_S, MAX_LEASE_S = 0.05, 7 * 24 * 3600.0
+# A source keeps a progressive pull's question for so much longer than the pull has: its deadline ends it.
+DEADLINE_MARGIN_S = 1.0
+MAX_STALE_BINDINGS = 3  # a source whose movers change faster than the requests arrive is not readable
+
+
+class GrantState(StrEnum):
+    """The steps from a handshake to a grant that is held."""
+
+    HANDSHAKING = "handshake"
+    REQUESTING = "grant"
+    HELD = "held"
+    REFUSED = "refused"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class HeldGrant:
+    """A grant that one local rank holds, or requests, on one transfer."""
+
+    grant_id: GrantId
+    rank: LocalRank
+    ref: TransferRef
+    wait_s: float
+    started_at: float
+    state: GrantState = GrantState.HANDSHAKING
+    learnt_at: float | None = None  # when the engine's manifest arrived, or was known already
+    settled_at: float | None = None  # when the grant arrived, or was refused
+    remote: RemoteEngine | None = None
+    plan: Plan | None = None
+    granted: GrantReply | None = None
+    refusal: Refusal | None = None
+    refused_in: str = ""  # which phase ended with the refusal: "handshake", "plan" or "grant"
+    num_stale_bindings: int = 0
+    charged_bytes: int = 0  # that the source's block ids take of the rank's user's share
+    on_settled: Callable[[], None] | None = None
+    after_tokens: int = -1  # of a progressive pull: the tokens that it has; -1: it wants all at once
+    on_more: Callable[[Refusal | None], None] | None = None  # called when more tokens are ready
+    num_mores: int = 0  # requests for more that were sent
+
+    def consumer(self) -> Consumer:
+        """Return the rank that reads, as the source counts it."""
+        spec = self.rank.spec
+        return Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
+
+
+class GrantClient:
+    """Requests grants for local ranks, renews and ends them."""
+
+    def __init__(
+        self,
+        context: NodeContext,
+        peers: Peers,
+        handshake_client: HandshakeClient,
+        movers: Movers,
+        block_id_memory: BlockIdMemory,
+    ) -> None:
+        self._context = context
+        self._peers = peers
+        self._handshake_client = handshake_client
+        self._movers = movers
+        self._block_id_memory = block_id_memory
+        self._remote_engines = RemoteEngineRegistry(context)
+        self._held: dict[Endpoint, dict[GrantId, HeldGrant]] = {}
+        peers.pin(self._held.keys)
+
+    def num_grants(self) -> dict[Endpoint, int]:
+        """Return how many grants are held at each peer."""
+        return {endpoint: len(held) for endpoint, held in self._held.items()}
+
+    def acquire(self, rank: LocalRank, ref: TransferRef, wait_s: float, after_tokens: int = -1) -> HeldGrant:
+        """Start to request a grant. `on_settled` is called once, when it is held or refused.
+
+        `after_tokens`: 0 for a progressive pull; -1: the transfer must be whole.
+        """
+        hold = HeldGrant(GrantId(self._context.new_token()), rank, ref, wait_s, self._context.now)
+        hold.after_tokens = after_tokens
+        self._learn_engine(hold)
+        return hold
+
+    def when_settled(self, hold: HeldGrant, callback: Callable[[], None]) -> None:
+        """Call `callback` once the grant is held or refused; now, if it is already."""
+        if hold.state in (GrantState.HELD, GrantState.REFUSED):
+            callback()
+        else:
+            hold.on_settled = callback
+
+    def describe_wait(self, hold: HeldGrant) -> str:
+        """Describe for an error message whose reply the grant waits for, since when, and what to check."""
+        if self._peers.is_there(hold.ref.endpoint):
+            what = "that its ranks are registered"
+            if hold.state is GrantState.REQUESTING:
+                what = "that the transfer is published and its ranks are ready"
+            return (
+                f"in {hold.state}: {address_of(hold.ref.endpoint)} is there, and waits for engine "
+                f"{hold.ref.engine}: {what}; look at that engine"
+            )
+        requested = f"engine {hold.ref.engine}" if hold.state is GrantState.HANDSHAKING else "a grant"
+        silent_s = self._peers.silent_s(hold.ref.endpoint, hold.started_at)
+        wait_s = self._context.settings.handshake_wait_s
+        text = (
+            f"in {hold.state}: {address_of(hold.ref.endpoint)} was asked for {requested}, and has sent "
+            f"nothing for {silent_s:.1f} s; {CHECK_PEER}"
+        )
+        # A peer replies at once, unless it waits for ranks.
+        return (
+            text
+            if silent_s > wait_s
+            else f"{text}; or its ranks were not ready, for which it waits {wait_s:g} s"
+        )
+
+    def check_peer(self, hold: HeldGrant) -> None:
+        """Send the peer a hello whose reply the grant waits for: `awaited` then knows whether it is there."""
+        if hold.state in (GrantState.HANDSHAKING, GrantState.REQUESTING):
+            self._peers.check(hold.ref.endpoint)
+
+    def awaited(self, hold: HeldGrant) -> str:
+        """Return whom a grant that is requested waits for: the peer, or where that is there, the engine."""
+        if not self._peers.is_there(hold.ref.endpoint):
+            return address_of(hold.ref.endpoint)
+        who = "a rank" if hold.state is GrantState.HANDSHAKING else "the publisher or a rank"
+        return f"{who} of engine {hold.ref.engine_id}"
+
+    def _learn_engine(self, hold: HeldGrant) -> None:
+        wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
+        self._handshake_client.learn_engine(
+            hold.ref.endpoint,
+            hold.ref.engine,
+            wait_s,
+            lambda got: self._engine_learnt(hold, got),
+            hold.rank.uid,
+        )
+
+    def _engine_learnt(self, hold: HeldGrant, outcome: RemoteEngine | Refusal) -> None:
+        if hold.state is not GrantState.HANDSHAKING:
+            return
+        hold.learnt_at = self._context.now
+        if isinstance(outcome, Refusal):
+            self._settle(hold, outcome)
+            return
+        hold.remote = outcome
+        try:
+            hold.plan = self._remote_engines.plan(hold.rank, hold.ref.endpoint, outcome)
+        except KvxferdError as error:
+            self._settle(hold, Refusal.of(error), "plan")
+            return
+        hold.state = GrantState.REQUESTING
+        self._request_grant(hold, outcome, hold.plan)
+
+    def _request_grant(self, hold: HeldGrant, remote: RemoteEngine, plan: Plan) -> None:
+        # No source waits longer than this, whatever a pull's deadline: a longer wait only delays the refusal.
+        wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
+        if hold.after_tokens >= 0:
+            wait_s = hold.wait_s + DEADLINE_MARGIN_S
+        self._send_request(
+            hold,
+            remote,
+            plan,
+            wait_s,
+            lambda reply: self._handle_grant_reply(hold, reply),
+        )
+
+    def request_more(
+        self, hold: HeldGrant, after_tokens: int, wait_s: float, on_more: Callable[[Refusal | None], None]
+    ) -> None:
+        """Ask once more for a grant that is held: `on_more` is called when more tokens are ready, or all.
+
+        The source keeps the request until then, so nothing is polled.
+        """
+        assert hold.remote is not None and hold.plan is not None
+        hold.after_tokens, hold.on_more = after_tokens, on_more
+        hold.num_mores += 1
+        number = hold.num_mores
+        self._send_request(
+            hold,
+            hold.remote,
+            hold.plan,
+            wait_s + DEADLINE_MARGIN_S,
+            lambda reply: self._handle_more(hold, number, reply),
+        )
+
+    def _handle_more(self, hold: HeldGrant, number: int, reply: ReplyMessage) -> None:
+        on_more = hold.on_more
+        if on_more is None or number != hold.num_mores:
+            return  # the pull has ended, and has returned its grant
+        hold.on_more = None
+        on_more(self._take_more(hold, reply))
+
+    def _take_more(self, hold: HeldGrant, reply: ReplyMessage) -> Refusal | None:
+        """Replace the content of the grant by a later one's; return why that cannot be."""
+        before = hold.granted
+        assert before is not None
+        if isinstance(reply, PeerRefused):
+            return Refusal(reply.code, reply.message, reply.retry_after_s)
+        if not isinstance(reply, GrantReply) or (problem := _grant_error(reply)):
+            what = problem if isinstance(reply, GrantReply) else f"a {type(reply).__name__}"
+            return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {what}")
+        if 0 <= reply.ready_tokens <= hold.after_tokens:
+            text = f"{reply.ready_tokens} tokens are ready, and more than {hold.after_tokens} were asked for"
+            return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {text}")
+        if reply.fence_word != before.fence_word or 0 <= reply.ready_tokens < before.ready_tokens:
+            return Refusal(
+                Code.RELEASED, f"cannot read on in transfer {hold.ref.transfer_id}: it is another one now"
+            )
+        size, uid = request_bytes(reply.blocks) + len(reply.fence_metadata), hold.rank.uid
+        self._block_id_memory.remove(uid, hold.charged_bytes)
+        hold.charged_bytes = 0
+        try:
+            self._block_id_memory.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
+        except BusyError as error:
+            return Refusal.of(error)
+        self._block_id_memory.add(uid, size)
+        hold.charged_bytes = size
+        hold.granted = reply
+        return None
+
+    def _send_request(
+        self,
+        hold: HeldGrant,
+        remote: RemoteEngine,
+        plan: Plan,
+        wait_s: float,
+        on_reply: Callable[[ReplyMessage], None],
+    ) -> None:
+        def make(request: int) -> RequestMessage:
+            return GrantRequest(
+                request=request,
+                grant=hold.grant_id,
+                ref=hold.ref,
+                consumer=hold.consumer(),
+                reads=tuple((rank, remote.ranks[rank].binding.agent) for rank in plan.sources),
+                wait_s=wait_s,
+                after_tokens=hold.after_tokens,
+            )
+
+        timeout_s = wait_s + self._context.settings.silent_after_s
+        self._peers.request(
+            hold.ref.endpoint,
+            make,
+            timeout_s,
+            on_reply,
+            hold.rank.uid,
+            waits=True,
+            is_wanted=lambda: hold.state is not GrantState.ENDED,
+        )
+
+    def _handle_grant_reply(self, hold: HeldGrant, reply: ReplyMessage) -> None:
+        if hold.state is not GrantState.REQUESTING:
+            if isinstance(reply, GrantReply):
+                self._send_return(hold)  # the pull has ended
+            return
+        if isinstance(reply, GrantReply):
+            if problem := _grant_error(reply):
+                self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's grant: {problem}"))
+                self._send_return(hold)
+                return
+            self._accept(hold, reply)
+        elif isinstance(reply, PeerRefused):
+            if reply.code is Code.BINDING_STALE and hold.num_stale_bindings < MAX_STALE_BINDINGS:
+                hold.num_stale_bindings += 1
+                hold.state = GrantState.HANDSHAKING
+                self._handshake_client.forget_engine(hold.ref.endpoint, hold.ref.engine)
+                self._learn_engine(hold)
+                return
+            self._settle(hold, Refusal(reply.code, reply.message, reply.retry_after_s))
+        else:
+            what = type(reply).__name__
+            self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: a {what}"))
+
+    def _accept(self, hold: HeldGrant, granted: GrantReply) -> None:
+        size, uid = request_bytes(granted.blocks) + len(granted.fence_metadata), hold.rank.uid
+        try:
+            self._block_id_memory.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
+        except BusyError as error:
+            self._settle(hold, Refusal.of(error))
+            self._send_return(hold)
+            return
+        self._block_id_memory.add(uid, size)
+        hold.charged_bytes = size
+        hold.granted = granted
+        hold.state = GrantState.HELD
+        held = self._held.setdefault(hold.ref.endpoint, {})
+        held[hold.grant_id] = hold
+        if len(held) == 1:
+            self._schedule_renewal(hold.ref.endpoint, granted.lease_s)
+        try:
+            self.preload(hold)
+        except PeerError as error:
+            self._forget(hold.ref.endpoint, hold.grant_id)
+            self._settle(hold, Refusal.of(error))
+            self._send_return(hold)
+            return
+        self._settle(hold, None)
+
+    def _settle(self, hold: HeldGrant, refusal: Refusal | None, phase: str = "") -> None:
+        if refusal is not None:
+            hold.refused_in = phase or ("handshake" if hold.state is GrantState.HANDSHAKING else "grant")
+            hold.state = GrantState.REFUSED
+            hold.refusal = refusal
+            hold.remote = hold.plan = None  # a prepared hold may be kept for minutes
+        hold.settled_at = self._context.now
+        callback, hold.on_settled = hold.on_settled, None
+        if callback is not None:
+            callback()
+
+    def preload(self, hold: HeldGrant) -> None:
+        """Load the plan and the remote agents of the grant into the rank's mover. Raises PeerError."""
+        if hold.rank.mover is None or self._movers.get(hold.rank.mover) is None:
+            return
+        assert hold.plan is not None and hold.remote is not None and hold.granted is not None
+        self._movers.load_plan(hold.rank.mover, hold.plan)
+        for rank in hold.plan.sources:
+            binding = hold.remote.ranks[rank].binding
+            self._movers.load_remote(
+                hold.rank.mover,
+                hold.ref.endpoint,
+                binding.agent,
+                binding.metadata,
+                _host_word_address(binding),
+            )
+        granted = hold.granted
+        self._movers.load_remote(
+            hold.rank.mover,
+            hold.ref.endpoint,
+            granted.fence_agent,
+            granted.fence_metadata,
+            granted.fence_address,
+        )
+
+    # --- renewal
+
+    def _schedule_renewal(self, endpoint: Endpoint, lease_s: float) -> None:
+        self._context.after(("renew", endpoint), lease_s / 6, lambda: self._renew(endpoint, lease_s))
+
+    def _renew(self, endpoint: Endpoint, lease_s: float) -> None:
+        held = self._held.get(endpoint)
+        if not held:
+            return
+        oldest = self._context.now - self._context.settings.max_hold_s
+        # One request for each user: a user whose requests have no room must not end the grants of another.
+        grants_of: dict[int, list[GrantId]] = {}
+        for grant, hold in held.items():
+            if (hold.settled_at or 0.0) > oldest:
+                grants_of.setdefault(hold.rank.uid, []).append(grant)
+        for uid, grants in grants_of.items():
+            for first in range(0, len(grants), MAX_GRANTS_PER_RENEWAL):
+                some = tuple(grants[first : first + MAX_GRANTS_PER_RENEWAL])
+                self._request_renewal(endpoint, some, lease_s, uid)
+        self._schedule_renewal(endpoint, lease_s)
+
+    def _request_renewal(
+        self, endpoint: Endpoint, grants: tuple[GrantId, ...], lease_s: float, uid: int
+    ) -> None:
+        self._peers.request(
+            endpoint,
+            lambda request: RenewGrants(request=request, grants=grants),
+            lease_s,
+            lambda reply: self._handle_renewal_reply(endpoint, reply),
+            uid,
+        )
+
+    def _handle_renewal_reply(self, endpoint: Endpoint, reply: ReplyMessage) -> None:
+        # A grant that ended does not end its pull: the fence word decides that. But it is not renewed
+        # any more, and a pull that is not posted requests another one.
+        if isinstance(reply, GrantsRenewed):
+            for grant in reply.ended:
+                if hold := self._forget(endpoint, grant):
+                    hold.state = GrantState.ENDED
+
+    def forget_engine(self, hold: HeldGrant) -> None:
+        """Forget the manifest that the grant was planned on: the next grant fetches it again."""
+        self._handshake_client.forget_engine(hold.ref.endpoint, hold.ref.engine)
+
+    def _forget(self, endpoint: Endpoint, grant: GrantId) -> HeldGrant | None:
+        held = self._held.get(endpoint, {})
+        hold = held.pop(grant, None)
+        if not held:
+            self._held.pop(endpoint, None)
+            self._context.timers.cancel(("renew", endpoint))
+        return hold
+
+    # --- ending
+
+    def release(self, hold: HeldGrant) -> None:
+        """End the grant without an acknowledgement. Does nothing where it has ended."""
+        state, hold.state = hold.state, GrantState.ENDED
+        hold.on_settled = hold.on_more = None
+        self._drop_contents(hold)
+        self._forget(hold.ref.endpoint, hold.grant_id)
+        if state in (GrantState.HELD, GrantState.REQUESTING):
+            self._send_return(hold)
+
+    def _drop_contents(self, hold: HeldGrant) -> None:
+        """Free the source's block ids, though a last message about the grant may be under way."""
+        self._block_id_memory.remove(hold.rank.uid, hold.charged_bytes)
+        hold.charged_bytes, hold.granted, hold.remote, hold.plan = 0, None, None, None
+
+    def _send_return(self, hold: HeldGrant) -> None:
+        self._peers.request(
+            hold.ref.endpoint,
+            lambda request: ReleaseGrant(request=request, grant=hold.grant_id),
+            self._context.settings.silent_after_s,
+            lambda reply: None,
+            hold.rank.uid,
+        )
+
+    def acknowledge(self, hold: HeldGrant, num_bytes: int, on_reply: Callable[[bool], None]) -> None:
+        """End the grant: this rank has so many bytes. Repeated for `acknowledge_for_s` until the reply."""
+        hold.state, hold.on_more = GrantState.ENDED, None
+        self._drop_contents(hold)
+        self._forget(hold.ref.endpoint, hold.grant_id)
+        self._peers.request(
+            hold.ref.endpoint,
+            lambda request: Acknowledge(
+                request=request,
+                grant=hold.grant_id,
+                ref=hold.ref,
+                consumer=hold.consumer(),
+                bytes=num_bytes,
+            ),
+            self._context.settings.acknowledge_for_s,
+            lambda reply: on_reply(not isinstance(reply, PeerRefused)),
+            hold.rank.uid,
+        )
+
+
+def _host_word_address(binding: Binding) -> int:
+    """Return the address of a word in the rank's host memory; 0 where it has none."""
+    plain = (region for region in binding.regions if region.mem_type == "DRAM" and not region.staged)
+    return next((region.address for region in plain if region.size_bytes >= FENCE_WORD_BYTES), 0)
+
+
+def _grant_error(granted: GrantReply) -> str:
+    """Return why a timer or a mover cannot use the grant; "" where they can."""
+    if not MIN_LEASE_S <= granted.lease_s <= MAX_LEASE_S:  # NaN is not in between either
+        return f"a lease of {granted.lease_s} s"
+    if len(granted.fence_word) != FENCE_WORD_BYTES:
+        return f"a fence word of {len(granted.fence_word)} bytes"
+    if not 0 < granted.fence_address <= MAX_ADDRESS - FENCE_WORD_BYTES:
+        return f"a fence word at address {granted.fence_address}"
+    if not 0 < len(granted.fence_agent) <= MAX_NAME_CHARS:
+        return f"an agent's name of {len(granted.fence_agent)} characters"
+    if len(granted.fence_metadata) > MAX_METADATA_BYTES:
+        return f"{len(granted.fence_metadata)} bytes of metadata"
+    return ""

@@ -1,0 +1,151 @@
+"""One pull of a local rank: where it is, and which moves are legal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.sink.grants import GrantState, HeldGrant
+from kvxferd.core.sink.pull_totals import NOTHING_READ
+from kvxferd.errors import Code
+from kvxferd.ids import MoverId, PullId, Ticket
+from kvxferd.layout import BlocksByGroup
+from kvxferd.wire.common import Refusal, TransferRef
+from kvxferd.wire.mover import PullOutcome, PullProgress
+
+
+class PullPhase(StrEnum):
+    """Where a pull is. In WAITING no read of it is under way: none was posted, or all are over."""
+
+    WAITING = "waiting"  # handshake, plan and grant
+    POSTED = "posted"  # the mover has it
+    STOPPING = "stopping"  # cancelled: the mover has been sent AbortPull
+    DELIVERED = "delivered"
+    FAILED = "failed"
+    IN_DOUBT = "in-doubt"  # failed, and the mover may still write
+    QUIESCED = "quiesced"  # failed, and proved to be over since
+
+
+class PullTrigger(StrEnum):
+    """What happens to a pull."""
+
+    POST = "post"
+    REFUSE = "refuse"  # the grant, the request or the rank's mover does not allow it
+    CANCEL = "cancel"
+    EXPIRE = "expire"
+    DELIVER = "deliver"
+    FINISH = "finish"  # not delivered, and every handle is terminal or the mover is dead
+    FAULT = "fault"  # not delivered, and not proven ended
+    RETRY = "retry"  # not delivered, proven ended, and to be read once more
+    CONTINUE = "continue"  # a piece of it is there, and more are to be read
+
+
+# A pair that is not in the table is a bug. Callers check `can` first where a pair may be missing.
+TRANSITIONS: dict[tuple[PullPhase, PullTrigger], PullPhase] = {
+    (PullPhase.WAITING, PullTrigger.POST): PullPhase.POSTED,
+    (PullPhase.WAITING, PullTrigger.REFUSE): PullPhase.FAILED,  # no DMA yet: free now
+    (PullPhase.WAITING, PullTrigger.CANCEL): PullPhase.FAILED,
+    (PullPhase.WAITING, PullTrigger.EXPIRE): PullPhase.FAILED,
+    (PullPhase.WAITING, PullTrigger.DELIVER): PullPhase.DELIVERED,  # nothing to read: a full prefix hit
+    (PullPhase.POSTED, PullTrigger.CANCEL): PullPhase.STOPPING,
+    (PullPhase.POSTED, PullTrigger.EXPIRE): PullPhase.IN_DOUBT,
+    (PullPhase.POSTED, PullTrigger.DELIVER): PullPhase.DELIVERED,
+    (PullPhase.POSTED, PullTrigger.FINISH): PullPhase.FAILED,
+    (PullPhase.POSTED, PullTrigger.RETRY): PullPhase.WAITING,  # for a new grant, or the next mover
+    (PullPhase.POSTED, PullTrigger.CONTINUE): PullPhase.WAITING,  # for the next piece
+    (PullPhase.POSTED, PullTrigger.FAULT): PullPhase.IN_DOUBT,  # DMA may still be landing
+    (PullPhase.STOPPING, PullTrigger.EXPIRE): PullPhase.IN_DOUBT,
+    (PullPhase.STOPPING, PullTrigger.DELIVER): PullPhase.DELIVERED,  # it was done before it could be stopped
+    (PullPhase.STOPPING, PullTrigger.FINISH): PullPhase.FAILED,
+    (PullPhase.STOPPING, PullTrigger.FAULT): PullPhase.IN_DOUBT,
+    # Too late for a delivery: the engine has received Failed.
+    (PullPhase.IN_DOUBT, PullTrigger.DELIVER): PullPhase.QUIESCED,
+    (PullPhase.IN_DOUBT, PullTrigger.FINISH): PullPhase.QUIESCED,
+}
+
+
+class Piece(NamedTuple):
+    """What one read of a pull reads: nearly always the whole pull."""
+
+    blocks: BlocksByGroup  # this rank's
+    end: int  # up to which token
+    is_last: bool
+
+
+@dataclass(slots=True)
+class Pull:
+    """One local rank's read of one transfer."""
+
+    pull_id: PullId
+    rank: LocalRank
+    ticket: Ticket
+    ref: TransferRef
+    blocks: BlocksByGroup
+    num_tokens: int
+    deadline: float
+    received_at: float
+    held_grant: HeldGrant
+    phase: PullPhase = PullPhase.WAITING
+    mover: MoverId | None = None  # the mover that has it, from POSTED on
+    posted_at: float | None = None
+    outcome: PullOutcome | None = None
+    retried: bool = False
+    num_movers_lost: int = 0  # movers that died while they had it
+    interruption: int = 0  # number of the PullsInterrupted that it waits for; 0: for none
+    delivered_by_mover: bool = False  # the worker reported that its mover sent Delivered
+    former_grant: HeldGrant | None = None  # of the first try, until the second try has one
+    phases_s: dict[str, float] = field(default_factory=dict)
+    failed_phase: str = ""  # as `PullRecord.failed_phase`
+    silent: str = ""  # as `PullRecord.silent`
+    progressive: bool = False  # it is read in pieces, while its source writes it
+    piece: Piece | None = None  # that the mover reads
+    tokens_read: int = 0  # of the pieces that are there
+    read: PullOutcome = NOTHING_READ  # the sum of these pieces
+    whole_at: float | None = None  # when all that it reads was known here to be ready; None: it is not yet
+    hidden_bytes: int = 0  # that had been read by then
+    more_refused: Refusal | None = None  # why the source will have no more, learnt while a piece is read
+    fence_word: bytes = b""  # of the transfer that they are of
+    report_requested: bool = False  # the mover was requested to report what the pull waits for
+    progress: PullProgress | None = None  # its reply
+
+    @property
+    def awaits_worker(self) -> bool:
+        """Whether only the worker knows if its last mover delivered it: `PullsResumed` has not arrived."""
+        return self.interruption != 0
+
+    @property
+    def record_phase(self) -> str:
+        """Where it is, among PHASES."""
+        if self.phase is not PullPhase.WAITING:
+            return failed_phase_of(self.outcome) if self.outcome is not None else "wire"
+        grant = self.held_grant
+        if grant.state is GrantState.REFUSED:
+            return grant.refused_in
+        return grant.state if grant.state in (GrantState.HANDSHAKING, GrantState.REQUESTING) else "queue"
+
+    @property
+    def is_safe_to_reuse(self) -> bool:
+        """Whether nothing can write the pull's blocks any more."""
+        return self.phase in (PullPhase.DELIVERED, PullPhase.FAILED, PullPhase.QUIESCED)
+
+    @property
+    def local_bytes(self) -> int:
+        """The bytes of its blocks on this rank."""
+        return self.rank.bytes_of(self.blocks)
+
+    def can(self, trigger: PullTrigger) -> bool:
+        """Whether this may happen to the pull now."""
+        return (self.phase, trigger) in TRANSITIONS
+
+    def transition(self, trigger: PullTrigger) -> PullPhase:
+        """Move to the next phase. A KeyError is a bug of the caller."""
+        self.phase = TRANSITIONS[self.phase, trigger]
+        return self.phase
+
+
+def failed_phase_of(outcome: PullOutcome) -> str:
+    if outcome.fence_s > 0 or outcome.code is Code.RELEASED:
+        return "fence"
+    return "wire" if outcome.started else "plan"

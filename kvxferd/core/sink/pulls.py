@@ -1,0 +1,684 @@
+"""Pulls of local ranks, from the request to the one terminal event, and to the end of any doubt.
+
+How a pull works. Names in backticks are messages, modules, methods, settings or fields.
+
+1. The worker sends `Prepare` as soon as it has a reference, and `PullRequest` when it has blocks: a ticket,
+   the reference, its own block ids, a deadline. `worker_requests` checks the limits, and starts the pull with
+   the prepared grant or a new one. The pull is WAITING.
+2. `grant_client` sends `ManifestRequest` to the source's daemon, unless it has the engine's manifest, and
+   makes the plan from both layouts. Then it sends `GrantRequest` with the agents that will be read. The
+   source's daemon sends `GrantReply`, with its block ids and the fence word, when the transfer is published
+   and ready and those agents' movers poll. Otherwise it replies `PeerRefused`, and the pull fails. A grant is
+   renewed until its pull ends, for `max_hold_s` at most.
+3. `post` gives the pull to the rank's mover: the plan, the remote agents, both lists of block ids, and
+   `StartPull`. The pull is POSTED. A rank without a mover posts its pulls after the next bind
+   (`post_waiting`). A pull without block ids is delivered at once.
+4. The mover reads the runs, and the fence word after them. It sends `PullDone` with one of three outcomes,
+   which `mover_done` handles:
+
+   * The word is unchanged: the bytes are the published ones. The worker gets `TicketDelivered`, from the
+     mover itself where they share a delivery socket, otherwise from here. The source's daemon gets
+     `Acknowledge`. After the last one it overwrites the word and sends `Released` to the publisher and to the
+     ranks of its engine.
+   * The word has changed: the source took its blocks back. The worker gets `TicketFailed` with the code
+     `released` and `safe_to_reuse`, and the source's daemon gets `ReleaseGrant`.
+   * The word was not read, because a read failed or the pull was aborted. If every posted read is terminal,
+     a failure of the transport is read once more with a new grant (`_retry`), and any other end is
+     `TicketFailed` with `safe_to_reuse`. If not, the worker gets `TicketFailed` with `safe_to_reuse=False`,
+     and the pull is IN_DOUBT.
+
+5. A pull IN_DOUBT keeps its blocks in quarantine until the mover sends `PullQuiesced` or a late `PullDone`,
+   or is dead. Then the worker gets `TicketQuiesced`, and the source's daemon `ReleaseGrant`. After
+   `quiesce_s`, or at once where the mover cannot end the doubt, the mover is retired: another one serves the
+   rank, and this one is killed when its other pulls and its readers have ended, or after `RETIRED_S`
+   (`Movers.retire`).
+
+What ends a pull from outside:
+
+* `Cancel`: a WAITING pull fails at once. For a POSTED one the mover gets `AbortPull`, and the pull is
+  STOPPING until `PullDone`; it may still be delivered.
+* The deadline: a WAITING pull fails. For a POSTED or STOPPING one the mover gets `AbortPull`, and the pull
+  is IN_DOUBT, because its reads are not known to be over.
+* The mover dies: nothing that it posted writes any more. A POSTED pull with time left is WAITING for the
+  next mover; a pull survives the deaths of two movers. With a delivery socket the dead mover may have
+  sent `TicketDelivered`, so the worker gets `PullsInterrupted`, and its `PullsResumed` lists the pulls that
+  arrived and those to read again. Other pulls fail, and those IN_DOUBT are quiesced.
+* The rank is suspended: its WAITING pulls fail, its movers are killed, and none of its pulls waits again:
+  for its engine all have ended with `Suspended`. The worker is gone: its pulls are dropped without an
+  event, and their grants returned or, where they were delivered, acknowledged.
+
+So the worker gets exactly one of `TicketDelivered` and `TicketFailed` for a pull, and `TicketQuiesced` after
+a `TicketFailed` with `safe_to_reuse=False`. The legal moves are `TRANSITIONS` in pull.py;
+docs/architecture.md draws the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import SendToMover, SendToWorker
+from kvxferd.core.limits.block_id_memory import BlockIdMemory, request_bytes
+from kvxferd.core.limits.checks import PullAdmission
+from kvxferd.core.ranks.movers import Movers
+from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.sink.deadline_reasons import describe_read, describe_wait
+from kvxferd.core.sink.grants import GrantClient, GrantState, HeldGrant
+from kvxferd.core.sink.pieces import next_piece, record_whole, tokens_to_wait_for
+from kvxferd.core.sink.pull import Piece, Pull, PullPhase, PullTrigger
+from kvxferd.core.sink.pull_records import emit_record, phases_of
+from kvxferd.core.sink.pull_totals import NOTHING_READ, add_piece, pieces_read
+from kvxferd.core.sink.stalled_sources import SourceBreaker
+from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
+from kvxferd.layout import PackedBlocks
+from kvxferd.plan import check_request
+from kvxferd.records import PHASES
+from kvxferd.wire.block_id_parts import split_block_ids
+from kvxferd.wire.common import Message, Refusal, TransferRef
+from kvxferd.wire.mover import (
+    AbortPull,
+    FenceLocation,
+    PullOutcome,
+    PullProgress,
+    ReportPull,
+    SourceRank,
+    StartPull,
+)
+from kvxferd.wire.worker import (
+    PullsInterrupted,
+    PullsResumed,
+    TicketDelivered,
+    TicketFailed,
+    TicketQuiesced,
+)
+
+# A retry with less time than this would end at its deadline, in doubt instead of safely failed.
+MIN_RETRY_S = 0.25
+# A retry that has no grant after this time fails: the source is gone for now.
+RETRY_WITHIN_S = 2.0
+# A pull that kills each mover that reads it must not use up the node's movers. Its own mover and the next may
+# both be killed because of other pulls in doubt.
+MAX_MOVERS_LOST = 2
+
+
+class Pulls:
+    """Every pull of a local rank that is not over: it waits, is read, or may still be written."""
+
+    def __init__(
+        self, context: NodeContext, grant_client: GrantClient, movers: Movers, block_id_memory: BlockIdMemory
+    ) -> None:
+        self._context = context
+        self._grant_client = grant_client
+        self._movers = movers
+        self._block_id_memory = block_id_memory
+        self._pulls: dict[PullId, Pull] = {}
+        # The same pulls by session and ticket: a session with few pulls does not pay for those of others.
+        self._by_session: dict[SessionId, dict[Ticket, list[Pull]]] = {}
+        self._last_id = 0
+        self._last_interruption = 0
+        self.admission = PullAdmission(context.settings.limits)
+        self.source_breaker = SourceBreaker(context)
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Return how many pulls are in doubt."""
+        return sum(pull.phase is PullPhase.IN_DOUBT for pull in self._pulls.values())
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Return the local bytes of the blocks of pulls in doubt."""
+        return sum(pull.local_bytes for pull in self._pulls.values() if pull.phase is PullPhase.IN_DOUBT)
+
+    def next_id(self) -> PullId:
+        """Return a pull number that was never used before."""
+        self._last_id += 1
+        return PullId(self._last_id)
+
+    def check_room(self, rank: LocalRank, blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
+        """Raise BusyError if one more pull, into these blocks, passes a limit."""
+        self.admission.check(rank.session, rank.uid, rank.bytes_of(blocks), what)
+        self._block_id_memory.check(rank.uid, request_bytes(blocks), what)
+
+    def start(self, pull: Pull) -> None:
+        """Start a pull whose grant has been requested."""
+        self._pulls[pull.pull_id] = pull
+        self._by_session.setdefault(pull.rank.session, {}).setdefault(pull.ticket, []).append(pull)
+        self.admission.add(pull.rank.session, pull.rank.uid, pull.local_bytes)
+        self._block_id_memory.add(pull.rank.uid, request_bytes(pull.blocks))
+        # One timer, set again: most pulls end before it is due.
+        notice_s = self._notice_s(pull)
+        at_notice = self._before_deadline if notice_s > 0 else self._expire
+        self._context.timers.set(
+            ("deadline", pull.pull_id), pull.deadline - notice_s, lambda: at_notice(pull)
+        )
+        self._grant_client.when_settled(pull.held_grant, lambda: self._grant_settled(pull))
+
+    # --- from the grant to the mover
+
+    def _grant_settled(self, pull: Pull) -> None:
+        if pull.phase is not PullPhase.WAITING:
+            return
+        hold = pull.held_grant
+        if hold.learnt_at is not None:
+            pull.phases_s["handshake"] = max(0.0, hold.learnt_at - pull.received_at)
+        if hold.settled_at is not None:
+            pull.phases_s["grant"] = max(0.0, hold.settled_at - max(hold.learnt_at or 0.0, pull.received_at))
+        if hold.refusal is not None:
+            refusal = hold.refusal
+            self._fail(pull, PullTrigger.REFUSE, refusal.code, refusal.message, refusal.retry_after_s)
+            return
+        self._release_former_grant(pull)
+        pull.more_refused = None
+        assert hold.granted is not None
+        if hold.granted.fence_word != pull.fence_word:
+            pull.fence_word, pull.tokens_read, pull.read = hold.granted.fence_word, 0, NOTHING_READ
+            pull.whole_at = None
+        record_whole(pull, self._context.now)
+        self.post(pull)
+
+    def post(self, pull: Pull) -> None:
+        """Give a pull that holds its grant to its rank's mover; without one it waits for the next bind."""
+        hold = pull.held_grant
+        assert hold.plan is not None and hold.granted is not None
+        mover = pull.rank.mover
+        if (
+            mover is None
+            or not pull.rank.is_readable
+            or pull.awaits_worker
+            or not self._movers.accepts_pulls(mover)
+        ):
+            return
+        piece = next_piece(pull)
+        if piece is None:
+            self._await_more(pull)
+            return
+        try:
+            check_request(hold.plan, piece.blocks, hold.granted.blocks, piece.end)
+            self._grant_client.preload(hold)
+        except KvxferdError as error:
+            pull.failed_phase = "plan"
+            self._refuse(pull, error.code, error.message)
+            return
+        if not any(packed.ids for packed in piece.blocks.values()):
+            if piece.is_last:
+                self._deliver(pull, PullOutcome(delivered=True))
+                return
+            pull.tokens_read = piece.end
+            self._await_more(pull)
+            return
+        pull.transition(PullTrigger.POST)
+        pull.mover, pull.piece = mover, piece
+        pull.report_requested, pull.progress = False, None
+        pull.posted_at = self._context.now
+        self._start_on_mover(mover, pull)
+        if not piece.is_last:
+            self._request_more(pull, piece.end)  # so that the answer is there when the piece is
+
+    def post_waiting(self, rank: LocalRank) -> None:
+        """Post the pulls that wait for the rank's mover: it has one again."""
+        for pull in self._pulls_of(rank):
+            if pull.phase is PullPhase.WAITING and not pull.awaits_worker:
+                self._post_or_reacquire(pull)
+
+    def _post_or_reacquire(self, pull: Pull) -> None:
+        """Post a pull that waited for a mover. If the source has ended its grant since, request another."""
+        if pull.held_grant.state is GrantState.HELD:
+            self.post(pull)
+        elif pull.held_grant.state is not GrantState.ENDED:
+            return  # the grant is requested, and the pull is posted when it arrives
+        elif pull.deadline - self._context.now > MIN_RETRY_S:
+            self._reacquire_grant(pull, Code.MOVER_LOST, _mover_lost_message(pull))
+        else:
+            self._refuse(pull, Code.MOVER_LOST, _mover_lost_message(pull))
+
+    def _start_on_mover(self, mover: MoverId, pull: Pull) -> None:
+        hold = pull.held_grant
+        assert hold.plan is not None and hold.granted is not None and hold.remote is not None
+        bindings = [(rank, hold.remote.ranks[rank].binding) for rank in hold.plan.sources]
+        # Two block lists are sent, each of which may need parts: one stream each.
+        stream = 2 * pull.pull_id
+        piece = pull.piece
+        assert piece is not None
+        local_parts, local = split_block_ids(piece.blocks, stream)
+        # A transfer that grows may have no list of a group yet, of which this piece reads nothing.
+        read = dict.fromkeys(lane.remote.group for lane in hold.plan.group_reads)
+        granted = {name: hold.granted.blocks.get(name, PackedBlocks(b"")) for name in read}
+        remote_parts, remote = split_block_ids(granted, stream + 1)
+        for part in (*local_parts, *remote_parts):
+            self._context.emit(SendToMover(mover, part))
+        start = StartPull(
+            pull=pull.pull_id,
+            plan=hold.plan.digest,
+            sources=tuple(SourceRank(rank, binding.agent, binding.regions) for rank, binding in bindings),
+            local=local,
+            remote=remote,
+            num_tokens=piece.end,
+            fence=FenceLocation(
+                hold.granted.fence_agent, hold.granted.fence_address, hold.granted.fence_word
+            ),
+            stream=stream,
+            ticket=pull.ticket if piece.is_last else None,  # the worker is told of the last one's end
+            before=pieces_read(pull.read) if piece.is_last else None,
+        )
+        self._context.emit(SendToMover(mover, start))
+
+    # --- pieces of a progressive pull
+
+    def _await_more(self, pull: Pull) -> None:
+        """Wait until the source has more to read, or all."""
+        if pull.held_grant.state is not GrantState.HELD:
+            self._post_or_reacquire(pull)
+        elif pull.more_refused is not None:
+            self._more_ready(pull, pull.held_grant, pull.more_refused)
+        else:
+            self._request_more(pull, pull.tokens_read)
+
+    def _request_more(self, pull: Pull, tokens: int) -> None:
+        """Ask for more than so many tokens, unless that is asked already."""
+        hold = pull.held_grant
+        if hold.on_more is not None or hold.state is not GrantState.HELD:
+            return
+        left_s = pull.deadline - self._context.now
+        self._grant_client.request_more(
+            hold,
+            tokens_to_wait_for(pull, tokens),
+            left_s,
+            lambda refusal: self._more_ready(pull, hold, refusal),
+        )
+
+    def _more_ready(self, pull: Pull, hold: HeldGrant, refusal: Refusal | None) -> None:
+        """Go on with what the source has, or with why it has no more; while a piece is read, behind it."""
+        if pull.held_grant is not hold:
+            return
+        if refusal is None:
+            record_whole(pull, self._context.now)
+        if pull.phase is not PullPhase.WAITING:
+            pull.more_refused = refusal
+            return
+        pull.more_refused = None
+        if refusal is None:
+            self._post_or_reacquire(pull)
+        elif refusal.code is Code.BINDING_STALE and not pull.retried:
+            pull.retried = True
+            self._grant_client.forget_engine(hold)
+            self._reacquire_grant(pull, refusal.code, refusal.message)
+        else:
+            self._fail(pull, PullTrigger.REFUSE, refusal.code, refusal.message, refusal.retry_after_s)
+
+    def _piece_read(self, pull: Pull, mover: MoverId, piece: Piece, outcome: PullOutcome) -> None:
+        """Go on behind a piece whose bytes are there, and whose word was right after the last of them."""
+        if not pull.can(PullTrigger.CONTINUE) or pull.rank.is_asleep:
+            what = f"cannot pull transfer {pull.ref.transfer_id}"
+            why = f"{what}: the rank was suspended; resume it, then pull again"
+            self._fail(pull, PullTrigger.FINISH, Code.SUSPENDED, why)
+            return
+        pull.transition(PullTrigger.CONTINUE)
+        pull.mover, pull.piece, pull.outcome = None, None, None
+        pull.tokens_read, pull.read = piece.end, add_piece(pull.read, outcome)
+        self._movers.reconsider(mover)
+        self._post_or_reacquire(pull)
+
+    # --- how it ends
+
+    def mover_done(self, pull_id: PullId, mover: MoverId, outcome: PullOutcome) -> None:
+        """Handle the mover's report of a pull's end: deliver it, fail it, or read it once more."""
+        pull = self._pulls.get(pull_id)
+        if pull is None or pull.mover != mover:
+            return
+        pull.outcome = outcome
+        pull.phases_s |= phases_of(add_piece(pull.read, outcome))
+        if outcome.delivered and pull.piece is not None and not pull.piece.is_last:
+            self._piece_read(pull, mover, pull.piece, outcome)
+        elif outcome.delivered:
+            self._deliver(pull, outcome)
+        elif outcome.finished or not outcome.started:
+            if self._can_retry(pull, outcome):
+                self._retry(pull, mover, outcome)
+                return
+            self._fail(pull, PullTrigger.FINISH, outcome.code or Code.TRANSPORT, outcome.message)
+        elif pull.can(PullTrigger.FAULT):
+            self._fail(pull, PullTrigger.FAULT, outcome.code or Code.TRANSPORT, outcome.message)
+            if not outcome.quiesced_follows:
+                self._context.timers.cancel(("quiesce", pull.pull_id))
+                self._retire_mover(pull, mover)
+        if outcome.agent is not None and outcome.code is Code.TRANSPORT:
+            self._invalidate_remote(pull.held_grant, mover, outcome.agent)
+
+    def _can_retry(self, pull: Pull, outcome: PullOutcome) -> bool:
+        """Whether a failed read is tried again instead of reported. Only where nothing writes any more."""
+        return (
+            outcome.code is Code.TRANSPORT
+            and pull.can(PullTrigger.RETRY)
+            and not pull.retried
+            and not pull.rank.is_asleep
+            and pull.deadline - self._context.now > MIN_RETRY_S
+        )
+
+    def _retry(self, pull: Pull, mover: MoverId, outcome: PullOutcome) -> None:
+        """Read once more, with a new manifest, grant and connection: the source may have been replaced.
+
+        The new grant is requested before the old one is returned, so that the source never sees the
+        transfer without a reader.
+        """
+        pull.transition(PullTrigger.RETRY)
+        pull.retried, pull.mover = True, None
+        if outcome.agent is not None:
+            self._invalidate_remote(pull.held_grant, mover, outcome.agent)
+        self._reacquire_grant(pull, outcome.code or Code.TRANSPORT, outcome.message)
+        self._movers.reconsider(mover)
+
+    def _reacquire_grant(self, pull: Pull, code: Code, message: str) -> None:
+        left_s = pull.deadline - self._context.now
+        pull.former_grant, pull.held_grant = (
+            pull.held_grant,
+            self._grant_client.acquire(pull.rank, pull.ref, left_s, 0 if pull.progressive else -1),
+        )
+        self._context.after(
+            ("retry", pull.pull_id),
+            min(RETRY_WITHIN_S, left_s - MIN_RETRY_S / 2),
+            lambda: self._refuse(pull, code, message),
+        )
+        self._grant_client.when_settled(pull.held_grant, lambda: self._grant_settled(pull))
+
+    def _release_former_grant(self, pull: Pull) -> None:
+        self._context.timers.cancel(("retry", pull.pull_id))
+        former, pull.former_grant = pull.former_grant, None
+        if former is not None:
+            self._grant_client.release(former)
+
+    def mover_quiesced(self, pull_id: PullId, mover: MoverId) -> None:
+        """End the doubt: the mover reports that every posted read of the pull is terminal."""
+        pull = self._pulls.get(pull_id)
+        if pull is not None and pull.mover == mover and pull.phase is PullPhase.IN_DOUBT:
+            self._fail(pull, PullTrigger.FINISH, Code.TRANSPORT, "")
+
+    def mover_died(self, mover: MoverId) -> None:
+        """Fail the dead mover's pulls, or have the next one read them: its posted reads write no more."""
+        interrupted: dict[SessionId, list[Ticket]] = {}
+        self._last_interruption += 1
+        for pull in [p for p in self._pulls.values() if p.mover == mover]:
+            if pull.delivered_by_mover:
+                self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
+            elif not self._can_wait_for_next_mover(pull):
+                self._fail(pull, PullTrigger.FINISH, Code.MOVER_LOST, _mover_lost_message(pull))
+            else:
+                self._wait_for_next_mover(pull)
+                if pull.awaits_worker:
+                    interrupted.setdefault(pull.rank.session, []).append(pull.ticket)
+        for session, tickets in interrupted.items():
+            self._context.emit(
+                SendToWorker(
+                    session, PullsInterrupted(number=self._last_interruption, tickets=tuple(tickets))
+                )
+            )
+
+    def _can_wait_for_next_mover(self, pull: Pull) -> bool:
+        rank = pull.rank
+        return (
+            pull.can(PullTrigger.RETRY)
+            and pull.num_movers_lost < MAX_MOVERS_LOST
+            and pull.deadline - self._context.now > MIN_RETRY_S
+            and not rank.is_asleep
+        )
+
+    def _wait_for_next_mover(self, pull: Pull) -> None:
+        """Have the pull wait for its rank's next mover.
+
+        The dead mover may have sent `TicketDelivered` to the worker alone, and the engine may use the blocks:
+        only the worker knows.
+        """
+        pull.transition(PullTrigger.RETRY)
+        pull.num_movers_lost += 1
+        pull.mover = None
+        is_last = pull.piece is None or pull.piece.is_last
+        pull.interruption = self._last_interruption if is_last else 0
+        if pull.held_grant.state is GrantState.HELD:
+            self.post(pull)
+        else:
+            self._reacquire_grant(pull, Code.MOVER_LOST, _mover_lost_message(pull))
+
+    def resume_interrupted(self, rank: LocalRank, message: PullsResumed) -> None:
+        """Continue the pulls of one interruption, as the worker reports which have not ended for it."""
+        again, arrived = set(message.tickets), set(message.arrived)
+        interrupted = [
+            p for p in self._pulls_of(rank) if p.awaits_worker and p.interruption == message.number
+        ]
+        for pull in interrupted:
+            pull.interruption = 0
+            if pull.phase is not PullPhase.WAITING:
+                continue
+            if pull.ticket in arrived:
+                self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
+            elif pull.ticket not in again:
+                self._refuse(pull, Code.MOVER_LOST, _mover_lost_message(pull))
+            else:
+                self._post_or_reacquire(pull)
+
+    def runs_on(self, mover: MoverId) -> bool:
+        """Whether the mover has a pull that is not in doubt."""
+        running = (PullPhase.POSTED, PullPhase.STOPPING)
+        return any(pull.mover == mover and pull.phase in running for pull in self._pulls.values())
+
+    def _deliver(self, pull: Pull, outcome: PullOutcome) -> None:
+        if pull.transition(PullTrigger.DELIVER) is PullPhase.QUIESCED:
+            self._finish_quiesced(pull)
+            return
+        assert pull.phase is PullPhase.DELIVERED
+        total = add_piece(pull.read, outcome)
+        if not outcome.sent_to_worker:
+            self._send_to_worker(
+                pull,
+                TicketDelivered(ticket=pull.ticket, bytes=total.bytes, runs=total.runs, wire_s=total.wire_s),
+            )
+        ended = self._context.now
+        self._remove(pull)
+
+        def acknowledged(_: bool) -> None:
+            pull.phases_s["ack"] = self._context.now - ended
+            emit_record(self._context, pull, "delivered", None, "", ended)
+
+        self._grant_client.acknowledge(pull.held_grant, total.bytes, acknowledged)
+
+    def _refuse(self, pull: Pull, code: Code, message: str) -> None:
+        self._fail(pull, PullTrigger.REFUSE, code, message)
+
+    def _fail(
+        self, pull: Pull, trigger: PullTrigger, code: Code, message: str, retry_after_s: float = 0.0
+    ) -> None:
+        was_stopping = pull.phase is PullPhase.STOPPING
+        pull.failed_phase = pull.failed_phase or pull.record_phase
+        phase = pull.transition(trigger)
+        if phase is PullPhase.QUIESCED:
+            self._finish_quiesced(pull)
+            return
+        if was_stopping and phase is PullPhase.FAILED:
+            code, message = Code.CANCELLED, f"transfer {pull.ref.transfer_id}: the pull was cancelled"
+        failed = TicketFailed(
+            ticket=pull.ticket,
+            code=code,
+            message=message,
+            safe_to_reuse=pull.is_safe_to_reuse,
+            retry_after_s=retry_after_s,
+        )
+        self._send_to_worker(pull, failed)
+        outcome = "cancelled" if code is Code.CANCELLED else "failed"
+        emit_record(self._context, pull, outcome, code, message, self._context.now)
+        if phase is PullPhase.FAILED:
+            self._remove(pull)
+            self._grant_client.release(pull.held_grant)
+            return
+        assert phase is PullPhase.IN_DOUBT and pull.mover is not None
+        mover = pull.mover
+        self._context.timers.cancel(("deadline", pull.pull_id))
+        self._context.after(
+            ("quiesce", pull.pull_id),
+            self._context.settings.quiesce_s,
+            lambda: self._retire_mover(pull, mover),
+        )
+        self._movers.reconsider(mover)
+
+    def _retire_mover(self, pull: Pull, mover: MoverId) -> None:
+        """Retire the mover: only its death ends the doubt. Its other pulls end first."""
+        if self._movers.accepts_pulls(mover):
+            self.source_breaker.record_stall(pull.rank.uid, pull.ref)
+        self._movers.retire(mover)
+
+    def _finish_quiesced(self, pull: Pull) -> None:
+        self._send_to_worker(pull, TicketQuiesced(ticket=pull.ticket))
+        self._remove(pull)
+        self._grant_client.release(pull.held_grant)
+
+    def _remove(self, pull: Pull) -> None:
+        del self._pulls[pull.pull_id]
+        tickets = self._by_session[pull.rank.session]
+        tickets[pull.ticket].remove(pull)
+        if not tickets[pull.ticket]:
+            del tickets[pull.ticket]
+        if not tickets:
+            del self._by_session[pull.rank.session]
+        self.admission.remove(pull.rank.session, pull.rank.uid, pull.local_bytes)
+        self._block_id_memory.remove(pull.rank.uid, request_bytes(pull.blocks))
+        pull.blocks = {}  # its acknowledgement may be repeated for two minutes
+        self._context.timers.cancel(("deadline", pull.pull_id))
+        self._context.timers.cancel(("quiesce", pull.pull_id))
+        self._release_former_grant(pull)
+        self._movers.reconsider(pull.mover)
+
+    def mark_delivered_by_mover(self, rank: LocalRank, tickets: tuple[Ticket, ...]) -> None:
+        """Record deliveries that the mover reported to the worker, whose report here may never come."""
+        for ticket in tickets:
+            for pull in self._pulls_of(rank, ticket):
+                # For an engine that has received `TicketFailed`, it was no delivery.
+                if pull.phase in (PullPhase.POSTED, PullPhase.STOPPING):
+                    pull.delivered_by_mover = True
+                elif pull.awaits_worker and pull.phase is PullPhase.WAITING:
+                    self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
+
+    def _pulls_of(self, rank: LocalRank, ticket: Ticket | None = None) -> list[Pull]:
+        """Return the rank's pulls, of one ticket or all."""
+        tickets = self._by_session.get(rank.session, {})
+        found = tickets.values() if ticket is None else [tickets.get(ticket, [])]
+        return [pull for pulls in found for pull in pulls if pull.rank is rank]
+
+    # --- cancel, deadline, loss of the rank
+
+    def cancel(self, rank: LocalRank, ticket: Ticket) -> None:
+        """Cancel a pull for its engine. An unknown ticket has ended already."""
+        for pull in self._pulls_of(rank, ticket):
+            self._cancel(pull)
+
+    def cancel_pull(self, number: PullId) -> None:
+        """Cancel a pull for the operator. An unknown number has ended already."""
+        if pull := self._pulls.get(number):
+            self._cancel(pull)
+
+    def can_cancel(self, number: PullId) -> bool:
+        """Whether that pull has neither ended nor been cancelled."""
+        return (pull := self._pulls.get(number)) is not None and pull.can(PullTrigger.CANCEL)
+
+    def cancel_transfer(self, rank: LocalRank, ref: TransferRef) -> None:
+        """Cancel the rank's pulls of a transfer that its engine abandons."""
+        for pull in [p for p in self._pulls_of(rank) if p.ref == ref]:
+            self._cancel(pull)
+
+    def _cancel(self, pull: Pull) -> None:
+        if pull.phase is PullPhase.WAITING:
+            text = f"transfer {pull.ref.transfer_id}: the pull was cancelled"
+            self._fail(pull, PullTrigger.CANCEL, Code.CANCELLED, text)
+        elif pull.can(PullTrigger.CANCEL):
+            pull.transition(PullTrigger.CANCEL)
+            assert pull.mover is not None
+            self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
+
+    def _notice_s(self, pull: Pull) -> float:
+        return min(self._context.settings.deadline_notice_s, (pull.deadline - pull.received_at) / 5)
+
+    def _before_deadline(self, pull: Pull) -> None:
+        """Ask the one that the pull waits for whether it is there, so that the failure can name it."""
+        self._context.timers.set(("deadline", pull.pull_id), pull.deadline, lambda: self._expire(pull))
+        if pull.deadline - self._context.now < self._notice_s(pull) / 2:
+            return  # this daemon is late itself: nobody can reply in time
+        if pull.phase is PullPhase.WAITING:
+            self._grant_client.check_peer(pull.held_grant)
+        elif pull.phase is PullPhase.POSTED and pull.mover is not None and not pull.rank.resident:
+            pull.report_requested = True
+            self._context.emit(SendToMover(pull.mover, ReportPull(pull=pull.pull_id)))
+
+    def record_progress(self, mover: MoverId, message: PullProgress) -> None:
+        """Keep what the mover reports of a pull whose deadline is near."""
+        pull = self._pulls.get(message.pull)
+        if pull is not None and pull.mover == mover and pull.report_requested and message.phase in PHASES:
+            pull.progress = message
+
+    def _expire(self, pull: Pull) -> None:
+        what = f"cannot pull transfer {pull.ref.transfer_id}"
+        waited = f"its deadline of {pull.deadline - pull.received_at:.1f} s passed"
+        if pull.phase is PullPhase.WAITING:
+            pull.silent, where = describe_wait(pull, self._grant_client)
+            self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, f"{what}: {waited} {where}")
+            return
+        assert pull.mover is not None
+        pull.silent, where = describe_read(pull)
+        if pull.progress is not None:
+            pull.failed_phase = pull.progress.phase
+        self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
+        self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, f"{what}: {waited} while it was read: {where}")
+
+    def refuse_waiting(self, rank: LocalRank, code: Code, message: str) -> None:
+        """Refuse the rank's pulls that no mover has."""
+        for pull in [p for p in self._pulls_of(rank) if p.phase is PullPhase.WAITING]:
+            self._refuse(pull, code, f"cannot pull transfer {pull.ref.transfer_id}: {message}")
+
+    def rank_gone(self, rank: LocalRank) -> None:
+        """Drop the rank's pulls: its worker is gone, and its mover is being killed."""
+        for pull in self._pulls_of(rank):
+            self._remove(pull)
+            if pull.delivered_by_mover and pull.phase is not PullPhase.IN_DOUBT:
+                self._grant_client.acknowledge(pull.held_grant, 0, lambda _: None)
+            else:
+                self._grant_client.release(pull.held_grant)
+
+    # --- messages and records
+
+    def _send_to_worker(self, pull: Pull, message: Message) -> None:
+        self._context.emit(SendToWorker(pull.rank.session, message))
+
+    def _invalidate_remote(self, hold: HeldGrant, mover: MoverId, agent: AgentName) -> None:
+        """Forget a remote agent that failed. Its metadata stays loaded while other pulls use the mover."""
+        self._grant_client.forget_engine(hold)
+        if not any(pull.mover == mover for pull in self._pulls.values()):
+            self._movers.drop_remote(mover, agent)
+
+    def running(self) -> list[Pull]:
+        """Return the pulls that are not over, those in doubt too."""
+        return list(self._pulls.values())
+
+    def running_and_oldest(self) -> tuple[int, float]:
+        """Return how many pulls have not ended and when the oldest arrived, or 0. Without those in doubt."""
+        waits = [pull.received_at for pull in self._pulls.values() if pull.phase is not PullPhase.IN_DOUBT]
+        return len(waits), waits[0] if waits else 0.0
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the tables contradict each other."""
+        indexed = [p.pull_id for of in self._by_session.values() for pulls in of.values() for p in pulls]
+        assert sorted(indexed) == sorted(self._pulls), "pulls are not found by their session and ticket"
+        for pull in self._pulls.values():
+            assert not pull.is_safe_to_reuse, f"pull {pull.pull_id} is over but still listed"
+            assert (pull.mover is None) == (pull.phase is PullPhase.WAITING), (
+                f"pull {pull.pull_id}: {pull.phase}"
+            )
+            assert pull.phase is not PullPhase.WAITING or not pull.rank.is_asleep, (
+                f"pull {pull.pull_id} waits, and would be read into memory that its rank has taken back"
+            )
+            if pull.phase is not PullPhase.IN_DOUBT:
+                assert ("deadline", pull.pull_id) in self._context.timers, (
+                    f"pull {pull.pull_id} has no deadline"
+                )
+
+
+def _mover_lost_message(pull: Pull) -> str:
+    return f"cannot pull transfer {pull.ref.transfer_id}: the rank's mover died; pull again"

@@ -1,0 +1,361 @@
+"""The tables of published transfers: their leases, grants, readers and tombstones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvxferd.core.effects import NO_USER
+from kvxferd.core.limits.checks import MAX_TOMBSTONES
+from kvxferd.core.limits.fair_share import FairShare, Owner
+from kvxferd.core.tables import decrease, discard
+from kvxferd.errors import Code
+from kvxferd.ids import (
+    AgentName,
+    Endpoint,
+    EngineKey,
+    GrantId,
+    Incarnation,
+    Rank,
+    SessionId,
+    TransferId,
+)
+from kvxferd.layout import BlocksByGroup
+from kvxferd.records import ReaderRecord, TransferSnapshot
+from kvxferd.wire.peer import Consumer
+
+# Of a transfer's readers, and of a reader's daemons: those that the release's record names.
+MAX_RECORDED = 8
+
+
+@dataclass(slots=True)
+class Grant:
+    """A reader's entry on a transfer's lease."""
+
+    grant_id: GrantId
+    consumer: Consumer
+    agents: frozenset[AgentName]  # the source movers that must poll while it lives
+    granted_at: float
+    expires_at: float
+    peer_id: str = ""  # the reader's key, or its route
+
+
+@dataclass(slots=True)
+class Reader:
+    """One consumer engine: which of its ranks have acknowledged."""
+
+    num_ranks: int
+    acknowledged: set[Rank] = field(default_factory=set)
+    abandoned: bool = False
+    num_bytes: int = 0  # that these ranks report
+    peers: tuple[Endpoint, ...] = ()  # of their daemons, the first few
+
+    def acknowledge(self, rank: Rank, num_bytes: int, peer: Endpoint) -> None:
+        """Record that the rank of a daemon has its bytes, for the first time."""
+        self.acknowledged.add(rank)
+        self.num_bytes += num_bytes
+        if peer and peer not in self.peers and len(self.peers) < MAX_RECORDED:
+            self.peers = (*self.peers, peer)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it does not need the blocks any more."""
+        return self.abandoned or len(self.acknowledged) >= self.num_ranks
+
+
+@dataclass(slots=True, kw_only=True)
+class Transfer:
+    """One request's cache, published here. `TransferTable.end` ends it, once."""
+
+    engine: EngineKey
+    transfer_id: TransferId
+    nonce: str
+    session: SessionId  # the publisher's; its fence page holds the word
+    uid: int  # the publisher's, whose share the block ids count for
+    fence_slot: int
+    fence_word: bytes
+    blocks: BlocksByGroup
+    num_tokens: int
+    num_readers: int
+    published_at: float
+    lease_expires_at: float
+    ready: set[Rank]
+    # The mappings that hold its bytes, as the publisher knew them, else as each rank's `ready` named them.
+    # Transfers share this object: it is replaced, never changed.
+    incarnations: Mapping[Rank, Incarnation]
+    lease_s: float = 0.0  # by which an extension renews the lease
+    # Until it is whole: how far each rank has written it, and up to which token the blocks hold it.
+    ready_tokens: dict[Rank, int] = field(default_factory=dict)
+    covered_tokens: int = 0
+    has_all_blocks: bool = True
+    charged_bytes: int = 0  # that count in its user's share
+    traceparent: str = ""  # under which this node records it; "": it does not
+    grants: dict[GrantId, Grant] = field(default_factory=dict)
+    num_grants_of_peer: Counter[str] = field(default_factory=Counter)  # by `Grant.peer_id`
+    readers: dict[EngineKey, Reader] = field(default_factory=dict)
+    reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # in ranks, by peer id
+
+    def set_ready(self, rank: Rank, incarnation: Incarnation, ready_tokens: int = -1) -> bool:
+        """Record that a rank has written its bytes; False where it wrote in another mapping of its memory.
+
+        `ready_tokens`: it has written tokens [0, ready_tokens) alone; -1: all. A late smaller number changes
+        nothing.
+        """
+        known = self.incarnations.get(rank)
+        if known is None:
+            self.incarnations = {**self.incarnations, rank: incarnation}
+        elif incarnation != known:
+            return False
+        if 0 <= ready_tokens < self.num_tokens:
+            self.ready_tokens[rank] = max(self.ready_tokens.get(rank, 0), ready_tokens)
+        else:
+            self.ready.add(rank)
+        return True
+
+    def tokens_ready_on(self, ranks: Iterable[Rank]) -> int:
+        """Return up to which token every one of these ranks has written it, and its blocks are known."""
+        known = self.num_tokens if self.has_all_blocks else self.covered_tokens
+        return min(
+            [known, *(known if rank in self.ready else self.ready_tokens.get(rank, 0) for rank in ranks)]
+        )
+
+    @property
+    def expires_at(self) -> float:
+        """When the lease ends: never before the grants on it."""
+        return max([self.lease_expires_at, *(grant.expires_at for grant in self.grants.values())])
+
+    def next_expiry(self, now: float) -> float:
+        """When the first grant on the lease ends, or the lease, unless that is over and grants keep it."""
+        ends = [grant.expires_at for grant in self.grants.values()]
+        if self.lease_expires_at > now or not ends:
+            ends.append(self.lease_expires_at)
+        return min(ends)
+
+    @property
+    def is_read_by_all(self) -> bool:
+        """Whether every announced reader is done."""
+        return sum(reader.is_done for reader in self.readers.values()) >= self.num_readers
+
+    def reader(self, consumer: Consumer) -> Reader:
+        """Return the consumer's engine among the readers, added if it is new.
+
+        Any holder of the reference may read while the transfer lives. A request that failed on one decode
+        engine may be sent to another one, also when some ranks of the first have acknowledged.
+        """
+        return self.readers.setdefault(_engine_of(consumer), Reader(consumer.num_ranks))
+
+    def reader_cost(self, consumer: Consumer, acknowledges: bool) -> int:
+        """Return the cost, in ranks, of keeping the consumer's acknowledgement or abandonment."""
+        known = self.readers.get(_engine_of(consumer))
+        if known is None:
+            return READER_COST + acknowledges
+        return int(acknowledges and consumer.rank not in known.acknowledged)
+
+    def state(self, is_ready: bool) -> str:
+        """Return the state as /v1/transfers shows it: "granted", "readable" or "writing"."""
+        return "granted" if self.grants else "readable" if is_ready else "writing"
+
+    @property
+    def num_bytes_read(self) -> int:
+        """The bytes that its readers report."""
+        return sum(reader.num_bytes for reader in self.readers.values())
+
+    def reader_records(self) -> tuple[ReaderRecord, ...]:
+        """Return the first engines that acknowledged, as the release's record names them."""
+        done = [(key, reader) for key, reader in self.readers.items() if reader.acknowledged][:MAX_RECORDED]
+        return tuple(
+            ReaderRecord(
+                engine_id=key.engine_id,
+                peers=reader.peers,
+                num_ranks=len(reader.acknowledged),
+                bytes=reader.num_bytes,
+            )
+            for key, reader in done
+        )
+
+    def snapshot(self, now: float, state: str, ready_tokens: int) -> TransferSnapshot:
+        """Return the transfer as /v1/transfers shows it. `ready_tokens`: that every rank has written."""
+        return TransferSnapshot(
+            transfer_id=self.transfer_id,
+            engine_id=self.engine.engine_id,
+            generation=self.engine.generation,
+            state=state,
+            num_tokens=self.num_tokens,
+            num_grants=len(self.grants),
+            num_acks=sum(len(reader.acknowledged) for reader in self.readers.values()),
+            lease_left_s=round(self.expires_at - now, 3),
+            age_s=round(now - self.published_at, 3),
+            ready_tokens=ready_tokens,
+        )
+
+
+def _engine_of(consumer: Consumer) -> EngineKey:
+    return EngineKey(consumer.engine_id, consumer.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """The record of a transfer that has ended."""
+
+    nonce: str
+    why: Code
+
+
+TransferKey = tuple[EngineKey, TransferId]
+
+
+class EarlyReady(NamedTuple):
+    """What a rank has written of a transfer whose publish has not come: of which mapping, and how far."""
+
+    incarnation: Incarnation
+    ready_tokens: int = -1  # -1: all
+
+
+def _further(before: EarlyReady | None, early: EarlyReady) -> EarlyReady:
+    """Return the report of more tokens: of one mapping, a late smaller one takes nothing back."""
+    if before is None or before.incarnation != early.incarnation:
+        return early
+    is_further = before.ready_tokens < 0 or before.ready_tokens > early.ready_tokens >= 0
+    return before if is_further else early
+
+
+# Transfers that are ready before their publish, of all engines: eight engines with `max_transfers_per_engine`
+# each; an entry takes 1 KB where names are long.
+MAX_EARLY_READY = 1 << 16
+# Ranks of readers that have acknowledged, 150 bytes each: 4,096 transfers that 64 ranks of one reader have
+# read and others have not. A reader itself counts as eight ranks: its names take as much.
+MAX_ACKNOWLEDGED, READER_COST = 1 << 18, 8
+
+
+class TransferTable:
+    """The live transfers of this node's engines, the tombstones of ended ones, and early readiness."""
+
+    def __init__(self) -> None:
+        self.live: dict[TransferKey, Transfer] = {}
+        self.tombstones: dict[TransferKey, Tombstone] = {}
+        # The `ready` that arrived before the publish; each is valid for the mapping that it names.
+        self.early_ready: dict[TransferKey, dict[Rank, EarlyReady]] = {}
+        self._early_by_engine: dict[EngineKey, dict[TransferKey, None]] = {}
+        self._early_owner: dict[TransferKey, Owner] = {}
+        self._early_share = FairShare(MAX_EARLY_READY)
+        self._reader_share = FairShare(MAX_ACKNOWLEDGED)
+        self.by_grant: dict[GrantId, Transfer] = {}
+        self._by_session: dict[SessionId, dict[TransferKey, None]] = {}
+        self._by_slot: dict[tuple[SessionId, int], Transfer] = {}
+        self._by_engine: dict[EngineKey, dict[TransferKey, None]] = {}
+
+    def add(self, transfer: Transfer) -> None:
+        """Start a transfer's life."""
+        key = (transfer.engine, transfer.transfer_id)
+        assert key not in self.live
+        self.live[key] = transfer
+        self.tombstones.pop(key, None)
+        for rank, early in self._pop_early_ready(key).items():
+            transfer.set_ready(rank, early.incarnation, early.ready_tokens)
+        self._by_session.setdefault(transfer.session, {})[key] = None
+        self._by_slot[transfer.session, transfer.fence_slot] = transfer
+        self._by_engine.setdefault(transfer.engine, {})[key] = None
+
+    def end(self, transfer: Transfer, why: Code) -> TransferKey | None:
+        """End a transfer, and keep a tombstone for later requests about it.
+
+        Returns the oldest ended transfer if it had to be forgotten for this one.
+        """
+        key = (transfer.engine, transfer.transfer_id)
+        del self.live[key]
+        self.tombstones[key] = Tombstone(transfer.nonce, why)
+        del self._by_slot[transfer.session, transfer.fence_slot]
+        discard(self._by_session, transfer.session, key)
+        discard(self._by_engine, transfer.engine, key)
+        for peer_id, amount in transfer.reader_cost_of_peer.items():
+            self._reader_share.release(peer_id, amount)
+        if len(self.tombstones) <= MAX_TOMBSTONES:
+            return None
+        oldest = next(iter(self.tombstones))
+        del self.tombstones[oldest]
+        return oldest
+
+    def num_of_engine(self, engine: EngineKey) -> int:
+        """Return how many live transfers the engine has."""
+        return len(self._by_engine.get(engine, ()))
+
+    @property
+    def most_of_engine(self) -> int:
+        """The live transfers of the engine that has most."""
+        return max(map(len, self._by_engine.values()), default=0)
+
+    def charge_reader(self, transfer: Transfer, peer_id: str, consumer: Consumer, acknowledges: bool) -> bool:
+        """Charge a reader's acknowledgement or abandonment to its peer; False where there is no room."""
+        cost = transfer.reader_cost(consumer, acknowledges)
+        if cost and not self._reader_share.acquire(peer_id, cost):
+            return False
+        transfer.reader_cost_of_peer[peer_id] += cost
+        return True
+
+    def has_room_for_ready(self, engine: EngineKey, limit: int, owner: Owner = NO_USER) -> bool:
+        """Whether one more of the engine's transfers may be ready before its publish."""
+        return len(self._early_by_engine.get(engine, ())) < limit and self._early_share.has_room(owner)
+
+    def add_early_ready(
+        self, key: TransferKey, rank: Rank, early: EarlyReady, owner: Owner = NO_USER
+    ) -> None:
+        """Record that the rank has written bytes of a transfer that is not published yet."""
+        if key not in self.early_ready:
+            self._early_owner[key] = owner
+            self._early_share.add(owner, 1)
+        ranks = self.early_ready.setdefault(key, {})
+        ranks[rank] = _further(ranks.get(rank), early)
+        self._early_by_engine.setdefault(key[0], {})[key] = None
+
+    def _pop_early_ready(self, key: TransferKey) -> dict[Rank, EarlyReady]:
+        ranks = self.early_ready.pop(key, None)
+        if ranks is None:
+            return {}
+        discard(self._early_by_engine, key[0], key)
+        self._early_share.release(self._early_owner.pop(key))
+        return ranks
+
+    def add_grant(self, transfer: Transfer, grant: Grant) -> None:
+        """Put a grant on the transfer's lease, in place of a grant with the same id."""
+        if grant.grant_id not in transfer.grants:
+            transfer.num_grants_of_peer[grant.peer_id] += 1
+        transfer.grants[grant.grant_id] = grant
+        self.by_grant[grant.grant_id] = transfer
+
+    def end_grant(self, grant_id: GrantId) -> Grant | None:
+        """Take a grant off its lease and return it; None: it has ended before."""
+        transfer = self.by_grant.pop(grant_id, None)
+        if transfer is None:
+            return None
+        grant = transfer.grants.pop(grant_id)
+        decrease(transfer.num_grants_of_peer, grant.peer_id)
+        return grant
+
+    def forget_tombstone(self, key: TransferKey) -> None:
+        """Forget an ended transfer."""
+        self.tombstones.pop(key, None)
+
+    def forget_early_ready(self, key: TransferKey) -> None:
+        """Forget the early `ready` of a transfer whose publish never came."""
+        self._pop_early_ready(key)
+
+    def end_early_ready(self, engine: EngineKey, rank: Rank, present: Incarnation | None = None) -> None:
+        """Forget the rank's early `ready`, except those of its present mapping: the bytes are gone."""
+        for key in self._early_by_engine.get(engine, ()):
+            ranks = self.early_ready[key]
+            if rank in ranks and ranks[rank].incarnation != present:
+                del ranks[rank]
+
+    def published_by(self, session: SessionId) -> list[Transfer]:
+        """Return the live transfers that a session published."""
+        return [self.live[key] for key in self._by_session.get(session, ())]
+
+    def in_slot(self, session: SessionId, slot: int) -> Transfer | None:
+        """Return the live transfer whose word lies in that slot of the session's fence page."""
+        return self._by_slot.get((session, slot))
+
+    def of_engine(self, engine: EngineKey) -> list[Transfer]:
+        """Return the live transfers of an engine."""
+        return [self.live[key] for key in self._by_engine.get(engine, ())]

@@ -1,0 +1,1 @@
+"""What status and history show of a node."""

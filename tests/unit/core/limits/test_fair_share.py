@@ -1,0 +1,164 @@
+"""One user cannot make all others `busy`."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.config import LimitsConfig
+from kvxferd.core import Settings, worker_requests
+from kvxferd.core.limits.checks import PullAdmission
+from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.rate_limit import RateLimiter
+from kvxferd.core.ranks.registration_checks import REGISTER_BURST, REGISTER_PER_S
+from kvxferd.errors import BusyError, Code
+from kvxferd.ids import SessionId
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import TransferRef
+from tests.support.simulation import FIRST, IDS, SECOND, SINK_IDS, TOKENS, Worker, World, spec_of, two_users
+
+
+def test_the_last_eighth_is_for_those_who_hold_a_sixteenth_at_most() -> None:
+    shares = FairShare(128)
+    assert sum(shares.acquire(FIRST) for _ in range(200)) == 112
+    assert sum(shares.acquire(SECOND) for _ in range(200)) == 8
+    shares.release(FIRST, 50)
+    assert sum(shares.acquire(SECOND) for _ in range(200)) == 42
+    assert shares.held == 112
+
+
+def test_a_small_limit_has_a_place_for_a_second_user_too_and_two_have_no_reserve() -> None:
+    shares = FairShare(8)
+    assert [shares.acquire(FIRST) for _ in range(8)] == [True] * 7 + [False]
+    assert [shares.acquire(uid) for uid in (SECOND, 3000)] == [True, False]
+    shares = FairShare(2)
+    assert [shares.acquire(FIRST) for _ in range(3)] == [True, True, False]
+
+
+def test_ranks_have_a_share_of_each_user() -> None:
+    world = World(settings=Settings(limits=LimitsConfig(max_ranks=16)))
+    host = world.host("p")
+    first = [world.register(host, spec_of(f"a{n}"), uid=FIRST) for n in range(16)]
+    refused = [w.received(wk.Refused) for w in first]
+    assert [bool(r) for r in refused] == [False] * 14 + [True] * 2
+    assert refused[-1][0].code is Code.BUSY
+    assert "uid 1000" in refused[-1][0].message
+    second = world.register(host, spec_of("b"), uid=SECOND)
+    assert second.received(wk.Registered)
+
+
+def test_bytes_in_flight_have_a_share_of_each_user() -> None:
+    load = PullAdmission(LimitsConfig(max_inflight_bytes=1600))
+    session = SessionId(1)
+    load.check(session, FIRST, 1400, "pull")
+    load.add(session, FIRST, 1400)
+    with pytest.raises(BusyError, match="uid 1000"):
+        load.check(session, FIRST, 10, "pull")
+    load.check(session, SECOND, 100, "pull")
+    load.remove(session, FIRST, 1400)
+    assert load.inflight_bytes == 0
+
+
+def ref_to(endpoint: str, transfer: str = "t", engine: str = "prefill") -> TransferRef:
+    return TransferRef(f"tcp://{endpoint}:9441", engine, "g1", transfer, "n")
+
+
+def failed_of(worker: Worker, ticket: int) -> wk.TicketFailed | None:
+    found = worker.ended(ticket)
+    assert found is None or isinstance(found, wk.TicketFailed)
+    return found
+
+
+def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
+    world = World()
+    first, second = two_users(world)
+    first.host.node.handshake_client._learning_share.limit = 16
+    for n in range(14):
+        first.say(wk.Cancel(ticket=first.pull(ref_to("p", engine=f"e{n}"), SINK_IDS, TOKENS)))
+    failed = failed_of(first, first.pull(ref_to("p", engine="one-more"), SINK_IDS, TOKENS))
+    assert failed is not None
+    assert failed.code is Code.BUSY
+    assert failed_of(second, second.pull(ref_to("p", engine="other"), SINK_IDS, TOKENS)) is None
+
+
+def test_prepared_pulls_have_a_share_of_each_user_and_count_when_they_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_requests, "MAX_PREPARED_PER_NODE", 16)
+    world = World()
+    first, second = two_users(world)
+    node = first.host.node
+    for n in range(20):
+        first.say(wk.Prepare(ref=ref_to("p", f"t{n}")))
+        first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
+    assert node.worker_requests._prepared_share.held_by(FIRST) == 14
+    second.say(wk.Prepare(ref=ref_to("p")))
+    assert len(node.sessions[second.session].prepared) == 1
+    first.close()
+    world.advance(25.0)
+    assert node.worker_requests._prepared_share.held_by(FIRST) == 0
+
+
+def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() -> None:
+    """An engine may abort many requests; nothing that they asked waits for an answer."""
+    world = World()
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink, _ = two_users(world)
+    refs = [source.publish(f"t{n}", IDS, TOKENS) for n in range(8)]
+    for ref in refs:
+        sink.say(wk.Prepare(ref=ref))
+        sink.say(wk.Abandon(ref=ref))
+    assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED] * 8
+    assert sink.host.node.worker_requests._prepared_share.held_by(FIRST) == 0
+    assert sink.host.node.sessions[sink.session].num_discarded == 0
+
+
+def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_requests, "MAX_ABANDONING_PER_NODE", 16)
+    world = World()
+    first, second = two_users(world)
+    node = first.host.node
+    for _ in range(3):
+        first.say(wk.Abandon(ref=ref_to("p")))
+    assert node.worker_requests._abandoning_share.held == 1
+    for n in range(20):
+        first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
+    assert node.worker_requests._abandoning_share.held_by(FIRST) == 14
+    second.say(wk.Abandon(ref=ref_to("p")))
+    assert node.worker_requests._abandoning_share.held_by(SECOND) == 1
+    world.advance(130.0)
+    assert node.worker_requests._abandoning_share.held == 0
+    assert not node.sessions[first.session].abandoning
+
+
+# --- registering and leaving in a loop has a mover made each time: a user's rate is limited
+
+
+def test_a_burst_then_so_many_a_second_of_each_user() -> None:
+    rate = RateLimiter(burst=3, per_s=2.0)
+    assert [rate.acquire(FIRST, 10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+    assert rate.acquire(SECOND, 10.0) == 0.0
+    assert rate.acquire(FIRST, 10.5) == 0.0
+    assert rate.acquire(FIRST, 10.5) == 0.5
+    for uid in range(100):
+        rate.acquire(uid, 11.0)
+    rate.acquire(FIRST, 100.0)
+    assert len(rate._buckets) == 1
+
+
+def test_who_registers_and_leaves_in_a_loop_is_busy_and_others_register() -> None:
+    world = World()
+    host = world.host("p")
+    for _ in range(REGISTER_BURST):
+        worker = world.register(host, spec_of("a"), uid=FIRST)
+        assert worker.received(wk.Registered)
+        worker.close()
+    num_movers = len(host.movers)
+    (refused,) = world.register(host, spec_of("a"), uid=FIRST).received(wk.Refused)
+    assert refused.code is Code.BUSY
+    assert 0 < refused.retry_after_s <= 1 / REGISTER_PER_S
+    assert len(host.movers) == num_movers
+    assert world.register(host, spec_of("b"), uid=SECOND).received(wk.Registered)
+    world.advance(refused.retry_after_s)
+    assert world.register(host, spec_of("a"), uid=FIRST).received(wk.Registered)

@@ -1,0 +1,692 @@
+"""What another daemon may say, by mistake or on purpose, without harm to anybody but itself."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxferd.config import LimitsConfig
+from kvxferd.core import Settings
+from kvxferd.core import events as ev
+from kvxferd.core.peers import peers as core_peers
+from kvxferd.core.peers.layout_cache import LayoutCache
+from kvxferd.core.peers.manifest_checks import check_manifest, checked_layouts
+from kvxferd.core.ranks import home as core_home
+from kvxferd.core.sink.manifests import MAX_ENGINES_PER_PEER
+from kvxferd.core.source import grants as grant_server
+from kvxferd.core.source.grants import MAX_READERS
+from kvxferd.errors import Code, EngineError, PeerError
+from kvxferd.ids import Endpoint, Rank
+from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, RegionSpec, UnitRange, pack_ids
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES, encode
+from kvxferd.wire.common import BlockIds, Message, RegionAddress, TransferRef
+from kvxferd.wire.limits import (
+    IDS_PART_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_METADATA_BYTES,
+    MAX_OPEN_ASSEMBLIES,
+    MAX_PEER_MESSAGE_BYTES,
+    MAX_REQUEST_IDS_BYTES,
+)
+from kvxferd.wire.outlines import PEER_OUTLINES
+from kvxferd.wire.peer import (
+    Acknowledge,
+    Consumer,
+    GrantReply,
+    GrantRequest,
+    JoinRank,
+    ManifestReply,
+    ManifestRequest,
+    PeerRefused,
+    ReleaseGrant,
+    RenewGrants,
+    RequestDone,
+    SetRankPolling,
+    TransferReleased,
+)
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, delivers, spec_of
+
+
+def tamper(world: World, kind: type[Message], **changes: object) -> None:
+    """Change the next message of a kind that is under way, and let everything arrive."""
+    while world.network:
+        envelope = world.network.popleft()
+        message = PEER_MESSAGES.decode(envelope.payload)
+        if isinstance(message, kind):
+            envelope.payload = encode(msgspec.structs.replace(message, **changes))
+        world.arrive(envelope)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"lease_s": 0.0},
+        {"lease_s": -1.0},
+        {"lease_s": float("nan")},
+        {"lease_s": float("inf")},
+        {"lease_s": 1e-9},
+        pytest.param({"fence_word": b""}, id="a word of no length"),
+        {"fence_address": -1},
+        {"fence_address": 0},
+        {"fence_address": 2**63 - 1},
+        {"fence_address": 2**64 - 20},
+        {"fence_agent": ""},
+        {"fence_agent": "x" * 300},
+        {"fence_metadata": bytes(MAX_METADATA_BYTES + 1)},
+    ],
+)
+def test_a_grant_that_makes_no_sense_fails_its_pull_and_nothing_else(world, source, sink, nonsense):
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    tamper(world, GrantReply, **nonsense)
+    assert sink.ended(ticket).code is Code.BAD_FRAME
+    assert sink.ended(ticket).safe_to_reuse
+    world.hold_network = False
+    good = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(good), wk.TicketDelivered)
+    world.advance(100)
+    assert source.host.node.is_idle
+
+
+@pytest.mark.parametrize(
+    ("blocks", "code"),
+    [
+        ({}, Code.TOKENS_NOT_PUBLISHED),
+        ({"full": PackedBlocks(pack_ids([-1] * len(IDS)))}, Code.BLOCKS_INVALID),
+        ({"full": PackedBlocks(pack_ids(range(100_000)))}, Code.BLOCKS_INVALID),
+    ],
+    ids=["none", "negative", "too many"],
+)
+def test_blocks_that_make_no_sense_fail_their_pull(world, source, sink, blocks, code):
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    tamper(world, GrantReply, blocks=blocks)
+    assert sink.ended(ticket).code is code
+    assert sink.ended(ticket).safe_to_reuse
+
+
+def test_a_peer_cannot_describe_another_peers_agent(world, source, sink):
+    """What it says of the agent would replace how the agent is reached, for every later pull of it."""
+    honest = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(honest), wk.TicketDelivered)
+    (agent,) = {mover.agent for mover in source.host.movers.values()}
+    liar = world.engine(world.host("liar"), "liar")[0]
+    world.hold_network = True
+    ticket = sink.pull(liar.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
+    tamper(world, GrantReply, fence_agent=agent, fence_metadata=b"elsewhere")
+    failed = sink.ended(ticket)
+    assert (failed.code, failed.safe_to_reuse) == (Code.BAD_FRAME, True)
+    assert f"agent {agent}" in failed.message
+    world.hold_network = False
+    again = sink.pull(source.publish("t3", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(again), wk.TicketDelivered)
+    world.advance(100)
+    assert liar.host.node.is_idle
+    assert source.host.node.is_idle
+
+
+def test_what_a_peer_says_of_its_agents_does_not_pile_up(world, source, sink):
+    """Each grant may name its fence page by other metadata, and a mover keeps what it has loaded."""
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    movers, (number,) = sink.host.node.movers, sink.host.movers
+    mover = movers.get(number)
+    assert mover is not None
+    (honest,) = mover.remotes
+    liar, most = Endpoint("tcp://liar:9441"), 2 * MAX_PEER_MESSAGE_BYTES
+    for agent in ("a", "b") * 25:
+        movers.load_remote(number, liar, agent, world.rng.randbytes(16) + bytes(MAX_METADATA_BYTES - 16))
+        of_liar = [name for name in mover.remotes if name != honest]
+        assert sum(len(metadata) for name in of_liar for metadata in mover.remotes[name]) <= most
+    for agent in [*of_liar, honest]:
+        movers.drop_remote(number, agent)
+    assert not mover.loaded_bytes_of
+
+
+def test_what_is_known_of_engines_is_bounded_and_goes_with_its_last_reader(world, sink):
+    """A manifest may be of 16 MiB, and whoever writes references may have any number of peers."""
+    sources = [world.engine(world.host(f"p{number}"), f"prefill{number}")[0] for number in range(4)]
+    refs = [source.publish("t1", IDS, TOKENS) for source in sources]
+    shares = sink.host.node.handshake_client._learnt_bytes_share
+    assert sink.reads(refs[0])
+    one = shares.held
+    shares.limit = 3 * one  # of which the last eighth is for other users
+    for ref in refs[1:]:
+        assert sink.reads(ref)
+    assert shares.held == 2 * one
+    refs = [source.publish("t2", IDS, TOKENS) for source in sources]
+    for ref in refs[:2]:
+        sink.say(wk.Prepare(ref=ref))
+    failed = sink.ended(sink.pull(refs[2], SINK_IDS, TOKENS))
+    assert isinstance(failed, wk.TicketFailed)
+    assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
+    sink.say(wk.Abandon(ref=refs[0]))
+    assert sink.reads(refs[2])
+    sink.close()
+    for source in sources:
+        sink.host.node.peers.drop(source.host.endpoint)
+    assert shares.held == 0
+
+
+def test_lists_that_never_end_leave_room_for_others(world, source, sink):
+    """A peer sends parts of many lists of block ids, and no grant behind them."""
+    peers, liar = sink.host.node.peers, Endpoint("tcp://liar:9441")
+    sink.say(wk.Prepare(ref=TransferRef(liar, "e", "g", "t", "0" * 32)))
+    part = bytes(IDS_PART_BYTES)
+    for stream in range(1, 1 + MAX_OPEN_ASSEMBLIES):
+        for offset in range(0, MAX_REQUEST_IDS_BYTES, len(part)):
+            ids = BlockIds(stream=stream, group="full", offset=offset, ids=part)
+            world.feed(sink.host, ev.PeerReply(liar, ids))
+    assert len(part) <= peers._reassembly_share.held <= 2 * MAX_REQUEST_IDS_BYTES
+    assert delivers(source, sink, "t1")
+    peers.drop(liar)
+    assert peers._reassembly_share.held == 0
+
+
+def test_a_grant_whose_list_had_no_room_is_refused_as_busy(world, source, sink, monkeypatch):
+    monkeypatch.setattr(core_peers, "MAX_REASSEMBLY_BYTES_PER_PEER", 0)
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    ids = BlockIds(stream=7, group="full", offset=0, ids=pack_ids(IDS))
+    while world.network:
+        envelope = world.network.popleft()
+        message = PEER_MESSAGES.decode(envelope.payload)
+        if isinstance(message, GrantReply):
+            hear(world, sink.host, source.host.endpoint, ids)
+            envelope.payload = encode(msgspec.structs.replace(message, stream=7))
+        world.arrive(envelope)
+    failed = sink.ended(ticket)
+    assert isinstance(failed, wk.TicketFailed)
+    assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
+
+
+def test_a_part_that_had_no_room_behind_a_manifest_fails_its_own_grant_alone(world, source, sink):
+    """The inbox drops what one user's manifest keeps waiting: another's pulls there go on."""
+    world.hold_network = True
+    tickets = [sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS) for n in range(2)]
+    first = BlockIds(stream=7, group="full", offset=0, ids=pack_ids(IDS[:1]))
+    third = BlockIds(stream=7, group="full", offset=2 * len(first.ids), ids=pack_ids(IDS[2:]))
+    num_granted = 0
+    while world.network:
+        envelope = world.network.popleft()
+        message = PEER_MESSAGES.decode(envelope.payload)
+        if isinstance(message, GrantReply):
+            num_granted += 1
+            if num_granted == 1:
+                hear(world, sink.host, source.host.endpoint, first)
+                hear(world, sink.host, source.host.endpoint, third)
+                envelope.payload = encode(msgspec.structs.replace(message, stream=7))
+        world.arrive(envelope)
+    ended = [sink.ended(ticket) for ticket in tickets]
+    assert {type(e) for e in ended} == {wk.TicketFailed, wk.TicketDelivered}
+    (failed,) = (e for e in ended if isinstance(e, wk.TicketFailed))
+    assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
+
+
+def test_an_agent_stays_the_peers_that_named_it_first_when_a_read_has_failed(world, source, sink):
+    """A copy of an honest manifest with an address that is not there makes the mover drop the agent."""
+    honest = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(honest), wk.TicketDelivered)
+    (agent,) = {mover.agent for mover in source.host.movers.values()}
+    movers, (mover,) = sink.host.node.movers, sink.host.movers
+    movers.drop_remote(mover, agent)
+    with pytest.raises(PeerError, match=f"it is an agent of {source.host.endpoint}"):
+        movers.load_remote(mover, Endpoint("tcp://liar:9441"), agent, b"elsewhere")
+    again = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(again), wk.TicketDelivered)
+
+
+# --- engines that span nodes
+
+
+@pytest.fixture
+def stages(world) -> list[Worker]:
+    """Two stages on two hosts, the first of which is the home."""
+    home, other = world.host("p0"), world.host("p1")
+    spec = spec_of("spread", pp=2, layers=4, home=home.endpoint)
+    return [world.register(home, spec), world.register(other, msgspec.structs.replace(spec, pp_rank=1))]
+
+
+def hear(world: World, host: Host, endpoint: str, message: Message) -> None:
+    """A message on the connection that the host opened to that endpoint."""
+    world.feed(host, ev.PeerReply(endpoint, message))
+
+
+def released(transfer_id: str, engine: str = "prefill") -> TransferReleased:
+    return TransferReleased(
+        request=7, engine_id=engine, generation="g1", transfer_id=transfer_id, why=Code.COMPLETED
+    )
+
+
+def test_only_an_engines_home_can_tell_its_ranks_of_a_release(world, source, stages):
+    source.publish("t1", IDS, TOKENS)
+    hear(world, source.host, "tcp://evil:9441", released("t1"))
+    assert not source.received(wk.Released)
+    hear(world, stages[1].host, "tcp://evil:9441", released("t1", "spread"))
+    assert not stages[1].received(wk.Released)
+    hear(world, stages[1].host, stages[0].host.endpoint, released("t1", "spread"))
+    assert stages[1].received(wk.Released)
+
+
+def test_only_a_ranks_home_can_have_its_mover_poll(world, source, stages):
+    for host, worker in ((source.host, source), (stages[1].host, stages[1])):
+        (mover,) = [m for m in host.movers.values() if m.worker is worker]
+        hear(world, host, "tcp://evil:9441", SetRankPolling(request=7, agent=mover.agent, on=True))
+        assert not mover.attended
+        assert not host.node.member._pending
+
+
+def test_a_question_about_a_mover_that_died_is_forgotten(world, stages):
+    host = stages[1].host
+    (mover,) = host.movers.values()
+    mover.mute = True
+    home = stages[0].host.endpoint
+    hear(world, host, home, SetRankPolling(request=7, agent=mover.agent, on=True))
+    assert len(host.node.member._pending) == 1
+    mover.die()
+    hear(world, host, home, SetRankPolling(request=8, agent=mover.agent, on=True))
+    assert not host.node.member._pending
+    assert not host.node.poll_requests._states
+
+
+def joining(world: World, worker: Worker, **changes: object) -> JoinRank:
+    """What the worker's daemon says of its rank, changed."""
+    rank = worker.host.node.sessions[worker.session].rank
+    assert rank is not None
+    spec = msgspec.structs.replace(rank.spec, **changes)
+    manifest = msgspec.structs.replace(rank.manifest(), spec=spec)
+    node = worker.host.node
+    return JoinRank(request=7, boot=node.context.boot, manifest=manifest, secret=node.member._secret)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"engine_id": "new", "pp_size": 1 << 20, "tp_size": 1 << 20}, Code.RANK_INVALID),
+        ({"engine_id": "x" * 300}, Code.RANK_INVALID),
+        ({"engine_id": "new", "home": ""}, Code.NOT_HOME),
+        ({"engine_id": "new", "home": "tcp://elsewhere:1"}, Code.NOT_HOME),
+        ({"engine_id": "new", "home": "ipc:///tmp/x"}, Code.ENDPOINT_INVALID),
+    ],
+)
+def test_a_rank_that_cannot_be_is_not_joined(world, stages, changes, code):
+    home = stages[0].host
+    (refused,) = world.send_request(home, joining(world, stages[1], **changes))
+    assert refused.code is code
+    assert len(list(home.node.registry)) == 1
+
+
+def test_a_binding_of_other_regions_than_the_layouts_is_not_joined(world, stages):
+    request = joining(world, stages[1])
+    binding = msgspec.structs.replace(request.manifest.binding, regions=())
+    manifest = msgspec.structs.replace(request.manifest, binding=binding)
+    (refused,) = world.send_request(stages[0].host, msgspec.structs.replace(request, manifest=manifest))
+    assert refused.code is Code.REGION_INVALID
+
+
+@pytest.mark.parametrize("changes", [{"engine_id": "other"}, {"tp_size": 2}, {"pp_size": 1 << 62}])
+def test_a_manifest_that_makes_no_sense_fails_its_pull(world, source, sink, changes):
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    rank = source.host.node.sessions[source.session].rank
+    manifest = msgspec.structs.replace(
+        rank.manifest(), spec=msgspec.structs.replace(rank.manifest().spec, **changes)
+    )
+    tamper(world, ManifestReply, ranks=(manifest,))
+    assert sink.ended(ticket).code in (Code.BAD_FRAME, Code.ENGINE_INCOMPLETE, Code.RANK_INVALID)
+
+
+def costly(layout: RankLayout) -> RankLayout:
+    """One whose two tensors can only be told apart by writing their blocks out."""
+    tensors = tuple(
+        msgspec.structs.replace(
+            layout.tensors[0],
+            component=component,
+            offset=offset,
+            block_stride=stride,
+            token_stride=0,
+            units=(UnitRange(0, 1),),
+            chunk_bytes=1,
+            group="state",
+        )
+        for component, offset, stride in (("a", 0, 6), ("b", 3, 12))
+    )
+    return msgspec.structs.replace(
+        layout, tensors=tensors, groups=(Group("state", 5_000, kind=GroupKind.STATE),)
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "copies"), [(1, 3), (4, 1)])
+def test_a_manifest_costs_no_more_than_one_rank_may(world, source, sink, num_ranks, copies):
+    """Neither one rank said many times nor many ranks that are each as hard to check as one may be."""
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    one = source.host.node.sessions[source.session].rank.manifest()
+    name, ranks = one.layout.regions[0].region, []
+    for rank in range(num_ranks):
+        size = (1 << 20) + rank  # an equal layout would not be checked again
+        ranks.append(
+            msgspec.structs.replace(
+                one,
+                spec=msgspec.structs.replace(one.spec, tp_rank=rank, tp_size=num_ranks),
+                layout=msgspec.structs.replace(costly(one.layout), regions=(RegionSpec(name, size),)),
+                binding=msgspec.structs.replace(one.binding, regions=(RegionAddress(name, 4096, size),)),
+            )
+        )
+    check_manifest(ranks[0], LayoutCache())
+    tamper(world, ManifestReply, ranks=tuple(ranks * copies))
+    assert sink.ended(ticket).code is Code.LAYOUT_INVALID
+
+
+def test_a_refusal_as_long_as_a_message_may_be_is_handed_on_in_short(world, source, sink):
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS, num_readers=3), SINK_IDS, TOKENS)
+    world.advance(1)
+    requests = [PEER_MESSAGES.decode(e.payload) for e in world.network]
+    world.network.clear()
+    long = PeerRefused(request=requests[0].request, code=Code.INTERNAL, message="x" * (8 << 20))
+    hear(world, sink.host, source.host.endpoint, long)
+    assert sink.ended(ticket).code is Code.INTERNAL
+    assert len(encode(sink.ended(ticket))) < MAX_FRAME_BYTES
+
+
+def test_blocks_of_groups_that_nobody_reads_do_not_reach_the_mover(world, source, sink):
+    mover = next(iter(sink.host.movers.values()))
+    mover.hold = True
+    world.hold_network = True
+    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    many = {f"{n}" * 100: PackedBlocks(b"") for n in range(100)}
+    tamper(world, GrantReply, blocks=many | {"full": PackedBlocks(pack_ids(IDS))})
+    assert [set(start.remote) for start in mover.started] == [{"full"}]
+
+
+# --- grants
+
+
+def grant_of(world: World, source: Worker, ref, grant: str = "g", num_ranks: int = 1, **more) -> GrantRequest:
+    rank = source.host.node.sessions[source.session].rank
+    return GrantRequest(
+        request=5,
+        grant=grant,
+        ref=ref,
+        consumer=Consumer("decode", "g1", Rank(0, 0), num_ranks),
+        reads=((Rank(0, 0), rank.agent),),
+        wait_s=5.0,
+        **more,
+    )
+
+
+def test_one_grants_name_on_two_transfers_is_refused(world, source):
+    first, second = (source.publish(f"t{n}", [n], 4) for n in range(2))
+    world.send_request(source.host, grant_of(world, source, first))  # its mover begins to poll
+    world.feed(source.host, ev.PeerRequest(b"stranger", grant_of(world, source, first)))
+    source.host.node.context.pop_effects()
+    (mover,) = source.host.movers.values()
+    world.feed(source.host, ev.MoverMessage(mover.mover, mv.Polling(token=0)))
+    (granted,) = world.send_request(source.host, grant_of(world, source, first))
+    assert isinstance(granted, GrantReply)
+    (refused,) = world.send_request(source.host, grant_of(world, source, second))
+    assert refused.code is Code.OUT_OF_PLACE
+
+
+def test_asking_for_a_grant_again_and_again_holds_it_no_longer_than_renewing(world, source):
+    settings = world.settings
+    ref = source.publish("t1", IDS, TOKENS)
+    end = settings.max_hold_s + settings.lease_s
+    for _ in range(int(end / 10) + 2):
+        world.feed(source.host, ev.PeerRequest(b"stranger", grant_of(world, source, ref)))
+        world.advance(10)
+    world.advance(settings.lease_s)
+    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
+
+
+def test_a_pull_from_a_peer_that_fell_silent_is_told_before_a_long_deadline(world, source, sink):
+    first = sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(first), wk.TicketDelivered)
+    ref = source.publish("t1", IDS, TOKENS)
+    world.cut.add(("d", "p"))
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=3600.0)
+    world.advance(25)
+    assert sink.ended(ticket).code is Code.PEER_UNREACHABLE
+
+
+# --- peers come and go
+
+
+def forgotten(world: World, host: Host) -> list[str]:
+    """Advance in steps and collect which connections the host closes."""
+    found = []
+    for _ in range(80):
+        world.advance(10)
+        found += world.forgotten.pop(host.name, [])
+    return found
+
+
+def test_a_peer_that_nothing_is_asked_of_any_more_is_forgotten(world, source, sink):
+    assert delivers(source, sink, "t1")
+    assert len(sink.host.node.snapshot().peers) == 1
+    assert forgotten(world, sink.host) == [source.host.endpoint]
+    assert not sink.host.node.snapshot().peers
+
+
+def test_a_connection_that_a_late_question_opens_again_is_closed_again(world, source, sink):
+    """Two questions to a peer that is dead: the first one's end closes, the second one's resend opens."""
+    ref = source.publish("t1", IDS, TOKENS)
+    assert sink.reads(ref)
+    del world.hosts["p"]
+    sink.say(wk.Abandon(ref=ref))  # asked for minutes
+    sink.pull(ref, SINK_IDS, TOKENS)
+    assert len(forgotten(world, sink.host)) >= 2
+    assert len(sink.host.node.peer_requests) == 0
+
+
+def test_engines_of_one_peer_whose_ids_never_come_back_are_forgotten(world, sink):
+    host = world.host("p")
+    for number in range(MAX_ENGINES_PER_PEER + 5):
+        source = world.engine(host, f"prefill-{number}")[0]
+        ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+        assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+        source.close()
+    (peer,) = sink.host.node.snapshot().peers
+    assert len(peer.engines) == MAX_ENGINES_PER_PEER
+
+
+# --- checked elsewhere
+
+
+def test_a_layout_that_was_checked_by_the_shell_is_not_checked_again(world, stages, monkeypatch):
+    """The thread takes 25 us a tensor for it; the loop has no time for that."""
+    request = joining(world, stages[1])
+    manifest = request.manifest
+    layout = msgspec.structs.replace(
+        manifest.layout, tensors=tuple(reversed(manifest.layout.tensors))
+    )  # another one, as far as digests go
+    request = msgspec.structs.replace(request, manifest=msgspec.structs.replace(manifest, layout=layout))
+    found = checked_layouts((request.manifest,), LayoutCache())
+    world.feed(stages[0].host, ev.LayoutsChecked(found))
+    monkeypatch.setattr(
+        "kvxferd.core.peers.layout_cache.validate_layout", lambda *args: pytest.fail("checked again")
+    )
+    (done,) = world.send_request(stages[0].host, request)
+    assert isinstance(done, RequestDone)
+
+
+def test_who_may_not_join_is_refused_before_a_layout_is_looked_at(world, stages, monkeypatch):
+    monkeypatch.setattr(core_home, "check_manifest", lambda *args: pytest.fail("looked at"))
+    request = msgspec.structs.replace(joining(world, stages[1]), secret="another")
+    (refused,) = world.send_request(stages[0].host, request)
+    assert refused.code is Code.NOT_ALLOWED
+    outline = PEER_OUTLINES.decode(encode(request))
+    assert stages[0].host.node.refusal_of_join(b"evil", outline, "").code is Code.NOT_ALLOWED
+
+
+def test_a_peer_that_cannot_be_connected_fails_its_pulls_with_the_reason(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS)
+    world.hold_network = True
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=60)
+    world.network.clear()
+    world.feed(sink.host, ev.PeerUnreachable(source.host.endpoint, "no name server answered"))
+    failed = sink.ended(ticket)
+    assert failed.code is Code.PEER_UNREACHABLE
+    assert "no name server answered" in failed.message
+    assert not sink.host.node.snapshot().peers
+
+
+# --- grants, among peers that prove a key
+
+
+@pytest.fixture
+def granted(world, source):
+    """A grant of the key 0a; its transfer."""
+    ref = source.publish("t1", IDS, TOKENS, num_readers=2)
+    world.feed(source.host, ev.PeerRequest(b"reader", grant_of(world, source, ref), "0a"))
+    (mover,) = source.host.movers.values()
+    world.feed(source.host, ev.MoverMessage(mover.mover, mv.Polling(token=0)))
+    (transfer,) = source.host.node.published.table.live.values()
+    assert len(transfer.grants) == 1
+    return ref, transfer
+
+
+def test_a_grant_is_its_keys_whatever_another_names(world, source, granted):
+    _, transfer = granted
+    (done,) = world.send_request(source.host, ReleaseGrant(request=1, grant="g"), key="0b")
+    assert isinstance(done, RequestDone)
+    (renewed,) = world.send_request(source.host, RenewGrants(request=1, grants=("g",)), key="0b")
+    assert renewed.ended == ("g",)
+    assert len(transfer.grants) == 1
+    (renewed,) = world.send_request(source.host, RenewGrants(request=1, grants=("g",)), key="0a")
+    assert not renewed.ended
+    world.send_request(source.host, ReleaseGrant(request=1, grant="g"), key="0a")
+    assert not transfer.grants
+
+
+def test_a_question_that_waits_keeps_its_asker(world, source):
+    """Another that uses its name waits beside it, and does not get its answer."""
+    ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
+    request = grant_of(world, source, ref)
+    assert not world.send_request(source.host, request, key="0a")
+    assert not world.send_request(source.host, msgspec.structs.replace(request, request=6), key="0b")
+    asks = source.host.node.grant_server._pending.values()
+    assert sorted(send_request.message.request for send_request in asks) == [5, 6]
+
+
+def test_an_acknowledgement_ends_no_grant_of_another_transfer(world, source, granted):
+    _, transfer = granted
+    other = source.publish("t2", [4], 4)
+    consumer = Consumer("decode", "g1", Rank(0, 0), 2)
+    world.send_request(
+        source.host, Acknowledge(request=1, grant="g", ref=other, consumer=consumer, bytes=0), key="0a"
+    )
+    assert len(transfer.grants) == 1
+
+
+def test_made_up_readers_are_not_kept_without_end(world, source, granted):
+    ref, transfer = granted
+    for number in range(MAX_READERS + 10):
+        consumer = Consumer(f"made-up-{number}", "g1", Rank(0, 0), 2)
+        acknowledge = Acknowledge(request=1, grant="x", ref=ref, consumer=consumer, bytes=0)
+        assert world.send_request(source.host, acknowledge, key="0b")
+    assert len(transfer.readers) == MAX_READERS
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"grant": "x" * 300},
+        {"reads": ((Rank(0, 0), "a" * 300),)},
+        {"reads": ((Rank(0, 0), "a" * 250),) * 600},
+    ],
+)
+def test_a_question_as_long_as_a_message_is_not_kept_waiting(world, source, changes):
+    ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
+    request = msgspec.structs.replace(grant_of(world, source, ref), **changes)
+    (refused,) = world.send_request(source.host, request, key="0b")
+    assert refused.code is Code.BAD_FRAME
+    fetch = ManifestRequest(request=1, engine_id="e" * 300, generation="g", wait_s=5.0)
+    (refused,) = world.send_request(source.host, fetch, key="0b")
+    assert refused.code is Code.BAD_FRAME
+
+
+def test_many_routes_of_one_key_have_one_share():
+    world = World(settings=Settings(limits=LimitsConfig(max_waiting_per_peer=3, max_waiting=100)))
+    source = world.engine(world.host("p"), "prefill")[0]
+    ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
+    replies: list[Message] = []
+    for number in range(6):
+        request = grant_of(world, source, ref, grant=f"g{number}")
+        event = ev.PeerRequest(b"%d" % number, request, "0b")
+        effects = source.host.node.feed(event, world.now)
+        replies += [e.message for e in effects if getattr(e, "route", b"") == b"%d" % number]
+    assert [a.code for a in replies] == [Code.BUSY] * 3
+
+
+def test_a_question_that_grows_as_it_is_asked_again_counts_as_long(world, source, monkeypatch):
+    monkeypatch.setattr(grant_server, "MAX_LARGE_REQUESTS_PER_PEER", 3)
+    ref = TransferRef(source.host.endpoint, "not-yet", "g1", "later", "00" * 16)
+    replies: list[Message] = []
+    for number in range(6):
+        short = grant_of(world, source, ref, grant=f"g{number}")
+        assert not world.send_request(source.host, short, key="0b")
+        long = msgspec.structs.replace(short, reads=((Rank(0, 0), "a" * 200),) * 100)
+        replies += [a for a in world.send_request(source.host, long, key="0b") if isinstance(a, PeerRefused)]
+    assert [a.code for a in replies] == [Code.BUSY] * 3
+    other = msgspec.structs.replace(grant_of(world, source, ref), reads=((Rank(0, 0), "a" * 200),) * 100)
+    assert Code.BUSY not in [a.code for a in world.send_request(source.host, other, key="0a")]
+
+
+def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, granted, monkeypatch):
+    monkeypatch.setattr(grant_server, "MAX_GRANTS_PER_PEER", 2)
+    monkeypatch.setattr(grant_server, "MAX_GRANTS_PER_TRANSFER", 4)
+    ref, transfer = granted
+
+    def requested(name: str, key: str) -> Message:
+        return world.send_request(source.host, grant_of(world, source, ref, grant=name), key=key)[-1]
+
+    assert isinstance(requested("g1", "0a"), GrantReply)
+    assert requested("g2", "0a").code is Code.BUSY
+    assert isinstance(requested("g1", "0a"), GrantReply)  # asked again: no more than before
+    assert isinstance(requested("g", "0b"), GrantReply)
+    assert isinstance(requested("g", "0c"), GrantReply)
+    assert requested("g", "0d").code is Code.BUSY
+    world.send_request(source.host, ReleaseGrant(request=1, grant="g1"), key="0a")
+    assert isinstance(requested("g", "0d"), GrantReply)
+    assert transfer.num_grants_of_peer == {"0a": 1, "0b": 1, "0c": 1, "0d": 1}
+
+
+def test_joined_ranks_are_bounded_by_peer(world, stages, monkeypatch):
+    monkeypatch.setattr(core_home, "MAX_MEMBERS_PER_PEER", 2)
+    home, codes = stages[0].host, []
+    for number in range(3):
+        said = joining(world, stages[1], engine_id=f"new-{number}")
+        binding = msgspec.structs.replace(said.manifest.binding, agent=f"agent-{number}")
+        said = msgspec.structs.replace(said, manifest=msgspec.structs.replace(said.manifest, binding=binding))
+        codes += [
+            getattr(a, "code", None) for a in world.send_request(home, said) if isinstance(a, PeerRefused)
+        ]
+    assert codes == [Code.BUSY]
+
+
+def test_regions_in_more_pieces_than_a_rank_can_have_are_not_counted_one_by_one(world, stages, monkeypatch):
+    """The limit was of each region: 1.3 million pieces of 40 regions took the loop a second."""
+    monkeypatch.setattr(
+        "kvxferd.core.peers.manifest_checks._is_valid_region", lambda region: pytest.fail("counted")
+    )
+    request = joining(world, stages[1])
+    binding = request.manifest.binding
+    (region,) = binding.regions
+    many = msgspec.structs.replace(region, pieces=((1, 1),) * 5000)
+    layout = request.manifest.layout
+    regions = tuple(RegionSpec(f"r{n}", region.size_bytes) for n in range(2))
+    manifest = msgspec.structs.replace(
+        request.manifest,
+        layout=msgspec.structs.replace(layout, regions=(*layout.regions, *regions)),
+        binding=msgspec.structs.replace(
+            binding,
+            regions=(many, *(msgspec.structs.replace(many, region=spec.region) for spec in regions)),
+        ),
+    )
+    with pytest.raises(EngineError, match="8192 pieces"):
+        check_manifest(manifest, LayoutCache())

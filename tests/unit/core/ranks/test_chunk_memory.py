@@ -1,0 +1,283 @@
+"""The memory for covering reads: one limit, equal shares, and nothing counted as free before it is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import SendToMover
+from kvxferd.core.node import LOST_CHUNKS_CHECK_S
+from kvxferd.core.ranks.chunk_memory import MAX_BYTES_PER_MOVER, ChunkMemory, fair_shares
+from kvxferd.core.settings import Settings
+from kvxferd.ids import BootId, Endpoint, MoverId
+from kvxferd.records import PullRecord
+from kvxferd.wire.limits import CHUNK_BYTES
+from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest, PullDone, PullOutcome
+from kvxferd.wire.worker import TicketDelivered
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, mover_of
+
+
+class ManyMovers:
+    """Movers that make and give back chunks as they are told, when the test lets them."""
+
+    def __init__(self, limit: int) -> None:
+        self.context = NodeContext(
+            boot=BootId("b"),
+            endpoint=Endpoint("tcp://a:1"),
+            settings=Settings(),
+            new_token=map(str, itertools.count()).__next__,
+        )
+        self.memory = ChunkMemory(self.context, limit * CHUNK_BYTES)
+        self.granted: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.wanted: dict[int, int] = {}
+        self.lost: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}  # of the last grant that each has
+
+    def want(self, mover: int, wanted: int, lost: int = 0) -> None:
+        self.wanted[mover] = wanted
+        self.held.setdefault(mover, 0)
+        self.lost[mover] = lost
+        self.report(mover)
+        self.receive()
+
+    def report(self, mover: int) -> None:
+        self.memory.handle(
+            MoverId(mover),
+            ChunkMemoryRequest(
+                wanted_bytes=self.wanted[mover] * CHUNK_BYTES,
+                held_bytes=self.held[mover] * CHUNK_BYTES,
+                lost_bytes=self.lost.get(mover, 0) * CHUNK_BYTES,
+                number=self.numbers.get(mover, 0),
+            ),
+        )
+        self.memory.check_integrity()
+
+    def hold(self, mover: int, held: int) -> None:
+        self.held[mover] = held
+        self.want(mover, self.wanted[mover])
+
+    def die(self, mover: int) -> None:
+        for table in (self.granted, self.held, self.wanted):
+            table.pop(mover, None)
+        self.memory.forget(MoverId(mover))
+        self.receive()
+
+    def receive(self) -> None:
+        """Have the movers receive their grants, and acknowledge those that are smaller than before."""
+        while smaller := [mover for mover in self.take_grants() if mover in self.wanted]:
+            for mover in smaller:
+                self.report(mover)
+
+    def take_grants(self) -> list[int]:
+        """Return the movers whose grants are smaller now."""
+        smaller = []
+        for effect in self.context.pop_effects():
+            assert isinstance(effect, SendToMover)
+            assert isinstance(effect.message, ChunkMemoryGranted)
+            assert effect.message.size_bytes % CHUNK_BYTES == 0
+            granted = effect.message.size_bytes // CHUNK_BYTES
+            if granted < self.granted.get(effect.mover, 0):
+                smaller.append(effect.mover)
+            self.granted[effect.mover] = granted
+            self.numbers[effect.mover] = effect.message.number
+        return smaller
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limit", "want"),
+    [
+        ([4, 4], 64, [4, 4]),  # all that is wanted
+        ([4, 4, 4], 6, [2, 2, 2]),
+        ([1, 4, 4], 7, [1, 3, 3]),  # who wants less gets that
+        ([4, 4], 5, [3, 2]),  # the odd one goes to the first
+        ([4, 4, 4], 2, [1, 1, 0]),
+        ([4], 0, [0]),
+        ([], 4, []),
+    ],
+)
+def test_shares_are_equal(wanted: list[int], limit: int, want: list[int]) -> None:
+    shares = fair_shares({MoverId(i): num for i, num in enumerate(wanted)}, limit)
+    assert list(shares.values()) == want
+
+
+def test_a_mover_gets_what_it_wants_while_there_is_room() -> None:
+    movers = ManyMovers(16)
+    movers.want(1, 4)
+    movers.want(2, 4)
+    assert movers.granted == {1: 4, 2: 4}
+    assert movers.memory.num_bytes == 8 * CHUNK_BYTES
+
+
+def test_a_limit_of_zero_grants_nothing_and_says_so() -> None:
+    movers = ManyMovers(0)
+    movers.want(1, 4)
+    assert movers.granted == {1: 0}
+
+
+def test_a_late_mover_gets_its_share_once_the_others_have_given_it_back() -> None:
+    movers = ManyMovers(4)
+    movers.want(1, 4)
+    movers.hold(1, 4)
+    movers.want(2, 4)
+    assert movers.granted == {1: 2, 2: 0}, "told at once, but nothing is free"
+    movers.hold(1, 3)
+    assert movers.granted == {1: 2, 2: 1}
+    movers.hold(1, 2)
+    assert movers.granted == {1: 2, 2: 2}
+
+
+def test_a_smaller_grant_frees_nothing_before_its_mover_has_it() -> None:
+    """The mover may have made chunks by the grant before it, and its report of them is under way."""
+    movers = ManyMovers(4)
+    movers.want(1, 4)
+    movers.wanted[2], movers.held[2] = 4, 0
+    movers.report(2)
+    movers.held[1] = 4  # before it has the smaller grant
+    assert movers.memory.num_bytes == 4 * CHUNK_BYTES
+    smaller = movers.take_grants()
+    assert (smaller, movers.granted) == ([1], {1: 2, 2: 0})
+    movers.held[1] = 2
+    movers.report(1)
+    movers.receive()
+    assert movers.granted == {1: 2, 2: 2}
+
+
+def test_grants_that_a_mover_cannot_have_seen_free_nothing_more() -> None:
+    movers = ManyMovers(4)
+    movers.want(1, 4)
+    movers.numbers[1] = 1 << 40
+    movers.want(2, 4)
+    assert sum(movers.granted.values()) == 4
+
+
+def test_what_a_dead_mover_held_is_free() -> None:
+    movers = ManyMovers(4)
+    movers.want(1, 4)
+    movers.hold(1, 4)
+    movers.want(2, 4)
+    movers.die(1)
+    assert movers.granted == {2: 4}
+
+
+def test_lost_chunks_count_until_their_mover_is_dead() -> None:
+    movers = ManyMovers(4)
+    movers.want(1, 4)
+    movers.hold(1, 2)
+    movers.want(1, 0, lost=2)
+    assert movers.memory.lost_bytes(MoverId(1)) == 2 * CHUNK_BYTES
+    movers.want(2, 4)
+    assert movers.granted[2] == 2
+    movers.die(1)
+    assert movers.granted[2] == 4
+    assert movers.memory.lost_bytes(MoverId(1)) == 0
+
+
+def test_nothing_is_kept_of_a_mover_that_wants_and_holds_nothing() -> None:
+    movers = ManyMovers(4)
+    movers.want(1, 4)
+    movers.want(1, 0)
+    assert not movers.memory._holdings
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 80])
+def test_a_mover_that_names_odd_numbers_gets_no_more_than_one_may_have(size: int) -> None:
+    movers = ManyMovers(1000)
+    message = ChunkMemoryRequest(wanted_bytes=size, held_bytes=size, lost_bytes=size)
+    movers.memory.handle(MoverId(1), message)
+    movers.receive()
+    assert 0 <= movers.granted[1] <= MAX_BYTES_PER_MOVER // CHUNK_BYTES
+    assert 0 <= movers.memory.num_bytes <= MAX_BYTES_PER_MOVER
+
+
+def test_a_record_has_the_bytes_of_each_way_whatever_the_mover_claims(world, source, sink):
+    """A resident mover is a user's process: its claim must not make a counter run backwards."""
+    for claimed, want in ((5, 5), (99, 7), (-3, 0)):
+        mover_of(sink).hold = True
+        sink.pull(source.publish(f"t{claimed}", IDS, TOKENS), SINK_IDS, TOKENS)
+        start = mover_of(sink).started.popleft()
+        outcome = PullOutcome(delivered=True, bytes=7, covered_bytes=claimed)
+        mover_of(sink).say(PullDone(pull=start.pull, outcome=outcome))
+        record = [r for r in sink.host.records if isinstance(r, PullRecord)][-1]
+        assert record.ways == {"direct": 7 - want, "covering": want}
+
+
+def test_a_resident_movers_memory_is_not_counted(world, source, sink):
+    node = sink.host.node
+    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=2 * CHUNK_BYTES))
+    assert node.chunk_memory.num_bytes == 2 * CHUNK_BYTES
+    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=0))
+    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=0, number=1 << 30))
+    for mover in node.movers._movers.values():
+        mover.resident = True
+    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=2 * CHUNK_BYTES))
+    assert node.chunk_memory.num_bytes == 0
+
+
+def test_a_movers_memory_is_free_when_it_is_dead(world, source, sink):
+    node = sink.host.node
+    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=2 * CHUNK_BYTES, held_bytes=CHUNK_BYTES))
+    assert node.chunk_memory.num_bytes == 2 * CHUNK_BYTES
+    mover_of(sink).die()
+    assert node.chunk_memory.num_bytes == 0
+
+
+def lose_a_chunk(worker: Worker) -> Mover:
+    mover = mover_of(worker)
+    mover.say(ChunkMemoryRequest(wanted_bytes=CHUNK_BYTES, held_bytes=CHUNK_BYTES, lost_bytes=CHUNK_BYTES))
+    return mover
+
+
+def test_an_idle_mover_with_a_lost_chunk_is_replaced(world, source, sink):
+    old = lose_a_chunk(sink)
+    world.advance(1)
+    assert not old.alive
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), TicketDelivered)
+    assert sink.host.node.chunk_memory.num_bytes == 0
+
+
+def test_a_mover_with_a_lost_chunk_is_not_replaced_while_it_reads(world, source, sink):
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=60)
+    old = lose_a_chunk(sink)
+    world.advance(2 * LOST_CHUNKS_CHECK_S)
+    assert old.alive
+    old.copy()
+    old.finish()
+    assert isinstance(sink.ended(ticket), TicketDelivered)
+    world.advance(LOST_CHUNKS_CHECK_S)
+    assert not old.alive
+
+
+@pytest.mark.slow
+@settings(deadline=None)
+@given(st.integers(0, 20), st.randoms(use_true_random=False))
+def test_the_limit_holds_whatever_movers_do(limit: int, rng: random.Random) -> None:
+    """Movers that hold no more than they were told to, or as much as before while they must give back."""
+    movers = ManyMovers(limit)
+    for _ in range(60):
+        mover = rng.randrange(5)
+        if mover not in movers.wanted or rng.random() < 0.3:
+            movers.want(mover, rng.randrange(6))
+        elif rng.random() < 0.2:
+            movers.die(mover)
+        else:
+            # It makes chunks up to its grant, or gives back some of what is over it.
+            most = max(movers.granted[mover], movers.held[mover])
+            least = min(movers.granted[mover], movers.held[mover])
+            movers.hold(mover, rng.randint(least, most))
+        assert sum(movers.held.values()) <= limit
+        assert movers.memory.num_bytes <= limit * CHUNK_BYTES
+    for mover in tuple(movers.wanted):
+        movers.hold(mover, min(movers.held[mover], movers.granted[mover]))
+    shares = fair_shares({MoverId(m): movers.wanted[m] for m in movers.wanted}, limit)
+    for _ in movers.wanted:
+        for mover in tuple(movers.wanted):
+            movers.hold(mover, min(movers.held[mover], movers.granted[mover]))
+    assert sum(movers.granted[m] for m in movers.wanted) == sum(shares.values())

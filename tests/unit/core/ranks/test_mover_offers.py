@@ -1,0 +1,160 @@
+"""A mover gets neither memory nor pulls before its worker watches it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.core import Settings
+from kvxferd.core import events as ev
+from kvxferd.core.ranks.local_ranks import MAX_UNACKNOWLEDGED, OFFER_RETRY_S, OFFER_TIMEOUT_S
+from kvxferd.errors import Code
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.mover import DevicePlacement, ReadWay
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World, mover_of, spec_of
+
+
+@pytest.fixture
+def silent(world: World) -> Worker:
+    """A rank whose worker acknowledges nothing until the test does."""
+    host = world.host("d")
+    worker = world.connect(host)
+    worker.acknowledges = False
+    other = world.register(world.host("layouts"), spec_of("decode"))
+    worker.spec, worker.layout, worker.memory = other.spec, other.layout, bytearray(len(other.memory))
+    world.register_again(worker)
+    return worker
+
+
+def acknowledge(worker: Worker, number: int) -> None:
+    worker.say(wk.MoverAcknowledged(number=number))
+
+
+def offers(worker: Worker) -> list[int]:
+    return [offer.number for offer in worker.received(wk.MoverOffered)]
+
+
+def test_the_memory_is_given_once_the_worker_watches_the_mover(world, silent):
+    assert offers(silent) == [1]
+    assert silent.pidfds == [(wk.MoverOffered, mover_of(silent).mover)]
+    assert not mover_of(silent).is_bound
+    assert not silent.received(wk.Registered)
+    acknowledge(silent, 1)
+    assert mover_of(silent).is_bound
+    assert len(silent.received(wk.Registered)) == 1
+    assert len(silent.pidfds) == 1  # with the offer alone
+
+
+def test_what_a_mover_says_of_memory_that_it_was_not_given_is_void(world, silent):
+    mover_of(silent).say(mv.Bound(regions=(), metadata=b""))
+    assert not silent.received(wk.Registered)
+
+
+def test_a_pull_waits_for_the_worker_to_watch_the_next_mover(world, source, silent):
+    acknowledge(silent, 1)
+    mover_of(silent).die()
+    ticket = silent.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    world.advance(1)
+    assert offers(silent) == [1, 2]
+    assert not mover_of(silent).is_bound
+    assert silent.ended(ticket) is None
+    acknowledge(silent, 2)
+    assert len(silent.received(wk.MoverChanged)) == 1
+    assert isinstance(silent.ended(ticket), wk.TicketDelivered)
+    assert silent.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+
+
+def test_an_acknowledgement_that_comes_twice_or_too_late_says_nothing_new(world, silent):
+    first = mover_of(silent)
+    first.die()
+    world.advance(1)
+    acknowledge(silent, 1)  # was on its way
+    assert not mover_of(silent).is_bound
+    acknowledge(silent, 2)
+    acknowledge(silent, 2)
+    acknowledge(silent, 1)
+    assert len(silent.received(wk.Registered)) == 1
+    assert silent.connected
+
+
+@pytest.mark.parametrize("number", [0, -1, 2, 1 << 62])
+def test_a_number_that_was_never_offered_costs_its_sender_the_connection(world, source, silent, number):
+    acknowledge(silent, number)
+    assert [m.code for m in silent.received(wk.Farewell)] == [Code.OUT_OF_PLACE]
+    assert not silent.connected
+    assert source.connected
+
+
+def test_a_mover_that_is_not_acknowledged_is_replaced_and_then_the_session_ends(world, silent):
+    for number in range(1, MAX_UNACKNOWLEDGED + 1):
+        assert offers(silent)[-1] == number
+        assert silent.connected
+        world.advance(OFFER_TIMEOUT_S + 1)
+    assert [m.code for m in silent.received(wk.Farewell)] == [Code.DEADLINE]
+    assert not silent.connected
+    assert not [m for m in silent.host.movers.values() if m.alive and m.worker is silent]
+    assert silent.host.node.next_deadline() is None
+
+
+def test_one_that_is_late_once_is_not_late_for_ever(world, silent):
+    for _ in range(2 * MAX_UNACKNOWLEDGED):
+        world.advance(OFFER_TIMEOUT_S + 1)
+        acknowledge(silent, offers(silent)[-1])
+        mover_of(silent).die()
+        world.advance(1)
+    assert silent.connected
+
+
+def test_a_pidfd_that_could_not_be_sent_is_sent_again(world):
+    host = world.host("d")
+    world.without_descriptors.add("d")
+    worker = world.register(host, spec_of("decode"))
+    world.advance(60)
+    assert not worker.received(wk.MoverOffered)
+    assert not mover_of(worker).is_bound
+    assert len(host.movers) == 1  # it was not the worker that failed
+    world.without_descriptors.clear()
+    world.advance(OFFER_RETRY_S)
+    assert offers(worker) == [1]
+    assert len(worker.received(wk.Registered)) == 1
+
+
+def test_a_rank_is_suspended_while_its_mover_waits_to_be_acknowledged(world, silent):
+    acknowledge(silent, 1)
+    mover_of(silent).die()
+    world.advance(1)
+    silent.say(wk.Suspend())
+    assert len(silent.received(wk.Suspended)) == 1
+    acknowledge(silent, 2)
+    assert not [m for m in silent.host.movers.values() if m.alive and m.worker is silent]
+    world.advance(OFFER_TIMEOUT_S + 1)
+    assert silent.connected
+
+
+def resume_resident(world, worker):
+    """Have a rank's memory served by a mover in its own process from now on; return the mover."""
+    host = worker.host
+    worker.say(wk.Suspend())
+    (region,) = worker.layout.regions
+    export = wk.RegionExport(region.region, region.size_bytes, kind="resident", address=4096)
+    host.give_movers = False
+    worker.say(wk.Resume(request=2, regions=(export,), incarnation="second", placement="resident"))
+    mover = world.mover(host, worker)
+    world.feed(host, ev.MoverAssigned(worker.session, mover.mover, mover.agent, "simulated", resident=True))
+    return mover
+
+
+def test_child_movers_alone_get_the_settings_of_movers(world):
+    world.settings = Settings(read_way=ReadWay.COVERING, device_placement=DevicePlacement.STAGED)
+    worker = world.register(world.host("d"), spec_of("decode"))
+    bind = mover_of(worker).bound_by
+    assert (bind.read_way, bind.device_placement) == (ReadWay.COVERING, DevicePlacement.STAGED)
+    bind = resume_resident(world, worker).bound_by
+    assert (bind.read_way, bind.device_placement) == (ReadWay.DIRECT, DevicePlacement.DIRECT)
+
+
+def test_a_resident_mover_is_not_offered(world):
+    worker = world.register(world.host("d"), spec_of("decode"))
+    resume_resident(world, worker)
+    assert offers(worker) == [1]  # of the child that it had
+    assert [m.request for m in worker.received(wk.Registered)] == [1, 2]

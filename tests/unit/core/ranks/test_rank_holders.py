@@ -1,0 +1,500 @@
+"""Who holds an engine's ranks holds its generations too, through a restart of the home and within bounds."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxferd.core import events as ev
+from kvxferd.core.context import NodeContext
+from kvxferd.core.limits import counted_ready
+from kvxferd.core.limits.checks import RETRY_LATER_S
+from kvxferd.core.ranks import home as core_home
+from kvxferd.core.ranks import rank_holders
+from kvxferd.core.ranks.identity import MemberIdentity
+from kvxferd.core.ranks.rank_holders import RankHolders, holder_of_user
+from kvxferd.core.ranks.registry import MemberRank
+from kvxferd.core.settings import Settings
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Generation, Incarnation, Rank
+from kvxferd.layout import EngineSpec
+from kvxferd.layout.presets import attention_layout
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress
+from kvxferd.wire.outlines import PEER_OUTLINES
+from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankReady, RequestDone
+from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
+from tests.support.simulation import BLOCK_TOKENS, IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
+
+
+@pytest.fixture(params=["keys", "secrets"])
+def world(request: pytest.FixtureRequest) -> World:
+    world = World()
+    if request.param == "keys":
+        world.keys = {"p1": MEMBER_KEY, "evil": STRANGER_KEY}
+    return world
+
+
+def stages_of(world: World, pp: int = 2) -> list[Worker]:
+    """An engine whose first rank is at its home, and whose second is on another node."""
+    home = world.host("p0")
+    spec = spec_of("prefill", pp=pp, layers=2 * pp, home=home.endpoint)
+    return [world.register(home, spec), world.register(world.host("p1"), second(spec))]
+
+
+def join(spec: EngineSpec, agent: str = "evil/1") -> JoinRank:
+    """A stranger's, with what anybody who fetched the engine knows."""
+    layout = attention_layout(
+        spec=spec, layout="HND", num_kv_heads=2, head_dim=2, block_tokens=BLOCK_TOKENS, num_blocks=32
+    )
+    regions = tuple(RegionAddress(region.region, 4096, region.size_bytes) for region in layout.regions)
+    manifest = RankManifest(spec, layout, Binding(AgentName(agent), b"", regions, Incarnation("first")))
+    return JoinRank(request=7, boot=BootId("evil"), manifest=manifest, secret="another")
+
+
+def as_stranger(world: World, home: Host, message: Message) -> Message:
+    """Send as a daemon that the allow-lists admit, and return its answer."""
+    return as_holder_of(world, home, world.keys.get("evil", ""), message)
+
+
+def as_holder_of(world: World, home: Host, key: str, message: Message) -> Message:
+    said = world.send_request(home, message, b"from " + key.encode(), key)
+    (reply,) = [message for message in said if isinstance(message, RequestDone | PeerRefused)]
+    return reply
+
+
+def changed(spec: EngineSpec, **changes: object) -> EngineSpec:
+    return msgspec.structs.replace(spec, **changes)
+
+
+def restarted(world: World, name: str) -> Host:
+    """The next daemon of that node, with what the last one had kept."""
+    kept = world.hosts[name].node.ownerships.saved_state()
+    host = world.host(name)
+    world.feed(host, ev.OwnershipsLoaded(*kept))
+    return host
+
+
+def comes_back(world: World, worker: Worker, host: Host) -> Worker:
+    """The worker's client connects to the next daemon."""
+    again = world.connect(host)
+    again.spec, again.layout, again.memory = worker.spec, worker.layout, worker.memory
+    world.register_again(again)
+    return again
+
+
+# --- who starts a generation
+
+
+def test_who_joins_a_missing_rank_starts_no_generation(world):
+    """The reviewer's: a home with rank 0 of 2, and a stranger with the other."""
+    home = world.host("p0")
+    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
+    first = world.register(home, spec)
+    assert isinstance(as_stranger(world, home, join(second(spec))), RequestDone)
+    for rank in (spec, second(spec)):
+        reply = as_stranger(world, home, join(changed(rank, generation=Generation("g2")), "evil/2"))
+        assert is_not_allowed(reply)
+        assert isinstance(reply, PeerRefused)
+        assert reply.retry_after_s > 0
+        assert "worker of this node" in reply.message
+    assert not home.node.registry.is_superseded(KEY)
+    first.publish("t1", IDS, TOKENS)
+    assert not first.received(wk.PublishRefused)
+    assert not first.received(wk.Released)
+
+
+def test_a_member_starts_no_generation_while_another_has_a_rank(world):
+    home = world.host("p0")
+    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
+    member = world.register(world.host("p1"), second(spec))
+    assert isinstance(as_stranger(world, home, join(spec)), RequestDone)
+    anew = changed(spec, generation=Generation("g2"))
+    assert is_not_allowed(as_stranger(world, home, join(anew, "evil/2")))
+    member.close()
+    world.advance(world.settings.member_silent_after_s + 1)
+    assert isinstance(as_stranger(world, home, join(anew, "evil/2")), RequestDone)
+
+
+def test_the_only_member_of_an_engine_starts_its_next_generation(world):
+    home = world.host("p0")
+    spec = spec_of("prefill", home=home.endpoint)
+    world.register(world.host("p1"), spec)
+    again = world.register(world.hosts["p1"], changed(spec, generation=Generation("g2")))
+    assert again.received(wk.Registered)
+    assert home.node.registry.is_superseded(spec.key)
+
+
+# --- through a restart of the home
+
+
+def test_after_a_restart_of_the_home_a_rank_is_its_former_daemons(world):
+    stages = stages_of(world)
+    home = restarted(world, "p0")
+    comes_back(world, stages[0], home)
+    reply = as_stranger(world, home, join(stages[1].spec))
+    assert is_not_allowed(reply)
+    assert "disown" in reply.message
+    assert reply.retry_after_s > 0
+    world.advance(2 * world.settings.member_heartbeat_s)
+    (record,) = [r for r in home.node.registry.get(KEY).ranks.values() if isinstance(r, MemberRank)]
+    assert record.identity.key == world.keys.get("p1", "")
+    assert record.route == b"p1"
+
+
+def test_a_stranger_is_not_first_with_another_shape_or_generation(world):
+    """Nor does it take the rank of a worker here, whose client would be refused for as long as it stays."""
+    stages = stages_of(world)
+    home = restarted(world, "p0")
+    spec = stages[0].spec
+    for tried in (
+        changed(spec, pp_size=4, pp_rank=3),
+        changed(spec, fingerprint="other", pp_rank=1),
+        spec,
+        changed(spec, generation=Generation("g2")),
+    ):
+        assert is_not_allowed(as_stranger(world, home, join(tried)))
+    assert comes_back(world, stages[0], home).received(wk.Registered)
+    world.advance(2 * world.settings.member_heartbeat_s)
+    assert not home.node.registry.get(KEY).missing()
+    assert not stages[1].received(wk.Refused)
+
+
+def test_the_members_of_an_engine_without_a_rank_at_home_come_back_in_any_order(world):
+    home = world.host("p0")
+    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
+    world.keys |= {"p2": "0c" * 32} if world.keys else {}
+    world.register(world.host("p2"), second(spec))
+    world.register(world.host("p1"), spec)
+    home = restarted(world, "p0")
+    assert is_not_allowed(as_stranger(world, home, join(changed(spec, generation=Generation("g2")))))
+    world.advance(2 * world.settings.member_heartbeat_s)
+    assert not home.node.registry.get(KEY).missing()
+
+
+def test_a_rank_is_kept_for_its_key_for_minutes_and_for_a_secret_for_seconds(world):
+    """A member's daemon that restarts as well has the same key, and another secret."""
+    stages = stages_of(world)
+    home = restarted(world, "p0")
+    comes_back(world, stages[0], home)
+    again = comes_back(world, stages[1], world.host("p1"))
+    if not world.keys:
+        assert not again.received(wk.Registered)
+        world.advance(world.settings.member_silent_after_s + world.settings.member_heartbeat_s)
+    assert again.received(wk.Registered)
+    del world.hosts["p1"]
+    home = restarted(world, "p0")
+    comes_back(world, stages[0], home)
+    kept_s = world.settings.ownership_s if world.keys else world.settings.member_silent_after_s
+    world.advance(kept_s - 1)
+    assert is_not_allowed(as_stranger(world, home, join(again.spec)))
+    world.advance(2)
+    assert isinstance(as_stranger(world, home, join(again.spec)), RequestDone)
+
+
+def test_an_operator_gives_a_rank_of_a_lost_node_back(world):
+    stages = stages_of(world)
+    del world.hosts["p1"]
+    home = restarted(world, "p0")
+    comes_back(world, stages[0], home)
+    assert is_not_allowed(as_stranger(world, home, join(stages[1].spec)))
+    assert home.node.disownable(KEY.engine_id).num_ranks == 1
+    world.feed(home, ev.DisownRequested(KEY.engine_id))
+    assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
+    assert not home.node.disownable(KEY.engine_id)
+
+
+def test_an_operator_gives_a_rank_back_whose_node_is_silent_and_none_that_is_heard_of(world):
+    stages = stages_of(world)
+    home = stages[0].host
+    assert not home.node.disownable(KEY.engine_id)
+    world.feed(home, ev.DisownRequested(KEY.engine_id))
+    assert not home.node.registry.get(KEY).missing()
+    del world.hosts["p1"]
+    world.advance(world.settings.member_silent_after_s + 1)
+    assert home.node.disownable(KEY.engine_id).num_ranks == 1
+    world.feed(home, ev.DisownRequested(KEY.engine_id))
+    assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
+
+
+def test_a_member_that_leaves_after_the_homes_restart_keeps_its_rank_for_seconds(world):
+    stages = stages_of(world)
+    world.cut.add(("p1", "p0"))
+    home = restarted(world, "p0")
+    comes_back(world, stages[0], home)
+    stages[1].close()
+    world.cut.clear()
+    world.advance(2 * world.settings.resend_s + world.settings.member_silent_after_s)
+    assert home.node.ownerships.rank_holders.absent_holder(KEY, SECOND) is None
+
+
+def test_nobody_here_takes_an_engine_of_other_nodes_that_is_to_come_back(world):
+    stages = stages_of(world)
+    home = world.host("p3")
+    spec = changed(stages[1].spec, engine_id="far", home=home.endpoint)
+    far = world.register(world.hosts["p1"], spec)
+    assert far.received(wk.Registered)
+    home = restarted(world, "p3")
+    refused = []
+    for tried in (changed(spec, generation=Generation("g2")), spec):
+        worker = world.register(home, changed(tried, home=""), uid=1001)
+        refused += [m.code for m in worker.received(wk.Refused)]
+    assert refused == [Code.NOT_ALLOWED, Code.NOT_ALLOWED]
+    root = world.register(home, changed(spec, home=""), uid=0)
+    assert [m.code for m in root.received(wk.Refused)] == [Code.RANK_TAKEN]
+    world.advance(2 * world.settings.member_heartbeat_s)
+    assert list(home.node.registry.get(spec.key).ranks) == [SECOND]
+
+
+def test_a_rank_of_this_node_is_kept_as_long_as_its_engine_is_its_users(world):
+    """A worker that is slow to come back finds no stranger in its place."""
+    stages = stages_of(world)
+    home = stages[0].host
+    stages[0].close()
+    world.advance(world.settings.ownership_s - 1)
+    assert is_not_allowed(as_stranger(world, home, join(stages[0].spec)))
+    world.advance(2)
+    assert isinstance(as_stranger(world, home, join(stages[0].spec)), RequestDone)
+
+
+def test_a_leave_of_nobody_does_not_make_a_rank_of_this_node_absent(world):
+    stages = stages_of(world)
+    home, spec = stages[0].host, stages[0].spec
+    leave = LeaveRank(
+        request=7,
+        boot="evil",
+        engine_id=spec.engine_id,
+        generation=spec.generation,
+        rank=spec.rank,
+        agent="a",
+        secret="another",
+    )
+    assert isinstance(as_stranger(world, home, leave), RequestDone)
+    assert home.node.ownerships.rank_holders.num_absent(KEY.engine_id) == 0
+    world.advance(world.settings.ownership_s + 1)
+    assert home.node.ownerships.rank_holders.holder_of(KEY, spec.rank) == holder_of_user(0)
+
+
+def test_a_new_start_at_home_ends_what_is_kept_of_the_former(world):
+    stages = stages_of(world)
+    del world.hosts["p1"]
+    home = restarted(world, "p0")
+    anew = changed(stages[0].spec, generation=Generation("g2"))
+    assert world.register(home, anew).received(wk.Registered)
+    assert not home.node.ownerships.rank_holders.num_absent(KEY.engine_id)
+    moved = world.register(world.host("p2"), second(anew))
+    assert moved.received(wk.Registered)
+
+
+# --- bounds
+
+
+def holders() -> RankHolders:
+    endpoint = Endpoint("tcp://a:1")
+    return RankHolders(NodeContext(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
+
+
+def key_of(number: int) -> EngineKey:
+    return EngineKey(f"e{number}", "g")
+
+
+A, B, USER = MemberIdentity("0a", "s").holder, MemberIdentity("0b", "s").holder, holder_of_user(1000)
+FIRST = Rank(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("holder", "bound"), [(A, "MAX_HELD_RANKS_PER_PEER"), (USER, "MAX_HELD_RANKS_PER_USER")]
+)
+def test_the_bound_of_one_costs_it_its_own_oldest_absent_rank(monkeypatch, holder, bound):
+    monkeypatch.setattr(rank_holders, bound, 3)
+    kept = holders()
+    kept.set_holder(key_of(9), FIRST, B)
+    for number in range(4):
+        kept.set_holder(key_of(number), FIRST, holder)
+        if number:
+            kept.rank_left(key_of(number), FIRST)
+    assert [kept.holder_of(key_of(n), FIRST) for n in (9, 0, 1, 2, 3)] == [B, holder, None, holder, holder]
+    for number in (2, 3):
+        kept.set_holder(key_of(number), FIRST, holder)
+    kept.set_holder(key_of(5), FIRST, holder)  # all are present: what is more is not kept
+    assert kept.holder_of(key_of(5), FIRST) is None
+    assert len(kept) == 4
+
+
+def test_the_nodes_bound_costs_whoever_comes(monkeypatch):
+    monkeypatch.setattr(rank_holders, "MAX_HELD_RANKS", 2)
+    kept = holders()
+    kept.restore(tuple((f"e{n}", "g", 0, 0, A) for n in range(3)))
+    kept.set_holder(key_of(7), FIRST, B)
+    kept.set_holder(key_of(0), FIRST, A)
+    assert [(of, holder) for of, *_, holder in kept.saved_ranks()] == [("e0", A), ("e1", A)]
+
+
+def test_the_books_are_empty_when_all_is_forgotten():
+    kept = holders()
+    secret = MemberIdentity("", "s").holder
+    for number, holder in enumerate((A, B, USER, secret, A)):
+        kept.set_holder(key_of(number), FIRST, holder)
+        kept.rank_left(key_of(number), FIRST)
+        kept.set_holder(key_of(number), FIRST, holder)
+        kept.rank_left(key_of(number), FIRST)
+    while kept._context.timers.run_next(1e9):
+        pass
+    assert not any(
+        (
+            len(kept),
+            kept._held,
+            kept._num_by_holder,
+            kept._num_absent_by_engine,
+            kept._absent_by_holder,
+            kept._local_left_at,
+            kept.saved_ranks(),
+        )
+    )
+
+
+def test_no_secret_is_written_down():
+    assert "hush" not in MemberIdentity("", "hush").holder
+
+
+# --- what a member can make its home hold
+
+
+def test_joined_ranks_are_bounded_by_key_and_in_all(monkeypatch):
+    monkeypatch.setattr(core_home, "MAX_MEMBERS_PER_PEER", 2)
+    monkeypatch.setattr(core_home, "MAX_MEMBERS", 4)
+    world = World()
+    home = world.host("p0")
+
+    def joins(number: int) -> JoinRank:
+        return join(spec_of(f"e{number}", home=home.endpoint), f"agent-{number}")
+
+    replies = [as_holder_of(world, home, key, joins(n)) for n, key in enumerate(("0a", "0a", "0a", "0b"))]
+    assert [getattr(a, "code", None) for a in replies] == [None, None, Code.BUSY, None]
+    assert replies[2].retry_after_s == RETRY_LATER_S
+    replies = [as_holder_of(world, home, key, joins(n)) for n, key in ((5, "0c"), (6, "0d"), (0, "0a"))]
+    assert [getattr(a, "code", None) for a in replies] == [None, Code.BUSY, None]  # said again: no more
+    leave = LeaveRank(
+        request=9, boot="evil", engine_id="e5", generation="g1", rank=FIRST, agent="agent-5", secret="another"
+    )
+    home.node.feed(ev.PeerRequest(b"from 0c", leave, "0c"), world.now)
+    assert isinstance(as_holder_of(world, home, "0d", joins(6)), RequestDone)
+    outline = PEER_OUTLINES.decode(encode(joins(7)))
+    refused = home.node.refusal_of_join(b"from 0e", outline, "0e")  # before a layout is decoded
+    assert refused is not None
+    assert refused.code is Code.BUSY
+
+
+def test_a_few_peers_leave_room_for_one_that_has_little(monkeypatch):
+    """Two that have joined, or said ready, as often as each may would else refuse all others for minutes."""
+    for module, name in ((core_home, "MAX_MEMBERS"), (counted_ready, "MAX_COUNTED")):
+        monkeypatch.setattr(module, name, 16)
+        monkeypatch.setattr(module, f"{name}_PER_PEER", 8)
+    world = World()
+    home = world.host("p0")
+
+    def joins(key: str, number: int) -> Message:
+        spec = spec_of(f"{key}-{number}", home=home.endpoint)
+        return as_holder_of(world, home, key, join(spec, f"agent-{key}-{number}"))
+
+    def is_ready(key: str, number: int) -> Message:
+        ready = RankReady(
+            request=100 * int(key, 16) + number, engine_id=f"{key}-0", generation="g1", rank=FIRST,
+            transfer_id=f"t{number}", incarnation="first", secret="another",
+        )  # fmt: skip
+        return as_holder_of(world, home, key, ready)
+
+    for say in (joins, is_ready):
+        num_taken = {
+            key: sum(isinstance(say(key, n), RequestDone) for n in range(9)) for key in ("0a", "0b", "0c")
+        }
+        assert num_taken == {"0a": 8, "0b": 6, "0c": 1}
+
+
+def test_a_rank_that_is_joined_by_another_connection_counts_there(world):
+    stages = stages_of(world)
+    home, secret = stages[0].host, stages[1].host.node.member._secret
+    record = home.node.registry.get(KEY).ranks[SECOND]
+    again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
+    home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)
+    home.node.check_integrity()
+    assert sum(home.node.home._num_of_peer.values()) == 1
+
+
+def test_a_member_that_found_its_home_busy_asks_again(world, monkeypatch):
+    monkeypatch.setattr(core_home, "MAX_MEMBERS_PER_PEER", 1)
+    stages = stages_of(world)
+    other = world.register(
+        world.hosts["p1"], changed(stages[1].spec, engine_id="other", pp_size=1, pp_rank=0, num_layers=2)
+    )
+    assert not other.received(wk.Registered)
+    assert not other.received(wk.Refused)
+    stages[1].close()
+    world.advance(RETRY_LATER_S + 1)
+    assert other.received(wk.Registered)
+
+
+def test_what_a_member_says_of_ended_transfers_leaves_nothing_behind(world):
+    """Each question's number was kept for 240 s."""
+    stages = stages_of(world)
+    home, member = stages[0].host, stages[1].host
+    stages[0].publish("t1", IDS, TOKENS)
+    stages[0].say(wk.Unpublish(transfer_id="t1"))
+    num_timers = len(home.node.context.timers._live)
+    for number in range(500):
+        ready = RankReady(
+            request=1000 + number,
+            engine_id=KEY.engine_id,
+            generation="g1",
+            rank=SECOND,
+            transfer_id="t1",
+            incarnation="first",
+            secret=member.node.member._secret,
+        )
+        world.feed(home, ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")))
+    assert len(home.node.context.timers._live) == num_timers
+    assert not home.node.published.table.early_ready
+
+
+def test_open_questions_follow_a_member_without_being_sent_at_once(world):
+    stages = stages_of(world)
+    home = stages[0].host
+    world.cut.add(("p0", "p1"))
+    for number in range(20):
+        stages[0].publish(f"t{number}", IDS, TOKENS)
+        stages[0].say(wk.Unpublish(transfer_id=f"t{number}"))
+    record = home.node.registry.get(KEY).ranks[SECOND]
+    secret = stages[1].host.node.member._secret
+    again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
+    effects = home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)
+    assert [type(effect.message) for effect in effects] == [RequestDone]
+    effects = home.node.feed(ev.Tick(), world.now + world.settings.resend_s)
+    assert len([e for e in effects if e.route == b"anew"]) == 20
+
+
+def test_bytes_go_on_after_the_homes_restart(world):
+    stages = stages_of(world)
+    home = restarted(world, "p0")
+    as_stranger(world, home, join(changed(stages[0].spec, generation=Generation("g2"))))
+    first = comes_back(world, stages[0], home)
+    world.advance(2 * world.settings.member_heartbeat_s)
+    for stage in (first, stages[1]):
+        stage.fill(IDS, TOKENS, seed=1)
+    sink = world.engine(world.host("d"), "decode", layers=4)[0]
+    ref = first.publish("t1", IDS, TOKENS)
+    stages[1].ready("t1")
+    assert sink.reads(ref)
+    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
+
+
+def test_a_peer_whose_key_was_taken_away_loses_its_ranks_to_the_operator(world):
+    """It sends no heartbeat any more, and that is what `disown` asks."""
+    home = world.host("p0")
+    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
+    assert isinstance(as_stranger(world, home, join(second(spec))), RequestDone)
+    assert world.register(home, spec).received(wk.Registered)
+    world.advance(world.settings.member_silent_after_s + 1)
+    world.feed(home, ev.DisownRequested(KEY.engine_id))
+    late = world.register(world.host("p1"), second(spec))
+    assert late.received(wk.Registered)

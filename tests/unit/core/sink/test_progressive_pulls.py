@@ -1,0 +1,795 @@
+"""Pulls that read a transfer while its ranks write it: nothing that is not ready is ever delivered."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from kvxferd.core import events as ev
+from kvxferd.core.effects import SendToPeer
+from kvxferd.errors import Code
+from kvxferd.layout import Group, PackedBlocks, pack_ids
+from kvxferd.layout.presets import attention_layout
+from kvxferd.records import PullRecord, ReleaseRecord
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.peer import Consumer, GrantRequest, ReleaseGrant
+from tests.support.simulation import Mover, Worker, World, mover_of, spec_of
+
+DELIVERED_BOTH_WAYS = True
+BLOCK_TOKENS = 4
+SOURCE_IDS, SINK_IDS, TOKENS = [3, 1, 2, 8, 5], [7, 9, 4, 11, 12], 19
+SEED = 1
+
+
+@pytest.fixture(autouse=True)
+def read_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every block for worth a read of its own."""
+    monkeypatch.setattr("kvxferd.core.sink.pieces.MIN_PIECE_BYTES", 1)
+
+
+@pytest.fixture
+def source(world: World) -> Worker:
+    """A source whose memory holds nothing yet."""
+    return world.engine(world.host("p"), "prefill")[0]
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def write(worker: Worker, tokens: int) -> None:
+    worker.fill(SOURCE_IDS, tokens, SEED)
+
+
+def publish(source: Worker, ready: int = 0, transfer_id: str = "t1", **more: object) -> TransferRef:
+    """Publish the blocks of the tokens that are ready."""
+    write(source, ready)
+    return source.publish(transfer_id, SOURCE_IDS[: blocks_of(ready)], TOKENS, ready_tokens=ready, **more)
+
+
+def extend(source: Worker, before: int, ready: int, transfer_id: str = "t1") -> None:
+    """Write up to `ready` tokens, and report them with the blocks that they add."""
+    write(source, ready)
+    added = SOURCE_IDS[blocks_of(before) : blocks_of(ready)]
+    report = -1 if ready == TOKENS else ready
+    if added:
+        say_extend(source, added, report, transfer_id)
+    else:
+        source.ready(transfer_id, report)
+
+
+def say_extend(source: Worker, ids: list[int], ready: int, transfer_id: str = "t1") -> None:
+    """Send blocks with a report of so many tokens, as a rank does that publishes."""
+    blocks = {"full": PackedBlocks(pack_ids(ids))}
+    extended = wk.Ready(
+        transfer_id=transfer_id, blocks=blocks, incarnation=source.incarnation, ready_tokens=ready
+    )
+    source.say(extended)
+
+
+def pull(sink: Worker, ref: TransferRef, deadline_s: float = 30.0, first: int = 0, **more: object) -> int:
+    ticket = next(sink.tickets)
+    blocks = {"full": PackedBlocks(pack_ids(SINK_IDS[first // BLOCK_TOKENS :]), first)}
+    request = wk.PullRequest(
+        ticket=ticket,
+        ref=ref,
+        blocks=blocks,
+        num_tokens=TOKENS,
+        deadline_s=deadline_s,
+        progressive=True,
+    )
+    sink.say(msgspec.structs.replace(request, **more))
+    return ticket
+
+
+def progress_of(sink: Worker) -> list[int]:
+    """Return up to which tokens each piece was read, but the last."""
+    return [tokens for tokens in sink.pieces_read if tokens != TOKENS]
+
+
+def check_delivered(sink: Worker, ticket: int) -> None:
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered), sink.ended(ticket)
+    assert sink.num_wrong(SINK_IDS, TOKENS, SEED) == 0
+
+
+def pieces_of(mover: Mover) -> list[mv.StartPull]:
+    """What a mover that holds its pulls was given."""
+    return list(mover.started)
+
+
+def test_what_is_ready_is_read_and_then_the_rest(world, source, sink):
+    ref = publish(source, ready=5)
+    ticket = pull(sink, ref)
+    assert progress_of(sink) == [4]  # whole blocks
+    assert sink.ended(ticket) is None
+    assert sink.num_wrong(SINK_IDS, 4, SEED) == 0
+    extend(source, 5, 13)
+    assert progress_of(sink) == [4, 12]
+    extend(source, 13, TOKENS)
+    check_delivered(sink, ticket)
+    world.advance(1)
+    assert source.received(wk.Released)[0].why is Code.COMPLETED
+    assert world.hosts["p"].node.is_idle
+    assert sink.host.node.is_idle
+
+
+def test_the_reader_may_come_before_the_transfer(world, source, sink):
+    ref = TransferRef(source.host.endpoint, "prefill", source.spec.generation, "t1", "n" * 32)
+    ticket = pull(sink, ref)
+    world.advance(20)  # longer than anything but a deadline
+    assert sink.ended(ticket) is None
+    publish(source, ready=0, nonce="n" * 32)
+    extend(source, 0, 8)
+    assert progress_of(sink) == [8]
+    extend(source, 8, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_a_reader_of_another_nonce_gets_nothing(world, source, sink):
+    ref = publish(source, ready=8)
+    ticket = pull(sink, msgspec.structs.replace(ref, nonce="m" * 32))
+    assert sink.ended(ticket).code is Code.NONCE_WRONG
+    assert progress_of(sink) == []
+
+
+def test_an_ordinary_pull_waits_for_the_whole(world, source, sink):
+    ref = publish(source, ready=8)
+    ticket = pull(sink, ref, progressive=False)
+    extend(source, 8, 16)
+    assert sink.ended(ticket) is None
+    extend(source, 16, TOKENS)
+    check_delivered(sink, ticket)
+    assert progress_of(sink) == []
+
+
+def test_a_transfer_that_never_comes_ends_at_the_deadline(world, source, sink):
+    ticket = pull(sink, unpublished(source), deadline_s=5.0)
+    world.advance(5.1)
+    failed = sink.ended(ticket)
+    assert failed.code in (Code.DEADLINE, Code.TRANSFER_UNKNOWN)
+    assert failed.safe_to_reuse
+    world.advance(10)
+    assert world.hosts["p"].node.is_idle
+    assert sink.host.node.is_idle
+
+
+def test_a_prefill_that_stops_ends_the_pull_at_its_deadline(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8), deadline_s=5.0)
+    world.advance(5.1)
+    failed = sink.ended(ticket)
+    assert (failed.code, failed.safe_to_reuse) == (Code.DEADLINE, True)
+    assert "8 of 19 tokens are read" in failed.message
+    source.say(wk.Unpublish(transfer_id="t1"))
+    world.advance(10)
+    assert world.hosts["p"].node.is_idle
+    assert sink.host.node.is_idle
+
+
+@pytest.mark.parametrize("while_read", [True, False], ids=["while a piece is read", "between pieces"])
+def test_what_is_taken_back_is_never_delivered(world, source, sink, while_read):
+    """Preemption: the engine unpublishes, and uses its blocks again after Released."""
+    ref = publish(source, ready=8)
+    mover = mover_of(sink)
+    mover.hold = while_read
+    ticket = pull(sink, ref)
+    source.say(wk.Unpublish(transfer_id="t1"))
+    assert source.received(wk.Released)
+    source.fill(SOURCE_IDS, TOKENS, seed=99)
+    if while_read:
+        mover.copy()
+        mover.finish()
+    failed = sink.ended(ticket)
+    assert (failed.code, failed.safe_to_reuse) == (Code.RELEASED, True)
+    world.advance(10)
+    assert world.hosts["p"].node.is_idle
+    assert sink.host.node.is_idle
+
+
+def test_no_reader_gets_what_one_rank_has_not_written(world, sink):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    for rank in ranks:
+        write(rank, 8)
+    ref = ranks[0].publish("t1", SOURCE_IDS, TOKENS, ready_tokens=8)
+    ticket = pull(sink, ref)
+    assert progress_of(sink) == []
+    ranks[1].ready("t1", 4)
+    assert progress_of(sink) == [4]
+    for rank in ranks:
+        write(rank, TOKENS)
+        rank.ready("t1")
+    check_delivered(sink, ticket)
+
+
+def test_a_rank_may_report_before_the_publish(world, sink):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    for rank in ranks:
+        write(rank, 8)
+    ranks[1].ready("t1", 8)
+    ticket = pull(sink, ranks[0].publish("t1", SOURCE_IDS, TOKENS, ready_tokens=8))
+    assert progress_of(sink) == [8]
+    assert sink.ended(ticket) is None
+
+
+def test_a_late_report_before_the_publish_takes_nothing_back(world, sink):
+    ranks = world.engine(world.host("p"), "prefill", tp=2)
+    for rank in ranks:
+        write(rank, TOKENS)
+    ranks[1].ready("t1")
+    ranks[1].ready("t1", 8)
+    check_delivered(sink, pull(sink, ranks[0].publish("t1", SOURCE_IDS, TOKENS)))
+
+
+def test_late_reports_take_nothing_back(world, source, sink):
+    ticket = pull(sink, publish(source, ready=12))
+    source.ready("t1", 4)
+    assert progress_of(sink) == [12]
+    extend(source, 12, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_more_tokens_than_blocks_are_not_read(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    write(source, 16)
+    source.ready("t1", 16)
+    assert progress_of(sink) == [8]
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(SOURCE_IDS[2:4]))}))
+    assert progress_of(sink) == [8, 16]
+    assert sink.ended(ticket) is None
+
+
+@pytest.mark.parametrize(
+    "ids", [SOURCE_IDS, [20, 20], [1 << 20], [-1]], ids=["too many", "twice", "beyond the pool", "negative"]
+)
+def test_a_wrong_extension_ends_the_transfer_alone(world, source, sink, ids):
+    ticket = pull(sink, publish(source, ready=8))
+    other = publish(source, ready=8, transfer_id="t2")
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids(ids))}))
+    assert [(m.transfer_id, m.why) for m in source.received(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
+    assert sink.ended(ticket).code is Code.RELEASED
+    second = pull(sink, other)
+    extend(source, 8, TOKENS, "t2")
+    check_delivered(sink, second)
+
+
+def test_a_window_may_be_left_out_until_the_end(world):
+    """Until then the source has no list of that group: its pieces read nothing of it."""
+    source, sink = (with_window(world, host, name) for host, name in (("p", "prefill"), ("d", "decode")))
+    ticket = pull(sink, publish(source, ready=8), blocks=both(SINK_IDS))
+    assert progress_of(sink) == [8]
+    write(source, TOKENS)
+    rest = both(SOURCE_IDS) | {"full": PackedBlocks(pack_ids(SOURCE_IDS[2:]))}
+    source.say(wk.Ready(transfer_id="t1", blocks=rest, incarnation=source.incarnation))
+    check_delivered(sink, ticket)
+
+
+def with_window(world: World, host: str, name: str) -> Worker:
+    """An engine whose last layer has a group of its own, with a sliding window."""
+    worker = world.connect(world.host(host))
+    worker.spec = spec_of(name)
+    facts = {"num_kv_heads": 2, "head_dim": 2, "block_tokens": BLOCK_TOKENS, "num_blocks": 32}
+    plain = attention_layout(spec=worker.spec, layout="HND", **facts)
+    groups = (*plain.groups, Group("window", 32, BLOCK_TOKENS, sliding_window=TOKENS))
+    tensors = tuple(msgspec.structs.replace(t, group=groups[t.layer].name) for t in plain.tensors)
+    worker.layout = msgspec.structs.replace(plain, groups=groups, tensors=tensors)
+    worker.memory = bytearray(plain.regions[0].size_bytes)
+    world.register_again(worker)
+    return worker
+
+
+def both(ids: list[int]) -> dict[str, PackedBlocks]:
+    return dict.fromkeys(("full", "window"), PackedBlocks(pack_ids(ids)))
+
+
+@pytest.mark.parametrize("first", [4, 12, 16, -4], ids=["again", "a gap", "more of a gap", "negative"])
+def test_blocks_that_do_not_continue_the_list_end_the_transfer(world, source, sink, first):
+    """Appended as they come they would be delivered as the tokens of others."""
+    ticket = pull(sink, publish(source, ready=8))
+    more = PackedBlocks(pack_ids(SOURCE_IDS[2:]), first)
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": more}, incarnation=source.incarnation))
+    assert [(m.transfer_id, m.why) for m in source.received(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
+    assert sink.ended(ticket).code is Code.RELEASED
+
+
+def test_blocks_may_say_at_which_token_they_continue_the_list(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    write(source, TOKENS)
+    more = PackedBlocks(pack_ids(SOURCE_IDS[2:]), 8)
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": more}, incarnation=source.incarnation))
+    check_delivered(sink, ticket)
+
+
+def test_a_block_that_is_in_two_parts_is_found_at_the_end(world, source, sink):
+    """Each part is checked by itself, so that a part costs the same at the end of a long list."""
+    ticket = pull(sink, publish(source, ready=8))
+    first, *_ = SOURCE_IDS
+    say_extend(source, [first], ready=12)
+    assert progress_of(sink) == [8, 12]
+    say_extend(source, SOURCE_IDS[blocks_of(12) :], ready=-1)
+    assert [(m.transfer_id, m.why) for m in source.received(wk.Released)] == [("t1", Code.BLOCKS_INVALID)]
+    assert sink.ended(ticket).code is Code.RELEASED
+
+
+@pytest.mark.parametrize("ready", [-2, TOKENS + 1])
+def test_a_publish_with_an_impossible_number_is_refused(world, source, ready):
+    source.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=ready)
+    (refused,) = source.received(wk.PublishRefused)
+    assert refused.code is Code.BLOCKS_INVALID
+
+
+def test_an_impossible_report_ends_its_session_alone(world, source, sink):
+    other = world.engine(world.hosts["p"], "other")[0]
+    source.ready("t1", -2)
+    assert source.received(wk.Farewell)
+    ref = other.publish("t1", SOURCE_IDS, TOKENS)
+    assert isinstance(sink.ended(pull(sink, ref)), wk.TicketDelivered)
+
+
+def test_blocks_of_another_mapping_of_the_memory_end_the_transfer(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    blocks = {"full": PackedBlocks(pack_ids(SOURCE_IDS[2:]))}
+    source.say(wk.Ready(transfer_id="t1", blocks=blocks, incarnation="before", ready_tokens=-1))
+    assert source.received(wk.Released)[0].why is Code.RANK_LOST
+    assert sink.ended(ticket).code is Code.RELEASED
+
+
+def test_a_source_that_answers_without_progress_fails_that_pull(world, source, sink, monkeypatch):
+    """Else two daemons would ask and answer without an end."""
+    ref = publish(source, ready=8)
+    monkeypatch.setattr("kvxferd.core.source.grants.GrantServer._is_readable", lambda *_: True)
+    ticket = pull(sink, ref)
+    assert progress_of(sink) == [8]
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.BAD_FRAME, True)
+
+
+def test_an_extension_replaces_no_block_that_may_have_been_read(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    other = PackedBlocks(pack_ids([20, 21]), state_at=TOKENS)  # as a state's list would
+    source.say(wk.Ready(transfer_id="t1", blocks={"full": other}))
+    (transfer,) = world.hosts["p"].node.published.table.live.values()
+    assert transfer.blocks["full"].ids == pack_ids([*SOURCE_IDS[:2], 20, 21])
+    assert sink.ended(ticket) is None
+
+
+def test_extensions_of_nothing_change_nothing(world, source, sink):
+    source.say(wk.Ready(transfer_id="t9", blocks={"full": PackedBlocks(pack_ids([1]))}))
+    other = world.engine(world.host("q"), "other")[0]
+    ticket = pull(sink, publish(source, ready=8))
+    other.say(wk.Ready(transfer_id="t1", blocks={"full": PackedBlocks(pack_ids([1]))}))
+    extend(source, 8, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_an_extension_renews_the_lease(world, source, sink):
+    publish(source, ready=4, lease_s=3.0)
+    for ready in (8, 12, 16):
+        world.advance(2)
+        extend(source, ready - 4, ready)
+    assert not source.received(wk.Released)
+    world.advance(3.1)
+    assert source.received(wk.Released)[0].why is Code.LEASE_EXPIRED
+
+
+def test_a_cancel_between_pieces_is_over_at_once(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    sink.say(wk.Cancel(ticket=ticket))
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.CANCELLED, True)
+    extend(source, 8, TOKENS)
+    world.advance(1)
+    assert sink.host.node.is_idle
+
+
+def test_a_cancel_while_a_piece_is_read_ends_when_that_is_over(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    mover.copy()
+    sink.say(wk.Cancel(ticket=ticket))
+    assert sink.ended(ticket) is None
+    mover.finish()
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.CANCELLED, True)
+    world.advance(1)
+    assert sink.host.node.is_idle or not pieces_of(mover)
+
+
+def test_a_piece_that_is_late_is_in_doubt_until_its_mover_says_so(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8), deadline_s=2.0)
+    world.advance(2.1)
+    assert not sink.ended(ticket).safe_to_reuse
+    mover.copy()
+    mover.finish()
+    assert [m.ticket for m in sink.received(wk.TicketQuiesced)] == [ticket]
+
+
+def test_what_became_ready_while_a_piece_was_read_is_read_at_once(world, source, sink):
+    """The reader asks ahead: no message goes between two pieces that are ready."""
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    extend(source, 8, 16)
+    world.hold_network = True
+    mover.copy()
+    mover.finish()
+    assert progress_of(sink) == [8]
+    assert pieces_of(mover)[-1].num_tokens == 16
+    mover.copy()
+    mover.finish()
+    assert progress_of(sink) == [8, 16]
+    mover.hold, world.hold_network = False, False
+    extend(source, 16, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_a_mover_that_dies_with_the_first_piece_is_followed_by_another(world, source, sink):
+    """The question for what comes behind that piece is open, and the piece does not wait for it."""
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    mover.die()
+    world.advance(1)
+    assert progress_of(sink) == [8]
+    extend(source, 8, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_a_mover_that_dies_with_a_piece_leaves_those_before(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    mover = mover_of(sink)
+    mover.hold = True
+    extend(source, 8, 16)
+    mover.die()
+    world.advance(1)
+    assert progress_of(sink) == [8, 16]  # the next mover has read on
+    extend(source, 16, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_a_rank_that_sleeps_between_pieces_reads_no_more(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    sink.say(wk.Suspend())
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.SUSPENDED, True)
+    extend(source, 8, TOKENS)
+    assert progress_of(sink) == [8]
+
+
+def test_a_piece_that_is_there_while_its_rank_is_suspended_is_the_last(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    read = mv.PullOutcome(delivered=True, bytes=1, runs=1)
+    mover.last_report = mv.PullDone(pull=mover.started[-1].pull, outcome=read)
+    sink.say(wk.Suspend())
+    assert sink.received(wk.Suspended)
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.SUSPENDED, True)
+    assert not sink.host.node.pulls.running()
+
+
+def test_a_source_that_sleeps_ends_the_pull(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    source.say(wk.Suspend())
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.RELEASED, True)
+
+
+def test_a_source_whose_mover_is_replaced_is_read_on_through_the_new_one(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    mover_of(source).die()
+    extend(source, 8, TOKENS)
+    world.advance(3)
+    check_delivered(sink, ticket)
+
+
+def test_pieces_of_an_earlier_publish_are_read_anew(world, source, sink):
+    """The source's daemon and memory are new, and its engine publishes the same request again."""
+    ref = publish(source, ready=8)
+    ticket = pull(sink, ref)
+    assert progress_of(sink) == [8]
+    del world.hosts["p"]
+    again = world.engine(world.host("p"), "prefill")[0]
+    again.fill(SOURCE_IDS, 12, seed=2)
+    again.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=12, nonce=ref.nonce)
+    world.advance(3)
+    again.fill(SOURCE_IDS, TOKENS, seed=2)
+    again.ready("t1")
+    world.advance(1)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert sink.num_wrong(SINK_IDS, TOKENS, 2) == 0
+
+
+def test_two_readers_are_at_different_places(world, source, sink):
+    other = world.engine(world.host("e"), "other")[0]
+    ref = publish(source, ready=8, num_readers=2)
+    first = pull(sink, ref)
+    extend(source, 8, 16)
+    second = pull(other, ref)
+    assert (progress_of(sink), progress_of(other)) == ([8, 16], [16])
+    extend(source, 16, TOKENS)
+    check_delivered(sink, first)
+    check_delivered(other, second)
+    world.advance(1)
+    assert source.received(wk.Released)[0].why is Code.COMPLETED
+
+
+def test_what_the_reader_has_already_is_not_read(world, source, sink):
+    sink.fill(SINK_IDS, 8, SEED)
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=6), first=8)
+    assert not pieces_of(mover)
+    extend(source, 6, 14)
+    (piece,) = pieces_of(mover)
+    assert (piece.local["full"].first_token, piece.num_tokens, piece.ticket) == (8, 12, None)
+    mover.hold = False
+    mover.copy()
+    mover.finish()
+    extend(source, 14, TOKENS)
+    check_delivered(sink, ticket)
+
+
+def test_a_full_prefix_hit_reads_nothing(world, source, sink):
+    ticket = pull(sink, publish(source, ready=1), blocks={"full": PackedBlocks(b"")})
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+
+
+def test_messages_that_are_lost_are_repeated(world, source, sink):
+    """The reader's question for more, and its reply."""
+    ticket = pull(sink, publish(source, ready=8))
+    world.hold_network = True
+    extend(source, 8, TOKENS)
+    world.network.clear()
+    world.hold_network = False
+    assert sink.ended(ticket) is None
+    world.advance(world.settings.resend_s + 0.1)
+    check_delivered(sink, ticket)
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["between pieces", "before the publish"])
+def test_a_source_that_dies_ends_the_pull_long_before_its_deadline(world, source, sink, is_read):
+    ref = publish(source, ready=8) if is_read else unpublished(source)
+    ticket = pull(sink, ref, deadline_s=300.0)
+    world.advance(40)  # far longer than a peer may be silent
+    assert sink.ended(ticket) is None
+    del world.hosts["p"]
+    world.advance(world.settings.silent_after_s + 2 * world.settings.resend_s)
+    failed = sink.ended(ticket)
+    assert (failed.code, failed.safe_to_reuse) == (Code.PEER_UNREACHABLE, True)
+    assert "tcp://p:9441" in failed.message
+    world.advance(30)
+    assert sink.host.node.is_idle
+
+
+def test_a_peer_that_keeps_a_request_too_long_is_not_taken_for_silent(world, source, sink):
+    """Its other requests go on, and what was learnt of it stays."""
+    requests, replies = sink.host.node.peers, []
+
+    def make(request: int) -> GrantRequest:
+        held = pull_request(sink, unpublished(source))
+        return msgspec.structs.replace(held, request=request)
+
+    requests.request(source.host.endpoint, make, 7.0, replies.append, 0, waits=True)
+    world.advance(0.0)  # it greets the peer
+    world.advance(7.1)
+    assert [(reply.code, "cannot wait longer" in reply.message) for reply in replies] == [
+        (Code.DEADLINE, True)
+    ]
+    assert [peer.state for peer in sink.host.node.snapshot().peers] == ["up"]
+
+
+def pull_request(sink: Worker, ref: TransferRef) -> GrantRequest:
+    """Return a request for a grant that waits for a transfer that is not published."""
+    consumer = Consumer(sink.spec.engine_id, sink.spec.generation, sink.spec.rank, 1)
+    return GrantRequest(
+        request=0, grant="waits", ref=ref, consumer=consumer, reads=(), wait_s=60.0, after_tokens=0
+    )
+
+
+def unpublished(source: Worker, transfer_id: str = "t1") -> TransferRef:
+    """Return a reference that its router made before the publish."""
+    return TransferRef(source.host.endpoint, "prefill", source.spec.generation, transfer_id, "n" * 32)
+
+
+def test_a_source_that_restarts_ends_the_pull_safely(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8), deadline_s=8.0)
+    del world.hosts["p"]
+    world.advance(8.1)
+    assert sink.ended(ticket).safe_to_reuse
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_chunks_in_any_order_are_delivered_once_and_whole(world, source, sink, seed):
+    """Extensions of any size, pulls at any time, messages doubled: what is delivered is right."""
+    rng = random.Random(seed)
+    cuts = sorted(rng.sample(range(1, TOKENS), rng.randint(0, 6)))
+    ready = cuts[0] if cuts and rng.random() < 0.7 else 0
+    ref = publish(source, ready=ready)
+    when = rng.randint(0, len(cuts))
+    ticket = None
+    for index, tokens in enumerate([*(cut for cut in cuts if cut > ready), TOKENS]):
+        if index == when or (ticket is None and tokens == TOKENS):
+            ticket = pull(sink, ref)
+        extend(source, ready, tokens)
+        if rng.random() < 0.3:
+            source.ready("t1", rng.randint(0, ready))
+        ready = tokens
+        read = progress_of(sink)
+        assert sink.num_wrong(SINK_IDS, read[-1] if read else 0, SEED) == 0
+        assert not read or read[-1] <= ready
+    check_delivered(sink, ticket)
+
+
+def record_of(sink: Worker) -> PullRecord:
+    """The last pull's."""
+    return [record for record in sink.host.records if isinstance(record, PullRecord)][-1]
+
+
+def read_slowly(world: World, sink: Worker, seconds: float) -> None:
+    """Have the sink's mover read the piece that it holds."""
+    world.advance(seconds)
+    mover_of(sink).copy()
+    mover_of(sink).finish()
+
+
+def test_a_delivery_counts_every_piece(world, source, sink):
+    """The simulated mover reports a byte and a run for each piece."""
+    ticket = pull(sink, publish(source, ready=8))
+    extend(source, 8, 16)
+    mover_of(sink).hold = True
+    extend(source, 16, TOKENS)
+    assert pieces_of(mover_of(sink))[-1].before == mv.PiecesRead(bytes=2, runs=2, wire_s=0.0)
+    read_slowly(world, sink, 0.5)
+    delivered = sink.ended(ticket)
+    assert (delivered.bytes, delivered.runs) == (3, 3)
+    record = record_of(sink)
+    assert (record.bytes, record.runs, record.ways["direct"]) == (3, 3, 3)
+    assert (record.progressive, record.hidden_bytes) == (True, 2)
+    assert record.handover_s == pytest.approx(0.5)
+    (reader,) = [one for one in source.host.records if isinstance(one, ReleaseRecord)][-1].readers
+    assert reader.bytes == 3
+
+
+def test_a_piece_that_is_read_when_all_becomes_ready_is_not_hidden(world, source, sink):
+    mover_of(sink).hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    extend(source, 8, TOKENS)
+    read_slowly(world, sink, 0.25)
+    read_slowly(world, sink, 0.5)
+    check_delivered(sink, ticket)
+    record = record_of(sink)
+    assert (record.bytes, record.hidden_bytes) == (2, 0)
+    assert record.handover_s == pytest.approx(0.75)
+
+
+def test_a_prefix_is_handed_over_when_it_is_ready(world, source, sink):
+    """The reader's last token is ready before the transfer is whole."""
+    mover_of(sink).hold = True
+    blocks = {"full": PackedBlocks(pack_ids(SINK_IDS[:4]))}
+    ticket = pull(sink, publish(source, ready=8), num_tokens=16, blocks=blocks)
+    read_slowly(world, sink, 0.25)
+    extend(source, 8, 17)
+    read_slowly(world, sink, 0.5)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    record = record_of(sink)
+    assert (record.bytes, record.hidden_bytes) == (2, 1)
+    assert record.handover_s == pytest.approx(0.5)
+
+
+def test_what_an_earlier_publish_had_is_not_counted(world, source, sink):
+    ref = publish(source, ready=8)
+    ticket = pull(sink, ref)
+    del world.hosts["p"]
+    again = world.engine(world.host("p"), "prefill")[0]
+    again.fill(SOURCE_IDS, TOKENS, SEED)
+    again.publish("t1", SOURCE_IDS, TOKENS, nonce=ref.nonce)
+    world.advance(3)
+    again.ready("t1")
+    world.advance(1)
+    check_delivered(sink, ticket)
+    assert sink.ended(ticket).bytes == 1
+    record = record_of(sink)
+    assert (record.bytes, record.hidden_bytes) == (1, 0)
+
+
+@pytest.mark.parametrize("progressive", [True, False])
+def test_only_a_progressive_delivery_has_a_handover(world, source, sink, progressive):
+    ref = publish(source, ready=TOKENS)
+    source.ready("t1")
+    pull(sink, ref, progressive=progressive)
+    record = record_of(sink)
+    assert record.outcome == "delivered"
+    assert record.progressive == progressive
+    assert (record.handover_s is not None) == progressive
+
+
+def test_a_failed_pull_has_hidden_nothing(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    sink.say(wk.Cancel(ticket=ticket))
+    record = record_of(sink)
+    assert (record.outcome, record.bytes, record.hidden_bytes, record.handover_s) == ("cancelled", 1, 0, None)
+
+
+def test_both_daemons_show_how_far_a_transfer_is(world, source, sink):
+    pull(sink, publish(source, ready=9))
+    (transfer,) = source.host.node.snapshot().transfers
+    assert (transfer.state, transfer.ready_tokens, transfer.num_tokens) == ("granted", 9, TOKENS)
+    (running,) = sink.host.node.snapshot().pulls
+    shown = (running.progressive, running.tokens_read, running.num_tokens, running.bytes_read)
+    assert shown == (True, 8, TOKENS, 1)
+    mover_of(sink).hold = True
+    extend(source, 9, TOKENS)
+    (transfer,) = source.host.node.snapshot().transfers
+    assert transfer.ready_tokens == TOKENS
+
+
+def end_read(sink: Worker, **outcome: object) -> None:
+    """Have the mover report the end of the piece that it holds."""
+    mover = mover_of(sink)
+    start = mover.started.popleft()
+    mover.say(mv.PullDone(pull=start.pull, outcome=mv.PullOutcome(**{"delivered": False} | outcome)))
+
+
+def test_the_times_of_all_pieces_are_added(world, source, sink):
+    mover_of(sink).hold = True
+    pull(sink, publish(source, ready=8))
+    end_read(sink, delivered=True, bytes=100, runs=2, wire_s=0.5, fence_s=0.125, predicted_s=0.25)
+    extend(source, 8, TOKENS)
+    end_read(sink, delivered=True, bytes=10, runs=1, wire_s=0.25, fence_s=0.125, predicted_s=0.125)
+    record = record_of(sink)
+    assert (record.bytes, record.runs, record.hidden_bytes, record.predicted_s) == (110, 3, 100, 0.375)
+    assert (record.phases_s["wire"], record.phases_s["fence"]) == (0.75, 0.25)
+
+
+def test_a_second_try_takes_no_time_off_the_handover(world, source, sink):
+    ticket = pull(sink, publish(source, ready=8))
+    mover_of(sink).hold = True
+    extend(source, 8, TOKENS)
+    world.advance(0.5)
+    end_read(sink, code=Code.TRANSPORT)
+    read_slowly(world, sink, 0.25)
+    check_delivered(sink, ticket)
+    record = record_of(sink)
+    assert (record.retried, record.bytes, record.hidden_bytes) == (True, 2, 1)
+    assert record.handover_s == pytest.approx(0.75)
+
+
+def test_the_handover_of_another_publish_is_its_own(world, source, sink):
+    """All was ready once, and its source is gone before the last piece is read."""
+    ref = publish(source, ready=8)
+    ticket = pull(sink, ref)
+    mover_of(sink).hold = True
+    extend(source, 8, TOKENS)
+    del world.hosts["p"]
+    again = world.engine(world.host("p"), "prefill")[0]
+    again.fill(SOURCE_IDS, TOKENS, SEED)
+    again.publish("t1", SOURCE_IDS, TOKENS, ready_tokens=8, nonce=ref.nonce)
+    end_read(sink, code=Code.TRANSPORT)
+    world.advance(1.5)
+    read_slowly(world, sink, 0.125)
+    again.ready("t1")
+    read_slowly(world, sink, 0.25)
+    check_delivered(sink, ticket)
+    record = record_of(sink)
+    assert (record.bytes, record.hidden_bytes) == (2, 1)
+    assert record.handover_s == pytest.approx(0.25)
+
+
+def test_a_pull_that_fails_behind_its_last_chunk_has_hidden_nothing(world, source, sink):
+    pull(sink, publish(source, ready=8))
+    mover_of(sink).hold = True
+    extend(source, 8, TOKENS)
+    end_read(sink, code=Code.RELEASED)
+    record = record_of(sink)
+    assert (record.code, record.hidden_bytes, record.handover_s) == (Code.RELEASED, 0, None)
+
+
+def test_what_is_given_up_is_not_asked_again(world, source, sink):
+    """A deadline and the time to ask again fall into one turn: the question would wait there anew."""
+    pull(sink, unpublished(source), deadline_s=world.settings.resend_s - 0.1)
+    late = world.now + 2 * world.settings.resend_s
+    effects = sink.host.node.feed(ev.Tick(), late)
+    sent = [type(effect.message) for effect in effects if isinstance(effect, SendToPeer)]
+    assert ReleaseGrant in sent
+    assert GrantRequest not in sent

@@ -1,0 +1,239 @@
+"""The record of a pull names its peer, where it failed, and who did not reply."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.core import events as ev
+from kvxferd.core.sink.pull_totals import MAX_REPORTED, NOTHING_READ, add_piece, pieces_read
+from kvxferd.errors import Code
+from kvxferd.ids import Rank
+from kvxferd.records import PHASES, PullRecord, ReleaseRecord
+from kvxferd.wire import mover as mv
+from kvxferd.wire import peer
+from kvxferd.wire import worker as wk
+from kvxferd.wire.mover import PiecesRead, PullOutcome
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
+
+
+def record_of(sink) -> PullRecord:
+    """The last pull's."""
+    return [r for r in sink.host.records if isinstance(r, PullRecord)][-1]
+
+
+def done(sink, **outcome) -> None:
+    """The mover reports the end of its oldest pull."""
+    mover = mover_of(sink)
+    start = mover.started.popleft()
+    mover.say(mv.PullDone(pull=start.pull, outcome=mv.PullOutcome(**{"delivered": False} | outcome)))
+
+
+def test_a_delivered_pull_names_its_peer_and_no_phase(world, source, sink):
+    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    record = record_of(sink)
+    assert (record.outcome, record.failed_phase, record.silent) == ("delivered", "", "")
+    assert record.peer == source.host.endpoint
+
+
+@pytest.mark.parametrize(
+    ("outcome", "phase"),
+    [
+        ({"code": Code.RELEASED, "fence_s": 0.1}, "fence"),
+        ({"code": Code.BLOCKS_INVALID, "started": False}, "plan"),
+        ({"code": Code.REGION_INVALID}, "wire"),
+    ],
+)
+def test_the_movers_outcome_tells_the_phase(world, source, sink, outcome, phase):
+    mover_of(sink).hold = True
+    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    done(sink, **outcome)
+    record = record_of(sink)
+    assert (record.failed_phase, record.silent) == (phase, "")
+    assert record.failed_phase in PHASES
+
+
+@pytest.mark.parametrize("absurd", [float("nan"), float("inf"), -1.0])
+def test_a_movers_absurd_figures_are_none_in_the_record(world, source, sink, absurd):
+    mover_of(sink).hold = True
+    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    done(sink, delivered=True, bytes=-7, runs=-7, wire_s=absurd, queue_s=absurd, predicted_s=absurd)
+    record = record_of(sink)
+    assert (record.outcome, record.bytes, record.runs, record.predicted_s) == ("delivered", 0, 0, 0.0)
+    assert (record.phases_s["wire"], record.phases_s["queue"]) == (0.0, 0.0)
+
+
+def test_a_refused_grant_failed_in_the_grant(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS)
+    source.say(wk.Unpublish(transfer_id="t1"))
+    sink.pull(ref, SINK_IDS, TOKENS)
+    record = record_of(sink)
+    assert (record.code, record.failed_phase, record.silent) == (Code.RELEASED, "grant", "")
+
+
+def test_at_a_deadline_a_peer_that_cannot_be_reached_is_named(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS)
+    world.cut.add((sink.host.name, source.host.name))
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=2)
+    world.advance(2.1)
+    record = record_of(sink)
+    assert (record.code, record.failed_phase) == (Code.DEADLINE, "handshake")
+    assert record.silent == source.host.endpoint
+    assert record.silent in sink.ended(ticket).message
+
+
+def test_at_a_deadline_a_peer_that_died_after_its_greeting_is_named(world, source, sink):
+    sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)
+    ref = source.publish("t1", IDS, TOKENS)
+    world.cut.add((sink.host.name, source.host.name))
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=2)
+    world.advance(2.1)
+    record = record_of(sink)
+    assert (record.failed_phase, record.silent) == ("grant", source.host.endpoint)
+    assert record.silent in sink.ended(ticket).message
+
+
+def test_at_a_deadline_a_publisher_is_named_whose_daemon_is_there(world, source, sink):
+    """The transfer is never ready: the source's daemon waits as long as the pull does."""
+    sink.pull(source.publish("t0", IDS, TOKENS), SINK_IDS, TOKENS)
+    (slow,) = world.engine(world.host("q"), "slow", publish_implies_ready=False)
+    publisher = world.connect(slow.host)
+    publisher.say(wk.Attach(request=1, engine_id="slow", generation=slow.spec.generation))
+    publisher.spec = slow.spec
+    ref = publisher.publish("t1", IDS, TOKENS)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=2)
+    world.advance(2.1)
+    record = record_of(sink)
+    assert (record.code, record.failed_phase) == (Code.DEADLINE, "grant")
+    assert record.silent == "the publisher or a rank of engine slow"
+    message = sink.ended(ticket).message
+    assert f"{slow.host.endpoint} is there, and waits for engine slow" in message
+
+
+def test_at_a_deadline_the_rank_is_named_that_a_mover_reads_from(world, source, sink):
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=2)
+    mover_of(sink).hold = False  # from here on it reports that it waits for a read
+    world.advance(2.1)
+    record = record_of(sink)
+    assert (record.code, record.failed_phase) == (Code.DEADLINE, "wire")
+    assert record.silent == "rank pp0.tp0 of engine prefill"
+    message = sink.ended(ticket).message
+    assert f"rank pp0.tp0 of engine prefill, whose daemon is {source.host.endpoint}" in message
+
+
+@pytest.mark.parametrize("mute", [True, False])
+def test_at_a_deadline_the_local_mover_is_named_if_it_has_posted_no_read(world, source, sink, mute):
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=2)
+    mover_of(sink).mute = mute
+    world.advance(2.1)
+    record = record_of(sink)
+    assert record.silent == "the mover of rank pp0.tp0 of engine decode"
+    assert ("did not reply" in sink.ended(ticket).message) == mute
+
+
+def test_a_rank_without_a_mover_is_named(world, source, sink):
+    sink.host.give_movers = False
+    ref = source.publish("t1", IDS, TOKENS)
+    mover_of(sink).die()
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=2)
+    world.advance(2.1)
+    record = record_of(sink)
+    assert (record.failed_phase, record.silent) == ("queue", "the mover of rank pp0.tp0 of engine decode")
+    assert record.silent.removeprefix("the ") in sink.ended(ticket).message
+
+
+def test_nobody_is_asked_where_a_pull_ends_in_time(world, source, sink):
+    for number in range(5):
+        sink.pull(source.publish(f"t{number}", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=2)
+    world.advance(5)
+    assert sink.host.node.peers.get(source.host.endpoint).checked_at is None
+
+
+def test_many_pulls_with_one_deadline_ask_their_peer_once(world, source, sink):
+    sink.pull(source.publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
+    world.cut.add((source.host.name, sink.host.name))
+    before = len(sink.host.node.peer_requests)
+    for number in range(20):
+        sink.pull(source.publish(f"t{number}", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=2)
+    world.advance(1.7)
+    assert len(sink.host.node.peer_requests) - before == 20 + 1
+
+
+def release_of(source) -> ReleaseRecord:
+    """The last release's."""
+    return [r for r in source.host.records if isinstance(r, ReleaseRecord)][-1]
+
+
+def test_the_source_records_who_has_read_and_how_much(world, source, sink):
+    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    pulled, released = record_of(sink), release_of(source)
+    assert pulled.transfer_id == released.transfer_id
+    (reader,) = released.readers
+    assert (reader.engine_id, reader.num_ranks) == (pulled.sink, 1)
+    assert reader.peers == (sink.host.endpoint,)
+    assert reader.bytes == released.bytes == pulled.bytes > 0
+    assert released.peer == sink.host.endpoint
+
+
+def test_a_peer_cannot_report_more_than_there_is_nor_twice(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS, num_readers=2)
+    sink.pull(ref, SINK_IDS, TOKENS)
+    (transfer,) = source.host.node.published.table.live.values()
+    once = transfer.num_bytes_read
+    for rank in (Rank(0, 0), Rank(0, 1)):
+        consumer = peer.Consumer(sink.spec.engine_id, sink.spec.generation, rank, 2)
+        message = peer.Acknowledge(request=9, grant="g", ref=ref, consumer=consumer, bytes=1 << 60)
+        world.feed(source.host, ev.PeerRequest(b"d", message, ""))
+    # 3 blocks of 4 tokens, 2 layers, K and V, 2 heads of 2 x 2 bytes
+    assert transfer.num_bytes_read == once + 3 * 4 * 2 * 2 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "key", "kept"),
+    [
+        ("tcp://10.0.0.9:9441", "", True),
+        ("tcp://10.0.0.9:9441", "ab" * 32, True),
+        (f"tcp://10.0.0.9:9441#{'ab' * 32}", "ab" * 32, True),
+        (f"tcp://10.0.0.9:9441#{'cd' * 32}", "ab" * 32, False),
+        ("tcp://10.0.0.9:9441\x1b[2J", "", False),
+    ],
+)
+def test_a_peer_cannot_claim_anothers_key_nor_odd_text(world, source, endpoint, key, kept):
+    hello = peer.PeerHello(request=1, versions=peer.PEER_VERSIONS, boot="b", endpoint=endpoint)
+    world.feed(source.host, ev.PeerRequest(b"odd", hello, key))
+    assert source.host.node.peer_routes.endpoint_of(b"odd") == (endpoint if kept else "")
+
+
+# --- what the pieces of a pull add up to, whatever a resident mover reports
+
+
+PIECE = PullOutcome(
+    delivered=True, bytes=100, runs=3, queue_s=0.125, expand_s=0.25, post_s=0.5, wire_s=1.0, fence_s=2.0,
+    covered_bytes=10, predicted_s=4.0,
+)  # fmt: skip
+
+
+def test_sizes_and_times_are_added() -> None:
+    total = add_piece(add_piece(NOTHING_READ, PIECE), PIECE)
+    assert (total.bytes, total.runs, total.covered_bytes) == (200, 6, 20)
+    times = (total.queue_s, total.expand_s, total.post_s, total.wire_s, total.fence_s, total.predicted_s)
+    assert times == (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+    assert pieces_read(total) == PiecesRead(bytes=200, runs=6, wire_s=2.0)
+
+
+def test_the_first_piece_has_none_before_it() -> None:
+    assert pieces_read(NOTHING_READ) is None
+
+
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), -1.0, 1e9])
+def test_impossible_times_count_as_none(time: float) -> None:
+    total = add_piece(add_piece(NOTHING_READ, PIECE), PullOutcome(delivered=True, wire_s=time, fence_s=time))
+    assert (total.wire_s, total.fence_s) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(("size", "counted"), [(-1, 0), (-(1 << 63), 0), ((1 << 63) - 1, MAX_REPORTED)])
+def test_impossible_sizes_are_limited(size: int, counted: int) -> None:
+    """Their sum is sent to the source's daemon: it must remain a number that a message can hold."""
+    total = add_piece(NOTHING_READ, PullOutcome(delivered=True, bytes=size, runs=size, covered_bytes=size))
+    assert (total.bytes, total.runs, total.covered_bytes) == (counted, counted, counted)

@@ -1,0 +1,258 @@
+"""How a pull ends: once, within its deadline, and never free while something may still write."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvxferd.core.sink.pull import TRANSITIONS, PullPhase, PullTrigger
+from kvxferd.errors import Code
+from kvxferd.wire import block_id_parts
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES
+from kvxferd.wire.common import BlockIds
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
+
+DELIVERED_BOTH_WAYS = True
+
+
+def test_blocks_are_free_only_where_nothing_can_write():
+    unsafe = set(PullPhase) - {PullPhase.DELIVERED, PullPhase.FAILED, PullPhase.QUIESCED}
+    assert unsafe == {PullPhase.WAITING, PullPhase.POSTED, PullPhase.STOPPING, PullPhase.IN_DOUBT}
+    # Once posted, only the mover's word (or its death) frees the blocks.
+    for (phase, signal), target in TRANSITIONS.items():
+        if phase in unsafe - {PullPhase.WAITING} and target not in unsafe:
+            assert signal in (PullTrigger.DELIVER, PullTrigger.FINISH)
+
+
+def test_terminal_phases_have_no_way_out():
+    ends = {PullPhase.DELIVERED, PullPhase.FAILED, PullPhase.QUIESCED}
+    assert not [pair for pair in itertools.product(ends, PullTrigger) if pair in TRANSITIONS]
+
+
+def test_cancel_before_the_grant_is_free_at_once(world, source, sink):
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    sink.say(wk.Cancel(ticket=ticket))
+    assert sink.ended(ticket).code is Code.CANCELLED
+    assert sink.ended(ticket).safe_to_reuse
+
+
+def test_a_grant_that_arrives_after_the_cancel_is_given_back(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS)
+    world.hold_network = True
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    sink.say(wk.Cancel(ticket=ticket))
+    world.hold_network = False
+    world.deliver()
+    world.advance(31)
+    assert [m.why for m in source.received(wk.Released)] == [Code.LEASE_EXPIRED]
+
+
+def test_cancel_while_the_mover_works_waits_for_its_word(world, source, sink):
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    sink.say(wk.Cancel(ticket=ticket))
+    assert sink.ended(ticket) is None
+    mover = mover_of(sink)
+    mover.hold = False
+    mover.copy()
+    mover.finish()
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)  # it was done before it could be stopped
+
+
+def test_an_unknown_ticket_is_cancelled_without_complaint(world, source, sink):
+    sink.say(wk.Cancel(ticket=99))
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+
+
+def test_a_deadline_before_the_mover_has_it_is_free_at_once(world, source, sink):
+    world.cut.add(("d", "p"))
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    world.advance(2.9)
+    assert sink.ended(ticket) is None
+    world.advance(0.2)
+    assert sink.ended(ticket).code is Code.DEADLINE
+    assert sink.ended(ticket).safe_to_reuse
+
+
+def test_a_deadline_while_the_mover_works_is_in_doubt_until_it_says_so(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    world.advance(3.1)
+    failed = sink.ended(ticket)
+    assert failed.code is Code.DEADLINE
+    assert not failed.safe_to_reuse
+    assert not sink.received(wk.TicketQuiesced)
+    mover.copy()
+    mover.finish()
+    assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=ticket)]
+
+
+def test_a_frozen_mover_is_killed_and_replaced_and_the_next_pull_works(world, source, sink):
+    frozen = mover_of(sink)
+    frozen.hold = frozen.mute = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    world.advance(3.1)
+    assert not sink.ended(ticket).safe_to_reuse
+    world.advance(world.settings.quiesce_s)
+    assert not frozen.alive
+    assert sink.received(wk.TicketQuiesced) == [wk.TicketQuiesced(ticket=ticket)]
+    world.advance(1)
+    ref = source.publish("t2", IDS, TOKENS)
+    assert sink.reads(ref)
+
+
+def test_what_a_dead_mover_still_says_is_void(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    mover.die()
+    mover.alive = True
+    mover.copied.append(mover.started.popleft())
+    mover.worker = source  # what it says to its worker is another matter
+    mover.finish()
+    assert sink.ended(ticket) is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens", "deadline_s", "code"),
+    [
+        ([7, 9, 99], TOKENS, 5.0, Code.BLOCKS_INVALID),  # the sink has 32 blocks
+        ([7, 9], TOKENS, 5.0, Code.BLOCKS_INVALID),  # too few for the tokens
+        (SINK_IDS, 0, 5.0, Code.BLOCKS_INVALID),  # nothing to pull
+        (SINK_IDS, TOKENS, 0.0, Code.BLOCKS_INVALID),  # no time at all
+        (SINK_IDS, TOKENS, 1e9, Code.BLOCKS_INVALID),  # milliseconds, most likely
+        (SINK_IDS, TOKENS, float("nan"), Code.BLOCKS_INVALID),
+    ],
+)
+def test_a_bad_pull_fails_with_a_sentence_and_the_session_goes_on(
+    world, source, sink, ids, tokens, deadline_s, code
+):
+    ref = source.publish("t1", IDS, TOKENS)
+    bad = sink.pull(ref, ids, tokens, deadline_s)
+    assert sink.ended(bad).code is code
+    assert sink.ended(bad).safe_to_reuse
+    assert "cannot" in sink.ended(bad).message
+    assert sink.reads(ref)
+
+
+def test_more_tokens_than_were_published_are_refused_before_anything_moves(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS)
+    before = bytes(sink.memory)
+    ticket = sink.pull(ref, [7, 9, 4, 5], TOKENS + 4)
+    assert sink.ended(ticket).code is Code.TOKENS_NOT_PUBLISHED
+    assert bytes(sink.memory) == before
+
+
+def test_an_unknown_transfer_is_waited_for_a_moment_and_then_refused(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS)
+    unknown = type(ref)(ref.endpoint, ref.engine_id, ref.generation, "t9", ref.nonce)
+    ticket = sink.pull(unknown, SINK_IDS, TOKENS)
+    assert sink.ended(ticket) is None
+    world.advance(1.1)
+    assert sink.ended(ticket).code is Code.TRANSFER_UNKNOWN
+
+
+def test_an_endpoint_that_is_none_is_refused(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS)
+    for endpoint in ("ipc:///etc/passwd", "tcp://*:1", "tcp://p", "tcp://p:0", "tcp://a;tcp://b:1"):
+        ticket = sink.pull(
+            type(ref)(endpoint, *[getattr(ref, f) for f in ref.__struct_fields__[1:]]), SINK_IDS, TOKENS
+        )
+        assert sink.ended(ticket).code is Code.ENDPOINT_INVALID
+
+
+def test_an_unreachable_peer_is_said_to_be_and_is_asked_again_later(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS, lease_s=600.0)
+    world.cut.add(("d", "p"))
+    ticket = sink.pull(ref, SINK_IDS, TOKENS, deadline_s=60)
+    world.advance(11)
+    assert sink.ended(ticket).code is Code.PEER_UNREACHABLE
+    world.cut.clear()
+    assert sink.reads(ref)
+
+
+def test_draining_refuses_what_is_new_and_finishes_what_runs(world, source, sink):
+    from kvxferd.core.events import DrainRequested
+
+    mover = mover_of(sink)
+    mover.hold = True
+    ref = source.publish("t1", IDS, TOKENS)
+    running = sink.pull(ref, SINK_IDS, TOKENS)
+    world.feed(sink.host, DrainRequested())
+    assert sink.ended(sink.pull(ref, SINK_IDS, TOKENS)).code is Code.DRAINING
+    assert not sink.host.node.is_idle
+    mover.copy()
+    mover.finish()
+    assert isinstance(sink.ended(running), wk.TicketDelivered)
+    assert sink.host.node.is_idle
+
+
+def test_a_suspended_ranks_pulls_fail_and_work_again_after_resume(world, source, sink):
+    ref = source.publish("t1", IDS, TOKENS)
+    sink.say(wk.Suspend())
+    assert sink.received(wk.Suspended)
+    assert not [m for m in sink.host.movers.values() if m.alive]
+    sink.resume()
+    assert [m.request for m in sink.received(wk.Registered)] == [1, 2]
+    assert sink.reads(ref)
+
+
+def test_long_block_lists_travel_in_parts(world):
+    """More ids than a frame's part on the source's side: they arrive whole and in order."""
+    from kvxferd.wire.limits import IDS_PART_BYTES
+
+    num = IDS_PART_BYTES // 4 + 5
+    host = world.host("p")
+    facts = {"num_kv_heads": 1, "head_dim": 1, "block_tokens": 1, "num_blocks": num}
+    from tests.support.simulation import spec_of
+
+    source = world.register(host, spec_of("prefill", layers=1), **facts)
+    sink = world.register(world.host("d"), spec_of("decode", layers=1), **facts)
+    source.memory[:] = world.rng.randbytes(len(source.memory))
+    ids = list(range(num))
+    world.rng.shuffle(ids)
+    ref = source.publish("t1", ids, num)
+    ticket = sink.pull(ref, list(range(num)), num)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    tensors = zip(source.layout.tensors, sink.layout.tensors, strict=True)
+    for there, here in tensors:
+        for token in (0, 1, num // 2, num - 1):
+            want = source.memory[there.offset + ids[token] * there.block_stride :][: there.chunk_bytes]
+            got = sink.memory[here.offset + token * here.block_stride :][: here.chunk_bytes]
+            assert got == want
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_a_grant_without_all_its_block_ids_is_not_used(world, source, sink, monkeypatch, num_lost):
+    """What came before them is a list that is too short: read by it, a request would lack its end."""
+    monkeypatch.setattr(block_id_parts, "IDS_PART_BYTES", 8)
+    world.hold_network = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    parts = 0
+    while world.network:
+        envelope = world.network.popleft()
+        is_part = isinstance(PEER_MESSAGES.decode(envelope.payload), BlockIds)
+        parts += is_part
+        if not (is_part and parts > 2 - num_lost):
+            world.arrive(envelope)
+    failed = sink.ended(ticket)
+    assert parts == 2
+    assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
+
+
+def test_a_reference_of_endless_names_fails_with_a_short_sentence(world, source, sink):
+    import msgspec
+
+    ref = source.publish("t1", IDS, TOKENS)
+    for field in ("engine_id", "generation", "transfer_id", "nonce"):
+        long = msgspec.structs.replace(ref, **{field: "x" * (2 << 20)})
+        ticket = sink.pull(long, SINK_IDS, TOKENS)
+        assert sink.ended(ticket).code is Code.TRANSFER_UNKNOWN
+        assert len(sink.ended(ticket).message) < 500
+        sink.say(wk.Prepare(ref=long))
+    assert sink.reads(ref)

@@ -1,0 +1,201 @@
+"""A local rank's registry in a running node: two homes of one id, restarts, expiry, what a hold keeps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import msgspec
+import pytest
+
+from kvxferd.core import Settings
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import EmitRecord
+from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.sink.remote_engines import RemoteEngine, RemoteEngineRegistry
+from kvxferd.ids import AgentName, BootId, Endpoint, Incarnation, Rank, SessionId
+from kvxferd.plan import topology
+from kvxferd.records import HandshakeRecord, TopologyRecord
+from kvxferd.wire import worker as wk
+from kvxferd.wire.common import Binding, RankManifest
+from tests.support.attention_engines import engine
+from tests.support.attention_engines import spec as engine_spec
+from tests.support.simulation import IDS, TOKENS, World
+
+HOLD_S = 60.0
+
+
+@pytest.fixture
+def world() -> World:
+    return World(settings=Settings(max_hold_s=HOLD_S))
+
+
+def test_two_homes_that_name_one_engine_id_neither_refuse_nor_evict_each_other(world):
+    """Their blocks have 4 and 8 tokens: 11 tokens are 3 blocks of the one and 2 of the other."""
+    sources = [
+        (world.engine(world.host("p"), "prefill")[0], IDS),
+        (world.engine(world.host("q"), "prefill", block_tokens=8)[0], IDS[:2]),
+    ]
+    (sink,) = world.engine(world.host("d"), "decode")
+    for turn in range(2):
+        for number, (source, ids) in enumerate(sources):
+            source.fill(ids, TOKENS, seed=number)
+            ticket = sink.pull(source.publish(f"t{turn}-{number}", ids, TOKENS), IDS, TOKENS)
+            assert isinstance(sink.ended(ticket), wk.TicketDelivered), sink.ended(ticket)
+            assert sink.num_wrong(IDS, TOKENS, seed=number) == 0
+    known = sink.host.node.sessions[sink.session].rank.topology
+    homes = [source.host.endpoint for source, _ in sources]
+    assert [(e.engine_id, e.home) for e in known.engines()] == [("prefill", home) for home in homes]
+    sizes = [known.get_engine_info("prefill", home=home).remote_block_size for home in homes]
+    assert sizes == [4, 8]
+    assert known.find("prefill").home == homes[1]  # the last used
+    assert len([r for r in sink.host.records if isinstance(r, TopologyRecord)]) == 2  # none is planned again
+
+
+def registered(sink) -> list[tuple[str, str, object]]:
+    """Return the id, the generation and the plan of each engine that the sink's registry has."""
+    known = sink.host.node.sessions[sink.session].rank.topology
+    return [(engine.engine_id, engine.generation, engine.plan) for engine in known.engines()]
+
+
+def test_a_hold_keeps_its_plan_and_manifest_when_its_engine_expires(world, monkeypatch):
+    """The registry has forgotten the engine, and so has the peer; the grant reads by what it was given."""
+    prefill, decode = world.host("p"), world.host("d")
+    (source,), (other,) = world.engine(prefill, "prefill"), world.engine(prefill, "other")
+    (sink,) = world.engine(decode, "decode")
+    source.fill(IDS, TOKENS, seed=1)
+    ref = source.publish("t1", IDS, TOKENS)
+    sink.say(wk.Prepare(ref=ref))
+    (hold,) = [hold for held in decode.node.grant_client._held.values() for hold in held.values()]
+    manifest = weakref.ref(hold.remote)
+    monkeypatch.setattr(topology, "MAX_REMOTE_ENGINES", 1)
+    assert isinstance(
+        sink.ended(sink.pull(other.publish("t2", IDS, TOKENS), IDS, TOKENS)), wk.TicketDelivered
+    )
+    decode.node.handshake_client.forget_engine(prefill.endpoint, ref.engine)
+    gc.collect()
+    assert [engine for engine, _, _ in registered(sink)] == ["other"]
+    assert manifest() is hold.remote
+    fetched = len([r for r in decode.records if isinstance(r, HandshakeRecord)])
+    ticket = sink.pull(ref, IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert sink.num_wrong(IDS, TOKENS, seed=1) == 0
+    assert len([r for r in decode.records if isinstance(r, HandshakeRecord)]) == fetched
+    del hold
+    gc.collect()
+    assert manifest() is None  # nothing else kept it
+
+
+def test_a_hold_keeps_its_plan_and_manifest_when_a_new_generation_replaces_its_engine(world):
+    """The new one has blocks of another size, so by its plan the old one's bytes would be wrong."""
+    prefill, decode = world.host("p"), world.host("d")
+    (old,) = world.engine(prefill, "prefill")
+    (sink,) = world.engine(decode, "decode")
+    old.fill(IDS, TOKENS, seed=1)
+    ref = old.publish("t1", IDS, TOKENS)
+    sink.say(wk.Prepare(ref=ref))
+    (new,) = world.engine(prefill, "prefill", generation="g2", block_tokens=8)
+    new.fill(IDS[:2], TOKENS, seed=2)
+    ticket = sink.pull(new.publish("t2", IDS[:2], TOKENS), [4, 5, 6], TOKENS)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert [generation for _, generation, _ in registered(sink)] == ["g2"]
+    assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
+    assert sink.num_wrong(IDS, TOKENS, seed=1) == 0
+    assert sink.num_wrong([4, 5, 6], TOKENS, seed=2) == 0
+
+
+def test_memory_that_is_mapped_again_is_a_new_manifest_with_the_plan_that_is_there(world):
+    """Bindings are no facts: nothing is refused, planned or reported again."""
+    (source,) = world.engine(world.host("p"), "prefill")
+    (sink,) = world.engine(world.host("d"), "decode")
+    plans = []
+    for turn in range(3):
+        source.fill(IDS, TOKENS, seed=turn)
+        ticket = sink.pull(source.publish(f"t{turn}", IDS, TOKENS), IDS, TOKENS)
+        assert isinstance(sink.ended(ticket), wk.TicketDelivered), sink.ended(ticket)
+        assert sink.num_wrong(IDS, TOKENS, seed=turn) == 0
+        plans += [plan for _, _, plan in registered(sink)]
+        source.say(wk.Suspend())
+        source.resume(f"mapping-{turn}", request=2 + turn)
+    assert len(plans) == 3
+    assert plans[0] is plans[1] is plans[2]
+    assert len([r for r in sink.host.records if isinstance(r, TopologyRecord)]) == 1
+    assert len([r for r in sink.host.records if isinstance(r, HandshakeRecord)]) == 3
+
+
+def test_what_the_registry_knows_is_not_charged_to_a_user(world):
+    """It refers to a manifest weakly: forgotten by its peer, its bytes are free, and facts and plan stay."""
+    (source,) = world.engine(world.host("p"), "prefill")
+    (sink,) = world.engine(world.host("d"), "decode")
+    ref = source.publish("t1", IDS, TOKENS)
+    assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
+    share = sink.host.node.handshake_client._learnt_bytes_share
+    assert share.held > 0
+    sink.host.node.handshake_client.forget_engine(source.host.endpoint, ref.engine)
+    gc.collect()
+    assert share.held == 0
+    assert [engine for engine, _, plan in registered(sink) if plan is not None] == ["prefill"]
+
+
+def test_stages_without_layers_are_not_reported():
+    """A hostile manifest may have thousands of them: as many log lines at each registration."""
+    context = NodeContext(
+        boot=BootId("b"), endpoint=Endpoint("tcp://d:9441"), settings=Settings(), new_token=str
+    )
+    (sink,), source = engine().values(), msgspec.structs.replace(engine_spec(pp=3), engine_id="remote")
+    stages = [(0, 1), (1, 2), (2, 2)]
+    layouts = [
+        msgspec.structs.replace(
+            sink[1], start_layer=a, end_layer=b, tensors=tuple(t for t in sink[1].tensors if a <= t.layer < b)
+        )
+        for a, b in stages
+    ]
+    binding = Binding(AgentName("a"), b"", (), Incarnation("i"))
+    manifests = {
+        Rank(n, 0): RankManifest(msgspec.structs.replace(source, pp_rank=n), layout, binding)
+        for n, layout in enumerate(layouts)
+    }
+    home = Endpoint("tcp://p:9441")
+    rank = LocalRank(SessionId(1), *sink, (), Incarnation("i"), 0)
+    RemoteEngineRegistry(context).plan(rank, home, RemoteEngine(source, manifests))
+    known = rank.topology.find(source.engine_id, home)
+    assert [(info.start_layer, info.end_layer) for info in known.stages.values()] == stages
+    reported = [effect.record for effect in context.pop_effects() if isinstance(effect, EmitRecord)]
+    assert [record.stage for record in reported] == [0, 1]
+
+
+# --- what is not wanted any more is forgotten: engines that restart under new names do not add up
+
+
+def test_engines_and_agents_that_nobody_wants_are_forgotten_when_others_are_learnt(world):
+    prefill, decode = world.host("p"), world.host("d")
+    (sink,) = world.engine(decode, "decode")
+    for number in range(8):
+        (source,) = world.engine(prefill, f"prefill-{number}")
+        source.fill(IDS, TOKENS, seed=number)
+        ticket = sink.pull(source.publish(f"t{number}", IDS, TOKENS), IDS, TOKENS)
+        assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+        source.close()
+        world.advance(HOLD_S * 0.6)
+    (mover,) = [m for m in decode.movers.values() if m.alive]
+    assert len(mover.remotes) <= 2
+    rank = decode.node.sessions[sink.session].rank
+    assert len(list(rank.topology.engines())) <= 2
+    with pytest.raises(Exception, match="prefill-0"):
+        rank.topology.get_engine_info("prefill-0")
+
+
+def test_what_is_wanted_again_and_again_is_kept(world):
+    prefill, decode = world.host("p"), world.host("d")
+    (sink,) = world.engine(decode, "decode")
+    (source,) = world.engine(prefill, "prefill")
+    for number in range(5):
+        (other,) = world.engine(prefill, f"other-{number}")
+        for publisher in (source, other):
+            publisher.fill(IDS, TOKENS, seed=number)
+            ref = publisher.publish(f"t{number}-{publisher.session}", IDS, TOKENS)
+            assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
+        other.close()
+        world.advance(HOLD_S * 0.6)
+    handshakes = [r for r in decode.records if getattr(r, "engine_id", None) == "prefill"]
+    assert len([r for r in handshakes if type(r).__name__ == "HandshakeRecord"]) == 1

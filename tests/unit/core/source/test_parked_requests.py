@@ -1,0 +1,149 @@
+"""Thousands of asks wait: a change elsewhere looks at none of them, one of theirs at some at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxferd.core import events as ev
+from kvxferd.core.source.grants import GrantServer
+from kvxferd.core.source.manifests import HandshakeServer
+from kvxferd.core.source.parked_requests import REQUESTS_PER_TURN
+from kvxferd.ids import Rank
+from kvxferd.wire import mover as mv
+from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES
+from kvxferd.wire.common import TransferRef
+from kvxferd.wire.peer import Consumer, GrantReply, GrantRequest, ManifestReply, ManifestRequest
+from tests.support.simulation import IDS, TOKENS, Worker, World, spec_of
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is considered: asks and fetches."""
+    seen: list[object] = []
+    for kind in (GrantServer, HandshakeServer):
+
+        def consider(self, waiting, original=kind._consider):  # type: ignore[no-untyped-def]
+            seen.append(waiting)
+            original(self, waiting)
+
+        monkeypatch.setattr(kind, "_consider", consider)
+    return seen
+
+
+def send_request(world: World, source: Worker, ref: TransferRef, number: int, agent: str = "gone") -> None:
+    reads = ((Rank(0, 0), agent),)
+    consumer = Consumer("decode", "g1", Rank(0, 0), 1)
+    request = GrantRequest(
+        request=number, grant=f"g{number}", ref=ref, consumer=consumer, reads=reads, wait_s=9.0
+    )
+    world.feed(source.host, ev.PeerRequest(b"d", request, ""))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def waiting() -> tuple[World, Worker]:
+    """A rank of an engine of two, and asks and fetches that wait for the other one."""
+    world = World()
+    world.hold_network = True
+    source = world.register(world.host("p"), spec_of("prefill", tp=2))
+    ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
+    for number in range(20):
+        send_request(world, source, ref, number)
+        fetch = ManifestRequest(request=100 + number, engine_id="prefill", generation="g1", wait_s=9.0)
+        world.feed(source.host, ev.PeerRequest(b"d", fetch, ""))
+    return world, source
+
+
+def test_a_session_that_was_nothing_makes_nobody_look(
+    looked_at: list[object], waiting: tuple[World, Worker]
+) -> None:
+    world, source = waiting
+    looked_at.clear()
+    world.connect(source.host).close()
+    assert not looked_at
+
+
+def test_another_engines_rank_that_comes_and_goes_makes_nobody_look(
+    looked_at: list[object], waiting: tuple[World, Worker]
+) -> None:
+    world, source = waiting
+    looked_at.clear()
+    other = world.register(source.host, spec_of("other"))
+    assert other.received(wk.Registered)
+    other.close()
+    assert not looked_at
+
+
+def test_the_engines_own_change_is_looked_at(looked_at: list[object], waiting: tuple[World, Worker]) -> None:
+    world, source = waiting
+    source.close()
+    assert len(looked_at) >= 40
+    world.advance(20.0)
+    granting, handshakes = source.host.node.grant_server, source.host.node.handshake_server
+    assert not granting._pending
+    assert not granting._pending_by_engine
+    assert not granting._num_pending_of_peer
+    assert not handshakes._pending
+    assert not handshakes._pending_by_engine
+    assert not handshakes._num_pending_of_peer
+
+
+def test_what_many_wait_for_is_looked_at_in_turns(looked_at: list[object]) -> None:
+    world = World()
+    world.hold_network = True
+    source = world.register(world.host("p"), spec_of("prefill"))
+    node = source.host.node
+    rank = node.sessions[source.session].rank
+    assert rank is not None
+    assert rank.agent is not None
+    ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
+    num = 2 * REQUESTS_PER_TURN + 10
+    for number in range(num):
+        # Past the world, which checks the books after each event.
+        request = GrantRequest(
+            request=number,
+            grant=f"g{number}",
+            ref=ref,
+            consumer=Consumer("decode", "g1", Rank(0, 0), 1),
+            reads=((Rank(0, 0), rank.agent),),
+            wait_s=9.0,
+        )
+        node.feed(ev.PeerRequest(b"d", request, ""), world.now)
+    looked_at.clear()
+    source.publish("t", IDS, TOKENS, nonce="n")
+    assert len(looked_at) <= 3 * REQUESTS_PER_TURN  # each at most by the publish, its mover, and one turn
+    world.advance(0.1)
+    granted = [m for e in world.network if isinstance(m := decoded(e.payload), GrantReply)]
+    assert len(granted) == num
+    assert not node.grant_server._due
+
+
+def test_fetches_are_looked_at_in_turns(looked_at: list[object]) -> None:
+    world = World()
+    world.hold_network = True
+    source = world.register(world.host("p"), spec_of("prefill", tp=2))
+    node, num = source.host.node, 3 * REQUESTS_PER_TURN
+    for number in range(num):
+        fetch = ManifestRequest(request=number, engine_id="prefill", generation="g1", wait_s=9.0)
+        node.feed(ev.PeerRequest(b"d", fetch, ""), world.now)
+    looked_at.clear()
+    world.register(source.host, spec_of("prefill", tp=2, tp_rank=1))
+    assert len(looked_at) <= 2 * REQUESTS_PER_TURN
+    world.advance(0.1)
+    assert len([m for e in world.network if isinstance(m := decoded(e.payload), ManifestReply)]) == num
+
+
+def test_a_mover_that_repeats_itself_makes_nobody_look(
+    looked_at: list[object], waiting: tuple[World, Worker]
+) -> None:
+    _, source = waiting
+    mover = next(iter(source.host.movers.values()))
+    looked_at.clear()
+    for _ in range(10):
+        mover.say(mv.FenceMapped(session=source.session, address=1 << 20, metadata=b"m"))
+        mover.say(mv.Polling(token=1))
+    assert not looked_at
+
+
+def decoded(payload: bytes) -> object:
+    return PEER_MESSAGES.decode(payload)
