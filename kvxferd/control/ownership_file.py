@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from kvxferd.core.ranks.rank_holders import SavedRank
+from kvxferd.core.events import SavedRank
 from kvxferd.ids import EngineId
 
 log = structlog.get_logger()

@@ -17,8 +17,8 @@ import msgspec
 import structlog
 
 from kvxferd.control.fair_thread import FairThread
-from kvxferd.core.events import Event, LayoutsChecked, PeerReply, PeerRequest
-from kvxferd.core.peers.layout_cache import CheckedLayout, LayoutCache
+from kvxferd.core.events import CheckedLayout, Event, LayoutsChecked, PeerReply, PeerRequest
+from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import checked_layouts
 from kvxferd.errors import Code, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.ids import Endpoint

@@ -5,23 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxferd.core.allowlist import PeerAllowlist
-from kvxferd.core.peers.layout_cache import CheckedLayout
-from kvxferd.core.ranks.rank_holders import SavedRank
 from kvxferd.ids import (
     AgentName,
+    Digest,
     Endpoint,
     EngineId,
     EngineKey,
+    Generation,
     MoverId,
     PullId,
     SessionId,
     TransferId,
 )
+from kvxferd.layout import RankLayout
 from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
 from kvxferd.wire.peer import PeerMessage
 from kvxferd.wire.worker import ClientMessage
+
+# Engine, generation, pipeline and tensor rank, and holder, as the shell writes them to disk.
+SavedRank = tuple[EngineId, Generation, int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,15 @@ class PeerRequest:
     route: bytes
     message: PeerMessage
     key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedLayout:
+    """A layout that `validate_layout` found valid in an engine of `num_layers` layers."""
+
+    digest: Digest
+    layout: RankLayout
+    num_layers: int
 
 
 @dataclass(frozen=True, slots=True)

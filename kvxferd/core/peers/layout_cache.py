@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from kvxferd.core.events import CheckedLayout
 from kvxferd.ids import Digest
 from kvxferd.layout import EngineSpec, RankLayout, digest_of
 from kvxferd.layout.overlap import OverlapBudget
@@ -22,15 +23,6 @@ class _CachedLayout:
 
     layout: RankLayout
     checked_num_layers: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedLayout:
-    """A layout that `validate_layout` found valid in an engine of `num_layers` layers."""
-
-    digest: Digest
-    layout: RankLayout
-    num_layers: int
 
 
 class LayoutCache:

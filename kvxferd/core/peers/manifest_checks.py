@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from kvxferd.core.peers.layout_cache import CheckedLayout, LayoutCache
+from kvxferd.core.events import CheckedLayout
+from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import EngineSpec, digest_of

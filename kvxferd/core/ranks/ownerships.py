@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
-from kvxferd.core.ranks.rank_holders import RankHolders, SavedRank
+from kvxferd.core.events import SavedRank
+from kvxferd.core.ranks.rank_holders import RankHolders
 from kvxferd.ids import EngineId
 from kvxferd.records import OwnershipSnapshot
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
+from kvxferd.core.events import SavedRank
 from kvxferd.core.ranks.generation_order import GenerationOrder
 from kvxferd.core.ranks.identity import SECRET_HOLDER
 from kvxferd.core.tables import decrease
-from kvxferd.ids import EngineId, EngineKey, Generation, Rank
+from kvxferd.ids import EngineId, EngineKey, Rank
 
 # A home has 4,096 ranks of other nodes, 2,048 of one peer, and 128 of its own (`limits.max_ranks`). Twice the
 # first leaves room for the ranks that left in the last minutes. An entry takes 0.5 KB: 4 MB. A user may
@@ -23,9 +24,6 @@ from kvxferd.ids import EngineId, EngineKey, Generation, Rank
 MAX_HELD_RANKS, MAX_HELD_RANKS_PER_PEER, MAX_HELD_RANKS_PER_USER = 8192, 2048, 512
 
 _USER = "uid:"
-
-# Engine, generation, pipeline and tensor rank, and holder, as the shell writes them to disk.
-SavedRank = tuple[EngineId, Generation, int, int, str]
 
 
 def holder_of_user(uid: int) -> str:
