@@ -44,6 +44,7 @@ from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.peers.routes import PeerRoutes
+from kvxferd.core.ranks.changes import RankChange
 from kvxferd.core.ranks.chunk_memory import ChunkMemory
 from kvxferd.core.ranks.home import Home
 from kvxferd.core.ranks.local_ranks import LocalRanks
@@ -51,7 +52,7 @@ from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.movers import Mover, Movers
 from kvxferd.core.ranks.ownerships import Disownable, Ownerships
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.registry import Registry
+from kvxferd.core.ranks.registry import LocalRank, RankRecord, Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.settings import Settings
 from kvxferd.core.sink.grants import GrantClient
@@ -60,6 +61,7 @@ from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.fence_pages import FencePages
 from kvxferd.core.source.grants import GrantServer
 from kvxferd.core.source.manifests import HandshakeServer
+from kvxferd.core.source.member_reports import MemberReports
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.rank_reports import RankReports
 from kvxferd.core.views.node_view import (
@@ -183,11 +185,13 @@ class Node:
             self.context,
             self.registry,
             self.peer_requests,
-            self.published,
             layout_cache,
+            self._rank_changed,
             self._engine_changed,
-            self.grant_server.reconsider_transfer,
             self.poll_requests,
+        )
+        self.member_reports = MemberReports(
+            self.context, self.home, self.published, self.grant_server.reconsider_transfer
         )
         self.member = Member(self.context, self.registry, self.peers, self.peer_requests, self.poll_requests)
         self.grant_client = GrantClient(
@@ -195,14 +199,7 @@ class Node:
         )
         self.pulls = Pulls(self.context, self.grant_client, self.movers, self.block_id_memory)
         self.local_ranks = LocalRanks(
-            self.context,
-            self.registry,
-            self.movers,
-            self.fence_pages,
-            self.member,
-            self.published,
-            self.pulls,
-            self.rank_reports,
+            self.context, self.registry, self.movers, self.member, self._rank_changed
         )
         self.worker_requests = WorkerRequests(
             self.context,
@@ -447,7 +444,7 @@ class Node:
             case Register():
                 self.local_ranks.register(session, message, event.problem, event.awaits_fds)
             case Attach():
-                self.local_ranks.attach(session, message)
+                self._attach(session, message)
             case Suspend():
                 self.local_ranks.suspend(session)
             case Resume():
@@ -473,9 +470,47 @@ class Node:
             return
         engine = session.engine
         self.worker_requests.session_closed(session)
+        self.published.session_closed(session_id)
         self.local_ranks.session_closed(session)
+        self.fence_pages.remove_session(session_id)
+        if session.attached is not None:
+            self.rank_reports.remove(session_id, session.attached)
         if engine is not None:  # else nothing waited for it
             self._engine_changed(engine.engine_id)
+
+    def _attach(self, session: Session, message: Attach) -> None:
+        registered = self.local_ranks.attach(session, message)
+        if registered is not None and session.attached is not None:
+            self.fence_pages.create(session)
+            self.fence_pages.assign(session.attached, session)
+            self.rank_reports.add(session, session.attached)
+            self.context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
+
+    def _rank_changed(self, change: RankChange, rank: RankRecord) -> None:
+        """Tell the rooms above what has become of a rank: the whole of what it means to them."""
+        key = rank.spec.key
+        if change in (RankChange.REGISTERED, RankChange.MAPPED):
+            self.published.rank_mapped(rank)
+        if change in (RankChange.VOID, RankChange.GONE):
+            self.published.rank_lost(key, Code.RANK_LOST)
+        if not isinstance(rank, LocalRank):
+            return
+        match change:
+            case RankChange.REGISTERED:
+                session = self.sessions[rank.session]
+                self.rank_reports.add(session, key)
+                self.fence_pages.create(session)
+            case RankChange.READY:
+                self.fence_pages.assign(key, self.sessions[rank.session])
+                self.pulls.post_waiting(rank)
+            case RankChange.ASLEEP:
+                self.published.rank_suspended(rank)
+                self.pulls.refuse_waiting(
+                    rank, Code.SUSPENDED, "the rank is suspended; resume it, then pull again"
+                )
+            case RankChange.GONE:
+                self.pulls.rank_gone(rank)
+                self.rank_reports.remove(rank.session, key)
 
     # --- movers
 
@@ -641,7 +676,7 @@ class Node:
             case LeaveRank():
                 self.home.leave(route, message, key)
             case RankReady():
-                self.home.rank_ready(route, message, key)
+                self.member_reports.rank_ready(route, message, key)
             case _:
                 self.peer_requests.handle_inbound_reply(route, message, key)
 

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.limits.checks import RETRY_LATER_S, check_count, check_reserve
-from kvxferd.core.limits.counted_ready import CountedReady
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifest, check_spec
 from kvxferd.core.peers.requests import PeerRequests
+from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.identity import MemberIdentity
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.rank_holders import is_local_user
 from kvxferd.core.ranks.registry import LocalRank, MemberRank, Registry
-from kvxferd.core.source.publishing import PublishedTransfers
-from kvxferd.core.source.transfer_table import TransferKey
 from kvxferd.core.tables import decrease
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, BootId, EngineId, EngineKey, Rank
@@ -56,33 +54,30 @@ class Home:
         context: NodeContext,
         registry: Registry,
         peer_requests: PeerRequests,
-        published: PublishedTransfers,
         layout_cache: LayoutCache,
-        on_change: Callable[[EngineId], None],
-        on_ready: Callable[[TransferKey], None],
+        on_change: OnRankChange,
+        on_engine_change: Callable[[EngineId], None],
         poll_requests: PollRequests,
     ) -> None:
         self._context = context
         self._registry = registry
         self._peer_requests = peer_requests
-        self._published = published
         self._layout_cache = layout_cache
         self._on_change = on_change
-        self._on_ready = on_ready
+        self._on_engine_change = on_engine_change
         self._poll_requests = poll_requests
         self._members: dict[AgentName, MemberRank] = {}
         self._num_of_peer: Counter[str | bytes] = Counter()  # by `_peer_id`
         self._rank_holders = registry.ownerships.rank_holders
         self._polling_requests: dict[AgentName, int] = {}  # the open `SetRankPolling` of each agent
         self._may_still_poll: set[AgentName] = set()  # members that never heard that they may stop
-        self._counted = CountedReady(context)
         # By rank and daemon: its boot, and the number of the request with which it left the rank.
         self._left: OrderedDict[tuple[EngineKey, Rank, str], tuple[BootId, int]] = OrderedDict()
 
     def join(self, route: bytes, message: JoinRank, key: str) -> None:
         """Add a member's rank, or refresh it. The first daemon that joins a rank owns it."""
         spec, identity = message.manifest.spec, MemberIdentity(key, message.secret)
-        present = self._find_member(spec.key, spec.rank)
+        present = self.find_member(spec.key, spec.rank)
         if (
             present is not None
             and identity.may_act_for(present.identity)
@@ -107,15 +102,15 @@ class Home:
         self._rank_holders.set_holder(spec.key, spec.rank, identity.holder)
         self._refresh_heartbeat(record, route)
         if present is None or present.incarnation != record.incarnation:
-            self._published.rank_mapped(record)
+            self._on_change(RankChange.MAPPED, record)
         self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
-        self._on_change(spec.engine_id)
+        self._on_engine_change(spec.engine_id)
 
     def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
         """Return why the rank cannot be joined, before its layout is decoded; None: the layout decides."""
         spec, identity = message.manifest.spec, MemberIdentity(key, message.secret)
         try:
-            self._check_sender(message, identity, self._find_member(spec.key, spec.rank), route)
+            self._check_sender(message, identity, self.find_member(spec.key, spec.rank), route)
         except KvxferdError as error:
             return refusal_of(message.request, error)
         return None
@@ -312,17 +307,17 @@ class Home:
 
     def _member_expired(self, record: MemberRank) -> None:
         """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
-        if self._find_member(record.spec.key, record.spec.rank) is record:
+        if self.find_member(record.spec.key, record.spec.rank) is record:
             self._remove(record)
             self._rank_holders.forget(record.spec.key, record.spec.rank)
-            self._on_change(record.spec.engine_id)
+            self._on_engine_change(record.spec.engine_id)
 
     def _remove(self, record: MemberRank) -> None:
         self._members.pop(record.agent, None)
         self._may_still_poll.discard(record.agent)
         self._uncount(record)
         self._context.timers.cancel(("member", record.spec.key, record.spec.rank))
-        self._published.rank_lost(record.spec.key, Code.RANK_LOST)
+        self._on_change(RankChange.GONE, record)
         # A member that joins again is asked anew: it may have been told to stop, or be another process.
         self._poll_requests.forget(record.agent)
         self._registry.remove(record)
@@ -347,14 +342,15 @@ class Home:
             self._remove(record)
             self._rank_holders.forget(record.spec.key, record.spec.rank)
         if silent:
-            self._on_change(engine_id)
+            self._on_engine_change(engine_id)
 
     def _silent_members(self, engine_id: EngineId) -> list[MemberRank]:
         since = self._context.now - self._silent_after_s()
         records = [r for engine in self._registry.generations_of(engine_id) for r in engine.ranks.values()]
         return [r for r in records if isinstance(r, MemberRank) and r.last_seen_at <= since]
 
-    def _find_member(self, key: EngineKey, rank: Rank) -> MemberRank | None:
+    def find_member(self, key: EngineKey, rank: Rank) -> MemberRank | None:
+        """Return a rank that another daemon has joined; None: there is none."""
         engine = self._registry.get(key)
         record = engine.ranks.get(rank) if engine else None
         return record if isinstance(record, MemberRank) else None
@@ -362,8 +358,8 @@ class Home:
     def leave(self, route: bytes, message: LeaveRank, key: str) -> None:
         """Remove a member's rank. A late `LeaveRank` of an earlier mover does not remove the new one."""
         engine = EngineKey(message.engine_id, message.generation)
-        present = self._find_member(engine, message.rank)
-        if present is not None and not self._accept_from_owner(present, route, message, key):
+        present = self.find_member(engine, message.rank)
+        if present is not None and not self.accept_from_owner(present, route, message, key):
             return
         self._record_leave(engine, message, key)
         if present is not None and present.agent == message.agent and present.boot == message.boot:
@@ -385,7 +381,7 @@ class Home:
             if len(self._left) > MAX_LEFT:
                 self._left.popitem(last=False)
 
-    def _accept_from_owner(
+    def accept_from_owner(
         self, present: MemberRank, route: bytes, message: LeaveRank | RankReady, key: str
     ) -> bool:
         """Whether the sender has joined the rank. Another sender is refused, and nothing changes."""
@@ -398,37 +394,6 @@ class Home:
         self._context.emit(ReplyToPeer(route, refused))
         return False
 
-    def rank_ready(self, route: bytes, message: RankReady, key: str) -> None:
-        """Record that a member's rank has finished writing. A repeated request counts once.
-
-        Otherwise a late repetition could make the next transfer of the same id ready. For a transfer that has
-        ended nothing is kept: its id is not used again for longer than a member repeats a request.
-        """
-        engine = EngineKey(message.engine_id, message.generation)
-        present = self._find_member(engine, message.rank)
-        if present is None:
-            return  # its mover was replaced, or this daemon restarted: sent again once the rank has joined
-        if not self._accept_from_owner(present, route, message, key):
-            return
-        has_ended = (engine, message.transfer_id) in self._published.table.tombstones
-        if not self._counted.has(present.boot, message.request) and not has_ended:
-            peer_id = key or present.boot
-            is_part = message.ready_tokens >= 0  # repeated, it changes nothing: it need not be counted
-            try:
-                _check_names(message)
-                if not is_part:
-                    self._counted.check_room(peer_id)
-            except KvxferdError as error:
-                self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
-                return
-            if not is_part:
-                self._counted.add(present.boot, message.request, peer_id)
-            self._published.rank_ready(
-                present, message.incarnation, message.transfer_id, message.ready_tokens
-            )
-        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
-        self._on_ready((engine, message.transfer_id))
-
     def request_polling(self, agent: AgentName, on: bool, on_reply: Callable[[bool], None]) -> None:
         """Have a member's mover poll, or stop. With `on` the reply, whether it polls, goes to `on_reply`."""
         member = self._members.get(agent)
@@ -440,16 +405,3 @@ class Home:
                 on_reply(isinstance(reply, RequestDone))
 
         self._send_polling_request(member, on, replied)
-
-
-def _check_names(message: RankReady) -> None:
-    """Raise EngineError for names that are longer than any transfer's or incarnation's, and for no number."""
-    if message.ready_tokens < -1:
-        text = f"cannot take rank {message.rank} as ready with {message.ready_tokens} tokens"
-        raise EngineError(text, Code.BLOCKS_INVALID)
-    if max(len(message.transfer_id), len(message.incarnation)) > MAX_NAME_CHARS:
-        raise EngineError(
-            f"cannot take rank {message.rank} as ready: its transfer or incarnation has more than "
-            f"{MAX_NAME_CHARS} characters",
-            Code.TRANSFER_UNKNOWN,
-        )

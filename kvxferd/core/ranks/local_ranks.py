@@ -11,6 +11,7 @@ from kvxferd.core.effects import (
     SendToWorker,
 )
 from kvxferd.core.peers.manifest_checks import check_names, check_spec
+from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.movers import Mover, Movers
 from kvxferd.core.ranks.placements import Placements
@@ -23,10 +24,6 @@ from kvxferd.core.ranks.registration_checks import (
 )
 from kvxferd.core.ranks.registry import LocalRank, RankState, Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.sink.pulls import Pulls
-from kvxferd.core.source.fence_pages import FencePages
-from kvxferd.core.source.publishing import PublishedTransfers
-from kvxferd.core.source.rank_reports import RankReports
 from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import EngineId, EngineKey, Generation, MoverId, SessionId
 from kvxferd.layout.validate import validate_layout
@@ -66,20 +63,14 @@ class LocalRanks:
         context: NodeContext,
         registry: Registry,
         movers: Movers,
-        fence_pages: FencePages,
         member: Member,
-        published: PublishedTransfers,
-        pulls: Pulls,
-        reports: RankReports,
+        on_change: OnRankChange,
     ) -> None:
         self._context = context
         self._registry = registry
         self._movers = movers
-        self._fence_pages = fence_pages
         self._member = member
-        self._published = published
-        self._pulls = pulls
-        self._reports = reports
+        self._on_change = on_change
         self._placements = Placements(context)
         self._refusals: dict[SessionId, list[Refused]] = {}  # that wait for the death of movers
         self._checks = RegistrationChecks(context, registry)
@@ -127,9 +118,7 @@ class LocalRanks:
             self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
             return
         session.rank = rank
-        self._published.rank_mapped(rank)
-        self._reports.add(session, spec.key)
-        self._fence_pages.create(session)
+        self._on_change(RankChange.REGISTERED, rank)
         rank.sends_fence_page = True
         if awaits_fds:
             rank.awaits_fds = True
@@ -173,7 +162,7 @@ class LocalRanks:
             )
         if message.incarnation != rank.incarnation:
             # A new mapping of the memory makes the old one void.
-            self._published.rank_lost(rank.spec.key, Code.RANK_LOST)
+            self._on_change(RankChange.VOID, rank)
             raise EngineError(
                 f"cannot register rank {rank.spec.rank} of engine {rank.spec.key} with another mapping: "
                 "its transfers are void; suspend and resume, or close and connect anew",
@@ -188,12 +177,15 @@ class LocalRanks:
             )
         rank.request = message.request  # the reply that is due answers this request
 
-    def attach(self, session: Session, message: Attach) -> None:
-        """Let the session publish for an engine, of the newest generation here where it names none."""
+    def attach(self, session: Session, message: Attach) -> Registered | None:
+        """Let the session publish for an engine, of the newest generation here where it names none.
+
+        Return the reply; None where it was refused.
+        """
         if session.engine is not None:
             text = f"cannot attach: this connection is of engine {session.engine} already; open another"
             self._refuse(session, message.request, Code.OUT_OF_PLACE, text)
-            return
+            return None
         try:
             names = (message.engine_id, message.generation)
             check_names("attach", *(names if message.generation else names[:1]))
@@ -202,16 +194,12 @@ class LocalRanks:
             session.attached = EngineKey(*names) if message.generation else self._newest(message.engine_id)
         except EngineError as error:
             self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
-            return
-        self._fence_pages.create(session)
-        self._fence_pages.assign(session.attached, session)
-        self._reports.add(session, session.attached)
-        registered = Registered(
+            return None
+        return Registered(
             request=message.request,
             endpoint=self._context.endpoint,
             generation=Generation("") if message.generation else session.attached.generation,
         )
-        self._context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
 
     def _newest(self, engine_id: EngineId) -> EngineKey:
         """Return the engine's newest generation. Raises EngineError (engine-unknown): no local rank of it."""
@@ -385,8 +373,7 @@ class LocalRanks:
                 rank.spec.key, rank.spec.rank, holder_of_user(rank.uid)
             )
         self._send_registered(rank)
-        self._fence_pages.assign(rank.spec.key, session)
-        self._pulls.post_waiting(rank)
+        self._on_change(RankChange.READY, rank)
 
     def _send_registered(self, rank: LocalRank) -> None:
         if rank.registered_sent:
@@ -430,8 +417,7 @@ class LocalRanks:
             self._context.emit(SendToWorker(session.session_id, refused))
 
     def _suspend_again(self, session: Session, rank: LocalRank) -> None:
-        self._published.rank_suspended(rank)
-        self._pulls.refuse_waiting(rank, Code.SUSPENDED, "the rank is suspended; resume it, then pull again")
+        self._on_change(RankChange.ASLEEP, rank)
         self._context.timers.cancel(("rebind", session.session_id))
         self._end_offer(rank)
         rank.awaits_resident = False
@@ -509,8 +495,7 @@ class LocalRanks:
         rank = session.rank
         if rank is None or rank.is_asleep:
             return
-        self._published.rank_suspended(rank)
-        self._pulls.refuse_waiting(rank, Code.SUSPENDED, "the rank was suspended; resume it, then pull again")
+        self._on_change(RankChange.ASLEEP, rank)
         self._context.timers.cancel(("rebind", session.session_id))
         self._end_offer(rank)
         rank.awaits_resident = False
@@ -544,25 +529,19 @@ class LocalRanks:
         rank.resident = message.placement == "resident"
         rank.state, rank.registered_sent, rank.sends_fence_page = RankState.MAPPING, False, False
         rank.awaits_fds = False
-        self._published.rank_mapped(rank)
+        self._on_change(RankChange.MAPPED, rank)
         self._map(session, rank)
 
     # --- the worker leaves
 
     def session_closed(self, session: Session) -> None:
-        """End all that the session had."""
+        """Release the session's rank."""
         self._refusals.pop(session.session_id, None)
-        self._published.session_closed(session.session_id)
         if session.rank is not None:
             self._remove(session, session.rank)
-        self._fence_pages.remove_session(session.session_id)
-        if session.attached is not None:
-            self._reports.remove(session, session.attached)
 
     def _remove(self, session: Session, rank: LocalRank) -> None:
-        self._published.rank_lost(rank.spec.key, Code.RANK_LOST)
-        self._pulls.rank_gone(rank)
-        self._reports.remove(session, rank.spec.key)
+        self._on_change(RankChange.GONE, rank)
         self._registry.remove(rank)
         if not self._registry.has_local_rank(rank.spec.engine_id):
             self._registry.ownerships.last_rank_left(rank.spec.engine_id)

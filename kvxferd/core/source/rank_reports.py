@@ -31,12 +31,12 @@ class RankReports:
             ranks = tuple((rank, record.incarnation) for rank, record in known.ranks.items())
             self._context.emit(SendToWorker(session.session_id, EngineRanks(ranks=ranks)))
 
-    def remove(self, session: Session, engine: EngineKey) -> None:
+    def remove(self, session: SessionId, engine: EngineKey) -> None:
         """Stop the reports to a session. Does nothing where it gets none."""
         sessions = self._sessions.get(engine)
         if sessions is None:
             return
-        sessions.pop(session.session_id, None)
+        sessions.pop(session, None)
         if not sessions:
             del self._sessions[engine]
 

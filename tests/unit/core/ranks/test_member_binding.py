@@ -221,7 +221,7 @@ def test_a_ready_of_a_name_that_is_no_name_keeps_nothing(world, stages, field):
     effects = home.node.feed(ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")), world.now)
     assert [type(effect.message) for effect in effects] == [PeerRefused]
     assert not home.node.published.table.early_ready
-    assert not len(home.node.home._counted)
+    assert not len(home.node.member_reports._counted)
 
 
 def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, monkeypatch):
@@ -247,7 +247,7 @@ def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, 
     assert isinstance(refused, PeerRefused)
     assert refused.code is Code.BUSY
     world.advance(2 * home.node.context.settings.acknowledge_for_s + 1)
-    assert not home.node.home._counted._num_of_peer
+    assert not home.node.member_reports._counted._num_of_peer
 
 
 @pytest.mark.parametrize("is_of_other_shape", [True, False])
