@@ -18,6 +18,7 @@ import uvloop
 
 from kvxferd.config import Config, MergedConfig, merge_reloaded, split_endpoint
 from kvxferd.control.core_settings import settings_of
+from kvxferd.control.fair_thread import FairThread
 from kvxferd.control.fd_budget import (
     fd_warnings,
     max_http_connections,
@@ -43,6 +44,7 @@ from kvxferd.core.effects import (
     Effect,
     EmitRecord,
     KillMover,
+    MakePlan,
     OverwriteFenceWord,
     ReplyToPeer,
     RequestMover,
@@ -58,12 +60,14 @@ from kvxferd.core.events import (
     Event,
     OwnershipsLoaded,
     PidfdNotSent,
+    PlanMade,
     Tick,
 )
 from kvxferd.core.node import Node
 from kvxferd.decision_loop import DecisionLoop
-from kvxferd.errors import Code, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import BootId, Endpoint
+from kvxferd.plan import Plan, PlanJob
 from kvxferd.records import NodeSnapshot, PullRecord, ReleaseRecord
 from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
@@ -131,6 +135,7 @@ class Daemon:
             engines_and_peers if engines_and_peers.is_on else None,
             TraceCollector(self._trace_counts),
         )
+        self._planning = FairThread("plans")
         self._timer_watch = TimerWatch(self._metrics.record_late_timer, on_lag=self._metrics.record_loop_lag)
         self._samples = Samples()
         self._sampler = Sampler(self._samples, self._read_gauges)
@@ -200,6 +205,7 @@ class Daemon:
             new_token=lambda: secrets.token_hex(16),
         )
         self._has_node = True
+        closing.callback(self._planning.close)
         self._ownership_file = OwnershipFile(run_directory.ownership_path, self._node.ownerships.saved_state)
         closing.push_async_callback(self._ownership_file.close)
 
@@ -382,6 +388,8 @@ class Daemon:
             case CountServed():
                 self._metrics.record_served(effect.served)
                 self._samples.add_served(effect.served.bytes)
+            case MakePlan():
+                self._make_plan(effect.job, effect.uid)
             case _:
                 assert_never(effect)
 
@@ -397,6 +405,15 @@ class Daemon:
             self._on_event(PidfdNotSent(effect.session, effect.pidfd_of))
             return
         self._worker_socket.send(effect.session, effect.message, fds)
+
+    def _make_plan(self, job: PlanJob, uid: int) -> None:
+        def made(outcome: Plan | KvxferdError | Exception) -> None:
+            if not isinstance(outcome, Plan | KvxferdError):
+                log.error("plan not made", exc_info=outcome)
+                outcome = EngineError(f"cannot plan: {outcome!r}; see this daemon's log", Code.INTERNAL)
+            self._on_event(PlanMade(job, outcome))
+
+        self._planning.submit(str(uid), job.make, made)
 
     def _emit_record(self, effect: EmitRecord) -> None:
         record = stamped(effect.record, time.time() - effect.ended_ago_s)

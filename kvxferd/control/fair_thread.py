@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvxferd.control.fair_queue import FairQueue
+from kvxferd.errors import BusyError
 
 T = TypeVar("T")
 
@@ -16,6 +17,7 @@ T = TypeVar("T")
 # long as it has worked; shorter work does not count.
 MIN_COUNTED_S = 0.005
 MAX_PAUSE_S = 0.25
+NO_THREAD_RETRY_S = 1.0
 
 
 class FairThread:
@@ -46,8 +48,9 @@ class FairThread:
                 work, on_done = self._jobs.get()
                 try:
                     outcome, worked_s = await loop.run_in_executor(self._executor, _timed, work)
-                except RuntimeError as error:  # the system has no thread now; the next job tries again
-                    outcome, worked_s = error, 0.0
+                except RuntimeError:  # the next job tries again
+                    text = f"the system has no thread now; try again in {NO_THREAD_RETRY_S:g} s"
+                    outcome, worked_s = BusyError(text, NO_THREAD_RETRY_S), 0.0
                 on_done(outcome)
                 if worked_s >= MIN_COUNTED_S:
                     await asyncio.sleep(min(worked_s, MAX_PAUSE_S))

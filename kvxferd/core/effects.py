@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxferd.ids import Endpoint, MoverId, SessionId
+from kvxferd.plan import PlanJob
 from kvxferd.records import Record, ServedRecord
 from kvxferd.wire.common import Message
 
@@ -144,6 +145,14 @@ class CountServed:
     served: ServedRecord
 
 
+@dataclass(frozen=True, slots=True)
+class MakePlan:
+    """Make a plan beside the loop, fairly between users, and feed `PlanMade`: it takes up to two seconds."""
+
+    job: PlanJob
+    uid: int
+
+
 Effect = (
     SendToWorker
     | CloseWorkerConnection
@@ -161,4 +170,5 @@ Effect = (
     | SaveOwnerships
     | EmitRecord
     | CountServed
+    | MakePlan
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvxferd.core.allowlist import PeerAllowlist
+from kvxferd.errors import KvxferdError
 from kvxferd.ids import (
     AgentName,
     Digest,
@@ -18,6 +19,7 @@ from kvxferd.ids import (
     TransferId,
 )
 from kvxferd.layout import RankLayout
+from kvxferd.plan import Plan, PlanJob
 from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
@@ -157,6 +159,14 @@ class LayoutsChecked:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanMade:
+    """What became of a `MakePlan`: the plan, why there is none, or why it could not be made now."""
+
+    job: PlanJob
+    made: Plan | KvxferdError
+
+
+@dataclass(frozen=True, slots=True)
 class PeerUnreachable:
     """No connection to the peer can be made. `reason` is part of a message for people."""
 
@@ -232,6 +242,7 @@ Event = (
     | PeerReply
     | PeerRequest
     | LayoutsChecked
+    | PlanMade
     | PeerUnreachable
     | OwnershipsLoaded
     | DisownRequested

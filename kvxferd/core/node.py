@@ -30,6 +30,7 @@ from kvxferd.core.events import (
     PeerRequest,
     PeerUnreachable,
     PidfdNotSent,
+    PlanMade,
     PullCancelRequested,
     Tick,
     TransferCancelRequested,
@@ -360,6 +361,8 @@ class Node:
                     )
             case MoverDied():
                 self._mover_died(event)
+            case PlanMade():
+                self.grant_client.plan_made(event.job, event.made)
             case PidfdNotSent():
                 if session := self.sessions.get(event.session):
                     self.local_ranks.pidfd_not_sent(session, event.mover)

@@ -13,7 +13,7 @@ from kvxferd.core.peers.peers import Peers
 from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.registry import LocalRank, Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.sink.grants import GrantClient, GrantState, HeldGrant
+from kvxferd.core.sink.grants import UNSETTLED, GrantClient, GrantState, HeldGrant
 from kvxferd.core.sink.pull import Pull
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.publishing import PublishedTransfers
@@ -334,7 +334,7 @@ class WorkerRequests:
     def _discard_prepared(self, session: Session, ref: TransferRef) -> None:
         if hold := session.prepared.pop(ref, None):
             self._context.timers.cancel(("prepared", session.session_id, ref))
-            is_settled = hold.state not in (GrantState.HANDSHAKING, GrantState.REQUESTING)
+            is_settled = hold.state not in UNSETTLED
             self._grant_client.release(hold)
             if is_settled:
                 self._prepared_share.release(session.uid)

@@ -187,7 +187,7 @@ def explain_pair(
     for rank, (spec, layout) in sorted(reader.ranks.items()):
         topology = TransferTopology(spec, layout)
         try:
-            plan = topology.register_remote_engine(remote, plans, home=_NO_HOME)
+            plan = topology.plan_remote_engine(remote, plans, home=_NO_HOME)
         except PlanError as error:
             refused.update(dict.fromkeys(_refusals(remote, reader, rank, error)))
             continue

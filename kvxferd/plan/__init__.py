@@ -24,7 +24,7 @@ from kvxferd.plan.engine_checks import (
 from kvxferd.plan.expand import MAX_RUNS, Expander, Runs
 from kvxferd.plan.pieces import PieceRules, covered_tokens
 from kvxferd.plan.plan import Plan, decode_plan, encode_plan
-from kvxferd.plan.plan_cache import KeptPlan, PlanCache, PlanOwner
+from kvxferd.plan.plan_cache import KeptPlan, PlanCache, PlanJob, PlanKey, PlanOwner
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.reads import Read, plan_reads
 from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest
@@ -43,6 +43,8 @@ __all__ = [
     "PieceRules",
     "Plan",
     "PlanCache",
+    "PlanJob",
+    "PlanKey",
     "PlanOwner",
     "Read",
     "RegisteredEngine",

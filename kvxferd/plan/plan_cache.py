@@ -46,7 +46,7 @@ MAX_REFUSAL_CHARS = 1 << 20
 RETRY_AFTER_S = 1.0  # where pulls that are under way have taken all room
 
 _KeyPart = tuple[object, ...]
-_Key = tuple[object, ...]
+PlanKey = tuple[object, ...]
 
 
 class PlanOwner(NamedTuple):
@@ -78,6 +78,23 @@ class _Refusal(NamedTuple):
     code: Code
 
 
+class PlanJob(NamedTuple):
+    """A plan that is to be made, by any thread: it takes up to two seconds, and touches no cache."""
+
+    key: PlanKey
+    spec: EngineSpec
+    layout: RankLayout
+    remote_spec: EngineSpec
+    remote: Mapping[Rank, RankLayout]
+
+    def make(self) -> Plan | PlanError:
+        """Return the plan, or why there is none."""
+        try:
+            return make_plan(self.spec, self.layout, self.remote_spec, self.remote)
+        except PlanError as error:
+            return error
+
+
 class PlanCache:
     """Plans by what they were made from, all of them of one owner unless one is given."""
 
@@ -90,14 +107,14 @@ class PlanCache:
     ) -> None:
         self.max_bytes = max_bytes
         self._max_plans = max_plans
-        self._kept: dict[_Key, KeptPlan] = {}
-        self._keys_of: dict[PlanOwner, OrderedDict[_Key, None]] = {}  # the longest unused about first
+        self._kept: dict[PlanKey, KeptPlan] = {}
+        self._keys_of: dict[PlanOwner, OrderedDict[PlanKey, None]] = {}  # the longest unused about first
         # All plans that anything refers to, with the owner that each counts for.
-        self._alive: dict[_Key, tuple[weakref.ref[Plan], PlanOwner]] = {}
+        self._alive: dict[PlanKey, tuple[weakref.ref[Plan], PlanOwner]] = {}
         self._bytes_of: dict[PlanOwner, int] = {}
-        self._refusals: OrderedDict[tuple[_Key, str], _Refusal] = OrderedDict()
+        self._refusals: OrderedDict[tuple[PlanKey, str], _Refusal] = OrderedDict()
         self._num_refusal_chars = 0
-        self._sizes: OrderedDict[_Key, int] = OrderedDict()  # of plans for which there was no room
+        self._sizes: OrderedDict[PlanKey, int] = OrderedDict()  # of plans for which there was no room
         # By identity: a digest of 80 layers costs 100 us, and the same layout objects come again. The
         # reference to the layout keeps its id from being reused.
         self._layouts: OrderedDict[int, tuple[RankLayout, Digest]] = OrderedDict()
@@ -154,16 +171,70 @@ class PlanCache:
         `digest`: of `remote`, where the caller has it. Raises what `make_plan` raises, and BusyError
         where pulls read by so many plans of the owner that there is no room for another one.
         """
+        job = self.job(spec, layout, remote_spec, remote, digest)
+        return self.find(job, owner, now) or self.put(job, job.make(), owner, now)
+
+    def job(
+        self,
+        spec: EngineSpec,
+        layout: RankLayout,
+        remote_spec: EngineSpec,
+        remote: Mapping[Rank, RankLayout],
+        digest: Digest | None = None,
+    ) -> PlanJob:
+        """Return what is to be done where `find` finds no plan."""
         of_remote = self.digest(remote) if digest is None else digest
         key = (_reader_key(spec), self._digest(layout), _source_key(remote_spec), of_remote)
+        return PlanJob(key, spec, layout, remote_spec, remote)
+
+    def find(self, job: PlanJob, owner: PlanOwner = ANY_OWNER, now: float = 0.0) -> KeptPlan | None:
+        """Return a plan that is there; None: it is to be made.
+
+        Raises the PlanError that `put` was given for it, and BusyError where it was made already and there
+        is still no room: neither costs planning again.
+        """
+        key = job.key
         kept = self._kept.get(key)
         if kept is not None:
             self._keys_of[kept.owner].move_to_end(key)
             kept.used_at = kept.placed_at = max(kept.used_at, now)
             return kept
         plan, counted_for = self._find_alive(key)
-        if plan is None or counted_for is None:
-            plan, counted_for = self._make(key, spec, layout, remote_spec, remote, owner), owner
+        if plan is not None and counted_for is not None:
+            return self._keep(key, plan, counted_for, owner, now)
+        refusal_key = (key, job.remote_spec.engine_id)
+        if (refusal := self._refusals.get(refusal_key)) is not None:
+            self._refusals.move_to_end(refusal_key)
+            raise PlanError(refusal.message, refusal.code)
+        if key in self._sizes:
+            self._make_room(owner, self._sizes[key])
+        return None
+
+    def put(
+        self, job: PlanJob, made: Plan | PlanError, owner: PlanOwner = ANY_OWNER, now: float = 0.0
+    ) -> KeptPlan:
+        """Keep what became of a job. Raises the PlanError, or BusyError where there is no room."""
+        key = job.key
+        if isinstance(made, PlanError):
+            refusal = _Refusal(str(made), made.code)
+            self._keep_refusal((key, job.remote_spec.engine_id), refusal)
+            raise PlanError(refusal.message, refusal.code)
+        if (kept := self.find(job, owner, now)) is not None:
+            return kept  # made twice at once
+        size = bytes_of(made)
+        self._sizes[key] = size
+        if len(self._sizes) > MAX_REFUSALS:
+            self._sizes.popitem(last=False)
+        self._make_room(owner, size)
+        del self._sizes[key]
+        self._alive[key] = (weakref.ref(made), owner)
+        self._bytes_of[owner] = self.bytes_of(owner) + size
+        weakref.finalize(made, self._release, key, owner, size).atexit = False
+        return self._keep(key, made, owner, owner, now)
+
+    def _keep(
+        self, key: PlanKey, plan: Plan, counted_for: PlanOwner, owner: PlanOwner, now: float
+    ) -> KeptPlan:
         while len(self._kept) >= self._max_plans and any(map(self._evict, self.losers(owner, 0))):
             pass
         kept = self._kept[key] = KeptPlan(plan, _rank_bits(plan), counted_for, now, now)
@@ -178,42 +249,10 @@ class PlanCache:
         """Return the owners that lose plans where this one has no room for so many bytes, the first first."""
         return sorted(self._keys_of, key=self.bytes_of, reverse=True)
 
-    def _find_alive(self, key: _Key) -> tuple[Plan | None, PlanOwner | None]:
+    def _find_alive(self, key: PlanKey) -> tuple[Plan | None, PlanOwner | None]:
         """Return a plan that was evicted and that a pull reads by, and the owner that it counts for."""
         reference, owner = self._alive.get(key, (None, None))
         return (None if reference is None else reference()), owner
-
-    def _make(
-        self,
-        key: _Key,
-        spec: EngineSpec,
-        layout: RankLayout,
-        remote_spec: EngineSpec,
-        remote: Mapping[Rank, RankLayout],
-        owner: PlanOwner,
-    ) -> Plan:
-        """Make a plan, and room for it. What cannot be had is refused the next time without planning."""
-        refusal_key = (key, remote_spec.engine_id)
-        if (refusal := self._refusals.get(refusal_key)) is not None:
-            self._refusals.move_to_end(refusal_key)
-            raise PlanError(refusal.message, refusal.code)
-        if key in self._sizes:
-            self._make_room(owner, self._sizes[key])
-        try:
-            plan = make_plan(spec, layout, remote_spec, remote)
-        except PlanError as error:
-            self._keep_refusal(refusal_key, _Refusal(str(error), error.code))
-            raise
-        size = bytes_of(plan)
-        self._sizes[key] = size
-        if len(self._sizes) > MAX_REFUSALS:
-            self._sizes.popitem(last=False)
-        self._make_room(owner, size)
-        del self._sizes[key]
-        self._alive[key] = (weakref.ref(plan), owner)
-        self._bytes_of[owner] = self.bytes_of(owner) + size
-        weakref.finalize(plan, self._release, key, owner, size).atexit = False
-        return plan
 
     def _make_room(self, owner: PlanOwner, num_bytes: int) -> None:
         """Evict plans until the owner may have so many bytes more; raises BusyError where it may not."""
@@ -244,7 +283,7 @@ class PlanCache:
             return True
         return False
 
-    def _release(self, key: _Key, owner: PlanOwner, num_bytes: int) -> None:
+    def _release(self, key: PlanKey, owner: PlanOwner, num_bytes: int) -> None:
         del self._alive[key]
         left = self._bytes_of[owner] - num_bytes
         if left:
@@ -252,7 +291,7 @@ class PlanCache:
         else:
             del self._bytes_of[owner]
 
-    def _keep_refusal(self, key: tuple[_Key, str], refusal: _Refusal) -> None:
+    def _keep_refusal(self, key: tuple[PlanKey, str], refusal: _Refusal) -> None:
         self._refusals[key] = refusal
         self._num_refusal_chars += len(refusal.message)
         while len(self._refusals) > MAX_REFUSALS or self._num_refusal_chars > MAX_REFUSAL_CHARS:

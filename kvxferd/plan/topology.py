@@ -50,7 +50,7 @@ from kvxferd.ids import Endpoint, EngineId, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan.engine_checks import check_stage_layers
 from kvxferd.plan.plan import Plan
-from kvxferd.plan.plan_cache import PlanCache, PlanOwner
+from kvxferd.plan.plan_cache import PlanCache, PlanJob, PlanOwner
 from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest
 from kvxferd.plan.registration_differences import require_reads_inside, require_same_facts
 from kvxferd.plan.transfer_info import (
@@ -140,17 +140,18 @@ class TransferTopology:
         home: Endpoint,
         now: float = 0.0,
         uid: int = 0,
-    ) -> Plan:
+    ) -> Plan | PlanJob:
         """Keep an engine with the plan that reads it, and return the plan.
 
         Where the generation is registered already, its facts must be the same; then the plan stays and
-        `remote` replaces the former manifest. Else the plan is made through `plans` for the user `uid` and
-        `home`, also where it was evicted. The registry keeps a weak reference to `remote` alone.
+        `remote` replaces the former manifest. Else the plan is that of `plans`, for the user `uid` and
+        `home`. Where that has none, nothing changes, and the job that makes it is returned: once its outcome
+        is in `plans`, call this again. The registry keeps a weak reference to `remote` alone.
 
         Raises EngineError with code shape-mismatch, listing each differing field with both values, for other
         facts under one generation, and not-allowed for this rank's own engine; LayoutError or PlanError
         (layers-missing) where the stages do not hold every layer once, or a tensor that is read lies outside
-        its stage's layers; and what `PlanCache.keep` raises. Nothing has changed then.
+        its stage's layers; and what `PlanCache.find` raises. Nothing has changed then.
         """
         spec, ranks = remote.spec, remote.layouts()
         engine_id = spec.engine_id
@@ -169,8 +170,10 @@ class TransferTopology:
                 known.manifest, known.kept.used_at = weakref.ref(remote), now
                 self._touch(known, now)
                 return known_plan
-        owner = PlanOwner(uid, home)
-        kept = plans.keep(self.spec, self.layout, spec, ranks, digest, owner=owner, now=now)
+        job = plans.job(self.spec, self.layout, spec, ranks, digest)
+        kept = plans.find(job, PlanOwner(uid, home), now)
+        if kept is None:
+            return job
         plan = kept.plan
         assert plan is not None
         if known is not None:
@@ -182,6 +185,17 @@ class TransferTopology:
         self._engines[engine_id, home] = RegisteredEngine(
             home, spec, now, stages, kept, digest, weakref.ref(remote)
         )
+        return plan
+
+    def plan_remote_engine(
+        self, remote: RemoteManifest, plans: PlanCache, *, home: Endpoint, now: float = 0.0, uid: int = 0
+    ) -> Plan:
+        """Do what `register_remote_engine` does, and make the plan here where there is none yet."""
+        plan = self.register_remote_engine(remote, plans, home=home, now=now, uid=uid)
+        if isinstance(plan, PlanJob):
+            kept = plans.put(plan, plan.make(), PlanOwner(uid, home), now)
+            plan = self.register_remote_engine(remote, plans, home=home, now=now, uid=uid)
+            assert plan is kept.plan
         return plan
 
     def _stages_of(

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvxferd.ids import Endpoint, Rank
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import MakePlan
+from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.sink.grants import HeldGrant
+from kvxferd.core.sink.remote_engines import RemoteEngine, RemoteEngineRegistry
+from kvxferd.ids import Endpoint, GrantId, Rank, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import Plan, PlanCache, TransferTopology
+from kvxferd.wire.common import TransferRef
 
 HOME = Endpoint("tcp://10.0.0.2:9441")
 
@@ -35,4 +41,27 @@ def register(
     home: Endpoint = HOME,
 ) -> Plan:
     """Register a deployment, with a cache of plans of its own; return the plan."""
-    return topology.register_remote_engine(fetched(engine), PlanCache(), home=home)
+    return topology.plan_remote_engine(fetched(engine), PlanCache(), home=home)
+
+
+def plan_now(
+    registry: RemoteEngineRegistry,
+    context: NodeContext,
+    rank: LocalRank,
+    home: Endpoint,
+    remote: RemoteEngine,
+) -> Plan | None:
+    """Have a rank's reads planned, as a node and its shell do it together."""
+    ref = TransferRef(
+        endpoint=home,
+        engine_id=remote.spec.engine_id,
+        generation=remote.spec.generation,
+        transfer_id=TransferId("t"),
+        nonce="0" * 32,
+    )
+    grant = HeldGrant(GrantId("g"), rank, ref, 1.0, 0.0)
+    if (plan := registry.find_plan(grant, remote)) is not None:
+        return plan
+    (job,) = [effect.job for effect in context.pop_effects() if isinstance(effect, MakePlan)]
+    assert registry.plan_made(job, job.make()) == [grant]
+    return registry.find_plan(grant, remote)

@@ -21,6 +21,9 @@ def describe_wait(pull: Pull, grant_client: GrantClient) -> tuple[str, str]:
     hold = pull.held_grant
     if hold.state in (GrantState.HANDSHAKING, GrantState.REQUESTING):
         return grant_client.awaited(hold), grant_client.describe_wait(hold)
+    if hold.state is GrantState.PLANNING:
+        what = f"while this node planned the reads of engine {hold.ref.engine}"
+        return "this node", f"{what}; check that its processors are free"
     rank = f"rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
     if pull.awaits_worker:
         return f"the worker of {rank}", f"while it waited for the worker of {rank}, after its mover died"

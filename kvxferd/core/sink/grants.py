@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.block_id_memory import BlockIdMemory, request_bytes
@@ -14,9 +15,9 @@ from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.sink.manifests import HandshakeClient
 from kvxferd.core.sink.remote_engines import RemoteEngine, RemoteEngineRegistry
-from kvxferd.errors import BusyError, Code, KvxferdError, PeerError
+from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, PlanError
 from kvxferd.ids import Endpoint, GrantId
-from kvxferd.plan import Plan
+from kvxferd.plan import Plan, PlanJob
 from kvxferd.wire.common import Binding, Refusal, TransferRef
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import (
@@ -50,10 +51,14 @@ class GrantState(StrEnum):
     """The steps from a handshake to a grant that is held."""
 
     HANDSHAKING = "handshake"
+    PLANNING = "plan"
     REQUESTING = "grant"
     HELD = "held"
     REFUSED = "refused"
     ENDED = "ended"
+
+
+UNSETTLED = (GrantState.HANDSHAKING, GrantState.PLANNING, GrantState.REQUESTING)
 
 
 @dataclass(slots=True)
@@ -181,13 +186,34 @@ class GrantClient:
             self._settle(hold, outcome)
             return
         hold.remote = outcome
+        hold.state = GrantState.PLANNING
+        self._plan(hold)
+
+    def _plan(self, hold: HeldGrant) -> None:
+        """Request the grant, once there is a plan of its reads."""
+        if hold.state is not GrantState.PLANNING or hold.remote is None:
+            return
         try:
-            hold.plan = self._remote_engines.plan(hold.rank, hold.ref.endpoint, outcome)
+            hold.plan = self._remote_engines.find_plan(hold, hold.remote)
         except KvxferdError as error:
             self._settle(hold, Refusal.of(error), "plan")
             return
-        hold.state = GrantState.REQUESTING
-        self._request_grant(hold, outcome, hold.plan)
+        if hold.plan is not None:
+            hold.state = GrantState.REQUESTING
+            self._request_grant(hold, hold.remote, hold.plan)
+
+    def plan_made(self, job: PlanJob, made: Plan | KvxferdError) -> None:
+        """Go on with the grants that wait for a plan."""
+        waiting = self._remote_engines.plan_made(job, made)
+        if isinstance(made, Plan | PlanError):
+            self._context.run_in_batches(partial(self._plan, hold) for hold in waiting)
+        else:
+            refusal = Refusal.of(made)
+            self._context.run_in_batches(partial(self._refuse_plan, hold, refusal) for hold in waiting)
+
+    def _refuse_plan(self, hold: HeldGrant, refusal: Refusal) -> None:
+        if hold.state is GrantState.PLANNING:
+            self._settle(hold, refusal, "plan")
 
     def _request_grant(self, hold: HeldGrant, remote: RemoteEngine, plan: Plan) -> None:
         # No source waits longer than this, whatever a pull's deadline: a longer wait only delays the refusal.

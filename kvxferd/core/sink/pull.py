@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvxferd.core.ranks.registry import LocalRank
-from kvxferd.core.sink.grants import GrantState, HeldGrant
+from kvxferd.core.sink.grants import UNSETTLED, GrantState, HeldGrant
 from kvxferd.core.sink.pull_totals import NOTHING_READ
 from kvxferd.errors import Code
 from kvxferd.ids import MoverId, PullId, Ticket
@@ -123,7 +123,7 @@ class Pull:
         grant = self.held_grant
         if grant.state is GrantState.REFUSED:
             return grant.refused_in
-        return grant.state if grant.state in (GrantState.HANDSHAKING, GrantState.REQUESTING) else "queue"
+        return grant.state if grant.state in UNSETTLED else "queue"
 
     @property
     def is_safe_to_reuse(self) -> bool:

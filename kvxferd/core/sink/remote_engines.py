@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import NO_USER, EmitRecord
+from kvxferd.core.effects import NO_USER, EmitRecord, MakePlan
 from kvxferd.core.limits.node_plans import NodePlanCache
 from kvxferd.core.ranks.registry import LocalRank
-from kvxferd.ids import Endpoint, Rank
+from kvxferd.errors import BusyError, KvxferdError, PlanError
+from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan import Plan, RegisteredEngine, require_pp_aware
+from kvxferd.plan import Plan, PlanJob, PlanKey, PlanOwner, RegisteredEngine, require_pp_aware
 from kvxferd.records import TopologyRecord
 from kvxferd.wire.common import RankManifest
+
+if TYPE_CHECKING:
+    from kvxferd.core.sink.grants import HeldGrant
 
 # The bytes of each rank, region, piece of a region, and tensor (of equal layouts, one is counted): estimates.
 RANK_BYTES, REGION_BYTES, PIECE_BYTES, TENSOR_BYTES = 2048, 256, 128, 384
@@ -50,15 +56,18 @@ class RemoteEngineRegistry:
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._plan_cache = NodePlanCache()
+        self._waiting: dict[PlanKey, list[HeldGrant]] = {}  # for plans that are being made
 
-    def plan(self, rank: LocalRank, home: Endpoint, remote: RemoteEngine) -> Plan:
-        """Return the rank's plan for the engine of that home, which the rank's topology has from now on.
+    def find_plan(self, grant: HeldGrant, remote: RemoteEngine) -> Plan | None:
+        """Return the plan by which the grant's rank reads the engine, which its topology has from now on.
 
-        Raises PlanError where the layouts cannot be read from one another, EngineError where the
-        engine is the rank's own, is too deep for one that is not PP-aware, or has other facts than
-        the same generation had before, BusyError where pulls read by too many plans.
+        None: it is being made, and `plan_made` returns the grant. Raises PlanError where the layouts cannot
+        be read from one another, EngineError where the engine is the rank's own, is too deep for one that is
+        not PP-aware, or has other facts than the same generation had before, BusyError where pulls read by
+        too many plans.
         """
-        topology, now = rank.topology, self._context.now
+        rank, home, now = grant.rank, grant.ref.endpoint, self._context.now
+        topology = rank.topology
         engine_id = remote.spec.engine_id
         in_use = topology.use(engine_id, home, remote, now)
         if in_use is not None:
@@ -69,11 +78,32 @@ class RemoteEngineRegistry:
         topology.expire(unused_since)  # first: a refusal must not keep an unused entry
         before = topology.get(engine_id, home)
         plan = topology.register_remote_engine(remote, self._plan_cache, home=home, now=now, uid=rank.uid)
+        if isinstance(plan, PlanJob):
+            self._wait(plan, grant)
+            return None
         topology.expire(unused_since)
         after = topology.find(engine_id, home)
         if after is not before:
             self._report(rank, after)
         return plan
+
+    def _wait(self, job: PlanJob, grant: HeldGrant) -> None:
+        waiting = self._waiting.setdefault(job.key, [])
+        waiting.append(grant)
+        if len(waiting) == 1:
+            self._context.emit(MakePlan(job, grant.rank.uid))
+
+    def plan_made(self, job: PlanJob, made: Plan | KvxferdError) -> list[HeldGrant]:
+        """Keep a plan, for the first user who waits and has room for it; return the grants that waited."""
+        waiting = self._waiting.pop(job.key, [])
+        if not isinstance(made, Plan | PlanError):
+            return waiting
+        for grant in waiting:
+            owner = PlanOwner(grant.rank.uid, grant.ref.endpoint)
+            with contextlib.suppress(PlanError, BusyError):  # which each of them is told when it looks
+                self._plan_cache.put(job, made, owner, self._context.now)
+                break
+        return waiting
 
     def _report(self, rank: LocalRank, engine: RegisteredEngine) -> None:
         """Emit a record of each stage that has layers."""

@@ -156,7 +156,7 @@ def _use(draw: Draw, mine: tuple[EngineSpec, RankLayout], theirs: list[tuple[Eng
     check_engine(ranks)
     remote = {rank: layout for rank, (_, layout) in ranks.items()}
     topology = TransferTopology(*mine)
-    plan = topology.register_remote_engine(FetchedEngine(theirs[0][0], remote), PlanCache(), home=HOME)
+    plan = topology.plan_remote_engine(FetchedEngine(theirs[0][0], remote), PlanCache(), home=HOME)
     topology.describe(theirs[0][0].engine_id)
     plan_reads(plan)
     num_tokens = draw.pick([TOKENS] * 6 + [0, 1, BLOCK_TOKENS, 2**31, 2**62, 2**64 - 1])

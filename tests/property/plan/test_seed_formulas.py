@@ -102,7 +102,7 @@ def topologies(heads: int) -> Iterator[tuple[int, int, TransferTopology]]:
             made = TransferTopology(*deployment(heads, local_tp, "local")[Rank(0, rank)])
             for remote_tp in SIZES:
                 if is_checked(local_tp, remote_tp):
-                    made.register_remote_engine(remote(heads, remote_tp), plans, home=HOME)
+                    made.plan_remote_engine(remote(heads, remote_tp), plans, home=HOME)
             yield local_tp, rank, made
 
 

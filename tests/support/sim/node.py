@@ -9,6 +9,7 @@ from kvxferd.core import Node
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.ids import Endpoint, SessionId
+from kvxferd.plan import PlanJob
 from kvxferd.records import Record, ServedRecord
 from tests.support.sim.ports import Ports
 from tests.support.sim.schedule import Later
@@ -104,6 +105,8 @@ class SimNode(Ports):
                 self.emit_record(effect.record)
             case fx.CountServed():
                 self.count_served(effect.served)
+            case fx.MakePlan():
+                self.make_plan(effect.job)
             case _:
                 assert_never(effect)
 
@@ -120,3 +123,6 @@ class SimNode(Ports):
     def emit_record(self, record: Record) -> None: ...
 
     def count_served(self, served: ServedRecord) -> None: ...
+
+    def make_plan(self, job: PlanJob) -> None:
+        self.feed_soon(ev.PlanMade(job, job.make()))

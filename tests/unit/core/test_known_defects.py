@@ -6,7 +6,6 @@ states the bound that holds once the defect is mended: then the mark goes, and t
 
 from __future__ import annotations
 
-import traceback
 import tracemalloc
 from collections.abc import Callable
 
@@ -16,11 +15,9 @@ import pytest
 
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
-from kvxferd.core import Node
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.layout import BlocksByGroup, PackedBlocks, pack_ids
-from kvxferd.plan import Plan, planner
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
@@ -288,24 +285,3 @@ def test_the_pieces_of_a_pull_do_not_each_carry_the_whole_list(world, monkeypatc
     require(is_delivered(sink, ticket), "the pull was lost")
     require(sink.pieces_read == list(range(first + 1, num_ids + 1)), "the pull had other pieces")
     assert sum(map(sum, sent)) <= 3 * 4 * num_ids
-
-
-@defect("9: planning is done on the loop")
-def test_no_plan_is_made_in_a_turn_of_the_loop(world, monkeypatch):
-    """A user's rank pulls from an engine of many ranks with many tensors for the first time.
-
-    The sink's loop plans the reads: 240 ms for 16 ranks of 2,000 tensors, in which it serves nobody. A plan
-    may be made beside the loop; in a turn none.
-    """
-    made: list[bool] = []  # for each plan, whether it was made in a turn
-    make = planner._Planner.plan
-
-    def plan(one: planner._Planner) -> Plan:
-        made.append(Node.feed.__code__ in {frame.f_code for frame, _ in traceback.walk_stack(None)})
-        return make(one)
-
-    monkeypatch.setattr(planner._Planner, "plan", plan)
-    source, sink = rank(world, "p", "prefill"), rank(world, "d", "decode")
-    ticket = sink.pull(source.publish("t", ids(0, 8), 8), ids(0, 8), 8)
-    require(is_delivered(sink, ticket) and len(made) == 1, f"{len(made)} plans were made")
-    assert not any(made)

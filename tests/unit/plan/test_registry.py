@@ -46,7 +46,7 @@ def register(
     now: float = 0.0,
 ) -> Plan:
     """Register an engine, with a cache of plans of its own unless one is given."""
-    return made.register_remote_engine(of, PlanCache() if plans is None else plans, home=home, now=now)
+    return made.plan_remote_engine(of, PlanCache() if plans is None else plans, home=home, now=now)
 
 
 def test_an_entry_holds_facts_generation_plan_and_last_use() -> None:

@@ -17,6 +17,7 @@ from kvxferd.plan import PlanCache, TransferTopology
 from kvxferd.plan.plan import GroupRead
 from kvxferd.wire.common import Binding, RankManifest
 from tests.support.attention_engines import engine
+from tests.support.fetched_engine import plan_now
 
 HOME, REMOTE = Endpoint("tcp://p:9441"), EngineId("remote")
 MAX_HOLD_S = 60.0
@@ -46,14 +47,14 @@ def test_refusals_of_other_facts_end_when_the_first_ones_expire() -> None:
     """Also for a rank that reads nothing else, whose every registration is refused."""
     context, rank = reader()
     registry = RemoteEngineRegistry(context)
-    registry.plan(rank, HOME, remote(block_tokens=4))
+    plan_now(registry, context, rank, HOME, remote(block_tokens=4))
     changed = remote(block_tokens=8)
     for context.now in (1.0, MAX_HOLD_S):
         with pytest.raises(EngineError) as caught:
-            registry.plan(rank, HOME, changed)
+            plan_now(registry, context, rank, HOME, changed)
         assert caught.value.code is Code.SHAPE_MISMATCH
     context.now = MAX_HOLD_S + 1.0
-    registry.plan(rank, HOME, changed)
+    plan_now(registry, context, rank, HOME, changed)
     assert rank.topology.get_engine_info(REMOTE, home=HOME).remote_block_size == 8
 
 
@@ -73,7 +74,7 @@ def test_a_stage_is_reported_without_a_walk_through_the_whole_plan() -> None:
     ((spec, layout),) = engine(layers=layers, heads=2).values()
     source = remote(pp=stages, tp=2, layers=layers, heads=2)
     topology = TransferTopology(spec, layout)
-    made = topology.register_remote_engine(source, PlanCache(), home=HOME)
+    made = topology.plan_remote_engine(source, PlanCache(), home=HOME)
     counted = msgspec.structs.replace(made, group_reads=Reads(made.group_reads))
     topology.find(REMOTE).kept.plan = counted
     Reads.num_walks = 0
