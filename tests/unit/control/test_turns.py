@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvxferd.control.fair_queue import FairQueue
 from kvxferd.control.fair_thread import FairThread
+from kvxferd.errors import BusyError
 from kvxferd.control.round_robin import LOOP_TURN_S, RoundRobin
 
 USERS = "abc"
@@ -124,7 +125,7 @@ async def test_where_no_thread_can_be_had_the_work_has_failed_and_the_next_asks_
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
             worker.submit("a", lambda: 6, done.put_nowait)
-            assert isinstance(await asyncio.wait_for(done.get(), 20), RuntimeError)
+            assert isinstance(await asyncio.wait_for(done.get(), 20), BusyError)
         worker.submit("a", lambda: 7, done.put_nowait)
         assert await asyncio.wait_for(done.get(), 20) == 7
     finally:
