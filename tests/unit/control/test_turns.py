@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvxferd.control.fair_queue import FairQueue
 from kvxferd.control.fair_thread import FairThread
-from kvxferd.errors import BusyError
 from kvxferd.control.round_robin import LOOP_TURN_S, RoundRobin
+from kvxferd.errors import BusyError
 
 USERS = "abc"
 
