@@ -41,9 +41,9 @@ EXCLUDED = {
     ),
     "what an operator writes and reads": (
         "control/allowed_keys_file control/node_admin control/operator_log control/placement_warnings"
-        " mover/process/log_formatter core/deadline_reasons plan/differences"
+        " mover/process/log_formatter core/sink/deadline_reasons plan/differences"
     ),
-    "telemetry": "core/pull_records core/snapshot* core/traces wire/traceparent",
+    "telemetry": "core/sink/pull_records core/views/* core/traces wire/traceparent",
 }
 
 _ENUM = re.compile(r"^class (\w+)\((?:Str|Int)?Enum\):\n((?:(?:    .*)?\n)*)", re.MULTILINE)
