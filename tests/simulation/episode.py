@@ -20,7 +20,8 @@ from tests.simulation.world import Traits, World
 
 START_S = 30.0
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
-LOOK_S = 5.0
+LOOK_S = 1.0
+QUIET_S = 3.0  # so long nothing is left: what is repeated comes within two seconds
 BEGIN_S = 1.0  # for spare movers
 SETTLE_S, SETTLE_LOOK_S = 20.0, 2.0  # for movers that end, and spare ones that start behind a backoff
 REPLY_S = 5.0
@@ -224,8 +225,14 @@ class Episode:
     def _rest(self) -> None:
         """Wait until nothing is left, or must have ended."""
 
+        kernel = self.world.kernel
+        busy_at = kernel.now
+
         def is_at_rest() -> bool:
-            return not self._left()
+            nonlocal busy_at
+            if self._left():
+                busy_at = kernel.now
+            return kernel.now >= busy_at + QUIET_S
 
         if not self._wait(is_at_rest, REST_S, LOOK_S):
             raise Violation(Check.REST, "; ".join(self._left()))
@@ -254,7 +261,7 @@ class Episode:
             found += [f"{w.name} is not ready" for w in engine.workers if not w.is_ready]
             found += [f"{w.name} has {len(w.pulls)} pulls" for w in engine.workers if w.pulls]
             found += [f"{engine.shape.name} has {name}" for name in engine.transfers]
-        found += [one.text for one in self.world.expectations.open]
+        found += [one.text for one in self.world.expectations.unmet]
         return found
 
     # --- traffic

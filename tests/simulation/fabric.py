@@ -182,7 +182,7 @@ class SimTransport:
         )
         for index in range(len(read.pieces)):
             if at_once:
-                self._move(read, index)
+                self._move(read, index, is_served=True)
             else:
                 self._later(read, index, rng.choice(self._fabric.latencies_s))
         return read

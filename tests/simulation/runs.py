@@ -53,6 +53,7 @@ def start(plan: Plan, keeps_story: bool, core: int | None) -> _Run:
             close_all_but({0, 1, 2, writing, stacks.fileno()})  # those of other episodes
             if core is not None:
                 os.sched_setaffinity(0, {core})  # of its threads one runs at a time
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # and hands over in one switch
             faulthandler.enable(stacks)
             faulthandler.dump_traceback_later(STUCK_S, exit=True, file=stacks)
             _thread.stack_size(STACK_BYTES)
