@@ -35,7 +35,7 @@ class Size(msgspec.Struct, frozen=True):
 
     nodes: int = 2
     engines: int = 4
-    faults: int = 30
+    faults: int = 60
 
 
 class Result(msgspec.Struct):

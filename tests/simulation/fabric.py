@@ -22,6 +22,7 @@ LATEST_S = 2.0  # how late a piece of a failed read may land
 REFUSED_SHARE = 0.01  # of reads are not posted: the library refuses them
 AT_ONCE_SHARE = 0.1  # of reads are over when they are posted
 STOPPED_POLL_S = 0.01
+SEEN_S = (0.0, 1e-4, 5e-4, 2e-3)  # after which a mover that polls has seen what has happened
 QUICK_S, SLOW_S = (0.0001, 0.0003, 0.001, 0.004), (0.0003, 0.004, 0.05, 0.3)
 
 Run = tuple[int, int, int]  # local address, remote address, bytes
@@ -98,6 +99,7 @@ class SimTransport:
         self._waiting: list[tuple[SimTransport, Read, int]] = []  # until this mover serves
         self._notes: deque[tuple[AgentName, bytes]] = deque()
         self._is_closed = False
+        self._task = fabric.kernel.current  # that polls
         self.stalls_until = self.hangs_until = 0.0
         self.num_to_refuse = 0
         fabric.agents[agent] = self
@@ -218,6 +220,7 @@ class SimTransport:
         handle.is_released = True
 
     def progress(self) -> None:
+        self._task = self._kernel.current
         if self.hangs_until > self._kernel.now and not self._is_closed:
             self._kernel.sleep(self.hangs_until - self._kernel.now)  # the library does not return
         waiting, self._waiting = self._waiting, []
@@ -227,6 +230,7 @@ class SimTransport:
     def notify(self, agent: AgentName, payload: bytes) -> None:
         if (other := self._fabric.agents.get(agent)) is not None:
             other._notes.append((self._agent, payload))
+            other._has_news()
 
     def receive_notifications(self) -> list[tuple[AgentName, bytes]]:
         self.progress()
@@ -292,6 +296,7 @@ class SimTransport:
             return
         if self._fabric.kind == "tcp" and not is_served and read.error is None:
             source._waiting.append((self, read, index))
+            source._has_news()
             return
         for local, remote, size in read.pieces[index]:
             if source._holds(remote, size):
@@ -306,6 +311,7 @@ class SimTransport:
             read.num_left -= 1
             read.done = not read.num_left
             if read.done:
+                self._has_news()
                 self._fabric.on_moment(Moment.READ_DONE, self)
         if not read.may_write:
             self.reads.pop(read, None)
@@ -314,6 +320,7 @@ class SimTransport:
         self._fabric.on_strike(self.process)
         text = f"cannot read from agent {read.agent}: simulated failure"
         read.error = TransportError(text, settled=settled, lost=lost)
+        self._has_news()
         if not (lost and self._fabric.proves_over) and not settled:
             rng = self._kernel.rng
             read.late = {
@@ -323,6 +330,9 @@ class SimTransport:
                 self._later(read, index, rng.uniform(0.0, LATEST_S))
         if not read.may_write:
             self.reads.pop(read, None)
+
+    def _has_news(self) -> None:
+        self._kernel.end_pause(self._task, self._kernel.rng.choice(SEEN_S))
 
     def _holds(self, address: int, size: int) -> bool:
         return any(

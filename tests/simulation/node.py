@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import traceback
@@ -45,11 +46,12 @@ class Nodes:
         self.on_broken: Callable[[str], None] = lambda text: None  # by a daemon's own word
         replace(pool, "start_forkserver", self._start_forkserver)
         replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
-        replace(
-            backoff, "MAX_SERVING_PAUSE_S", 5e-3
-        )  # in use it is shorter: most of an episode would be that
-        replace(backoff, "MAX_IDLE_PAUSE_S", 2e-2)
-        replace(backoff, "MAX_READING_PAUSE_S", 5e-3)
+        # The simulated library ends a mover's pause where there is something to see: in use pauses are short,
+        # and most of an episode would be polls that see nothing.
+        for pause in ("MIN_PAUSE_S", "MIN_YIELD_S", "MAX_SERVING_PAUSE_S", "MAX_IDLE_PAUSE_S"):
+            replace(backoff, pause, 1.0)
+        replace(backoff, "MAX_READING_PAUSE_S", 5e-2)
+        replace(gc, "collect", lambda *_: 0)  # see the decision: it would close descriptors of others
         replace(probe, "tcp_bytes_received", lambda: 0)  # it looks at the first process's descriptors
         replace(registration, "_RUNNING_MOVERS", _RunningMoversOfProcess(kernel))
         replace(os, "waitpid", lambda pid, options: (pid, 0))

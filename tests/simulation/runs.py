@@ -20,12 +20,13 @@ import msgspec
 from tests.simulation import rare_states
 from tests.simulation.checks import Check
 from tests.simulation.episode import Episode, Plan, Result, Size
+from tests.simulation.interposed import functions_with_clocks
 from tests.simulation.kernel import close_all_but
 
 STUCK_S = 100.0  # of real time: the episode's process shows where it is, and ends
 STACK_BYTES = 1 << 20  # of a thread, of which an episode may have hundreds
 LARGE_EVERY = 4  # one episode of so many is a large one
-LARGE = Size(nodes=3, engines=6, faults=40)
+LARGE = Size(nodes=3, engines=6, faults=80)
 
 
 def size_of(seed: int) -> Size:
@@ -43,6 +44,7 @@ class _Run:
 
 def start(plan: Plan, keeps_story: bool, core: int | None) -> _Run:
     """Start an episode in a process of its own, which the simulated kernel takes over."""
+    functions_with_clocks()  # once for all episodes
     reading, writing = os.pipe()
     stacks = tempfile.TemporaryFile()  # noqa: SIM115  (`finish` closes it)
     pid = os.fork()
