@@ -20,9 +20,11 @@ from tests.simulation.kernel import Kernel, Process
 
 LATEST_S = 2.0  # how late a piece of a failed read may land
 REFUSED_SHARE = 0.01  # of reads are not posted: the library refuses them
+OWN_SHARE = 0.1  # of what waits for a read meets one of a mover's own memory, which tries that out
 AT_ONCE_SHARE = 0.1  # of reads are over when they are posted
 STOPPED_POLL_S = 0.01
-SEEN_S = (0.0, 1e-4, 5e-4, 2e-3)  # after which a mover that polls has seen what has happened
+SEEN_S = (0.0, 2e-4, 1e-3, 5e-3)  # after which a mover that polls has seen what has happened
+FAILURE_SEEN_S = (1e-4, 5e-3, 3e-2)  # a failure: meanwhile pieces land
 QUICK_S, SLOW_S = (0.0001, 0.0003, 0.001, 0.004), (0.0003, 0.004, 0.05, 0.3)
 
 Run = tuple[int, int, int]  # local address, remote address, bytes
@@ -177,8 +179,8 @@ class SimTransport:
             raise TransportError(f"cannot read from agent {agent}: simulated refusal", settled=True)
         read = self._cut(agent, listed)
         self.reads[read] = None
-        self._fabric.on_moment(Moment.READ, self)
         source = self._fabric.agents.get(agent)
+        self._reaches(Moment.READ, source)
         at_once = source is self or (
             source is not None and self._fabric.kind != "tcp" and rng.random() < AT_ONCE_SHARE
         )
@@ -312,7 +314,7 @@ class SimTransport:
             read.done = not read.num_left
             if read.done:
                 self._has_news()
-                self._fabric.on_moment(Moment.READ_DONE, self)
+                self._reaches(Moment.READ_DONE, source)
         if not read.may_write:
             self.reads.pop(read, None)
 
@@ -320,7 +322,7 @@ class SimTransport:
         self._fabric.on_strike(self.process)
         text = f"cannot read from agent {read.agent}: simulated failure"
         read.error = TransportError(text, settled=settled, lost=lost)
-        self._has_news()
+        self._has_news(FAILURE_SEEN_S)
         if not (lost and self._fabric.proves_over) and not settled:
             rng = self._kernel.rng
             read.late = {
@@ -331,8 +333,12 @@ class SimTransport:
         if not read.may_write:
             self.reads.pop(read, None)
 
-    def _has_news(self) -> None:
-        self._kernel.end_pause(self._task, self._kernel.rng.choice(SEEN_S))
+    def _reaches(self, moment: Moment, source: SimTransport | None) -> None:
+        if source is not self or self._kernel.rng.random() < OWN_SHARE:
+            self._fabric.on_moment(moment, self)
+
+    def _has_news(self, delays_s: Sequence[float] = SEEN_S) -> None:
+        self._kernel.end_pause(self._task, self._kernel.rng.choice(delays_s))
 
     def _holds(self, address: int, size: int) -> bool:
         return any(
