@@ -107,10 +107,9 @@ class Audit:
         return not self._operator.num_left
 
     def left(self) -> list[str]:
-        """Return what is left that should not be."""
+        """Return what is left that should not be, but for what daemons say."""
         found = []
         for node in self._world.node_names:
-            found += self._left_in_daemon(node)
             number = len(self._world.movers_of(node))
             if number != self._num_movers[node]:
                 found.append(f"{node} has {number} movers, and had {self._num_movers[node]}")
@@ -124,6 +123,10 @@ class Audit:
         if files := self._list_files() - self._files:
             found.append(f"there are more files: {sorted(files)}")
         return found
+
+    def left_in_daemons(self) -> list[str]:
+        """Return what daemons that have replied say is left."""
+        return [text for node in self._world.node_names for text in self._left_in_daemon(node)]
 
     def _left_in_daemon(self, node: str) -> list[str]:
         """Return what a daemon by its own word still has, and what it has counted otherwise than engines."""

@@ -202,7 +202,7 @@ class Episode:
             self.world.plan_nothing()
         self.aftermath.check_works_again([Hardship.NONE])
 
-    def _wait(self, until: object, limit_s: float, step_s: float = 0.05) -> bool:
+    def _wait(self, until: object, limit_s: float, step_s: float = 0.1) -> bool:
         """Let the world go on; raise Violation where a promise is broken."""
         assert callable(until)
         kernel, world = self.world.kernel, self.world
@@ -246,11 +246,12 @@ class Episode:
     def _check_left(self) -> None:
         """What has ended is not kept, not even until idle timers forget it."""
         for _ in range(int(SETTLE_S / SETTLE_LOOK_S)):
-            self.audit.ask()
-            if not self._wait(lambda: self.audit.is_answered, REPLY_S):
-                raise Violation(Check.REST, "a daemon does not reply to its operator")
             if not (left := self.audit.left()):
-                return
+                self.audit.ask()
+                if not self._wait(lambda: self.audit.is_answered, REPLY_S):
+                    raise Violation(Check.REST, "a daemon does not reply to its operator")
+                if not (left := self.audit.left_in_daemons()):
+                    return
             self._wait(lambda: False, SETTLE_LOOK_S)
         raise Violation(Check.REST, "; ".join(left))
 
