@@ -10,7 +10,7 @@ from collections import Counter
 import msgspec
 
 from tests.simulation.aftermath import Aftermath, Hardship
-from tests.simulation.audit import Audit, Turns
+from tests.simulation.audit import METRICS, STATUS, Audit, Turns
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
 from tests.simulation.faults import Fault, Faults, draw_faults
@@ -246,14 +246,16 @@ class Episode:
     def _check_left(self) -> None:
         """What has ended is not kept, not even until idle timers forget it."""
         for _ in range(int(SETTLE_S / SETTLE_LOOK_S)):
-            if not (left := self.audit.left()):
-                self.audit.ask()
-                if not self._wait(lambda: self.audit.is_answered, REPLY_S):
-                    raise Violation(Check.REST, "a daemon does not reply to its operator")
-                if not (left := self.audit.left_in_daemons()):
-                    return
+            if not (left := self.audit.left() or self._ask(STATUS) or self._ask(METRICS)):
+                return
             self._wait(lambda: False, SETTLE_LOOK_S)
         raise Violation(Check.REST, "; ".join(left))
+
+    def _ask(self, path: str) -> list[str]:
+        self.audit.ask(path)
+        if not self._wait(lambda: self.audit.is_answered, REPLY_S):
+            raise Violation(Check.REST, "a daemon does not reply to its operator")
+        return self.audit.left_in_daemons(path)
 
     def _left(self) -> list[str]:
         """Return what would not be there at rest."""
