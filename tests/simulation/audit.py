@@ -50,18 +50,17 @@ class Operator:
         self.replies: dict[tuple[str, str], bytes] = {}  # by node and path
         self.num_left = 0
 
-    def ask(self, node: str, *paths: str) -> None:
-        """Start a process that gets these paths from a node's daemon."""
+    def ask(self, node: str, path: str) -> None:
+        """Start a process that gets a path from a node's daemon."""
         self.num_left += 1
-        self._world.kernel.spawn(f"operator of {node}", lambda: self._run(node, paths), uid=os.geteuid())
+        self._world.kernel.spawn(f"operator of {node}", lambda: self._run(node, path), uid=os.geteuid())
 
-    def _run(self, node: str, paths: tuple[str, ...]) -> None:
+    def _run(self, node: str, path: str) -> None:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(self._world.directory / node / "control.sock"))
             sock.setblocking(False)
-            for path in paths:
-                sock.send(f"GET {path} HTTP/1.1\r\nHost: node\r\n\r\n".encode())
-                self.replies[node, path] = self._receive(sock)
+            sock.send(f"GET {path} HTTP/1.1\r\nHost: node\r\n\r\n".encode())
+            self.replies[node, path] = self._receive(sock)
         self.num_left -= 1
 
     def _receive(self, sock: socket.socket) -> bytes:
@@ -96,10 +95,10 @@ class Audit:
         self._num_movers = {node: len(self._world.movers_of(node)) for node in self._world.node_names}
         self._files = self._list_files()
 
-    def ask(self) -> None:
+    def ask(self, path: str) -> None:
         """Ask all daemons; `is_answered` once they have replied."""
         for node in self._world.node_names:
-            self._operator.ask(node, STATUS, METRICS)
+            self._operator.ask(node, path)
 
     @property
     def is_answered(self) -> bool:
@@ -107,10 +106,9 @@ class Audit:
         return not self._operator.num_left
 
     def left(self) -> list[str]:
-        """Return what is left that should not be."""
+        """Return what is left that should not be, but for what daemons say."""
         found = []
         for node in self._world.node_names:
-            found += self._left_in_daemon(node)
             number = len(self._world.movers_of(node))
             if number != self._num_movers[node]:
                 found.append(f"{node} has {number} movers, and had {self._num_movers[node]}")
@@ -125,10 +123,14 @@ class Audit:
             found.append(f"there are more files: {sorted(files)}")
         return found
 
+    def left_in_daemons(self, path: str) -> list[str]:
+        """Return what is wrong by the replies of all daemons."""
+        look = self._left_in_daemon if path == STATUS else self._miscounted
+        return [text for node in self._world.node_names for text in look(node)]
+
     def _left_in_daemon(self, node: str) -> list[str]:
-        """Return what a daemon by its own word still has, and what it has counted otherwise than engines."""
-        world, replies = self._world, self._operator.replies
-        state = msgspec.json.decode(replies[node, STATUS])["node"]
+        """Return what a daemon by its own word still has."""
+        state = msgspec.json.decode(self._operator.replies[node, STATUS])["node"]
         found = [f"{node} has {name} {state[name]}" for name in GONE if state[name]]
         used = {limit["name"]: limit["used"] for limit in state["limits"]}
         found += [
@@ -136,15 +138,19 @@ class Audit:
             for name, number in used.items()
             if number and name not in USED_AT_REST
         ]
-        here = [worker for engine in world.engines for worker in engine.workers if worker.node == node]
+        here = [worker for engine in self._world.engines for worker in engine.workers if worker.node == node]
         if state["num_sessions"] != len(here):
             found.append(f"{node} has {state['num_sessions']} sessions of {len(here)} workers")
-        delivered = world.delivered_at.get(node, 0)
-        counted = _DELIVERED.search(replies[node, METRICS].decode())
-        number = int(float(counted[1])) if counted is not None else 0
-        if node not in world.unsure_counts and number != delivered:
-            found.append(f"{node} has counted {number} deliveries, and its engines {delivered}")
         return found
+
+    def _miscounted(self, node: str) -> list[str]:
+        """Return what a daemon has counted otherwise than engines."""
+        delivered = self._world.delivered_at.get(node, 0)
+        counted = _DELIVERED.search(self._operator.replies[node, METRICS].decode())
+        number = int(float(counted[1])) if counted is not None else 0
+        if node in self._world.unsure_counts or number == delivered:
+            return []
+        return [f"{node} has counted {number} deliveries, and its engines {delivered}"]
 
     def _held(self) -> dict[str, Counter[str]]:
         """Return what the living processes hold, by role: of movers, which are alike, the most of any."""

@@ -76,7 +76,7 @@ class Expectations:
     def __init__(self, world: World) -> None:
         self._world = world
         self._disturbed: dict[Hashable, float] = {}  # by party: until when
-        self.open: dict[Expectation, None] = {}
+        self._open: dict[Expectation, None] = {}
         self.is_halted: Callable[[tuple[Hashable, ...]], bool] = lambda parties: False  # one does not run
 
     def disturb(self, seconds: float, *parties: Hashable) -> None:
@@ -89,6 +89,11 @@ class Expectations:
         """Whether a fault has struck one of them since."""
         return any(self._disturbed.get(party, 0.0) >= since for party in parties)
 
+    @property
+    def unmet(self) -> list[Expectation]:
+        """What has not come true yet."""
+        return [one for one in self._open if not one.is_met()]
+
     def expect(
         self,
         check: Check,
@@ -100,12 +105,12 @@ class Expectations:
         """Have it checked that `is_met` becomes true."""
         now = self._world.kernel.now
         expectation = Expectation(check, text, parties, within_s, is_met, now)
-        self.open[expectation] = None
+        self._open[expectation] = None
         self._world.kernel.at(now + within_s + 1e-3, lambda: self._look(expectation))
 
     def _look(self, one: Expectation) -> None:
         if one.is_met():
-            self.open.pop(one, None)
+            self._open.pop(one, None)
             return
         now = self._world.kernel.now
         began = max([one.began, *(self._disturbed.get(party, 0.0) for party in one.parties)])

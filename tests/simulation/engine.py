@@ -270,7 +270,7 @@ class Engine:
             lists,
             num_tokens,
             num_readers,
-            self.rng.choice((8.0, 8.0, 2.0, 20.0)),
+            self.rng.choice((8.0, 4.0, 2.0, 12.0)),
             list(self.workers),
             self.publisher,
             steps,
@@ -661,7 +661,8 @@ class Worker:
         """Pull a transfer into blocks that nobody uses."""
         if transfer.ref is None:
             if not transfer.is_over and transfer.publisher.is_alive:
-                self.world.after(0.003, self.do, lambda: self.pull(transfer, wanted, deadline_s))
+                delay_s = 0.1 if self.world.fabric.is_hurried else 0.003
+                self.world.after(delay_s, self.do, lambda: self.pull(transfer, wanted, deadline_s))
             return
         if not self.is_ready or self.store is None:
             return
@@ -678,7 +679,7 @@ class Worker:
         lists = own_lists(self.shape.layout, drawn)
         if deadline_s is None:
             short = world.rng.random() < 0.12
-            deadline_s = world.rng.uniform(0.001, 0.05) if short else world.rng.choice((3.0, 10.0, 20.0))
+            deadline_s = world.rng.uniform(0.001, 0.05) if short else world.rng.choice((3.0, 6.0, 12.0))
         pull = Pull(self, transfer, lists, world.kernel.now + deadline_s, wanted, Kernels())
         pull.began = world.kernel.now
         self.launch(True, pull.kernels, self._lend, pull)

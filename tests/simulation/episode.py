@@ -10,7 +10,7 @@ from collections import Counter
 import msgspec
 
 from tests.simulation.aftermath import Aftermath, Hardship
-from tests.simulation.audit import Audit, Turns
+from tests.simulation.audit import METRICS, STATUS, Audit, Turns
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
 from tests.simulation.faults import Fault, Faults, draw_faults
@@ -20,7 +20,8 @@ from tests.simulation.world import Traits, World
 
 START_S = 30.0
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
-LOOK_S = 5.0
+LOOK_S = 1.0
+QUIET_S = 3.0  # so long nothing is left: what is repeated comes within two seconds
 BEGIN_S = 1.0  # for spare movers
 SETTLE_S, SETTLE_LOOK_S = 20.0, 2.0  # for movers that end, and spare ones that start behind a backoff
 REPLY_S = 5.0
@@ -34,7 +35,7 @@ class Size(msgspec.Struct, frozen=True):
 
     nodes: int = 2
     engines: int = 4
-    faults: int = 30
+    faults: int = 60
 
 
 class Result(msgspec.Struct):
@@ -201,7 +202,7 @@ class Episode:
             self.world.plan_nothing()
         self.aftermath.check_works_again([Hardship.NONE])
 
-    def _wait(self, until: object, limit_s: float, step_s: float = 0.05) -> bool:
+    def _wait(self, until: object, limit_s: float, step_s: float = 0.1) -> bool:
         """Let the world go on; raise Violation where a promise is broken."""
         assert callable(until)
         kernel, world = self.world.kernel, self.world
@@ -224,8 +225,14 @@ class Episode:
     def _rest(self) -> None:
         """Wait until nothing is left, or must have ended."""
 
+        kernel = self.world.kernel
+        busy_at = kernel.now
+
         def is_at_rest() -> bool:
-            return not self._left()
+            nonlocal busy_at
+            if self._left():
+                busy_at = kernel.now
+            return kernel.now >= busy_at + QUIET_S
 
         if not self._wait(is_at_rest, REST_S, LOOK_S):
             raise Violation(Check.REST, "; ".join(self._left()))
@@ -239,13 +246,16 @@ class Episode:
     def _check_left(self) -> None:
         """What has ended is not kept, not even until idle timers forget it."""
         for _ in range(int(SETTLE_S / SETTLE_LOOK_S)):
-            self.audit.ask()
-            if not self._wait(lambda: self.audit.is_answered, REPLY_S):
-                raise Violation(Check.REST, "a daemon does not reply to its operator")
-            if not (left := self.audit.left()):
+            if not (left := self.audit.left() or self._ask(STATUS) or self._ask(METRICS)):
                 return
             self._wait(lambda: False, SETTLE_LOOK_S)
         raise Violation(Check.REST, "; ".join(left))
+
+    def _ask(self, path: str) -> list[str]:
+        self.audit.ask(path)
+        if not self._wait(lambda: self.audit.is_answered, REPLY_S):
+            raise Violation(Check.REST, "a daemon does not reply to its operator")
+        return self.audit.left_in_daemons(path)
 
     def _left(self) -> list[str]:
         """Return what would not be there at rest."""
@@ -254,7 +264,7 @@ class Episode:
             found += [f"{w.name} is not ready" for w in engine.workers if not w.is_ready]
             found += [f"{w.name} has {len(w.pulls)} pulls" for w in engine.workers if w.pulls]
             found += [f"{engine.shape.name} has {name}" for name in engine.transfers]
-        found += [one.text for one in self.world.expectations.open]
+        found += [one.text for one in self.world.expectations.unmet]
         return found
 
     # --- traffic

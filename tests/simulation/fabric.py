@@ -20,8 +20,11 @@ from tests.simulation.kernel import Kernel, Process
 
 LATEST_S = 2.0  # how late a piece of a failed read may land
 REFUSED_SHARE = 0.01  # of reads are not posted: the library refuses them
+OWN_SHARE = 0.1  # of what waits for a read meets one of a mover's own memory, which tries that out
 AT_ONCE_SHARE = 0.1  # of reads are over when they are posted
 STOPPED_POLL_S = 0.01
+SEEN_S = (0.0, 2e-4, 1e-3, 5e-3)  # after which a mover that polls has seen what has happened
+FAILURE_SEEN_S = (1e-4, 5e-3, 3e-2)  # a failure: meanwhile pieces land
 QUICK_S, SLOW_S = (0.0001, 0.0003, 0.001, 0.004), (0.0003, 0.004, 0.05, 0.3)
 
 Run = tuple[int, int, int]  # local address, remote address, bytes
@@ -98,6 +101,7 @@ class SimTransport:
         self._waiting: list[tuple[SimTransport, Read, int]] = []  # until this mover serves
         self._notes: deque[tuple[AgentName, bytes]] = deque()
         self._is_closed = False
+        self._task = fabric.kernel.current  # that polls
         self.stalls_until = self.hangs_until = 0.0
         self.num_to_refuse = 0
         fabric.agents[agent] = self
@@ -175,14 +179,14 @@ class SimTransport:
             raise TransportError(f"cannot read from agent {agent}: simulated refusal", settled=True)
         read = self._cut(agent, listed)
         self.reads[read] = None
-        self._fabric.on_moment(Moment.READ, self)
         source = self._fabric.agents.get(agent)
+        self._reaches(Moment.READ, source)
         at_once = source is self or (
             source is not None and self._fabric.kind != "tcp" and rng.random() < AT_ONCE_SHARE
         )
         for index in range(len(read.pieces)):
             if at_once:
-                self._move(read, index)
+                self._move(read, index, is_served=True)
             else:
                 self._later(read, index, rng.choice(self._fabric.latencies_s))
         return read
@@ -218,6 +222,7 @@ class SimTransport:
         handle.is_released = True
 
     def progress(self) -> None:
+        self._task = self._kernel.current
         if self.hangs_until > self._kernel.now and not self._is_closed:
             self._kernel.sleep(self.hangs_until - self._kernel.now)  # the library does not return
         waiting, self._waiting = self._waiting, []
@@ -227,6 +232,7 @@ class SimTransport:
     def notify(self, agent: AgentName, payload: bytes) -> None:
         if (other := self._fabric.agents.get(agent)) is not None:
             other._notes.append((self._agent, payload))
+            other._has_news()
 
     def receive_notifications(self) -> list[tuple[AgentName, bytes]]:
         self.progress()
@@ -292,6 +298,7 @@ class SimTransport:
             return
         if self._fabric.kind == "tcp" and not is_served and read.error is None:
             source._waiting.append((self, read, index))
+            source._has_news()
             return
         for local, remote, size in read.pieces[index]:
             if source._holds(remote, size):
@@ -306,7 +313,8 @@ class SimTransport:
             read.num_left -= 1
             read.done = not read.num_left
             if read.done:
-                self._fabric.on_moment(Moment.READ_DONE, self)
+                self._has_news()
+                self._reaches(Moment.READ_DONE, source)
         if not read.may_write:
             self.reads.pop(read, None)
 
@@ -314,6 +322,7 @@ class SimTransport:
         self._fabric.on_strike(self.process)
         text = f"cannot read from agent {read.agent}: simulated failure"
         read.error = TransportError(text, settled=settled, lost=lost)
+        self._has_news(FAILURE_SEEN_S)
         if not (lost and self._fabric.proves_over) and not settled:
             rng = self._kernel.rng
             read.late = {
@@ -323,6 +332,13 @@ class SimTransport:
                 self._later(read, index, rng.uniform(0.0, LATEST_S))
         if not read.may_write:
             self.reads.pop(read, None)
+
+    def _reaches(self, moment: Moment, source: SimTransport | None) -> None:
+        if source is not self or self._kernel.rng.random() < OWN_SHARE:
+            self._fabric.on_moment(moment, self)
+
+    def _has_news(self, delays_s: Sequence[float] = SEEN_S) -> None:
+        self._kernel.end_pause(self._task, self._kernel.rng.choice(delays_s))
 
     def _holds(self, address: int, size: int) -> bool:
         return any(

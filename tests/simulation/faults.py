@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+RARE_SHARE = 0.2  # of the episodes have few faults, with pulls that arrive between them
 BURST_SHARE = 0.3  # of the faults are followed by others on the same victim
 HELD_S = 8.0  # at most: for longer a daemon does not wait for its predecessor's movers, and ends
 
@@ -62,7 +63,9 @@ def draw_faults(rng: random.Random, number: int) -> list[Fault]:
     """Draw which kinds an episode has, how often, and when each strikes."""
     share = rng.choice((0.3, 0.6, 1.0))
     kinds = {kind: weight * rng.random() for kind, weight in KINDS.items() if rng.random() < share} or KINDS
-    spread = rng.choice((0.5, 1.0, 2.0))  # pulls a fault
+    spread = rng.choice((0.25, 0.5, 0.5, 1.0))  # pulls a fault
+    if rng.random() < RARE_SHARE:
+        number, spread = number // 4, 2.0
     faults = []
     while len(faults) < number:
         kind = rng.choices(list(kinds), list(kinds.values()))[0]

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Protocol
 
@@ -178,6 +178,16 @@ class SimQueue:
         return not self._items
 
 
+class SimJobs(SimQueue):
+    """A queue of jobs whose ends another thread of the process polls: that sees them soon."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if not self._items:
+            for task in self.kernel.current.process.tasks:
+                self.kernel.end_pause(task, 1e-4)
+        return super().get(block, timeout)
+
+
 class HasFileno(Protocol):
     """What has a descriptor."""
 
@@ -232,15 +242,15 @@ def install(kernel: Kernel, seed: int, send_buffer: int = 0) -> None:
     _install_chance(seed)
 
 
-def _functions_with_clocks() -> Iterator[FunctionType]:
-    """Yield the functions of the package that have a clock as the default of an argument."""
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("kvxferd."):
-            continue
-        for kind in [one for one in vars(module).values() if isinstance(one, type)]:
-            for function in vars(kind).values():
-                if isinstance(function, FunctionType) and _defaults_of(function) & _CLOCKS:
-                    yield function
+@cache
+def functions_with_clocks() -> list[FunctionType]:
+    """Return the functions of the package that have a clock as the default of an argument."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("kvxferd.")]
+    kinds = {id(kind): kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
+    functions = [
+        one for kind in kinds.values() for one in vars(kind).values() if isinstance(one, FunctionType)
+    ]
+    return [one for one in functions if _defaults_of(one) & _CLOCKS]
 
 
 def _defaults_of(function: FunctionType) -> set[object]:
@@ -249,7 +259,7 @@ def _defaults_of(function: FunctionType) -> set[object]:
 
 
 def _install_time(kernel: Kernel) -> None:
-    for function in _functions_with_clocks():
+    for function in functions_with_clocks():
         if function.__defaults__:
             function.__defaults__ = tuple(
                 kernel.clock if isinstance(value, BuiltinFunctionType) and value in _CLOCKS else value
@@ -275,7 +285,7 @@ def _install_threads(kernel: Kernel) -> None:
     set_on(threading, "Lock", SimLock)
     set_on(threading, "RLock", SimRLock)
     set_on(queue, "SimpleQueue", SimQueue)
-    set_on(scatterer, "SimpleQueue", SimQueue)
+    set_on(scatterer, "SimpleQueue", SimJobs)
     set_on(concurrent.futures.thread, "_global_shutdown_lock", SimLock())  # held while a thread waits
 
     def wait(condition: Any, timeout: float | None = None) -> bool:
@@ -313,7 +323,10 @@ def _install_descriptors(kernel: Kernel) -> None:
 
     def precise_wait(waiting: Any, timeout_s: float | None, *, writable: bool = False) -> bool:
         events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
+        task = kernel.current
+        task.is_pausing = timeout_s is not None
         is_ready = kernel.wait(((waiting._pollfd.fd, events),), timeout_s)
+        task.is_pausing = False
         return is_ready and _real_precise_wait(waiting, 0.0, writable=writable)
 
     set_on(selectors.EpollSelector, "select", select_ready)

@@ -33,7 +33,7 @@ FIRST_PID = 1000
 MAX_FD = 8192
 EPOLL_FD = 900  # in every process: what tells which thread's descriptors are ready
 MAX_LOOKS = 100  # at the clock without a wait: a thread that spins has to let others run
-SLICE_S, MAX_SLICE_S = 5e-5, 2e-3
+SLICE_S, MAX_SLICE_S = 5e-5, 2e-2
 TICK_S = 2e-7  # how much each look at the clock takes, so that a loop over it ends
 _EPOLL_CTL_ADD, _EPOLL_CTL_MOD = 1, 3
 
@@ -71,6 +71,7 @@ class Task:
     killer: Task | None = None  # who waits until this process's descriptors are closed
     watches: dict[int, Watch] = field(default_factory=dict)  # by descriptor
     is_fd_ready: bool = False  # which ended its last wait
+    is_pausing: bool = False  # between two polls of something: `end_pause` ends that
     cpu_s: float = 0.0
 
 
@@ -205,6 +206,11 @@ class Kernel:
         """Wake a thread that waits."""
         if task.state is TaskState.BLOCKED:
             self._make_ready(task)
+
+    def end_pause(self, task: Task, delay_s: float) -> None:
+        """Have a thread that pauses between two polls poll so soon, as if its pauses were short."""
+        if task.is_pausing:
+            self.at(self.now + delay_s, lambda: self.notify(task) if task.is_pausing else None)
 
     def preempt(self) -> None:
         """Let others run first."""

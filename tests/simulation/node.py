@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import traceback
@@ -11,7 +12,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from kvxferd import frame_socket
+from kvxferd.client import gpu_events
 from kvxferd.config import Config
+from kvxferd.control import http_connections
 from kvxferd.daemon import Daemon
 from kvxferd.errors import KvxferdError
 from kvxferd.frame_socket import FrameSocket
@@ -24,6 +28,7 @@ from kvxferd.mover.supervisor import pool
 from kvxferd.mover.transport import probe
 from kvxferd.resident import registration
 from kvxferd.resident.thread_mover import ThreadMover
+from kvxferd.telemetry.warnings import warning_watch
 from kvxferd.wire.framing import Frame
 from tests.simulation.fabric import Fabric, SimTransport
 from tests.simulation.kernel import Kernel, Process
@@ -45,11 +50,17 @@ class Nodes:
         self.on_broken: Callable[[str], None] = lambda text: None  # by a daemon's own word
         replace(pool, "start_forkserver", self._start_forkserver)
         replace(forkserver, "_load_library", lambda use, backend: SimLibrary())
-        replace(
-            backoff, "MAX_SERVING_PAUSE_S", 5e-3
-        )  # in use it is shorter: most of an episode would be that
-        replace(backoff, "MAX_IDLE_PAUSE_S", 2e-2)
-        replace(backoff, "MAX_READING_PAUSE_S", 5e-3)
+        # The simulated library ends a mover's pause where there is something to see: in use pauses are short,
+        # and most of an episode would be polls that see nothing.
+        for pause in ("MIN_PAUSE_S", "MIN_YIELD_S", "MAX_SERVING_PAUSE_S", "MAX_IDLE_PAUSE_S"):
+            replace(backoff, pause, 1.0)
+        replace(backoff, "MAX_READING_PAUSE_S", 5e-2)
+        # What each process does twice in a millisecond or once a second, at rest too.
+        replace(gpu_events, "POLL_S", 5e-3)
+        replace(warning_watch, "INTERVAL_S", 5.0)
+        replace(http_connections, "SWEEP_S", 5.0)
+        replace(frame_socket, "READ_BUFFER_BYTES", 16 << 10)  # it is filled with zeros
+        replace(gc, "collect", lambda *_: 0)  # see the decision: it would close descriptors of others
         replace(probe, "tcp_bytes_received", lambda: 0)  # it looks at the first process's descriptors
         replace(registration, "_RUNNING_MOVERS", _RunningMoversOfProcess(kernel))
         replace(os, "waitpid", lambda pid, options: (pid, 0))

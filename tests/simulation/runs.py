@@ -20,12 +20,13 @@ import msgspec
 from tests.simulation import rare_states
 from tests.simulation.checks import Check
 from tests.simulation.episode import Episode, Plan, Result, Size
+from tests.simulation.interposed import functions_with_clocks
 from tests.simulation.kernel import close_all_but
 
 STUCK_S = 100.0  # of real time: the episode's process shows where it is, and ends
 STACK_BYTES = 1 << 20  # of a thread, of which an episode may have hundreds
 LARGE_EVERY = 4  # one episode of so many is a large one
-LARGE = Size(nodes=3, engines=6, faults=40)
+LARGE = Size(nodes=3, engines=6, faults=80)
 
 
 def size_of(seed: int) -> Size:
@@ -43,6 +44,7 @@ class _Run:
 
 def start(plan: Plan, keeps_story: bool, core: int | None) -> _Run:
     """Start an episode in a process of its own, which the simulated kernel takes over."""
+    functions_with_clocks()  # once for all episodes
     reading, writing = os.pipe()
     stacks = tempfile.TemporaryFile()  # noqa: SIM115  (`finish` closes it)
     pid = os.fork()
@@ -53,6 +55,7 @@ def start(plan: Plan, keeps_story: bool, core: int | None) -> _Run:
             close_all_but({0, 1, 2, writing, stacks.fileno()})  # those of other episodes
             if core is not None:
                 os.sched_setaffinity(0, {core})  # of its threads one runs at a time
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # and hands over in one switch
             faulthandler.enable(stacks)
             faulthandler.dump_traceback_later(STUCK_S, exit=True, file=stacks)
             _thread.stack_size(STACK_BYTES)
