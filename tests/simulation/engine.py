@@ -7,6 +7,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -40,6 +41,9 @@ CLIENT_GRACE_S = 0.5  # `client.pulls.DEADLINE_GRACE_S`: the client's own timer
 DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
 TWO_TRIPS_S = 0.25
 KERNELS_S = (0.0, 0.001, 0.02, 0.3)
+MAX_HOLD_S = 20.0  # that a prepared grant keeps a transfer
+PREPARE_SHARE = 0.3  # of requests that are announced before they are pulled
+LEAVE_S = 6.0  # within which a process that closes its session has ended
 
 
 class Kernels:
@@ -95,6 +99,7 @@ class Transfer:
     freed: set[Worker] = field(default_factory=set)  # whose blocks of it are used for something else
     refused: Code | None = None
     reported: set[Worker] = field(default_factory=set)  # whose ranks have all written
+    is_listed: bool = True  # a scheduler has added all its blocks
     is_whole: bool = False  # so have all ranks
     whole_at: float = 0.0
     is_withdrawn: bool = False  # its engine has unpublished it
@@ -102,12 +107,17 @@ class Transfer:
     delivered: dict[str, set[Worker]] = field(default_factory=dict)  # by reading generation
     abandoned: set[str] = field(default_factory=set)
     pulls: list[Pull] = field(default_factory=list)
+    prepared: dict[Worker, float] = field(default_factory=dict)  # since when, by ranks that have not pulled
     last_read: float = 0.0  # when a pull of it has last ended
 
     @property
     def is_over(self) -> bool:
         """Whether one rank has heard so."""
         return bool(self.released) or self.refused is not None
+
+    def is_prepared(self, now: float) -> bool:
+        """Whether a rank has announced a pull of it that has not come, so that its daemon holds it."""
+        return any(worker.is_alive and now < at + MAX_HOLD_S for worker, at in self.prepared.items())
 
     def num_done(self) -> int:
         """How many engines have it, or need it no more."""
@@ -236,7 +246,11 @@ class Engine:
         self.past += self.transfers.values()
         self.start()
         for worker in old:
-            self.world.after(overlap_s, worker.kill)
+            if self.rng.random() < 0.5:
+                self.world.after(overlap_s, worker.kill)
+            else:
+                self.world.after(overlap_s, worker.do, worker.leave)
+                self.world.after(overlap_s + LEAVE_S, worker.kill)
 
     @property
     def is_ready(self) -> bool:
@@ -261,8 +275,7 @@ class Engine:
         steps = [num_tokens]
         if self.shape.can_grow and not self.world.fabric.is_hurried and self.rng.random() < 0.8:
             steps = sorted({*self.rng.sample(range(num_tokens), min(num_tokens, 2)), num_tokens})
-        has_memory = self.publisher.spec is not None  # a scheduler lists all blocks at once
-        parts = split_publish(self.rng, deployment, lists, steps) if has_memory else [lists]
+        parts = split_publish(self.rng, deployment, lists, steps)
         self._num_published += 1
         transfer = Transfer(
             self.world.take_number(),
@@ -289,9 +302,17 @@ class Engine:
     # --- as a sink
 
     def pull(self, transfer: Transfer, deadline_s: float | None = None) -> None:
-        """Have every rank pull a transfer."""
+        """Have every rank pull a transfer; some announce it first."""
+        prepares = self.rng.random() < PREPARE_SHARE
+        delay_s = self.rng.choice((0.0, 0.002, 0.05, 0.5)) if prepares else 0.0
         for worker in self.ranks if self.is_ready else ():
-            worker.do(lambda worker=worker: worker.pull(transfer, Wanted(), deadline_s))
+            if prepares:
+                worker.do(lambda worker=worker: worker.prepare(transfer))
+            pull = partial(worker.pull, transfer, Wanted(), deadline_s)
+            if delay_s:
+                self.world.after(delay_s, worker.do, pull)
+            else:
+                worker.do(pull)
 
 
 class Worker:
@@ -350,6 +371,17 @@ class Worker:
     def kill(self) -> None:
         """Kill the process."""
         self.world.kernel.kill(self.process)
+
+    def leave(self) -> None:
+        """Close the session, and end."""
+        if self.handle is not None:
+            self.tell("leaves")
+            for pull in self.pulls.values():
+                pull.is_cancelled = True
+            self.handle.close()
+            for event in self.handle.poll():
+                self._handle(event)
+        self.kill()
 
     def tell(self, what: str) -> None:
         """Add to the episode's story."""
@@ -411,7 +443,13 @@ class Worker:
             return False
         try:
             if self.spec is None:
-                self.handle = connected.attach(self.engine.shape.name, self.generation, timeout_s=5.0)
+                is_newest = self.engine.life > 0 and self.world.rng.random() < 0.3
+                named = None if is_newest else self.generation
+                self.handle = connected.attach(self.engine.shape.name, named, timeout_s=5.0)
+                if self.handle.generation != self.generation:  # its ranks are not there yet
+                    connected.close()
+                    self.handle = None
+                    return False
             else:
                 self.store = self.store or self._new_store()
                 self.handle = self._register_rank(connected, self.spec, self.store)
@@ -464,6 +502,9 @@ class Worker:
         self._expect_release(transfer)
         if not steps:
             self._has_reported(transfer)
+        elif self.spec is None:
+            transfer.is_listed = False
+            self.add_later(transfer, 1)
         for worker in transfer.workers if shape.says_ready else [self]:
             if worker.store is not None:
                 first = 1 if worker is self else 0
@@ -501,6 +542,30 @@ class Worker:
         if self.store is not None and not transfer.is_over and self.is_alive and self not in transfer.freed:
             self.store.write(transfer.lists, transfer.number, start, end)
 
+    def add_later(self, transfer: Transfer, number: int) -> None:
+        """Have a scheduler list the next blocks of a transfer some time later."""
+        self.world.after(
+            self.world.rng.choice((0.001, 0.01, 0.1, 0.3)), self.do, lambda: self.add(transfer, number)
+        )
+
+    def add(self, transfer: Transfer, number: int) -> None:
+        """List the blocks of a step."""
+        if transfer.is_over or not self.is_ready:
+            return
+        assert self.handle is not None
+        try:
+            if transfer.parts[number]:
+                self.handle.add_blocks(transfer.transfer_id, transfer.parts[number])
+        except KvxferdError as error:
+            self.tell(f"cannot add to {transfer.transfer_id}: {error}")
+            return
+        self.tell(f"adds {_text_of(transfer.parts[number])} to {transfer.transfer_id}")
+        if number + 1 < len(transfer.steps):
+            self.add_later(transfer, number + 1)
+        else:
+            transfer.is_listed = True
+            self._look_whether_whole(transfer)
+
     def report_later(self, transfer: Transfer, number: int) -> None:
         """Write the next tokens of a transfer some time later, and report it."""
         if number < len(transfer.steps):
@@ -515,11 +580,15 @@ class Worker:
         kernels = self._write_on_all(transfer, transfer.steps[number - 1] if number else 0, step)
         is_publisher = self is transfer.publisher
         assert isinstance(self.handle, client.RankHandle)
+        parts = transfer.parts[number] if is_publisher else {}
         try:
+            if parts and self.world.rng.random() < 0.3:
+                self.handle.add_blocks(transfer.transfer_id, parts)
+                parts = {}
             self.handle.ready(
                 transfer.transfer_id,
                 None if number == len(transfer.steps) - 1 else step,
-                (transfer.parts[number] or None) if is_publisher else None,
+                parts or None,
                 after=kernels,
             )
         except KvxferdError as error:
@@ -533,7 +602,11 @@ class Worker:
     def _has_reported(self, transfer: Transfer) -> None:
         """This rank has said that it has written all: for all ranks, where they say nothing."""
         transfer.reported |= {self} if self.engine.shape.says_ready else set(transfer.workers)
-        if transfer.reported >= {worker for worker in transfer.workers if worker.store is not None}:
+        self._look_whether_whole(transfer)
+
+    def _look_whether_whole(self, transfer: Transfer) -> None:
+        writers = {worker for worker in transfer.workers if worker.store is not None}
+        if transfer.is_listed and transfer.reported >= writers:
             ended = max(worker.stream_ends for worker in transfer.workers)
             reasons, now = self.world.reasons, self.world.kernel.now
             self.world.kernel.at(max(ended, now), lambda: reasons.transfer_is_whole(transfer))
@@ -558,10 +631,10 @@ class Worker:
             now = self.world.kernel.now
             if parties():
                 return
-            if any(not pull.ended for pull in transfer.pulls):
+            if transfer.is_prepared(now) or any(not pull.ended for pull in transfer.pulls):
                 self.world.after(1.0, look)
                 return
-            began = max(transfer.published_at, transfer.last_read)
+            began = max(transfer.published_at, transfer.last_read, *transfer.prepared.values())
             left_s = began + transfer.lease_s - now
             if left_s > 0:
                 self.world.after(left_s + 0.001, look)
@@ -711,6 +784,14 @@ class Worker:
         world.reasons.expect_ready(pull)
         world.pull_started()
 
+    def prepare(self, transfer: Transfer) -> None:
+        """Announce a pull."""
+        if transfer.ref is not None and self.is_ready:
+            assert isinstance(self.handle, client.RankHandle)
+            self.handle.prepare(transfer.ref)
+            transfer.prepared[self] = self.world.kernel.now
+            self.tell(f"prepares {transfer.transfer_id}")
+
     def _lend(self, pull: Pull) -> None:
         """The last kernel that used a pull's blocks has ended: they may be written."""
         self.check_memory()
@@ -781,6 +862,11 @@ class Worker:
 
     def _suspended(self) -> None:
         self.is_suspending, self.is_suspended = False, True
+        assert isinstance(self.handle, client.RankHandle)
+        if not self.handle.is_suspended:
+            self.world.violate(
+                Check.SUSPENDED_AFTER, f"{self.name} sleeps, and its handle says that it does not"
+            )
         waiting = [pull for pull in self.pulls.values() if not pull.ended]
         if waiting:
             self.world.violate(Check.SUSPENDED_AFTER, f"{self.name} sleeps, and {len(waiting)} pulls go on")
@@ -794,6 +880,14 @@ class Worker:
         for pull in list(self.pulls.values()):
             pull.is_quiesced = True  # nobody has the memory
         self.world.after(self.world.rng.choice((0.0005, 0.002, 0.05, 0.5)), self.do, self.resume)
+
+    def _check_says(self, is_suspended: bool) -> None:
+        """The client says of a rank that sleeps that it does, and that nobody has its memory."""
+        assert isinstance(self.handle, client.RankHandle)
+        says = (self.handle.is_suspended, not self.handle.memory_in_use)
+        if says != (is_suspended, is_suspended):
+            text = f"{self.name} has heard {is_suspended} of its sleep, and its handle says {says}"
+            self.world.violate(Check.SUSPENDED_AFTER, text)
 
     def resume(self) -> None:
         """Come back with other memory."""
@@ -812,6 +906,10 @@ class Worker:
                 self.graves.append(fresh)
                 self.world.after(RETRY_S, self.do, self.resume)
                 return
+        if self.handle.is_suspended:
+            self.world.violate(
+                Check.SUSPENDED_AFTER, f"{self.name} is awake, and its handle says that it sleeps"
+            )
         self.store, self.is_suspended = fresh, False
         self.world.kernel.on_strike(self.process)
         self.tell("is awake")
@@ -843,6 +941,8 @@ class Worker:
             return
         world, now = self.world, self.world.kernel.now
         pull.ended = how
+        if how == "delivered":  # a pull that the client has failed alone leaves what its daemon prepared
+            pull.transfer.prepared.pop(self, None)
         world.open_pulls.pop(pull, None)
         pull.transfer.last_read = now
         if isinstance(event, client.Delivered):

@@ -96,6 +96,7 @@ def _draw_traits(rng: random.Random) -> Traits:
         part_bytes=rng.choice((0, 0, 4, 8)),
         send_buffer=rng.choice((0, 0, 2304)),
         io_bytes=rng.choice((0, 0, 0, 100)),
+        frame_fds=rng.choice((0, 0, 0, 3)),
         link_bytes=rng.choice((0, 0, 2000)),
         is_far=rng.random() < 0.15,
     )
@@ -264,6 +265,9 @@ class Episode:
             found += [f"{w.name} is not ready" for w in engine.workers if not w.is_ready]
             found += [f"{w.name} has {len(w.pulls)} pulls" for w in engine.workers if w.pulls]
             found += [f"{engine.shape.name} has {name}" for name in engine.transfers]
+            found += [
+                f"{t.transfer_id} is prepared" for t in engine.past if t.is_prepared(self.world.kernel.now)
+            ]
         found += [one.text for one in self.world.expectations.unmet]
         return found
 

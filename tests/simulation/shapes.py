@@ -153,7 +153,7 @@ class _Arrangement:
     def __init__(self, rng: random.Random, built: Ranks, name: str, num_blocks: int, per_id: int) -> None:
         """`per_id`: kernel blocks of a block id of attention, beside those that the presets make."""
         self._name, self._num_blocks, self._per_id = name, num_blocks, per_id
-        self._regions = [RegionId(f"r{number}") for number in range(rng.choice((1, 1, 2, 3)))]
+        self._regions = [RegionId(f"r{number}") for number in range(rng.choice((1, 1, 2, 3, 6)))]
         held = sorted({(t.layer, t.component) for _, layout in built.values() for t in layout.tensors})
         self._region_of = {key: rng.choice(self._regions) for key in held}
         self._has_all_groups, self._is_one_memory = rng.random() < 0.5, rng.random() < 0.5

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from kvxferd.client import connection
+from kvxferd.client import connection, registration
 from kvxferd.config import Config
 from kvxferd.config.schema import (
     HttpConfig,
@@ -25,11 +25,12 @@ from kvxferd.config.schema import (
     PeerConfig,
     TransferConfig,
 )
-from kvxferd.core.sink import stalled_sources as source_breaker
-from kvxferd.wire import block_id_parts
+from kvxferd.control import worker_socket
+from kvxferd.core.sink import stalled_sources
+from kvxferd.wire import block_id_parts, fd_batches, framing
 from tests.simulation import interposed, libzmq, network
 from tests.simulation.checks import Check, Expectations, Violation
-from tests.simulation.engine import Engine, EngineShape, Pull, Wanted, Worker
+from tests.simulation.engine import MAX_HOLD_S, Engine, EngineShape, Pull, Wanted, Worker
 from tests.simulation.fabric import Fabric, Moment, SimTransport
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network, Wire, name_of
@@ -52,6 +53,7 @@ class Traits:
     part_bytes: int = 0  # of block ids in one message; 0: as many as usual
     send_buffer: int = 0  # of each Unix socket; 0: as usual
     io_bytes: int = 0  # that a call on one moves at most; 0: as usual
+    frame_fds: int = 0  # that go with one frame at most; 0: as many as usual
     link_bytes: int = 0  # that are under way between two nodes; 0: as usual
     is_far: bool = False  # messages between nodes take long
     has_low_limits: bool = False
@@ -90,7 +92,10 @@ class World:
         if traits.part_bytes:
             interposed.set_on(block_id_parts, "IDS_PART_BYTES", traits.part_bytes)
             interposed.set_on(connection, "DIRECT_BYTES", traits.part_bytes)  # it is never more
-        interposed.set_on(source_breaker, "REFUSED_S", REFUSED_S)
+        if traits.frame_fds:
+            for place in (fd_batches, framing, registration, worker_socket):
+                interposed.set_on(place, "MAX_FDS_PER_FRAME", traits.frame_fds)
+        interposed.set_on(stalled_sources, "REFUSED_S", REFUSED_S)
         self.network.tell = lambda what: self.tell("network", what)
         libzmq.install(self.kernel, self.network, interposed.set_on)
         self.fabric = Fabric(self.kernel, traits.transport, traits.is_slow, self._misused)
@@ -145,7 +150,7 @@ class World:
             node=NodeConfig(run_dir=str(self.directory / node)),
             http=HttpConfig(bind=""),
             peer=PeerConfig(bind=self.endpoint_of(node)),
-            transfer=TransferConfig(lease_s=LEASE_S, max_hold_s=60.0),
+            transfer=TransferConfig(lease_s=LEASE_S, max_hold_s=MAX_HOLD_S),
             mover=MoverConfig(read=self.traits.read),  # type: ignore[arg-type]
             limits=limits,
         )
