@@ -667,7 +667,8 @@ class Worker:
             self.world.reasons.check_released(self, transfer, why)
         if why in (Code.COMPLETED, Code.ABANDONED):
             self._check_readers(transfer, why)
-        over = transfer.workers if self is transfer.publisher else [self]
+        # A process that has come in the place of one of them never had its blocks.
+        over = transfer.workers if self is transfer.publisher else [self] if self in transfer.workers else []
         for worker in over:
             if worker.store is not None and worker not in transfer.freed:
                 transfer.freed.add(worker)

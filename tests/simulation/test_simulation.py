@@ -28,8 +28,8 @@ pytestmark = [
     pytest.mark.skipif(not can_fork(), reason="this system does not allow unshare(CLONE_FILES)"),
 ]
 
-# Seeds that broke a promise when they were drawn. A later simulation may draw other faults from them, so unit
-# tests hold what was mended, too.
+# Seeds that broke a promise when they were drawn. Since then the simulation draws other faults from them, and
+# these cases are lost: unit tests hold what was mended.
 KEPT = {
     92544364841599: "a client without a descriptor left ended its session for good",
     235779859999126: "a rank without a descriptor for its resident mover never woke",
