@@ -18,6 +18,7 @@ from tests.simulation.checks import Check
 from tests.simulation.interposed import set_on
 from tests.simulation.kernel import Process, TaskState
 from tests.simulation.libzmq import SimSocket, SimTracker
+from tests.simulation.store import MemoryKind
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 REPLY_S = 5.0
 NUM_EVENTFDS = 8  # of a daemon: one a peer and loop
 NUM_THREADS = 6
-FDS_OF_MEMORY = 2  # its own, and that of Python's mapping
 NUM_PIPES_RESIDENT = 6  # a mover that was replaced is closed when the next is started
 # Of each connection a few messages are handled in a turn, and each makes a message to a few ranks: five times
 # the most that was seen in 28 episodes (23,348 bytes in 52 messages).
@@ -112,7 +112,9 @@ class Audit:
             number = len(self._world.movers_of(node))
             if number != self._num_movers[node]:
                 found.append(f"{node} has {number} movers, and had {self._num_movers[node]}")
-        resident = {engine.shape.name for engine in self._world.engines if engine.shape.is_resident}
+        resident = {
+            engine.shape.name for engine in self._world.engines if engine.shape.memory is MemoryKind.RESIDENT
+        }
         for role, held in self._held().items():
             for kind, number in (held - self._begin.get(role, held)).items():
                 # One of its movers that ends after the next has started is closed when another starts.
@@ -163,8 +165,8 @@ class Audit:
             role = process.name
             if (worker := workers.get(process)) is not None:
                 role = f"{worker.engine.shape.name}{role[role.index('/') :]}"
-                held["memfd"] -= FDS_OF_MEMORY * sum(len(grave.memories) for grave in worker.graves)
-                if worker.engine.shape.is_resident:
+                held["memfd"] -= sum(grave.num_fds for grave in worker.graves)
+                if worker.engine.shape.memory is MemoryKind.RESIDENT:
                     held["pipe"] = max(held["pipe"], NUM_PIPES_RESIDENT)
             elif " mover " in role:
                 role = "a mover"

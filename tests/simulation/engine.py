@@ -21,7 +21,7 @@ from tests.simulation.fabric import SimTransport
 from tests.simulation.kernel import Process, Task
 from tests.simulation.reasons import OF_LIARS_PUBLISH
 from tests.simulation.shapes import Deployment, RankShape, draw_request, own_lists, split_publish
-from tests.simulation.store import Store
+from tests.simulation.store import MemoryKind, Store
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -69,7 +69,7 @@ class EngineShape:
     says_ready: bool  # each rank reports what it has written
     has_gpu: bool  # ranks write and free blocks in work that is done some time after its launch
     grows: bool = False  # some transfers are published before they are whole
-    is_resident: bool = False  # its movers are threads of its ranks
+    memory: MemoryKind = MemoryKind.SHARED  # RESIDENT: its movers are threads of its ranks
     uid: int = 0
 
     @property
@@ -461,7 +461,7 @@ class Worker:
 
     def _new_store(self) -> Store:
         assert self.shape is not None
-        return Store(self.shape, self.engine.shape.is_resident)
+        return Store(self.shape, self.engine.shape.memory)
 
     def _register_rank(self, connected: client.Client, spec: EngineSpec, store: Store) -> client.RankHandle:
         assert self.shape is not None

@@ -16,6 +16,7 @@ from tests.simulation.engine import EngineShape, Transfer
 from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.kernel import SimulationError
 from tests.simulation.shapes import draw_deployment, draw_model
+from tests.simulation.store import MemoryKind
 from tests.simulation.world import Traits, World
 
 START_S = 30.0
@@ -97,6 +98,7 @@ def _draw_traits(rng: random.Random) -> Traits:
         send_buffer=rng.choice((0, 0, 2304)),
         io_bytes=rng.choice((0, 0, 0, 100)),
         frame_fds=rng.choice((0, 0, 0, 3)),
+        placement=rng.choice(("auto", "direct", "staged", "staged")),
         link_bytes=rng.choice((0, 0, 2000)),
         is_far=rng.random() < 0.15,
     )
@@ -146,7 +148,7 @@ class Episode:
                     says_ready=rng.random() < 0.4,
                     has_gpu=rng.random() < 0.25,
                     grows=rng.random() < 0.5,
-                    is_resident=rng.random() < 0.15,
+                    memory=rng.choices([*MemoryKind], (13, 3, 4))[0],
                     uid=rng.choice((0, 0, 1000, 1001)),
                 )
             )

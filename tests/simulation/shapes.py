@@ -24,6 +24,7 @@ from kvxferd.layout.presets.deploy import Ranks
 from kvxferd.layout.presets.deployment_options import AXIS_ORDERS, CHUNK_BYTES, VECTORISED
 from kvxferd.layout.presets.model_facts import gdn_states, mamba1_states, mamba2_states, ring, row
 from kvxferd.memory import SealedMemory
+from kvxferd.memory.device import DeviceMemory
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -58,7 +59,7 @@ class RankShape:
             for number, offset in [self.places[spec.region]]
         }
 
-    def regions(self, memories: Sequence[SealedMemory]) -> list[Region]:
+    def regions(self, memories: Sequence[SealedMemory | DeviceMemory]) -> list[Region]:
         """Return the memories as `register` and `resume` take them."""
         return [Region(region, memories[number], offset) for region, (number, offset) in self.places.items()]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import ExitStack
+from enum import StrEnum, auto
 from functools import lru_cache
 
 import numpy as np
@@ -12,9 +14,12 @@ from kvxferd.client import Region
 from kvxferd.ids import RegionId
 from kvxferd.layout import RankLayout
 from kvxferd.memory import SealedMemory
-from kvxferd.memory.device import ResidentMemory
+from kvxferd.memory.device import DeviceMemory, ResidentMemory
+from kvxferd.memory.device_pool import DevicePool
+from kvxferd.memory.driver_registry import open_driver
 from tests.simulation.contents import Contents, Lists
 from tests.simulation.shapes import RankShape
+from tests.support.fake_driver import FakeDriver
 
 REUSED = 0xEE  # what an engine writes into blocks that it was given back
 FREED = 0xDD  # and into memory that it was given back
@@ -28,16 +33,47 @@ def contents_of(layout: RankLayout) -> Contents:
     return Contents(layout)
 
 
+class MemoryKind(StrEnum):
+    """Where a rank's memory is."""
+
+    SHARED = auto()  # of the host, and other processes may map it
+    RESIDENT = auto()  # of the host, for its own process alone
+    GPU = auto()  # exported by the driver
+
+
+class GpuMemory:
+    """Memory of a simulated GPU, which its engine's kernels write: here its bytes are at the same address."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._driver = open_driver()
+        self._pool = DevicePool(self._driver.devices()[0].uuid, self._driver)
+        self.shared = DeviceMemory(self._pool.allocate(size_bytes).address, size_bytes, self._driver)
+        self.buffer = (ctypes.c_uint8 * size_bytes).from_address(self.shared.address)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of its pages."""
+        assert isinstance(self._driver, FakeDriver)
+        return self._driver.fd_of(self.shared.address)
+
+    def __enter__(self) -> GpuMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.close()
+
+
 class Store:
     """The memories of one rank while it has them, and their bytes as its engine has written them."""
 
-    def __init__(self, shape: RankShape, is_resident: bool) -> None:
-        self._shape, self._is_resident = shape, is_resident
+    def __init__(self, shape: RankShape, kind: MemoryKind) -> None:
+        self._shape, self._kind = shape, kind
         self._contents = contents_of(shape.layout)
-        self.memories: list[SealedMemory] = []
+        self.memories: list[SealedMemory | GpuMemory] = []
         with ExitStack() as undoing:
             for size in shape.memory_bytes:
-                self.memories.append(undoing.enter_context(SealedMemory.create(size)))
+                made = GpuMemory(size) if kind is MemoryKind.GPU else SealedMemory.create(size)
+                self.memories.append(undoing.enter_context(made))
             undoing.pop_all()
         self._bytes = [np.frombuffer(memory.buffer, dtype=np.uint8) for memory in self.memories]
         self._expected = [real.copy() for real in self._bytes]
@@ -48,10 +84,16 @@ class Store:
         self.is_freed = False
 
     @property
+    def num_fds(self) -> int:
+        """How many descriptors its process has for it: of a sealed memory its own, and Python's mapping's."""
+        return len(self.memories) * (1 if self._kind is MemoryKind.GPU else 2)
+
+    @property
     def regions(self) -> list[Region] | dict[RegionId, ResidentMemory]:
         """What `register` and `resume` take."""
-        if not self._is_resident:
-            return self._shape.regions(self.memories)
+        if self._kind is not MemoryKind.RESIDENT:
+            shared = [one.shared if isinstance(one, GpuMemory) else one for one in self.memories]
+            return self._shape.regions(shared)
         return {name: ResidentMemory(view.ctypes.data, view.size) for name, view in self._views.items()}
 
     def write(self, lists: Lists, number: int, start: int, end: int | None) -> None:

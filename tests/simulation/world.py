@@ -27,6 +27,7 @@ from kvxferd.config.schema import (
 )
 from kvxferd.control import worker_socket
 from kvxferd.core.sink import stalled_sources
+from kvxferd.memory import driver_registry
 from kvxferd.wire import block_id_parts, fd_batches, framing
 from tests.simulation import interposed, libzmq, network
 from tests.simulation.checks import Check, Expectations, Violation
@@ -37,6 +38,7 @@ from tests.simulation.network import Network, Wire, name_of
 from tests.simulation.node import Nodes
 from tests.simulation.reasons import Reasons
 from tests.simulation.store import Store
+from tests.support.fake_driver import FakeDriver
 
 PORT = 9441
 REFUSED_S = 10.0  # so long a source is refused whose reads hang
@@ -56,6 +58,7 @@ class Traits:
     frame_fds: int = 0  # that go with one frame at most; 0: as many as usual
     link_bytes: int = 0  # that are under way between two nodes; 0: as usual
     is_far: bool = False  # messages between nodes take long
+    placement: str = "auto"  # of memory of a GPU
     has_low_limits: bool = False
     preempt_share: float = 0.0  # of the looks at the clock at which another thread takes over
 
@@ -101,6 +104,8 @@ class World:
         self.fabric = Fabric(self.kernel, traits.transport, traits.is_slow, self._misused)
         self.fabric.on_moment = self._reached
         self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)
+        self._drivers: dict[Process, FakeDriver] = {}
+        interposed.set_on(driver_registry, "_open_once", lambda name: self._driver())
         self.nodes.on_broken = lambda text: self.violate(Check.INTEGRITY, text)
         self.expectations = Expectations(self)
         self.reasons = Reasons(self)
@@ -125,6 +130,10 @@ class World:
         self.engines = [Engine(self, shape) for shape in shapes]
         for engine in self.engines:
             engine.start()
+
+    def _driver(self) -> FakeDriver:
+        """Return the running process's driver of its GPU."""
+        return self._drivers.setdefault(self.kernel.current.process, FakeDriver())
 
     # --- nodes
 
@@ -151,7 +160,7 @@ class World:
             http=HttpConfig(bind=""),
             peer=PeerConfig(bind=self.endpoint_of(node)),
             transfer=TransferConfig(lease_s=LEASE_S, max_hold_s=MAX_HOLD_S),
-            mover=MoverConfig(read=self.traits.read),  # type: ignore[arg-type]
+            mover=MoverConfig(read=self.traits.read, placement=self.traits.placement),  # type: ignore[arg-type]
             limits=limits,
         )
 

@@ -127,6 +127,10 @@ class FakeDriver:
         base = self.allocation_range(address).base
         return self._mapped[base][1].uuid if base in self._mapped else self._plain[base][1]
 
+    def fd_of(self, address: int) -> int:
+        """Return the descriptor of mapped memory."""
+        return self._mapped[self.allocation_range(address).base][1].fd
+
     def write_order(self, uuid: str) -> WriteOrder:
         self.device(uuid)
         return WriteOrder(os.environ.get(WRITE_ORDER_VARIABLE, WriteOrder.NATIVE))
@@ -357,7 +361,7 @@ def _fake_name_in(text: str) -> str:
 
 def _describe_fd(fd: int) -> tuple[str, int] | None:
     with contextlib.suppress(OSError):
-        if name := _fake_name_in(os.readlink(f"/proc/self/fd/{fd}")):
+        if name := _fake_name_in(os.readlink(f"/proc/thread-self/fd/{fd}")):
             _, uuid, size, _ = name.split(":")
             return uuid, int(size)
     return None
