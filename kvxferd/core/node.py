@@ -310,6 +310,7 @@ class Node:
         self.pulls.check_integrity()
         self.home.check_integrity()
         self.peers.check_integrity()
+        self.handshake_client.check_integrity()
         self.poll_requests.check_integrity()
         self.chunk_memory.check_integrity()
         self._check_block_id_memory()

@@ -87,7 +87,7 @@ class Aftermath:
         if not self._wait(is_done, limit_s + 1):
             what = f"{transfer.transfer_id} of {source.shape.name} does not arrive at {sink.shape.name}"
             raise Violation(Check.WORKS_AGAIN, f"{what}, although no more than {hardship.value}")
-        is_busy = world.traits.has_low_limits  # of ranks that ask at once some are turned away
+        is_busy = world.traits.may_be_busy  # of ranks that ask at once some are turned away
         is_first = all(wanted.attempts == 1 for wanted in world.wanted[before:])
         if hardship in AT_ONCE and not is_busy and not is_first:
             raise Violation(Check.WORKS_AGAIN, f"{sink.shape.name} had to pull twice at rest")

@@ -17,7 +17,7 @@ from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.kernel import SimulationError
 from tests.simulation.shapes import draw_deployment, draw_model
 from tests.simulation.store import MemoryKind
-from tests.simulation.world import Traits, World
+from tests.simulation.world import LOW_NUMBERS, Traits, World
 
 START_S = 30.0
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
@@ -93,6 +93,7 @@ def _draw_traits(rng: random.Random) -> Traits:
         is_slow=rng.random() < 0.33,
         read=rng.choice(("direct", "covering", "auto")),
         has_low_limits=rng.random() < 0.15,
+        low_numbers=tuple(sorted(rng.sample(sorted(LOW_NUMBERS), rng.choice((0, 0, 0, 1, 2))))),
         preempt_share=rng.choice((0.0, 0.0, 0.002)),
         part_bytes=rng.choice((0, 0, 4, 8)),
         send_buffer=rng.choice((0, 0, 2304)),
@@ -199,7 +200,7 @@ class Episode:
         if drawn < LOST_NODE_SHARE:
             self.aftermath.check_lost_node()
             self._rest()
-        elif drawn < LOST_NODE_SHARE + HARDSHIP_SHARE and not self.plan.traits.has_low_limits:
+        elif drawn < LOST_NODE_SHARE + HARDSHIP_SHARE and not self.plan.traits.may_be_busy:
             self.aftermath.check_works_again([*Hardship][1:])
             self._rest()
             self.world.plan_nothing()

@@ -176,10 +176,10 @@ class Reasons:
     def _has_ended_pull(self, pull: Pull) -> bool:
         return pull.is_cancelled or pull.worker.is_suspending or bool(pull.transfer.abandoned)
 
-    def _has_low_limits(self, pull: Pull) -> bool:
+    def _may_be_busy(self, pull: Pull) -> bool:
         # Or it has no descriptors, or messages with block ids were lost.
         is_struck = self.is_struck(pull.began - SHORTLY_S, self._parties(pull))
-        return self._world.traits.has_low_limits or is_struck
+        return self._world.traits.may_be_busy or is_struck
 
     def _is_daemon_struck(self, pull: Pull) -> bool:
         return self.is_struck(pull.began - SHORTLY_S, self._own_parties(pull))
@@ -216,7 +216,7 @@ class Reasons:
 _NEEDS: dict[Code, Callable[[Reasons, Pull], bool]] = {
     Code.DEADLINE: Reasons._is_past_deadline,
     Code.CANCELLED: Reasons._has_ended_pull,
-    Code.BUSY: Reasons._has_low_limits,
+    Code.BUSY: Reasons._may_be_busy,
     Code.DAEMON_LOST: Reasons._is_daemon_struck,
     Code.UNPUBLISHED: Reasons._is_withdrawn,
 }

@@ -136,7 +136,7 @@ def test_every_kind_is_drawn_as_often_as_it_should_be() -> None:
     assert seen["1 attention"] > seen["2 attention"] > NUM_PAIRS // 5, seen
     assert NUM_PAIRS // 10 < seen["a state"] < NUM_PAIRS // 3, seen
     assert min(seen.values()) >= 3, seen
-    assert len(seen) == 25, seen
+    assert len(seen) == 27, seen
 
 
 def test_groups_that_overlay_one_another_share_no_byte_of_two_block_ids() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import random
@@ -45,6 +46,30 @@ REFUSED_S = 10.0  # so long a source is refused whose reads hang
 LEASE_S = 8.0  # of a transfer and of a grant
 
 
+# Numbers of the product that are never reached in small worlds: each low enough that it is.
+LOW_NUMBERS = {
+    "core.context CALLS_PER_TURN": 2,
+    "core.peers.peers MAX_OPEN_REQUESTS": 12,
+    "core.peers.routes MAX_ROUTES": 2,
+    "core.ranks.home MAX_LEFT": 1,
+    "core.ranks.member MAX_RELEASED": 2,
+    "core.sink.grants MAX_GRANTS_PER_RENEWAL": 1,
+    "core.sink.manifests MAX_ENGINES_PER_PEER": 1,
+    "core.sink.manifests MAX_LEARNING": 2,
+    "core.sink.manifests MAX_LEARNT_BYTES": 40_000,
+    "core.sink.stalled_sources MAX_SOURCES": 1,
+    "core.source.grants MAX_READERS": 2,
+    "core.source.transfer_table MAX_EARLY_READY": 2,
+    "core.worker_requests MAX_ABANDONING": 1,
+    "core.worker_requests MAX_PREPARED": 1,
+    "control.peer_inbox MAX_CACHED_BYTES": 1,
+    "control.peer_inbox MAX_INLINE_BYTES": 64,
+    "client.publishes MAX_USED_IDS": 2,
+    "mover.process.pull_engine MAX_INFLIGHT": 2,
+    "plan.topology MAX_REMOTE_ENGINES": 1,
+}
+
+
 @dataclass(frozen=True)
 class Traits:
     """What kind of episode it is."""
@@ -60,7 +85,13 @@ class Traits:
     is_far: bool = False  # messages between nodes take long
     placement: str = "auto"  # of memory of a GPU
     has_low_limits: bool = False
+    low_numbers: tuple[str, ...] = ()  # of LOW_NUMBERS
     preempt_share: float = 0.0  # of the looks at the clock at which another thread takes over
+
+    @property
+    def may_be_busy(self) -> bool:
+        """Whether honest requests may be too many."""
+        return self.has_low_limits or bool(self.low_numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +129,9 @@ class World:
         if traits.frame_fds:
             for place in (fd_batches, framing, registration, worker_socket):
                 interposed.set_on(place, "MAX_FDS_PER_FRAME", traits.frame_fds)
+        for named in traits.low_numbers:
+            module, name = named.split()
+            interposed.set_on(importlib.import_module(f"kvxferd.{module}"), name, LOW_NUMBERS[named])
         interposed.set_on(stalled_sources, "REFUSED_S", REFUSED_S)
         self.network.tell = lambda what: self.tell("network", what)
         libzmq.install(self.kernel, self.network, interposed.set_on)

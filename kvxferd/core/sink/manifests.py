@@ -202,6 +202,11 @@ class HandshakeClient:
             elapsed_s=self._context.now - started,
         )
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError where users are charged for other engines than those that are being learnt."""
+        learning, charged = sum(len(peer.learning) for peer in self._peers), self._learning_share.held
+        assert learning == charged, f"{learning} engines are being learnt, and {charged} charged"
+
     def find_engine(self, engine_id: EngineId) -> RemoteEngine | None:
         """Return an engine with that id that some peer has; None: no peer has."""
         found = (e for peer in self._peers for e in peer.engines.values())

@@ -337,6 +337,11 @@ class TransferTable:
         """Forget an ended transfer."""
         self.tombstones.pop(key, None)
 
+    @property
+    def num_early_charged(self) -> int:
+        """How many of `early_ready` their owners are charged for."""
+        return self._early_share.held
+
     def forget_early_ready(self, key: TransferKey) -> None:
         """Forget the early `ready` of a transfer whose publish never came."""
         self._pop_early_ready(key)
