@@ -167,9 +167,13 @@ class AbandonTransfer(Message, frozen=True):
 
 
 class RequestDone(Message, frozen=True):
-    """The reply to a returned grant, an acknowledgement, an abandonment or a member's report."""
+    """The reply to a returned grant, an acknowledgement, an abandonment or a member's report.
+
+    `is_new`: of a `JoinRank`, the home did not know the rank, nor what it has reported.
+    """
 
     request: int
+    is_new: bool = False
 
 
 class StillWaiting(Message, frozen=True):

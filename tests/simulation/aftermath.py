@@ -68,8 +68,6 @@ class Aftermath:
             self._wait(lambda: False, JOINED_S)
         if hardship is Hardship.SINK_RESTARTS and {*source.shape.nodes} & {*sink.shape.nodes}:
             hardship = Hardship.SOURCE_RESTARTS  # it has ranks of the source
-        if hardship is Hardship.SOURCE_RESTARTS and source.loses_reports:
-            hardship = Hardship.MOVERS_DIE
         self._is_home_behind = hardship in ENDS_MOVERS
         transfer = self._publish(source)
         world.tell("aftermath", f"{transfer.transfer_id} of {source.shape.name}: {hardship.value}")

@@ -191,14 +191,6 @@ class Engine:
         return f"g{self.life}"
 
     @property
-    def loses_reports(self) -> bool:
-        """Whether it is a case of a known defect: what another node's ranks report is lost with the home.
-
-        Their daemon tells it once, so the home that follows waits for it until the transfer's lease ends.
-        """
-        return self.shape.says_ready and len(set(self.shape.nodes)) > 1
-
-    @property
     def reader(self) -> str:
         """The present life as others name it."""
         return f"{self.shape.name} {self.generation}"

@@ -127,12 +127,9 @@ class Reasons:
             is_withdrawn = is_withdrawn or worker.generation != worker.engine.generation
         # A pull that comes late may find the lease over.
         is_late = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
-        source = transfer.publisher.engine
-        home_began = self._world.started_at(source.shape.nodes[0])
-        is_lost = source.loses_reports and home_began > transfer.published_at
         is_short = code == Code.DEADLINE and pull.deadline - pull.began < LONG_DEADLINE_S
         if (
-            pull.is_cancelled or is_withdrawn or is_late or is_short or is_lost or code == Code.BUSY
+            pull.is_cancelled or is_withdrawn or is_late or is_short or code == Code.BUSY
             or self.is_struck(pull.began - SHORTLY_S, self._parties(pull))
         ):  # fmt: skip
             self.num_excused += 1

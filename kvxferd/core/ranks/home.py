@@ -85,13 +85,14 @@ class Home:
         ):
             present.request = max(present.request, message.request)
             self._refresh_heartbeat(present, route)  # the usual case: nothing is checked again
-            self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
+            self._reply_to_join(present, route, message)
             return
         try:
             # The sender is checked before the layout, which takes much longer.
             self._check_sender(message, identity, present, route)
             joined = check_manifest(message.manifest, self._layout_cache)
             record = MemberRank(joined, route, message.boot, identity, message.request, self._context.now)
+            record.added_by = message.request if present is None else 0
             self._registry.claim(record, present)
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
@@ -103,8 +104,12 @@ class Home:
         self._refresh_heartbeat(record, route)
         if present is None or present.incarnation != record.incarnation:
             self._on_change(RankChange.MAPPED, record)
-        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
+        self._reply_to_join(record, route, message)
         self._on_engine_change(spec.engine_id)
+
+    def _reply_to_join(self, record: MemberRank, route: bytes, message: JoinRank) -> None:
+        done = RequestDone(request=message.request, is_new=message.request == record.added_by)
+        self._context.emit(ReplyToPeer(route, done))
 
     def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
         """Return why the rank cannot be joined, before its layout is decoded; None: the layout decides."""

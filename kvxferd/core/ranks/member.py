@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToPeer, SendToWorker
@@ -29,6 +30,8 @@ from kvxferd.wire.worker import Released
 
 # A home has 8,192 transfers of an engine at most, and repeats a report for two minutes.
 MAX_RELEASED = 16_384
+# What a rank has reported, the latest: an engine has 8,192 transfers at most, of which few are written now.
+MAX_REPORTED = 1024
 # Refusals of a home that may end with time, where they carry `retry_after_s`.
 RETRYABLE_CODES = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
 
@@ -52,6 +55,8 @@ class Member:
         self._secret = context.new_token()  # for as long as this daemon runs
         # Transfers that a home has reported as released, the latest: it reports again where it gets no reply.
         self._released: OrderedDict[tuple[EngineKey, TransferId], None] = OrderedDict()
+        # What each rank has reported as written and not heard to be released: a home that restarts lost it.
+        self._reported: dict[SessionId, OrderedDict[TransferId, tuple[Incarnation, int]]] = {}
         self._open_joins: dict[SessionId, int] = {}  # the request of each rank's last `JoinRank`
         self._pending: list[tuple[Endpoint, SetRankPolling]] = []  # until the mover polls
         peers.pin(self._homes)
@@ -88,6 +93,8 @@ class Member:
                 return  # another mover has been bound since, and its join is under way
             if not isinstance(reply, PeerRefused):
                 on_reply(None)
+                if isinstance(reply, RequestDone) and reply.is_new:
+                    self._report_again(rank)
                 return
             wait_s = reply.retry_after_s
             may_change = reply.code in RETRYABLE_CODES and wait_s > 0
@@ -127,6 +134,7 @@ class Member:
         """Leave the home: the rank is gone, or has no mover now. `former`: the agent joined, if another."""
         self._context.timers.cancel(("heartbeat", rank.session))
         self._context.timers.cancel(("rejoin", rank.session))
+        self._reported.pop(rank.session, None)  # its home ends what it has written
         agent, spec = former or rank.agent, rank.spec
         if agent is None:
             return
@@ -153,6 +161,24 @@ class Member:
 
         `ready_tokens`: so many tokens of it; -1: all.
         """
+        reported = self._reported.setdefault(rank.session, OrderedDict())
+        reported[transfer_id] = incarnation, ready_tokens
+        reported.move_to_end(transfer_id)
+        if len(reported) > MAX_REPORTED:
+            reported.popitem(last=False)
+        self._send_ready(rank, incarnation, transfer_id, ready_tokens)
+
+    def _report_again(self, rank: LocalRank) -> None:
+        """Report all that a home that is new does not know. It ignores what has ended there."""
+        reported: Mapping[TransferId, tuple[Incarnation, int]] = self._reported.get(rank.session, {})
+        self._context.run_in_batches(
+            partial(self._send_ready, rank, incarnation, transfer_id, ready_tokens)
+            for transfer_id, (incarnation, ready_tokens) in reported.items()
+        )
+
+    def _send_ready(
+        self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int
+    ) -> None:
         spec = rank.spec
         self._peers.request(
             spec.home,
@@ -227,6 +253,8 @@ class Member:
             return
         if engine is not None and self._is_first_report(engine.key, message.transfer_id):
             for session in sorted(engine.sessions()):
+                if reported := self._reported.get(session):
+                    reported.pop(message.transfer_id, None)
                 self._context.emit(
                     SendToWorker(session, Released(transfer_id=message.transfer_id, why=message.why))
                 )

@@ -119,6 +119,7 @@ class MemberRank:
     identity: MemberIdentity
     request: int = 0  # the number of the last `JoinRank` of it
     last_seen_at: float = 0.0  # when it last joined: its heartbeat
+    added_by: int = 0  # the number of the `JoinRank` before which the rank was not known; 0: it was
     rules: BlockRules = field(init=False)
 
     def __post_init__(self) -> None:

@@ -374,6 +374,43 @@ def test_a_member_of_a_home_that_restarted_lets_its_mover_rest(world, spread):
     assert not mover.attended
 
 
+@pytest.mark.parametrize("is_reply_lost", [False, True])
+def test_what_a_member_has_reported_is_reported_again_to_a_home_that_restarted(world, spread, is_reply_lost):
+    """Else the transfer, which its publisher publishes anew, would wait for the rank until its lease ends."""
+    stages, sink = spread
+    stages[1].ready("t1")
+    world.advance(1)
+    home = world.host("p0")  # another daemon on the same endpoint
+    again = world.register(home, stages[0].spec)
+    again.fill(IDS, TOKENS, seed=1)
+    if is_reply_lost:
+        world.cut.add(("p0", "p1"))
+        world.advance(3.5)
+        world.cut.clear()
+    world.advance(10)
+    ref = again.publish("t1", IDS, TOKENS)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+
+
+def test_a_member_reports_nothing_again_that_was_released(world, spread):
+    stages, sink = spread
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    stages[1].ready("t1")
+    assert isinstance(sink.ended(sink.pull(ref, SINK_IDS, TOKENS)), wk.TicketDelivered)
+    sent = []
+    post = world.post
+    world.post = lambda source, target, event, message: (
+        sent.append(message),
+        post(source, target, event, message),
+    )
+    home = world.host("p0")
+    world.register(home, stages[0].spec)
+    world.advance(10)
+    assert any(isinstance(message, JoinRank) for message in sent)
+    assert not [message for message in sent if isinstance(message, RankReady)]
+
+
 def test_the_last_word_on_polling_counts_whatever_is_asked_again(world, spread):
     """A lost "rest" that is sent again after a "poll" would leave a reader without a source that polls."""
     stages, sink = spread
