@@ -663,9 +663,9 @@ class Worker:
         over = transfer.workers if self is transfer.publisher else [self] if self in transfer.workers else []
         for worker in over:
             if worker.store is not None and worker not in transfer.freed:
-                transfer.freed.add(worker)
                 worker.check_memory()
                 worker.store.take_back(transfer.lists)
+            transfer.freed.add(worker)  # also of one that sleeps: it wakes with other memory
         if self is transfer.publisher:
             self.engine.forget(transfer)
         if is_first and not refusal:
