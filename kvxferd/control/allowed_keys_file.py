@@ -139,9 +139,18 @@ class AllowedKeysFile:
             self._path, self._signature, self._found = path, signature, KeysRead(keys)
 
     def start(self, on_read: Callable[[KeysRead], None]) -> None:
-        """Watch the file. `on_read` gets each changed result, on the thread that watches."""
-        self._thread = threading.Thread(target=self._watch, args=(on_read,), name="allowed-keys", daemon=True)
-        self._thread.start()
+        """Watch the file. `on_read` gets each changed result, on the thread that watches.
+
+        Raises ConfigError where the system has no thread.
+        """
+        thread = threading.Thread(target=self._watch, args=(on_read,), name="allowed-keys", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot watch the file of keys: {error}; raise the limit on threads"
+            ) from error
+        self._thread = thread
 
     def stop(self) -> None:
         """Stop watching. Idempotent; a thread that waits for a file system is left to it."""

@@ -112,9 +112,14 @@ class PeerSocket:
         self.bound_endpoint = ""  # with the real port
 
     def start(self) -> None:
-        """Bind. Raises ConfigError if the address cannot be bound."""
-        self._start_zap()
-        router = self._make_socket(zmq.ROUTER, self._bind)
+        """Bind. Raises ConfigError if the address cannot be bound, or no sockets can be had."""
+        try:
+            self._start_zap()
+            router = self._make_socket(zmq.ROUTER, self._bind)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot open the peer socket: {error.strerror}; raise the limit on open files, or free some"
+            ) from error
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_PEER_REQUEST_BYTES)
         router.setsockopt(zmq.SNDHWM, MAX_SHORT_REPLIES)

@@ -368,6 +368,7 @@ class Worker:
         """Close the session, and end."""
         if self.handle is not None:
             self.tell("leaves")
+            self.world.kernel.on_strike(self.process)
             for pull in self.pulls.values():
                 pull.is_cancelled = True
             self.handle.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+import zmq
 
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.core import events as ev
+from kvxferd.errors import ConfigError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.wire.peer import ReleaseGrant
 
@@ -62,6 +65,18 @@ async def start() -> AsyncIterator[Callable[..., Daemon]]:
 
 def question(number: int) -> ReleaseGrant:
     return ReleaseGrant(request=number, grant=GrantId("g"))
+
+
+async def test_a_daemon_without_descriptors_says_why_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    socket = PeerSocket("tcp://127.0.0.1:0", lambda event: None)
+
+    def none_left(context: zmq.Context, kind: int) -> zmq.Socket:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(zmq.Context, "socket", none_left)
+    with pytest.raises(ConfigError, match="Too many open files; raise the limit"):
+        socket.start()
+    socket.stop()
 
 
 async def test_replies_go_to_who_asked_until_it_disconnects(start: Callable[..., Daemon]) -> None:
