@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 REPLY_S = 5.0
 NUM_EVENTFDS = 8  # of a daemon: one a peer and loop
 NUM_THREADS = 6
+NUM_LATE_MOVERS = 3
 NUM_PIPES_RESIDENT = 6  # a mover that was replaced is closed when the next is started
 # Of each connection a few messages are handled in a turn, and each makes a message to a few ranks: five times
 # the most that was seen in 28 episodes (23,348 bytes in 52 messages).
@@ -117,8 +118,8 @@ class Audit:
         }
         for role, held in self._held().items():
             for kind, number in (held - self._begin.get(role, held)).items():
-                # One of its movers that ends after the next has started is closed when another starts.
-                if kind == "pipe" and number == 1 and role.split("/")[0] in resident:
+                # Movers that end after the next has started are closed when another starts.
+                if kind == "pipe" and number <= NUM_LATE_MOVERS and role.split("/")[0] in resident:
                     continue
                 found.append(f"{role} holds {number} more of {kind}")
         if files := self._list_files() - self._files:

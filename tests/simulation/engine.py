@@ -37,6 +37,7 @@ DOUBT_S = 30.0
 SUSPEND_S = 8.0
 REGISTER_S = 20.0
 CANCEL_S = 4.0
+STAGED_S = 10.0  # after which a staged source that does not reply is gone
 CLIENT_GRACE_S = 0.5  # `client.pulls.DEADLINE_GRACE_S`: the client's own timer
 DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
 TWO_TRIPS_S = 0.25
@@ -821,7 +822,7 @@ class Worker:
             Check.CANCELLED,
             f"pull {pull.ticket.number} of {self.name} is cancelled, and does not end",
             (self.process, ("daemon", self.node)),
-            CANCEL_S,
+            CANCEL_S + (STAGED_S if pull.transfer.publisher.engine.shape.memory is MemoryKind.GPU else 0.0),
             lambda: bool(pull.ended) or not self.is_alive,
         )
 

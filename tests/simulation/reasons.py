@@ -119,6 +119,8 @@ class Reasons:
             return "all are honest"
         # A source that replies for too long that it still waits is `deadline`, too: pulls share the request.
         is_kept = "cannot wait longer for" in event.message
+        # Of a mover that stages: what earlier reads left in doubt, until it is replaced.
+        has_doubts = "every buffer is in doubt" in event.message
         if (is_so := _NEEDS.get(code)) is not None and not is_so(self, pull) and not is_kept:
             return "nothing like it has happened"
         self.num_judged += 1
@@ -129,7 +131,7 @@ class Reasons:
         is_late = now >= transfer.published_at + transfer.lease_s - LEASE_SLACK_S
         is_short = code == Code.DEADLINE and pull.deadline - pull.began < LONG_DEADLINE_S
         if (
-            pull.is_cancelled or is_withdrawn or is_late or is_short or code == Code.BUSY
+            pull.is_cancelled or is_withdrawn or is_late or is_short or has_doubts or code == Code.BUSY
             or self.is_struck(pull.began - SHORTLY_S, self._parties(pull))
         ):  # fmt: skip
             self.num_excused += 1

@@ -43,6 +43,7 @@ from tests.support.fake_driver import FakeDriver
 
 PORT = 9441
 REFUSED_S = 10.0  # so long a source is refused whose reads hang
+COPY_S = (2e-5, 2e-4, 2e-3)  # that a copy of a GPU takes
 LEASE_S = 8.0  # of a transfer and of a grant
 
 
@@ -102,6 +103,28 @@ class PlannedMessage:
     strike: Callable[[], None] = lambda: None
     hosts: frozenset[str] | None = None
     name: str = ""
+
+
+class SimDriver(FakeDriver):
+    """The tests' driver. Who waits for a copy polls it as if its pauses were short."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        self._kernel = kernel
+
+    def record(self, stream: Any) -> Any:
+        self._wake()
+        return super().record(stream)
+
+    def is_done(self, event: Any) -> bool:
+        is_done = super().is_done(event)
+        if not is_done:
+            self._wake()
+        return is_done
+
+    def _wake(self) -> None:
+        task, delay_s = self._kernel.current, self._kernel.rng.choice(COPY_S)
+        self._kernel.at(self._kernel.now + delay_s, lambda: self._kernel.end_pause(task, 0.0))
 
 
 class World:
@@ -167,7 +190,7 @@ class World:
 
     def _driver(self) -> FakeDriver:
         """Return the running process's driver of its GPU."""
-        return self._drivers.setdefault(self.kernel.current.process, FakeDriver())
+        return self._drivers.setdefault(self.kernel.current.process, SimDriver(self.kernel))
 
     # --- nodes
 

@@ -151,8 +151,10 @@ class FakeDriver:
         if self._held_bytes(uuid) + size_bytes > device.total_bytes:
             raise DeviceError(f"cannot create {size_bytes} bytes of device memory: out of memory")
         memory = SealedMemory.create(size_bytes, f"{_PREFIX}{uuid}:{size_bytes}:{secrets.token_hex(4)}")
-        fd = os.dup(memory.fd)
-        memory.close()
+        try:
+            fd = os.dup(memory.fd)
+        finally:
+            memory.close()
         return self._add(_Physical(fd, size_bytes, uuid))
 
     def _held_bytes(self, uuid: str) -> int:

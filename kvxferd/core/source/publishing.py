@@ -73,6 +73,14 @@ class PublishedTransfers:
         fence_word: bytes,
     ) -> None:
         """Start a transfer's life, or refuse it."""
+        former = self.table.live.get((engine, message.transfer_id))
+        if (
+            former is not None
+            and former.session != session.session_id
+            and _is_repeated(former, message, session)
+        ):
+            # Its client has connected anew, and the old connection's end, which releases it, is not seen yet.
+            self.release(former, Code.PUBLISHER_GONE)
         try:
             transfer = self._admit(session, engine, message, blocks, fence_word)
         except KvxferdError as error:
@@ -483,6 +491,12 @@ class PublishedTransfers:
             )
             is_asleep = isinstance(record, LocalRank) and record.state in ASLEEP
             assert not is_asleep, f"{key}: rank {rank} sleeps"
+
+
+def _is_repeated(former: Transfer, message: Publish, session: Session) -> bool:
+    """Whether a publish has come before on another connection: nobody but its client knows its nonce."""
+    is_same = former.nonce == message.nonce and former.uid == session.uid
+    return is_same and former.session != session.session_id
 
 
 def _appended(

@@ -45,6 +45,19 @@ def test_a_released_transfer_is_not_taken_again(world):
     assert source.received(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
 
 
+def test_a_publish_that_overtakes_the_end_of_its_clients_former_connection_is_released(world, source):
+    """The client sends it again on the new one. Were it refused as published already, it would live on."""
+    again = world.attach(source.host, source.spec)
+    source.publish("t1", IDS, TOKENS, nonce="1" * 32)
+    word = source.fence[:16]
+    again.publish("t1", IDS, TOKENS, nonce="1" * 32)
+    assert again.received(wk.PublishRefused)[-1].code is Code.RELEASED
+    assert [released.why for released in source.received(wk.Released)] == [Code.PUBLISHER_GONE]
+    assert source.fence[:16] != word
+    again.publish("t1", IDS, TOKENS, nonce="2" * 32)
+    assert again.received(wk.PublishRefused)[-1].code is Code.TRANSFER_EXISTS
+
+
 def test_a_release_during_the_read_fails_the_pull_though_its_bytes_arrived(world):
     source, sink, ref = published(world)
     mover = mover_of(sink)
