@@ -88,6 +88,7 @@ from kvxferd.wire.mover import (
     FenceRefused,
     MoverLeaving,
     MoverUp,
+    MoverWorn,
     Polling,
     ProbeResult,
     PullDone,
@@ -562,6 +563,9 @@ class Node:
                 else:
                     self.chunk_memory.handle(mover.mover_id, message)
                     self._replace_if_idle(mover.mover_id)
+            case MoverWorn():
+                mover.worn = True
+                self._replace_if_idle(mover.mover_id)
             case MoverLeaving():
                 self.movers.kill(mover.mover_id)
             case _:
@@ -604,9 +608,9 @@ class Node:
         return self.pulls.runs_on(mover.mover_id) or self.poll_requests.has_holders(mover.agent)
 
     def _replace_if_idle(self, mover_id: MoverId) -> None:
-        """Replace a mover whose lost chunks only its death frees, once nobody needs it; look again later."""
+        """Replace a mover with memory that only its death frees, once nobody needs it; look again later."""
         mover = self.movers.get(mover_id)
-        if mover is None or not self.chunk_memory.lost_bytes(mover_id):
+        if mover is None or not (mover.worn or self.chunk_memory.lost_bytes(mover_id)):
             return
         if self.movers.accepts_pulls(mover_id) and not self._is_mover_needed(mover):
             self.movers.retire(mover_id)

@@ -301,6 +301,10 @@ class ChunkMemoryRequest(Message, frozen=True):
     number: int = 0  # of the last `ChunkMemoryGranted` that the mover has; 0: it has none
 
 
+class MoverWorn(Message, frozen=True):
+    """Something may write each of the mover's buffers until the mover dies: it can stage no read any more."""
+
+
 class MoverLeaving(Message, frozen=True):
     """A resident mover ends and accepts nothing more. When the stream ends, its agent is gone."""
 
@@ -337,5 +341,6 @@ FromMover = (
     | PullQuiesced
     | DisconnectSeen
     | ChunkMemoryRequest
+    | MoverWorn
     | MoverLeaving
 )

@@ -17,7 +17,7 @@ from kvxferd.client import gpu_events
 from kvxferd.config import Config
 from kvxferd.control import http_connections
 from kvxferd.daemon import Daemon
-from kvxferd.errors import KvxferdError
+from kvxferd.errors import ConfigError, KvxferdError
 from kvxferd.frame_socket import FrameSocket
 from kvxferd.ids import AgentName
 from kvxferd.mover.forkserver_protocol import TO_FORKSERVER, Fork, Forked
@@ -32,6 +32,8 @@ from kvxferd.telemetry.warnings import warning_watch
 from kvxferd.wire.framing import Frame
 from tests.simulation.fabric import Fabric, SimTransport
 from tests.simulation.kernel import Kernel, Process
+
+RESTART_S = 0.5
 
 
 class SimLibrary:
@@ -70,8 +72,11 @@ class Nodes:
         """Start a daemon."""
 
         def main() -> None:
-            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-                self.exits[process.name] = runner.run(SimDaemon(config, self.on_broken).run())
+            while True:
+                with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner, suppress(ConfigError):
+                    self.exits[process.name] = runner.run(SimDaemon(config, self.on_broken).run())
+                    return
+                self.kernel.sleep(RESTART_S)  # whoever starts it tries again
 
         process = self.kernel.spawn(name, main)
         return process

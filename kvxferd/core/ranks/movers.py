@@ -38,6 +38,7 @@ class Mover:
     loaded_bytes_of: Counter[Endpoint] = field(default_factory=Counter)  # bytes of the remotes, by that peer
     last_used: dict[AgentName, float] = field(default_factory=dict)  # of each agent, the oldest first
     resident: bool = False  # a thread of the worker: requested to end, never killed
+    worn: bool = False  # its buffers are in doubt, and only its death frees them
     retired: bool = False  # it ends when its pulls have ended; another one serves its rank
     dying: bool = False
     kill_sent_at: float = 0.0  # of a dying one

@@ -29,6 +29,7 @@ from kvxferd.mover.transport.staging_source import StagingSource
 from kvxferd.plan import Runs
 from kvxferd.wire.codec import encode
 from kvxferd.wire.limits import MAX_ADDRESS, MAX_SENTENCE_CHARS
+from kvxferd.wire.mover import MoverWorn
 from kvxferd.wire.staging import (
     MAX_CHUNK_RUNS,
     STAMP_BYTES,
@@ -417,6 +418,8 @@ class StagedTransport:
                 self._slots.release(chunk.slot)
             else:
                 self._slots.quarantine(chunk.slot)
+                if self._slots.is_exhausted:
+                    self._disconnects.outbox.append(MoverWorn())
 
     # --- messages of other movers
 

@@ -17,7 +17,7 @@ from kvxferd.core.settings import Settings
 from kvxferd.ids import BootId, Endpoint, MoverId
 from kvxferd.records import PullRecord
 from kvxferd.wire.limits import CHUNK_BYTES
-from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest, PullDone, PullOutcome
+from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest, MoverWorn, PullDone, PullOutcome
 from kvxferd.wire.worker import TicketDelivered
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, mover_of
 
@@ -233,8 +233,15 @@ def lose_a_chunk(worker: Worker) -> Mover:
     return mover
 
 
-def test_an_idle_mover_with_a_lost_chunk_is_replaced(world, source, sink):
-    old = lose_a_chunk(sink)
+def wear_out(worker: Worker) -> Mover:
+    mover = mover_of(worker)
+    mover.say(MoverWorn())
+    return mover
+
+
+@pytest.mark.parametrize("spoil", [lose_a_chunk, wear_out])
+def test_an_idle_mover_with_memory_that_its_death_frees_is_replaced(world, source, sink, spoil):
+    old = spoil(sink)
     world.advance(1)
     assert not old.alive
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
@@ -242,10 +249,11 @@ def test_an_idle_mover_with_a_lost_chunk_is_replaced(world, source, sink):
     assert sink.host.node.chunk_memory.num_bytes == 0
 
 
-def test_a_mover_with_a_lost_chunk_is_not_replaced_while_it_reads(world, source, sink):
+@pytest.mark.parametrize("spoil", [lose_a_chunk, wear_out])
+def test_a_mover_is_not_replaced_while_it_reads(world, source, sink, spoil):
     mover_of(sink).hold = True
     ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=60)
-    old = lose_a_chunk(sink)
+    old = spoil(sink)
     world.advance(2 * LOST_CHUNKS_CHECK_S)
     assert old.alive
     old.copy()

@@ -24,6 +24,7 @@ from kvxferd.mover.transport.staging import StagedRead, StagedTransport
 from kvxferd.plan import Runs
 from kvxferd.wire.codec import encode
 from kvxferd.wire.limits import FENCE_WORD_BYTES
+from kvxferd.wire.mover import MoverWorn
 from kvxferd.wire.staging import (
     MAX_CHUNK_RUNS,
     STAMP_BYTES,
@@ -302,6 +303,7 @@ def test_a_read_in_doubt_costs_slots_but_touches_nothing() -> None:
             world.run(handle)
     with pytest.raises(TransportError, match="every buffer is in doubt"):
         world.post((0, 0, SLOT))
+    assert list(world.sink.transport._disconnects.outbox) == [MoverWorn()]
     world.close()
 
 
