@@ -14,12 +14,14 @@ from msgspec.structs import replace
 
 from kvxferd import client, resident
 from kvxferd.errors import Code, KvxferdError
+from kvxferd.ids import EngineId, Generation, TransferId
 from kvxferd.layout import EngineSpec
 from tests.simulation.checks import Check
 from tests.simulation.contents import Lists, expected_bytes
 from tests.simulation.fabric import SimTransport
 from tests.simulation.kernel import Process, Task
 from tests.simulation.reasons import OF_LIARS_PUBLISH
+from tests.simulation.safety import writers_of
 from tests.simulation.shapes import Deployment, RankShape, draw_request, own_lists, split_publish
 from tests.simulation.store import MemoryKind, Store
 
@@ -651,6 +653,10 @@ class Worker:
                 self.world.violate(Check.PUBLISHED, f"{transfer_id} of {self.name} is refused: {refusal}")
         elif transfer.released_at.get(self, 0.0) > self.world.started_at(self.node):
             self.world.violate(Check.RELEASED_ONCE, f"{self.name} hears twice that {transfer_id} is released")
+        name = EngineId(self.engine.shape.name), Generation(self.generation), TransferId(transfer_id)
+        if (agent := self.world.words.holder_of(name)) is not None:
+            text = f"{self.name} hears that {transfer_id} is over, and its fence word stands at {agent}"
+            self.world.violate(Check.WORD_FIRST, text)
         is_first = not transfer.released
         # Its own client may have ended it before any daemon had it.
         is_fresh = self.world.kernel.now < max(transfer.published_at, transfer.publisher.stream_ends) + 0.05
@@ -1023,6 +1029,11 @@ class Worker:
         del self.pulls[pull.ticket.number]
         if self.store is not None:
             self.check_memory()
+            self.world.kernel.lift_fd_limit()
+            if writers := writers_of(self.world.fabric, self.store, pull.lists):
+                what = f"the blocks of pull {pull.ticket.number} of {self.name}"
+                text = f"{what} are said to be safe, and {writers} may write them"
+                self.world.violate(Check.SAFE, text)
             self.store.take_back(pull.lists)
 
 

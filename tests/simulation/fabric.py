@@ -168,7 +168,7 @@ class SimTransport:
         for local, remote, size in listed:
             if not any(start <= remote and remote + size <= start + length for start, length in known):
                 raise TransportError(f"cannot read from agent {agent}: not registered", settled=True)
-            if not self._holds(local, size):
+            if not self.holds(local, size):
                 self._violate("a read is posted into memory that is not registered")
         if agent in self._lost:
             raise TransportError(f"cannot read from agent {agent}: it disconnected", settled=True, lost=True)
@@ -301,8 +301,8 @@ class SimTransport:
             source._has_news()
             return
         for local, remote, size in read.pieces[index]:
-            if source._holds(remote, size):
-                if not self._holds(local, size):
+            if source.holds(remote, size):
+                if not self.holds(local, size):
                     self._violate("a read lands in memory that is not registered any more")
                     return
                 ctypes.memmove(local, remote, size)
@@ -340,7 +340,8 @@ class SimTransport:
     def _has_news(self, delays_s: Sequence[float] = SEEN_S) -> None:
         self._kernel.end_pause(self._task, self._kernel.rng.choice(delays_s))
 
-    def _holds(self, address: int, size: int) -> bool:
+    def holds(self, address: int, size: int) -> bool:
+        """Whether this memory is registered."""
         return any(
             start <= address and address + size <= start + length for start, length in self._spans.items()
         )

@@ -117,6 +117,12 @@ class Store:
         self._fill(self._views, lists, REUSED)
         self._fill(self._expected_views, lists, REUSED)
 
+    def masks_of(self, lists: Lists) -> list[Bytes]:
+        """Return for each memory which of its bytes are in these blocks."""
+        masks = [np.zeros_like(one) for one in self._bytes]
+        self._fill(self._shape.views(masks), lists, 1)
+        return masks
+
     def num_changed(self) -> int:
         """Return how many bytes that nobody may write are not as the engine has left them."""
         found = 0

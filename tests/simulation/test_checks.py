@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.simulation.kernel import can_fork
 from tests.simulation.network import Network
 from tests.simulation.node import SimDaemon
 from tests.simulation.reasons import Reasons
+from tests.simulation.safety import Words
 from tests.simulation.store import Store
 from tests.simulation.world import World
 
@@ -70,6 +72,20 @@ def _without(kind: type, is_lost: Callable[[Worker, Any], bool]) -> Callable[[Wo
     return handle
 
 
+def _calls_doubt_safe(worker: Worker, event: Any) -> None:
+    if isinstance(event, client.Failed):
+        event = replace(event, safe_to_reuse=True)
+    _real_handle(worker, event)
+
+
+def _keep_words(words: Words, name: Any) -> Any:
+    for agent, address, word in words.granted.get(name, ()):
+        mover = words.fabric.agents.get(agent)
+        if mover is not None and mover.holds(address, len(word)):
+            ctypes.memmove(address, word, len(word))
+    return _real_holder_of(words, name)
+
+
 def _lose(name: bytes) -> Callable[..., None]:
     def send(network: Network, wire: Any, to: Any, payload: bytes) -> None:
         if name not in payload:
@@ -110,6 +126,8 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.DEADLINE, "an end is lost", Worker, "_handle", _without(client.Failed, lambda *_: True)),
     (Check.OWN_TIMER, "a client is hasty", pulls, "DEADLINE_GRACE_S", 0.0),
     (Check.DOUBT, "a lost word", Worker, "_handle", _without(client.Quiesced, lambda *_: True)),
+    (Check.SAFE, "no doubt", Worker, "_handle", _calls_doubt_safe),
+    (Check.WORD_FIRST, "words stay", Words, "holder_of", _keep_words),
     (Check.REASON, "failures of unknown cause", Reasons, "process_struck", _nothing),
     (Check.RELEASED_ONCE, "two releases", Worker, "_handle", _twice(client.Released)),
     (Check.RELEASE_REASON, "nobody has it", Transfer, "num_done", lambda self: -9),
@@ -131,7 +149,7 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
         _without(client.Failed, lambda worker, event: event.code == Code.CANCELLED),
     ),
     (Check.WORKS_AGAIN, "no pull at rest", Worker, "pull", _pull_not_at_rest),
-    (Check.LIBRARY, "no memory is registered", SimTransport, "_holds", lambda self, address, size: False),
+    (Check.LIBRARY, "no memory is registered", SimTransport, "holds", lambda self, address, size: False),
     (Check.NO_BUG, "a daemon raises", SimDaemon, "_after_events", _raise(ValueError("planted"))),
     (Check.TURN, "a low bound", audit, "MAX_TURN_MESSAGES", 1),
     (Check.INTEGRITY, "tables disagree", Node, "check_integrity", _raise(AssertionError("planted"))),

@@ -38,6 +38,7 @@ from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network, Wire, name_of
 from tests.simulation.node import Nodes
 from tests.simulation.reasons import Reasons
+from tests.simulation.safety import Words, mappings
 from tests.simulation.store import Store
 from tests.support.fake_driver import FakeDriver
 
@@ -57,7 +58,7 @@ LOW_NUMBERS = {
     "core.sink.grants MAX_GRANTS_PER_RENEWAL": 1,
     "core.sink.manifests MAX_ENGINES_PER_PEER": 1,
     "core.sink.manifests MAX_LEARNING": 2,
-    "core.sink.manifests MAX_LEARNT_BYTES": 40_000,
+    "core.sink.manifests MAX_LEARNT_BYTES": 100_000,
     "core.sink.stalled_sources MAX_SOURCES": 1,
     "core.source.grants MAX_READERS": 2,
     "core.source.transfer_table MAX_EARLY_READY": 2,
@@ -160,6 +161,7 @@ class World:
         libzmq.install(self.kernel, self.network, interposed.set_on)
         self.fabric = Fabric(self.kernel, traits.transport, traits.is_slow, self._misused)
         self.fabric.on_moment = self._reached
+        self.words = Words(self.fabric)
         self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)
         self._drivers: dict[Process, FakeDriver] = {}
         interposed.set_on(driver_registry, "_open_once", lambda name: self._driver())
@@ -287,14 +289,8 @@ class World:
     def holders_of(self, store: Store) -> list[str]:
         """Return the processes whose movers may read or write a rank's memory."""
         inodes = {os.fstat(memory.fd).st_ino for memory in store.memories}
-        ranges = []
         self.kernel.lift_fd_limit()
-        with open("/proc/self/maps") as maps:
-            for line in maps:
-                span, _, _, _, number, *_ = line.split(maxsplit=5)
-                if int(number) in inodes:
-                    begin, end = (int(text, 16) for text in span.split("-"))
-                    ranges.append((begin, end))
+        ranges = [(one.begin, one.end) for one in mappings() if one.inode in inodes]
         return [t.process.name for t in self.fabric.agents.values() if t.has_any(ranges)]
 
     # --- what is seen
@@ -352,6 +348,7 @@ class World:
     # --- what goes wrong below
 
     def _on_send(self, wire: Wire, payload: bytes) -> float | None:
+        self.words.saw(wire, payload)
         hosts = frozenset((wire.dealer.host, wire.router.host))
         for planned in self.planned_messages:
             if planned.hosts in (None, hosts) and name_of(payload).startswith(planned.name):
