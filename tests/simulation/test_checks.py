@@ -37,7 +37,7 @@ MAX_SEEDS = 25
 FENCE_BYTES = 16
 
 _real_handle = Worker._handle
-_real_send, _real_pull = Network.send, Worker.pull
+_real_send, _real_pull, _real_holder_of = Network.send, Worker.pull, Words.holder_of
 _real_check_bytes, _real_memmove = Worker._check_bytes, ctypes.memmove
 
 
