@@ -30,8 +30,9 @@ from kvxferd.wire.worker import Released
 
 # A home has 8,192 transfers of an engine at most, and repeats a report for two minutes.
 MAX_RELEASED = 16_384
-# What a rank has reported, the latest: an engine has 8,192 transfers at most, of which few are written now.
-MAX_REPORTED = 1024
+# What a rank has reported, the latest: 30 transfers a second that live for some seconds. Each takes half a
+# KiB, 32 MiB of a user who has all ranks of a node.
+MAX_REPORTED = 512
 # Refusals of a home that may end with time, where they carry `retry_after_s`.
 RETRYABLE_CODES = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
 
