@@ -494,7 +494,7 @@ class PublishedTransfers:
 
 
 def _is_repeated(former: Transfer, message: Publish, session: Session) -> bool:
-    """Whether a publish has come before on another connection of its client: readers alone know its nonce too."""
+    """Whether a publish has come before, on another connection of its client."""
     is_same = former.nonce == message.nonce and former.uid == session.uid
     return is_same and former.session != session.session_id
 
