@@ -58,6 +58,7 @@ from kvxferd.core.ranks.session import Session
 from kvxferd.core.settings import Settings
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.manifests import HandshakeClient
+from kvxferd.core.sink.prepared import PreparedGrants
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.fence_pages import FencePages
 from kvxferd.core.source.grants import GrantServer
@@ -199,6 +200,7 @@ class Node:
         self.grant_client = GrantClient(
             self.context, self.peers, self.handshake_client, self.movers, self.block_id_memory
         )
+        self.prepared = PreparedGrants(self.context, self.grant_client)
         self.pulls = Pulls(self.context, self.grant_client, self.movers, self.block_id_memory)
         self.local_ranks = LocalRanks(
             self.context, self.registry, self.movers, self.member, self._rank_changed
@@ -208,6 +210,7 @@ class Node:
             self.registry,
             self.published,
             self.grant_client,
+            self.prepared,
             self.pulls,
             self.peers,
             self.member,
@@ -327,7 +330,7 @@ class Node:
         holds = [pull.held_grant for pull in running] + [
             pull.former_grant for pull in running if pull.former_grant
         ]
-        holds += [hold for session in self.sessions.values() for hold in session.prepared.values()]
+        holds += self.prepared
         charged = sum([transfer.charged_bytes for transfer in self.published.table.live.values()])
         charged += sum([hold.charged_bytes for hold in holds])
         charged += sum([request_bytes(pull.blocks) for pull in running])

@@ -13,7 +13,8 @@ from kvxferd.core.peers.peers import Peers
 from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.registry import LocalRank, Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.sink.grants import UNSETTLED, GrantClient, GrantState, HeldGrant
+from kvxferd.core.sink.grants import GrantClient
+from kvxferd.core.sink.prepared import PreparedGrants
 from kvxferd.core.sink.pull import Pull
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.publishing import PublishedTransfers
@@ -57,9 +58,6 @@ from kvxferd.wire.worker import (
     Welcome,
 )
 
-MAX_PREPARED = 1024  # grants requested ahead, per session; each is renewed for minutes
-# Of all sessions, 2 KB each: sixteen ranks at their limit, twice. Without one a pull requests its own grant.
-MAX_PREPARED_PER_NODE = 32 * MAX_PREPARED
 # Transfers that a session abandons and whose source has not replied; each request is repeated for two
 # minutes. An engine that aborts eight requests a second, with a dead source, has 1,024. A transfer whose
 # abandonment is not sent ends with its lease.
@@ -76,6 +74,7 @@ class WorkerRequests:
         registry: Registry,
         published: PublishedTransfers,
         grant_client: GrantClient,
+        prepared: PreparedGrants,
         pulls: Pulls,
         peers: Peers,
         member: Member,
@@ -84,10 +83,10 @@ class WorkerRequests:
         self._registry = registry
         self._published = published
         self._grant_client = grant_client
+        self._prepared = prepared
         self._pulls = pulls
         self._peers = peers
         self._member = member
-        self._prepared_share = FairShare(MAX_PREPARED_PER_NODE)
         self._abandoning_share = FairShare(MAX_ABANDONING_PER_NODE)
 
     def welcome(self, session: Session, message: Hello) -> None:
@@ -234,10 +233,10 @@ class WorkerRequests:
             self._refuse_pull(session, message, error)
             return
         if message.progressive:
-            self._discard_prepared(session, ref)  # which waits for the whole
+            self._prepared.discard(session, ref)  # which waits for the whole
             hold = self._grant_client.acquire(rank, ref, message.deadline_s, after_tokens=0)
         else:
-            hold = self._pop_prepared(session, ref) or self._grant_client.acquire(
+            hold = self._prepared.pop(session, ref) or self._grant_client.acquire(
                 rank, ref, message.deadline_s
             )
         pull = Pull(
@@ -298,61 +297,13 @@ class WorkerRequests:
         trace = read_traceparent(ref.traceparent)
         return msgspec.structs.replace(ref, endpoint=endpoint, traceparent=trace)
 
-    def _pop_prepared(self, session: Session, ref: TransferRef) -> HeldGrant | None:
-        """Return the session's prepared grant, unless it was refused or has ended: a new one may succeed."""
-        hold = session.prepared.pop(ref, None)
-        if hold is not None:
-            self._context.timers.cancel(("prepared", session.session_id, ref))
-            self._prepared_share.release(session.uid)
-            if hold.rank is not session.rank:
-                self._grant_client.release(hold)  # of a registration that failed, maybe of another layout
-                return None
-            if hold.state in (GrantState.REFUSED, GrantState.ENDED):
-                self._grant_client.release(hold)
-                return None
-        return hold
-
     def _prepare(self, session: Session, message: Prepare) -> None:
-        rank = session.rank
         try:
             ref = self._parse_ref(message.ref)
         except KvxferdError:
             return  # the pull is refused for the same reason
-        if rank is None or ref in session.prepared or self._context.draining:
-            return
-        if len(session.prepared) + session.num_discarded >= MAX_PREPARED:
-            return  # the pull requests its own grant
-        if not self._prepared_share.acquire(session.uid):
-            return
-        session.prepared[ref] = self._grant_client.acquire(rank, ref, self._context.settings.handshake_wait_s)
-        self._context.after(
-            ("prepared", session.session_id, ref),
-            self._context.settings.max_hold_s,
-            lambda: self._discard_prepared(session, ref),
-        )
-
-    def _discard_prepared(self, session: Session, ref: TransferRef) -> None:
-        if hold := session.prepared.pop(ref, None):
-            self._context.timers.cancel(("prepared", session.session_id, ref))
-            is_settled = hold.state not in UNSETTLED
-            self._grant_client.release(hold)
-            if is_settled:
-                self._prepared_share.release(session.uid)
-            else:
-                self._count_discarded(session, hold)
-
-    def _count_discarded(self, session: Session, hold: HeldGrant) -> None:
-        """Count a dropped grant while its request may be open: else prepare and abandon have no limit."""
-        session.num_discarded += 1
-
-        def over() -> None:
-            session.num_discarded -= 1
-            self._prepared_share.release(session.uid)
-
-        settings = self._context.settings
-        self._context.after(
-            ("left", hold.grant_id), settings.handshake_wait_s + settings.silent_after_s, over
-        )
+        if session.rank is not None and not self._context.draining:
+            self._prepared.prepare(session, session.rank, ref)
 
     def _abandon(self, session: Session, ref: TransferRef) -> None:
         rank = session.rank
@@ -362,7 +313,7 @@ class WorkerRequests:
             ref = self._parse_ref(ref)
         except KvxferdError:
             return
-        self._discard_prepared(session, ref)
+        self._prepared.discard(session, ref)
         self._pulls.cancel_transfer(rank, ref)
         if ref in session.abandoning or len(session.abandoning) >= MAX_ABANDONING:
             return
@@ -387,8 +338,7 @@ class WorkerRequests:
     def session_closed(self, session: Session) -> None:
         """End the session's prepared grants, and drop its parts of block lists."""
         session.assembly.clear()
-        for ref in list(session.prepared):
-            self._discard_prepared(session, ref)
+        self._prepared.session_closed(session)
 
 
 def _check_groups(blocks: BlocksByGroup) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvxferd.core.ranks.registry import LocalRank
-from kvxferd.core.sink.grants import HeldGrant
 from kvxferd.ids import EngineKey, Rank, SessionId
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import TransferRef
@@ -25,8 +24,6 @@ class Session:
     num_offers: int = 0  # of movers so far; the last offer has this number
     assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
     charged_with_rank: bool = False  # the assembly's bytes count in the share of users who have a rank
-    prepared: dict[TransferRef, HeldGrant] = field(default_factory=dict)
-    num_discarded: int = 0  # prepared grants that were dropped while their requests may be open
     abandoning: set[TransferRef] = field(default_factory=set)  # sent to the source, without a reply yet
 
     @property

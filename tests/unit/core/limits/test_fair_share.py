@@ -10,6 +10,7 @@ from kvxferd.core.limits.checks import PullAdmission
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.limits.rate_limit import RateLimiter
 from kvxferd.core.ranks.registration_checks import REGISTER_BURST, REGISTER_PER_S
+from kvxferd.core.sink import prepared
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import SessionId
 from kvxferd.wire import worker as wk
@@ -83,19 +84,19 @@ def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
 def test_prepared_pulls_have_a_share_of_each_user_and_count_when_they_are_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_requests, "MAX_PREPARED_PER_NODE", 16)
+    monkeypatch.setattr(prepared, "MAX_PREPARED_PER_NODE", 16)
     world = World()
     first, second = two_users(world)
     node = first.host.node
     for n in range(20):
         first.say(wk.Prepare(ref=ref_to("p", f"t{n}")))
         first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
-    assert node.worker_requests._prepared_share.held_by(FIRST) == 14
+    assert node.prepared._share.held_by(FIRST) == 14
     second.say(wk.Prepare(ref=ref_to("p")))
-    assert len(node.sessions[second.session].prepared) == 1
+    assert node.prepared.num_of(second.session) == 1
     first.close()
     world.advance(25.0)
-    assert node.worker_requests._prepared_share.held_by(FIRST) == 0
+    assert node.prepared._share.held_by(FIRST) == 0
 
 
 def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() -> None:
@@ -108,8 +109,8 @@ def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() 
         sink.say(wk.Prepare(ref=ref))
         sink.say(wk.Abandon(ref=ref))
     assert [m.why for m in source.received(wk.Released)] == [Code.ABANDONED] * 8
-    assert sink.host.node.worker_requests._prepared_share.held_by(FIRST) == 0
-    assert sink.host.node.sessions[sink.session].num_discarded == 0
+    assert sink.host.node.prepared._share.held_by(FIRST) == 0
+    assert not sink.host.node.prepared.num_of(sink.session)
 
 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(

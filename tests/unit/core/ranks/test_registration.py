@@ -9,7 +9,7 @@ import pytest
 
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.worker_requests import MAX_PREPARED
+from kvxferd.core.sink.prepared import MAX_PREPARED
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, EngineKey, MoverId
 from kvxferd.layout import PackedBlocks
@@ -326,7 +326,7 @@ def test_there_is_an_end_to_what_one_session_may_prepare(world):
     world.hold_network = True
     for number in range(MAX_PREPARED + 10):
         sink.say(wk.Prepare(ref=msgspec.structs.replace(ref, transfer_id=f"t{number}")))
-    assert len(sink.host.node.sessions[sink.session].prepared) == MAX_PREPARED
+    assert sink.host.node.prepared.num_of(sink.session) == MAX_PREPARED
 
 
 def test_a_fence_slot_holds_one_transfer_at_a_time(world):

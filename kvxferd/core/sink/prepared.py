@@ -1,0 +1,99 @@
+"""Grants that are requested before their pulls come, because a worker has announced them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.session import Session
+from kvxferd.core.sink.grants import UNSETTLED, GrantClient, GrantState, HeldGrant
+from kvxferd.core.tables import decrease
+from kvxferd.ids import SessionId
+from kvxferd.wire.common import TransferRef
+
+MAX_PREPARED = 1024  # grants requested ahead, per session; each is renewed for minutes
+# Of all sessions, 2 KB each: sixteen ranks at their limit, twice. Without one a pull requests its own grant.
+MAX_PREPARED_PER_NODE = 32 * MAX_PREPARED
+
+
+class PreparedGrants:
+    """The grants of each session, until its pull takes them, or nobody has wanted one for too long."""
+
+    def __init__(self, context: NodeContext, grant_client: GrantClient) -> None:
+        self._context = context
+        self._grant_client = grant_client
+        self._share = FairShare(MAX_PREPARED_PER_NODE)
+        self._of_session: dict[SessionId, dict[TransferRef, HeldGrant]] = {}
+        self._num_discarded: Counter[SessionId] = Counter()  # dropped while their requests may be open
+
+    def __iter__(self) -> Iterator[HeldGrant]:
+        for prepared in self._of_session.values():
+            yield from prepared.values()
+
+    def num_of(self, session: SessionId) -> int:
+        """Return how many a session has, those dropped lately among them."""
+        return len(self._of_session.get(session, ())) + self._num_discarded[session]
+
+    def prepare(self, session: Session, rank: LocalRank, ref: TransferRef) -> None:
+        """Request a grant, unless it is requested already or there is no room: the pull requests its own."""
+        prepared = self._of_session.setdefault(session.session_id, {})
+        if ref in prepared or self.num_of(session.session_id) >= MAX_PREPARED:
+            return
+        if not self._share.acquire(session.uid):
+            return
+        prepared[ref] = self._grant_client.acquire(rank, ref, self._context.settings.handshake_wait_s)
+        self._context.after(
+            ("prepared", session.session_id, ref),
+            self._context.settings.max_hold_s,
+            lambda: self.discard(session, ref),
+        )
+
+    def pop(self, session: Session, ref: TransferRef) -> HeldGrant | None:
+        """Return the session's grant, unless it was refused or has ended: a new one may succeed."""
+        hold = self._remove(session, ref)
+        if hold is None:
+            return None
+        self._share.release(session.uid)
+        # One of another rank is of a registration that failed, maybe of another layout.
+        if hold.rank is not session.rank or hold.state in (GrantState.REFUSED, GrantState.ENDED):
+            self._grant_client.release(hold)
+            return None
+        return hold
+
+    def discard(self, session: Session, ref: TransferRef) -> None:
+        """End a grant that no pull wants. Does nothing where there is none."""
+        if (hold := self._remove(session, ref)) is not None:
+            is_settled = hold.state not in UNSETTLED
+            self._grant_client.release(hold)
+            if is_settled:
+                self._share.release(session.uid)
+            else:
+                self._count_discarded(session, hold)
+
+    def session_closed(self, session: Session) -> None:
+        """End all grants of the session."""
+        for ref in list(self._of_session.get(session.session_id, ())):
+            self.discard(session, ref)
+        self._of_session.pop(session.session_id, None)
+
+    def _remove(self, session: Session, ref: TransferRef) -> HeldGrant | None:
+        hold = self._of_session.get(session.session_id, {}).pop(ref, None)
+        if hold is not None:
+            self._context.timers.cancel(("prepared", session.session_id, ref))
+        return hold
+
+    def _count_discarded(self, session: Session, hold: HeldGrant) -> None:
+        """Count a dropped grant while its request may be open: else prepare and abandon have no limit."""
+        self._num_discarded[session.session_id] += 1
+
+        def over() -> None:
+            decrease(self._num_discarded, session.session_id)
+            self._share.release(session.uid)
+
+        settings = self._context.settings
+        self._context.after(
+            ("left", hold.grant_id), settings.handshake_wait_s + settings.silent_after_s, over
+        )
