@@ -15,8 +15,8 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ClosePeerConnection
 from kvxferd.core.limits.checks import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, OnReply, PeerRequests, always
-from kvxferd.core.sink.remote_engines import RemoteEngine
 from kvxferd.core.tables import decrease
 from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineKey

@@ -10,11 +10,12 @@ from functools import partial
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.block_id_memory import BlockIdMemory, request_bytes
 from kvxferd.core.peers.peers import Peers
+from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.sink.manifests import HandshakeClient
-from kvxferd.core.sink.remote_engines import RemoteEngine, RemoteEngineRegistry
+from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, PlanError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.plan import Plan, PlanJob

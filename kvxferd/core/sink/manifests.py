@@ -15,7 +15,7 @@ from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifests
 from kvxferd.core.peers.peers import EngineWaiter, OnLearnt, Peer, Peers, as_refusal
-from kvxferd.core.sink.remote_engines import RemoteEngine
+from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, count_busy_refusal
 from kvxferd.ids import Endpoint, EngineId, EngineKey
 from kvxferd.plan import check_engine

@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import NO_USER, EmitRecord, MakePlan
+from kvxferd.core.effects import EmitRecord, MakePlan
 from kvxferd.core.limits.node_plans import NodePlanCache
+from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.errors import BusyError, KvxferdError, PlanError
-from kvxferd.ids import Rank
-from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.plan import Plan, PlanJob, PlanKey, PlanOwner, RegisteredEngine, require_pp_aware
 from kvxferd.records import TopologyRecord
-from kvxferd.wire.common import RankManifest
 
 if TYPE_CHECKING:
     from kvxferd.core.sink.grants import HeldGrant
-
-# The bytes of each rank, region, piece of a region, and tensor (of equal layouts, one is counted): estimates.
-RANK_BYTES, REGION_BYTES, PIECE_BYTES, TENSOR_BYTES = 2048, 256, 128, 384
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class RemoteEngine:
-    """A whole remote engine: every rank of every stage."""
-
-    spec: EngineSpec
-    ranks: dict[Rank, RankManifest]
-    uid: int = NO_USER  # the user whose share it counts for
-
-    @property
-    def num_bytes(self) -> int:
-        """Return about how much memory it takes. A layout that engines share counts for each of them."""
-        bindings = [manifest.binding for manifest in self.ranks.values()]
-        regions = [region for binding in bindings for region in binding.regions]
-        layouts = {id(manifest.layout): manifest.layout for manifest in self.ranks.values()}
-        return (
-            sum(RANK_BYTES + len(binding.metadata) for binding in bindings)
-            + REGION_BYTES * len(regions)
-            + PIECE_BYTES * sum(len(region.pieces) for region in regions)
-            + TENSOR_BYTES * sum(len(layout.tensors) for layout in layouts.values())
-        )
-
-    def layouts(self) -> dict[Rank, RankLayout]:
-        """Return the layout of each rank, for the planner."""
-        return {rank: manifest.layout for rank, manifest in self.ranks.items()}
 
 
 class RemoteEngineRegistry:

@@ -13,8 +13,9 @@ from kvxferd.core import Node, Settings
 from kvxferd.core import events as ev
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
+from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.ranks.registry import LocalRank
-from kvxferd.core.sink.remote_engines import RemoteEngine, RemoteEngineRegistry
+from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import AgentName, BootId, Endpoint, Incarnation, Rank, SessionId
 from kvxferd.plan import Plan, planner, topology
