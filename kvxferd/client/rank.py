@@ -333,8 +333,8 @@ class RankHandle(Publisher):
         Raises:
             EngineError: the daemon refused, with its code: the rank stays suspended. Or the rank is not
                 suspended (`out-of-place`).
-            KvxferdError: no reply within `timeout_s` (`deadline`): the client goes on trying until
-                `suspend` is called.
+            KvxferdError: no reply within `timeout_s` (`deadline`, or `daemon-lost` while no daemon is there):
+                the client goes on trying until `suspend` is called.
         """
         exports = export_memory(self._layout, regions)
         connection = self._connection

@@ -23,7 +23,7 @@ LONG_PREFILL_S = 8.0  # longer than a peer may be silent to which a request for 
 LEASE_S = 60.0
 AWAY_S = (0.01, 1.0)
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
-GIVEN_UP_S = 30.0  # by then a daemon has given up a node to which it sends requests that may wait there
+GIVEN_UP_S = 16.0  # `peer.silent_after_s`, two repetitions of a request, and what came before
 GONE_S = 75.0  # by then nothing is known of it: longer than leases and all that is repeated
 BACK_S = 60.0
 
@@ -38,6 +38,14 @@ class Hardship(StrEnum):
     MESSAGES = "messages are lost"
     LONG_PREFILL = "its source takes long to write it"
     LONG_READ = "its read takes long"
+
+
+class Loss(StrEnum):
+    """How a node is lost."""
+
+    IS_GONE = "is gone"
+    STANDS_STILL = "stands still"
+    IS_CUT_OFF = "is cut off"
 
 
 # Those in which no pull has to be repeated.
@@ -129,27 +137,36 @@ class Aftermath:
         self._world.after(away_s, self._world.start_daemon, node)
 
     def check_lost_node(self) -> None:
-        """A node is gone without a word while it is read; others give it up, and it comes back."""
-        world = self._world
-        lost = self._rng.choice(world.node_names)
-        world.tell("aftermath", f"{lost} is lost")
+        """A node is gone without a word while it is read, and waited for; it is given up, and comes back."""
+        world, rng = self._world, self._rng
+        lost = rng.choice(sorted({source.shape.nodes[0] for source in world.sources}))
+        how = rng.choice([*Loss])
+        world.tell("aftermath", f"{lost} {how.value}")
         of_lost = [engine for engine in world.engines if lost in engine.shape.nodes]
         readers = [sink for sink in world.sinks if sink not in of_lost]
         for source in world.sources:
-            if source in of_lost and readers and (transfer := source.publish(2)) is not None:
-                self._rng.choice(readers).pull(transfer, LONG_PULL_S)
-        self._wait(lambda: False, self._rng.choice((0.0, 0.002, 0.05)))
+            if source not in of_lost or not readers:
+                continue
+            if (transfer := source.publish(2)) is not None:
+                rng.choice(readers).pull(transfer, LONG_PULL_S)
+            for worker in source.ranks:  # what they have written is heard of too late
+                if worker is not source.publisher:
+                    world.kernel.stop(worker.process)
+        world.kernel.sleep(rng.choice((0.0005, 0.003, 0.05, 3.0)))
         began = world.kernel.now
-        for other in world.node_names:
-            if other != lost:
-                world.network.sever(world.host_of(lost), world.host_of(other), GONE_S)
-        world.expectations.disturb(0.0, *world.node_names)
-        for engine in of_lost:
-            engine.die()
-        world.kill_daemon(lost)
+        world.expectations.disturb(GONE_S, *world.node_names)
+        if how is Loss.STANDS_STILL:
+            for process in world.processes_of(lost):
+                world.kernel.stop(process)
+        else:
+            self._cut_off(lost)
+        if how is Loss.IS_GONE:
+            self._end(lost, of_lost)
         if not self._wait(lambda: not world.open_pulls, GIVEN_UP_S):
             waiting = [f"{pull.worker.name} of {pull.transfer.transfer_id}" for pull in world.open_pulls]
-            raise Violation(Check.DEADLINE, f"{lost} is lost, and its readers wait on: {waiting}")
+            raise Violation(Check.SILENT, f"{lost} {how.value}, and its readers wait on: {waiting}")
+        self._cut_off(lost)
+        self._end(lost, of_lost)
         self._wait(lambda: False, began + GONE_S + 1.0 - world.kernel.now)
         world.start_daemon(lost)
         for engine in of_lost:
@@ -157,3 +174,16 @@ class Aftermath:
                 engine.start()
         if not self._wait(lambda: world.is_ready, BACK_S):
             raise Violation(Check.REGISTERED, f"{lost} is back, and an engine is not registered")
+
+    def _cut_off(self, lost: str) -> None:
+        world = self._world
+        for other in world.node_names:
+            if other != lost:
+                world.network.sever(world.host_of(lost), world.host_of(other), GONE_S)
+
+    def _end(self, lost: str, engines: list[Engine]) -> None:
+        for engine in engines:
+            if engine.is_up:
+                engine.die()
+        for process in self._world.processes_of(lost):
+            self._world.kernel.kill(process)

@@ -46,6 +46,7 @@ class Check(StrEnum):
     LIBRARY = "the transfer library is used as it must be"
     NO_BUG = "no part of the daemon, client or mover raises or logs an error of its own"
     INTEGRITY = "a daemon's tables agree"
+    SILENT = "a reader does not wait for a daemon that is gone"
     READY = "a reader is told when what it waits for is there"
     TURN = "a turn of a daemon's loop sends a bounded amount"
     REST = "what has ended is not kept"

@@ -753,7 +753,7 @@ class Worker:
         lists = own_lists(self.shape.layout, drawn)
         if deadline_s is None:
             short = world.rng.random() < 0.12
-            deadline_s = world.rng.uniform(0.001, 0.05) if short else world.rng.choice((3.0, 6.0, 12.0))
+            deadline_s = world.rng.uniform(0.001, 0.05) if short else world.rng.choice((3.0, 6.0, 12.0, 60.0))
         pull = Pull(self, transfer, lists, world.kernel.now + deadline_s, wanted, Kernels())
         pull.began = world.kernel.now
         self.launch(True, pull.kernels, self._lend, pull)
@@ -903,7 +903,8 @@ class Worker:
             self.handle.resume(fresh.regions, timeout_s=20.0)
         except (KvxferdError, OSError) as error:
             self.tell(f"cannot wake: {error}")
-            if getattr(error, "code", None) is not Code.DEADLINE:  # then the client goes on trying
+            goes_on = getattr(error, "code", None) in (Code.DEADLINE, Code.DAEMON_LOST)
+            if not goes_on:
                 self.graves.append(fresh)
                 self.world.after(RETRY_S, self.do, self.resume)
                 return

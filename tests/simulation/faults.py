@@ -156,7 +156,7 @@ class Faults:
     # --- processes
 
     def _kill_daemon(self, rng: random.Random) -> None:
-        self._kill_daemon_of(rng, "kill-daemon", self._pick(self._living_nodes()), (0.01, 0.1, 1.0))
+        self._kill_daemon_of(rng, "kill-daemon", self._pick(self._living_nodes()), (0.01, 0.1, 1.0, 20.0))
 
     def _kill_member(self, rng: random.Random) -> None:
         """A daemon dies that has a rank of an engine whose home is elsewhere."""
@@ -198,7 +198,7 @@ class Faults:
         for engine in engines:
             engine.die()
         self._world.kill_daemon(name)
-        delay_s = rng.choice((0.01, 1.0, 4.0))
+        delay_s = rng.choice((0.01, 1.0, 4.0, 20.0))
         self._restart(name, delay_s)
         for engine in engines:
             self._world.after(delay_s + rng.choice((0.0, 0.3)), self._revive, engine)
@@ -309,6 +309,7 @@ class Faults:
             process = rng.choice((worker.process, self._world.daemons[worker.node]))
             self._strike("few-bytes", process.name, 2.0, worker.node, worker)
             self._hit(process, 2.0)
+            self._world.unsure_counts.add(worker.node)  # a mover may die in the middle of its word
             process.io_bytes = rng.choice((7, 30))
             self._world.after(0.5, setattr, process, "io_bytes", self._world.traits.io_bytes)
 

@@ -23,6 +23,7 @@ OWN_TIMER_S = 3.0  # within which a client has its restarted daemon's word again
 LONG_DEADLINE_S = 3.0  # one that an undisturbed pull meets
 READY_S, SLOW_READY_S = 8.0, 12.0  # from the last word of what is written to the end of a pull; of slow reads
 READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
+SILENT_S = 14.0  # `peer.silent_after_s`, two repetitions of a request, and two seconds
 LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
 
 # Why no pull fails among honest nodes, whatever strikes them.
@@ -168,6 +169,25 @@ class Reasons:
             within_s,
             is_met,
         )
+
+    def daemon_is_gone(self, node: str) -> None:
+        """Who reads from its engines, or waits for them, is told soon, unless it is back: it may know all."""
+        gone_at = self._world.kernel.now
+
+        def is_back() -> bool:
+            return self._world.started_at(node) >= gone_at
+
+        for pull in self._world.open_pulls:
+            publisher = pull.transfer.publisher
+            if node != publisher.engine.shape.nodes[0] or node == pull.worker.node:
+                continue
+            self._world.expectations.expect(
+                Check.SILENT,
+                f"{node} is gone, and the pull of {pull.worker.name} of {pull.transfer.transfer_id} goes on",
+                tuple(self._own_parties(pull)),
+                SILENT_S,
+                lambda pull=pull: bool(pull.ended) or not pull.worker.is_alive or is_back(),
+            )
 
     def _is_past_deadline(self, pull: Pull) -> bool:
         return self._world.kernel.now >= pull.deadline - 1e-3

@@ -13,6 +13,7 @@ import pytest
 from kvxferd import client
 from kvxferd.client import pulls
 from kvxferd.core.node import Node
+from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.errors import Code
 from tests.simulation import audit, engine, fabric, runs
 from tests.simulation.checks import Check
@@ -153,6 +154,7 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.NO_BUG, "a daemon raises", SimDaemon, "_after_events", _raise(ValueError("planted"))),
     (Check.TURN, "a low bound", audit, "MAX_TURN_MESSAGES", 1),
     (Check.INTEGRITY, "tables disagree", Node, "check_integrity", _raise(AssertionError("planted"))),
+    (Check.SILENT, "requests have no end", PeerRequests, "_schedule_give_up", _nothing),
     (Check.READY, "nobody reports", client.RankHandle, "ready", _nothing),
     (Check.REST, "a descriptor is kept", Worker, "_check_bytes", _keep_pipe),
     (Check.REST, "a daemon keeps engines", audit, "GONE", ("engines",)),

@@ -246,6 +246,7 @@ class World:
         """Kill a node's daemon."""
         self.kernel.kill(self.daemons[node])
         self.expectations.disturb(0.0, node)
+        self.reasons.daemon_is_gone(node)
 
     def processes_of(self, node: str) -> list[Process]:
         """Return the living processes of a node's daemon."""

@@ -124,14 +124,17 @@ class Peers:
         uid: int,
         waits: bool = False,
         is_wanted: Callable[[], bool] = always,
+        is_vital: bool = False,
     ) -> None:
         """Send a request for that user, after the hello. `make_message` gets the request number.
 
         `waits`: the request may wait at the peer for as long as `timeout_s`; a peer that is silent meanwhile
-        is unreachable all the same. `is_wanted`: see `PeerRequests.request`.
+        is unreachable all the same. `is_wanted`: see `PeerRequests.request`. `is_vital`: a rank has one of
+        these at a time, and what else its user asks must not keep it back: it is counted, and not refused.
         """
         try:
-            self._check_open_requests(endpoint, uid)
+            if not is_vital:
+                self._check_open_requests(endpoint, uid)
             peer = self.admit(endpoint, uid)
         except KvxferdError as error:
             on_reply(refusal_of(0, error))

@@ -108,7 +108,9 @@ class Member:
             if rank.agent == agent and rank.state is RankState.JOINING:
                 self._join(rank, on_reply, deadline)
 
-        self._peers.request(rank.spec.home, make, self._context.settings.silent_after_s, replied, rank.uid)
+        # Reports wait until the rank has joined, and would fill its user's share of requests for minutes.
+        timeout_s = self._context.settings.silent_after_s
+        self._peers.request(rank.spec.home, make, timeout_s, replied, rank.uid, is_vital=True)
 
     def _cancel_join(self, rank: LocalRank) -> None:
         """End the rank's open `JoinRank`: sent again, it would undo at the home what is sent from now on."""
@@ -153,7 +155,7 @@ class Member:
             )
 
         timeout_s = self._context.settings.acknowledge_for_s
-        self._peers.request(spec.home, make, timeout_s, lambda reply: None, rank.uid)
+        self._peers.request(spec.home, make, timeout_s, lambda reply: None, rank.uid, is_vital=True)
 
     def report_ready(
         self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int = -1

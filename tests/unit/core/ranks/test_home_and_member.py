@@ -439,3 +439,18 @@ def test_an_agent_that_is_another_ranks_is_not_joined(world, spread):
     said = JoinRank(request=9, boot="evil", manifest=manifest, secret="guessed")
     (effect,) = home.node.feed(ev.PeerRequest(b"evil", said), world.now)
     assert effect.message.code is Code.RANK_TAKEN
+
+
+def test_reports_that_wait_for_a_rank_to_join_do_not_keep_it_from_joining(world, spread, monkeypatch):
+    """They are repeated for minutes, and count as their user's open requests."""
+    stages, _ = spread
+    member = stages[1].host
+    monkeypatch.setattr(member.node.peers._open_request_share, "limit", 4)
+    world.cut.add(("p1", "p0"))
+    for number in range(8):
+        stages[1].ready(f"early{number}")
+    home = world.host("p0")  # another daemon on the same endpoint
+    world.cut.clear()
+    world.register(home, stages[0].spec)
+    world.advance(10)
+    assert (1, 0) in next(iter(home.node.registry)).ranks
