@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import Engine, Transfer
 from tests.simulation.fabric import Moment, SimTransport
+from tests.simulation.reasons import SILENT_S
 from tests.simulation.world import PlannedMessage
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ LONG_PREFILL_S = 8.0  # longer than a peer may be silent to which a request for 
 LEASE_S = 60.0
 AWAY_S = (0.01, 1.0)
 LONG_PULL_S = 90.0  # of a lost node's transfers: their pulls end before
-GIVEN_UP_S = 16.0  # `peer.silent_after_s`, two repetitions of a request, and what came before
 GONE_S = 75.0  # by then nothing is known of it: longer than leases and all that is repeated
 BACK_S = 60.0
 
@@ -162,8 +162,9 @@ class Aftermath:
             self._cut_off(lost)
         if how is Loss.IS_GONE:
             self._end(lost, of_lost)
-        if not self._wait(lambda: not world.open_pulls, GIVEN_UP_S):
-            waiting = [f"{pull.worker.name} of {pull.transfer.transfer_id}" for pull in world.open_pulls]
+        pulls = [*world.open_pulls]  # some are tried again, and given up again
+        if not self._wait(lambda: all(pull.ended for pull in pulls), SILENT_S):
+            waiting = [f"{p.worker.name} of {p.transfer.transfer_id}" for p in pulls if not p.ended]
             raise Violation(Check.SILENT, f"{lost} {how.value}, and its readers wait on: {waiting}")
         self._cut_off(lost)
         self._end(lost, of_lost)

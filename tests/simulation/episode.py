@@ -13,6 +13,7 @@ from tests.simulation.aftermath import Aftermath, Hardship
 from tests.simulation.audit import METRICS, STATUS, Audit, Turns
 from tests.simulation.checks import Check, Violation
 from tests.simulation.engine import EngineShape, Transfer
+from tests.simulation.fabric import Pace
 from tests.simulation.faults import Fault, Faults, draw_faults
 from tests.simulation.kernel import SimulationError
 from tests.simulation.shapes import draw_deployment, draw_model
@@ -24,6 +25,8 @@ REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or 
 LOOK_S = 1.0
 QUIET_S = 3.0  # so long nothing is left: what is repeated comes within two seconds
 BEGIN_S = 1.0  # for spare movers
+IDLE_S = 5.0
+MAX_WAKES, MAX_DAEMON_WAKES = 20, 150  # in that time: 11 and 58 are the most that were seen
 SETTLE_S, SETTLE_LOOK_S = 20.0, 2.0  # for movers that end, and spare ones that start behind a backoff
 REPLY_S = 5.0
 TRAFFIC_S = (0.002, 0.01, 0.03, 0.3)
@@ -90,7 +93,7 @@ class Plan(msgspec.Struct, frozen=True):
 def _draw_traits(rng: random.Random) -> Traits:
     return Traits(
         transport=rng.choice(("cma", "cma", "tcp", "rdma")),
-        is_slow=rng.random() < 0.33,
+        pace=rng.choices([*Pace], (12, 5, 3))[0],
         read=rng.choice(("direct", "covering", "auto")),
         has_low_limits=rng.random() < 0.15,
         low_numbers=tuple(sorted(rng.sample(sorted(LOW_NUMBERS), rng.choice((0, 0, 0, 1, 2))))),
@@ -191,6 +194,7 @@ class Episode:
         self._after()
         self._rest()
         self._check_left()
+        self._check_idle()
         self.world.tell("episode", "is at rest")
 
     def _after(self) -> None:
@@ -254,6 +258,16 @@ class Episode:
                 return
             self._wait(lambda: False, SETTLE_LOOK_S)
         raise Violation(Check.REST, "; ".join(left))
+
+    def _check_idle(self) -> None:
+        """At rest nobody does anything but what a clock has him do: a mover, which polls no more, nothing."""
+        processes = [one for one in self.world.kernel.processes.values() if not one.is_dead]
+        before = {one: one.num_wakes for one in processes}
+        self._wait(lambda: False, IDLE_S)
+        for one in processes:
+            most = MAX_DAEMON_WAKES if one.name in self.world.node_names else MAX_WAKES
+            if (number := one.num_wakes - before[one]) > (0 if " mover " in one.name else most):
+                raise Violation(Check.IDLE, f"{one.name} wakes {number} times in {IDLE_S:g} s at rest")
 
     def _ask(self, path: str) -> list[str]:
         self.audit.ask(path)

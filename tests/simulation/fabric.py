@@ -25,9 +25,23 @@ AT_ONCE_SHARE = 0.1  # of reads are over when they are posted
 STOPPED_POLL_S = 0.01
 SEEN_S = (0.0, 2e-4, 1e-3, 5e-3)  # after which a mover that polls has seen what has happened
 FAILURE_SEEN_S = (1e-4, 5e-3, 3e-2)  # a failure: meanwhile pieces land
-QUICK_S, SLOW_S = (0.0001, 0.0003, 0.001, 0.004), (0.0003, 0.004, 0.05, 0.3)
 
 Run = tuple[int, int, int]  # local address, remote address, bytes
+
+
+class Pace(StrEnum):
+    """How long the pieces of reads take: cancels, deadlines and deaths meet slow ones, and leases end."""
+
+    QUICK = "quick"
+    SLOW = "slow"
+    LONG = "long"
+
+
+LATENCIES_S = {
+    Pace.QUICK: (0.0001, 0.0003, 0.001, 0.004),
+    Pace.SLOW: (0.0003, 0.004, 0.05, 0.3),
+    Pace.LONG: (0.004, 0.3, 1.0, 4.0),
+}
 
 
 class Moment(StrEnum):
@@ -65,10 +79,10 @@ class Read:
 class Fabric:
     """What joins all agents of an episode."""
 
-    def __init__(self, kernel: Kernel, kind: str, is_slow: bool, violate: Callable[[str, str], None]) -> None:
+    def __init__(self, kernel: Kernel, kind: str, pace: Pace, violate: Callable[[str, str], None]) -> None:
         self.kernel = kernel
         self.kind = kind
-        self.latencies_s = SLOW_S if is_slow else QUICK_S
+        self.latencies_s = LATENCIES_S[pace]
         self.violate = violate
         self.agents: dict[AgentName, SimTransport] = {}
         self.num_late = 0
@@ -83,7 +97,7 @@ class Fabric:
 
     def hurry(self) -> None:
         """Have reads be quick, and refused no more."""
-        self.is_hurried, self.latencies_s = True, QUICK_S
+        self.is_hurried, self.latencies_s = True, LATENCIES_S[Pace.QUICK]
 
 
 class SimTransport:

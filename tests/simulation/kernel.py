@@ -107,6 +107,7 @@ class Process:
     num_cuts: int = 0  # so many of its next frames break off in the middle, and the connection with them
     is_disk_full: bool = False
     can_start_threads: bool = True
+    num_wakes: int = 0  # how often a thread of it has run
     held: list[Task] = field(default_factory=list)  # that would run, were it not stopped
     on_death: list[Callable[[], None]] = field(default_factory=list)
 
@@ -409,6 +410,7 @@ class Kernel:
 
     def _run(self, task: Task) -> None:
         self.num_switches += 1
+        task.process.num_wakes += 1
         self._limit_fds(task.process.max_fd)
         self.current = task
         task.baton.release()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvxferd import client
 from kvxferd.errors import Code
 from tests.simulation.checks import Check
+from tests.simulation.fabric import Pace
 from tests.simulation.kernel import Process
 
 if TYPE_CHECKING:
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 SHORTLY_S = 14.0  # after a fault, in which it still shows: a home knows a restarted node's ranks within 12
 OWN_TIMER_S = 3.0  # within which a client has its restarted daemon's word again
 LONG_DEADLINE_S = 3.0  # one that an undisturbed pull meets
-READY_S, SLOW_READY_S = 8.0, 12.0  # from the last word of what is written to the end of a pull; of slow reads
+# From the last word of what is written to the end of a pull, by the pace of reads.
+READY_S = {Pace.QUICK: 8.0, Pace.SLOW: 12.0, Pace.LONG: 40.0}
 READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
-SILENT_S = 14.0  # `peer.silent_after_s`, two repetitions of a request, and two seconds
+SILENT_S = 16.0  # `peer.silent_after_s`, two repetitions of a request, and two seconds
 LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
 
 # Why no pull fails among honest nodes, whatever strikes them.
@@ -158,10 +160,10 @@ class Reasons:
             is_old = self._world.kernel.now >= transfer.whole_at + READY_KEPT_S
             return is_old and self.is_struck(transfer.whole_at - SHORTLY_S, parties)
 
-        within_s = SLOW_READY_S if self._world.traits.is_slow else READY_S
+        within_s = READY_S[self._world.traits.pace]
         for engine in (transfer.publisher.engine, pull.worker.engine):
             if len(set(engine.shape.nodes)) > 1:
-                within_s = READY_S + SHORTLY_S  # a home has to learn a restarted node's ranks
+                within_s += SHORTLY_S  # a home has to learn a restarted node's ranks
         self._world.expectations.expect(
             Check.READY,
             f"{pull.transfer.transfer_id} is whole, and the pull of {pull.worker.name} goes on",

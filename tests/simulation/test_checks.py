@@ -14,6 +14,7 @@ from kvxferd import client
 from kvxferd.client import pulls
 from kvxferd.core.node import Node
 from kvxferd.core.peers.requests import PeerRequests
+from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.errors import Code
 from tests.simulation import audit, engine, fabric, runs
 from tests.simulation.checks import Check
@@ -156,6 +157,7 @@ PLANTS: list[tuple[Check, str, object, str, object]] = [
     (Check.INTEGRITY, "tables disagree", Node, "check_integrity", _raise(AssertionError("planted"))),
     (Check.SILENT, "requests have no end", PeerRequests, "_schedule_give_up", _nothing),
     (Check.READY, "nobody reports", client.RankHandle, "ready", _nothing),
+    (Check.IDLE, "movers poll for ever", PollRequests, "_stop_polling", _nothing),
     (Check.REST, "a descriptor is kept", Worker, "_check_bytes", _keep_pipe),
     (Check.REST, "a daemon keeps engines", audit, "GONE", ("engines",)),
     (Check.REST, "a pull is not counted", World, "count_delivered", _nothing),

@@ -33,7 +33,7 @@ from kvxferd.wire import block_id_parts, fd_batches, framing
 from tests.simulation import interposed, libzmq, network
 from tests.simulation.checks import Check, Expectations, Violation
 from tests.simulation.engine import MAX_HOLD_S, Engine, EngineShape, Pull, Wanted, Worker
-from tests.simulation.fabric import Fabric, Moment, SimTransport
+from tests.simulation.fabric import Fabric, Moment, Pace, SimTransport
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network, Wire, name_of
 from tests.simulation.node import Nodes
@@ -77,7 +77,7 @@ class Traits:
     """What kind of episode it is."""
 
     transport: str = "cma"
-    is_slow: bool = False  # reads take so long that cancels, deadlines and deaths meet them
+    pace: Pace = Pace.QUICK  # of reads
     read: str = "auto"
     part_bytes: int = 0  # of block ids in one message; 0: as many as usual
     send_buffer: int = 0  # of each Unix socket; 0: as usual
@@ -159,7 +159,7 @@ class World:
         interposed.set_on(stalled_sources, "REFUSED_S", REFUSED_S)
         self.network.tell = lambda what: self.tell("network", what)
         libzmq.install(self.kernel, self.network, interposed.set_on)
-        self.fabric = Fabric(self.kernel, traits.transport, traits.is_slow, self._misused)
+        self.fabric = Fabric(self.kernel, traits.transport, traits.pace, self._misused)
         self.fabric.on_moment = self._reached
         self.words = Words(self.fabric)
         self.nodes = Nodes(self.kernel, self.fabric, interposed.set_on)

@@ -266,8 +266,7 @@ class Peers:
 
     def _send_request(self, peer: Peer, question: Question) -> None:
         sent_at, settings = self._context.now, self._context.settings
-        # Until the request is sent again the peer has nothing to send, and one message may be lost.
-        silent_s = settings.silent_after_s + 2 * settings.resend_s if question.waits else math.inf
+        silent_s = settings.no_word_s if question.waits else math.inf
 
         def replied(reply: ReplyMessage) -> None:
             if isinstance(reply, PeerRefused) and reply.code is Code.PEER_UNREACHABLE:

@@ -127,6 +127,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             self._park(grant, pending, peer_id)
         else:
             self._unindex_message(pending)
+            self._note_sent(grant)
             pending.route, pending.message = route, message  # sent again: the last route is the live one
             pending.transfer = (message.ref.engine, message.ref.transfer_id)
         if is_large:
@@ -165,9 +166,14 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             assert transfer is not None
             self._grant(pending, transfer, found)
             return
+        if self._is_given_up(pending.grant):
+            self._remove(pending)
+            return
         left_s = pending.requested_at + found.wait_s - self._context.now
         if left_s > 0:
-            self._context.after(("request", pending.grant), left_s, lambda: self._consider(pending))
+            self._look_again(
+                ("request", pending.grant), pending.grant, left_s, lambda: self._consider(pending)
+            )
             return
         self._refuse(pending, found.code, found.message)
 

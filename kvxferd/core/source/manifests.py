@@ -40,7 +40,9 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
         """Reply now or later. A repeated request changes nothing."""
         name, peer_id = (route, message.request), key or route.hex()
         is_repeated = name in self._pending
-        if not is_repeated:
+        if is_repeated:
+            self._note_sent(name)
+        else:
             try:
                 _check_names(message)
                 self._check_waiting(peer_id)
@@ -65,10 +67,13 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
         engine = self._registry.get(key)
         obstacle = self._obstacle(key, engine, message)
         name = (fetch.route, message.request)
+        if obstacle is not None and self._is_given_up(name):
+            self._remove(name)
+            return
         if obstacle is not None:
             left_s = fetch.requested_at + obstacle[1] - self._context.now
             if left_s > 0:
-                self._context.after(("fetch", *name), left_s, lambda: self._consider(fetch))
+                self._look_again(("fetch", *name), name, left_s, lambda: self._consider(fetch))
                 return
         self._remove(name)
         if obstacle is not None:

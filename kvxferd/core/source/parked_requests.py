@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable, Hashable
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -31,6 +32,7 @@ class ParkedRequests(ABC, Generic[N, R]):
         self._pending: dict[N, R] = {}
         self._pending_by_engine: dict[EngineId, dict[N, None]] = {}
         self._num_pending_of_peer: Counter[str] = Counter()
+        self._sent_at: dict[N, float] = {}  # when each was sent last
         self._due: dict[N, None] = {}  # to be considered in the next turns
 
     @abstractmethod
@@ -59,14 +61,28 @@ class ParkedRequests(ABC, Generic[N, R]):
     def _park(self, name: N, pending: R, peer_id: str) -> None:
         self._pending[name] = pending
         self._num_pending_of_peer[peer_id] += 1
+        self._note_sent(name)
+
+    def _note_sent(self, name: N) -> None:
+        """Note that the request was sent just now: it is wanted."""
+        self._sent_at[name] = self._context.now
 
     def _reply_still_waiting(self, name: N, route: bytes, request: int) -> None:
         """Reply to a request that was sent again, if it waits here: only a dead peer is silent."""
         if name in self._pending:
             self._context.emit(ReplyToPeer(route, StillWaiting(request=request)))
 
+    def _is_given_up(self, name: N) -> bool:
+        """Whether its peer sends it no more: it is dead, or what took the request back was lost."""
+        return self._context.now >= self._sent_at[name] + self._context.settings.no_word_s
+
+    def _look_again(self, timer: Hashable, name: N, left_s: float, consider: Callable[[], None]) -> None:
+        """Consider a request when its time is over, and when its peer may have given it up."""
+        given_up_s = self._sent_at[name] + self._context.settings.no_word_s - self._context.now
+        self._context.after(timer, min(left_s, given_up_s), consider)
+
     def _unpark(self, name: N, peer_id: str) -> None:
-        del self._pending[name]
+        del self._pending[name], self._sent_at[name]
         self._due.pop(name, None)
         decrease(self._num_pending_of_peer, peer_id)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvxferd.core import events as ev
@@ -147,3 +149,30 @@ def test_a_mover_that_repeats_itself_makes_nobody_look(
 
 def decoded(payload: bytes) -> object:
     return PEER_MESSAGES.decode(payload)
+
+
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_what_nobody_sends_again_waits_no_more(is_repeated: bool) -> None:
+    """Its reader is dead: granted, it would keep the transfer for a lease."""
+    world = World()
+    source = world.register(world.host("p"), spec_of("prefill", tp=2))
+    source.fill(IDS, TOKENS, seed=1)
+    ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
+    consumer = Consumer("decode", "g1", Rank(0, 0), 1)
+    grant = GrantRequest(
+        request=1, grant="g", ref=ref, consumer=consumer, reads=((Rank(0, 0), "gone"),), wait_s=300.0
+    )
+    fetch = ManifestRequest(request=2, engine_id="prefill", generation="g1", wait_s=300.0)
+    world.settings = replace(world.settings, handshake_wait_s=300.0)
+    source.host.node.context.settings = world.settings
+    for _ in range(10):
+        for message in (grant, fetch):
+            world.feed(source.host, ev.PeerRequest(b"d", message, ""))
+        world.advance(world.settings.resend_s)
+        if not is_repeated:
+            break
+    world.advance(world.settings.silent_after_s)
+    node = source.host.node
+    assert (node.grant_server.num_waiting, node.handshake_server.num_waiting) == (1, 1)
+    world.advance(world.settings.resend_s + 0.1)
+    assert (node.grant_server.num_waiting, node.handshake_server.num_waiting) == (0, 0)
