@@ -49,7 +49,7 @@ class Loss(StrEnum):
 
 
 # Those in which no pull has to be repeated.
-AT_ONCE = frozenset({Hardship.NONE, Hardship.LONG_PREFILL})
+AT_ONCE = frozenset({Hardship.NONE, Hardship.LONG_PREFILL, Hardship.LONG_READ})
 ENDS_MOVERS = frozenset({Hardship.SOURCE_RESTARTS, Hardship.SINK_RESTARTS, Hardship.MOVERS_DIE})
 JOINED_S = 14.0  # by then a home has the ranks of a node whose daemon was restarted
 
@@ -153,8 +153,7 @@ class Aftermath:
                 if worker is not source.publisher:
                     world.kernel.stop(worker.process)
         world.kernel.sleep(rng.choice((0.0005, 0.003, 0.05, 3.0)))
-        began = world.kernel.now
-        world.expectations.disturb(GONE_S, *world.node_names)
+        world.expectations.disturb(SILENT_S + GONE_S, *world.node_names)
         if how is Loss.STANDS_STILL:
             for process in world.processes_of(lost):
                 world.kernel.stop(process)
@@ -168,7 +167,7 @@ class Aftermath:
             raise Violation(Check.SILENT, f"{lost} {how.value}, and its readers wait on: {waiting}")
         self._cut_off(lost)
         self._end(lost, of_lost)
-        self._wait(lambda: False, began + GONE_S + 1.0 - world.kernel.now)
+        self._wait(lambda: False, GONE_S + 1.0)
         world.start_daemon(lost)
         for engine in of_lost:
             if not engine.is_up:

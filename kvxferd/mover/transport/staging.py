@@ -25,7 +25,7 @@ from kvxferd.mover.transport.copy_probe import probe_copy_rows
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.reply_agents import ReplyAgents
 from kvxferd.mover.transport.runs import packed_addresses, single_run, split_into_chunks
-from kvxferd.mover.transport.staging_source import StagingSource
+from kvxferd.mover.transport.staging_source import CHUNK_REPLY_TIMEOUT_S, StagingSource
 from kvxferd.plan import Runs
 from kvxferd.wire.codec import encode
 from kvxferd.wire.limits import MAX_ADDRESS, MAX_SENTENCE_CHARS
@@ -48,7 +48,6 @@ SLOT_BYTES = 4 << 20
 NUM_SLOTS = 8
 MAX_ACTIVE_CHUNKS = 4  # of one read
 MAX_PACKED_RUNS = 2048  # as in any post; a requested chunk has fewer
-CHUNK_REPLY_TIMEOUT_S = 10.0  # a source that does not reply by then is gone
 
 
 class PartState(Enum):

@@ -1,8 +1,10 @@
 """The source's side of staging: it copies chunks of memory that the library cannot reach to where it can.
 
-A reader that is gone never releases its chunks: a lease expires after `CHUNK_LEASE_S`, and its stamp is
-overwritten before its slot is used again. A reader that finds the stamp unchanged after it has read the
-chunk has read that chunk; no clock decides that.
+A reader that is gone never releases its chunks, and never takes back what it has requested. So readers take
+turns: the next slot is for the one that has fewest. A lease ends after `CHUNK_LEASE_S`, or after
+`CHUNK_KEPT_S` where others wait for a slot, and a request that its reader has given up is dropped. The stamp
+of a chunk is overwritten before its slot is used again: a reader that finds it unchanged after it has read
+the chunk has read that chunk; no clock decides that.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +38,9 @@ from kvxferd.wire.staging import (
 
 _LOG = logging.getLogger(__name__)
 
-CHUNK_LEASE_S = 30.0  # a reader has read a chunk long before that
+CHUNK_REPLY_TIMEOUT_S = 10.0  # a reader takes a source that does not reply by then for gone
+# A reader has read a chunk long before: by the second one, where a chunk comes over a link of 20 Mb/s.
+CHUNK_LEASE_S, CHUNK_KEPT_S = 30.0, 2.0
 # A reader requests a dozen chunks at a time; more than this are 5,000 reads waiting for one GPU.
 MAX_WAITING = 4096
 MAX_WAITING_PER_AGENT = 256
@@ -48,6 +52,7 @@ _ChunkKey = tuple[AgentName, int]
 class _ChunkLease:
     agent: AgentName
     request: ChunkRequest
+    began_at: float  # to wait, and then to be served
     slot: int = 0
     stamp: bytes = b""
     copy_event: Any = None  # None once it is done
@@ -92,7 +97,7 @@ class StagingSource:
             refused = ChunkRefused(number=request.number, message=error.message)
             self._notify_reader(agent, request, refused, now)
             return
-        self._waiting.append(_ChunkLease(agent, request))
+        self._waiting.append(_ChunkLease(agent, request, now))
 
     def _check_request(self, agent: AgentName, request: ChunkRequest) -> None:
         waiting = sum(lease.agent == agent for lease in self._waiting)
@@ -140,12 +145,27 @@ class StagingSource:
                     self._send_ready(lease, now)
             if now >= lease.expires_at:
                 self._end_lease(key)
-        while self._waiting and (slot := self.slots.acquire()) is not None:
-            self._start_copy(self._waiting.popleft(), slot, now)
+        while self._waiting and now >= self._waiting[0].began_at + CHUNK_REPLY_TIMEOUT_S:
+            self._waiting.popleft()
+        while self._waiting and (slot := self._acquire_slot(now)) is not None:
+            num_leases = Counter(agent for agent, _ in self._leases)
+            following = min(self._waiting, key=lambda lease: num_leases[lease.agent])
+            self._waiting.remove(following)
+            self._start_copy(following, slot, now)
         self._readers.forget_idle(now)
 
+    def _acquire_slot(self, now: float) -> int | None:
+        """Return a free slot, or that of a chunk which its reader has had for long."""
+        if (slot := self.slots.acquire()) is not None:
+            return slot
+        for key, lease in self._leases.items():  # the oldest first
+            if lease.copy_event is None and now >= lease.began_at + CHUNK_KEPT_S:
+                self._end_lease(key)
+                return self.slots.acquire()
+        return None
+
     def _start_copy(self, lease: _ChunkLease, slot: int, now: float) -> None:
-        lease.slot, lease.expires_at = slot, now + CHUNK_LEASE_S
+        lease.slot, lease.began_at, lease.expires_at = slot, now, now + CHUNK_LEASE_S
         lease.stamp = os.urandom(STAMP_BYTES)
         # Before the first byte of the copy, so that a reader of an earlier lease finds the stamp changed.
         ctypes.memmove(self._stamp_address(slot), lease.stamp, STAMP_BYTES)

@@ -283,7 +283,7 @@ def test_what_both_sides_can_reach_goes_straight_on() -> None:
 def test_a_source_that_dies_settles_the_read_and_frees_the_slots(world: World) -> None:
     handle = world.post((0, 0, 8 * SLOT))
     world.source.inner.close()
-    world.now += staging.CHUNK_REPLY_TIMEOUT_S + 1  # one that was asked is given up in time
+    world.now += staging_source.CHUNK_REPLY_TIMEOUT_S + 1  # one that was asked is given up in time
     assert world.failure_of(handle, source_serves=False).settled
     if world.sink.transport._slots is not None:
         assert len(world.sink.transport._slots._free) == NUM_SLOTS
@@ -440,7 +440,7 @@ def test_a_reader_that_never_gives_back_holds_a_slot_for_so_long(lent: World) ->
 
 def test_a_source_that_does_not_serve_is_given_up_in_time(lent: World) -> None:
     handle = lent.post((0, 0, SLOT))
-    lent.now += staging.CHUNK_REPLY_TIMEOUT_S + 1
+    lent.now += staging_source.CHUNK_REPLY_TIMEOUT_S + 1
     assert lent.failure_of(handle, "sent no chunk", source_serves=False).settled
     lent.settle()
     assert lent.free_slots() == [NUM_SLOTS]
@@ -495,6 +495,27 @@ def test_an_ask_that_is_right_is_lent(lent: World, stranger: Stranger) -> None:
     stranger.say(encode(ChunkRelease(number=1)))
     lent.settle()
     assert lent.free_slots() == [NUM_SLOTS]
+
+
+def test_a_reader_that_is_gone_costs_the_next_one_two_seconds(lent: World, stranger: Stranger) -> None:
+    """It has requested many chunks, of which it takes none, and takes back no request."""
+    base = lent.source.segment.address
+    for number in range(5 * NUM_SLOTS):
+        stranger.send_request((base, 10), number=number)
+    handle = lent.post((0, 0, SLOT))
+    lent.settle()
+    assert not lent.sink.transport.poll(handle)
+    lent.now += staging_source.CHUNK_KEPT_S
+    lent.run(handle)
+    assert lent.sink.segment.read(SLOT) == lent.content[:SLOT]
+
+
+def test_what_its_reader_has_given_up_is_not_served(lent: World, stranger: Stranger) -> None:
+    base = lent.source.segment.address
+    served = [stranger.send_request((base, 10), number=number) for number in range(NUM_SLOTS + 1)]
+    assert [len(replies) for replies in served] == [1] * NUM_SLOTS + [0]
+    lent.now += staging_source.CHUNK_REPLY_TIMEOUT_S
+    assert stranger.answers() == []
 
 
 @pytest.mark.parametrize(
