@@ -16,7 +16,7 @@ from kvxferd.client.events import Emit
 from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, TransferId
-from kvxferd.layout import BlocksByGroup, PackedBlocks
+from kvxferd.layout import BlocksByGroup, append_ids
 from kvxferd.wire import worker
 from kvxferd.wire.common import RankIncarnations
 from kvxferd.wire.limits import FENCE_SLOTS
@@ -144,9 +144,10 @@ class ClientPublishes:
         """Append blocks to a transfer that grows, and renew its lease."""
         for name, added in blocks.items():
             before = publish.blocks.get(name)
-            if before is not None and before.ids and added.state_at < 0:
-                added = PackedBlocks(bytes(before.ids) + bytes(added.ids), before.first_token)  # noqa: PLW2901
-            publish.blocks = {**publish.blocks, name: added}
+            if before is None or not before.ids or added.state_at >= 0:
+                publish.blocks = {**publish.blocks, name: added}
+            else:
+                publish.blocks = {**publish.blocks, name: append_ids(before, added.ids)}
         publish.expires_at = max(publish.expires_at, now + publish.lease_s)
 
     def gpu_done(self, publish: ClientPublish) -> bool:

@@ -31,7 +31,7 @@ from kvxferd.errors import Code, ConfigError
 from kvxferd.ids import Endpoint
 from kvxferd.telemetry.warnings.turned_away_peers import TurnedAwayPeers
 from kvxferd.wire.codec import encode
-from kvxferd.wire.common import BlockIds, Message
+from kvxferd.wire.common import Message
 from kvxferd.wire.endpoint import address_of, host_of, key_of
 from kvxferd.wire.limits import MAX_PEER_MESSAGE_BYTES, MAX_PEER_REQUEST_BYTES
 from kvxferd.wire.peer import PeerRefused
@@ -103,9 +103,6 @@ class PeerSocket:
         self._guard: ConnectionGuard | None = None
         self._inbox = PeerInbox(checks or NoChecks, on_event, self.reply, self._is_admitted)
         self._unread_replies = UnreadReplies()
-        self._truncated_replies: dict[
-            bytes, int
-        ] = {}  # routes on which a part of a reply was dropped, and which reply
         self._resolver = resolver or Resolver()
         self._resolving: dict[Endpoint, list[Message]] = {}
         self._dealers: dict[Endpoint, _WatchedSocket] = {}
@@ -356,14 +353,12 @@ class PeerSocket:
 
     def reply(self, route: bytes, message: Message) -> None:
         """Send to a peer that connected here. Drop the message if the peer is gone or does not read."""
-        if self._router is None or self._is_truncated(route, message):
+        if self._router is None:
             return
         if not self._unread_replies.has_room(route) or not self._send_reply(
             self._router, route, encode(message)
         ):
             log.debug("peer message not sent", route=route.hex(), reason="too much waits to be read there")
-            if isinstance(message, BlockIds):
-                self._truncated_replies[route] = message.stream
         self._schedule_read(self._router)
 
     def _send_reply(self, router: _WatchedSocket, route: bytes, payload: bytes) -> bool:
@@ -380,14 +375,6 @@ class PeerSocket:
             return error.errno != zmq.EAGAIN
         assert tracker is not None
         self._unread_replies.add(route, tracker, len(payload))
-        return True
-
-    def _is_truncated(self, route: bytes, message: Message) -> bool:
-        """Whether an earlier part of the same reply was dropped: a partial reply breaks the protocol."""
-        if (cut := self._truncated_replies.get(route)) is None or cut != getattr(message, "stream", 0):
-            return False
-        if not isinstance(message, BlockIds):
-            del self._truncated_replies[route]  # the end of that reply
         return True
 
     def send(self, endpoint: Endpoint, message: Message, uid: int = NO_USER) -> None:

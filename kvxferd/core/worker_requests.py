@@ -234,10 +234,10 @@ class WorkerRequests:
             return
         if message.progressive:
             self._prepared.discard(session, ref)  # which waits for the whole
-            hold = self._grant_client.acquire(rank, ref, message.deadline_s, after_tokens=0)
+            hold = self._grant_client.acquire(rank, ref, message.deadline_s, after_tokens=0, blocks=blocks)
         else:
             hold = self._prepared.pop(session, ref) or self._grant_client.acquire(
-                rank, ref, message.deadline_s
+                rank, ref, message.deadline_s, blocks=blocks
             )
         pull = Pull(
             pull_id=self._pulls.next_id(),

@@ -83,6 +83,20 @@ def check_continues(name: GroupName, end: int, added: PackedBlocks) -> None:
         )
 
 
+def append_ids(kept: PackedBlocks, added: Buffer) -> PackedBlocks:
+    """Return `kept` with more ids behind its own, in the time that the added ones take.
+
+    The first call copies the list into a bytearray, typed as bytes because ids are only measured, sliced and
+    encoded; later ones make that longer, and return `kept` itself.
+    """
+    if isinstance(kept.ids, bytearray):
+        kept.ids.extend(memoryview(added).cast("B"))
+        return kept
+    grown = bytearray(kept.ids)
+    grown.extend(memoryview(added).cast("B"))
+    return PackedBlocks(cast(bytes, grown), kept.first_token, kept.state_at)
+
+
 def pack_ids(ids: Buffer | Sequence[int]) -> bytes:
     """Return block ids as packed little-endian int32.
 

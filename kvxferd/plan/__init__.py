@@ -14,6 +14,7 @@ from kvxferd.plan.block_list_checks import (
     check_request,
     engine_rules,
 )
+from kvxferd.plan.block_windows import added_blocks, missing_tokens, sides_of_rules, source_windows
 from kvxferd.plan.differences import Difference, find_differences
 from kvxferd.plan.engine_checks import (
     check_engine,
@@ -51,6 +52,7 @@ __all__ = [
     "RemoteManifest",
     "Runs",
     "TransferTopology",
+    "added_blocks",
     "block_rules",
     "check_blocks",
     "check_blocks_by",
@@ -65,9 +67,12 @@ __all__ = [
     "find_differences",
     "format_terms",
     "make_plan",
+    "missing_tokens",
     "plan_reads",
     "require_pp_aware",
     "sender_plan",
     "set_xfer_handshake_metadata_pp_aware",
+    "sides_of_rules",
+    "source_windows",
     "stage_infos",
 ]

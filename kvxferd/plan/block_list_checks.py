@@ -12,7 +12,14 @@ import numpy as np
 
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import GroupName
-from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, check_continues, unpack_ids
+from kvxferd.layout import (
+    Group,
+    GroupKind,
+    PackedBlocks,
+    RankLayout,
+    check_continues,
+    unpack_ids,
+)
 from kvxferd.plan.plan import BlockGeometry, GroupRead, Plan, block_geometry
 from kvxferd.plan.token_segments import check_first_token, ids_as_int32
 

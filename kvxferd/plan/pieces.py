@@ -6,17 +6,16 @@ import math
 from collections.abc import Mapping
 
 from kvxferd.ids import GroupName
-from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks
+from kvxferd.layout import BlocksByGroup, PackedBlocks
 from kvxferd.plan.block_list_checks import BlockRules
-from kvxferd.plan.plan import BlockGeometry, Plan, block_geometry
+from kvxferd.plan.plan import Plan, block_geometry
 
 
 class PieceRules:
     """How a plan's reads may be cut by tokens.
 
-    Only groups with full attention on both sides are read in pieces. States stand at a request's end alone,
-    and of a sliding window the source may free what the finished request does not need, so both are read
-    with the last piece.
+    Only groups that are cut by tokens on both sides are read in pieces: states and windows are read with the
+    last piece.
 
     Attributes:
         step_tokens: pieces begin and end at multiples of so many tokens; 0: there is nothing to cut.
@@ -29,7 +28,7 @@ class PieceRules:
         self._id_tokens: dict[GroupName, int] = {}
         for read in plan.group_reads:
             name = read.local.group
-            if not (_is_sliced(read.local) and _is_sliced(read.remote)):
+            if not read.is_cut_by_tokens:
                 whole.add(name)
                 continue
             self._id_tokens[name] = read.local.id_tokens
@@ -57,16 +56,12 @@ class PieceRules:
         return PackedBlocks(ids, listed.first_token + first * id_tokens) if ids else PackedBlocks(b"")
 
 
-def _is_sliced(side: BlockGeometry) -> bool:
-    return side.kind is GroupKind.ATTENTION and side.sliding_window is None
-
-
 def covered_tokens(rules: BlockRules, blocks: Mapping[GroupName, PackedBlocks], num_tokens: int) -> int:
     """Return up to which token the lists hold every group that is read in pieces; 0 where none is."""
     ends = []
     for group, _ in rules:
         side = block_geometry(group)
-        if _is_sliced(side):
+        if side.is_cut_by_tokens:
             listed = blocks.get(group.name, PackedBlocks(b""))
             ends.append(listed.first_token + len(listed) * side.id_tokens if listed.ids else 0)
     return min([num_tokens, *ends]) if ends else 0

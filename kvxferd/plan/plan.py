@@ -28,6 +28,15 @@ class BlockGeometry(msgspec.Struct, frozen=True, array_like=True):
         """Return the tokens of the sequence that one listed id stands for, over all token shards."""
         return self.block_tokens * self.blocks_per_id * self.shard.count
 
+    @property
+    def is_cut_by_tokens(self) -> bool:
+        """Whether some of a list's tokens can be read without the others, with full attention alone.
+
+        States stand at a request's end, and of a sliding window the source may free what the finished
+        request does not need.
+        """
+        return self.kind is GroupKind.ATTENTION and self.sliding_window is None
+
 
 def block_geometry(group: Group) -> BlockGeometry:
     """Return a group's geometry in kernel blocks. A state's id is one kernel block."""
@@ -98,6 +107,11 @@ class GroupRead(msgspec.Struct, frozen=True, array_like=True):
     remote: BlockGeometry
     granule_tokens: int  # tokens per item, equal on both sides
     patterns: tuple[StridePattern, ...]
+
+    @property
+    def is_cut_by_tokens(self) -> bool:
+        """Whether both sides' lists are."""
+        return self.local.is_cut_by_tokens and self.remote.is_cut_by_tokens
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, weakref=True):

@@ -18,7 +18,7 @@ from kvxferd.layout.validate import MAX_TENSORS
 from kvxferd.wire import peer
 from kvxferd.wire.bounds import METADATA, NAME, REQUIRED_NAME
 from kvxferd.wire.codec import Decoder
-from kvxferd.wire.common import Binding, BlockIds, Message, RankManifest, RegionAddress
+from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress
 from kvxferd.wire.limits import MAX_GROUPS_PER_REQUEST, MAX_RANKS, MAX_REGIONS
 
 # One tensor, or one region's address, is decoded in one go. Unit ranges of a tensor whose units are
@@ -92,7 +92,6 @@ PeerOutline = (
     | peer.RequestDone
     | peer.StillWaiting
     | peer.PeerRefused
-    | BlockIds
 )
 
 PEER_OUTLINES: Decoder[PeerOutline] = Decoder(PeerOutline)

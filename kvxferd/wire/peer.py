@@ -26,7 +26,7 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire.bounds import ENDPOINT, NAME, REQUIRED_NAME
-from kvxferd.wire.common import BlockIds, Message, RankManifest, TransferRef, Versions
+from kvxferd.wire.common import Message, RankManifest, TransferRef, Versions
 from kvxferd.wire.limits import MAX_GRANTS_PER_RENEWAL, MAX_GROUPS_PER_REQUEST, MAX_RANKS
 
 PEER_VERSIONS = Versions(1, 1)
@@ -96,6 +96,9 @@ class GrantRequest(Message, frozen=True):
 
     With `after_tokens` the reader takes a transfer that is not whole: the reply comes when more than so many
     tokens are ready on every rank, or all are.
+
+    The reply has a page of the ids of the groups that `from_tokens` names, each from the block on that holds
+    that token; a state's last id. The reader asks for the same grant again until it has all that it reads.
     """
 
     request: int
@@ -105,6 +108,9 @@ class GrantRequest(Message, frozen=True):
     reads: Annotated[tuple[tuple[Rank, Annotated[AgentName, NAME]], ...], msgspec.Meta(max_length=MAX_RANKS)]
     wait_s: float
     after_tokens: int = -1  # -1: all must be ready
+    from_tokens: Annotated[
+        dict[Annotated[GroupName, NAME], int], msgspec.Meta(max_length=MAX_GROUPS_PER_REQUEST)
+    ] = msgspec.field(default_factory=dict)
 
 
 class GrantReply(Message, frozen=True):
@@ -121,10 +127,9 @@ class GrantReply(Message, frozen=True):
     fence_address: int
     fence_word: bytes
     fence_metadata: bytes
-    stream: int = 0
+    has_more: bool = False  # of the ids that were asked for: the next page begins behind this one
     # Of `num_tokens`, to a request with `after_tokens`: the tokens that are ready. -1: all are.
     ready_tokens: int = -1
-    part_bytes: int = 0  # of block ids that `stream` carried before this message
 
 
 class RenewGrants(Message, frozen=True):
@@ -264,7 +269,7 @@ RequestMessage = (
 ReplyMessage = (
     PeerWelcome | ManifestReply | GrantReply | GrantsRenewed | RequestDone | StillWaiting | PeerRefused
 )
-PeerMessage = RequestMessage | ReplyMessage | BlockIds
+PeerMessage = RequestMessage | ReplyMessage
 
 
 def refusal_of(request: int, error: KvxferdError) -> PeerRefused:

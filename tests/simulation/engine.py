@@ -114,6 +114,12 @@ class Transfer:
     last_read: float = 0.0  # when a pull of it has last ended
 
     @property
+    def name(self) -> tuple[EngineId, Generation, TransferId]:
+        """Its name among all."""
+        source = self.publisher
+        return EngineId(source.engine.shape.name), Generation(source.generation), TransferId(self.transfer_id)
+
+    @property
     def is_over(self) -> bool:
         """Whether one rank has heard so."""
         return bool(self.released) or self.refused is not None

@@ -53,7 +53,7 @@ KINDS = {
     "no-threads": 1,
 }  # fmt: skip
 RARE_MESSAGES = (  # of which one lost at random would seldom be
-    "GrantReply", "BlockIds", "RenewGrants", "GrantsRenewed", "ReleaseGrant", "Acknowledge",
+    "GrantReply", "RenewGrants", "GrantsRenewed", "ReleaseGrant", "Acknowledge",
     "AbandonTransfer", "RequestDone", "JoinRank", "LeaveRank", "RankReady", "SetRankPolling",
     "TransferReleased",
 )  # fmt: skip
@@ -301,6 +301,7 @@ class Faults:
             process = rng.choice((worker.process, self._world.daemons[worker.node]))
             self._strike("cut-worker", process.name, 1.0, worker.node, worker)
             self._hit(process, 1.0)
+            self._world.unsure_counts.add(worker.node)  # the frame may be the word of a delivery
             process.num_cuts = 1
 
     def _few_bytes(self, rng: random.Random) -> None:

@@ -28,6 +28,7 @@ from kvxferd.config.schema import (
 )
 from kvxferd.control import worker_socket
 from kvxferd.core.sink import stalled_sources
+from kvxferd.core.source import grants
 from kvxferd.memory import driver_registry
 from kvxferd.wire import block_id_parts, fd_batches, framing
 from tests.simulation import interposed, libzmq, network
@@ -46,6 +47,7 @@ PORT = 9441
 REFUSED_S = 10.0  # so long a source is refused whose reads hang
 COPY_S = (2e-5, 2e-4, 2e-3)  # that a copy of a GPU takes
 LEASE_S = 8.0  # of a transfer and of a grant
+PAGE_BYTES = 24  # of a source's block ids, where lists go in parts
 
 
 # Numbers of the product that are never reached in small worlds: each low enough that it is.
@@ -150,6 +152,7 @@ class World:
         if traits.part_bytes:
             interposed.set_on(block_id_parts, "IDS_PART_BYTES", traits.part_bytes)
             interposed.set_on(connection, "DIRECT_BYTES", traits.part_bytes)  # it is never more
+            interposed.set_on(grants, "MAX_PAGE_BYTES", PAGE_BYTES)
         if traits.frame_fds:
             for place in (fd_batches, framing, registration, worker_socket):
                 interposed.set_on(place, "MAX_FDS_PER_FRAME", traits.frame_fds)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from kvxferd.core.limits.checks import RETRY_AFTER_S
 from kvxferd.core.limits.fair_share import FairShare
-from kvxferd.errors import BusyError
+from kvxferd.errors import BusyError, Code, EngineError
 from kvxferd.ids import GroupName
-from kvxferd.layout import PackedBlocks
+from kvxferd.layout import PackedBlocks, num_id_bytes
 from kvxferd.wire.common import RankIncarnations
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
 # An id is 4 bytes: a request of 32,768 tokens at 16 tokens a block keeps 8 KiB, one of a million 256 KiB.
 # 512 MiB are 44,000 of the former for a user who is alone, five engines with all the transfers that they may
@@ -28,6 +29,16 @@ RANK_BYTES, CHAR_BYTES = 64, 4
 def request_bytes(blocks: Mapping[GroupName, PackedBlocks]) -> int:
     """Return the bytes that a request with these lists takes while it is kept."""
     return ENTRY_BYTES + sum(GROUP_BYTES + len(packed.ids) for packed in blocks.values())
+
+
+def check_num_ids(blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
+    """Raise EngineError where a request lists more ids than a request may. `what`: "pull transfer t"."""
+    if (num_bytes := num_id_bytes(blocks)) > MAX_REQUEST_IDS_BYTES:
+        raise EngineError(
+            f"cannot {what}: its block ids take {num_bytes} bytes, and {MAX_REQUEST_IDS_BYTES} is the limit; "
+            "use larger blocks, or split the request",
+            Code.BLOCKS_INVALID,
+        )
 
 
 def incarnation_bytes(num_ranks: int, named: RankIncarnations) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,15 +16,12 @@ from kvxferd.core.limits.checks import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, OnReply, PeerRequests, always
-from kvxferd.core.tables import decrease
 from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineKey
-from kvxferd.layout import num_id_bytes
 from kvxferd.records import PeerSnapshot, RemoteEngineSnapshot
-from kvxferd.wire.block_id_parts import BlockIdAssembly
-from kvxferd.wire.common import BlockIds, Refusal
+from kvxferd.wire.common import Refusal
 from kvxferd.wire.endpoint import address_of
-from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES, MAX_SENTENCE_CHARS
+from kvxferd.wire.limits import MAX_SENTENCE_CHARS
 from kvxferd.wire.peer import (
     PEER_VERSIONS,
     GrantReply,
@@ -50,11 +46,6 @@ MAX_OPEN_REQUESTS = 32_768
 HELLO_RESENDS = 2
 # A thousand pulls may have one deadline: their peer is greeted once for all.
 CHECK_EVERY_S, CHECK_TIMEOUT_S = 0.1, 1.0
-
-# Block ids that arrive in parts, of all peers: sixteen of the largest lists at a time, charged to a user with
-# an open request to the peer; of one peer two. Without a limit 448 peers that never end a list held 128 MiB
-# each.
-MAX_REASSEMBLY_BYTES, MAX_REASSEMBLY_BYTES_PER_PEER = 16 * MAX_REQUEST_IDS_BYTES, 2 * MAX_REQUEST_IDS_BYTES
 
 OnLearnt = Callable[[RemoteEngine | Refusal], None]
 MakeMessage = Callable[[int], RequestMessage]
@@ -92,9 +83,6 @@ class Peer:
     waiting_for_welcome: list[Question] = field(default_factory=list)
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
     learning: dict[EngineKey, list[EngineWaiter]] = field(default_factory=dict)
-    assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
-    num_open_requests: Counter[int] = field(default_factory=Counter)  # by user
-    reassembly_bytes: Counter[int] = field(default_factory=Counter)  # of `assembly`, by user who is charged
 
 
 class Peers:
@@ -106,7 +94,6 @@ class Peers:
         self._peers: dict[Endpoint, Peer] = {}
         self._peer_share = FairShare(context.settings.limits.max_peers)
         self._open_request_share = FairShare(MAX_OPEN_REQUESTS)
-        self._reassembly_share = FairShare(MAX_REASSEMBLY_BYTES)
         self._pins: list[Callable[[], Collection[Endpoint]]] = []
 
     def pin(self, needed: Callable[[], Collection[Endpoint]]) -> None:
@@ -140,11 +127,9 @@ class Peers:
             on_reply(refusal_of(0, error))
             return
         self._open_request_share.add(uid, 1)
-        peer.num_open_requests[uid] += 1
 
         def replied(reply: ReplyMessage) -> None:
             self._open_request_share.release(uid)
-            decrease(peer.num_open_requests, uid)
             on_reply(reply)
             self._forget_if_unused(peer)
 
@@ -194,31 +179,7 @@ class Peers:
     def _new_peer(self, endpoint: Endpoint, uid: int) -> Peer:
         peer = Peer(endpoint, uid)
         self._peer_share.add(uid, 1)
-
-        def reserve(num_bytes: int) -> bool:
-            if num_bytes <= 0:
-                self._release_reassembly(peer, -num_bytes)
-                return True
-            if peer.assembly.num_bytes + num_bytes > MAX_REASSEMBLY_BYTES_PER_PEER:
-                return False
-            # A part does not name its user. A user without room must not end another user's grant.
-            for user in peer.num_open_requests:
-                if self._reassembly_share.acquire(user, num_bytes):
-                    peer.reassembly_bytes[user] += num_bytes
-                    return True
-            return False
-
-        peer.assembly = BlockIdAssembly(reserve, may_lose_parts=True)
         return peer
-
-    def _release_reassembly(self, peer: Peer, num_bytes: int) -> None:
-        for user, held in list(peer.reassembly_bytes.items()):
-            over = min(held, num_bytes)
-            self._reassembly_share.release(user, over)
-            peer.reassembly_bytes[user] -= over
-            num_bytes -= over
-            if not peer.reassembly_bytes[user]:
-                del peer.reassembly_bytes[user]
 
     def _evictable(self, endpoint: Endpoint, uid: int) -> Peer:
         """Return the peer to evict: of the user with most peers, one that is idle or was never welcomed.
@@ -354,7 +315,6 @@ class Peers:
         if self._peers.get(peer.endpoint) is not peer:
             return
         peer.boot = None
-        peer.assembly.clear()
         peer.engines.clear()
         if self._is_used(peer):
             self._context.emit(ClosePeerConnection(peer.endpoint))
@@ -369,7 +329,6 @@ class Peers:
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.endpoint]
         self._peer_share.release(peer.uid)
-        peer.assembly.clear()
         self._context.timers.cancel(("idle-peer", peer.endpoint))
         self._context.emit(ClosePeerConnection(peer.endpoint))
 
@@ -382,16 +341,12 @@ class Peers:
             return  # the peer was forgotten while this was on its way: no request to it is open
         peer.last_seen_at = self._context.now
         match message:
-            case BlockIds():
-                if self._peer_requests.has_open(endpoint):  # else no reply can need them
-                    peer.assembly.add(message)
-            case GrantReply():
-                # Assembled also where no request is open: that removes the parts of a duplicate.
-                self._peer_requests.handle_reply(endpoint, _reassembled(peer, message))
             case PeerRefused():
                 clipped = message.message[:MAX_SENTENCE_CHARS]
                 self._peer_requests.handle_reply(endpoint, msgspec.structs.replace(message, message=clipped))
-            case PeerWelcome() | ManifestReply() | GrantsRenewed() | RequestDone() | StillWaiting():
+            case PeerWelcome() | ManifestReply() | GrantReply() | GrantsRenewed():
+                self._peer_requests.handle_reply(endpoint, message)
+            case RequestDone() | StillWaiting():
                 self._peer_requests.handle_reply(endpoint, message)
             case _:
                 raise ProtocolError(f"cannot take a {type(message).__name__} as a reply", Code.OUT_OF_PLACE)
@@ -503,21 +458,6 @@ class Peers:
             if self._context.now - max(waiting_since, peer.last_seen_at or 0.0) > patience_s:
                 return "silent"
         return "up" if peer.boot else "connecting"
-
-
-def _reassembled(peer: Peer, granted: GrantReply) -> ReplyMessage:
-    """Return the grant with all its block ids, or a refusal if some were dropped: then its lease ends it."""
-    try:
-        blocks = peer.assembly.complete(granted.blocks, granted.stream)
-        if granted.part_bytes and num_id_bytes(blocks) != granted.part_bytes + num_id_bytes(granted.blocks):
-            raise BusyError(
-                "cannot use a grant of which some block ids were dropped on their way; try again in "
-                f"{RETRY_LATER_S:g} s",
-                RETRY_LATER_S,
-            )
-    except BusyError as error:
-        return refusal_of(granted.request, error)
-    return msgspec.structs.replace(granted, blocks=blocks)
 
 
 def _is_supported(version: int) -> bool:

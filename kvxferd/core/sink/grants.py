@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+
+import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.block_id_memory import BlockIdMemory, request_bytes
@@ -17,8 +19,9 @@ from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.sink.manifests import HandshakeClient
 from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, PlanError
-from kvxferd.ids import Endpoint, GrantId
-from kvxferd.plan import Plan, PlanJob
+from kvxferd.ids import Endpoint, GrantId, GroupName
+from kvxferd.layout import BlocksByGroup, append_ids, num_id_bytes
+from kvxferd.plan import Plan, PlanJob, added_blocks, missing_tokens
 from kvxferd.wire.common import Binding, Refusal, TransferRef
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import (
@@ -76,7 +79,9 @@ class HeldGrant:
     settled_at: float | None = None  # when the grant arrived, or was refused
     remote: RemoteEngine | None = None
     plan: Plan | None = None
-    granted: GrantReply | None = None
+    granted: GrantReply | None = None  # the last reply, without its ids
+    starts: dict[GroupName, int] | None = None  # the first token of each list of the pull; None: no pull yet
+    blocks: BlocksByGroup = field(default_factory=dict)  # the source's, as far as they are here
     refusal: Refusal | None = None
     refused_in: str = ""  # which phase ended with the refusal: "handshake", "plan" or "grant"
     num_stale_bindings: int = 0
@@ -116,13 +121,23 @@ class GrantClient:
         """Return how many grants are held at each peer."""
         return {endpoint: len(held) for endpoint, held in self._held.items()}
 
-    def acquire(self, rank: LocalRank, ref: TransferRef, wait_s: float, after_tokens: int = -1) -> HeldGrant:
+    def acquire(
+        self,
+        rank: LocalRank,
+        ref: TransferRef,
+        wait_s: float,
+        after_tokens: int = -1,
+        blocks: BlocksByGroup | None = None,
+    ) -> HeldGrant:
         """Start to request a grant. `on_settled` is called once, when it is held or refused.
 
-        `after_tokens`: 0 for a progressive pull; -1: the transfer must be whole.
+        `after_tokens`: 0 for a progressive pull; -1: the transfer must be whole. `blocks`: into which it
+        reads; None: that is not known yet.
         """
         hold = HeldGrant(GrantId(self._context.new_token()), rank, ref, wait_s, self._context.now)
         hold.after_tokens = after_tokens
+        if blocks is not None:
+            hold.starts = {name: listed.first_token for name, listed in blocks.items() if listed.ids}
         self._learn_engine(hold)
         return hold
 
@@ -252,35 +267,59 @@ class GrantClient:
         on_more = hold.on_more
         if on_more is None or number != hold.num_mores:
             return  # the pull has ended, and has returned its grant
+        refusal = self._take_more(hold, reply)
+        if refusal is None and hold.granted is not None and hold.granted.has_more:
+            self._request_page(hold, lambda reply: self._handle_more(hold, number, reply))
+            return
         hold.on_more = None
-        on_more(self._take_more(hold, reply))
+        on_more(refusal)
 
     def _take_more(self, hold: HeldGrant, reply: ReplyMessage) -> Refusal | None:
-        """Replace the content of the grant by a later one's; return why that cannot be."""
-        before = hold.granted
-        assert before is not None
+        """Go on with a later reply of the grant; return why that cannot be."""
         if isinstance(reply, PeerRefused):
             return Refusal(reply.code, reply.message, reply.retry_after_s)
-        if not isinstance(reply, GrantReply) or (problem := _grant_error(reply)):
-            what = problem if isinstance(reply, GrantReply) else f"a {type(reply).__name__}"
+        if not isinstance(reply, GrantReply):
+            what = f"a {type(reply).__name__}"
             return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {what}")
         if 0 <= reply.ready_tokens <= hold.after_tokens:
             text = f"{reply.ready_tokens} tokens are ready, and more than {hold.after_tokens} were asked for"
             return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {text}")
-        if reply.fence_word != before.fence_word or 0 <= reply.ready_tokens < before.ready_tokens:
+        return self._take_page(hold, reply)
+
+    def _request_page(self, hold: HeldGrant, on_reply: Callable[[ReplyMessage], None]) -> None:
+        """Ask once more for a grant of whose ids there are more than a reply has: it is not waited for."""
+        assert hold.remote is not None and hold.plan is not None
+        self._send_request(hold, hold.remote, hold.plan, self._context.settings.handshake_wait_s, on_reply)
+
+    def _take_page(self, hold: HeldGrant, reply: GrantReply) -> Refusal | None:
+        """Keep the ids of a reply behind those that came before; return why that cannot be."""
+        before, uid = hold.granted, hold.rank.uid
+        if problem := _grant_error(reply):
+            return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {problem}")
+        if before is not None and (
+            reply.fence_word != before.fence_word or 0 <= reply.ready_tokens < before.ready_tokens
+        ):
             return Refusal(
                 Code.RELEASED, f"cannot read on in transfer {hold.ref.transfer_id}: it is another one now"
             )
-        size, uid = request_bytes(reply.blocks) + len(reply.fence_metadata), hold.rank.uid
-        self._block_id_memory.remove(uid, hold.charged_bytes)
-        hold.charged_bytes = 0
+        assert hold.plan is not None
+        try:
+            added = added_blocks(hold.plan, hold.blocks, reply.blocks)
+            if reply.has_more and not num_id_bytes(added):
+                raise PeerError("it has more block ids, and sends none", Code.BAD_FRAME)
+        except KvxferdError as error:
+            return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {error.message}")
+        size = num_id_bytes(added) if before is not None else request_bytes(added) + len(reply.fence_metadata)
         try:
             self._block_id_memory.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
         except BusyError as error:
             return Refusal.of(error)
         self._block_id_memory.add(uid, size)
-        hold.charged_bytes = size
-        hold.granted = reply
+        hold.charged_bytes += size
+        for name, listed in added.items():
+            is_first = name not in hold.blocks or not hold.blocks[name].ids or listed.state_at >= 0
+            hold.blocks[name] = listed if is_first else append_ids(hold.blocks[name], listed.ids)
+        hold.granted = msgspec.structs.replace(reply, blocks={})
         return None
 
     def _send_request(
@@ -300,6 +339,7 @@ class GrantClient:
                 reads=tuple((rank, remote.ranks[rank].binding.agent) for rank in plan.sources),
                 wait_s=wait_s,
                 after_tokens=hold.after_tokens,
+                from_tokens=missing_tokens(plan, hold.starts, hold.blocks),
             )
 
         timeout_s = wait_s + self._context.settings.silent_after_s
@@ -319,15 +359,12 @@ class GrantClient:
                 self._send_return(hold)  # the pull has ended
             return
         if isinstance(reply, GrantReply):
-            if problem := _grant_error(reply):
-                self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's grant: {problem}"))
-                self._send_return(hold)
-                return
             self._accept(hold, reply)
         elif isinstance(reply, PeerRefused):
             if reply.code is Code.BINDING_STALE and hold.num_stale_bindings < MAX_STALE_BINDINGS:
                 hold.num_stale_bindings += 1
                 hold.state = GrantState.HANDSHAKING
+                self._drop_ids(hold)  # another plan may read other groups
                 self._handshake_client.forget_engine(hold.ref.endpoint, hold.ref.engine)
                 self._learn_engine(hold)
                 return
@@ -337,16 +374,13 @@ class GrantClient:
             self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: a {what}"))
 
     def _accept(self, hold: HeldGrant, granted: GrantReply) -> None:
-        size, uid = request_bytes(granted.blocks) + len(granted.fence_metadata), hold.rank.uid
-        try:
-            self._block_id_memory.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
-        except BusyError as error:
-            self._settle(hold, Refusal.of(error))
+        if (refusal := self._take_page(hold, granted)) is not None:
+            self._settle(hold, refusal)
             self._send_return(hold)
             return
-        self._block_id_memory.add(uid, size)
-        hold.charged_bytes = size
-        hold.granted = granted
+        if granted.has_more:
+            self._request_page(hold, lambda reply: self._handle_grant_reply(hold, reply))
+            return
         hold.state = GrantState.HELD
         held = self._held.setdefault(hold.ref.endpoint, {})
         held[hold.grant_id] = hold
@@ -366,7 +400,7 @@ class GrantClient:
             hold.refused_in = phase or ("handshake" if hold.state is GrantState.HANDSHAKING else "grant")
             hold.state = GrantState.REFUSED
             hold.refusal = refusal
-            hold.remote = hold.plan = None  # a prepared hold may be kept for minutes
+            self._drop_contents(hold)  # a prepared hold may be kept for minutes
         hold.settled_at = self._context.now
         callback, hold.on_settled = hold.on_settled, None
         if callback is not None:
@@ -461,8 +495,12 @@ class GrantClient:
 
     def _drop_contents(self, hold: HeldGrant) -> None:
         """Free the source's block ids, though a last message about the grant may be under way."""
+        self._drop_ids(hold)
+        hold.remote = hold.plan = None
+
+    def _drop_ids(self, hold: HeldGrant) -> None:
         self._block_id_memory.remove(hold.rank.uid, hold.charged_bytes)
-        hold.charged_bytes, hold.granted, hold.remote, hold.plan = 0, None, None, None
+        hold.charged_bytes, hold.granted, hold.blocks = 0, None, {}
 
     def _send_return(self, hold: HeldGrant) -> None:
         self._peers.request(

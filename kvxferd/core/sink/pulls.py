@@ -58,7 +58,7 @@ from collections.abc import Mapping
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover, SendToWorker
-from kvxferd.core.limits.block_id_memory import BlockIdMemory, request_bytes
+from kvxferd.core.limits.block_id_memory import BlockIdMemory, check_num_ids, request_bytes
 from kvxferd.core.limits.checks import PullAdmission
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.registry import LocalRank
@@ -71,8 +71,8 @@ from kvxferd.core.sink.pull_totals import NOTHING_READ, add_piece, pieces_read
 from kvxferd.core.sink.stalled_sources import SourceBreaker
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
-from kvxferd.layout import PackedBlocks
-from kvxferd.plan import check_request
+from kvxferd.layout import BlocksByGroup, PackedBlocks
+from kvxferd.plan import check_request, source_windows
 from kvxferd.records import PHASES
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message, Refusal, TransferRef
@@ -139,7 +139,8 @@ class Pulls:
         return PullId(self._last_id)
 
     def check_room(self, rank: LocalRank, blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
-        """Raise BusyError if one more pull, into these blocks, passes a limit."""
+        """Raise KvxferdError if one more pull, into these blocks, passes a limit."""
+        check_num_ids(blocks, what)
         self.admission.check(rank.session, rank.uid, rank.bytes_of(blocks), what)
         self._block_id_memory.check(rank.uid, request_bytes(blocks), what)
 
@@ -197,7 +198,8 @@ class Pulls:
             self._await_more(pull)
             return
         try:
-            check_request(hold.plan, piece.blocks, hold.granted.blocks, piece.end)
+            remote = source_windows(hold.plan, hold.blocks, piece.blocks, piece.end)
+            check_request(hold.plan, piece.blocks, remote, piece.end)
             self._grant_client.preload(hold)
         except KvxferdError as error:
             pull.failed_phase = "plan"
@@ -214,7 +216,7 @@ class Pulls:
         pull.mover, pull.piece = mover, piece
         pull.report_requested, pull.progress = False, None
         pull.posted_at = self._context.now
-        self._start_on_mover(mover, pull)
+        self._start_on_mover(mover, pull, remote)
         if not piece.is_last:
             self._request_more(pull, piece.end)  # so that the answer is there when the piece is
 
@@ -235,7 +237,8 @@ class Pulls:
         else:
             self._refuse(pull, Code.MOVER_LOST, _mover_lost_message(pull))
 
-    def _start_on_mover(self, mover: MoverId, pull: Pull) -> None:
+    def _start_on_mover(self, mover: MoverId, pull: Pull, listed: BlocksByGroup) -> None:
+        """Send a piece to its mover. `listed`: what it needs of the source's lists."""
         hold = pull.held_grant
         assert hold.plan is not None and hold.granted is not None and hold.remote is not None
         bindings = [(rank, hold.remote.ranks[rank].binding) for rank in hold.plan.sources]
@@ -244,10 +247,7 @@ class Pulls:
         piece = pull.piece
         assert piece is not None
         local_parts, local = split_block_ids(piece.blocks, stream)
-        # A transfer that grows may have no list of a group yet, of which this piece reads nothing.
-        read = dict.fromkeys(lane.remote.group for lane in hold.plan.group_reads)
-        granted = {name: hold.granted.blocks.get(name, PackedBlocks(b"")) for name in read}
-        remote_parts, remote = split_block_ids(granted, stream + 1)
+        remote_parts, remote = split_block_ids(listed, stream + 1)
         for part in (*local_parts, *remote_parts):
             self._context.emit(SendToMover(mover, part))
         start = StartPull(
@@ -375,7 +375,9 @@ class Pulls:
         left_s = pull.deadline - self._context.now
         pull.former_grant, pull.held_grant = (
             pull.held_grant,
-            self._grant_client.acquire(pull.rank, pull.ref, left_s, 0 if pull.progressive else -1),
+            self._grant_client.acquire(
+                pull.rank, pull.ref, left_s, 0 if pull.progressive else -1, pull.blocks
+            ),
         )
         self._context.after(
             ("retry", pull.pull_id),

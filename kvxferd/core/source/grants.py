@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
@@ -17,9 +18,10 @@ from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.transfer_table import Grant, Transfer, TransferKey
 from kvxferd.core.tables import decrease, discard
 from kvxferd.errors import Code, EngineError, KvxferdError, count_busy_refusal
-from kvxferd.ids import AgentName, EngineKey, GrantId
+from kvxferd.ids import AgentName, EngineKey, GrantId, GroupName
+from kvxferd.layout import BlocksByGroup, num_id_bytes
+from kvxferd.plan import sides_of_rules
 from kvxferd.records import ServedRecord
-from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_ENDPOINT_CHARS, MAX_NAME_CHARS, MAX_RANKS
 from kvxferd.wire.peer import (
@@ -49,6 +51,9 @@ MAX_REQUEST_CHARS, LARGE_REQUEST_CHARS, MAX_LARGE_REQUESTS, MAX_LARGE_REQUESTS_P
 MAX_GRANTS_PER_TRANSFER, MAX_GRANTS_PER_PEER = 4096, 1024
 # Engines that acknowledge or abandon one transfer. A request is routed to a handful.
 MAX_READERS = 256
+
+# Of the block ids of one reply: a request of two million tokens at 16 a block. More come in other replies.
+MAX_PAGE_BYTES = 512 << 10
 
 # How long the question of a progressive pull waits: longer than any prefill.
 MAX_PREFILL_S = 3600.0
@@ -350,10 +355,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         self._published.table.add_grant(transfer, grant)
         self._published.schedule_lease_check(transfer)
         self._remove(pending)
-        stream = message.request
-        parts, blocks = split_block_ids(transfer.blocks, stream)
-        for part in parts:
-            self._context.emit(ReplyToPeer(pending.route, part))
+        blocks, has_more = self._page(transfer, message.from_tokens)
         granted = GrantReply(
             request=message.request,
             grant=message.grant,
@@ -364,11 +366,26 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             fence_address=place.address + transfer.fence_slot * FENCE_WORD_BYTES,
             fence_word=transfer.fence_word,
             fence_metadata=place.metadata,
-            stream=stream if parts else 0,
+            has_more=has_more,
             ready_tokens=self._ready_tokens(transfer),
-            part_bytes=sum(len(part.ids) for part in parts),
         )
+        self._num_bytes_replied += num_id_bytes(blocks)
         self._context.emit(ReplyToPeer(pending.route, granted))
+
+    def _page(self, transfer: Transfer, from_tokens: Mapping[GroupName, int]) -> tuple[BlocksByGroup, bool]:
+        """Return ids from these tokens on, as many as a reply has, and whether there are more."""
+        engine = self._registry.get(transfer.engine)
+        assert engine is not None
+        page: BlocksByGroup = {}
+        left, has_more = MAX_PAGE_BYTES, False
+        for name, side in sides_of_rules(engine.rules).items():
+            if name not in from_tokens or name not in transfer.blocks:
+                continue
+            listed = transfer.blocks[name]
+            page[name] = side.window(listed, from_tokens[name], max_ids=left // 4)
+            left -= len(page[name].ids)
+            has_more |= not side.is_state and side.end_of(page[name]) < side.end_of(listed)
+        return page, has_more
 
     def _ready_tokens(self, transfer: Transfer) -> int:
         """Return up to which token the transfer may be read; -1: all of it."""
@@ -478,7 +495,7 @@ def _is_large(message: GrantRequest) -> bool:
     ref, consumer = message.ref, message.consumer
     agents = [agent for _, agent in message.reads]
     names = [message.grant, ref.engine_id, ref.generation, ref.transfer_id, ref.nonce]
-    names += [consumer.engine_id, consumer.generation, *agents]
+    names += [consumer.engine_id, consumer.generation, *agents, *message.from_tokens]
     longest = max(map(len, names))
     if longest > MAX_NAME_CHARS or len(ref.endpoint) > MAX_ENDPOINT_CHARS:
         raise EngineError(
@@ -491,4 +508,4 @@ def _is_large(message: GrantRequest) -> bool:
             "characters",
             Code.BAD_FRAME,
         )
-    return sum(map(len, agents)) > LARGE_REQUEST_CHARS
+    return sum(map(len, [*agents, *message.from_tokens])) > LARGE_REQUEST_CHARS

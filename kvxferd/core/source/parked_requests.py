@@ -21,6 +21,7 @@ R = TypeVar("R")
 # Requests that one change considers in one turn of the loop: 20 us each, 5 ms. The others follow in later
 # turns: all 32,768 took 640 ms, each time that a rank came or went.
 REQUESTS_PER_TURN, NEXT_TURN_S = 256, 0.001
+MAX_TURN_BYTES = 8 << 20  # of block ids in the replies: 10 ms
 
 
 class ParkedRequests(ABC, Generic[N, R]):
@@ -32,6 +33,7 @@ class ParkedRequests(ABC, Generic[N, R]):
         self._pending: dict[N, R] = {}
         self._pending_by_engine: dict[EngineId, dict[N, None]] = {}
         self._num_pending_of_peer: Counter[str] = Counter()
+        self._num_bytes_replied = 0  # of block ids, in this turn
         self._sent_at: dict[N, float] = {}  # when each was sent last
         self._due: dict[N, None] = {}  # to be considered in the next turns
 
@@ -91,7 +93,15 @@ class ParkedRequests(ABC, Generic[N, R]):
         first = list(islice(concerned, REQUESTS_PER_TURN))
         if len(concerned) > len(first):
             self._due.update(concerned)
-        for name in first:
+        self._consider_some(first)
+
+    def _consider_some(self, names: list[N]) -> None:
+        """Consider these requests, or the first of them, which may emit so much; then plan the next turn."""
+        self._num_bytes_replied = 0
+        for number, name in enumerate(names):
+            if self._num_bytes_replied >= MAX_TURN_BYTES:
+                self._due.update(dict.fromkeys(names[number:]))
+                break
             self._due.pop(name, None)
             self._consider(self._pending[name])
         self._schedule_rest()
@@ -102,7 +112,4 @@ class ParkedRequests(ABC, Generic[N, R]):
             self._context.after(self._due_timer, NEXT_TURN_S, self._reconsider_rest)
 
     def _reconsider_rest(self) -> None:
-        for name in list(islice(self._due, REQUESTS_PER_TURN)):
-            del self._due[name]
-            self._consider(self._pending[name])
-        self._schedule_rest()
+        self._consider_some(list(islice(self._due, REQUESTS_PER_TURN)))

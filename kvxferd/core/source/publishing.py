@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-import msgspec
-
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
-from kvxferd.core.limits.block_id_memory import BlockIdMemory, incarnation_bytes, request_bytes
+from kvxferd.core.limits.block_id_memory import (
+    BlockIdMemory,
+    check_num_ids,
+    incarnation_bytes,
+    request_bytes,
+)
 from kvxferd.core.limits.checks import check_count
 from kvxferd.core.limits.fair_share import Owner
 from kvxferd.core.peers.requests import PeerRequests
@@ -26,7 +29,7 @@ from kvxferd.core.source.transfer_table import EarlyReady, Transfer, TransferKey
 from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
-from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks
+from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks, append_ids
 from kvxferd.plan import BlockRules, check_blocks_by, check_open_blocks, covered_tokens
 from kvxferd.records import ReleaseRecord
 from kvxferd.wire.limits import MAX_NAME_CHARS
@@ -127,7 +130,7 @@ class PublishedTransfers:
             uid=session.uid,
             fence_slot=message.fence_slot,
             fence_word=fence_word,
-            blocks=blocks,
+            blocks=dict(blocks),
             num_tokens=message.num_tokens,
             num_readers=max(1, message.num_readers),
             published_at=now,
@@ -152,6 +155,7 @@ class PublishedTransfers:
 
         Returns whether they hold the whole request: no blocks are to be added.
         """
+        check_num_ids(blocks, f"publish transfer {message.transfer_id}")
         unknown = blocks.keys() - {rule.group.name for rule in engine.rules}
         if unknown and (absent := engine.unregistered()):
             # After a restart the ranks come back one by one, in any order.
@@ -188,14 +192,15 @@ class PublishedTransfers:
         transfer = self.table.live.get((engine_key, transfer_id))
         if transfer is None or engine is None or transfer.session != session:
             return
-        rules = engine.rules
-        merged = _appended(rules, transfer.blocks, blocks)
-        charged = request_bytes(merged) - request_bytes(transfer.blocks)
+        rules, before = engine.rules, request_bytes(transfer.blocks)
         try:
             if transfer.has_all_blocks:
                 raise EngineError(f"cannot extend transfer {transfer.transfer_id}: it has all its blocks")
+            _append(rules, transfer.blocks, blocks)
+            check_num_ids(transfer.blocks, f"extend transfer {transfer.transfer_id}")
+            charged = request_bytes(transfer.blocks) - before
             self._block_id_memory.check(transfer.uid, charged, f"extend transfer {transfer.transfer_id}")
-            transfer.has_all_blocks = check_open_blocks(rules, merged, transfer.num_tokens, blocks)
+            transfer.has_all_blocks = check_open_blocks(rules, transfer.blocks, transfer.num_tokens, blocks)
         except KvxferdError as error:
             # A group that no rank here has may be that of a rank which has left, or is not back yet.
             is_known = blocks.keys() <= {rule.group.name for rule in rules}
@@ -204,8 +209,7 @@ class PublishedTransfers:
             return
         self._block_id_memory.add(transfer.uid, charged)
         transfer.charged_bytes += charged
-        transfer.blocks = merged
-        transfer.covered_tokens = covered_tokens(rules, merged, transfer.num_tokens)
+        transfer.covered_tokens = covered_tokens(rules, transfer.blocks, transfer.num_tokens)
         self._renew_lease(transfer)
 
     def _renew_lease(self, transfer: Transfer) -> None:
@@ -499,18 +503,14 @@ def _is_repeated(former: Transfer, message: Publish, session: Session) -> bool:
     return is_same and former.session != session.session_id
 
 
-def _appended(
-    rules: BlockRules, kept: Mapping[GroupName, PackedBlocks], added: Mapping[GroupName, PackedBlocks]
-) -> BlocksByGroup:
-    """Return the lists with the added ids behind those that are kept; of a state the last list counts."""
-    merged = dict(kept)
+def _append(rules: BlockRules, kept: BlocksByGroup, added: Mapping[GroupName, PackedBlocks]) -> None:
+    """Put the added ids behind those that are kept; of a state the last list counts."""
     for name, packed in added.items():
         before = kept.get(name)
         if before is None or not before.ids or _is_state(rules, name):
-            merged[name] = packed
+            kept[name] = packed
         else:
-            merged[name] = msgspec.structs.replace(before, ids=before.ids + packed.ids)
-    return merged
+            kept[name] = append_ids(before, packed.ids)
 
 
 def _is_state(rules: BlockRules, name: GroupName) -> bool:

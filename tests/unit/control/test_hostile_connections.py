@@ -18,7 +18,7 @@ import structlog.testing
 import zmq
 import zmq.asyncio
 
-from kvxferd.control import connection_guard, peer_inbox, peer_socket, unread_replies
+from kvxferd.control import connection_guard, peer_inbox, peer_socket
 from kvxferd.control.connection_guard import MAX_HANDSHAKE_BYTES
 from kvxferd.control.curve_keys import CurveKeyPair, make_key
 from kvxferd.control.peer_inbox import NoChecks
@@ -27,15 +27,14 @@ from kvxferd.control.unread_replies import UnreadReplies
 from kvxferd.core import events as ev
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import Code
-from kvxferd.ids import Endpoint, GroupName
-from kvxferd.layout import EngineSpec, PackedBlocks
+from kvxferd.ids import Endpoint
+from kvxferd.layout import EngineSpec
 from kvxferd.layout.presets import attention_layout
 from kvxferd.wire.codec import PEER_MESSAGES, encode
-from kvxferd.wire.common import Binding, BlockIds, RankManifest, RegionAddress
+from kvxferd.wire.common import Binding, RankManifest, RegionAddress
 from kvxferd.wire.limits import MAX_PEER_REQUEST_BYTES
 from kvxferd.wire.peer import (
     PEER_VERSIONS,
-    GrantReply,
     JoinRank,
     ManifestReply,
     ManifestRequest,
@@ -536,37 +535,3 @@ async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, cont
     finally:
         reading.cancel()
     assert 1 < len(read) < 50
-
-
-async def test_an_answer_in_parts_is_sent_whole_or_not(node, context, monkeypatch):
-    """Half of one would break the protocol, and end the connection of whoever asked."""
-    reader = dealer_to(context, node)
-    unread = small_limits(node, 1 << 20)
-    route = await route_of(node, reader)
-    parts = [
-        BlockIds(stream=7, group=GroupName("full"), offset=n << 19, ids=bytes(1 << 19)) for n in range(4)
-    ]
-    granted = GrantReply(
-        request=7,
-        grant="g",
-        blocks={"full": PackedBlocks(b"")},
-        num_tokens=1,
-        lease_s=1.0,
-        fence_agent="a",
-        fence_address=1,
-        fence_word=bytes(16),
-        fence_metadata=b"",
-        stream=7,
-    )
-    full = iter([True, True, False, False])  # the second part finds no room
-    real = unread.has_room
-    monkeypatch.setattr(unread, "has_room", lambda *args: next(full, None) if full else real(*args))
-    for part in parts:
-        node.socket.reply(route, part)
-    monkeypatch.undo()
-    node.socket.reply(route, granted)
-    node.socket.reply(route, RequestDone(request=8))
-    assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == parts[0]
-    assert PEER_MESSAGES.decode(await asyncio.wait_for(reader.recv(), 10)) == RequestDone(request=8)
-    assert not node.socket._truncated_replies
-    assert unread_replies.MAX_UNREAD_BYTES > 64 << 20

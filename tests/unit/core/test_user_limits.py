@@ -8,13 +8,12 @@ from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
-from kvxferd.core.peers import peers
 from kvxferd.core.ranks import registration_checks
 from kvxferd.core.source import transfer_table
 from kvxferd.errors import Code
-from kvxferd.ids import Endpoint, Rank
+from kvxferd.ids import Rank
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import BlockIds, TransferRef
+from kvxferd.wire.common import TransferRef
 from kvxferd.wire.peer import (
     Acknowledge,
     Consumer,
@@ -26,73 +25,15 @@ from tests.support.simulation import (
     FIRST,
     IDS,
     SECOND,
-    SINK_IDS,
     TOKENS,
     Worker,
     World,
     delivers,
     mover_of,
     two_users,
-    welcome_of,
 )
 
 # --- what a source may send
-
-
-def fake_peer(world: World, worker: Worker, name: str) -> Endpoint:
-    """A daemon that greets, and holds a question."""
-    endpoint = Endpoint(f"tcp://{name}:9441")
-    host = worker.host
-    worker.pull(TransferRef(endpoint, "e", "g", "t", "n"), SINK_IDS, TOKENS)
-    (hello,) = host.node.peer_requests._open_by_address[endpoint]
-    world.feed(host, ev.PeerReply(endpoint, welcome_of(hello)))
-    return endpoint
-
-
-def test_ids_that_peers_send_are_bounded_by_who_asks_them(monkeypatch) -> None:
-    monkeypatch.setattr(peers, "MAX_REASSEMBLY_BYTES", 1024)
-    world = World()
-    first, second = two_users(world)
-    node = first.host.node
-    endpoints = [fake_peer(world, first, f"fake-{n}") for n in range(8)]
-    for endpoint in endpoints:
-        part = BlockIds(stream=1, group="full", offset=0, ids=bytes(256))
-        world.feed(first.host, ev.PeerReply(endpoint, part))
-    assert node.peers._reassembly_share.held == node.peers._reassembly_share.held_by(FIRST) == 768
-    other = fake_peer(world, second, "other")
-    world.feed(first.host, ev.PeerReply(other, BlockIds(stream=1, group="full", offset=0, ids=bytes(64))))
-    assert node.peers._reassembly_share.held_by(SECOND) == 64
-    # A grant whose ids had no room fails with `busy`; the others' room comes back with their questions.
-    world.advance(60.0)
-    assert node.peers._reassembly_share.held == 0
-
-
-def test_ids_of_one_users_grant_need_no_room_of_whoever_named_the_peer_first() -> None:
-    world = World()
-    (source,) = world.engine(world.host("a"), "prefill")
-    first, second = two_users(world)
-    assert delivers(source, first, "t0")
-    shares = first.host.node.peers._reassembly_share
-    shares.add(FIRST, shares.limit - shares.limit // 8)
-    world.hold_network = True
-    ticket = second.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    part = BlockIds(stream=7, group="full", offset=0, ids=bytes(1024))
-    world.feed(second.host, ev.PeerReply(source.host.endpoint, part))
-    assert shares.held_by(SECOND) == 1024
-    world.deliver()
-    assert isinstance(second.ended(ticket), wk.TicketDelivered)
-    world.feed(second.host, ev.PeerDropRequested(source.host.endpoint))
-    assert shares.held_by(SECOND) == 0
-    assert shares.held_by(FIRST) == shares.held
-
-
-def test_ids_that_nobody_waits_for_are_not_kept() -> None:
-    world = World()
-    (source,), (sink,) = world.engine(world.host("a"), "prefill"), world.engine(world.host("b"), "decode")
-    assert delivers(source, sink, "t0")
-    part = BlockIds(stream=7, group="full", offset=0, ids=bytes(1024))
-    world.feed(sink.host, ev.PeerReply(source.host.endpoint, part))
-    assert sink.host.node.peers._reassembly_share.held == 0
 
 
 # --- what is ready before its publish

@@ -8,10 +8,7 @@ import pytest
 
 from kvxferd.core.sink.pull import TRANSITIONS, PullPhase, PullTrigger
 from kvxferd.errors import Code
-from kvxferd.wire import block_id_parts
 from kvxferd.wire import worker as wk
-from kvxferd.wire.codec import PEER_MESSAGES
-from kvxferd.wire.common import BlockIds
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
 
 DELIVERED_BOTH_WAYS = True
@@ -225,24 +222,6 @@ def test_long_block_lists_travel_in_parts(world):
             want = source.memory[there.offset + ids[token] * there.block_stride :][: there.chunk_bytes]
             got = sink.memory[here.offset + token * here.block_stride :][: here.chunk_bytes]
             assert got == want
-
-
-@pytest.mark.parametrize("num_lost", [1, 2])
-def test_a_grant_without_all_its_block_ids_is_not_used(world, source, sink, monkeypatch, num_lost):
-    """What came before them is a list that is too short: read by it, a request would lack its end."""
-    monkeypatch.setattr(block_id_parts, "IDS_PART_BYTES", 8)
-    world.hold_network = True
-    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    parts = 0
-    while world.network:
-        envelope = world.network.popleft()
-        is_part = isinstance(PEER_MESSAGES.decode(envelope.payload), BlockIds)
-        parts += is_part
-        if not (is_part and parts > 2 - num_lost):
-            world.arrive(envelope)
-    failed = sink.ended(ticket)
-    assert parts == 2
-    assert (failed.code, failed.safe_to_reuse) == (Code.BUSY, True)
 
 
 def test_a_reference_of_endless_names_fails_with_a_short_sentence(world, source, sink):
