@@ -169,7 +169,7 @@ def far_engines(shape: DeploymentShape, number: int) -> dict[Endpoint, bytes]:
     engines = {}
     for index in range(number):
         ranks = tuple(_of_engine(one, f"remote-{index}") for one in template)
-        reply = peer.ManifestReply(request=0, boot=BootId("far"), ranks=ranks)
+        reply = peer.ManifestReply(request=0, boot=BootId("far"), ranks=ranks, num_ranks=len(ranks))
         engines[Endpoint(f"tcp://far-{index}:9441")] = encode(reply)
     return engines
 

@@ -50,7 +50,7 @@ class HandshakeResult:
 def measure(shape: DeploymentShape = LARGE, reader: DeploymentShape = NODE) -> HandshakeResult:
     """Connect to one engine. Each time is the shortest of some rounds, except the first check and plan."""
     ranks = manifest(shape, "engine")
-    reply = peer.ManifestReply(request=1, boot=BootId("far"), ranks=ranks)
+    reply = peer.ManifestReply(request=1, boot=BootId("far"), ranks=ranks, num_ranks=len(ranks))
     encoded = encode(reply)
     read = PEER_MESSAGES.decode(encoded)
     assert isinstance(read, peer.ManifestReply)

@@ -16,8 +16,8 @@ M = TypeVar("M")
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message) -> bytes:
-    """Return the message as msgpack."""
+def encode(message: msgspec.Struct) -> bytes:
+    """Return the message, or a part of one, as msgpack."""
     return _ENCODER.encode(message)
 
 

@@ -70,6 +70,7 @@ class ManifestReplyOutline(Message, frozen=True, tag="ManifestReply"):
     request: int
     boot: Annotated[BootId, NAME]
     ranks: Annotated[Entries, msgspec.Meta(max_length=MAX_RANKS)]
+    num_ranks: int
 
 
 PeerOutline = (
@@ -113,7 +114,9 @@ def decode_join_rank(outline: JoinRankOutline) -> peer.JoinRank:
 def decode_manifest_reply(outline: ManifestReplyOutline) -> peer.ManifestReply:
     """Return the message with its manifests decoded. Raises ProtocolError(bad-frame)."""
     ranks = tuple(_decode_manifest(_MANIFEST.decode(bytes(raw))) for raw in outline.ranks)
-    return peer.ManifestReply(request=outline.request, boot=outline.boot, ranks=ranks)
+    return peer.ManifestReply(
+        request=outline.request, boot=outline.boot, ranks=ranks, num_ranks=outline.num_ranks
+    )
 
 
 def _decode_manifest(outline: ManifestOutline) -> RankManifest:

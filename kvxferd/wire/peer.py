@@ -67,21 +67,26 @@ class PeerWelcome(Message, frozen=True):
 
 
 class ManifestRequest(Message, frozen=True):
-    """Request every rank of one engine. The reply waits at most `wait_s` for an incomplete engine."""
+    """Request the ranks of one engine. The reply waits at most `wait_s` for an incomplete engine.
+
+    It has a page of whole ranks, in their order. The reader asks again until it has `num_ranks`.
+    """
 
     request: int
     engine_id: Annotated[EngineId, NAME]
     generation: Annotated[Generation, NAME]
     wait_s: float
     pp_aware: bool = True
+    num_known: int = 0  # how many ranks came in earlier replies
 
 
 class ManifestReply(Message, frozen=True):
-    """The reply to `ManifestRequest`: one entry per `(pp_rank, tp_rank)`."""
+    """The reply to `ManifestRequest`: one entry per `(pp_rank, tp_rank)`, of `num_ranks` in all."""
 
     request: int
     boot: Annotated[BootId, NAME]
     ranks: tuple[RankManifest, ...]
+    num_ranks: int
 
 
 # --- grants

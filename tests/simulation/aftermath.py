@@ -161,7 +161,7 @@ class Aftermath:
             self._cut_off(lost)
         if how is Loss.IS_GONE:
             self._end(lost, of_lost)
-        # Some are tried again, and given up again. What is read of a mover that stands still has its deadline.
+        # Some are tried again, and given up again. A read of a mover that stands still has its deadline.
         granted = world.words.granted if how is Loss.STANDS_STILL else {}
         pulls = [pull for pull in world.open_pulls if pull.transfer.name not in granted]
         if not self._wait(lambda: all(pull.ended for pull in pulls), SILENT_S):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from kvxferd.core.events import CheckedLayout
@@ -49,7 +51,7 @@ def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
     return msgspec.structs.replace(spec, home=parse_endpoint(spec.home)) if spec.home else spec
 
 
-def check_manifests(manifests: tuple[RankManifest, ...], layouts: LayoutCache) -> dict[Rank, RankManifest]:
+def check_manifests(manifests: Sequence[RankManifest], layouts: LayoutCache) -> dict[Rank, RankManifest]:
     """Return the ranks of an engine in another daemon's manifest, each checked by `check_manifest`.
 
     The cost of the whole is limited: a manifest that names one rank a thousand times is refused first.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,8 +20,8 @@ from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, count_bus
 from kvxferd.ids import Endpoint, EngineId, EngineKey
 from kvxferd.plan import check_engine
 from kvxferd.records import HandshakeRecord
-from kvxferd.wire.common import Refusal
-from kvxferd.wire.peer import ManifestReply, ManifestRequest, ReplyMessage, RequestMessage
+from kvxferd.wire.common import RankManifest, Refusal
+from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused, ReplyMessage, RequestMessage
 
 # A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
 MAX_ENGINES_PER_PEER = 64
@@ -81,6 +81,8 @@ class HandshakeClient:
         started, uid = self._context.now, learner.uid
         wait_s = learner.deadline - started
         self._learning_share.add(uid, 1)
+        known: list[RankManifest] = []
+        num_bytes = 0  # of these, charged until the engine is
 
         def make(request: int) -> RequestMessage:
             return ManifestRequest(
@@ -89,20 +91,40 @@ class HandshakeClient:
                 generation=key.generation,
                 wait_s=wait_s,
                 pp_aware=self._context.settings.pp_aware,
+                num_known=len(known),
             )
 
+        def ask() -> None:
+            timeout_s = wait_s + self._context.settings.silent_after_s
+            self._peers.request(peer.endpoint, make, timeout_s, replied, uid, waits=True)
+
         def replied(reply: ReplyMessage) -> None:
+            nonlocal num_bytes
+            if isinstance(reply, ManifestReply):
+                known.extend(reply.ranks)
+                if reply.ranks and len(known) < reply.num_ranks:
+                    size = RemoteEngine(known[0].spec, {m.rank: m for m in reply.ranks}).num_bytes
+                    if self._learnt_bytes_share.acquire(uid, size):
+                        num_bytes += size
+                        ask()
+                        return
+                    reply = PeerRefused(
+                        request=reply.request,
+                        code=Code.BUSY,
+                        message=self._no_room(key, size),
+                        retry_after_s=RETRY_LATER_S,
+                    )
+            self._learnt_bytes_share.release(uid, num_bytes)
             self._learning_share.release(uid)
             waiting = peer.learning.pop(key)
             outcome = self._charge_engine(
-                self._parse_engine(key, reply), dict.fromkeys(w.uid for w in waiting)
+                self._parse_engine(key, known, reply), dict.fromkeys(w.uid for w in waiting)
             )
             if isinstance(outcome, Refusal) and outcome.code in WAIT_EXPIRED_CODES:
                 waiting = self._fetch_for_longer_waits(peer, key, learner.deadline, waiting)
             self._finish_learning(peer, key, outcome, started, waiting)
 
-        timeout_s = wait_s + self._context.settings.silent_after_s
-        self._peers.request(peer.endpoint, make, timeout_s, replied, uid, waits=True)
+        ask()
 
     def _fetch_for_longer_waits(
         self, peer: Peer, key: EngineKey, deadline: float, waiting: list[EngineWaiter]
@@ -134,13 +156,16 @@ class HandshakeClient:
                 shares.add(uid, size)
                 weakref.finalize(kept, shares.release, uid, size).atexit = False
                 return kept
+        return Refusal(Code.BUSY, self._no_room(read.spec.key, size), RETRY_LATER_S)
+
+    def _no_room(self, key: EngineKey, size: int) -> str:
+        """Count a refusal, and return what it says."""
         count_busy_refusal("remote_engine_bytes")
-        return Refusal(
-            Code.BUSY,
-            f"cannot learn engine {read.spec.key}: {shares.held} bytes of {shares.limit} are taken by other "
-            f"nodes' engines, and nobody who waits for this one has room for {size} more; "
-            f"try again in {RETRY_LATER_S:g} s",
-            RETRY_LATER_S,
+        share = self._learnt_bytes_share
+        return (
+            f"cannot learn engine {key}: {share.held} bytes of {share.limit} are taken by other nodes' "
+            f"engines, and nobody who waits for this one has room for {size} more; try again in "
+            f"{RETRY_LATER_S:g} s"
         )
 
     def _forget_engines(self, uid: int, size: int) -> None:
@@ -150,26 +175,28 @@ class HandshakeClient:
                 if self._learnt_bytes_share.has_room(uid, size):
                     return
 
-    def _parse_engine(self, key: EngineKey, reply: ReplyMessage) -> RemoteEngine | Refusal:
-        """Return the engine of the reply, or a refusal where it cannot be read."""
+    def _parse_engine(
+        self, key: EngineKey, manifests: Sequence[RankManifest], reply: ReplyMessage
+    ) -> RemoteEngine | Refusal:
+        """Return the engine of these ranks, or why it cannot be read. The reply had the last of them."""
         if not isinstance(reply, ManifestReply):
             refused = as_refusal(reply)
             return Refusal(refused.code, refused.message, refused.retry_after_s)
-        if not reply.ranks or any(manifest.spec.key != key for manifest in reply.ranks):
+        if not reply.ranks or any(manifest.spec.key != key for manifest in manifests):
             return Refusal(
                 Code.BAD_FRAME, f"cannot use the manifest of engine {key}: it is of another engine"
             )
         try:
-            ranks = check_manifests(reply.ranks, self._layout_cache)
+            ranks = check_manifests(manifests, self._layout_cache)
             check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
-            if sorted(ranks) != reply.ranks[0].spec.ranks():
+            if sorted(ranks) != manifests[0].spec.ranks():
                 text = f"cannot use the manifest of engine {key}: {len(ranks)} of its ranks are in it"
                 raise EngineError(text, Code.ENGINE_INCOMPLETE)
             workers = ({rank: manifest} for rank, manifest in ranks.items())
             ranks = aggregate_metadata(workers, "this node", self._context.settings.pp_aware)
         except KvxferdError as error:
             return Refusal.of(error)
-        return RemoteEngine(reply.ranks[0].spec, ranks)
+        return RemoteEngine(manifests[0].spec, ranks)
 
     def _finish_learning(
         self,

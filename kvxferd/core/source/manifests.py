@@ -12,11 +12,15 @@ from kvxferd.core.tables import discard
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineId, EngineKey
 from kvxferd.plan import require_pp_aware
+from kvxferd.wire.codec import encode
+from kvxferd.wire.common import RankManifest
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused, refusal_of
 
 FetchKey = tuple[bytes, int]  # route and number
 READER = "the requesting node"  # as refusals name it
+# Of whole ranks in one reply. 64 ranks of 40 tensors are 450 KiB; the largest rank takes 3 MiB.
+MAX_PAGE_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
@@ -81,10 +85,12 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
             self._context.emit(ReplyToPeer(fetch.route, refused))
             return
         assert engine is not None
+        ranks = self._registry.manifest(engine, READER, message.pp_aware)
         manifest = ManifestReply(
             request=message.request,
             boot=self._context.boot,
-            ranks=self._registry.manifest(engine, READER, message.pp_aware),
+            ranks=_page(ranks[max(0, message.num_known) :]),
+            num_ranks=len(ranks),
         )
         self._context.emit(ReplyToPeer(fetch.route, manifest))
 
@@ -113,6 +119,16 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
             text = f"{what}: {len(lacking)} of its {len(engine.spec.ranks())} ranks are not there: {ranks}"
             return KvxferdError(text, Code.ENGINE_INCOMPLETE), min(message.wait_s, settings.handshake_wait_s)
         return None
+
+
+def _page(ranks: tuple[RankManifest, ...]) -> tuple[RankManifest, ...]:
+    """Return the first ranks, as many as a reply has."""
+    num_bytes = 0
+    for number, rank in enumerate(ranks):
+        num_bytes += len(encode(rank))
+        if number and num_bytes > MAX_PAGE_BYTES:
+            return ranks[:number]
+    return ranks
 
 
 def _check_names(message: ManifestRequest) -> None:

@@ -473,7 +473,7 @@ async def test_an_engine_that_is_asked_for_is_read_and_one_that_is_not_is_droppe
         node.socket.send(endpoint, fetch)
         route, _ = await asyncio.wait_for(router.recv_multipart(), 10)
         for request in (4, 5):
-            reply = ManifestReply(request=request, boot="b", ranks=(manifest_of(),))
+            reply = ManifestReply(request=request, boot="b", ranks=(manifest_of(),), num_ranks=1)
             await router.send_multipart([route, encode(reply)])
         assert isinstance(await node.next(), ev.LayoutsChecked)
         assert (await node.next()).message == reply
@@ -500,7 +500,7 @@ async def test_answers_that_nobody_reads_do_not_pile_up(node, context):
     deaf.connect(node.socket.bound_endpoint)
     unread = small_limits(node, 8 << 20)
     route, before = await route_of(node, deaf), resident_mib()
-    large = ManifestReply(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
+    large = ManifestReply(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2, num_ranks=2)
     for request in range(200):
         node.socket.reply(route, msgspec.structs.replace(large, request=request))
     assert unread.num_bytes <= 8 << 20
@@ -516,7 +516,7 @@ async def test_a_slow_reader_has_its_answer_once_it_has_read_the_last(node, cont
     slow.connect(node.socket.bound_endpoint)
     unread = small_limits(node, 8 << 20)
     route = await route_of(node, slow)
-    large = ManifestReply(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2)
+    large = ManifestReply(request=1, boot="b", ranks=(manifest_of(layers=4000),) * 2, num_ranks=2)
     for request in range(50):
         node.socket.reply(route, msgspec.structs.replace(large, request=request))
     read: list[int] = []

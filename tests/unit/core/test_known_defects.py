@@ -117,7 +117,6 @@ class LargeMover(Mover):
         super().say(message)
 
 
-@defect("2: an engine whose manifest is too long for a message silences the connection of two nodes")
 def test_no_reply_is_larger_than_its_reader_takes(world):
     """A user registers an engine of ranks that are each within every limit, and has it pulled once.
 

@@ -39,7 +39,7 @@ def test_what_is_put_together_is_what_was_sent():
     assert isinstance(outline, JoinRankOutline)
     assert outline.manifest.spec == join.manifest.spec
     assert decode_join_rank(outline) == join == PEER_MESSAGES.decode(encode(join))
-    engine = ManifestReply(request=7, boot="b", ranks=(manifest(), manifest(5)))
+    engine = ManifestReply(request=7, boot="b", ranks=(manifest(), manifest(5)), num_ranks=2)
     outline = PEER_OUTLINES.decode(encode(engine))
     assert isinstance(outline, ManifestReplyOutline)
     assert decode_manifest_reply(outline) == engine

@@ -89,7 +89,7 @@ def serving(manifest: RankManifest, changes: dict[str, Any]) -> Answer:
 
     def reply(request: Any) -> list[Message]:
         if isinstance(request, peer.ManifestRequest):
-            return [peer.ManifestReply(request=request.request, boot="evil", ranks=(manifest,))]
+            return [peer.ManifestReply(request=request.request, boot="evil", ranks=(manifest,), num_ranks=1)]
         if isinstance(request, peer.GrantRequest):
             ids = pack_ids(range(NUM_BLOCKS))
             granted = peer.GrantReply(
@@ -201,7 +201,7 @@ def engines_learnt_without_end(scene: Scene) -> str:
         if isinstance(request, peer.ManifestRequest):
             made = large_manifest(request.engine_id, daemon.endpoint, 6_000, "evil/1")
             one = msgspec.structs.replace(made, spec=msgspec.structs.replace(made.spec, pp_size=1))
-            return [peer.ManifestReply(request=request.request, boot="evil", ranks=(one,))]
+            return [peer.ManifestReply(request=request.request, boot="evil", ranks=(one,), num_ranks=1)]
         return []
 
     daemon = DaemonByHand(scene, reply)
