@@ -203,9 +203,7 @@ class Home:
         if row is None or row.owner == owner:
             return
         left_s = self._owners.left_s(row)
-        whose = (
-            "a worker of this node" if is_user(row.owner) else "the daemon that joined it, with another key"
-        )
+        whose = "a worker of this node" if is_user(row.owner) else "the daemon that joined it"
         raise EngineError(
             f"cannot take rank {spec.rank} of engine {spec.key}: it is kept for {whose}, for {left_s:.0f} s "
             "more or until `kvxferd disown`",
@@ -364,9 +362,9 @@ class Home:
         if present is not None and present.agent == message.agent and present.boot == message.boot:
             self._remove(present)
             present = None
-        row = self._owners.find(engine, message.rank)  # it may have left while this daemon was away
-        if present is None and row is not None and row.owner == daemon_owner(key, message.secret):
-            self._owners.rank_left(engine, message.rank, message.boot, message.request)
+        if present is None:  # or it has left while this daemon was away
+            owner, request = daemon_owner(key, message.secret), (message.boot, message.request)
+            self._owners.rank_left(engine, message.rank, owner, request)
         self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
 
     def accept_from_owner(

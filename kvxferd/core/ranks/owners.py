@@ -182,23 +182,24 @@ class Owners:
 
     def rank_gone(self, key: EngineKey, rank: Rank) -> None:
         """Keep a rank for its owner that is not here any more."""
-        if row := self.find(key, rank):
+        row = self.find(key, rank)
+        if row is not None and row.is_present:
             self._keep(key, rank, row)
 
-    def rank_left(self, key: EngineKey, rank: Rank, boot: BootId, request: int) -> None:
+    def rank_left(self, key: EngineKey, rank: Rank, owner: str, request: tuple[BootId, int]) -> None:
         """Keep a rank that its daemon has left by that request: maybe its mover is only replaced.
 
-        A repeated request does not keep it for longer.
+        A repeated request does not keep it for longer. Does nothing where another owns the rank.
         """
         row = self.find(key, rank)
-        if row is None:
+        if row is None or row.owner != owner:
             return
-        former, row.last_request = row.last_request, (boot, request)
+        former, row.last_request = row.last_request, request
         if former is None:
             self._keep(key, rank, row)
             self._context.emit(SaveOwnerships())
-        elif former[0] == boot:
-            row.last_request = max(former, row.last_request)
+        elif former[0] == request[0]:
+            row.last_request = max(former, request)
 
     def forget(self, key: EngineKey, rank: Rank) -> None:
         """Remove the rank's row."""
@@ -273,14 +274,10 @@ class Owners:
         if len(self._generations) > MAX_ENGINES:
             self._generations.popitem(last=False)
 
-    def sort_generations(self, keys: Iterable[EngineKey]) -> list[EngineKey]:
-        """Return generations of one engine, the oldest first; unknown ones stay before known ones."""
-
-        def position(key: EngineKey) -> int:
-            met = self._generations.get(key.engine_id, [])
-            return met.index(key.generation) if key.generation in met else -1
-
-        return sorted(keys, key=position)
+    def position_of(self, key: EngineKey) -> int:
+        """Return where a generation stands in the order in which its engine's were met; -1: it is unknown."""
+        met = self._generations.get(key.engine_id, [])
+        return met.index(key.generation) if key.generation in met else -1
 
 
 def _account(owner: str) -> str:

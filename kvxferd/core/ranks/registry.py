@@ -264,8 +264,9 @@ class Registry:
         newest = self.newest(engine_id)
         ranks = self._engines[newest].ranks.values() if newest is not None else ()
         present = {record.uid for record in ranks if isinstance(record, LocalRank)}
-        last = self.owners.user_of(engine_id)
-        return present or ({last} if last is not None else set())
+        if present or (last := self.owners.user_of(engine_id)) is None:
+            return present
+        return {last}
 
     def has_local_rank(self, engine_id: EngineId) -> bool:
         """Whether a rank of any generation of the engine is connected here."""
@@ -376,7 +377,7 @@ class Registry:
         if engine is None:
             engine = self._engines[key] = LocalEngine(record.spec)
             self.owners.add_generation(key)
-            keys = self.owners.sort_generations((*self._generations.get(key.engine_id, ()), key))
+            keys = sorted((*self._generations.get(key.engine_id, ()), key), key=self.owners.position_of)
             self._generations[key.engine_id] = {key: self._engines[key] for key in keys}
         engine.put(record)
         return engine

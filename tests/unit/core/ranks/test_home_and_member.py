@@ -307,6 +307,23 @@ def test_a_late_ready_does_not_speak_for_another_transfer_of_the_same_id(world, 
     assert sink.ended(ticket).code is Code.TRANSFER_UNKNOWN
 
 
+def test_a_repeated_ready_does_not_speak_for_the_next_transfer_of_an_id_that_was_never_published(
+    world, spread
+):
+    """Such an id has no tombstone. Its rank's word is forgotten after `lease_s`, and repeated for longer."""
+    stages, sink = spread
+    world.cut.add(("p0", "p1"))  # the home hears, and its replies are lost
+    stages[1].ready("t1")
+    world.advance(world.settings.lease_s + 1)
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    world.cut.clear()
+    world.advance(2 * world.settings.resend_s)
+    assert sink.ended(ticket) is None
+    stages[1].ready("t1")
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+
+
 def test_a_release_that_members_are_still_to_hear_of_ends_no_other_transfer(world, spread):
     stages, _ = spread
     stages[0].publish("t1", IDS, TOKENS)

@@ -526,10 +526,10 @@ def test_the_oldest_generations_and_engines_are_forgotten(monkeypatch):
     first, second, third = (EngineKey("e", name) for name in ("g1", "g2", "g3"))
     for key in (first, second, third):
         kept.add_generation(key)
-    assert kept.sort_generations([third, second, first]) == [first, second, third]
+    assert [kept.position_of(key) for key in (first, second, third)] == [-1, 0, 1]
     for engine_id in ("other", "third"):
         kept.add_generation(EngineKey(engine_id, "g1"))
-    assert kept.sort_generations([third, second]) == [third, second]  # as they came: nothing is known
+    assert kept.position_of(third) == -1
 
 
 # --- what a member can make its home hold
