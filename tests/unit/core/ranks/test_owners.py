@@ -7,6 +7,7 @@ import pytest
 
 from kvxferd.core import events as ev
 from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.limits import counted_ready
 from kvxferd.core.limits.checks import RETRY_LATER_S
 from kvxferd.core.ranks import home as core_home
@@ -464,7 +465,7 @@ def test_the_former_generation_is_the_newest_again_once_the_later_one_has_left(w
     assert host.node.registry.newest("prefill") == EngineKey("prefill", "g1")
 
 
-# --- limits
+# --- the table
 
 
 def owners() -> Owners:
@@ -472,11 +473,78 @@ def owners() -> Owners:
     return Owners(NodeContext(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
 
 
+def advance(kept: Owners, after_s: float) -> None:
+    kept._context.now += after_s
+    kept._context.pop_effects()
+    while kept._context.timers.run_next(kept._context.now):
+        pass
+
+
 def key_of(number: int) -> EngineKey:
     return EngineKey(f"e{number}", "g")
 
 
 A, B, USER, FIRST = daemon_owner("0a", "s"), daemon_owner("0b", "s"), user_owner(1000), Rank(0, 0)
+OLD, NEW = EngineKey("e", "g1"), EngineKey("e", "g2")
+KEPT_S, SHORT_S = Settings().ownership_s, Settings().member_silent_after_s
+
+
+def test_a_rank_that_is_back_is_kept_anew_and_one_that_is_away_no_longer_than_once():
+    kept = owners()
+    kept.set_present(OLD, FIRST, USER)
+    for _ in range(2):
+        kept.rank_gone(OLD, FIRST)
+        advance(kept, KEPT_S - 1)
+        kept.set_present(OLD, FIRST, USER)
+    advance(kept, 2 * KEPT_S)
+    assert kept.find(OLD, FIRST)
+    kept.rank_gone(OLD, FIRST)
+    advance(kept, KEPT_S - 1)
+    kept.rank_gone(OLD, FIRST)  # it was registered again, and never readable
+    advance(kept, 2)
+    assert kept.find(OLD, FIRST) is None
+
+
+def test_a_repeated_leave_keeps_nothing_for_longer_and_the_last_request_counts():
+    kept = owners()
+    kept.set_present(OLD, FIRST, A)
+    for request in (9, 7):
+        kept.rank_left(OLD, FIRST, A, ("boot", request))
+        advance(kept, SHORT_S - 1 if request == 9 else 0)
+    assert kept.find(OLD, FIRST).last_request == ("boot", 9)
+    assert not kept.saved_ranks()
+    kept.set_present(OLD, FIRST, A)
+    assert kept._context.pop_effects() == [SaveOwnerships()]
+    kept.rank_left(OLD, FIRST, A, ("boot", 10))
+    advance(kept, SHORT_S - 1)
+    kept.rank_left(OLD, FIRST, A, ("boot", 10))
+    advance(kept, 2)
+    assert kept.find(OLD, FIRST) is None
+
+
+def test_an_engine_waits_for_its_workers_and_daemons():
+    kept = owners()
+    kept.set_present(OLD, FIRST, USER)
+    kept.set_present(NEW, FIRST, user_owner(0))
+    assert kept.user_of("e") == 0
+    kept.set_present(OLD, SECOND, A)
+    assert not kept.awaits_worker(OLD)
+    kept.rank_gone(OLD, FIRST)
+    kept.rank_gone(OLD, SECOND)
+    assert (kept.awaits_worker(OLD), kept.awaits_worker(NEW)) == (True, True)
+    assert (kept.awaits_daemon("e"), kept.awaits_daemon("e", A), kept.awaits_daemon("e", B)) == (
+        True,
+        False,
+        True,
+    )
+    advance(kept, SHORT_S + 1)
+    assert (kept.awaits_worker(OLD), kept.awaits_worker(NEW)) == (True, False)
+    kept.forget_absent("e")
+    assert kept.find(OLD, FIRST) is None
+    assert kept.find(NEW, FIRST).is_present
+
+
+# --- limits
 
 
 def test_the_limit_of_a_user_costs_it_its_own_oldest_absent_rank(monkeypatch):
@@ -527,9 +595,10 @@ def test_the_oldest_generations_and_engines_are_forgotten(monkeypatch):
     for key in (first, second, third):
         kept.add_generation(key)
     assert [kept.position_of(key) for key in (first, second, third)] == [-1, 0, 1]
-    for engine_id in ("other", "third"):
-        kept.add_generation(EngineKey(engine_id, "g1"))
-    assert kept.position_of(third) == -1
+    for engine_id in ("other", "e", "third"):
+        kept.add_generation(EngineKey(engine_id, "g3"))
+    assert kept.position_of(third) == 1  # the oldest is that which nobody has used for longest
+    assert kept.position_of(EngineKey("other", "g3")) == -1
 
 
 # --- what a member can make its home hold
