@@ -206,7 +206,7 @@ class Daemon:
         )
         self._has_node = True
         closing.callback(self._planning.close)
-        self._ownership_file = OwnershipFile(run_directory.ownership_path, self._node.ownerships.saved_state)
+        self._ownership_file = OwnershipFile(run_directory.ownership_path, self._node.owners.saved_ranks)
         closing.push_async_callback(self._ownership_file.close)
 
     def _start_tracer(self, closing: AsyncExitStack) -> None:
@@ -263,7 +263,7 @@ class Daemon:
 
     def _start_worker_socket(self, closing: AsyncExitStack) -> None:
         # Before the first session: the first to register must not get another user's engine id.
-        self._on_event(OwnershipsLoaded(*self._ownership_file.read()))
+        self._on_event(OwnershipsLoaded(self._ownership_file.read()))
         self._worker_socket.start()
         closing.push_async_callback(self._stop_workers)
 

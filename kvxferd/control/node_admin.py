@@ -21,7 +21,7 @@ from kvxferd.core.events import (
     TransferCancelRequested,
 )
 from kvxferd.core.node import Node
-from kvxferd.core.ranks.ownerships import Disownable
+from kvxferd.core.ranks.owners import Disownable
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId

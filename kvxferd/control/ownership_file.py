@@ -1,4 +1,4 @@
-"""Saves which user owns each engine id and rank across the daemon's restarts, in the run directory."""
+"""Saves who owns each rank across the daemon's restarts, in the run directory."""
 
 from __future__ import annotations
 
@@ -13,42 +13,33 @@ import msgspec
 import structlog
 
 from kvxferd.core.events import SavedRank
-from kvxferd.ids import EngineId
 
 log = structlog.get_logger()
 
-StoredOwnerships = tuple[tuple[tuple[EngineId, int], ...], tuple[SavedRank, ...]]
-NO_OWNERSHIPS: StoredOwnerships = ((), ())
+SavedRanks = tuple[SavedRank, ...]
 
 # Ranks of an engine register at nearly the same time: one write for all of them.
 WRITE_AFTER_S = 0.2
 # Peers that join and leave must not cause endless writes: 8,192 ranks are written every two seconds.
 WRITE_AFTER_S_PER_RANK = 2.0 / 8192
 CLOSE_S = 5.0  # for a running write when the daemon stops
-# 4096 ids, and 8192 ranks of two names each, of 256 characters of at most 6 bytes: 31 MB.
+# 8192 ranks of two names each, of 256 characters of at most 6 bytes, and a key: 26 MB.
 MAX_FILE_BYTES = 32 << 20
 
 _NEW_SUFFIX = ".new"
 
 
-class _Ownerships(msgspec.Struct):
-    """The file's content."""
-
-    users: dict[EngineId, int]
-    ranks: tuple[SavedRank, ...]
-
-
 class OwnershipFile:
     """Reads the file at start, and writes it in a thread after changes: a slow disk blocks nothing."""
 
-    def __init__(self, path: Path, current: Callable[[], StoredOwnerships]) -> None:
+    def __init__(self, path: Path, current: Callable[[], SavedRanks]) -> None:
         self._path = path
         self._current = current
         self._save_task: asyncio.Task[None] | None = None
         self._write_task: asyncio.Task[None] | None = None  # one write, which cannot be cancelled
-        self._written: StoredOwnerships | None = None
+        self._written: SavedRanks | None = None
 
-    def read(self) -> StoredOwnerships:
+    def read(self) -> SavedRanks:
         """Return the saved owners. Rename a file that cannot be decoded, and return none."""
         with suppress(OSError):
             for left in self._path.parent.glob(f"{self._path.stem}*{_NEW_SUFFIX}"):
@@ -56,10 +47,9 @@ class OwnershipFile:
         try:
             if self._path.stat().st_size > MAX_FILE_BYTES:
                 raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-            kept = msgspec.json.decode(self._path.read_bytes(), type=_Ownerships)
-            return tuple(kept.users.items()), kept.ranks
+            return msgspec.json.decode(self._path.read_bytes(), type=SavedRanks)
         except FileNotFoundError:
-            return NO_OWNERSHIPS
+            return ()
         except (OSError, ValueError, RecursionError) as error:
             aside = self._path.with_suffix(".unreadable")
             log.error(
@@ -72,7 +62,7 @@ class OwnershipFile:
                 self._path.replace(aside)
             except OSError as failure:
                 log.error("ownership file not renamed", path=str(self._path), reason=str(failure))
-            return NO_OWNERSHIPS
+            return ()
 
     def save_soon(self) -> None:
         """Schedule a write of the current owners."""
@@ -98,21 +88,20 @@ class OwnershipFile:
 
     async def _save(self) -> None:
         while (listed := self._current()) != self._written:
-            await asyncio.sleep(WRITE_AFTER_S + len(listed[1]) * WRITE_AFTER_S_PER_RANK)
+            await asyncio.sleep(WRITE_AFTER_S + len(listed) * WRITE_AFTER_S_PER_RANK)
             listed = self._current()
             self._write_task = asyncio.get_running_loop().create_task(self._write_in_thread(listed))
             await asyncio.shield(self._write_task)
             self._written = listed  # also if the write fails: the next change tries again
 
-    async def _write_in_thread(self, listed: StoredOwnerships) -> None:
+    async def _write_in_thread(self, listed: SavedRanks) -> None:
         try:
             await asyncio.to_thread(self._write, listed)
         except RuntimeError as error:  # the system has no thread now
             log.error("ownership file not written", path=str(self._path), reason=str(error))
 
-    def _write(self, listed: StoredOwnerships) -> None:
-        users, ranks = listed
-        content = msgspec.json.encode(_Ownerships(dict(users), ranks))
+    def _write(self, listed: SavedRanks) -> None:
+        content = msgspec.json.encode(listed)
         fresh: Path | None = None
         try:
             fd, name = tempfile.mkstemp(_NEW_SUFFIX, f"{self._path.stem}.", self._path.parent)  # 0600

@@ -127,7 +127,7 @@ class ClosePeerConnection:
 
 @dataclass(frozen=True, slots=True)
 class SaveOwnerships:
-    """The owners of engine ids have changed: write `Node.ownerships.saved_state()` to disk soon."""
+    """The owners of ranks have changed: write `Node.owners.saved_ranks()` to disk soon."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import KvxferdError
@@ -26,8 +29,9 @@ from kvxferd.wire.mover import FromMover
 from kvxferd.wire.peer import PeerMessage
 from kvxferd.wire.worker import ClientMessage
 
-# Engine, generation, pipeline and tensor rank, and holder, as the shell writes them to disk.
-SavedRank = tuple[EngineId, Generation, int, int, str]
+SavedOwner = Annotated[str, Meta(pattern=r"^(uid:\d{1,10}$|key:|secret:)")]
+# Engine, generation, pipeline and tensor rank, and owner, as the shell writes them to disk.
+SavedRank = tuple[EngineId, Generation, int, int, SavedOwner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +180,9 @@ class PeerUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipsLoaded:
-    """The owners of engine ids and ranks that an earlier daemon saved. Fed before the first session."""
+    """The owners of ranks that an earlier daemon saved. Fed before the first session."""
 
-    listed: tuple[tuple[EngineId, int], ...]
-    ranks: tuple[SavedRank, ...] = ()
+    ranks: tuple[SavedRank, ...]
 
 
 @dataclass(frozen=True, slots=True)

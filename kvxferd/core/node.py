@@ -51,7 +51,7 @@ from kvxferd.core.ranks.home import Home
 from kvxferd.core.ranks.local_ranks import LocalRanks
 from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.movers import Mover, Movers
-from kvxferd.core.ranks.ownerships import Disownable, Ownerships
+from kvxferd.core.ranks.owners import Disownable, Owners
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.registry import LocalRank, RankRecord, Registry
 from kvxferd.core.ranks.session import Session
@@ -151,8 +151,8 @@ class Node:
             boot=boot, endpoint=endpoint, settings=settings or Settings(), new_token=new_token
         )
         self.sessions: dict[SessionId, Session] = {}
-        self.ownerships = Ownerships(self.context)
-        self.registry = Registry(endpoint, self.ownerships)
+        self.owners = Owners(self.context)
+        self.registry = Registry(endpoint, self.owners)
         self.reassembly_memory = ReassemblyMemory(self.registry.user_has_rank)
         self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
         self.chunk_memory = ChunkMemory(self.context, self.context.settings.limits.staging_bytes)
@@ -262,7 +262,7 @@ class Node:
             num_grants_held=sum(num_grants.values()),
             pull_phases=dict(pulls.states),
             num_retired_movers=len(self.movers.retired()),
-            ownerships=self.ownerships.snapshot(),
+            ownerships=self.owners.snapshot(),
         )
 
     def _limits_snapshot(self) -> tuple[LimitSnapshot, ...]:
@@ -298,9 +298,9 @@ class Node:
 
     def disownable(self, engine_id: EngineId) -> Disownable:
         """Return what an engine id loses if the operator disowns it now."""
-        uid = None if self.registry.has_local_rank(engine_id) else self.ownerships.uid_of(engine_id)
-        num_kept = self.ownerships.rank_holders.num_absent(engine_id)
-        return Disownable(uid, num_kept + self.home.num_silent(engine_id))
+        uid = None if self.registry.has_local_rank(engine_id) else self.owners.user_of(engine_id)
+        num_kept = self.owners.num_absent(engine_id) + self.home.num_silent(engine_id)
+        return Disownable(uid, num_kept)
 
     def is_request_open(self, endpoint: Endpoint, request: int) -> bool:
         """Whether that request to the peer has no reply yet."""
@@ -381,8 +381,7 @@ class Node:
             case PeerUnreachable():
                 self.peers.mark_unreachable(event.endpoint, event.reason)
             case OwnershipsLoaded():
-                self.ownerships.restore(event.listed)
-                self.ownerships.rank_holders.restore(event.ranks)
+                self.owners.restore(event.ranks)
             case (
                 DisownRequested() | DrainRequested() | AllowlistChanged()
                 | PeerDropRequested() | TransferCancelRequested() | PullCancelRequested()
@@ -405,9 +404,7 @@ class Node:
         """Handle an event that the operator requested."""
         match event:
             case DisownRequested():
-                if not self.registry.has_local_rank(event.engine_id):
-                    self.ownerships.forget(event.engine_id)
-                self.ownerships.rank_holders.forget_absent(event.engine_id)
+                self.owners.forget_absent(event.engine_id)
                 self.home.disown(event.engine_id)
             case DrainRequested():
                 self.context.draining = True

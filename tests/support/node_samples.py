@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvxferd.control.node_admin import ReloadResult
-from kvxferd.core.ranks.ownerships import Disownable
+from kvxferd.core.ranks.owners import Disownable
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import (
     AgentName,

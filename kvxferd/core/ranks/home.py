@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 
 from kvxferd.core.context import NodeContext
@@ -12,13 +12,12 @@ from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifest, check_spec
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.changes import OnRankChange, RankChange
-from kvxferd.core.ranks.identity import MemberIdentity
+from kvxferd.core.ranks.owners import daemon_owner, is_user
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank_holders import is_local_user
 from kvxferd.core.ranks.registry import LocalRank, MemberRank, Registry
 from kvxferd.core.tables import decrease
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import AgentName, BootId, EngineId, EngineKey, Rank
+from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec
 from kvxferd.wire.common import RankManifest
 from kvxferd.wire.limits import MAX_NAME_CHARS
@@ -37,13 +36,11 @@ from kvxferd.wire.peer import (
 # Ranks that other nodes have joined here, all together and those of one CURVE key, or without keys of one
 # route. The largest engine has 4,096, and half as many may be of one peer.
 MAX_MEMBERS, MAX_MEMBERS_PER_PEER = 4096, 2048
-# Requests that left a rank, the latest. An entry that is pushed out only lets a delayed `JoinRank` in again.
-MAX_LEFT = 4096
 
 
 def _peer_id(record: MemberRank) -> str | bytes:
     """Return the peer that the rank counts for: its CURVE key, or without keys its connection."""
-    return record.identity.key or record.route
+    return record.key or record.route
 
 
 class Home:
@@ -68,19 +65,17 @@ class Home:
         self._poll_requests = poll_requests
         self._members: dict[AgentName, MemberRank] = {}
         self._num_of_peer: Counter[str | bytes] = Counter()  # by `_peer_id`
-        self._rank_holders = registry.ownerships.rank_holders
+        self._owners = registry.owners
         self._polling_requests: dict[AgentName, int] = {}  # the open `SetRankPolling` of each agent
         self._may_still_poll: set[AgentName] = set()  # members that never heard that they may stop
-        # By rank and daemon: its boot, and the number of the request with which it left the rank.
-        self._left: OrderedDict[tuple[EngineKey, Rank, str], tuple[BootId, int]] = OrderedDict()
 
     def join(self, route: bytes, message: JoinRank, key: str) -> None:
         """Add a member's rank, or refresh it. The first daemon that joins a rank owns it."""
-        spec, identity = message.manifest.spec, MemberIdentity(key, message.secret)
+        spec, owner = message.manifest.spec, daemon_owner(key, message.secret)
         present = self.find_member(spec.key, spec.rank)
         if (
             present is not None
-            and identity.may_act_for(present.identity)
+            and owner == present.owner
             and (present.boot, present.joined) == (message.boot, message.manifest)
         ):
             present.request = max(present.request, message.request)
@@ -89,9 +84,9 @@ class Home:
             return
         try:
             # The sender is checked before the layout, which takes much longer.
-            self._check_sender(message, identity, present, route)
+            self._check_sender(message, key, owner, present, route)
             joined = check_manifest(message.manifest, self._layout_cache)
-            record = MemberRank(joined, route, message.boot, identity, message.request, self._context.now)
+            record = MemberRank(joined, route, message.boot, key, owner, message.request, self._context.now)
             record.added_by = message.request if present is None else 0
             self._registry.claim(record, present)
         except KvxferdError as error:
@@ -100,7 +95,7 @@ class Home:
         self._replace(present, record)
         self._members[record.agent] = record
         self._num_of_peer[_peer_id(record)] += 1
-        self._rank_holders.set_holder(spec.key, spec.rank, identity.holder)
+        self._owners.set_present(spec.key, spec.rank, owner)
         self._refresh_heartbeat(record, route)
         if present is None or present.incarnation != record.incarnation:
             self._on_change(RankChange.MAPPED, record)
@@ -113,9 +108,9 @@ class Home:
 
     def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
         """Return why the rank cannot be joined, before its layout is decoded; None: the layout decides."""
-        spec, identity = message.manifest.spec, MemberIdentity(key, message.secret)
+        spec, owner = message.manifest.spec, daemon_owner(key, message.secret)
         try:
-            self._check_sender(message, identity, self.find_member(spec.key, spec.rank), route)
+            self._check_sender(message, key, owner, self.find_member(spec.key, spec.rank), route)
         except KvxferdError as error:
             return refusal_of(message.request, error)
         return None
@@ -130,7 +125,8 @@ class Home:
     def _check_sender(
         self,
         message: JoinRank | JoinRankOutline,
-        identity: MemberIdentity,
+        key: str,
+        owner: str,
         present: MemberRank | None,
         route: bytes,
     ) -> None:
@@ -150,32 +146,33 @@ class Home:
                 Code.RANK_INVALID,
             )
         self._check_agent(manifest)
-        self._check_order(message, identity, present)
+        self._check_order(message, owner, present)
         if present is not None:
-            self._check_owner(message, identity, present)
+            self._check_owner(message, key, owner, present)
             return
-        self._check_room(route, identity.key)
-        self._check_holder(spec, identity)
+        self._check_room(route, key)
+        self._check_absent_owner(spec, owner)
         if self._registry.get(spec.key) is None:
-            self._check_generation(spec, identity)
+            self._check_generation(spec, owner)
 
     def _check_order(
-        self, message: JoinRank | JoinRankOutline, identity: MemberIdentity, present: MemberRank | None
+        self, message: JoinRank | JoinRankOutline, owner: str, present: MemberRank | None
     ) -> None:
         """Raise EngineError where the same daemon has sent a later request about the rank.
 
         Delayed on a former connection, the earlier one would bring back a mover or a generation that is gone.
         """
         spec = message.manifest.spec
-        boot, request = self._left.get((spec.key, spec.rank, identity.holder), ("", 0))
-        if present is not None and identity.may_act_for(present.identity):
-            boot, request = present.boot, present.request
-        if message.boot == boot and message.request < request:
+        row = self._owners.find(spec.key, spec.rank)
+        last = row.last_request if row is not None and row.owner == owner else None
+        if present is not None and owner == present.owner:
+            last = present.boot, present.request
+        if last is not None and message.boot == last[0] and message.request < last[1]:
             text = f"cannot take rank {spec.rank} of engine {spec.key}: a later request is in its place"
             raise EngineError(text, Code.CANCELLED)
 
     def _check_owner(
-        self, message: JoinRank | JoinRankOutline, identity: MemberIdentity, present: MemberRank
+        self, message: JoinRank | JoinRankOutline, key: str, owner: str, present: MemberRank
     ) -> None:
         """Raise EngineError where another daemon, or another mapping, owns the rank.
 
@@ -184,12 +181,12 @@ class Home:
         daemon is gone. Silence is no proof, so with another key the rank stays refused until it expires
         (`tombstone_s`).
         """
-        may_speak = identity.may_act_for(present.identity)
+        may_speak = owner == present.owner
         incarnation = message.manifest.binding.incarnation
         if may_speak and (message.boot == present.boot or incarnation == present.incarnation):
             return
         what = f"cannot take rank {present.spec.rank} of engine {present.spec.key}"
-        if (identity.key or present.identity.key) and not may_speak:
+        if (key or present.key) and not may_speak:
             raise EngineError(f"{what}: it was joined with another CURVE key", Code.NOT_ALLOWED)
         left_s = present.last_seen_at + self._silent_after_s() - self._context.now
         if left_s > 0:
@@ -200,17 +197,13 @@ class Home:
                 retry_after_s=left_s,
             )
 
-    def _check_holder(self, spec: EngineSpec, identity: MemberIdentity) -> None:
-        """Raise EngineError where an absent rank is kept for its last holder, maybe from before a restart."""
-        holder = self._rank_holders.absent_holder(spec.key, spec.rank)
-        if holder is None or holder == identity.holder:
+    def _check_absent_owner(self, spec: EngineSpec, owner: str) -> None:
+        """Raise EngineError where an absent rank is kept for its last owner, maybe from before a restart."""
+        row = self._owners.find_absent(spec.key, spec.rank)
+        if row is None or row.owner == owner:
             return
-        left_s = self._rank_holders.remaining_s(spec.key, spec.rank)
-        whose = (
-            "a worker of this node"
-            if is_local_user(holder)
-            else "the daemon that joined it, with another key"
-        )
+        left_s = self._owners.left_s(row)
+        whose = "a worker of this node" if is_user(row.owner) else "the daemon that joined it"
         raise EngineError(
             f"cannot take rank {spec.rank} of engine {spec.key}: it is kept for {whose}, for {left_s:.0f} s "
             "more or until `kvxferd disown`",
@@ -221,14 +214,14 @@ class Home:
     def _silent_after_s(self) -> float:
         return self._context.settings.member_silent_after_s
 
-    def _check_generation(self, spec: EngineSpec, identity: MemberIdentity) -> None:
+    def _check_generation(self, spec: EngineSpec, owner: str) -> None:
         """Raise EngineError where this daemon may not start a generation of the engine.
 
-        The first rank of a generation supersedes all older ones. So only the holder of the engine may join
+        The first rank of a generation supersedes all older ones. So only the owner of the engine may join
         it: the user of its ranks on this node, or the daemon that joined all its ranks. Another daemon waits
         until the others' ranks have left or belong to the new generation.
         """
-        if not (why := self._why_not_started_by(spec, identity)):
+        if not (why := self._why_not_started_by(spec, owner)):
             return
         raise EngineError(
             f"cannot take rank {spec.rank} of engine {spec.key}: {why}; start it on the engine's home first, "
@@ -237,19 +230,19 @@ class Home:
             retry_after_s=self._context.settings.member_heartbeat_s,
         )
 
-    def _why_not_started_by(self, spec: EngineSpec, identity: MemberIdentity) -> str:
+    def _why_not_started_by(self, spec: EngineSpec, owner: str) -> str:
         """Return why this daemon may not start that generation; "" where it may."""
         for engine in self._registry.generations_of(spec.engine_id):
             for record in engine.ranks.values():
                 if isinstance(record, LocalRank):
                     return f"{engine.key} is here, and a worker of this node is its rank {record.spec.rank}"
-                if not identity.may_act_for(record.identity):
+                if owner != record.owner:
                     return f"{engine.key} is here, and its rank {record.spec.rank} is another daemon's"
-        holders, holder = self._rank_holders, identity.holder
-        if holders.local_left_recently(spec.engine_id) or holders.has_absent_local(spec.key):
+        if self._owners.awaits_worker(spec.key):
             return "workers of this node were its ranks, and may be back"
-        is_own = bool(holder) and holders.holder_of(spec.key, spec.rank) == holder
-        if not is_own and holders.has_absent_members(spec.engine_id, holder):
+        row = self._owners.find(spec.key, spec.rank)
+        is_own = row is not None and row.owner == owner
+        if not is_own and self._owners.awaits_daemon(spec.engine_id, owner):
             return "its ranks are kept for the daemons that joined them"
         return ""
 
@@ -308,13 +301,13 @@ class Home:
 
         message = SetRankPolling(request=number, agent=agent, on=on)
         timeout_s = self._context.settings.silent_after_s
-        self._peer_requests.request(member.route, message, timeout_s, replied, member.identity.key)
+        self._peer_requests.request(member.route, message, timeout_s, replied, member.key)
 
     def _member_expired(self, record: MemberRank) -> None:
         """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
         if self.find_member(record.spec.key, record.spec.rank) is record:
             self._remove(record)
-            self._rank_holders.forget(record.spec.key, record.spec.rank)
+            self._owners.forget(record.spec.key, record.spec.rank)
             self._on_engine_change(record.spec.engine_id)
 
     def _remove(self, record: MemberRank) -> None:
@@ -345,7 +338,7 @@ class Home:
         silent = self._silent_members(engine_id)
         for record in silent:
             self._remove(record)
-            self._rank_holders.forget(record.spec.key, record.spec.rank)
+            self._owners.forget(record.spec.key, record.spec.rank)
         if silent:
             self._on_engine_change(engine_id)
 
@@ -366,31 +359,19 @@ class Home:
         present = self.find_member(engine, message.rank)
         if present is not None and not self.accept_from_owner(present, route, message, key):
             return
-        self._record_leave(engine, message, key)
         if present is not None and present.agent == message.agent and present.boot == message.boot:
             self._remove(present)
-            self._rank_holders.rank_left(engine, message.rank)
-        elif present is None:
-            holder = MemberIdentity(key, message.secret).holder
-            if holder and self._rank_holders.absent_holder(engine, message.rank) == holder:
-                self._rank_holders.rank_left(engine, message.rank)  # it left while this daemon was away
+            present = None
+        if present is None:  # or it has left while this daemon was away
+            owner, request = daemon_owner(key, message.secret), (message.boot, message.request)
+            self._owners.rank_left(engine, message.rank, owner, request)
         self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
-
-    def _record_leave(self, engine: EngineKey, message: LeaveRank, key: str) -> None:
-        """Record the request, after which an earlier `JoinRank` is late. Of an unknown daemon nothing is."""
-        if holder := MemberIdentity(key, message.secret).holder:
-            place = (engine, message.rank, holder)
-            boot, request = self._left.pop(place, (message.boot, 0))
-            earlier = request if boot == message.boot else 0
-            self._left[place] = (message.boot, max(earlier, message.request))
-            if len(self._left) > MAX_LEFT:
-                self._left.popitem(last=False)
 
     def accept_from_owner(
         self, present: MemberRank, route: bytes, message: LeaveRank | RankReady, key: str
     ) -> bool:
         """Whether the sender has joined the rank. Another sender is refused, and nothing changes."""
-        if MemberIdentity(key, message.secret).may_act_for(present.identity):
+        if daemon_owner(key, message.secret) == present.owner:
             return True
         text = (
             f"cannot speak for rank {message.rank} of engine {present.spec.key}: another daemon has joined it"

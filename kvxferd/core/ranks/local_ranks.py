@@ -14,8 +14,8 @@ from kvxferd.core.peers.manifest_checks import check_names, check_spec
 from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.movers import Mover, Movers
+from kvxferd.core.ranks.owners import user_owner
 from kvxferd.core.ranks.placements import Placements
-from kvxferd.core.ranks.rank_holders import holder_of_user
 from kvxferd.core.ranks.registration_checks import (
     RegistrationChecks,
     check_exports,
@@ -110,7 +110,7 @@ class LocalRanks:
                 pid=session.pid,
                 resident=message.placement == "resident",
             )
-            self._registry.check_holder(spec)
+            self._registry.check_absent_owner(spec)
             self._registry.check_claim(rank)
             self._checks.check_rate(session, "register")
             self._registry.claim(rank)
@@ -365,13 +365,9 @@ class LocalRanks:
 
     def _make_ready(self, session: Session, rank: LocalRank) -> None:
         rank.state = RankState.READY
-        self._registry.ownerships.rank_ready(rank.spec.engine_id, rank.uid)
-        if self._registry.is_home(rank.spec):
-            # Its user holds the engine: ranks that are kept for other generations are given up.
-            self._registry.ownerships.rank_holders.forget_absent(rank.spec.engine_id, excluding=rank.spec.key)
-            self._registry.ownerships.rank_holders.set_holder(
-                rank.spec.key, rank.spec.rank, holder_of_user(rank.uid)
-            )
+        # Its user owns the engine: ranks that are kept for other generations are given up.
+        self._registry.owners.forget_absent(rank.spec.engine_id, excluding=rank.spec.key)
+        self._registry.owners.set_present(rank.spec.key, rank.spec.rank, user_owner(rank.uid))
         self._send_registered(rank)
         self._on_change(RankChange.READY, rank)
 
@@ -543,13 +539,10 @@ class LocalRanks:
     def _remove(self, session: Session, rank: LocalRank) -> None:
         self._on_change(RankChange.GONE, rank)
         self._registry.remove(rank)
-        if not self._registry.has_local_rank(rank.spec.engine_id):
-            self._registry.ownerships.last_rank_left(rank.spec.engine_id)
+        self._registry.owners.rank_gone(rank.spec.key, rank.spec.rank)
         self._context.timers.cancel(("rebind", session.session_id))
         self._end_offer(rank)
-        if self._registry.is_home(rank.spec):
-            self._registry.ownerships.rank_holders.rank_left(rank.spec.key, rank.spec.rank)
-        else:
+        if not self._registry.is_home(rank.spec):
             self._member.leave(rank)
         self._movers.kill_all(session.session_id)
         rank.state = RankState.SUSPENDED  # late events of this rank change nothing in this state

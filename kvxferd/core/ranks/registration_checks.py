@@ -62,10 +62,10 @@ class RegistrationChecks:
     def check_owner(self, session: Session, engine_id: EngineId) -> None:
         """Raise EngineError where another user owns the engine."""
         if not self._registry.is_owner(session.uid, engine_id):
-            owners = ", ".join(map(str, sorted(self._registry.owners(engine_id))))
+            users = ", ".join(map(str, sorted(self._registry.users_of(engine_id))))
             raise EngineError(
                 f"cannot be part of engine {engine_id} as uid {session.uid}: its ranks here are, or were "
-                f"last, of uid {owners}; run it as that user, choose another engine id, or have the operator "
+                f"last, of uid {users}; run it as that user, choose another engine id, or have the operator "
                 "disown it",
                 Code.NOT_ALLOWED,
             )
@@ -85,10 +85,10 @@ class RegistrationChecks:
     def check_publisher(self, session: Session, engine_id: EngineId) -> None:
         """Raise EngineError where no mover of the engine serves this user's fence pages."""
         if not self._registry.may_publish(session.uid, engine_id):
-            owners = ", ".join(map(str, sorted(self._registry.owners(engine_id))))
+            users = ", ".join(map(str, sorted(self._registry.users_of(engine_id))))
             raise EngineError(
                 f"cannot publish for engine {engine_id} as uid {session.uid}: its ranks here are of uid "
-                f"{owners}, and a mover serves the fence pages of its own user alone; attach as that user",
+                f"{users}, and a mover serves the fence pages of its own user alone; attach as that user",
                 Code.NOT_ALLOWED,
             )
 

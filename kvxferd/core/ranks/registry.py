@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
-from kvxferd.core.ranks.identity import MemberIdentity
-from kvxferd.core.ranks.ownerships import Ownerships
-from kvxferd.core.ranks.rank_holders import is_local_user
+from kvxferd.core.ranks.owners import Owners, is_user
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
     AgentName,
@@ -116,7 +114,8 @@ class MemberRank:
     joined: RankManifest
     route: bytes
     boot: BootId
-    identity: MemberIdentity
+    key: str  # the CURVE key of its daemon; "": without CURVE
+    owner: str  # its daemon, as `Owners` has it
     request: int = 0  # the number of the last `JoinRank` of it
     last_seen_at: float = 0.0  # when it last joined: its heartbeat
     added_by: int = 0  # the number of the `JoinRank` before which the rank was not known; 0: it was
@@ -236,9 +235,9 @@ class LocalEngine:
 class Registry:
     """The engines that are here. There is at most one record for each rank and generation."""
 
-    def __init__(self, endpoint: Endpoint, ownerships: Ownerships) -> None:
+    def __init__(self, endpoint: Endpoint, owners: Owners) -> None:
         self._endpoint = endpoint
-        self.ownerships = ownerships
+        self.owners = owners
         self._engines: dict[EngineKey, LocalEngine] = {}
         self._generations: dict[EngineId, dict[EngineKey, LocalEngine]] = {}  # by id, the oldest first
 
@@ -260,13 +259,14 @@ class Registry:
         """Return the generation that started last, of those that are here."""
         return next(reversed(self._generations.get(engine_id, {})), None)
 
-    def owners(self, engine_id: EngineId) -> set[int]:
+    def users_of(self, engine_id: EngineId) -> set[int]:
         """Return the users of the local ranks of the newest generation, or if it has none the last owner."""
         newest = self.newest(engine_id)
         ranks = self._engines[newest].ranks.values() if newest is not None else ()
         present = {record.uid for record in ranks if isinstance(record, LocalRank)}
-        last = self.ownerships.uid_of(engine_id)
-        return present or ({last} if last is not None else set())
+        if present or (last := self.owners.user_of(engine_id)) is None:
+            return present
+        return {last}
 
     def has_local_rank(self, engine_id: EngineId) -> bool:
         """Whether a rank of any generation of the engine is connected here."""
@@ -278,35 +278,32 @@ class Registry:
 
     def is_owner(self, uid: int, engine_id: EngineId) -> bool:
         """Whether the user may act for the engine: root, an owner, or any user while it has no owner."""
-        owners = self.owners(engine_id)
-        return not owners or uid in (0, *owners)
+        users = self.users_of(engine_id)
+        return not users or uid in (0, *users)
 
     def may_start(self, uid: int, key: EngineKey) -> bool:
         """Whether the user may register that generation of the engine.
 
         An engine with ranks of other nodes only has no user here. Any local user could otherwise end it by
-        another generation. Only root, and the user that `ownerships` names, may start one. After a restart of
+        another generation. Only root, and the user that `Owners` names, may start one. After a restart of
         this daemon such an engine exists only as the ranks that are kept for its members.
         """
-        if uid == 0 or key in self._engines or self.owners(key.engine_id):
+        if uid == 0 or key in self._engines or self.users_of(key.engine_id):
             return self.is_owner(uid, key.engine_id)
-        return key.engine_id not in self._generations and not self.ownerships.rank_holders.has_absent_members(
-            key.engine_id
-        )
+        return key.engine_id not in self._generations and not self.owners.awaits_daemon(key.engine_id)
 
-    def check_holder(self, spec: EngineSpec) -> None:
+    def check_absent_owner(self, spec: EngineSpec) -> None:
         """Raise EngineError where the rank of a local worker is kept for another node's daemon."""
-        ranks = self.ownerships.rank_holders
-        holder = ranks.absent_holder(spec.key, spec.rank)
-        if holder is None or is_local_user(holder) or not self.is_home(spec):
+        row = self.owners.find_absent(spec.key, spec.rank)
+        if row is None or is_user(row.owner) or not self.is_home(spec):
             return
+        left_s = self.owners.left_s(row)
         raise EngineError(
             f"cannot register rank {spec.rank} of engine {spec.key}: it is another node's, and is kept for "
-            f"its daemon for {ranks.remaining_s(spec.key, spec.rank):.0f} s; register it there, start this "
-            "engine "
-            "with a new generation, or have the operator disown it",
+            f"its daemon for {left_s:.0f} s; register it there, start this engine with a new generation, or "
+            "have the operator disown it",
             Code.RANK_TAKEN,
-            retry_after_s=ranks.remaining_s(spec.key, spec.rank),
+            retry_after_s=left_s,
         )
 
     def may_publish(self, uid: int, engine_id: EngineId) -> bool:
@@ -314,8 +311,8 @@ class Registry:
 
         Root too needs a rank of its own: no mover serves pages of other users.
         """
-        owners = self.owners(engine_id)
-        return not owners or uid in owners
+        users = self.users_of(engine_id)
+        return not users or uid in users
 
     def num_ranks_by_user(self) -> Counter[int]:
         """Return how many ranks each user has here."""
@@ -379,9 +376,8 @@ class Registry:
         engine = self._engines.get(key)
         if engine is None:
             engine = self._engines[key] = LocalEngine(record.spec)
-            order = self.ownerships.rank_holders.generations
-            order.add(key)
-            keys = order.sort((*self._generations.get(key.engine_id, ()), key))
+            self.owners.add_generation(key)
+            keys = sorted((*self._generations.get(key.engine_id, ()), key), key=self.owners.position_of)
             self._generations[key.engine_id] = {key: self._engines[key] for key in keys}
         engine.put(record)
         return engine

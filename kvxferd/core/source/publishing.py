@@ -442,7 +442,7 @@ class PublishedTransfers:
         sessions = {transfer.session, *(r.session for r in records if isinstance(r, LocalRank))}
         for session in sorted(sessions):
             self._context.emit(SendToWorker(session, Released(transfer_id=transfer.transfer_id, why=why)))
-        members = {(r.route, r.identity.key) for r in records if isinstance(r, MemberRank)}
+        members = {(r.route, r.key) for r in records if isinstance(r, MemberRank)}
         for route, key in sorted(members):
             message = TransferReleased(
                 request=self._peer_requests.next_id(),
@@ -519,6 +519,4 @@ def _is_state(rules: BlockRules, name: GroupName) -> bool:
 
 def _owner_of(record: RankRecord) -> Owner:
     """Return whose share an early `ready` of the rank counts for: its user, or a member rank's daemon."""
-    if isinstance(record, LocalRank):
-        return record.uid
-    return record.identity.key or record.identity.secret or record.route.hex()
+    return record.uid if isinstance(record, LocalRank) else record.owner

@@ -102,7 +102,7 @@ class Daemon(Actor, SimNode):
             mover_ids=iter(self._take_number, None),
             on_exit=self._mover_died,
         )
-        self.saved: tuple = ((), ())
+        self.saved: tuple = ()
         self.has_descriptors = True
         self._granted: set[GrantId] = set()
         self._next_number = 1
@@ -117,8 +117,7 @@ class Daemon(Actor, SimNode):
         """Load what an earlier daemon has saved."""
         self.saved = saved
         self.pool.start()
-        users, ranks = saved
-        self.feed(ev.OwnershipsLoaded(users, ranks))
+        self.feed(ev.OwnershipsLoaded(saved))
 
     def die(self) -> None:
         """SIGKILL: connections end, and movers go when they notice."""
@@ -284,7 +283,7 @@ class Daemon(Actor, SimNode):
         self.world.network.reconnect(self, endpoint)
 
     def save_ownerships(self) -> None:
-        self.saved = self.node.ownerships.saved_state()
+        self.saved = self.node.owners.saved_ranks()
 
     def _request_mover(self, session: SessionId) -> None:
         self.pool.request(lambda result: self._give_mover(session, result))

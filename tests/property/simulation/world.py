@@ -112,7 +112,7 @@ class World:
         self.transfer_of: dict[Pull, Transfer] = {}
         self.on_pull: Callable[[], None] = lambda: None
         self.planned_at_read: deque[tuple[float, Callable[[Mover], None]]] = deque()
-        self._saved: dict[str, tuple] = dict.fromkeys(node_names, ((), ()))
+        self._saved: dict[str, tuple] = dict.fromkeys(node_names, ())
         self._eras = dict.fromkeys(node_names, 0)
         self._last_number = 0
         self.node_names = node_names

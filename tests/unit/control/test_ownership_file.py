@@ -1,8 +1,9 @@
-"""The file that says whose engine ids are: written whole, read whole, put aside when it is nonsense."""
+"""The file that says whose ranks are: written whole, read whole, put aside when it is nonsense."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
 from pathlib import Path
 
@@ -10,16 +11,13 @@ import pytest
 
 from kvxferd.control.ownership_file import OwnershipFile
 
-OWNED = (("prefill", 1000), ("decode \u00e9", 0))
-RANKS = (("prefill", "g1", 1, 0, "key:0a"), ("prefill", "g1", 0, 0, "uid:1000"))
-KEPT = (OWNED, RANKS)
-NOTHING = ((), ())
+KEPT = (("prefill", "g1", 1, 0, "key:0a"), ("decode \u00e9", "g1", 0, 0, "uid:1000"))
 
 
 async def test_what_is_saved_is_read_in_its_order(tmp_path: Path):
-    listed = [(OWNED[:1], ())]
+    listed = [KEPT[:1]]
     file = OwnershipFile(tmp_path / "owners.json", lambda: listed[-1])
-    assert file.read() == NOTHING
+    assert file.read() == ()
     file.save_soon()
     listed.append(KEPT)
     file.save_soon()
@@ -37,28 +35,27 @@ async def test_closing_writes_what_waits(tmp_path: Path):
     assert file.read() == KEPT
 
 
-class Slow(tuple):
-    """A list whose writing lasts until it may go on."""
+async def test_closing_waits_for_the_write_that_runs_and_writes_the_last_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    began, go_on, make = threading.Event(), threading.Event(), tempfile.mkstemp
 
-    began, go_on = threading.Event(), threading.Event()
+    def make_slowly(*args: object) -> tuple[int, str]:
+        began.set()
+        assert go_on.wait(30)
+        return make(*args)
 
-    def __iter__(self):
-        self.began.set()
-        assert self.go_on.wait(30)
-        return super().__iter__()
-
-
-async def test_closing_waits_for_the_write_that_runs_and_writes_the_last_list(tmp_path: Path):
-    listed = [(Slow(OWNED[:1]), ())]
+    monkeypatch.setattr(tempfile, "mkstemp", make_slowly)
+    listed = [KEPT[:1]]
     file = OwnershipFile(tmp_path / "owners.json", lambda: listed[-1])
     file.save_soon()
-    assert await asyncio.to_thread(Slow.began.wait, 10)
+    assert await asyncio.to_thread(began.wait, 10)
     listed.append(KEPT)
     closing = asyncio.create_task(file.close())
     try:
         done, _ = await asyncio.wait([closing], timeout=0.3)
     finally:
-        Slow.go_on.set()
+        go_on.set()
     assert not done
     await asyncio.wait_for(closing, 10)
     assert file.read() == KEPT
@@ -67,15 +64,18 @@ async def test_closing_waits_for_the_write_that_runs_and_writes_the_last_list(tm
 
 def test_what_a_killed_daemon_had_begun_to_write_is_removed(tmp_path: Path):
     (tmp_path / "owners.x1.new").touch()
-    assert OwnershipFile(tmp_path / "owners.json", tuple).read() == NOTHING
+    assert OwnershipFile(tmp_path / "owners.json", tuple).read() == ()
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff" * 100, b"[" * 100_000])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b'{"a": "b"}', b"\xff" * 100, b"[" * 100_000, b'[["e", "g", 0, 0, "uid:root"]]'],
+)
 def test_nonsense_is_put_aside_and_nobody_owns_anything(tmp_path: Path, content: bytes):
     path = tmp_path / "owners.json"
     path.write_bytes(content)
-    assert OwnershipFile(path, tuple).read() == NOTHING
+    assert OwnershipFile(path, tuple).read() == ()
     assert (tmp_path / "owners.unreadable").read_bytes() == content
     assert not path.exists()
 
@@ -101,6 +101,6 @@ async def test_without_a_thread_nothing_is_raised_and_a_later_change_is_written(
         async with asyncio.timeout(10):
             await file._save_task
         await file.close()
-    assert file.read() == NOTHING
+    assert file.read() == ()
     await file.close()
     assert file.read() == KEPT

@@ -28,11 +28,10 @@ def spread(world):
     return stages, sink
 
 
-def late_join(record):
+def late_join(record, member):
     """The request that joined the rank, as it arrives again."""
-    return JoinRank(
-        request=record.request, boot=record.boot, manifest=record.joined, secret=record.identity.secret
-    )
+    secret = member.node.member._secret
+    return JoinRank(request=record.request, boot=record.boot, manifest=record.joined, secret=secret)
 
 
 def test_a_third_node_reads_both_stages(world, spread):
@@ -165,7 +164,7 @@ def test_a_late_join_of_a_former_mover_changes_nothing(world, spread):
     stages, _ = spread
     home, member = stages[0].host, stages[1].host
     record = next(iter(home.node.registry)).ranks[1, 0]
-    late = late_join(record)
+    late = late_join(record, member)
     next(iter(member.movers.values())).die()
     world.advance(1)
     present = next(iter(home.node.registry)).ranks[1, 0].agent
@@ -192,7 +191,7 @@ def test_a_late_join_of_a_former_generation_does_not_bring_it_back(world, spread
     stages = [world.register(home, spec), world.register(member, msgspec.structs.replace(spec, pp_rank=1))]
     world.advance(1)
     assert all(stage.received(wk.Registered) for stage in stages)
-    world.feed(home, ev.PeerRequest(record.route, late_join(record)))
+    world.feed(home, ev.PeerRequest(record.route, late_join(record, member)))
     (engine,) = home.node.registry
     assert engine.key == spec.key
     for stage in stages:
@@ -213,7 +212,9 @@ def test_a_member_that_expired_while_it_polled_is_asked_anew(world, spread):
     home = stages[0].host.node.home
     (record,) = home._members.values()
     home._member_expired(record)
-    world.feed(stages[0].host, ev.PeerRequest(record.route, late_join(record), key=record.identity.key))
+    world.feed(
+        stages[0].host, ev.PeerRequest(record.route, late_join(record, stages[1].host), key=record.key)
+    )
     world.settle()
     ref = stages[0].publish("t2", IDS, TOKENS)
     stages[1].ready("t2")
@@ -304,6 +305,23 @@ def test_a_late_ready_does_not_speak_for_another_transfer_of_the_same_id(world, 
     ticket = sink.pull(ref, SINK_IDS, TOKENS)
     world.advance(2)
     assert sink.ended(ticket).code is Code.TRANSFER_UNKNOWN
+
+
+def test_a_repeated_ready_does_not_speak_for_the_next_transfer_of_an_id_that_was_never_published(
+    world, spread
+):
+    """Such an id has no tombstone. Its rank's word is forgotten after `lease_s`, and repeated for longer."""
+    stages, sink = spread
+    world.cut.add(("p0", "p1"))  # the home hears, and its replies are lost
+    stages[1].ready("t1")
+    world.advance(world.settings.lease_s + 1)
+    ref = stages[0].publish("t1", IDS, TOKENS)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    world.cut.clear()
+    world.advance(2 * world.settings.resend_s)
+    assert sink.ended(ticket) is None
+    stages[1].ready("t1")
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
 
 
 def test_a_release_that_members_are_still_to_hear_of_ends_no_other_transfer(world, spread):

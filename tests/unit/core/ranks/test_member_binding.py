@@ -215,7 +215,7 @@ def test_a_ready_of_a_name_that_is_no_name_keeps_nothing(world, stages, field):
         engine_id=KEY.engine_id,
         generation="g1",
         rank=SECOND,
-        secret=record.identity.secret,
+        secret=stages[1].host.node.member._secret,
         **facts,
     )
     effects = home.node.feed(ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")), world.now)
@@ -237,7 +237,7 @@ def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, 
             rank=SECOND,
             transfer_id=f"t{request}",
             incarnation=record.incarnation,
-            secret=record.identity.secret,
+            secret=stages[1].host.node.member._secret,
         )
         (effect,) = home.node.feed(ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")), world.now)
         return effect.message

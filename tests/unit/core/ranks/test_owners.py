@@ -1,4 +1,4 @@
-"""Who holds an engine's ranks holds its generations too, through a restart of the home and within bounds."""
+"""Engine ids, ranks and generations are their owners', through a restart of the daemon and within limits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 
 from kvxferd.core import events as ev
 from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.limits import counted_ready
 from kvxferd.core.limits.checks import RETRY_LATER_S
 from kvxferd.core.ranks import home as core_home
-from kvxferd.core.ranks import rank_holders
-from kvxferd.core.ranks.identity import MemberIdentity
-from kvxferd.core.ranks.rank_holders import RankHolders, holder_of_user
+from kvxferd.core.ranks import owners as core_owners
+from kvxferd.core.ranks.owners import Owners, daemon_owner, user_owner
 from kvxferd.core.ranks.registry import MemberRank
 from kvxferd.core.settings import Settings
 from kvxferd.errors import Code
@@ -70,9 +70,9 @@ def changed(spec: EngineSpec, **changes: object) -> EngineSpec:
 
 def restarted(world: World, name: str) -> Host:
     """The next daemon of that node, with what the last one had kept."""
-    kept = world.hosts[name].node.ownerships.saved_state()
+    kept = world.hosts[name].node.owners.saved_ranks()
     host = world.host(name)
-    world.feed(host, ev.OwnershipsLoaded(*kept))
+    world.feed(host, ev.OwnershipsLoaded(kept))
     return host
 
 
@@ -82,6 +82,108 @@ def comes_back(world: World, worker: Worker, host: Host) -> Worker:
     again.spec, again.layout, again.memory = worker.spec, worker.layout, worker.memory
     world.register_again(again)
     return again
+
+
+# --- users and engine ids
+
+
+def refusals(worker) -> list[Code]:
+    return [m.code for m in worker.received(wk.Refused)]
+
+
+def test_a_second_of_squatting_after_a_restart_takes_nobodys_engine(world):
+    world.register(world.host("p"), spec_of("prefill"), uid=1000)
+    host = restarted(world, "p")
+    squatter = world.register(host, spec_of("prefill", generation="squatted"), uid=1001)
+    publisher = world.connect(host, 1001)
+    publisher.say(wk.Attach(request=5, engine_id="prefill", generation="g1"))
+    assert refusals(squatter) == refusals(publisher) == [Code.NOT_ALLOWED]
+    assert "uid 1000" in squatter.received(wk.Refused)[0].message
+    assert world.register(host, spec_of("prefill"), uid=1000).received(wk.Registered)
+
+
+def test_an_id_is_kept_for_minutes_after_the_last_rank_and_no_longer(world):
+    host = world.host("p")
+    first, second = (
+        world.register(host, msgspec.structs.replace(spec_of("prefill", tp=2), tp_rank=rank), uid=1000)
+        for rank in (0, 1)
+    )
+    first.close()
+    world.advance(2 * world.settings.ownership_s)
+    second.close()
+    world.advance(world.settings.ownership_s - 1)
+    assert refusals(world.register(host, spec_of("prefill"), uid=1001)) == [Code.NOT_ALLOWED]
+    world.advance(2)
+    assert world.register(host, spec_of("prefill"), uid=1001).received(wk.Registered)
+    assert host.node.owners.user_of("prefill") == 1001
+
+
+def test_who_never_had_a_readable_rank_owns_nothing(world):
+    host = world.host("p")
+    host.give_movers = False
+    world.register(host, spec_of("prefill"), uid=1001).close()
+    assert not host.node.owners.saved_ranks()
+
+
+def test_an_operator_gives_an_id_back(world):
+    world.register(world.host("p"), spec_of("prefill"), uid=1001).close()
+    host = restarted(world, "p")
+    world.feed(host, ev.DisownRequested("prefill"))
+    assert world.register(host, spec_of("prefill"), uid=1000).received(wk.Registered)
+
+
+def test_root_takes_over_and_has_it_then(world):
+    host = world.host("p")
+    world.register(host, spec_of("prefill"), uid=1000).close()
+    world.register(host, spec_of("prefill", generation="g2"), uid=0)
+    assert host.node.owners.user_of("prefill") == 0
+    assert refusals(world.register(host, spec_of("prefill", generation="g3"), uid=1000)) == [Code.NOT_ALLOWED]
+
+
+def test_nobody_replaces_an_engine_whose_ranks_are_all_on_other_nodes(world):
+    """It has no user at its home, so whoever was on that node could end it by a start of another name."""
+    home = world.host("p0")
+    spec = spec_of("big", tp=2, home=home.endpoint)
+    assert world.register(world.host("p1"), spec).received(wk.Registered)
+    key, other = spec.key, msgspec.structs.replace(spec, generation="g2")
+    assert refusals(world.register(home, other, uid=4242)) == [Code.NOT_ALLOWED]
+    assert not home.node.registry.is_superseded(key)
+    scheduler = world.connect(home, 4242)
+    scheduler.say(wk.Attach(request=5, engine_id="big", generation="g1"))
+    assert scheduler.received(wk.Registered)
+    beside = world.register(home, msgspec.structs.replace(spec, tp_rank=1), uid=1000)
+    assert beside.received(wk.Registered)
+    beside.close()
+    assert world.register(home, other, uid=1000).received(wk.Registered)
+
+
+def test_the_daemons_own_user_may_replace_an_engine_of_other_nodes():
+    world = World(settings=Settings(own_uid=1000))
+    home = world.host("p0")
+    world.register(world.host("p1"), spec_of("big", home=home.endpoint))
+    replaced = spec_of("big", home=home.endpoint, generation="g2")
+    assert world.register(home, replaced, uid=1000).received(wk.Registered)
+
+
+def test_recorded_ids_are_shown_with_their_users_and_how_long_they_are_kept(world):
+    host = world.host("p")
+    rank = world.register(host, spec_of("prefill"), uid=1000)
+    (shown,) = host.node.snapshot().ownerships
+    assert (shown.engine_id, shown.uid, shown.expires_in_s) == ("prefill", 1000, None)
+    rank.close()
+    world.advance(100)
+    (shown,) = host.node.snapshot().ownerships
+    assert shown.expires_in_s == world.settings.ownership_s - 100
+    assert shown.num_kept_ranks == 1
+    (shown,) = restarted(world, "p").node.snapshot().ownerships
+    assert shown.expires_in_s == world.settings.ownership_s
+
+
+def test_ranks_that_are_kept_for_another_node_are_shown_too(world):
+    node = world.host("p").node
+    node.owners.restore([("spanning", "g1", 0, rank, "key:ab") for rank in (0, 1)])
+    (shown,) = node.snapshot().ownerships
+    assert (shown.engine_id, shown.uid, shown.num_kept_ranks) == ("spanning", None, 2)
 
 
 # --- who starts a generation
@@ -139,7 +241,7 @@ def test_after_a_restart_of_the_home_a_rank_is_its_former_daemons(world):
     assert reply.retry_after_s > 0
     world.advance(2 * world.settings.member_heartbeat_s)
     (record,) = [r for r in home.node.registry.get(KEY).ranks.values() if isinstance(r, MemberRank)]
-    assert record.identity.key == world.keys.get("p1", "")
+    assert record.key == world.keys.get("p1", "")
     assert record.route == b"p1"
 
 
@@ -226,7 +328,22 @@ def test_a_member_that_leaves_after_the_homes_restart_keeps_its_rank_for_seconds
     stages[1].close()
     world.cut.clear()
     world.advance(2 * world.settings.resend_s + world.settings.member_silent_after_s)
-    assert home.node.ownerships.rank_holders.absent_holder(KEY, SECOND) is None
+    assert home.node.owners.find(KEY, SECOND) is None
+
+
+def test_a_rank_that_has_left_is_its_daemons_for_seconds_and_an_earlier_join_of_it_is_late(world):
+    stages = stages_of(world)
+    home, member = stages[0].host, stages[1].host
+    record = home.node.registry.get(KEY).ranks[SECOND]
+    late = JoinRank(
+        request=record.request, boot=record.boot, manifest=record.joined, secret=member.node.member._secret
+    )
+    stages[1].close()
+    assert as_holder_of(world, home, record.key, late).code is Code.CANCELLED
+    assert is_not_allowed(as_stranger(world, home, join(stages[1].spec)))
+    assert not [owner for *_, owner in home.node.owners.saved_ranks() if owner == record.owner]
+    world.advance(world.settings.member_silent_after_s + 1)
+    assert isinstance(as_stranger(world, home, join(stages[1].spec)), RequestDone)
 
 
 def test_nobody_here_takes_an_engine_of_other_nodes_that_is_to_come_back(world):
@@ -271,9 +388,9 @@ def test_a_leave_of_nobody_does_not_make_a_rank_of_this_node_absent(world):
         secret="another",
     )
     assert isinstance(as_stranger(world, home, leave), RequestDone)
-    assert home.node.ownerships.rank_holders.num_absent(KEY.engine_id) == 0
+    assert home.node.owners.num_absent(KEY.engine_id) == 0
     world.advance(world.settings.ownership_s + 1)
-    assert home.node.ownerships.rank_holders.holder_of(KEY, spec.rank) == holder_of_user(0)
+    assert home.node.owners.find(KEY, spec.rank).owner == user_owner(0)
 
 
 def test_a_new_start_at_home_ends_what_is_kept_of_the_former(world):
@@ -282,80 +399,206 @@ def test_a_new_start_at_home_ends_what_is_kept_of_the_former(world):
     home = restarted(world, "p0")
     anew = changed(stages[0].spec, generation=Generation("g2"))
     assert world.register(home, anew).received(wk.Registered)
-    assert not home.node.ownerships.rank_holders.num_absent(KEY.engine_id)
+    assert not home.node.owners.num_absent(KEY.engine_id)
     moved = world.register(world.host("p2"), second(anew))
     assert moved.received(wk.Registered)
 
 
-# --- bounds
+def test_bytes_go_on_after_the_homes_restart(world):
+    stages = stages_of(world)
+    home = restarted(world, "p0")
+    as_stranger(world, home, join(changed(stages[0].spec, generation=Generation("g2"))))
+    first = comes_back(world, stages[0], home)
+    world.advance(2 * world.settings.member_heartbeat_s)
+    for stage in (first, stages[1]):
+        stage.fill(IDS, TOKENS, seed=1)
+    sink = world.engine(world.host("d"), "decode", layers=4)[0]
+    ref = first.publish("t1", IDS, TOKENS)
+    stages[1].ready("t1")
+    assert sink.reads(ref)
+    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
 
 
-def holders() -> RankHolders:
+def test_a_peer_whose_key_was_taken_away_loses_its_ranks_to_the_operator(world):
+    """It sends no heartbeat any more, and that is what `disown` asks."""
+    home = world.host("p0")
+    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
+    assert isinstance(as_stranger(world, home, join(second(spec))), RequestDone)
+    assert world.register(home, spec).received(wk.Registered)
+    world.advance(world.settings.member_silent_after_s + 1)
+    world.feed(home, ev.DisownRequested(KEY.engine_id))
+    late = world.register(world.host("p1"), second(spec))
+    assert late.received(wk.Registered)
+
+
+# --- which generation of an engine is the newest does not depend on which rank connects again first
+
+
+def test_a_replaced_generation_that_connects_again_replaces_nothing(world):
+    host = world.host("p")
+    former = world.register(host, spec_of("prefill", generation="g1"))
+    world.register(host, spec_of("prefill", generation="g2")).publish("t1", [1], 4)
+    former.close()
+    world.register(host, spec_of("prefill", generation="g1"))
+    assert host.node.registry.newest("prefill") == EngineKey("prefill", "g2")
+    assert host.node.registry.is_superseded(EngineKey("prefill", "g1"))
+
+
+def test_what_an_earlier_daemon_had_is_older_than_what_it_never_met(world):
+    """The generation that replaced it may register first, while it still connects again."""
+    world.register(world.host("p"), spec_of("prefill", generation="g1"))
+    host = restarted(world, "p")
+    new = world.register(host, spec_of("prefill", generation="g2"))
+    world.register(host, spec_of("prefill", generation="g1"))
+    assert host.node.registry.newest("prefill") == EngineKey("prefill", "g2")
+    new.fill([1, 2], 8, seed=3)
+    sink = world.engine(world.host("d"), "decode")[0]
+    ticket = sink.pull(new.publish("t1", [1, 2], 8), [3, 4], 8)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert sink.num_wrong([3, 4], 8, seed=3) == 0
+
+
+def test_the_former_generation_is_the_newest_again_once_the_later_one_has_left(world):
+    host = world.host("p")
+    world.register(host, spec_of("prefill", generation="g1"))
+    world.register(host, spec_of("prefill", generation="g2")).close()
+    assert host.node.registry.newest("prefill") == EngineKey("prefill", "g1")
+
+
+# --- the table
+
+
+def owners() -> Owners:
     endpoint = Endpoint("tcp://a:1")
-    return RankHolders(NodeContext(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
+    return Owners(NodeContext(boot=BootId("b"), endpoint=endpoint, settings=Settings(), new_token=str))
+
+
+def advance(kept: Owners, after_s: float) -> None:
+    kept._context.now += after_s
+    kept._context.pop_effects()
+    while kept._context.timers.run_next(kept._context.now):
+        pass
 
 
 def key_of(number: int) -> EngineKey:
     return EngineKey(f"e{number}", "g")
 
 
-A, B, USER = MemberIdentity("0a", "s").holder, MemberIdentity("0b", "s").holder, holder_of_user(1000)
-FIRST = Rank(0, 0)
+A, B, USER, FIRST = daemon_owner("0a", "s"), daemon_owner("0b", "s"), user_owner(1000), Rank(0, 0)
+OLD, NEW = EngineKey("e", "g1"), EngineKey("e", "g2")
+KEPT_S, SHORT_S = Settings().ownership_s, Settings().member_silent_after_s
 
 
-@pytest.mark.parametrize(
-    ("holder", "bound"), [(A, "MAX_HELD_RANKS_PER_PEER"), (USER, "MAX_HELD_RANKS_PER_USER")]
-)
-def test_the_bound_of_one_costs_it_its_own_oldest_absent_rank(monkeypatch, holder, bound):
-    monkeypatch.setattr(rank_holders, bound, 3)
-    kept = holders()
-    kept.set_holder(key_of(9), FIRST, B)
+def test_a_rank_that_is_back_is_kept_anew_and_one_that_is_away_no_longer_than_once():
+    kept = owners()
+    kept.set_present(OLD, FIRST, USER)
+    for _ in range(2):
+        kept.rank_gone(OLD, FIRST)
+        advance(kept, KEPT_S - 1)
+        kept.set_present(OLD, FIRST, USER)
+    advance(kept, 2 * KEPT_S)
+    assert kept.find(OLD, FIRST)
+    kept.rank_gone(OLD, FIRST)
+    advance(kept, KEPT_S - 1)
+    kept.rank_gone(OLD, FIRST)  # it was registered again, and never readable
+    advance(kept, 2)
+    assert kept.find(OLD, FIRST) is None
+
+
+def test_a_repeated_leave_keeps_nothing_for_longer_and_the_last_request_counts():
+    kept = owners()
+    kept.set_present(OLD, FIRST, A)
+    for request in (9, 7):
+        kept.rank_left(OLD, FIRST, A, ("boot", request))
+        advance(kept, SHORT_S - 1 if request == 9 else 0)
+    assert kept.find(OLD, FIRST).last_request == ("boot", 9)
+    assert not kept.saved_ranks()
+    kept.set_present(OLD, FIRST, A)
+    assert kept._context.pop_effects() == [SaveOwnerships()]
+    kept.rank_left(OLD, FIRST, A, ("boot", 10))
+    advance(kept, SHORT_S - 1)
+    kept.rank_left(OLD, FIRST, A, ("boot", 10))
+    advance(kept, 2)
+    assert kept.find(OLD, FIRST) is None
+
+
+def test_an_engine_waits_for_its_workers_and_daemons():
+    kept = owners()
+    kept.set_present(OLD, FIRST, USER)
+    kept.set_present(NEW, FIRST, user_owner(0))
+    assert kept.user_of("e") == 0
+    kept.set_present(OLD, SECOND, A)
+    assert not kept.awaits_worker(OLD)
+    kept.rank_gone(OLD, FIRST)
+    kept.rank_gone(OLD, SECOND)
+    assert (kept.awaits_worker(OLD), kept.awaits_worker(NEW)) == (True, True)
+    assert (kept.awaits_daemon("e"), kept.awaits_daemon("e", A), kept.awaits_daemon("e", B)) == (
+        True,
+        False,
+        True,
+    )
+    advance(kept, SHORT_S + 1)
+    assert (kept.awaits_worker(OLD), kept.awaits_worker(NEW)) == (True, False)
+    kept.forget_absent("e")
+    assert kept.find(OLD, FIRST) is None
+    assert kept.find(NEW, FIRST).is_present
+
+
+# --- limits
+
+
+def test_the_limit_of_a_user_costs_it_its_own_oldest_absent_rank(monkeypatch):
+    monkeypatch.setattr(core_owners, "MAX_ROWS_OF_USER", 3)
+    kept = owners()
+    kept.set_present(key_of(9), FIRST, B)
     for number in range(4):
-        kept.set_holder(key_of(number), FIRST, holder)
+        kept.set_present(key_of(number), FIRST, USER)
         if number:
-            kept.rank_left(key_of(number), FIRST)
-    assert [kept.holder_of(key_of(n), FIRST) for n in (9, 0, 1, 2, 3)] == [B, holder, None, holder, holder]
-    for number in (2, 3):
-        kept.set_holder(key_of(number), FIRST, holder)
-    kept.set_holder(key_of(5), FIRST, holder)  # all are present: what is more is not kept
-    assert kept.holder_of(key_of(5), FIRST) is None
-    assert len(kept) == 4
+            kept.rank_gone(key_of(number), FIRST)
+    assert [row and row.owner for row in map(kept.find, map(key_of, (9, 0, 1, 2, 3)), [FIRST] * 5)] == [
+        B, USER, None, USER, USER,
+    ]  # fmt: skip
+    for number in (2, 3, 5):
+        kept.set_present(key_of(number), FIRST, USER)
+    assert not kept.find(key_of(5), FIRST)  # all are present: what is more is not kept
 
 
-def test_the_nodes_bound_costs_whoever_comes(monkeypatch):
-    monkeypatch.setattr(rank_holders, "MAX_HELD_RANKS", 2)
-    kept = holders()
-    kept.restore(tuple((f"e{n}", "g", 0, 0, A) for n in range(3)))
-    kept.set_holder(key_of(7), FIRST, B)
-    kept.set_holder(key_of(0), FIRST, A)
-    assert [(of, holder) for of, *_, holder in kept.saved_ranks()] == [("e0", A), ("e1", A)]
+def test_the_nodes_limit_leaves_room_for_an_owner_that_has_little(monkeypatch):
+    """However many secrets a daemon without a key names, they count as one owner's."""
+    monkeypatch.setattr(core_owners, "MAX_ROWS", 16)
+    kept = owners()
+    kept.restore((f"e{n}", "g", 0, 0, daemon_owner("", str(n))) for n in range(20))
+    assert [of for of, *_ in kept.saved_ranks()] == [f"e{n}" for n in range(6, 20)]  # the latest 14
+    kept.set_present(key_of(30), FIRST, USER)
+    kept.set_present(key_of(31), FIRST, USER)
+    kept.set_present(key_of(32), FIRST, A)
+    assert [of for of, *_ in kept.saved_ranks()][14:] == ["e30", "e32"]
 
 
-def test_the_books_are_empty_when_all_is_forgotten():
-    kept = holders()
-    secret = MemberIdentity("", "s").holder
-    for number, holder in enumerate((A, B, USER, secret, A)):
-        kept.set_holder(key_of(number), FIRST, holder)
-        kept.rank_left(key_of(number), FIRST)
-        kept.set_holder(key_of(number), FIRST, holder)
-        kept.rank_left(key_of(number), FIRST)
+def test_nothing_is_left_of_ranks_that_are_forgotten():
+    kept = owners()
+    for number, owner in enumerate((A, B, USER, daemon_owner("", "hush"), A)):
+        for _ in range(2):
+            kept.set_present(key_of(number), FIRST, owner)
+            kept.rank_gone(key_of(number), FIRST)
+    assert "hush" not in str(kept.saved_ranks())
     while kept._context.timers.run_next(1e9):
         pass
-    assert not any(
-        (
-            len(kept),
-            kept._held,
-            kept._num_by_holder,
-            kept._num_absent_by_engine,
-            kept._absent_by_holder,
-            kept._local_left_at,
-            kept.saved_ranks(),
-        )
-    )
+    assert not any((kept._rows, kept._absent, kept._share.held, kept.saved_ranks(), kept.snapshot()))
 
 
-def test_no_secret_is_written_down():
-    assert "hush" not in MemberIdentity("", "hush").holder
+def test_the_oldest_generations_and_engines_are_forgotten(monkeypatch):
+    monkeypatch.setattr(core_owners, "MAX_ENGINES", 2)
+    monkeypatch.setattr(core_owners, "MAX_GENERATIONS", 2)
+    kept = owners()
+    first, second, third = (EngineKey("e", name) for name in ("g1", "g2", "g3"))
+    for key in (first, second, third):
+        kept.add_generation(key)
+    assert [kept.position_of(key) for key in (first, second, third)] == [-1, 0, 1]
+    for engine_id in ("other", "e", "third"):
+        kept.add_generation(EngineKey(engine_id, "g3"))
+    assert kept.position_of(third) == 1  # the oldest is that which nobody has used for longest
+    assert kept.position_of(EngineKey("other", "g3")) == -1
 
 
 # --- what a member can make its home hold
@@ -471,30 +714,3 @@ def test_open_questions_follow_a_member_without_being_sent_at_once(world):
     assert [type(effect.message) for effect in effects] == [RequestDone]
     effects = home.node.feed(ev.Tick(), world.now + world.settings.resend_s)
     assert len([e for e in effects if e.route == b"anew"]) == 20
-
-
-def test_bytes_go_on_after_the_homes_restart(world):
-    stages = stages_of(world)
-    home = restarted(world, "p0")
-    as_stranger(world, home, join(changed(stages[0].spec, generation=Generation("g2"))))
-    first = comes_back(world, stages[0], home)
-    world.advance(2 * world.settings.member_heartbeat_s)
-    for stage in (first, stages[1]):
-        stage.fill(IDS, TOKENS, seed=1)
-    sink = world.engine(world.host("d"), "decode", layers=4)[0]
-    ref = first.publish("t1", IDS, TOKENS)
-    stages[1].ready("t1")
-    assert sink.reads(ref)
-    assert sink.num_wrong(SINK_IDS, TOKENS, seed=1) == 0
-
-
-def test_a_peer_whose_key_was_taken_away_loses_its_ranks_to_the_operator(world):
-    """It sends no heartbeat any more, and that is what `disown` asks."""
-    home = world.host("p0")
-    spec = spec_of("prefill", pp=2, layers=4, home=home.endpoint)
-    assert isinstance(as_stranger(world, home, join(second(spec))), RequestDone)
-    assert world.register(home, spec).received(wk.Registered)
-    world.advance(world.settings.member_silent_after_s + 1)
-    world.feed(home, ev.DisownRequested(KEY.engine_id))
-    late = world.register(world.host("p1"), second(spec))
-    assert late.received(wk.Registered)
