@@ -50,16 +50,13 @@ class BlockIdAssembly:
     """Collects `BlockIds` parts of one connection until the request that names them arrives.
 
     `reserve` is called with the number of bytes to reserve, and with a negative number to release them.
-    Where it returns False the request's ids are dropped, and the request is refused when it comes. The same
-    happens where a part is missing and `may_lose_parts`: the inbox of peers drops parts that have no room
-    behind a manifest.
+    Where it returns False the request's ids are dropped, and the request is refused when it comes.
     """
 
-    def __init__(self, reserve: ReserveBytes = _reserve_any, *, may_lose_parts: bool = False) -> None:
+    def __init__(self, reserve: ReserveBytes = _reserve_any) -> None:
         self._streams: dict[int, dict[GroupName, bytearray]] = {}
         self._dropped: dict[int, None] = {}
         self._reserve = reserve
-        self._may_lose_parts = may_lose_parts
         self.num_bytes = 0
 
     def clear(self) -> None:
@@ -101,9 +98,6 @@ class BlockIdAssembly:
                 Code.FRAME_TOO_LARGE,
             )
         front = groups.setdefault(part.group, bytearray())
-        if part.offset != len(front) and self._may_lose_parts:
-            self._drop(part.stream)  # of parts that were sent again, the first may be the lost one
-            return
         if part.offset != len(front):
             raise ProtocolError(
                 f"cannot place ids of group {part.group} at byte {part.offset}: "
@@ -120,12 +114,11 @@ class BlockIdAssembly:
 
         Raises BusyError where there was no room for them, ProtocolError where they do not belong.
         """
-        are_lost = bool(stream) and stream not in self._streams and self._may_lose_parts
-        if stream in self._dropped or are_lost:
-            self._dropped.pop(stream, None)
+        if stream in self._dropped:
+            del self._dropped[stream]
             raise BusyError(
                 "cannot take so many block ids: what is arriving for this user has all the room that it "
-                f"may, or a part of them was dropped; try again in {BUSY_RETRY_S:g} s",
+                f"may; try again in {BUSY_RETRY_S:g} s",
                 BUSY_RETRY_S,
             )
         fronts = self._streams.pop(stream, None)

@@ -179,6 +179,9 @@ class Reasons:
         def is_back() -> bool:
             return self._world.started_at(node) >= gone_at
 
+        def is_excused(pull: Pull) -> bool:
+            return not pull.worker.is_alive or self._world.daemons[pull.worker.node].is_dead or is_back()
+
         for pull in self._world.open_pulls:
             publisher = pull.transfer.publisher
             if node != publisher.engine.shape.nodes[0] or node == pull.worker.node:
@@ -188,7 +191,7 @@ class Reasons:
                 f"{node} is gone, and the pull of {pull.worker.name} of {pull.transfer.transfer_id} goes on",
                 tuple(self._own_parties(pull)),
                 SILENT_S,
-                lambda pull=pull: bool(pull.ended) or not pull.worker.is_alive or is_back(),
+                lambda pull=pull: bool(pull.ended) or is_excused(pull),
             )
 
     def _is_past_deadline(self, pull: Pull) -> bool:

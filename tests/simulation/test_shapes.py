@@ -29,6 +29,7 @@ from kvxferd.plan import (
     check_request,
     engine_rules,
     make_plan,
+    source_windows,
 )
 from tests.simulation.contents import Contents, Memories, expected_bytes
 from tests.simulation.shapes import (
@@ -278,9 +279,10 @@ def read(rng: random.Random, pull: Pull, shape: RankShape, memories: Memories, s
         num_written = tokens
         end = tokens if is_last else tokens - tokens % (rules.step_tokens or tokens + 1)
         piece = rules.slice(mine, num_read, None if is_last else end)
-        check_request(plan, piece, theirs, end)
+        windows = source_windows(plan, theirs, piece, end)
+        check_request(plan, piece, windows, end)
         bases = {rank: addresses(held) for rank, held in remote.items()}
-        for runs in expander.expand(piece, theirs, end, addresses(memories), bases).values():
+        for runs in expander.expand(piece, windows, end, addresses(memories), bases).values():
             for to, at, size in np.stack(runs, axis=1).tolist():
                 ctypes.memmove(to, at, size)
                 num_bytes += size

@@ -108,14 +108,19 @@ def test_parts_come_before_what_the_request_itself_holds() -> None:
     assert assembly.complete(REST, 2)[GROUP].ids == b"one-two--end"
 
 
-def test_of_a_peers_request_a_lost_part_is_noticed_though_another_comes_twice() -> None:
-    """The request then holds as many ids as it should."""
-    assembly = BlockIdAssembly(may_lose_parts=True)
+def test_a_request_whose_ids_had_no_room_is_refused() -> None:
+    room = 6
+
+    def reserve(num_bytes: int) -> bool:
+        return num_bytes <= room
+
+    assembly = BlockIdAssembly(reserve)
     assembly.add(part(0, b"one-"))
-    assembly.add(part(8, b"six-"))  # the part before it is lost
-    assembly.add(part(8, b"six-"))
-    with pytest.raises(BusyError, match="a part of them was dropped"):
+    assembly.add(part(4, b"two-two-"))
+    assert assembly.num_bytes == 0
+    with pytest.raises(BusyError, match="has all the room that it may"):
         assembly.complete(REST, 2)
+    assert assembly.complete(REST, 0) == REST
 
 
 def test_a_part_that_comes_twice_behind_another_is_refused() -> None:
@@ -124,21 +129,3 @@ def test_a_part_that_comes_twice_behind_another_is_refused() -> None:
     assembly.add(part(4, b"two-"))
     with pytest.raises(ProtocolError, match="8 bytes came before"):
         assembly.add(part(4, b"two-"))
-
-
-def test_of_parts_that_a_peer_sends_again_the_first_may_be_lost() -> None:
-    """The request is refused, and the connection goes on."""
-    assembly = BlockIdAssembly(may_lose_parts=True)
-    assembly.add(part(0, b"one-"))
-    assembly.add(part(4, b"two-"))
-    assembly.add(part(4, b"two-"))
-    with pytest.raises(BusyError, match="a part of them was dropped"):
-        assembly.complete(REST, 2)
-    assert assembly.num_bytes == 0
-
-
-def test_a_peers_request_whose_parts_were_all_lost_is_refused() -> None:
-    assembly = BlockIdAssembly(may_lose_parts=True)
-    with pytest.raises(BusyError, match="a part of them was dropped"):
-        assembly.complete(REST, 2)
-    assert assembly.complete(REST, 0) == REST
