@@ -14,7 +14,14 @@ from kvxferd.plan.block_list_checks import (
     check_request,
     engine_rules,
 )
-from kvxferd.plan.block_windows import added_blocks, missing_tokens, sides_of_rules, source_windows
+from kvxferd.plan.block_windows import (
+    ListSide,
+    added_blocks,
+    missing_tokens,
+    sides_of_rules,
+    source_sides,
+    source_windows,
+)
 from kvxferd.plan.differences import Difference, find_differences
 from kvxferd.plan.engine_checks import (
     check_engine,
@@ -40,6 +47,7 @@ __all__ = [
     "EngineTransferInfo",
     "Expander",
     "KeptPlan",
+    "ListSide",
     "MambaEngineTransferInfo",
     "PieceRules",
     "Plan",
@@ -73,6 +81,7 @@ __all__ = [
     "sender_plan",
     "set_xfer_handshake_metadata_pp_aware",
     "sides_of_rules",
+    "source_sides",
     "source_windows",
     "stage_infos",
 ]

@@ -21,7 +21,7 @@ from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, PlanError
 from kvxferd.ids import Endpoint, GrantId, GroupName
 from kvxferd.layout import BlocksByGroup, append_ids, num_id_bytes
-from kvxferd.plan import Plan, PlanJob, added_blocks, missing_tokens
+from kvxferd.plan import Plan, PlanJob, added_blocks, missing_tokens, source_sides
 from kvxferd.wire.common import Binding, Refusal, TransferRef
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import (
@@ -304,12 +304,16 @@ class GrantClient:
             )
         assert hold.plan is not None
         try:
+            sides = source_sides(hold.plan)
             added = added_blocks(hold.plan, hold.blocks, reply.blocks)
-            if reply.has_more and not num_id_bytes(added):
+            if reply.has_more and not any(one.ids for name, one in added.items() if not sides[name].is_state):
                 raise PeerError("it has more block ids, and sends none", Code.BAD_FRAME)
         except KvxferdError as error:
             return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {error.message}")
-        size = num_id_bytes(added) if before is not None else request_bytes(added) + len(reply.fence_metadata)
+        replaced = {name: one for name, one in hold.blocks.items() if name in added and sides[name].is_state}
+        size = num_id_bytes(added) - num_id_bytes(replaced)
+        if before is None:
+            size = request_bytes(added) + len(reply.fence_metadata)
         try:
             self._block_id_memory.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
         except BusyError as error:
@@ -317,7 +321,7 @@ class GrantClient:
         self._block_id_memory.add(uid, size)
         hold.charged_bytes += size
         for name, listed in added.items():
-            is_first = name not in hold.blocks or not hold.blocks[name].ids or listed.state_at >= 0
+            is_first = name not in hold.blocks or not hold.blocks[name].ids or name in replaced
             hold.blocks[name] = listed if is_first else append_ids(hold.blocks[name], listed.ids)
         hold.granted = msgspec.structs.replace(reply, blocks={})
         return None

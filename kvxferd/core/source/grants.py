@@ -20,7 +20,6 @@ from kvxferd.core.tables import decrease, discard
 from kvxferd.errors import Code, EngineError, KvxferdError, count_busy_refusal
 from kvxferd.ids import AgentName, EngineKey, GrantId, GroupName
 from kvxferd.layout import BlocksByGroup, num_id_bytes
-from kvxferd.plan import sides_of_rules
 from kvxferd.records import ServedRecord
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_ENDPOINT_CHARS, MAX_NAME_CHARS, MAX_RANKS
@@ -378,7 +377,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         assert engine is not None
         page: BlocksByGroup = {}
         left, has_more = MAX_PAGE_BYTES, False
-        for name, side in sides_of_rules(engine.rules).items():
+        for name, side in engine.lists.items():
             if name not in from_tokens or name not in transfer.blocks:
                 continue
             listed = transfer.blocks[name]
