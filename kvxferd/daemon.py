@@ -7,10 +7,9 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import assert_never
 
 import msgspec
 import structlog
@@ -18,6 +17,7 @@ import uvloop
 
 from kvxferd.config import Config, MergedConfig, merge_reloaded, split_endpoint
 from kvxferd.control.core_settings import settings_of
+from kvxferd.control.effect_runner import EffectRunner, Recorders
 from kvxferd.control.fair_thread import FairThread
 from kvxferd.control.fd_budget import (
     fd_warnings,
@@ -34,52 +34,30 @@ from kvxferd.control.peer_admission import PeerAdmission
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.worker_socket import WorkerSocket
 from kvxferd.core.allowlist import PeerAllowlist
-from kvxferd.core.effects import (
-    BindMover,
-    ClosePeerConnection,
-    CloseWorkerConnection,
-    CommitRegionFds,
-    CountServed,
-    CreateFencePage,
-    Effect,
-    EmitRecord,
-    KillMover,
-    MakePlan,
-    OverwriteFenceWord,
-    ReplyToPeer,
-    RequestMover,
-    SaveOwnerships,
-    SendToMover,
-    SendToPeer,
-    SendToWorker,
-    ShareFencePage,
-)
+from kvxferd.core.effects import Effect
 from kvxferd.core.events import (
     AllowlistChanged,
     DrainRequested,
     Event,
     OwnershipsLoaded,
-    PidfdNotSent,
-    PlanMade,
     Tick,
 )
 from kvxferd.core.node import Node
 from kvxferd.decision_loop import DecisionLoop
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint
-from kvxferd.plan import Plan, PlanJob
-from kvxferd.records import NodeSnapshot, PullRecord, ReleaseRecord
+from kvxferd.records import NodeSnapshot
 from kvxferd.run_directory import RunDirectory
 from kvxferd.sd_notify import SdNotifier
 from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
-from kvxferd.telemetry.history import History, stamped
-from kvxferd.telemetry.logs import log_record, operator_log, set_log_level
+from kvxferd.telemetry.history import History
+from kvxferd.telemetry.logs import operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.sampler import Sampler
 from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.telemetry.timer_watch import TimerWatch
 from kvxferd.telemetry.traces.collector import TraceCollector
-from kvxferd.telemetry.traces.tracer import TraceOutcome, Tracer
+from kvxferd.telemetry.traces.tracer import Tracer
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.telemetry.warnings.warning_watch import WarningCollector
 from kvxferd.wire.endpoint import with_key
@@ -116,16 +94,14 @@ class Daemon:
         self._on_event = DecisionLoop[Event, Effect](
             lambda: self._node,
             Tick(),
-            self._apply_effect,
+            lambda effect: self._effects.perform(effect),  # noqa: PLW0108  (it is made with the movers)
             self._after_events,
             lambda: self._node.context.pop_effects(),  # noqa: PLW0108  (the node is made later)
         ).feed
         self._sd_notifier = SdNotifier(os.environ)
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
-        self._history = History(boot=self._boot)
         warnings = WarningCollector(self._count_warnings, lambda: not self._admin.readiness())
-        self._tracer: Tracer | None = None
         by = config.metrics
         engines_and_peers = EngineAndPeerCollector(by_engine=by.by_engine, by_peer=by.by_peer)
         self._metrics = Metrics(
@@ -133,12 +109,12 @@ class Daemon:
             warnings,
             lambda: self._movers.usage(),  # noqa: PLW0108  (the movers are made later)
             engines_and_peers if engines_and_peers.is_on else None,
-            TraceCollector(self._trace_counts),
+            TraceCollector(lambda: self._recorders.trace_counts()),  # noqa: PLW0108  (they are made below)
         )
+        self._recorders = Recorders(History(boot=self._boot), self._metrics, Samples())
         self._planning = FairThread("plans")
         self._timer_watch = TimerWatch(self._metrics.record_late_timer, on_lag=self._metrics.record_loop_lag)
-        self._samples = Samples()
-        self._sampler = Sampler(self._samples, self._read_gauges)
+        self._sampler = Sampler(self._recorders.samples, self._read_gauges)
         limits = config.limits
         self._worker_socket = WorkerSocket(
             config.worker, self._on_event, limits.max_sessions, max_memory_fds_of(limits)
@@ -218,12 +194,9 @@ class Daemon:
 
         exporter = OtlpExporter(endpoint, self._boot, self._node.context.endpoint)
         loop = asyncio.get_running_loop()
-        self._tracer = tracer = Tracer(exporter.export, exporter.close, loop.call_soon_threadsafe)
+        self._recorders.tracer = tracer = Tracer(exporter.export, exporter.close, loop.call_soon_threadsafe)
         tracer.start()
         closing.push_async_callback(asyncio.to_thread, tracer.close)
-
-    def _trace_counts(self) -> Mapping[TraceOutcome, int]:
-        return self._tracer.counts if self._tracer is not None else {}
 
     async def _start_movers(self, lock_fd: int, closing: AsyncExitStack) -> None:
         self._make_movers(lock_fd)
@@ -239,17 +212,26 @@ class Daemon:
             self._on_event,
             lock_fd,
         )
+        self._effects = EffectRunner(
+            self._worker_socket,
+            self._peer_socket,
+            self._movers,
+            self._ownership_file,
+            self._planning,
+            self._recorders,
+            self._on_event,
+        )
 
     async def _start_http(self, fd_limit: int, closing: AsyncExitStack) -> None:
         self._admin = NodeAdmin(
             self._config,
             self._node,
             self._movers.pool,
-            self._history,
+            self._recorders.history,
             self._on_event,
             self.drain,
             self.reload,
-            self._samples,
+            self._recorders.samples,
             checks=(
                 self._timer_watch.findings,
                 lambda: self._peer_socket.turned_away.findings(time.monotonic()),
@@ -352,77 +334,6 @@ class Daemon:
         self._movers.set_busy(len(self._node.pulls) > 0)
         if self._stopping.is_set() and self._node.is_idle:
             self._idle.set()
-
-    def _apply_effect(self, effect: Effect) -> None:
-        match effect:
-            case SendToWorker():
-                self._send_to_worker(effect)
-            case CloseWorkerConnection():
-                self._worker_socket.close(effect.session)
-            case CommitRegionFds():
-                self._worker_socket.commit_region_fds(effect.session)
-            case CreateFencePage():
-                self._worker_socket.make_fence_page(effect.session)
-            case OverwriteFenceWord():
-                self._worker_socket.overwrite_fence_word(effect.session, effect.slot)
-            case RequestMover():
-                self._movers.acquire(effect)
-            case KillMover():
-                self._movers.kill(effect.mover)
-            case SendToMover():
-                self._movers.send(effect.mover, effect.message)
-            case BindMover():
-                self._movers.bind(effect)
-            case ShareFencePage():
-                self._movers.share_fence_page(effect)
-            case SendToPeer():
-                self._peer_socket.send(effect.endpoint, effect.message, effect.uid)
-            case ReplyToPeer():
-                self._peer_socket.reply(effect.route, effect.message)
-            case ClosePeerConnection():
-                self._peer_socket.disconnect(effect.endpoint)
-            case SaveOwnerships():
-                self._ownership_file.save_soon()
-            case EmitRecord():
-                self._emit_record(effect)
-            case CountServed():
-                self._metrics.record_served(effect.served)
-                self._samples.add_served(effect.served.bytes)
-            case MakePlan():
-                self._make_plan(effect.job, effect.uid)
-            case _:
-                assert_never(effect)
-
-    def _send_to_worker(self, effect: SendToWorker) -> None:
-        if effect.with_fence_page:
-            self._worker_socket.send_with_fence_page(effect.session, effect.message)
-            return
-        try:
-            fds = self._movers.dup_pidfd(effect.pidfd_of) if effect.pidfd_of is not None else ()
-        except OSError as error:
-            assert effect.pidfd_of is not None
-            log.warning("mover pidfd not sent", session=effect.session, reason=error.strerror)
-            self._on_event(PidfdNotSent(effect.session, effect.pidfd_of))
-            return
-        self._worker_socket.send(effect.session, effect.message, fds)
-
-    def _make_plan(self, job: PlanJob, uid: int) -> None:
-        def made(outcome: Plan | KvxferdError | Exception) -> None:
-            if not isinstance(outcome, Plan | KvxferdError):
-                log.error("plan not made", exc_info=outcome)
-                outcome = EngineError(f"cannot plan: {outcome!r}; see this daemon's log", Code.INTERNAL)
-            self._on_event(PlanMade(job, outcome))
-
-        self._planning.submit(str(uid), job.make, made)
-
-    def _emit_record(self, effect: EmitRecord) -> None:
-        record = stamped(effect.record, time.time() - effect.ended_ago_s)
-        self._history.add(record)
-        self._metrics.record(record)
-        self._samples.add(record)
-        log_record(record)
-        if self._tracer is not None and isinstance(record, PullRecord | ReleaseRecord) and record.traceparent:
-            self._tracer.add(record)
 
     def _read_gauges(self) -> Gauges:
         num_running, oldest = self._node.pulls.running_and_oldest()

@@ -69,6 +69,7 @@ def do(effect: fx.Effect) -> tuple[list[Any], Handle]:
     daemon, core, handle = Daemon(Config()), Core(effect), Handle()
     daemon._node = core  # type: ignore[assignment]
     daemon._worker_socket = Workers()  # type: ignore[assignment]
+    daemon._ownership_file = None  # type: ignore[assignment]
     daemon._make_movers(())
     daemon._movers._handles[MOVER] = handle  # type: ignore[assignment]
     daemon._on_event(ev.Tick())

@@ -21,7 +21,7 @@ from kvxferd.ids import Endpoint, EngineId, EngineKey
 from kvxferd.plan import check_engine
 from kvxferd.records import HandshakeRecord
 from kvxferd.wire.common import RankManifest, Refusal
-from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused, ReplyMessage, RequestMessage
+from kvxferd.wire.peer import ManifestReply, ManifestRequest, ReplyMessage, RequestMessage
 
 # A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
 MAX_ENGINES_PER_PEER = 64
@@ -100,6 +100,7 @@ class HandshakeClient:
 
         def replied(reply: ReplyMessage) -> None:
             nonlocal num_bytes
+            refusal: Refusal | None = None
             if isinstance(reply, ManifestReply):
                 known.extend(reply.ranks)
                 if reply.ranks and len(known) < reply.num_ranks:
@@ -108,16 +109,11 @@ class HandshakeClient:
                         num_bytes += size
                         ask()
                         return
-                    reply = PeerRefused(
-                        request=reply.request,
-                        code=Code.BUSY,
-                        message=self._no_room(key, size),
-                        retry_after_s=RETRY_LATER_S,
-                    )
+                    refusal = self._no_room(key, size)
             self._learnt_bytes_share.release(uid, num_bytes)
             self._learning_share.release(uid)
             waiting = peer.learning.pop(key)
-            outcome = self._charge_engine(
+            outcome = refusal or self._charge_engine(
                 self._parse_engine(key, known, reply), dict.fromkeys(w.uid for w in waiting)
             )
             if isinstance(outcome, Refusal) and outcome.code in WAIT_EXPIRED_CODES:
@@ -156,16 +152,18 @@ class HandshakeClient:
                 shares.add(uid, size)
                 weakref.finalize(kept, shares.release, uid, size).atexit = False
                 return kept
-        return Refusal(Code.BUSY, self._no_room(read.spec.key, size), RETRY_LATER_S)
+        return self._no_room(read.spec.key, size)
 
-    def _no_room(self, key: EngineKey, size: int) -> str:
-        """Count a refusal, and return what it says."""
+    def _no_room(self, key: EngineKey, size: int) -> Refusal:
+        """Count a refusal, and return it."""
         count_busy_refusal("remote_engine_bytes")
         share = self._learnt_bytes_share
-        return (
+        return Refusal(
+            Code.BUSY,
             f"cannot learn engine {key}: {share.held} bytes of {share.limit} are taken by other nodes' "
             f"engines, and nobody who waits for this one has room for {size} more; try again in "
-            f"{RETRY_LATER_S:g} s"
+            f"{RETRY_LATER_S:g} s",
+            RETRY_LATER_S,
         )
 
     def _forget_engines(self, uid: int, size: int) -> None:

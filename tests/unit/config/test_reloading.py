@@ -8,12 +8,14 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import pytest
 
 from kvxferd.config import RELOADABLE, SETTINGS, Config, load_config, merge_reloaded
 from kvxferd.control.core_settings import settings_of
 from kvxferd.control.node_admin import NodeAdmin
+from kvxferd.control.ownership_file import OwnershipFile
 from kvxferd.core.allowlist import ALLOW_ALL
 from kvxferd.core.node import Node
 from kvxferd.daemon import Daemon
@@ -76,12 +78,13 @@ async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daem
         new_token=lambda: "token",
     )
     daemon._has_node = daemon._is_serving = True
+    daemon._ownership_file = OwnershipFile(Path("unused"), daemon._node.owners.saved_ranks)
     daemon._make_movers(())
     daemon._admin = NodeAdmin(
         running,
         daemon._node,
         daemon._movers.pool,
-        daemon._history,
+        daemon._recorders.history,
         daemon._on_event,
         daemon.drain,
         daemon.reload,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvxferd.core import Settings
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
+from kvxferd.core.source import manifests as source_manifests
 from kvxferd.errors import Code, EngineError, NotPPAwareError
 from kvxferd.ids import Rank
 from kvxferd.records import TopologyRecord
@@ -275,3 +276,30 @@ def test_it_reads_engines_of_one_stage_and_its_own_stages_are_read() -> None:
     assert isinstance(pull(sources, reader), wk.TicketDelivered)
     staged, (other,) = world.engine(legacy, "staged", pp=2), world.engine(aware, "turn-2")
     assert isinstance(pull(staged, other), wk.TicketDelivered)
+
+
+def test_a_manifest_comes_in_pages_of_whole_ranks(world, monkeypatch):
+    monkeypatch.setattr(source_manifests, "MAX_PAGE_BYTES", 1)
+    source, sink = world.engine(world.host("p"), "prefill", tp=4), world.engine(world.host("d"), "decode")
+    sent = []
+    post = world.post
+    world.post = lambda by, to, event, message: (sent.append(message), post(by, to, event, message))
+    ref = source[0].publish("t", IDS, TOKENS)
+    for rank in source:
+        rank.fill(IDS, TOKENS, seed=1)
+        rank.ready("t")
+    ticket = sink[0].pull(ref, SINK_IDS, TOKENS)
+    assert isinstance(sink[0].ended(ticket), wk.TicketDelivered)
+    replies = [message for message in sent if isinstance(message, ManifestReply)]
+    assert [len(reply.ranks) for reply in replies] == [1] * 4
+    assert {reply.num_ranks for reply in replies} == {4}
+
+
+def test_of_a_manifest_no_more_is_asked_for_than_its_user_may_keep(world, monkeypatch):
+    """A peer may claim any number of ranks."""
+    monkeypatch.setattr(source_manifests, "MAX_PAGE_BYTES", 1)
+    source, sink = world.engine(world.host("p"), "prefill", tp=4), world.engine(world.host("d"), "decode")
+    share = sink[0].host.node.handshake_client._learnt_bytes_share
+    monkeypatch.setattr(share, "limit", 6000)
+    ticket = sink[0].pull(source[0].publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
+    assert (sink[0].ended(ticket).code, share.held) == (Code.BUSY, 0)
