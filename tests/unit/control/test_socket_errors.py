@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from kvxferd.config import Config, MoverConfig, WorkerConfig
+from kvxferd.control.effect_runner import EffectRunner
 from kvxferd.control.mover_assignment import MoverAssignment
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.worker_socket import WorkerSocket
@@ -170,7 +171,8 @@ class Overwritten:
 async def test_what_fails_keeps_nothing_else_from_being_done():
     daemon = Daemon(Config())
     daemon._node = FailingNode()
-    daemon._worker_socket = daemon._movers = shell = Overwritten()
+    daemon._movers = shell = Overwritten()
+    daemon._effects = EffectRunner(shell, *[None] * 5, daemon._on_event)
     daemon._on_event(ev.Tick())
     daemon._on_event(ev.DrainRequested())
     daemon._on_event(ev.Tick())

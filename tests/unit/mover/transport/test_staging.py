@@ -497,7 +497,7 @@ def test_an_ask_that_is_right_is_lent(lent: World, stranger: Stranger) -> None:
     assert lent.free_slots() == [NUM_SLOTS]
 
 
-def test_a_reader_that_is_gone_keeps_a_slot_for_a_short_time_where_others_wait(lent: World, stranger: Stranger) -> None:
+def test_a_reader_that_is_gone_keeps_no_slot_for_long(lent: World, stranger: Stranger) -> None:
     """It has requested many chunks, of which it takes none, and takes back no request."""
     base = lent.source.segment.address
     for number in range(5 * NUM_SLOTS):
