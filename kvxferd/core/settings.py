@@ -40,7 +40,7 @@ class Settings:
     pp_aware: bool = True  # False: this node reads no engine with more than one pipeline stage
 
     @property
-    def no_word_s(self) -> float:
+    def gone_after_s(self) -> float:
         """Who has sent nothing for so long is gone: it repeats what it waits for, and one may be lost."""
         return self.silent_after_s + 2 * self.resend_s
 

@@ -14,14 +14,7 @@ from kvxferd.plan.block_list_checks import (
     check_request,
     engine_rules,
 )
-from kvxferd.plan.block_windows import (
-    ListSide,
-    added_blocks,
-    missing_tokens,
-    sides_of_rules,
-    source_sides,
-    source_windows,
-)
+from kvxferd.plan.block_windows import ListRules, SourceLists, list_rules
 from kvxferd.plan.differences import Difference, find_differences
 from kvxferd.plan.engine_checks import (
     check_engine,
@@ -47,7 +40,7 @@ __all__ = [
     "EngineTransferInfo",
     "Expander",
     "KeptPlan",
-    "ListSide",
+    "ListRules",
     "MambaEngineTransferInfo",
     "PieceRules",
     "Plan",
@@ -59,8 +52,8 @@ __all__ = [
     "RegisteredEngine",
     "RemoteManifest",
     "Runs",
+    "SourceLists",
     "TransferTopology",
-    "added_blocks",
     "block_rules",
     "check_blocks",
     "check_blocks_by",
@@ -74,14 +67,11 @@ __all__ = [
     "engine_rules",
     "find_differences",
     "format_terms",
+    "list_rules",
     "make_plan",
-    "missing_tokens",
     "plan_reads",
     "require_pp_aware",
     "sender_plan",
     "set_xfer_handshake_metadata_pp_aware",
-    "sides_of_rules",
-    "source_sides",
-    "source_windows",
     "stage_infos",
 ]

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvxferd.errors import Code, PeerError
 from kvxferd.ids import GroupName
 from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks
-from kvxferd.plan.block_list_checks import BlockRules
+from kvxferd.plan.block_list_checks import MAX_TOKENS, BlockRules
 from kvxferd.plan.plan import BlockGeometry, Plan, block_geometry
+
+_NOTHING = PackedBlocks(b"")
 
 
 @dataclass(frozen=True, slots=True)
-class ListSide:
-    """One side's block list of a group. `step_tokens`: a window begins at a multiple of so many tokens."""
+class ListRules:
+    """How a group's block list may be cut: a window begins at a multiple of `step_tokens`."""
 
     geometry: BlockGeometry
     step_tokens: int
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the list's last id is the request's state, which is all that is read of it."""
+        return self.geometry.kind is GroupKind.STATE
+
+    def end_of(self, listed: PackedBlocks) -> int:
+        """Return the token behind the last one listed."""
+        return listed.first_token + len(listed) * self.geometry.id_tokens
 
     def window(
         self, listed: PackedBlocks, begin: int, end: int | None = None, max_ids: int | None = None
@@ -32,108 +43,96 @@ class ListSide:
         id_tokens = self.geometry.id_tokens
         skipped = max(0, begin - listed.first_token) // self.step_tokens * self.step_tokens
         first = min(len(listed), skipped // id_tokens)
-        last = len(listed) if end is None else -(-(end - listed.first_token) // id_tokens)
+        last = len(listed) if end is None else max(first, -(-(end - listed.first_token) // id_tokens))
         last = last if max_ids is None else min(last, first + max_ids)
         if not first and last >= len(listed) and isinstance(listed.ids, bytes):
             return listed  # nearly always: without a copy
         return PackedBlocks(bytes(listed.ids[4 * first : 4 * last]), listed.first_token + first * id_tokens)
 
-    @property
-    def is_state(self) -> bool:
-        """Whether the list's last id is the request's state."""
-        return self.geometry.kind is GroupKind.STATE
 
-    def end_of(self, listed: PackedBlocks) -> int:
-        """Return the token behind the last one listed."""
-        return listed.first_token + len(listed) * self.geometry.id_tokens
+def list_rules(rules: BlockRules) -> dict[GroupName, ListRules]:
+    """Return how an engine's lists may be cut, by group."""
+    return _by_group((block_geometry(group), granule) for group, granule in rules)
 
 
-def sides_of_rules(rules: BlockRules) -> dict[GroupName, ListSide]:
-    """Return an engine's lists by group."""
-    return _sides((block_geometry(group), granule) for group, granule in rules)
-
-
-def source_sides(plan: Plan) -> dict[GroupName, ListSide]:
-    """Return the source's lists that a plan reads, by the source's group."""
-    return _sides((read.remote, read.granule_tokens) for read in plan.group_reads)
-
-
-def _sides(found: Iterator[tuple[BlockGeometry, int]]) -> dict[GroupName, ListSide]:
-    """Return one side of each group: a list may be cut where each of its rules and reads allows it."""
-    sides: dict[GroupName, ListSide] = {}
+def _by_group(found: Iterable[tuple[BlockGeometry, int]]) -> dict[GroupName, ListRules]:
+    """Return one entry for each group: a list may be cut where each of its rules or reads allows it."""
+    by_group: dict[GroupName, ListRules] = {}
     for side, granule in found:
-        known = sides.get(side.group)
+        known = by_group.get(side.group)
         period = side.shard.count * side.shard.interleave if side.shard.count > 1 else 1
-        steps = (known.step_tokens if known else 1, granule, period, max(1, side.id_tokens))
-        sides[side.group] = ListSide(side, math.lcm(*(max(1, step) for step in steps)))
-    return sides
+        steps = (known.step_tokens if known else 1, granule, period, side.id_tokens)
+        by_group[side.group] = ListRules(side, math.lcm(*(max(1, step) for step in steps)))
+    return by_group
 
 
-def first_tokens(plan: Plan, starts: Mapping[GroupName, int] | None) -> dict[GroupName, int]:
-    """Return from which token on each of the source's groups is read.
+class SourceLists:
+    """The source's block lists that a plan reads."""
 
-    starts: the first token of each of the reader's lists that has blocks; None: it is not known which has.
-    """
-    found: dict[GroupName, int] = {}
-    for read in plan.group_reads:
-        if starts is not None and read.local.group not in starts:
-            continue
-        start = starts[read.local.group] if starts is not None and read.is_cut_by_tokens else 0
-        found[read.remote.group] = min(found.get(read.remote.group, start), start)
-    return found
+    def __init__(self, plan: Plan) -> None:
+        self._reads = plan.group_reads
+        self.rules = _by_group((read.remote, read.granule_tokens) for read in plan.group_reads)
+        self.states = {name for name, rules in self.rules.items() if rules.is_state}
 
+    def missing(
+        self, starts: Mapping[GroupName, int] | None, kept: Mapping[GroupName, PackedBlocks]
+    ) -> dict[GroupName, int]:
+        """Return from which token on the ids of each group are needed yet.
 
-def missing_tokens(
-    plan: Plan, starts: Mapping[GroupName, int] | None, kept: Mapping[GroupName, PackedBlocks]
-) -> dict[GroupName, int]:
-    """Return from which token on the ids of each of the source's groups are needed yet.
+        starts: the first token of each of the reader's lists that has blocks; None: it is not known yet
+            which will have. kept: the ids that are here. A state may be another one by now.
+        """
+        found = self._first_tokens(starts)
+        for name, listed in kept.items():
+            if name in found and listed.ids and name not in self.states:
+                found[name] = max(found[name], self.rules[name].end_of(listed))
+        return found
 
-    `starts`: as for `first_tokens`. `kept`: the source's ids that are here; a state may be another by now.
-    """
-    sides, found = source_sides(plan), first_tokens(plan, starts)
-    for name, listed in kept.items():
-        if name in found and listed.ids and not sides[name].is_state:
-            found[name] = max(found[name], sides[name].end_of(listed))
-    return found
+    def _first_tokens(self, starts: Mapping[GroupName, int] | None) -> dict[GroupName, int]:
+        found: dict[GroupName, int] = {}
+        for read in self._reads:
+            if starts is not None and read.local.group not in starts:
+                continue
+            start = starts[read.local.group] if starts is not None and read.is_cut_by_tokens else 0
+            found[read.remote.group] = min(found.get(read.remote.group, start), start)
+        return found
 
+    def added(
+        self, kept: Mapping[GroupName, PackedBlocks], page: Mapping[GroupName, PackedBlocks]
+    ) -> BlocksByGroup:
+        """Return what a page has behind the ids that are here, and of states the new one.
 
-def added_blocks(
-    plan: Plan, kept: Mapping[GroupName, PackedBlocks], page: Mapping[GroupName, PackedBlocks]
-) -> BlocksByGroup:
-    """Return what a page has behind the ids that are here, of the groups that the plan reads.
+        Raises PeerError for a page that begins behind the end of what is here, or is no list.
+        """
+        added: BlocksByGroup = {}
+        for name, rules in self.rules.items():
+            if (listed := page.get(name)) is None:
+                continue
+            if len(listed.ids) % 4 or not 0 <= listed.first_token <= MAX_TOKENS:
+                text = f"{len(listed.ids)} bytes of ids of group {name!r} from token {listed.first_token} on"
+                raise PeerError(text, Code.BAD_FRAME)
+            before = kept.get(name, _NOTHING)
+            if not before.ids or rules.is_state or not listed.ids:
+                added[name] = listed
+                continue
+            skip, odd = divmod(rules.end_of(before) - listed.first_token, rules.geometry.id_tokens)
+            if odd or skip < 0:
+                text = f"ids of group {name!r} from token {listed.first_token} on: those before end elsewhere"
+                raise PeerError(text, Code.BAD_FRAME)
+            added[name] = PackedBlocks(listed.ids[4 * skip :], rules.end_of(before))
+        return added
 
-    Raises PeerError for a page that does not begin where they end, or before.
-    """
-    added: BlocksByGroup = {}
-    for name, side in source_sides(plan).items():
-        if (listed := page.get(name)) is None:
-            continue
-        if len(listed.ids) % 4:
-            raise PeerError(f"{len(listed.ids)} bytes of ids of group {name!r}", Code.BAD_FRAME)
-        before = kept.get(name)
-        if before is None or not before.ids or side.is_state or not listed.ids:
-            added[name] = listed
-            continue
-        skip, odd = divmod(side.end_of(before) - listed.first_token, side.geometry.id_tokens)
-        if odd or skip < 0:
-            text = f"ids of group {name!r} from token {listed.first_token} on: those before end elsewhere"
-            raise PeerError(text, Code.BAD_FRAME)
-        added[name] = PackedBlocks(listed.ids[4 * skip :], side.end_of(before))
-    return added
-
-
-def source_windows(
-    plan: Plan,
-    listed: Mapping[GroupName, PackedBlocks],
-    local: Mapping[GroupName, PackedBlocks],
-    num_tokens: int,
-) -> BlocksByGroup:
-    """Return what the source's lists have of the tokens up to `num_tokens` that the reader's lists hold."""
-    starts = {name: one.first_token for name, one in local.items() if one.ids}
-    sides, nothing = source_sides(plan), PackedBlocks(b"")
-    are_read_whole = {read.remote.group for read in plan.group_reads if not read.is_cut_by_tokens}
-    windows = dict.fromkeys(sides, nothing)
-    for name, start in first_tokens(plan, starts).items():
-        end = None if name in are_read_whole else num_tokens
-        windows[name] = sides[name].window(listed.get(name, nothing), start, end)
-    return windows
+    def windows(
+        self,
+        listed: Mapping[GroupName, PackedBlocks],
+        local: Mapping[GroupName, PackedBlocks],
+        num_tokens: int,
+    ) -> BlocksByGroup:
+        """Return what the lists have of the tokens up to `num_tokens` that the reader's lists hold."""
+        starts = {name: one.first_token for name, one in local.items() if one.ids}
+        are_read_whole = {read.remote.group for read in self._reads if not read.is_cut_by_tokens}
+        windows = dict.fromkeys(self.rules, _NOTHING)
+        for name, start in self._first_tokens(starts).items():
+            end = None if name in are_read_whole else num_tokens
+            windows[name] = self.rules[name].window(listed.get(name, _NOTHING), start, end)
+        return windows

@@ -983,6 +983,8 @@ class Worker:
         ticket = event.ticket.number
         pull.wanted.is_delivered = True
         self.world.count_delivered(self.node)
+        if self.world.kernel.now >= pull.deadline - DAEMON_GRACE_S:
+            self.world.unsure_counts.add(self.node)  # its daemon may have ended the pull first
         if not pull.kernels.is_done:
             self.world.violate(
                 Check.BEFORE_KERNELS, f"pull {ticket} of {self.name} has read into used blocks"

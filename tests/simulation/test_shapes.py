@@ -21,6 +21,7 @@ from kvxferd.plan import (
     BlockRules,
     Expander,
     PieceRules,
+    SourceLists,
     block_rules,
     check_blocks,
     check_blocks_by,
@@ -29,7 +30,6 @@ from kvxferd.plan import (
     check_request,
     engine_rules,
     make_plan,
-    source_windows,
 )
 from tests.simulation.contents import Contents, Memories, expected_bytes
 from tests.simulation.shapes import (
@@ -279,7 +279,7 @@ def read(rng: random.Random, pull: Pull, shape: RankShape, memories: Memories, s
         num_written = tokens
         end = tokens if is_last else tokens - tokens % (rules.step_tokens or tokens + 1)
         piece = rules.slice(mine, num_read, None if is_last else end)
-        windows = source_windows(plan, theirs, piece, end)
+        windows = SourceLists(plan).windows(theirs, piece, end)
         check_request(plan, piece, windows, end)
         bases = {rank: addresses(held) for rank, held in remote.items()}
         for runs in expander.expand(piece, windows, end, addresses(memories), bases).values():

@@ -227,7 +227,7 @@ class Peers:
 
     def _send_request(self, peer: Peer, question: Question) -> None:
         sent_at, settings = self._context.now, self._context.settings
-        silent_s = settings.no_word_s if question.waits else math.inf
+        silent_s = settings.gone_after_s if question.waits else math.inf
 
         def replied(reply: ReplyMessage) -> None:
             if isinstance(reply, PeerRefused) and reply.code is Code.PEER_UNREACHABLE:

@@ -25,13 +25,13 @@ from kvxferd.ids import (
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, block_bytes
 from kvxferd.plan import (
     BlockRules,
-    ListSide,
+    ListRules,
     TransferTopology,
     block_rules,
     check_engine,
     check_same_engine,
     engine_rules,
-    sides_of_rules,
+    list_rules,
 )
 from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import Binding, MeasuredPlacement, RankIncarnations, RankManifest, RegionAddress
@@ -171,7 +171,7 @@ class LocalEngine:
     spec: EngineSpec  # the first rank's; all others agree with it
     ranks: dict[Rank, RankRecord] = field(default_factory=dict)
     _rules: BlockRules = ()  # of all ranks; computed on first use
-    _lists: Mapping[GroupName, ListSide] = field(default_factory=dict)  # by these rules
+    _list_rules: Mapping[GroupName, ListRules] = field(default_factory=dict)  # by these
     _interned: tuple[RankIncarnations, Mapping[Rank, Incarnation]] = ((), {})
 
     @property
@@ -194,13 +194,13 @@ class LocalEngine:
         """The rules for the block lists of a request, of all ranks that are here."""
         if not self._rules:
             self._rules = engine_rules(record.rules for record in self.ranks.values())
-            self._lists = sides_of_rules(self._rules)
+            self._list_rules = list_rules(self._rules)
         return self._rules
 
     @property
-    def lists(self) -> Mapping[GroupName, ListSide]:
-        """The block lists of a request by group, of all ranks that are here."""
-        return self._lists if self.rules else {}
+    def list_rules(self) -> Mapping[GroupName, ListRules]:
+        """How the block lists of a request may be cut, by group."""
+        return self._list_rules if self.rules else {}
 
     def unregistered(self) -> list[Rank]:
         """Return the ranks that are not here at all, whose groups are not known."""

@@ -21,7 +21,7 @@ from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, PlanError
 from kvxferd.ids import Endpoint, GrantId, GroupName
 from kvxferd.layout import BlocksByGroup, append_ids, num_id_bytes
-from kvxferd.plan import Plan, PlanJob, added_blocks, missing_tokens, source_sides
+from kvxferd.plan import Plan, PlanJob, SourceLists
 from kvxferd.wire.common import Binding, Refusal, TransferRef
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import (
@@ -303,14 +303,14 @@ class GrantClient:
                 Code.RELEASED, f"cannot read on in transfer {hold.ref.transfer_id}: it is another one now"
             )
         assert hold.plan is not None
+        lists = SourceLists(hold.plan)
         try:
-            sides = source_sides(hold.plan)
-            added = added_blocks(hold.plan, hold.blocks, reply.blocks)
-            if reply.has_more and not any(one.ids for name, one in added.items() if not sides[name].is_state):
+            added = lists.added(hold.blocks, reply.blocks)
+            if reply.has_more and not any(one.ids for name, one in added.items() if name not in lists.states):
                 raise PeerError("it has more block ids, and sends none", Code.BAD_FRAME)
-        except KvxferdError as error:
+        except PeerError as error:
             return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {error.message}")
-        replaced = {name: one for name, one in hold.blocks.items() if name in added and sides[name].is_state}
+        replaced = {name: one for name, one in hold.blocks.items() if name in added and name in lists.states}
         size = num_id_bytes(added) - num_id_bytes(replaced)
         if before is None:
             size = request_bytes(added) + len(reply.fence_metadata)
@@ -343,7 +343,7 @@ class GrantClient:
                 reads=tuple((rank, remote.ranks[rank].binding.agent) for rank in plan.sources),
                 wait_s=wait_s,
                 after_tokens=hold.after_tokens,
-                from_tokens=missing_tokens(plan, hold.starts, hold.blocks),
+                from_tokens=SourceLists(plan).missing(hold.starts, hold.blocks),
             )
 
         timeout_s = wait_s + self._context.settings.silent_after_s

@@ -72,7 +72,7 @@ from kvxferd.core.sink.stalled_sources import SourceBreaker
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
 from kvxferd.layout import BlocksByGroup, PackedBlocks
-from kvxferd.plan import check_request, source_windows
+from kvxferd.plan import SourceLists, check_request
 from kvxferd.records import PHASES
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message, Refusal, TransferRef
@@ -198,7 +198,7 @@ class Pulls:
             self._await_more(pull)
             return
         try:
-            remote = source_windows(hold.plan, hold.blocks, piece.blocks, piece.end)
+            remote = SourceLists(hold.plan).windows(hold.blocks, piece.blocks, piece.end)
             check_request(hold.plan, piece.blocks, remote, piece.end)
             self._grant_client.preload(hold)
         except KvxferdError as error:

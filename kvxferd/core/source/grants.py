@@ -377,13 +377,13 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
         assert engine is not None
         page: BlocksByGroup = {}
         left, has_more = MAX_PAGE_BYTES, False
-        for name, side in engine.lists.items():
+        for name, rules in engine.list_rules.items():
             if name not in from_tokens or name not in transfer.blocks:
                 continue
             listed = transfer.blocks[name]
-            page[name] = side.window(listed, from_tokens[name], max_ids=left // 4)
+            page[name] = rules.window(listed, from_tokens[name], max_ids=left // 4)
             left -= len(page[name].ids)
-            has_more |= not side.is_state and side.end_of(page[name]) < side.end_of(listed)
+            has_more |= not rules.is_state and rules.end_of(page[name]) < rules.end_of(listed)
         return page, has_more
 
     def _ready_tokens(self, transfer: Transfer) -> int:

@@ -76,11 +76,11 @@ class ParkedRequests(ABC, Generic[N, R]):
 
     def _is_given_up(self, name: N) -> bool:
         """Whether its peer sends it no more: it is dead, or what took the request back was lost."""
-        return self._context.now >= self._sent_at[name] + self._context.settings.no_word_s
+        return self._context.now >= self._sent_at[name] + self._context.settings.gone_after_s
 
     def _look_again(self, timer: Hashable, name: N, left_s: float, consider: Callable[[], None]) -> None:
         """Consider a request when its time is over, and when its peer may have given it up."""
-        given_up_s = self._sent_at[name] + self._context.settings.no_word_s - self._context.now
+        given_up_s = self._sent_at[name] + self._context.settings.gone_after_s - self._context.now
         self._context.after(timer, min(left_s, given_up_s), consider)
 
     def _unpark(self, name: N, peer_id: str) -> None:

@@ -21,13 +21,11 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.plan import (
     Expander,
     Plan,
-    added_blocks,
+    SourceLists,
     block_rules,
     check_request,
+    list_rules,
     make_plan,
-    missing_tokens,
-    sides_of_rules,
-    source_windows,
 )
 
 NUM_BLOCKS = 4096
@@ -55,13 +53,13 @@ def fetch(
 ) -> BlocksByGroup:
     """Ask for pages of so many ids until there are no more."""
     starts = {name: listed.first_token for name, listed in mine.items() if listed.ids}
-    side, kept = sides_of_rules(block_rules(remote))["full"], {}
+    rules, lists, kept = list_rules(block_rules(remote))["full"], SourceLists(plan), {}
     while True:
-        wanted = missing_tokens(plan, starts, kept)
-        page = {name: side.window(theirs[name], token, max_ids=most) for name, token in wanted.items()}
-        for name, added in added_blocks(plan, kept, page).items():
+        wanted = lists.missing(starts, kept)
+        page = {name: rules.window(theirs[name], token, max_ids=most) for name, token in wanted.items()}
+        for name, added in lists.added(kept, page).items():
             kept[name] = append_ids(kept[name], added.ids) if name in kept else added
-        if not page or side.end_of(page["full"]) == side.end_of(theirs["full"]):
+        if not page or rules.end_of(page["full"]) == rules.end_of(theirs["full"]):
             return kept
 
 
@@ -82,7 +80,7 @@ def test_pages_are_the_list_from_where_the_pull_begins(
     mine = {"full": packed(0, -(-(num_tokens - first) // local_size), first)}
     theirs = {"full": packed(100, 100 - (-num_tokens // remote_size))}
     kept = fetch(plan, remote, theirs, mine, most)
-    windows = source_windows(plan, kept, mine, num_tokens)
+    windows = SourceLists(plan).windows(kept, mine, num_tokens)
     check_request(plan, mine, windows, num_tokens)
     assert len(kept["full"]) <= -(-(num_tokens - first) // remote_size) + 1
     assert runs(plan, mine, windows, num_tokens) == runs(plan, mine, theirs, num_tokens)
@@ -90,32 +88,46 @@ def test_pages_are_the_list_from_where_the_pull_begins(
 
 def test_a_piece_needs_a_window_of_the_list() -> None:
     plan, _ = plan_between(4, 2)
-    windows = source_windows(plan, {"full": packed(0, 1000)}, {"full": packed(7, 9, 40)}, 48)
+    windows = SourceLists(plan).windows({"full": packed(0, 1000)}, {"full": packed(7, 9, 40)}, 48)
     assert unpack_ids(windows["full"].ids).tolist() == [20, 21, 22, 23]
     assert windows["full"].first_token == 40
 
 
 def test_of_a_list_that_the_pull_does_not_have_nothing_is_asked() -> None:
     plan, _ = plan_between(4, 4)
-    assert missing_tokens(plan, {}, {}) == {}
-    assert missing_tokens(plan, None, {}) == {"full": 0}
-    assert missing_tokens(plan, {"full": 8}, {"full": packed(0, 3, 8)}) == {"full": 20}
+    assert SourceLists(plan).missing({}, {}) == {}
+    assert SourceLists(plan).missing(None, {}) == {"full": 0}
+    assert SourceLists(plan).missing({"full": 8}, {"full": packed(0, 3, 8)}) == {"full": 20}
 
 
 @pytest.mark.parametrize(
     "page",
-    [packed(3, 5, 16), packed(3, 5, 10), PackedBlocks(b"\0" * 5, 12)],
-    ids=["behind a gap", "inside a block", "half an id"],
+    [
+        packed(3, 5, 16),
+        packed(3, 5, 10),
+        PackedBlocks(b"\0" * 5, 12),
+        packed(3, 5, -4),
+        packed(3, 5, 1 << 63),
+    ],
+    ids=["behind a gap", "inside a block", "half an id", "before all", "behind all"],
 )
 def test_a_page_that_does_not_continue_is_refused(page: PackedBlocks) -> None:
     plan, _ = plan_between(4, 4)
     with pytest.raises(PeerError) as raised:
-        added_blocks(plan, {"full": packed(0, 3)}, {"full": page})
+        SourceLists(plan).added({"full": packed(0, 3)}, {"full": page})
     assert raised.value.code is Code.BAD_FRAME
 
 
 def test_ids_that_are_here_already_are_not_added_again() -> None:
     plan, _ = plan_between(4, 4)
-    added = added_blocks(plan, {"full": packed(0, 3)}, {"full": packed(2, 5, 8), "unknown": packed(0, 9)})
+    added = SourceLists(plan).added(
+        {"full": packed(0, 3)}, {"full": packed(2, 5, 8), "unknown": packed(0, 9)}
+    )
     assert added == {"full": packed(3, 5, 12)}
-    assert added_blocks(plan, {"full": packed(0, 3)}, {"full": packed(1, 2, 4)})["full"].ids == b""
+    assert SourceLists(plan).added({"full": packed(0, 3)}, {"full": packed(1, 2, 4)})["full"].ids == b""
+
+
+def test_of_a_list_that_begins_behind_the_window_there_is_nothing() -> None:
+    _, remote = plan_between(4, 4)
+    rules = list_rules(block_rules(remote))["full"]
+    assert rules.window(packed(0, 9, 40), 0, 8) == PackedBlocks(b"", 40)
