@@ -616,8 +616,9 @@ class Host(SimNode):
                     hearer.jobs[message.pull].stopped = True
 
     def _job_of(self, start: mv.StartPull) -> Job:
-        first = start.local["full"].first_token // BLOCK_TOKENS
-        local, remote = (unpack_ids(side["full"].ids) for side in (start.local, start.remote))
+        mine, theirs = start.local["full"], start.remote["full"]
+        local, remote = unpack_ids(mine.ids), unpack_ids(theirs.ids)
+        first = (mine.first_token - theirs.first_token) // BLOCK_TOKENS  # each is the piece's window
         width = len(start.sources)
         pairs = [
             (width * mine + column, source.agent, theirs)
