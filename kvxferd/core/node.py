@@ -42,23 +42,24 @@ from kvxferd.core.events import (
 from kvxferd.core.limits.block_id_memory import MAX_BLOCK_ID_BYTES, BlockIdMemory, request_bytes
 from kvxferd.core.limits.reassembly_memory import ReassemblyMemory
 from kvxferd.core.peers.layout_cache import LayoutCache
-from kvxferd.core.peers.peers import Peers
-from kvxferd.core.peers.requests import PeerRequests
+from kvxferd.core.peers.peers import Peer, Peers
+from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.peers.routes import PeerRoutes
 from kvxferd.core.ranks.changes import RankChange
 from kvxferd.core.ranks.chunk_memory import ChunkMemory
 from kvxferd.core.ranks.home import Home
 from kvxferd.core.ranks.local_ranks import LocalRanks
-from kvxferd.core.ranks.member import Member
+from kvxferd.core.ranks.member import Join, Member
 from kvxferd.core.ranks.movers import Mover, Movers
 from kvxferd.core.ranks.owners import Disownable, Owners
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.registry import LocalRank, RankRecord, Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.settings import Settings
-from kvxferd.core.sink.grants import GrantClient
-from kvxferd.core.sink.manifests import HandshakeClient
+from kvxferd.core.sink.grants import GrantClient, HeldGrant
+from kvxferd.core.sink.manifests import EngineFetch, HandshakeClient
 from kvxferd.core.sink.prepared import PreparedGrants
+from kvxferd.core.sink.pull import Pull
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.fence_pages import FencePages
 from kvxferd.core.source.grants import GrantServer
@@ -113,6 +114,7 @@ from kvxferd.wire.peer import (
     RankReady,
     ReleaseGrant,
     RenewGrants,
+    ReplyMessage,
     SetRankPolling,
     TransferReleased,
     refusal_of,
@@ -157,12 +159,12 @@ class Node:
         self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
         self.chunk_memory = ChunkMemory(self.context, self.context.settings.limits.staging_bytes)
         self.fence_pages = FencePages(self.context, self.registry)
-        self.peer_requests = PeerRequests(self.context)
+        self.peer_requests = PeerRequests(self.context, self._request_settled)
         self.block_id_memory = BlockIdMemory()
         layout_cache = self.layouts = LayoutCache()
         self.peer_routes = PeerRoutes()
         self.peers = Peers(self.context, self.peer_requests)
-        self.handshake_client = HandshakeClient(self.context, self.peers, layout_cache)
+        self.handshake_client = HandshakeClient(self.context, self.peers, self.peer_requests, layout_cache)
         self.poll_requests = PollRequests(self.context, self._request_polling)
         self.rank_reports = RankReports(self.context, self.registry)
         self.published = PublishedTransfers(
@@ -197,8 +199,14 @@ class Node:
             self.context, self.home, self.published, self.grant_server.reconsider_transfer
         )
         self.member = Member(self.context, self.registry, self.peers, self.peer_requests, self.poll_requests)
+        self.member.on_joined = self._rank_joined
         self.grant_client = GrantClient(
-            self.context, self.peers, self.handshake_client, self.movers, self.block_id_memory
+            self.context,
+            self.peers,
+            self.peer_requests,
+            self.handshake_client,
+            self.movers,
+            self.block_id_memory,
         )
         self.prepared = PreparedGrants(self.context, self.grant_client)
         self.pulls = Pulls(self.context, self.grant_client, self.movers, self.block_id_memory)
@@ -213,6 +221,7 @@ class Node:
             self.prepared,
             self.pulls,
             self.peers,
+            self.peer_requests,
             self.member,
         )
 
@@ -623,14 +632,7 @@ class Node:
             self.context.emit(SendToMover(mover.mover_id, SetPolling(on=on)))
             self.movers.reconsider(mover.mover_id)
             return
-
-        def replied(is_polling: bool) -> None:
-            if is_polling:
-                self._polling_confirmed(agent)
-            else:
-                self.poll_requests.request_failed(agent)
-
-        self.home.request_polling(agent, on, replied)
+        self.home.request_polling(agent, on)
 
     def _polling_confirmed(self, agent: AgentName) -> None:
         if self.poll_requests.confirm(agent):
@@ -662,6 +664,41 @@ class Node:
                     self.peers.handle(endpoint, message)
                 except ProtocolError as error:
                     self.peers.protocol_broken(endpoint, error)
+
+    def _request_settled(self, asked: OpenRequest, reply: ReplyMessage) -> None:
+        """Go on with the one reply to a request of this node, or its refusal made here: each kind of it."""
+        self.peers.request_settled(asked, reply)
+        match asked.message, asked.about:
+            case PeerHello(), Peer() as peer:
+                self.peers.hello_answered(peer, asked, reply)
+            case ManifestRequest(), EngineFetch() as fetch:
+                self.handshake_client.answered(fetch, reply)
+            case GrantRequest(), HeldGrant() as hold:
+                self.grant_client.answered(hold, reply)
+            case RenewGrants(), str() as endpoint:
+                self.grant_client.renewed(Endpoint(endpoint), reply)
+            case Acknowledge(), Pull() as pull:
+                self.pulls.acknowledged(pull, asked.opened_at)
+            case AbandonTransfer() as abandoned, Session() as session:
+                self.worker_requests.abandon_answered(session, abandoned.ref)
+            case JoinRank() as joined, Join() as join:
+                self.member.join_answered(join, joined.request, reply)
+            case SetRankPolling() as polling, _:
+                self._polling_answered(polling, reply)
+            case _:
+                pass  # of the others only that they are repeated no more
+        self.peers.forget_if_unused(asked)
+
+    def _polling_answered(self, asked: SetRankPolling, reply: ReplyMessage) -> None:
+        is_done = self.home.polling_answered(asked, reply)
+        if asked.on and is_done:
+            self._polling_confirmed(asked.agent)
+        elif asked.on:
+            self.poll_requests.request_failed(asked.agent)
+
+    def _rank_joined(self, rank: LocalRank, refusal: Refusal | None) -> None:
+        if session := self.sessions.get(rank.session):
+            self.local_ranks.joined(session, refusal)
 
     def _handle_peer_request(self, route: bytes, message: PeerMessage, key: str) -> None:
         match message:

@@ -10,6 +10,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.peers.peers import Peers
+from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.registry import LocalRank, Registry
 from kvxferd.core.ranks.session import Session
@@ -32,7 +33,7 @@ from kvxferd.wire.limits import (
     MAX_GROUPS_PER_REQUEST,
     MAX_NAME_CHARS,
 )
-from kvxferd.wire.peer import AbandonTransfer, Consumer, RequestMessage
+from kvxferd.wire.peer import AbandonTransfer, Consumer
 from kvxferd.wire.traceparent import read_traceparent
 from kvxferd.wire.worker import (
     WORKER_VERSIONS,
@@ -77,6 +78,7 @@ class WorkerRequests:
         prepared: PreparedGrants,
         pulls: Pulls,
         peers: Peers,
+        peer_requests: PeerRequests,
         member: Member,
     ) -> None:
         self._context = context
@@ -86,6 +88,7 @@ class WorkerRequests:
         self._prepared = prepared
         self._pulls = pulls
         self._peers = peers
+        self._peer_requests = peer_requests
         self._member = member
         self._abandoning_share = FairShare(MAX_ABANDONING_PER_NODE)
 
@@ -323,15 +326,12 @@ class WorkerRequests:
         spec = rank.spec
         consumer = Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
 
-        def make(request: int) -> RequestMessage:
-            return AbandonTransfer(request=request, ref=ref, consumer=consumer)
-
+        message = AbandonTransfer(request=self._peer_requests.next_id(), ref=ref, consumer=consumer)
         timeout_s = self._context.settings.acknowledge_for_s
-        self._peers.request(
-            ref.endpoint, make, timeout_s, lambda _: self._abandon_replied(session, ref), session.uid
-        )
+        self._peers.request(ref.endpoint, message, timeout_s, session.uid, session)
 
-    def _abandon_replied(self, session: Session, ref: TransferRef) -> None:
+    def abandon_answered(self, session: Session, ref: TransferRef) -> None:
+        """Count an abandoned transfer no more: its source knows, or is given up."""
         session.abandoning.discard(ref)
         self._abandoning_share.release(session.uid)
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
@@ -15,11 +14,10 @@ from kvxferd.core.effects import ClosePeerConnection
 from kvxferd.core.limits.checks import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.peers.requests import CHECK_PEER, OnReply, PeerRequests, always
+from kvxferd.core.peers.requests import CHECK_PEER, OpenRequest, PeerRequests
 from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineKey
 from kvxferd.records import PeerSnapshot, RemoteEngineSnapshot
-from kvxferd.wire.common import Refusal
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import MAX_SENTENCE_CHARS
 from kvxferd.wire.peer import (
@@ -35,7 +33,6 @@ from kvxferd.wire.peer import (
     RequestDone,
     RequestMessage,
     StillWaiting,
-    refusal_of,
 )
 
 # Open requests of all peers and kinds, 2 KB each: 64 MiB. A source lets 8,192 requests of one peer wait, and
@@ -46,27 +43,6 @@ MAX_OPEN_REQUESTS = 32_768
 HELLO_RESENDS = 2
 # A thousand pulls may have one deadline: their peer is greeted once for all.
 CHECK_EVERY_S, CHECK_TIMEOUT_S = 0.1, 1.0
-
-OnLearnt = Callable[[RemoteEngine | Refusal], None]
-MakeMessage = Callable[[int], RequestMessage]
-
-
-class EngineWaiter(NamedTuple):
-    """A grant that waits for an engine's manifest, and until `deadline` for the engine's missing ranks."""
-
-    uid: int
-    deadline: float
-    on_learnt: OnLearnt
-
-
-class Question(NamedTuple):
-    """A request as `Peers.request` takes it."""
-
-    make_message: MakeMessage
-    timeout_s: float
-    on_reply: OnReply
-    waits: bool
-    is_wanted: Callable[[], bool]
 
 
 @dataclass(slots=True)
@@ -80,9 +56,8 @@ class Peer:
     last_seen_at: float | None = None  # when its last message arrived
     round_trip_s: float | None = None  # of the last message that a peer answers at once
     checked_at: float | None = None  # when `check` sent its last hello
-    waiting_for_welcome: list[Question] = field(default_factory=list)
+    waiting_for_welcome: list[OpenRequest] = field(default_factory=list)
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
-    learning: dict[EngineKey, list[EngineWaiter]] = field(default_factory=dict)
 
 
 class Peers:
@@ -105,41 +80,56 @@ class Peers:
     def request(
         self,
         endpoint: Endpoint,
-        make_message: MakeMessage,
+        message: RequestMessage,
         timeout_s: float,
-        on_reply: OnReply,
         uid: int,
+        about: object = None,
+        *,
         waits: bool = False,
-        is_wanted: Callable[[], bool] = always,
         is_vital: bool = False,
     ) -> None:
-        """Send a request for that user, after the hello. `make_message` gets the request number.
+        """Send a request for that user, after the hello. The node gives its reply to whom it is for.
 
         `waits`: the request may wait at the peer for as long as `timeout_s`; a peer that is silent meanwhile
-        is unreachable all the same. `is_wanted`: see `PeerRequests.request`. `is_vital`: a rank has one of
-        these at a time, and what else its user asks must not keep it back: it is counted, and not refused.
+        is unreachable all the same. `is_vital`: a rank has one of these at a time, and what else its user
+        asks must not keep it back: it is counted, and not refused.
         """
+        silent_s = self._context.settings.gone_after_s if waits else math.inf
+        asked = OpenRequest(endpoint, message, timeout_s, about, uid, silent_s=silent_s)
         try:
             if not is_vital:
                 self._check_open_requests(endpoint, uid)
             peer = self.admit(endpoint, uid)
         except KvxferdError as error:
-            on_reply(refusal_of(0, error))
+            self._peer_requests.refuse(asked, error)
             return
+        asked.is_charged = True
         self._open_request_share.add(uid, 1)
-
-        def replied(reply: ReplyMessage) -> None:
-            self._open_request_share.release(uid)
-            on_reply(reply)
-            self._forget_if_unused(peer)
-
-        question = Question(make_message, timeout_s, replied, waits, is_wanted)
         if peer.boot is not None:
-            self._send_request(peer, question)
+            self._peer_requests.send(asked)
             return
-        peer.waiting_for_welcome.append(question)
+        peer.waiting_for_welcome.append(asked)
         if len(peer.waiting_for_welcome) == 1:
-            self._send_hello(peer)
+            self._peer_requests.send(
+                OpenRequest(
+                    endpoint, self._make_hello(), self._context.settings.silent_after_s, peer, peer.uid
+                )
+            )
+
+    def request_settled(self, asked: OpenRequest, reply: ReplyMessage) -> None:
+        """Note what a reply to a request of `request` says of the peer."""
+        if not asked.is_charged:
+            return
+        peer = self.of_request(asked)
+        if peer is not None and isinstance(reply, PeerRefused) and reply.code is Code.PEER_UNREACHABLE:
+            self._mark_silent(peer)
+        elif peer is not None and isinstance(reply, RequestDone | GrantsRenewed):
+            peer.round_trip_s = self._context.now - asked.opened_at  # a grant may wait at the source
+        self._open_request_share.release(asked.uid)
+
+    def of_request(self, asked: OpenRequest) -> Peer | None:
+        """Return the peer that was asked; None: it is forgotten, or connected to this node."""
+        return None if isinstance(asked.address, bytes) else self._peers.get(asked.address)
 
     def _check_open_requests(self, endpoint: Endpoint, uid: int) -> None:
         """Raise BusyError where the user has too many open requests. Cancelled pulls leave some, too."""
@@ -225,48 +215,18 @@ class Peers:
     def _is_used(self, peer: Peer) -> bool:
         return bool(peer.waiting_for_welcome) or self._peer_requests.has_open(peer.endpoint)
 
-    def _send_request(self, peer: Peer, question: Question) -> None:
-        sent_at, settings = self._context.now, self._context.settings
-        silent_s = settings.gone_after_s if question.waits else math.inf
-
-        def replied(reply: ReplyMessage) -> None:
-            if isinstance(reply, PeerRefused) and reply.code is Code.PEER_UNREACHABLE:
-                self._mark_silent(peer)
-            elif isinstance(reply, RequestDone | GrantsRenewed):  # a grant may wait at the source
-                peer.round_trip_s = self._context.now - sent_at
-            question.on_reply(reply)
-
-        number = self._peer_requests.next_id()
-        self._peer_requests.request(
-            peer.endpoint,
-            question.make_message(number),
-            question.timeout_s,
-            replied,
-            uid=peer.uid,
-            silent_s=silent_s,
-            is_wanted=question.is_wanted,
-        )
-
-    def _send_hello(self, peer: Peer) -> None:
-        message = self._make_hello()
-
-        sent_at = self._context.now
-
-        def replied(reply: ReplyMessage) -> None:
-            waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
-            if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
-                peer.boot = reply.boot
-                peer.round_trip_s = self._context.now - sent_at
-                self._context.run_in_batches(
-                    partial(self._send_after_welcome, peer, question) for question in waiting
-                )
-                return
-            self._mark_silent(peer)
-            refused = as_refusal(reply)
-            self._context.run_in_batches(partial(question.on_reply, refused) for question in waiting)
-
-        timeout_s = self._context.settings.silent_after_s
-        self._peer_requests.request(peer.endpoint, message, timeout_s, replied, uid=peer.uid)
+    def hello_answered(self, peer: Peer, asked: OpenRequest, reply: ReplyMessage) -> None:
+        """Send what waited for the welcome, or refuse it."""
+        waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
+        if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
+            peer.boot = reply.boot
+            peer.round_trip_s = self._context.now - asked.opened_at
+            self._context.run_in_batches(partial(self._send_after_welcome, peer, later) for later in waiting)
+            return
+        self._mark_silent(peer)
+        refused = as_refusal(reply)
+        error = KvxferdError(refused.message, refused.code, retry_after_s=refused.retry_after_s)
+        self._context.run_in_batches(partial(self._peer_requests.refuse, later, error) for later in waiting)
 
     def check(self, endpoint: Endpoint) -> None:
         """Send the peer a hello once more, so that `is_there` knows whether it still replies.
@@ -279,8 +239,7 @@ class Peers:
         if peer.checked_at is not None and now - peer.checked_at < CHECK_EVERY_S:
             return
         peer.checked_at = now
-        hello = self._make_hello()
-        self._peer_requests.request(endpoint, hello, CHECK_TIMEOUT_S, lambda _: None, uid=peer.uid)
+        self._peer_requests.send(OpenRequest(endpoint, self._make_hello(), CHECK_TIMEOUT_S, uid=peer.uid))
 
     def is_there(self, endpoint: Endpoint) -> bool:
         """Whether the peer was checked just now, and has sent anything since."""
@@ -299,13 +258,13 @@ class Peers:
             endpoint=self._context.endpoint,
         )
 
-    def _send_after_welcome(self, peer: Peer, question: Question) -> None:
+    def _send_after_welcome(self, peer: Peer, asked: OpenRequest) -> None:
         """Send a request that waited for the hello, unless the peer is silent or forgotten since."""
         if self._peers.get(peer.endpoint) is peer and peer.boot is not None:
-            self._send_request(peer, question)
+            self._peer_requests.send(asked)
             return
         text = f"cannot reach {peer.endpoint}: it answered the hello, and nothing since; {CHECK_PEER}"
-        question.on_reply(PeerRefused(request=0, code=Code.PEER_UNREACHABLE, message=text))
+        self._peer_requests.refuse(asked, KvxferdError(text, Code.PEER_UNREACHABLE))
 
     def _mark_silent(self, peer: Peer) -> None:
         """Forget what was learnt from the peer: after a silence another daemon may be there.
@@ -321,9 +280,10 @@ class Peers:
         else:
             self._forget(peer)
 
-    def _forget_if_unused(self, peer: Peer) -> None:
+    def forget_if_unused(self, asked: OpenRequest) -> None:
         """Forget a silent peer whose last request has ended."""
-        if peer.boot is None and self._peers.get(peer.endpoint) is peer and not self._is_used(peer):
+        peer = self.of_request(asked)
+        if peer is not None and peer.boot is None and not self._is_used(peer):
             self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:

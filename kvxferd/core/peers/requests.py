@@ -19,10 +19,10 @@ from kvxferd.wire.peer import (
     RequestDone,
     RequestMessage,
     StillWaiting,
+    refusal_of,
 )
 
 Address = Endpoint | bytes  # a peer's endpoint, or the route of a connection that a peer opened
-OnReply = Callable[[ReplyMessage], None]
 NO_ADDRESS: Address = b""  # no route: no peer can reply
 
 CHECK_PEER = (
@@ -32,65 +32,64 @@ CHECK_PEER = (
 )
 
 
-def always() -> bool:
-    """Return True."""
-    return True
-
-
 @dataclass(slots=True)
-class _OpenRequest:
+class OpenRequest:
+    """A request to another daemon, until its one reply. What the reply is for is in it, not in a callback."""
+
     address: Address
-    key: str  # the CURVE key that must reply on a route; "" for none, and on a connection of this node's
     message: RequestMessage
-    on_reply: OnReply
-    uid: int  # for whom a host name is looked up
-    opened_at: float
-    ends_at: float
-    silent_s: float  # the longest silence of the peer
-    waiting_at: float  # when the last `StillWaiting` arrived; at first, when the request was sent
-    is_wanted: Callable[[], bool]  # whether to send it again
+    timeout_s: float
+    about: object = None  # what whoever asked goes on with: a grant, a pull, a rank
+    uid: int = NO_USER  # for whom it is asked, and a host name is looked up
+    key: str = ""  # the CURVE key that must reply on a route; "" for none, and on a connection of this node's
+    silent_s: float = math.inf  # the longest silence of the peer
+    is_charged: bool = False  # it counts for its user's share of the open requests
+    # Whether to send it again. One that was given up must not be: it would wait at the peer anew, behind the
+    # message that took it back. A late reply to it is still taken.
+    is_wanted: bool = True
+    opened_at: float = 0.0
+    waiting_at: float = 0.0  # when the last `StillWaiting` arrived; at first, when the request was sent
+
+    @property
+    def ends_at(self) -> float:
+        """When it is refused here, however often the peer has said that it waits."""
+        return self.opened_at + self.timeout_s
+
+
+OnSettled = Callable[[OpenRequest, ReplyMessage], None]
 
 
 class PeerRequests:
     """Every open request of this node. Each gets exactly one reply, maybe a refusal made here."""
 
-    def __init__(self, context: NodeContext) -> None:
+    def __init__(self, context: NodeContext, on_settled: OnSettled) -> None:
         self._context = context
+        self._on_settled = on_settled
         self._ids = itertools.count(1)
-        self._open: dict[int, _OpenRequest] = {}
+        self._open: dict[int, OpenRequest] = {}
         self._open_by_address: dict[Address, dict[int, None]] = {}
 
     def next_id(self) -> int:
         """Return a request number that was never used before."""
         return next(self._ids)
 
-    def request(
-        self,
-        address: Address,
-        message: RequestMessage,
-        timeout_s: float,
-        on_reply: OnReply,
-        key: str = "",
-        uid: int = NO_USER,
-        silent_s: float = math.inf,
-        is_wanted: Callable[[], bool] = always,
-    ) -> None:
-        """Send the message, repeatedly until a reply arrives. After `timeout_s`: `peer-unreachable`.
+    def send(self, asked: OpenRequest) -> None:
+        """Send a request, repeatedly until a reply arrives. After its `timeout_s`: `peer-unreachable`.
 
-        `silent_s`: of a request that may wait at the peer. The peer is unreachable as soon as it has sent
-        neither a reply nor `StillWaiting` for so long; one that keeps the request until `timeout_s` is not,
-        and the code is `deadline`.
-
-        `is_wanted`: whether to send it again. One that was given up must not be: it would wait at the peer
-        anew, behind the message that took it back. A late reply to it is still taken.
+        With `silent_s` it may wait at the peer. The peer is unreachable as soon as it has sent neither a
+        reply nor `StillWaiting` for so long; one that keeps the request until `timeout_s` is not, and the
+        code is `deadline`.
         """
-        number, now = message.request, self._context.now
-        self._open[number] = _OpenRequest(
-            address, key, message, on_reply, uid, now, now + timeout_s, silent_s, now, is_wanted
-        )
-        self._open_by_address.setdefault(address, {})[number] = None
+        number = asked.message.request
+        asked.opened_at = asked.waiting_at = self._context.now
+        self._open[number] = asked
+        self._open_by_address.setdefault(asked.address, {})[number] = None
         self._send(number)
         self._schedule_give_up(number)
+
+    def refuse(self, asked: OpenRequest, error: KvxferdError) -> None:
+        """Refuse a request that was not sent."""
+        self._on_settled(asked, refusal_of(asked.message.request, error))
 
     def _schedule_give_up(self, number: int) -> None:
         open_request = self._open[number]
@@ -106,7 +105,7 @@ class PeerRequests:
         self._context.after(("resend", number), self._context.settings.resend_s, lambda: self._resend(number))
 
     def _resend(self, number: int) -> None:
-        if self._open[number].is_wanted():
+        if self._open[number].is_wanted:
             self._send(number)
 
     def _time_out(self, number: int) -> None:
@@ -151,9 +150,9 @@ class PeerRequests:
         self._context.emit(ReplyToPeer(route, refused))
 
     def _complete(self, number: int, reply: ReplyMessage) -> None:
-        self._remove(number).on_reply(reply)
+        self._on_settled(self._remove(number), reply)
 
-    def _remove(self, number: int) -> _OpenRequest:
+    def _remove(self, number: int) -> OpenRequest:
         open_request = self._open.pop(number)
         there = self._open_by_address.get(open_request.address, {})
         there.pop(number, None)
@@ -162,6 +161,11 @@ class PeerRequests:
         self._context.timers.cancel(("resend", number))
         self._context.timers.cancel(("give-up", number))
         return open_request
+
+    def give_up(self, number: int) -> None:
+        """Send a request no more. Does nothing where it is not open."""
+        if number in self._open:
+            self._open[number].is_wanted = False
 
     def withdraw(self, number: int) -> None:
         """Drop a request without a reply. Does nothing where it is not open."""

@@ -10,7 +10,7 @@ from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.limits.checks import RETRY_LATER_S, check_count, check_reserve
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifest, check_spec
-from kvxferd.core.peers.requests import PeerRequests
+from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.owners import daemon_owner, is_user
 from kvxferd.core.ranks.polling import PollRequests
@@ -257,7 +257,7 @@ class Home:
         if record.agent in self._may_still_poll:  # its node was silent then, and is back
             self._may_still_poll.discard(record.agent)
             if not self._poll_requests.is_requested(record.agent):
-                self._send_polling_request(record, False, lambda reply: None)
+                self._send_polling_request(record, False)
         self._context.after(
             ("member", record.spec.key, record.spec.rank),
             self._context.settings.tombstone_s,
@@ -276,7 +276,7 @@ class Home:
     def _replace(self, present: MemberRank | None, record: MemberRank) -> None:
         if present is None:
             # An earlier home on this endpoint may have had the mover poll: that is over.
-            self._send_polling_request(record, False, lambda reply: None)
+            self._send_polling_request(record, False)
             return
         self._members.pop(present.agent, None)
         if present.agent != record.agent:
@@ -285,23 +285,22 @@ class Home:
         if present.route != record.route:
             self._peer_requests.reroute(present.route, record.route)
 
-    def _send_polling_request(
-        self, member: MemberRank, on: bool, on_reply: Callable[[ReplyMessage], None]
-    ) -> None:
+    def _send_polling_request(self, member: MemberRank, on: bool) -> None:
         """Withdraw the agent's earlier request first: sent again, it would undo this one."""
         agent, number = member.agent, self._peer_requests.next_id()
         self._peer_requests.withdraw(self._polling_requests.get(agent, 0))
         self._polling_requests[agent] = number
-
-        def replied(reply: ReplyMessage) -> None:
-            self._polling_requests.pop(agent, None)
-            if not on and not isinstance(reply, RequestDone) and agent in self._members:
-                self._may_still_poll.add(agent)
-            on_reply(reply)
-
         message = SetRankPolling(request=number, agent=agent, on=on)
         timeout_s = self._context.settings.silent_after_s
-        self._peer_requests.request(member.route, message, timeout_s, replied, member.key)
+        self._peer_requests.send(OpenRequest(member.route, message, timeout_s, key=member.key))
+
+    def polling_answered(self, asked: SetRankPolling, reply: ReplyMessage) -> bool:
+        """Return whether the member has done what it was asked."""
+        self._polling_requests.pop(asked.agent, None)
+        is_done = isinstance(reply, RequestDone)
+        if not asked.on and not is_done and asked.agent in self._members:
+            self._may_still_poll.add(asked.agent)
+        return is_done
 
     def _member_expired(self, record: MemberRank) -> None:
         """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
@@ -380,14 +379,7 @@ class Home:
         self._context.emit(ReplyToPeer(route, refused))
         return False
 
-    def request_polling(self, agent: AgentName, on: bool, on_reply: Callable[[bool], None]) -> None:
-        """Have a member's mover poll, or stop. With `on` the reply, whether it polls, goes to `on_reply`."""
-        member = self._members.get(agent)
-        if member is None:
-            return
-
-        def replied(reply: ReplyMessage) -> None:
-            if on:
-                on_reply(isinstance(reply, RequestDone))
-
-        self._send_polling_request(member, on, replied)
+    def request_polling(self, agent: AgentName, on: bool) -> None:
+        """Have a member's mover poll, or stop."""
+        if member := self._members.get(agent):
+            self._send_polling_request(member, on)

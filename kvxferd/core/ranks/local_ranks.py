@@ -340,7 +340,7 @@ class LocalRanks:
             self._make_ready(session, rank)
             return
         rank.state = RankState.JOINING
-        self._member.join(rank, lambda refusal: self._joined(session, rank, refusal))
+        self._member.join(rank)
 
     def placement_proved(self, session: Session | None, mover: MoverId, message: ProbeResult) -> None:
         """Record the result of the mover's test read of the memory that it bound."""
@@ -354,8 +354,10 @@ class LocalRanks:
         if rank is not None and rank.mover == mover:
             self._placements.record_transports(rank, lanes)
 
-    def _joined(self, session: Session, rank: LocalRank, refusal: Refusal | None) -> None:
-        if rank.state is not RankState.JOINING:
+    def joined(self, session: Session, refusal: Refusal | None) -> None:
+        """Make the session's rank ready, whose home has taken it; or refuse it."""
+        rank = session.rank
+        if rank is None or rank.state is not RankState.JOINING:
             return
         if refusal is None:
             self._make_ready(session, rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from kvxferd.core.context import NodeContext
@@ -22,7 +23,6 @@ from kvxferd.wire.peer import (
     RankReady,
     ReplyMessage,
     RequestDone,
-    RequestMessage,
     SetRankPolling,
     TransferReleased,
 )
@@ -35,6 +35,15 @@ MAX_RELEASED = 16_384
 MAX_REPORTED = 512
 # Refusals of a home that may end with time, where they carry `retry_after_s`.
 RETRYABLE_CODES = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A rank that is being joined, with the mover that it had then."""
+
+    rank: LocalRank
+    agent: AgentName | None
+    deadline: float  # until when a home that may change its mind is asked again
 
 
 class Member:
@@ -60,57 +69,57 @@ class Member:
         self._reported: dict[SessionId, OrderedDict[TransferId, tuple[Incarnation, int]]] = {}
         self._open_joins: dict[SessionId, int] = {}  # the request of each rank's last `JoinRank`
         self._pending: list[tuple[Endpoint, SetRankPolling]] = []  # until the mover polls
+        self.on_joined: Callable[[LocalRank, Refusal | None], None] = lambda rank, refusal: None
         peers.pin(self._homes)
 
-    def join(self, rank: LocalRank, on_reply: Callable[[Refusal | None], None]) -> None:
-        """Send a bound rank to its home, now and as a heartbeat. `on_reply` gets the first reply.
+    def join(self, rank: LocalRank) -> None:
+        """Send a bound rank to its home, now and as a heartbeat. `on_joined` gets each outcome.
 
         While the home still waits for the rank's former daemon, which may be this one before a restart, the
         request is sent again.
         """
         # After about this time the home gives up a daemon that is silent.
-        self._join(rank, on_reply, self._context.now + 2 * self._context.settings.silent_after_s)
+        deadline = self._context.now + 2 * self._context.settings.silent_after_s
+        self._send_join(Join(rank, rank.agent, deadline))
         self._schedule_heartbeat(rank)
 
-    def _join(self, rank: LocalRank, on_reply: Callable[[Refusal | None], None], deadline: float) -> None:
-        agent = rank.agent
-        joined = rank.manifest()
-
-        number = 0
-
-        def make(request: int) -> RequestMessage:
-            nonlocal number
-            self._cancel_join(rank)
-            number = self._open_joins[rank.session] = request
-            secret = self._secret
-            return JoinRank(request=request, boot=self._context.boot, manifest=joined, secret=secret)
-
-        def replied(reply: ReplyMessage) -> None:
-            if number:
-                if self._open_joins.get(rank.session) != number:
-                    return  # a later request about the rank is in its place
-                del self._open_joins[rank.session]
-            if rank.agent != agent:
-                return  # another mover has been bound since, and its join is under way
-            if not isinstance(reply, PeerRefused):
-                on_reply(None)
-                if isinstance(reply, RequestDone) and reply.is_new:
-                    self._report_again(rank)
-                return
-            wait_s = reply.retry_after_s
-            may_change = reply.code in RETRYABLE_CODES and wait_s > 0
-            if may_change and rank.state is RankState.JOINING and self._context.now + wait_s <= deadline:
-                self._context.after(("rejoin", rank.session), wait_s, again)
-                return
-            on_reply(Refusal(reply.code, reply.message, wait_s))
-
-        def again() -> None:
-            if rank.agent == agent and rank.state is RankState.JOINING:
-                self._join(rank, on_reply, deadline)
-
+    def _send_join(self, join: Join) -> None:
+        rank = join.rank
+        message = JoinRank(
+            request=self._peer_requests.next_id(),
+            boot=self._context.boot,
+            manifest=rank.manifest(),
+            secret=self._secret,
+        )
+        self._cancel_join(rank)
+        self._open_joins[rank.session] = message.request
         # Reports wait until the rank has joined, and would fill its user's share of requests for minutes.
         timeout_s = self._context.settings.silent_after_s
-        self._peers.request(rank.spec.home, make, timeout_s, replied, rank.uid, is_vital=True)
+        self._peers.request(rank.spec.home, message, timeout_s, rank.uid, join, is_vital=True)
+
+    def join_answered(self, join: Join, request: int, reply: ReplyMessage) -> None:
+        """Report whether the home takes the rank, unless it is asked once more."""
+        rank = join.rank
+        if self._open_joins.get(rank.session) != request:
+            return  # a later request about the rank is in its place
+        del self._open_joins[rank.session]
+        if rank.agent != join.agent:
+            return  # another mover has been bound since, and its join is under way
+        if not isinstance(reply, PeerRefused):
+            self.on_joined(rank, None)
+            if isinstance(reply, RequestDone) and reply.is_new:
+                self._report_again(rank)
+            return
+        wait_s = reply.retry_after_s
+        may_change = reply.code in RETRYABLE_CODES and wait_s > 0
+        if may_change and rank.state is RankState.JOINING and self._context.now + wait_s <= join.deadline:
+            self._context.after(("rejoin", rank.session), wait_s, partial(self._rejoin, join))
+            return
+        self.on_joined(rank, Refusal(reply.code, reply.message, wait_s))
+
+    def _rejoin(self, join: Join) -> None:
+        if join.rank.agent == join.agent and join.rank.state is RankState.JOINING:
+            self._send_join(join)
 
     def _cancel_join(self, rank: LocalRank) -> None:
         """End the rank's open `JoinRank`: sent again, it would undo at the home what is sent from now on."""
@@ -129,7 +138,7 @@ class Member:
 
     def _heartbeat(self, rank: LocalRank) -> None:
         if rank.state is RankState.READY:
-            self.join(rank, lambda refusal: None)
+            self.join(rank)
         elif rank.state is RankState.JOINING:
             self._schedule_heartbeat(rank)  # the first reply is still due
 
@@ -142,20 +151,19 @@ class Member:
         if agent is None:
             return
 
-        def make(request: int) -> RequestMessage:
-            self._cancel_join(rank)
-            return LeaveRank(
-                request=request,
-                boot=self._context.boot,
-                engine_id=spec.engine_id,
-                generation=spec.generation,
-                rank=spec.rank,
-                agent=agent,
-                secret=self._secret,
-            )
-
-        timeout_s = self._context.settings.acknowledge_for_s
-        self._peers.request(spec.home, make, timeout_s, lambda reply: None, rank.uid, is_vital=True)
+        self._cancel_join(rank)
+        message = LeaveRank(
+            request=self._peer_requests.next_id(),
+            boot=self._context.boot,
+            engine_id=spec.engine_id,
+            generation=spec.generation,
+            rank=spec.rank,
+            agent=agent,
+            secret=self._secret,
+        )
+        self._peers.request(
+            spec.home, message, self._context.settings.acknowledge_for_s, rank.uid, is_vital=True
+        )
 
     def report_ready(
         self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int = -1
@@ -183,22 +191,17 @@ class Member:
         self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int
     ) -> None:
         spec = rank.spec
-        self._peers.request(
-            spec.home,
-            lambda request: RankReady(
-                request=request,
-                engine_id=spec.engine_id,
-                generation=spec.generation,
-                rank=spec.rank,
-                transfer_id=transfer_id,
-                incarnation=incarnation,
-                secret=self._secret,
-                ready_tokens=ready_tokens,
-            ),
-            self._context.settings.acknowledge_for_s,
-            lambda reply: None,
-            rank.uid,
+        message = RankReady(
+            request=self._peer_requests.next_id(),
+            engine_id=spec.engine_id,
+            generation=spec.generation,
+            rank=spec.rank,
+            transfer_id=transfer_id,
+            incarnation=incarnation,
+            secret=self._secret,
+            ready_tokens=ready_tokens,
         )
+        self._peers.request(spec.home, message, self._context.settings.acknowledge_for_s, rank.uid)
 
     # --- requests of the home
 

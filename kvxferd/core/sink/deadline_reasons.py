@@ -27,7 +27,7 @@ def describe_wait(pull: Pull, grant_client: GrantClient) -> tuple[str, str]:
     rank = f"rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
     if pull.awaits_worker:
         return f"the worker of {rank}", f"while it waited for the worker of {rank}, after its mover died"
-    if hold.on_more is not None and next_piece(pull) is None:
+    if hold.awaits_more and next_piece(pull) is None:
         engine = f"engine {pull.ref.engine_id}"
         has = f"{pull.tokens_read} of {pull.num_tokens} tokens are read"
         return f"the ranks of {engine}", f"while {engine} computed the rest ({has}); look at that engine"

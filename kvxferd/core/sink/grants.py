@@ -13,13 +13,13 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.block_id_memory import BlockIdMemory, request_bytes
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.peers.requests import CHECK_PEER
+from kvxferd.core.peers.requests import CHECK_PEER, PeerRequests
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.sink.manifests import HandshakeClient
 from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, PlanError
-from kvxferd.ids import Endpoint, GrantId, GroupName
+from kvxferd.ids import Endpoint, GrantId, GroupName, PullId
 from kvxferd.layout import BlocksByGroup, append_ids, num_id_bytes
 from kvxferd.plan import Plan, PlanJob, SourceLists
 from kvxferd.wire.common import Binding, Refusal, TransferRef
@@ -41,7 +41,6 @@ from kvxferd.wire.peer import (
     ReleaseGrant,
     RenewGrants,
     ReplyMessage,
-    RequestMessage,
 )
 
 # A grant with a shorter lease would be renewed all the time; a longer lease never ends in practice.
@@ -58,8 +57,9 @@ class GrantState(StrEnum):
     PLANNING = "plan"
     REQUESTING = "grant"
     HELD = "held"
+    LAPSED = "lapsed"  # the source has ended it; a pull that is not posted requests another
     REFUSED = "refused"
-    ENDED = "ended"
+    ENDED = "ended"  # its pull has
 
 
 UNSETTLED = (GrantState.HANDSHAKING, GrantState.PLANNING, GrantState.REQUESTING)
@@ -86,10 +86,10 @@ class HeldGrant:
     refused_in: str = ""  # which phase ended with the refusal: "handshake", "plan" or "grant"
     num_stale_bindings: int = 0
     charged_bytes: int = 0  # that the source's block ids take of the rank's user's share
-    on_settled: Callable[[], None] | None = None
+    pull: PullId | None = None  # that reads with it; None: it is prepared
+    asked: int = 0  # the number of the last `GrantRequest`
     after_tokens: int = -1  # of a progressive pull: the tokens that it has; -1: it wants all at once
-    on_more: Callable[[Refusal | None], None] | None = None  # called when more tokens are ready
-    num_mores: int = 0  # requests for more that were sent
+    awaits_more: bool = False  # it is held, and more tokens were asked for
 
     def consumer(self) -> Consumer:
         """Return the rank that reads, as the source counts it."""
@@ -104,17 +104,22 @@ class GrantClient:
         self,
         context: NodeContext,
         peers: Peers,
+        peer_requests: PeerRequests,
         handshake_client: HandshakeClient,
         movers: Movers,
         block_id_memory: BlockIdMemory,
     ) -> None:
         self._context = context
         self._peers = peers
+        self._peer_requests = peer_requests
         self._handshake_client = handshake_client
+        handshake_client.on_learnt = self._engine_learnt
         self._movers = movers
         self._block_id_memory = block_id_memory
         self._remote_engines = RemoteEngineRegistry(context)
         self._held: dict[Endpoint, dict[GrantId, HeldGrant]] = {}
+        self.on_settled: Callable[[HeldGrant], None] = lambda hold: None
+        self.on_more: Callable[[HeldGrant, Refusal | None], None] = lambda hold, refusal: None
         peers.pin(self._held.keys)
 
     def num_grants(self) -> dict[Endpoint, int]:
@@ -129,7 +134,7 @@ class GrantClient:
         after_tokens: int = -1,
         blocks: BlocksByGroup | None = None,
     ) -> HeldGrant:
-        """Start to request a grant. `on_settled` is called once, when it is held or refused.
+        """Start to request a grant. `on_settled` is called when it is held or refused, maybe at once.
 
         `after_tokens`: 0 for a progressive pull; -1: the transfer must be whole. `blocks`: into which it
         reads; None: that is not known yet.
@@ -140,13 +145,6 @@ class GrantClient:
             hold.starts = {name: listed.first_token for name, listed in blocks.items() if listed.ids}
         self._learn_engine(hold)
         return hold
-
-    def when_settled(self, hold: HeldGrant, callback: Callable[[], None]) -> None:
-        """Call `callback` once the grant is held or refused; now, if it is already."""
-        if hold.state in (GrantState.HELD, GrantState.REFUSED):
-            callback()
-        else:
-            hold.on_settled = callback
 
     def describe_wait(self, hold: HeldGrant) -> str:
         """Describe for an error message whose reply the grant waits for, since when, and what to check."""
@@ -185,14 +183,7 @@ class GrantClient:
         return f"{who} of engine {hold.ref.engine_id}"
 
     def _learn_engine(self, hold: HeldGrant) -> None:
-        wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
-        self._handshake_client.learn_engine(
-            hold.ref.endpoint,
-            hold.ref.engine,
-            wait_s,
-            lambda got: self._engine_learnt(hold, got),
-            hold.rank.uid,
-        )
+        self._handshake_client.learn_engine(hold, min(hold.wait_s, self._context.settings.handshake_wait_s))
 
     def _engine_learnt(self, hold: HeldGrant, outcome: RemoteEngine | Refusal) -> None:
         if hold.state is not GrantState.HANDSHAKING:
@@ -216,7 +207,7 @@ class GrantClient:
             return
         if hold.plan is not None:
             hold.state = GrantState.REQUESTING
-            self._request_grant(hold, hold.remote, hold.plan)
+            self._request_grant(hold)
 
     def plan_made(self, job: PlanJob, made: Plan | KvxferdError) -> None:
         """Go on with the grants that wait for a plan."""
@@ -231,48 +222,58 @@ class GrantClient:
         if hold.state is GrantState.PLANNING:
             self._settle(hold, refusal, "plan")
 
-    def _request_grant(self, hold: HeldGrant, remote: RemoteEngine, plan: Plan) -> None:
+    def _request_grant(self, hold: HeldGrant) -> None:
         # No source waits longer than this, whatever a pull's deadline: a longer wait only delays the refusal.
         wait_s = min(hold.wait_s, self._context.settings.handshake_wait_s)
         if hold.after_tokens >= 0:
             wait_s = hold.wait_s + DEADLINE_MARGIN_S
-        self._send_request(
-            hold,
-            remote,
-            plan,
-            wait_s,
-            lambda reply: self._handle_grant_reply(hold, reply),
-        )
+        self._send_request(hold, wait_s)
 
-    def request_more(
-        self, hold: HeldGrant, after_tokens: int, wait_s: float, on_more: Callable[[Refusal | None], None]
-    ) -> None:
+    def request_more(self, hold: HeldGrant, after_tokens: int, wait_s: float) -> None:
         """Ask once more for a grant that is held: `on_more` is called when more tokens are ready, or all.
 
         The source keeps the request until then, so nothing is polled.
         """
-        assert hold.remote is not None and hold.plan is not None
-        hold.after_tokens, hold.on_more = after_tokens, on_more
-        hold.num_mores += 1
-        number = hold.num_mores
-        self._send_request(
-            hold,
-            hold.remote,
-            hold.plan,
-            wait_s + DEADLINE_MARGIN_S,
-            lambda reply: self._handle_more(hold, number, reply),
-        )
+        hold.after_tokens, hold.awaits_more = after_tokens, True
+        self._send_request(hold, wait_s + DEADLINE_MARGIN_S)
 
-    def _handle_more(self, hold: HeldGrant, number: int, reply: ReplyMessage) -> None:
-        on_more = hold.on_more
-        if on_more is None or number != hold.num_mores:
-            return  # the pull has ended, and has returned its grant
+    def _send_request(self, hold: HeldGrant, wait_s: float) -> None:
+        assert hold.remote is not None and hold.plan is not None
+        message = GrantRequest(
+            request=self._peer_requests.next_id(),
+            grant=hold.grant_id,
+            ref=hold.ref,
+            consumer=hold.consumer(),
+            reads=tuple((rank, hold.remote.ranks[rank].binding.agent) for rank in hold.plan.sources),
+            wait_s=wait_s,
+            after_tokens=hold.after_tokens,
+            from_tokens=SourceLists(hold.plan).missing(hold.starts, hold.blocks),
+        )
+        timeout_s = wait_s + self._context.settings.silent_after_s
+        endpoint, uid = hold.ref.endpoint, hold.rank.uid
+        hold.asked = message.request
+        self._peers.request(endpoint, message, timeout_s, uid, hold, waits=True)
+
+    def _request_page(self, hold: HeldGrant) -> None:
+        """Ask once more for a grant of whose ids there are more than a reply has: it is not waited for."""
+        self._send_request(hold, self._context.settings.handshake_wait_s)
+
+    def answered(self, hold: HeldGrant, reply: ReplyMessage) -> None:
+        """Go on with the reply to the grant's last request."""
+        if hold.state is GrantState.REQUESTING:
+            self._handle_first(hold, reply)
+        elif hold.state in (GrantState.HELD, GrantState.LAPSED):
+            self._handle_more(hold, reply)
+        elif isinstance(reply, GrantReply) and not hold.awaits_more:
+            self._send_return(hold)  # the pull has ended meanwhile
+
+    def _handle_more(self, hold: HeldGrant, reply: ReplyMessage) -> None:
         refusal = self._take_more(hold, reply)
         if refusal is None and hold.granted is not None and hold.granted.has_more:
-            self._request_page(hold, lambda reply: self._handle_more(hold, number, reply))
+            self._request_page(hold)
             return
-        hold.on_more = None
-        on_more(refusal)
+        hold.awaits_more = False
+        self.on_more(hold, refusal)
 
     def _take_more(self, hold: HeldGrant, reply: ReplyMessage) -> Refusal | None:
         """Go on with a later reply of the grant; return why that cannot be."""
@@ -285,11 +286,6 @@ class GrantClient:
             text = f"{reply.ready_tokens} tokens are ready, and more than {hold.after_tokens} were asked for"
             return Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: {text}")
         return self._take_page(hold, reply)
-
-    def _request_page(self, hold: HeldGrant, on_reply: Callable[[ReplyMessage], None]) -> None:
-        """Ask once more for a grant of whose ids there are more than a reply has: it is not waited for."""
-        assert hold.remote is not None and hold.plan is not None
-        self._send_request(hold, hold.remote, hold.plan, self._context.settings.handshake_wait_s, on_reply)
 
     def _take_page(self, hold: HeldGrant, reply: GrantReply) -> Refusal | None:
         """Keep the ids of a reply behind those that came before; return why that cannot be."""
@@ -326,42 +322,7 @@ class GrantClient:
         hold.granted = msgspec.structs.replace(reply, blocks={})
         return None
 
-    def _send_request(
-        self,
-        hold: HeldGrant,
-        remote: RemoteEngine,
-        plan: Plan,
-        wait_s: float,
-        on_reply: Callable[[ReplyMessage], None],
-    ) -> None:
-        def make(request: int) -> RequestMessage:
-            return GrantRequest(
-                request=request,
-                grant=hold.grant_id,
-                ref=hold.ref,
-                consumer=hold.consumer(),
-                reads=tuple((rank, remote.ranks[rank].binding.agent) for rank in plan.sources),
-                wait_s=wait_s,
-                after_tokens=hold.after_tokens,
-                from_tokens=SourceLists(plan).missing(hold.starts, hold.blocks),
-            )
-
-        timeout_s = wait_s + self._context.settings.silent_after_s
-        self._peers.request(
-            hold.ref.endpoint,
-            make,
-            timeout_s,
-            on_reply,
-            hold.rank.uid,
-            waits=True,
-            is_wanted=lambda: hold.state is not GrantState.ENDED,
-        )
-
-    def _handle_grant_reply(self, hold: HeldGrant, reply: ReplyMessage) -> None:
-        if hold.state is not GrantState.REQUESTING:
-            if isinstance(reply, GrantReply):
-                self._send_return(hold)  # the pull has ended
-            return
+    def _handle_first(self, hold: HeldGrant, reply: ReplyMessage) -> None:
         if isinstance(reply, GrantReply):
             self._accept(hold, reply)
         elif isinstance(reply, PeerRefused):
@@ -383,7 +344,7 @@ class GrantClient:
             self._send_return(hold)
             return
         if granted.has_more:
-            self._request_page(hold, lambda reply: self._handle_grant_reply(hold, reply))
+            self._request_page(hold)
             return
         hold.state = GrantState.HELD
         held = self._held.setdefault(hold.ref.endpoint, {})
@@ -406,9 +367,7 @@ class GrantClient:
             hold.refusal = refusal
             self._drop_contents(hold)  # a prepared hold may be kept for minutes
         hold.settled_at = self._context.now
-        callback, hold.on_settled = hold.on_settled, None
-        if callback is not None:
-            callback()
+        self.on_settled(hold)
 
     def preload(self, hold: HeldGrant) -> None:
         """Load the plan and the remote agents of the grant into the rank's mover. Raises PeerError."""
@@ -458,21 +417,17 @@ class GrantClient:
     def _request_renewal(
         self, endpoint: Endpoint, grants: tuple[GrantId, ...], lease_s: float, uid: int
     ) -> None:
-        self._peers.request(
-            endpoint,
-            lambda request: RenewGrants(request=request, grants=grants),
-            lease_s,
-            lambda reply: self._handle_renewal_reply(endpoint, reply),
-            uid,
-        )
+        message = RenewGrants(request=self._peer_requests.next_id(), grants=grants)
+        self._peers.request(endpoint, message, lease_s, uid, endpoint)
 
-    def _handle_renewal_reply(self, endpoint: Endpoint, reply: ReplyMessage) -> None:
+    def renewed(self, endpoint: Endpoint, reply: ReplyMessage) -> None:
+        """Note which grants have ended at their source."""
         # A grant that ended does not end its pull: the fence word decides that. But it is not renewed
         # any more, and a pull that is not posted requests another one.
         if isinstance(reply, GrantsRenewed):
             for grant in reply.ended:
                 if hold := self._forget(endpoint, grant):
-                    hold.state = GrantState.ENDED
+                    hold.state = GrantState.LAPSED
 
     def forget_engine(self, hold: HeldGrant) -> None:
         """Forget the manifest that the grant was planned on: the next grant fetches it again."""
@@ -490,12 +445,16 @@ class GrantClient:
 
     def release(self, hold: HeldGrant) -> None:
         """End the grant without an acknowledgement. Does nothing where it has ended."""
-        state, hold.state = hold.state, GrantState.ENDED
-        hold.on_settled = hold.on_more = None
-        self._drop_contents(hold)
-        self._forget(hold.ref.endpoint, hold.grant_id)
+        state = hold.state
+        self._end(hold)
         if state in (GrantState.HELD, GrantState.REQUESTING):
             self._send_return(hold)
+
+    def _end(self, hold: HeldGrant) -> None:
+        hold.state = GrantState.ENDED
+        self._peer_requests.give_up(hold.asked)
+        self._drop_contents(hold)
+        self._forget(hold.ref.endpoint, hold.grant_id)
 
     def _drop_contents(self, hold: HeldGrant) -> None:
         """Free the source's block ids, though a last message about the grant may be under way."""
@@ -507,32 +466,25 @@ class GrantClient:
         hold.charged_bytes, hold.granted, hold.blocks = 0, None, {}
 
     def _send_return(self, hold: HeldGrant) -> None:
-        self._peers.request(
-            hold.ref.endpoint,
-            lambda request: ReleaseGrant(request=request, grant=hold.grant_id),
-            self._context.settings.silent_after_s,
-            lambda reply: None,
-            hold.rank.uid,
-        )
+        message = ReleaseGrant(request=self._peer_requests.next_id(), grant=hold.grant_id)
+        timeout_s = self._context.settings.silent_after_s
+        self._peers.request(hold.ref.endpoint, message, timeout_s, hold.rank.uid)
 
-    def acknowledge(self, hold: HeldGrant, num_bytes: int, on_reply: Callable[[bool], None]) -> None:
-        """End the grant: this rank has so many bytes. Repeated for `acknowledge_for_s` until the reply."""
-        hold.state, hold.on_more = GrantState.ENDED, None
-        self._drop_contents(hold)
-        self._forget(hold.ref.endpoint, hold.grant_id)
-        self._peers.request(
-            hold.ref.endpoint,
-            lambda request: Acknowledge(
-                request=request,
-                grant=hold.grant_id,
-                ref=hold.ref,
-                consumer=hold.consumer(),
-                bytes=num_bytes,
-            ),
-            self._context.settings.acknowledge_for_s,
-            lambda reply: on_reply(not isinstance(reply, PeerRefused)),
-            hold.rank.uid,
+    def acknowledge(self, hold: HeldGrant, num_bytes: int, about: object = None) -> None:
+        """End the grant: this rank has so many bytes. Repeated for `acknowledge_for_s` until the reply.
+
+        `about`: whom the reply is for.
+        """
+        self._end(hold)
+        message = Acknowledge(
+            request=self._peer_requests.next_id(),
+            grant=hold.grant_id,
+            ref=hold.ref,
+            consumer=hold.consumer(),
+            bytes=num_bytes,
         )
+        timeout_s = self._context.settings.acknowledge_for_s
+        self._peers.request(hold.ref.endpoint, message, timeout_s, hold.rank.uid, about)
 
 
 def _host_word_address(binding: Binding) -> int:

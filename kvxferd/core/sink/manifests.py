@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
@@ -14,14 +15,18 @@ from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifests
-from kvxferd.core.peers.peers import EngineWaiter, OnLearnt, Peer, Peers, as_refusal
+from kvxferd.core.peers.peers import Peer, Peers, as_refusal
 from kvxferd.core.peers.remote_engine import RemoteEngine
+from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, count_busy_refusal
 from kvxferd.ids import Endpoint, EngineId, EngineKey
 from kvxferd.plan import check_engine
 from kvxferd.records import HandshakeRecord
 from kvxferd.wire.common import RankManifest, Refusal
-from kvxferd.wire.peer import ManifestReply, ManifestRequest, ReplyMessage, RequestMessage
+from kvxferd.wire.peer import ManifestReply, ManifestRequest, ReplyMessage
+
+if TYPE_CHECKING:
+    from kvxferd.core.sink.grants import HeldGrant
 
 # A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
 MAX_ENGINES_PER_PEER = 64
@@ -37,35 +42,64 @@ MAX_LEARNT_BYTES = 512 << 20
 WAIT_EXPIRED_CODES = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 
 
+OnLearnt = Callable[["HeldGrant", RemoteEngine | Refusal], None]
+
+
+class EngineWaiter(NamedTuple):
+    """A grant that waits for an engine's manifest, and until `deadline` for the engine's missing ranks."""
+
+    grant: HeldGrant
+    deadline: float
+
+
+@dataclass(slots=True)
+class EngineFetch:
+    """An engine's manifest that is fetched, for all grants that wait for it."""
+
+    peer: Peer
+    key: EngineKey
+    uid: int  # who asked first
+    started_at: float
+    deadline: float
+    waiting: list[EngineWaiter] = field(default_factory=list)
+    known: list[RankManifest] = field(default_factory=list)  # of the pages that are here
+    num_bytes: int = 0  # of these, charged until the engine is
+
+
 class HandshakeClient:
     """Learns remote engines from their homes. What it learnt is kept with the peer until that is silent."""
 
-    def __init__(self, context: NodeContext, peers: Peers, layout_cache: LayoutCache) -> None:
+    def __init__(
+        self, context: NodeContext, peers: Peers, peer_requests: PeerRequests, layout_cache: LayoutCache
+    ) -> None:
         self._context = context
         self._peers = peers
+        self._peer_requests = peer_requests
         self._layout_cache = layout_cache
+        self._fetches: dict[tuple[Endpoint, EngineKey], EngineFetch] = {}
         self._learning_share = FairShare(MAX_LEARNING)
         self._learnt_bytes_share = FairShare(MAX_LEARNT_BYTES)
+        self.on_learnt: OnLearnt = lambda grant, outcome: None
 
-    def learn_engine(
-        self, endpoint: Endpoint, key: EngineKey, wait_s: float, on_learnt: OnLearnt, uid: int
-    ) -> None:
-        """Fetch an engine's manifest for that user; call `on_learnt` at once where it is known."""
-        peer = self._peers.get(endpoint)
+    def learn_engine(self, grant: HeldGrant, wait_s: float) -> None:
+        """Fetch the manifest of a grant's engine; call `on_learnt` at once where it is known."""
+        endpoint, key, uid = grant.ref.endpoint, grant.ref.engine, grant.rank.uid
+        peer, fetch = self._peers.get(endpoint), self._fetches.get((endpoint, key))
         try:
-            if peer is None or (key not in peer.engines and key not in peer.learning):
+            if fetch is None and (peer is None or key not in peer.engines):
                 self._check_learning(key, uid)
             peer = self._peers.admit(endpoint, uid)
         except KvxferdError as error:
-            on_learnt(Refusal.of(error))
+            self.on_learnt(grant, Refusal.of(error))
             return
         if key in peer.engines:
-            on_learnt(peer.engines[key])
+            self.on_learnt(grant, peer.engines[key])
             return
-        learner = EngineWaiter(uid, self._context.now + wait_s, on_learnt)
-        peer.learning.setdefault(key, []).append(learner)
-        if len(peer.learning[key]) == 1:
-            self._fetch_engine(peer, key, learner)
+        waiter = EngineWaiter(grant, self._context.now + wait_s)
+        if fetch is not None:
+            fetch.waiting.append(waiter)
+        else:
+            self._fetch_engine(peer, key, [waiter])
 
     def _check_learning(self, key: EngineKey, uid: int) -> None:
         if not self._learning_share.has_room(uid):
@@ -76,64 +110,57 @@ class HandshakeClient:
                 RETRY_LATER_S,
             )
 
-    def _fetch_engine(self, peer: Peer, key: EngineKey, learner: EngineWaiter) -> None:
-        """Request the manifest, for all that wait for it."""
-        started, uid = self._context.now, learner.uid
-        wait_s = learner.deadline - started
-        self._learning_share.add(uid, 1)
-        known: list[RankManifest] = []
-        num_bytes = 0  # of these, charged until the engine is
+    def _fetch_engine(self, peer: Peer, key: EngineKey, waiting: list[EngineWaiter]) -> None:
+        """Request the manifest, for all that wait for it, as long as one of them waits."""
+        longest = max(waiting, key=lambda waiter: waiter.deadline)
+        fetch = EngineFetch(peer, key, longest.grant.rank.uid, self._context.now, longest.deadline, waiting)
+        self._fetches[peer.endpoint, key] = fetch
+        self._learning_share.add(fetch.uid, 1)
+        self._request_page(fetch)
 
-        def make(request: int) -> RequestMessage:
-            return ManifestRequest(
-                request=request,
-                engine_id=key.engine_id,
-                generation=key.generation,
-                wait_s=wait_s,
-                pp_aware=self._context.settings.pp_aware,
-                num_known=len(known),
-            )
+    def _request_page(self, fetch: EngineFetch) -> None:
+        wait_s = fetch.deadline - fetch.started_at
+        message = ManifestRequest(
+            request=self._peer_requests.next_id(),
+            engine_id=fetch.key.engine_id,
+            generation=fetch.key.generation,
+            wait_s=wait_s,
+            pp_aware=self._context.settings.pp_aware,
+            num_known=len(fetch.known),
+        )
+        timeout_s = wait_s + self._context.settings.silent_after_s
+        self._peers.request(fetch.peer.endpoint, message, timeout_s, fetch.uid, fetch, waits=True)
 
-        def ask() -> None:
-            timeout_s = wait_s + self._context.settings.silent_after_s
-            self._peers.request(peer.endpoint, make, timeout_s, replied, uid, waits=True)
+    def answered(self, fetch: EngineFetch, reply: ReplyMessage) -> None:
+        """Ask for the next page; or finish, with all ranks or with why they cannot be had."""
+        refusal: Refusal | None = None
+        if isinstance(reply, ManifestReply):
+            fetch.known.extend(reply.ranks)
+            if reply.ranks and len(fetch.known) < reply.num_ranks:
+                size = RemoteEngine(fetch.known[0].spec, {m.rank: m for m in reply.ranks}).num_bytes
+                if self._learnt_bytes_share.acquire(fetch.uid, size):
+                    fetch.num_bytes += size
+                    self._request_page(fetch)
+                    return
+                refusal = self._no_room(fetch.key, size)
+        self._learnt_bytes_share.release(fetch.uid, fetch.num_bytes)
+        self._learning_share.release(fetch.uid)
+        del self._fetches[fetch.peer.endpoint, fetch.key]
+        users = dict.fromkeys(waiter.grant.rank.uid for waiter in fetch.waiting)
+        outcome = refusal or self._charge_engine(self._parse_engine(fetch, reply), users)
+        if isinstance(outcome, Refusal) and outcome.code in WAIT_EXPIRED_CODES:
+            self._fetch_for_longer_waits(fetch)
+        self._finish_learning(fetch, outcome)
 
-        def replied(reply: ReplyMessage) -> None:
-            nonlocal num_bytes
-            refusal: Refusal | None = None
-            if isinstance(reply, ManifestReply):
-                known.extend(reply.ranks)
-                if reply.ranks and len(known) < reply.num_ranks:
-                    size = RemoteEngine(known[0].spec, {m.rank: m for m in reply.ranks}).num_bytes
-                    if self._learnt_bytes_share.acquire(uid, size):
-                        num_bytes += size
-                        ask()
-                        return
-                    refusal = self._no_room(key, size)
-            self._learnt_bytes_share.release(uid, num_bytes)
-            self._learning_share.release(uid)
-            waiting = peer.learning.pop(key)
-            outcome = refusal or self._charge_engine(
-                self._parse_engine(key, known, reply), dict.fromkeys(w.uid for w in waiting)
-            )
-            if isinstance(outcome, Refusal) and outcome.code in WAIT_EXPIRED_CODES:
-                waiting = self._fetch_for_longer_waits(peer, key, learner.deadline, waiting)
-            self._finish_learning(peer, key, outcome, started, waiting)
-
-        ask()
-
-    def _fetch_for_longer_waits(
-        self, peer: Peer, key: EngineKey, deadline: float, waiting: list[EngineWaiter]
-    ) -> list[EngineWaiter]:
-        """Request the manifest again for those with a longer wait; return the others.
+    def _fetch_for_longer_waits(self, fetch: EngineFetch) -> None:
+        """Request the manifest again for those with a longer wait, who wait for this one no more.
 
         One user's pull of half a second must not fail another's of ten seconds.
         """
-        deadline = max(deadline, self._context.now)
-        if later := [learner for learner in waiting if learner.deadline > deadline]:
-            peer.learning[key] = later
-            self._fetch_engine(peer, key, max(later, key=lambda learner: learner.deadline))
-        return [learner for learner in waiting if learner.deadline <= deadline]
+        deadline = max(fetch.deadline, self._context.now)
+        if later := [waiter for waiter in fetch.waiting if waiter.deadline > deadline]:
+            fetch.waiting = [waiter for waiter in fetch.waiting if waiter.deadline <= deadline]
+            self._fetch_engine(fetch.peer, fetch.key, later)
 
     def _charge_engine(self, read: RemoteEngine | Refusal, users: Iterable[int]) -> RemoteEngine | Refusal:
         """Charge the engine to the first waiting user with room, for as long as anything refers to it.
@@ -173,10 +200,9 @@ class HandshakeClient:
                 if self._learnt_bytes_share.has_room(uid, size):
                     return
 
-    def _parse_engine(
-        self, key: EngineKey, manifests: Sequence[RankManifest], reply: ReplyMessage
-    ) -> RemoteEngine | Refusal:
+    def _parse_engine(self, fetch: EngineFetch, reply: ReplyMessage) -> RemoteEngine | Refusal:
         """Return the engine of these ranks, or why it cannot be read. The reply had the last of them."""
+        key, manifests = fetch.key, fetch.known
         if not isinstance(reply, ManifestReply):
             refused = as_refusal(reply)
             return Refusal(refused.code, refused.message, refused.retry_after_s)
@@ -196,14 +222,8 @@ class HandshakeClient:
             return Refusal.of(error)
         return RemoteEngine(manifests[0].spec, ranks)
 
-    def _finish_learning(
-        self,
-        peer: Peer,
-        key: EngineKey,
-        outcome: RemoteEngine | Refusal,
-        started: float,
-        waiting: list[EngineWaiter],
-    ) -> None:
+    def _finish_learning(self, fetch: EngineFetch, outcome: RemoteEngine | Refusal) -> None:
+        peer, key = fetch.peer, fetch.key
         # A manifest that comes after the peer's silence may be a former daemon's: it serves those who waited.
         if isinstance(outcome, RemoteEngine) and peer.boot is not None:
             for old in [k for k in peer.engines if k.engine_id == key.engine_id]:
@@ -211,25 +231,25 @@ class HandshakeClient:
             peer.engines[key] = outcome
             if len(peer.engines) > MAX_ENGINES_PER_PEER:
                 del peer.engines[next(iter(peer.engines))]
-        self._context.emit(EmitRecord(self._record(peer.endpoint, key, outcome, started)))
-        self._context.run_in_batches(partial(learner.on_learnt, outcome) for learner in waiting)
+        self._context.emit(EmitRecord(self._record(fetch, outcome)))
+        self._context.run_in_batches(
+            partial(self.on_learnt, waiter.grant, outcome) for waiter in fetch.waiting
+        )
 
-    def _record(
-        self, endpoint: Endpoint, key: EngineKey, outcome: RemoteEngine | Refusal, started: float
-    ) -> HandshakeRecord:
+    def _record(self, fetch: EngineFetch, outcome: RemoteEngine | Refusal) -> HandshakeRecord:
         refused = outcome if isinstance(outcome, Refusal) else None
         return HandshakeRecord(
-            endpoint=endpoint,
-            engine_id=key.engine_id,
+            endpoint=fetch.peer.endpoint,
+            engine_id=fetch.key.engine_id,
             outcome=refused.code if refused else "ok",
             message=refused.message if refused else "",
             num_ranks=len(outcome.ranks) if isinstance(outcome, RemoteEngine) else 0,
-            elapsed_s=self._context.now - started,
+            elapsed_s=self._context.now - fetch.started_at,
         )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where users are charged for other engines than those that are being learnt."""
-        learning, charged = sum(len(peer.learning) for peer in self._peers), self._learning_share.held
+        learning, charged = len(self._fetches), self._learning_share.held
         assert learning == charged, f"{learning} engines are being learnt, and {charged} charged"
 
     def find_engine(self, engine_id: EngineId) -> RemoteEngine | None:

@@ -58,7 +58,7 @@ class PreparedGrants:
             return None
         self._share.release(session.uid)
         # One of another rank is of a registration that failed, maybe of another layout.
-        if hold.rank is not session.rank or hold.state in (GrantState.REFUSED, GrantState.ENDED):
+        if hold.rank is not session.rank or hold.state in (GrantState.REFUSED, GrantState.LAPSED):
             self._grant_client.release(hold)
             return None
         return hold

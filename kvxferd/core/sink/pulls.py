@@ -110,6 +110,7 @@ class Pulls:
     ) -> None:
         self._context = context
         self._grant_client = grant_client
+        grant_client.on_settled, grant_client.on_more = self._grant_settled, self._more_ready
         self._movers = movers
         self._block_id_memory = block_id_memory
         self._pulls: dict[PullId, Pull] = {}
@@ -156,14 +157,24 @@ class Pulls:
         self._context.timers.set(
             ("deadline", pull.pull_id), pull.deadline - notice_s, lambda: at_notice(pull)
         )
-        self._grant_client.when_settled(pull.held_grant, lambda: self._grant_settled(pull))
+        self._hold(pull, pull.held_grant)
 
     # --- from the grant to the mover
 
-    def _grant_settled(self, pull: Pull) -> None:
-        if pull.phase is not PullPhase.WAITING:
+    def _hold(self, pull: Pull, hold: HeldGrant) -> None:
+        """Have the pull read with this grant, which may be settled already."""
+        pull.held_grant, hold.pull = hold, pull.pull_id
+        if hold.state in (GrantState.HELD, GrantState.REFUSED):
+            self._grant_settled(hold)
+
+    def _pull_of(self, hold: HeldGrant) -> Pull | None:
+        pull = self._pulls.get(hold.pull) if hold.pull is not None else None
+        return pull if pull is not None and pull.held_grant is hold else None
+
+    def _grant_settled(self, hold: HeldGrant) -> None:
+        pull = self._pull_of(hold)
+        if pull is None or pull.phase is not PullPhase.WAITING:
             return
-        hold = pull.held_grant
         if hold.learnt_at is not None:
             pull.phases_s["handshake"] = max(0.0, hold.learnt_at - pull.received_at)
         if hold.settled_at is not None:
@@ -230,7 +241,7 @@ class Pulls:
         """Post a pull that waited for a mover. If the source has ended its grant since, request another."""
         if pull.held_grant.state is GrantState.HELD:
             self.post(pull)
-        elif pull.held_grant.state is not GrantState.ENDED:
+        elif pull.held_grant.state is not GrantState.LAPSED:
             return  # the grant is requested, and the pull is posted when it arrives
         elif pull.deadline - self._context.now > MIN_RETRY_S:
             self._reacquire_grant(pull, Code.MOVER_LOST, _mover_lost_message(pull))
@@ -273,26 +284,22 @@ class Pulls:
         if pull.held_grant.state is not GrantState.HELD:
             self._post_or_reacquire(pull)
         elif pull.more_refused is not None:
-            self._more_ready(pull, pull.held_grant, pull.more_refused)
+            self._more_ready(pull.held_grant, pull.more_refused)
         else:
             self._request_more(pull, pull.tokens_read)
 
     def _request_more(self, pull: Pull, tokens: int) -> None:
         """Ask for more than so many tokens, unless that is asked already."""
         hold = pull.held_grant
-        if hold.on_more is not None or hold.state is not GrantState.HELD:
+        if hold.awaits_more or hold.state is not GrantState.HELD:
             return
         left_s = pull.deadline - self._context.now
-        self._grant_client.request_more(
-            hold,
-            tokens_to_wait_for(pull, tokens),
-            left_s,
-            lambda refusal: self._more_ready(pull, hold, refusal),
-        )
+        self._grant_client.request_more(hold, tokens_to_wait_for(pull, tokens), left_s)
 
-    def _more_ready(self, pull: Pull, hold: HeldGrant, refusal: Refusal | None) -> None:
+    def _more_ready(self, hold: HeldGrant, refusal: Refusal | None) -> None:
         """Go on with what the source has, or with why it has no more; while a piece is read, behind it."""
-        if pull.held_grant is not hold:
+        pull = self._pull_of(hold)
+        if pull is None:
             return
         if refusal is None:
             record_whole(pull, self._context.now)
@@ -373,18 +380,16 @@ class Pulls:
 
     def _reacquire_grant(self, pull: Pull, code: Code, message: str) -> None:
         left_s = pull.deadline - self._context.now
-        pull.former_grant, pull.held_grant = (
-            pull.held_grant,
-            self._grant_client.acquire(
-                pull.rank, pull.ref, left_s, 0 if pull.progressive else -1, pull.blocks
-            ),
+        pull.former_grant = pull.held_grant
+        hold = self._grant_client.acquire(
+            pull.rank, pull.ref, left_s, 0 if pull.progressive else -1, pull.blocks
         )
         self._context.after(
             ("retry", pull.pull_id),
             min(RETRY_WITHIN_S, left_s - MIN_RETRY_S / 2),
             lambda: self._refuse(pull, code, message),
         )
-        self._grant_client.when_settled(pull.held_grant, lambda: self._grant_settled(pull))
+        self._hold(pull, hold)
 
     def _release_former_grant(self, pull: Pull) -> None:
         self._context.timers.cancel(("retry", pull.pull_id))
@@ -476,14 +481,13 @@ class Pulls:
                 pull,
                 TicketDelivered(ticket=pull.ticket, bytes=total.bytes, runs=total.runs, wire_s=total.wire_s),
             )
-        ended = self._context.now
         self._remove(pull)
+        self._grant_client.acknowledge(pull.held_grant, total.bytes, pull)
 
-        def acknowledged(_: bool) -> None:
-            pull.phases_s["ack"] = self._context.now - ended
-            emit_record(self._context, pull, "delivered", None, "", ended)
-
-        self._grant_client.acknowledge(pull.held_grant, total.bytes, acknowledged)
+    def acknowledged(self, pull: Pull, delivered_at: float) -> None:
+        """Report a delivery: its source has replied, or is given up."""
+        pull.phases_s["ack"] = self._context.now - delivered_at
+        emit_record(self._context, pull, "delivered", None, "", delivered_at)
 
     def _refuse(self, pull: Pull, code: Code, message: str) -> None:
         self._fail(pull, PullTrigger.REFUSE, code, message)
@@ -640,7 +644,7 @@ class Pulls:
         for pull in self._pulls_of(rank):
             self._remove(pull)
             if pull.delivered_by_mover and pull.phase is not PullPhase.IN_DOUBT:
-                self._grant_client.acknowledge(pull.held_grant, 0, lambda _: None)
+                self._grant_client.acknowledge(pull.held_grant, 0)
             else:
                 self._grant_client.release(pull.held_grant)
 

@@ -19,7 +19,7 @@ from kvxferd.core.limits.block_id_memory import (
 )
 from kvxferd.core.limits.checks import check_count
 from kvxferd.core.limits.fair_share import Owner
-from kvxferd.core.peers.requests import PeerRequests
+from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.registry import ASLEEP, LocalEngine, LocalRank, MemberRank, RankRecord, Registry
 from kvxferd.core.ranks.session import Session
@@ -451,9 +451,8 @@ class PublishedTransfers:
                 transfer_id=transfer.transfer_id,
                 why=why,
             )
-            self._peer_requests.request(
-                route, message, self._context.settings.acknowledge_for_s, lambda reply: None, key
-            )
+            timeout_s = self._context.settings.acknowledge_for_s
+            self._peer_requests.send(OpenRequest(route, message, timeout_s, key=key))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the tables contradict each other."""

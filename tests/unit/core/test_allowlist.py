@@ -15,6 +15,7 @@ from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire import worker as wk
+from kvxferd.wire.common import TransferRef
 from kvxferd.wire.endpoint import address_of, host_of, key_of, parse_endpoint
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, spec_of
 
@@ -121,7 +122,7 @@ def test_a_peer_that_is_admitted_no_more_is_forgotten_and_not_asked_again(world,
     assert not node.peers.endpoints()
     ticket = sink.pull(source.publish("r2", IDS, TOKENS), SINK_IDS, TOKENS)
     assert sink.ended(ticket).code is Code.NOT_ALLOWED
-    node.handshake_client.learn_engine(peer, PREFILL, 1.0, lambda outcome: None, uid=0)
+    sink.say(wk.Abandon(ref=TransferRef(peer, PREFILL.engine_id, PREFILL.generation, "r1", "n")))
     assert not node.peers.endpoints()
 
 

@@ -7,8 +7,6 @@ import pytest
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.core.context import CALLS_PER_TURN
-from kvxferd.core.peers.peers import Question
-from kvxferd.core.peers.requests import always
 from kvxferd.errors import Code, ProtocolError
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
@@ -78,20 +76,6 @@ def test_who_waits_for_a_greeting_is_served_whole(world: World, source: Worker, 
     world.advance(3.0)
     assert {sink.ended(ticket).code for ticket in tickets} == {Code.TRANSFER_UNKNOWN}
     assert sink.host.node.peers._open_request_share.held == 0
-
-
-def test_who_waits_when_the_peer_is_dropped_asks_it_nothing_more(
-    world: World, source: Worker, sink: Worker
-) -> None:
-    """Those that a turn has no room for are not asked of a peer that was dropped meanwhile."""
-    node, endpoint = sink.host.node, source.host.endpoint
-    replies: list[object] = []
-    peer = node.peers.admit(endpoint, 0)
-    peer.boot = "boot"
-    question = Question(lambda request: pytest.fail("it was asked"), 1.0, replies.append, False, always)
-    node.peers.drop(endpoint)
-    node.peers._send_after_welcome(peer, question)
-    assert [reply.code for reply in replies] == [Code.PEER_UNREACHABLE]
 
 
 def test_a_node_is_behind_while_more_is_due_than_one_turn_runs(world):

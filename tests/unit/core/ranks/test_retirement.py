@@ -313,7 +313,7 @@ def test_a_grant_that_ended_while_its_pull_waited_is_asked_for_anew(world, sourc
     source.say(wk.Unpublish(transfer_id="t1"))
     world.advance(world.settings.lease_s)
     (pull,) = sink.host.node.pulls.running()
-    assert pull.held_grant.state is GrantState.ENDED
+    assert pull.held_grant.state is GrantState.LAPSED
     reply(*requested[0])
     world.advance(1)
     failed = sink.ended(ticket)

@@ -564,26 +564,24 @@ def test_a_source_that_dies_ends_the_pull_long_before_its_deadline(world, source
 
 def test_a_peer_that_keeps_a_request_too_long_is_not_taken_for_silent(world, source, sink):
     """Its other requests go on, and what was learnt of it stays."""
-    requests, replies = sink.host.node.peers, []
-
-    def make(request: int) -> GrantRequest:
-        held = pull_request(sink, unpublished(source))
-        return msgspec.structs.replace(held, request=request)
-
-    requests.request(source.host.endpoint, make, 7.0, replies.append, 0, waits=True)
+    node, replies = sink.host.node, []
+    settle = node.peers.request_settled
+    node.peers.request_settled = lambda asked, reply: [settle(asked, reply), replies.append(reply)]
+    held = pull_request(sink, unpublished(source), node.peer_requests.next_id())
+    node.peers.request(source.host.endpoint, held, 7.0, 0, waits=True)
     world.advance(0.0)  # it greets the peer
     world.advance(7.1)
-    assert [(reply.code, "cannot wait longer" in reply.message) for reply in replies] == [
+    assert [(reply.code, "cannot wait longer" in reply.message) for reply in replies[1:]] == [
         (Code.DEADLINE, True)
     ]
     assert [peer.state for peer in sink.host.node.snapshot().peers] == ["up"]
 
 
-def pull_request(sink: Worker, ref: TransferRef) -> GrantRequest:
+def pull_request(sink: Worker, ref: TransferRef, request: int = 0) -> GrantRequest:
     """Return a request for a grant that waits for a transfer that is not published."""
     consumer = Consumer(sink.spec.engine_id, sink.spec.generation, sink.spec.rank, 1)
     return GrantRequest(
-        request=0, grant="waits", ref=ref, consumer=consumer, reads=(), wait_s=60.0, after_tokens=0
+        request=request, grant="waits", ref=ref, consumer=consumer, reads=(), wait_s=60.0, after_tokens=0
     )
 
 
