@@ -704,6 +704,8 @@ class Node:
         match message:
             case PeerHello():
                 self._welcome_peer(route, message, key)
+            case _ if self.peer_routes.is_refused(route):
+                pass  # it was sent behind the hello, may mean something else in that version, and is refused
             case ManifestRequest():
                 self.handshake_server.fetch(route, message, key)
             case GrantRequest():
@@ -729,6 +731,7 @@ class Node:
         try:
             version = negotiate_version(PEER_VERSIONS, message.versions)
         except ProtocolError as error:
+            self.peer_routes.set_endpoint(route, None)
             self.context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
         self.peer_routes.set_endpoint(route, _claimed_endpoint(message.endpoint, key))

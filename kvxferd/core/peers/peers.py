@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
@@ -14,7 +12,7 @@ from kvxferd.core.effects import ClosePeerConnection
 from kvxferd.core.limits.checks import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.peers.requests import CHECK_PEER, OpenRequest, PeerRequests
+from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineKey
 from kvxferd.records import PeerSnapshot, RemoteEngineSnapshot
@@ -56,7 +54,7 @@ class Peer:
     last_seen_at: float | None = None  # when its last message arrived
     round_trip_s: float | None = None  # of the last message that a peer answers at once
     checked_at: float | None = None  # when `check` sent its last hello
-    waiting_for_welcome: list[OpenRequest] = field(default_factory=list)
+    hello: int = 0  # the number of the last one
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
 
 
@@ -88,14 +86,13 @@ class Peers:
         waits: bool = False,
         is_vital: bool = False,
     ) -> None:
-        """Send a request for that user, after the hello. The node gives its reply to whom it is for.
+        """Send a request for that user, behind a hello. The node gives its reply to whom it is for.
 
         `waits`: the request may wait at the peer for as long as `timeout_s`; a peer that is silent meanwhile
         is unreachable all the same. `is_vital`: a rank has one of these at a time, and what else its user
         asks must not keep it back: it is counted, and not refused.
         """
-        silent_s = self._context.settings.gone_after_s if waits else math.inf
-        asked = OpenRequest(endpoint, message, timeout_s, about, uid, silent_s=silent_s)
+        asked = OpenRequest(endpoint, message, timeout_s, about, uid)
         try:
             if not is_vital:
                 self._check_open_requests(endpoint, uid)
@@ -103,18 +100,14 @@ class Peers:
         except KvxferdError as error:
             self._peer_requests.refuse(asked, error)
             return
+        if waits:  # one that is up may have replied to it, and the reply may be lost
+            settings = self._context.settings
+            asked.silent_s = settings.gone_after_s if peer.boot else settings.silent_after_s
         asked.is_charged = True
         self._open_request_share.add(uid, 1)
-        if peer.boot is not None:
-            self._peer_requests.send(asked)
-            return
-        peer.waiting_for_welcome.append(asked)
-        if len(peer.waiting_for_welcome) == 1:
-            self._peer_requests.send(
-                OpenRequest(
-                    endpoint, self._make_hello(), self._context.settings.silent_after_s, peer, peer.uid
-                )
-            )
+        if peer.boot is None:
+            self._greet(peer)
+        self._peer_requests.send(asked)
 
     def request_settled(self, asked: OpenRequest, reply: ReplyMessage) -> None:
         """Note what a reply to a request of `request` says of the peer."""
@@ -161,7 +154,7 @@ class Peers:
         self._peers.pop(endpoint, None)
         self._peers[endpoint] = peer  # the longest unused first
         self._forget_later(peer)
-        if evicted is not None:  # after the new peer has its place: a callback may send a request at once
+        if evicted is not None:  # after the new peer has its place: whoever is refused may ask at once
             text = f"cannot wait for {evicted.endpoint}: another peer takes the place of one that is silent"
             self._peer_requests.fail_all(evicted.endpoint, BusyError(text, RETRY_LATER_S))
         return peer
@@ -213,20 +206,33 @@ class Peers:
             self._forget(peer)
 
     def _is_used(self, peer: Peer) -> bool:
-        return bool(peer.waiting_for_welcome) or self._peer_requests.has_open(peer.endpoint)
+        """Whether a request to it is open, besides its hello."""
+        is_greeted = self._peer_requests.is_open(peer.endpoint, peer.hello)
+        return self._peer_requests.num_open(peer.endpoint) > is_greeted
+
+    def _greet(self, peer: Peer) -> None:
+        """Send a hello, unless one is open. What is sent behind it is refused with it."""
+        if self._peer_requests.is_open(peer.endpoint, peer.hello):
+            return
+        hello = self._make_hello()
+        peer.hello = hello.request
+        timeout_s = self._context.settings.silent_after_s
+        self._peer_requests.send(OpenRequest(peer.endpoint, hello, timeout_s, peer, peer.uid))
 
     def hello_answered(self, peer: Peer, asked: OpenRequest, reply: ReplyMessage) -> None:
-        """Send what waited for the welcome, or refuse it."""
-        waiting, peer.waiting_for_welcome = peer.waiting_for_welcome, []
+        """Go on with a peer that is there; fail the requests to one that refuses this daemon."""
         if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
             peer.boot = reply.boot
             peer.round_trip_s = self._context.now - asked.opened_at
-            self._context.run_in_batches(partial(self._send_after_welcome, peer, later) for later in waiting)
+            self._peer_requests.resume(peer.endpoint)
             return
-        self._mark_silent(peer)
         refused = as_refusal(reply)
-        error = KvxferdError(refused.message, refused.code, retry_after_s=refused.retry_after_s)
-        self._context.run_in_batches(partial(self._peer_requests.refuse, later, error) for later in waiting)
+        if refused.code is Code.PEER_UNREACHABLE:
+            self._mark_silent(peer)
+        elif self._peers.get(peer.endpoint) is peer:
+            self._give_up(
+                peer, KvxferdError(refused.message, refused.code, retry_after_s=refused.retry_after_s)
+            )
 
     def check(self, endpoint: Endpoint) -> None:
         """Send the peer a hello once more, so that `is_there` knows whether it still replies.
@@ -234,8 +240,8 @@ class Peers:
         Changes nothing else: requests to it have timeouts of their own.
         """
         peer, now = self._peers.get(endpoint), self._context.now
-        if peer is None or peer.waiting_for_welcome:
-            return  # its hello is open
+        if peer is None or self._peer_requests.is_open(endpoint, peer.hello):
+            return
         if peer.checked_at is not None and now - peer.checked_at < CHECK_EVERY_S:
             return
         peer.checked_at = now
@@ -258,27 +264,23 @@ class Peers:
             endpoint=self._context.endpoint,
         )
 
-    def _send_after_welcome(self, peer: Peer, asked: OpenRequest) -> None:
-        """Send a request that waited for the hello, unless the peer is silent or forgotten since."""
-        if self._peers.get(peer.endpoint) is peer and peer.boot is not None:
-            self._peer_requests.send(asked)
-            return
-        text = f"cannot reach {peer.endpoint}: it answered the hello, and nothing since; {CHECK_PEER}"
-        self._peer_requests.refuse(asked, KvxferdError(text, Code.PEER_UNREACHABLE))
-
     def _mark_silent(self, peer: Peer) -> None:
         """Forget what was learnt from the peer: after a silence another daemon may be there.
 
-        While other requests to it are open the peer keeps its place, and they connect again.
+        While requests to it are open it keeps its place, and is greeted again. They are sent again when it
+        is back.
         """
         if self._peers.get(peer.endpoint) is not peer:
             return
+        if not self._is_used(peer):
+            self._forget(peer)
+            return
         peer.boot = None
         peer.engines.clear()
-        if self._is_used(peer):
+        self._peer_requests.hold_back(peer.endpoint)
+        if not self._peer_requests.is_open(peer.endpoint, peer.hello):
             self._context.emit(ClosePeerConnection(peer.endpoint))
-        else:
-            self._forget(peer)
+            self._greet(peer)
 
     def forget_if_unused(self, asked: OpenRequest) -> None:
         """Forget a silent peer whose last request has ended."""
@@ -286,8 +288,14 @@ class Peers:
         if peer is not None and peer.boot is None and not self._is_used(peer):
             self._forget(peer)
 
+    def _give_up(self, peer: Peer, error: KvxferdError) -> None:
+        """Forget the peer, and fail the requests to it."""
+        self._forget(peer)
+        self._peer_requests.fail_all(peer.endpoint, error)
+
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.endpoint]
+        self._peer_requests.withdraw(peer.hello)
         self._peer_share.release(peer.uid)
         self._context.timers.cancel(("idle-peer", peer.endpoint))
         self._context.emit(ClosePeerConnection(peer.endpoint))
@@ -314,15 +322,13 @@ class Peers:
     def protocol_broken(self, endpoint: Endpoint, error: ProtocolError) -> None:
         """Close the connection of a peer that broke the protocol, and fail the requests to it."""
         if peer := self._peers.get(endpoint):
-            self._mark_silent(peer)
-        self._peer_requests.fail_all(endpoint, error)
+            self._give_up(peer, error)
 
     def mark_unreachable(self, endpoint: Endpoint, reason: str) -> None:
         """Fail the requests to a peer to which no connection can be made."""
         if peer := self._peers.get(endpoint):
-            self._mark_silent(peer)
-        error = KvxferdError(f"cannot reach {address_of(endpoint)}: {reason}", Code.PEER_UNREACHABLE)
-        self._peer_requests.fail_all(endpoint, error)
+            text = f"cannot reach {address_of(endpoint)}: {reason}"
+            self._give_up(peer, KvxferdError(text, Code.PEER_UNREACHABLE))
 
     def silent_s(self, endpoint: Endpoint, since: float) -> float:
         """Return for how long the peer has sent nothing; `since`: when the request was sent."""
@@ -356,12 +362,9 @@ class Peers:
 
         A pull that has its grant goes on: its reads need no daemon, and the fence word decides.
         """
-        peer = self._peers.get(endpoint)
-        if peer is None:
-            return
-        self._mark_silent(peer)
-        dropped = KvxferdError(f"cannot wait for {endpoint}: an operator dropped that peer", Code.CANCELLED)
-        self._peer_requests.fail_all(endpoint, dropped)
+        if peer := self._peers.get(endpoint):
+            text = f"cannot wait for {endpoint}: an operator dropped that peer"
+            self._give_up(peer, KvxferdError(text, Code.CANCELLED))
 
     def allowlist_changed(self) -> None:
         """Forget the peers that the allow-lists do not admit any more, as `drop` does."""
@@ -370,8 +373,7 @@ class Peers:
                 if peer.endpoint != self._context.endpoint:
                     self._context.allowlist.check(peer.endpoint)
             except KvxferdError as error:
-                self._mark_silent(peer)
-                self._peer_requests.fail_all(peer.endpoint, error)
+                self._give_up(peer, error)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where something is known of a daemon that nobody has greeted."""

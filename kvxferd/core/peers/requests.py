@@ -13,6 +13,7 @@ from kvxferd.core.effects import NO_USER, ReplyToPeer, SendToPeer
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Endpoint
 from kvxferd.wire.peer import (
+    PeerHello,
     PeerMessage,
     PeerRefused,
     ReplyMessage,
@@ -68,6 +69,7 @@ class PeerRequests:
         self._ids = itertools.count(1)
         self._open: dict[int, OpenRequest] = {}
         self._open_by_address: dict[Address, dict[int, None]] = {}
+        self._held_back: set[Address] = set()  # nothing but hellos is sent there
 
     def next_id(self) -> int:
         """Return a request number that was never used before."""
@@ -97,16 +99,29 @@ class PeerRequests:
         self._context.timers.set(("give-up", number), when, lambda: self._time_out(number))
 
     def _send(self, number: int) -> None:
-        open_request = self._open[number]
-        if isinstance(open_request.address, bytes):
-            self._context.emit(ReplyToPeer(open_request.address, open_request.message))
-        else:
-            self._context.emit(SendToPeer(open_request.address, open_request.message, open_request.uid))
+        asked = self._open[number]
         self._context.after(("resend", number), self._context.settings.resend_s, lambda: self._resend(number))
+        if asked.address in self._held_back and not isinstance(asked.message, PeerHello):
+            return
+        if isinstance(asked.address, bytes):
+            self._context.emit(ReplyToPeer(asked.address, asked.message))
+        else:
+            self._context.emit(SendToPeer(asked.address, asked.message, asked.uid))
 
     def _resend(self, number: int) -> None:
-        if self._open[number].is_wanted:
+        if number in self._open and self._open[number].is_wanted:
             self._send(number)
+
+    def hold_back(self, address: Address) -> None:
+        """Send nothing but hellos to a peer that is silent: it would all wait there when it is back."""
+        self._held_back.add(address)
+
+    def resume(self, address: Address) -> None:
+        """Send again what a silent peer that is back may not have received."""
+        if address in self._held_back:
+            self._held_back.discard(address)
+            there = list(self._open_by_address.get(address, ()))
+            self._context.run_in_batches(partial(self._resend, number) for number in there)
 
     def _time_out(self, number: int) -> None:
         open_request = self._open[number]
@@ -158,6 +173,7 @@ class PeerRequests:
         there.pop(number, None)
         if not there:
             self._open_by_address.pop(open_request.address, None)
+            self._held_back.discard(open_request.address)
         self._context.timers.cancel(("resend", number))
         self._context.timers.cancel(("give-up", number))
         return open_request
@@ -195,6 +211,7 @@ class PeerRequests:
         Where thousands are open, the last of them fail in later turns.
         """
         failed = self._open_by_address.pop(address, {})
+        self._held_back.discard(address)
         for number in failed:
             self._open[number].address = NO_ADDRESS
             self._context.timers.cancel(("resend", number))
@@ -209,9 +226,9 @@ class PeerRequests:
         """Whether that request to that address is open."""
         return number in self._open_by_address.get(address, ())
 
-    def has_open(self, address: Address) -> bool:
-        """Whether a request to that address is open."""
-        return address in self._open_by_address
+    def num_open(self, address: Address) -> int:
+        """Return how many requests to that address are open."""
+        return len(self._open_by_address.get(address, ()))
 
     def oldest_at(self, address: Address) -> float | None:
         """Return since when the oldest open request to that address waits; None: there is none."""

@@ -12,10 +12,13 @@ class PeerRoutes:
     """Keeps the endpoints of the routes that were used last."""
 
     def __init__(self) -> None:
-        self._endpoints: dict[bytes, Endpoint] = {}
+        self._endpoints: dict[bytes, Endpoint | None] = {}  # None: its hello was refused
 
-    def set_endpoint(self, route: bytes, endpoint: Endpoint) -> None:
-        """Record where the other side says it is; "": it names no endpoint that it could have."""
+    def set_endpoint(self, route: bytes, endpoint: Endpoint | None) -> None:
+        """Record where the other side says it is; "": it names no endpoint that it could have.
+
+        None: its hello was refused, and so is what it sends behind it.
+        """
         self._endpoints.pop(route, None)
         self._endpoints[route] = endpoint
         if len(self._endpoints) > MAX_ROUTES:
@@ -23,8 +26,12 @@ class PeerRoutes:
 
     def endpoint_of(self, route: bytes) -> Endpoint:
         """Return where the other side says it is; "" before its hello."""
-        endpoint = self._endpoints.pop(route, None)
+        endpoint = self._endpoints.get(route)
         if endpoint is None:
             return Endpoint("")
-        self._endpoints[route] = endpoint
+        self.set_endpoint(route, endpoint)  # the longest unused first
         return endpoint
+
+    def is_refused(self, route: bytes) -> bool:
+        """Whether the other side's hello was refused."""
+        return self._endpoints.get(route, Endpoint("")) is None
