@@ -336,10 +336,7 @@ class Node:
 
     def _check_block_id_memory(self) -> None:
         running = self.pulls.running()
-        holds = [pull.held_grant for pull in running] + [
-            pull.former_grant for pull in running if pull.former_grant
-        ]
-        holds += self.prepared
+        holds = [*(pull.held_grant for pull in running), *self.prepared]
         charged = sum([transfer.charged_bytes for transfer in self.published.table.live.values()])
         charged += sum([hold.charged_bytes for hold in holds])
         charged += sum([request_bytes(pull.blocks) for pull in running])
@@ -673,8 +670,8 @@ class Node:
                 self.peers.hello_answered(peer, asked, reply)
             case ManifestRequest(), EngineFetch() as fetch:
                 self.handshake_client.answered(fetch, reply)
-            case GrantRequest(), HeldGrant() as hold:
-                self.grant_client.answered(hold, reply)
+            case GrantRequest() as requested, HeldGrant() as hold:
+                self.grant_client.answered(hold, requested.request, reply)
             case RenewGrants(), str() as endpoint:
                 self.grant_client.renewed(Endpoint(endpoint), reply)
             case Acknowledge(), Pull() as pull:

@@ -62,6 +62,7 @@ class GrantState(StrEnum):
     ENDED = "ended"  # its pull has
 
 
+NO_PULL = PullId(0)  # of a grant that is prepared
 UNSETTLED = (GrantState.HANDSHAKING, GrantState.PLANNING, GrantState.REQUESTING)
 
 
@@ -86,7 +87,7 @@ class HeldGrant:
     refused_in: str = ""  # which phase ended with the refusal: "handshake", "plan" or "grant"
     num_stale_bindings: int = 0
     charged_bytes: int = 0  # that the source's block ids take of the rank's user's share
-    pull: PullId | None = None  # that reads with it; None: it is prepared
+    pull: PullId = NO_PULL  # that reads with it
     asked: int = 0  # the number of the last `GrantRequest`
     after_tokens: int = -1  # of a progressive pull: the tokens that it has; -1: it wants all at once
     awaits_more: bool = False  # it is held, and more tokens were asked for
@@ -145,6 +146,19 @@ class GrantClient:
             hold.starts = {name: listed.first_token for name, listed in blocks.items() if listed.ids}
         self._learn_engine(hold)
         return hold
+
+    def ask_again(self, hold: HeldGrant, wait_s: float, after_tokens: int) -> None:
+        """Ask for a grant that failed or has lapsed, with the engine's manifest and plan as they are now.
+
+        Its name is the same: the source keeps what it has granted until it replaces it, so that it never
+        sees the transfer without a reader.
+        """
+        self._peer_requests.give_up(hold.asked)
+        self._drop_contents(hold)
+        hold.state, hold.refusal = GrantState.HANDSHAKING, None
+        hold.wait_s, hold.started_at = wait_s, self._context.now
+        hold.after_tokens, hold.awaits_more, hold.num_stale_bindings = after_tokens, False, 0
+        self._learn_engine(hold)
 
     def describe_wait(self, hold: HeldGrant) -> str:
         """Describe for an error message whose reply the grant waits for, since when, and what to check."""
@@ -258,8 +272,10 @@ class GrantClient:
         """Ask once more for a grant of whose ids there are more than a reply has: it is not waited for."""
         self._send_request(hold, self._context.settings.handshake_wait_s)
 
-    def answered(self, hold: HeldGrant, reply: ReplyMessage) -> None:
+    def answered(self, hold: HeldGrant, request: int, reply: ReplyMessage) -> None:
         """Go on with the reply to the grant's last request."""
+        if request != hold.asked:
+            return  # it has been asked anew since
         if hold.state is GrantState.REQUESTING:
             self._handle_first(hold, reply)
         elif hold.state in (GrantState.HELD, GrantState.LAPSED):
@@ -426,7 +442,8 @@ class GrantClient:
         # any more, and a pull that is not posted requests another one.
         if isinstance(reply, GrantsRenewed):
             for grant in reply.ended:
-                if hold := self._forget(endpoint, grant):
+                hold = self._forget(endpoint, grant)
+                if hold is not None and hold.state is GrantState.HELD:
                     hold.state = GrantState.LAPSED
 
     def forget_engine(self, hold: HeldGrant) -> None:
@@ -445,16 +462,16 @@ class GrantClient:
 
     def release(self, hold: HeldGrant) -> None:
         """End the grant without an acknowledgement. Does nothing where it has ended."""
-        state = hold.state
-        self._end(hold)
-        if state in (GrantState.HELD, GrantState.REQUESTING):
+        is_requested = hold.state is GrantState.REQUESTING
+        if self._end(hold) or is_requested:
             self._send_return(hold)
 
-    def _end(self, hold: HeldGrant) -> None:
+    def _end(self, hold: HeldGrant) -> bool:
+        """Return whether the source has granted it."""
         hold.state = GrantState.ENDED
         self._peer_requests.give_up(hold.asked)
         self._drop_contents(hold)
-        self._forget(hold.ref.endpoint, hold.grant_id)
+        return self._forget(hold.ref.endpoint, hold.grant_id) is not None
 
     def _drop_contents(self, hold: HeldGrant) -> None:
         """Free the source's block ids, though a last message about the grant may be under way."""

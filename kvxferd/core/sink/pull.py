@@ -95,7 +95,6 @@ class Pull:
     num_movers_lost: int = 0  # movers that died while they had it
     interruption: int = 0  # number of the PullsInterrupted that it waits for; 0: for none
     delivered_by_mover: bool = False  # the worker reported that its mover sent Delivered
-    former_grant: HeldGrant | None = None  # of the first try, until the second try has one
     phases_s: dict[str, float] = field(default_factory=dict)
     failed_phase: str = ""  # as `PullRecord.failed_phase`
     silent: str = ""  # as `PullRecord.silent`

@@ -157,22 +157,14 @@ class Pulls:
         self._context.timers.set(
             ("deadline", pull.pull_id), pull.deadline - notice_s, lambda: at_notice(pull)
         )
-        self._hold(pull, pull.held_grant)
+        pull.held_grant.pull = pull.pull_id
+        if pull.held_grant.state in (GrantState.HELD, GrantState.REFUSED):
+            self._grant_settled(pull.held_grant)
 
     # --- from the grant to the mover
 
-    def _hold(self, pull: Pull, hold: HeldGrant) -> None:
-        """Have the pull read with this grant, which may be settled already."""
-        pull.held_grant, hold.pull = hold, pull.pull_id
-        if hold.state in (GrantState.HELD, GrantState.REFUSED):
-            self._grant_settled(hold)
-
-    def _pull_of(self, hold: HeldGrant) -> Pull | None:
-        pull = self._pulls.get(hold.pull) if hold.pull is not None else None
-        return pull if pull is not None and pull.held_grant is hold else None
-
     def _grant_settled(self, hold: HeldGrant) -> None:
-        pull = self._pull_of(hold)
+        pull = self._pulls.get(hold.pull)
         if pull is None or pull.phase is not PullPhase.WAITING:
             return
         if hold.learnt_at is not None:
@@ -183,7 +175,7 @@ class Pulls:
             refusal = hold.refusal
             self._fail(pull, PullTrigger.REFUSE, refusal.code, refusal.message, refusal.retry_after_s)
             return
-        self._release_former_grant(pull)
+        self._context.timers.cancel(("retry", pull.pull_id))
         pull.more_refused = None
         assert hold.granted is not None
         if hold.granted.fence_word != pull.fence_word:
@@ -298,7 +290,7 @@ class Pulls:
 
     def _more_ready(self, hold: HeldGrant, refusal: Refusal | None) -> None:
         """Go on with what the source has, or with why it has no more; while a piece is read, behind it."""
-        pull = self._pull_of(hold)
+        pull = self._pulls.get(hold.pull)
         if pull is None:
             return
         if refusal is None:
@@ -366,11 +358,7 @@ class Pulls:
         )
 
     def _retry(self, pull: Pull, mover: MoverId, outcome: PullOutcome) -> None:
-        """Read once more, with a new manifest, grant and connection: the source may have been replaced.
-
-        The new grant is requested before the old one is returned, so that the source never sees the
-        transfer without a reader.
-        """
+        """Read once more, with a new manifest, grant and connection: the source may have been replaced."""
         pull.transition(PullTrigger.RETRY)
         pull.retried, pull.mover = True, None
         if outcome.agent is not None:
@@ -379,23 +367,14 @@ class Pulls:
         self._movers.reconsider(mover)
 
     def _reacquire_grant(self, pull: Pull, code: Code, message: str) -> None:
+        """Ask for the grant again. Without it after a while the pull fails, with this code and message."""
         left_s = pull.deadline - self._context.now
-        pull.former_grant = pull.held_grant
-        hold = self._grant_client.acquire(
-            pull.rank, pull.ref, left_s, 0 if pull.progressive else -1, pull.blocks
-        )
         self._context.after(
             ("retry", pull.pull_id),
             min(RETRY_WITHIN_S, left_s - MIN_RETRY_S / 2),
             lambda: self._refuse(pull, code, message),
         )
-        self._hold(pull, hold)
-
-    def _release_former_grant(self, pull: Pull) -> None:
-        self._context.timers.cancel(("retry", pull.pull_id))
-        former, pull.former_grant = pull.former_grant, None
-        if former is not None:
-            self._grant_client.release(former)
+        self._grant_client.ask_again(pull.held_grant, left_s, 0 if pull.progressive else -1)
 
     def mover_quiesced(self, pull_id: PullId, mover: MoverId) -> None:
         """End the doubt: the mover reports that every posted read of the pull is terminal."""
@@ -551,7 +530,7 @@ class Pulls:
         pull.blocks = {}  # its acknowledgement may be repeated for two minutes
         self._context.timers.cancel(("deadline", pull.pull_id))
         self._context.timers.cancel(("quiesce", pull.pull_id))
-        self._release_former_grant(pull)
+        self._context.timers.cancel(("retry", pull.pull_id))
         self._movers.reconsider(pull.mover)
 
     def mark_delivered_by_mover(self, rank: LocalRank, tickets: tuple[Ticket, ...]) -> None:

@@ -8,6 +8,7 @@ from kvxferd.errors import Code
 from kvxferd.records import LIMIT_NAMES, PULL_STATES, RELEASE_REASONS
 from kvxferd.telemetry.gauges import PEER_STATES, RANK_STATES
 from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.common import TransferRef
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World
 
@@ -83,3 +84,44 @@ def test_limits_and_what_is_published_follow_the_node() -> None:
     [served] = world.hosts["p"].served
     assert (served.source, served.sink, served.peer) == ("prefill", "decode", sink.host.endpoint)
     assert served.bytes == sink.received(wk.TicketDelivered)[0].bytes
+
+
+def test_a_first_pull_has_two_round_trips() -> None:
+    """The hello goes with the question for the manifest, the grant's request comes behind: nothing else."""
+    world = World()
+    [source], [sink] = world.engine(world.host("p"), "prefill"), world.engine(world.host("d"), "decode")
+    ref = source.publish("t1", IDS, TOKENS)
+    world.hold_network = True
+    ticket, trips = sink.pull(ref, SINK_IDS, TOKENS), []
+    while world.network and sink.ended(ticket) is None:
+        trips.append([type(PEER_MESSAGES.decode(sent.payload)).__name__ for sent in world.network])
+        for _ in trips[-1]:
+            world.arrive(world.network.popleft())
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert trips == [
+        ["PeerHello", "ManifestRequest"],
+        ["PeerWelcome", "ManifestReply"],
+        ["GrantRequest"],
+        ["GrantReply"],
+    ]
+
+
+def test_to_a_silent_peer_only_a_hello_is_sent_and_all_that_waits_as_soon_as_it_is_back() -> None:
+    world = World()
+    [source], [sink] = world.engine(world.host("p"), "prefill"), world.engine(world.host("d"), "decode")
+    assert sink.reads(source.publish("t0", IDS, TOKENS))
+    world.cut.add(("d", "p"))
+    sink.say(wk.Abandon(ref=source.publish("t1", IDS, TOKENS)))
+    ticket = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=300.0)
+    world.advance(world.settings.gone_after_s + 0.1)
+    assert sink.ended(ticket).code is Code.PEER_UNREACHABLE
+    sent: list[str] = []
+    post = world.post
+    world.post = lambda *args: [sent.append(type(args[-1]).__name__), post(*args)]  # type: ignore[method-assign]
+    ticket = sink.pull(source.publish("t3", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=300.0)
+    world.advance(3 * world.settings.resend_s)
+    assert set(sent) == {"PeerHello"}
+    world.cut.clear()
+    world.advance(world.settings.resend_s + 0.1)
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert "AbandonTransfer" in sent
