@@ -88,7 +88,7 @@ class HeldGrant:
     num_stale_bindings: int = 0
     charged_bytes: int = 0  # that the source's block ids take of the rank's user's share
     pull: PullId = NO_PULL  # that reads with it
-    asked: int = 0  # the number of the last `GrantRequest`
+    asked: int = 0  # the number of the last `GrantRequest`; 0: none was sent, or it is of no interest now
     after_tokens: int = -1  # of a progressive pull: the tokens that it has; -1: it wants all at once
     awaits_more: bool = False  # it is held, and more tokens were asked for
 
@@ -155,7 +155,7 @@ class GrantClient:
         """
         self._peer_requests.give_up(hold.asked)
         self._drop_contents(hold)
-        hold.state, hold.refusal = GrantState.HANDSHAKING, None
+        hold.state, hold.refusal, hold.asked = GrantState.HANDSHAKING, None, 0
         hold.wait_s, hold.started_at = wait_s, self._context.now
         hold.after_tokens, hold.awaits_more, hold.num_stale_bindings = after_tokens, False, 0
         self._learn_engine(hold)

@@ -15,8 +15,9 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.records import PullRecord, ReleaseRecord
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
+from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import Consumer, GrantRequest, ReleaseGrant
+from kvxferd.wire.peer import Consumer, GrantReply, GrantRequest, ReleaseGrant
 from tests.support.simulation import Mover, Worker, World, mover_of, spec_of
 
 DELIVERED_BOTH_WAYS = True
@@ -791,3 +792,24 @@ def test_what_is_given_up_is_not_asked_again(world, source, sink):
     sent = [type(effect.message) for effect in effects if isinstance(effect, SendToPeer)]
     assert ReleaseGrant in sent
     assert GrantRequest not in sent
+
+
+def test_what_was_asked_before_a_retry_does_not_end_the_grant_that_is_asked_for_anew(world, source, sink):
+    """They have one name, and the reply to the former request may be on its way."""
+    mover_of(sink).hold = True
+    ticket = pull(sink, publish(source, ready=8))
+    world.hold_network = True
+    extend(source, 8, TOKENS)  # the reply to the request for more
+    start = mover_of(sink).started.popleft()
+    lost = mv.PullOutcome(delivered=False, code=Code.TRANSPORT, message="lost", agent=start.sources[0].agent)
+    mover_of(sink).say(mv.PullDone(pull=start.pull, outcome=lost))
+    sent = [type(PEER_MESSAGES.decode(envelope.payload)) for envelope in world.network]
+    world.arrive(world.network.popleft())
+    sent += [type(PEER_MESSAGES.decode(envelope.payload)) for envelope in world.network]
+    assert GrantReply in sent
+    assert ReleaseGrant not in sent
+    world.hold_network = mover_of(sink).hold = False
+    world.deliver()
+    mover_of(sink).copy()
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert sink.num_wrong(SINK_IDS, TOKENS, SEED) == 0
