@@ -85,6 +85,7 @@ class PeerConfig(Section, frozen=True):
     handshake_wait_s: Seconds = 10.0  # for an engine whose ranks are still registering
     request_timeout_s: Seconds = 2.0  # an unanswered request is sent again after this
     silent_after_s: Seconds = 10.0  # a peer that has not replied for this long counts as gone
+    restart_grace_s: Seconds = 1.0  # a peer that accepts no connection for this long counts as gone
     pp_aware: Switch = True  # False: engines here read sources of one pipeline stage only
     curve_secret_key_file: KeyFile = ""  # written by `kvxferd keygen`; "": no CURVE
     curve_allowed_keys: PublicKeys = ()  # peers' public keys; ("any",): every peer that uses CURVE

@@ -24,6 +24,7 @@ def settings_of(config: Config, allowlist: PeerAllowlist) -> Settings:
         handshake_wait_s=config.peer.handshake_wait_s,
         resend_s=config.peer.request_timeout_s,
         silent_after_s=config.peer.silent_after_s,
+        restart_grace_s=config.peer.restart_grace_s,
         pp_aware=config.peer.pp_aware,
         software=kvxferd.__version__,
         tracing=bool(config.tracing.endpoint),

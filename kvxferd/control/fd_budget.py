@@ -12,7 +12,7 @@ BASE_FDS = 64
 FDS_PER_SESSION = 5  # socket, pidfd, fence page, delivery socket, a resident mover's socket
 FDS_PER_RANK = 4  # a mover's socket and pidfd, and both again while its successor starts
 FDS_PER_PEER = (
-    8  # four for the connection to it, and up to four connections from it: 2,048 may reach the peer port
+    10  # six for the connection to it, and up to four connections from it: 2,048 may reach the peer port
 )
 # HTTP has an eighth of the limit, and at most this: a scraper, probes, browsers and the CLI need ten.
 MAX_HTTP_CONNECTIONS = 128

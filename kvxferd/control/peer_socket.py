@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +27,7 @@ from kvxferd.control.unread_replies import MAX_SHORT_REPLIES, MIN_TRACKED_BYTES,
 from kvxferd.control.zap import ZapAuthenticator
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.effects import NO_USER
-from kvxferd.core.events import Event, PeerUnreachable
+from kvxferd.core.events import Event, PeerConnected, PeerDisconnected, PeerUnreachable
 from kvxferd.errors import Code, ConfigError
 from kvxferd.ids import Endpoint
 from kvxferd.telemetry.warnings.turned_away_peers import TurnedAwayPeers
@@ -62,6 +63,16 @@ RECONNECT_MAX_MS = 1_000
 # `recv_multipart` and `send_multipart` use the enums too, and take 4 and 3 us more.
 _EVENTS, _POLLIN, _SRCFD = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SRCFD)
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+# What libzmq reports of a connection that this node makes. CONNECT_RETRIED: it was refused, or lost at once.
+_ENDED = {
+    int(zmq.EVENT_CONNECT_RETRIED): "it accepts no connection there",
+    int(zmq.EVENT_DISCONNECTED): "it has closed the connection",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "it does not admit this node",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "it does not speak as a daemon does, or has another key",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it ended the handshake: it has another key, or is no daemon",
+}
+_CONNECTED, _MONITOR_STOPPED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_MONITOR_STOPPED)
+STOP_MS = 2_000  # for libzmq to close all connections
 # A routing id that libzmq generates: a zero and a number. One that a peer chooses may start with a zero too.
 ROUTE_BYTES, ROUTE_PREFIX = 5, b"\0"
 
@@ -106,6 +117,8 @@ class PeerSocket:
         self._resolver = resolver or Resolver()
         self._resolving: dict[Endpoint, list[Message]] = {}
         self._dealers: dict[Endpoint, _WatchedSocket] = {}
+        self._monitors: dict[zmq.Socket[bytes], _WatchedSocket] = {}  # of dealers that libzmq has not closed
+        self._num_monitored = 0
         self.bound_endpoint = ""  # with the real port
 
     def start(self) -> None:
@@ -231,10 +244,22 @@ class PeerSocket:
                 self._close(watched, linger_ms=200)
         self._dealers.clear()
         self._router = self._zap_socket = None
+        self._stop_monitors()
         if self._guard is not None:
             self._guard.join()
             self._guard = None
         self._context.term()
+
+    def _stop_monitors(self) -> None:
+        """Read what libzmq reports until it has closed each dealer: it waits where nobody reads."""
+        poller = zmq.Poller()
+        for monitor in self._monitors:
+            poller.register(monitor, zmq.POLLIN)
+        while self._monitors and (ready := poller.poll(STOP_MS)):
+            for monitor, _ in ready:
+                if _event_of(monitor.recv_multipart(copy=False)) == _MONITOR_STOPPED:
+                    poller.unregister(monitor)
+                    self._close(self._monitors.pop(monitor))
 
     def _make_socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         zmq_socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -431,6 +456,7 @@ class PeerSocket:
                 dealer.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key_of(endpoint)))
                 dealer.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self._key.public))
                 dealer.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
+            self._monitor(endpoint, dealer)
             dealer.connect(address)
         except zmq.ZMQError as error:
             log.warning("peer not connected", limit_by=endpoint, endpoint=endpoint, reason=error.strerror)
@@ -439,6 +465,38 @@ class PeerSocket:
         watched = self._watch(dealer, partial(self._on_reply, endpoint))
         self._dealers[endpoint] = watched
         return watched
+
+    def _monitor(self, endpoint: Endpoint, dealer: zmq.Socket[bytes]) -> None:
+        """Have libzmq report how the dealer's connection comes and goes. Raises ZMQError.
+
+        The socket that reads is there first: libzmq waits for one, and where no descriptor is left there
+        would be none.
+        """
+        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        try:
+            self._num_monitored += 1
+            address = f"inproc://connection-{self._num_monitored}"
+            monitor.connect(address)
+            dealer.monitor(address, sum(_ENDED) | _CONNECTED | _MONITOR_STOPPED)
+        except zmq.ZMQError:
+            monitor.close(linger=0)
+            raise
+        on_event = partial(self._on_connection_event, endpoint, dealer, monitor)
+        self._monitors[monitor] = self._watch(monitor, on_event)
+
+    def _on_connection_event(
+        self,
+        endpoint: Endpoint,
+        dealer: zmq.Socket[bytes],
+        monitor: zmq.Socket[bytes],
+        _: bytes,
+        parts: list[zmq.Frame],
+    ) -> None:
+        if (event := _event_of(parts)) == _MONITOR_STOPPED:
+            self._close(self._monitors.pop(monitor))
+        elif (watched := self._dealers.get(endpoint)) is not None and watched.socket is dealer:
+            is_made = event == _CONNECTED
+            self._on_event(PeerConnected(endpoint) if is_made else PeerDisconnected(endpoint, _ENDED[event]))
 
     def disconnect(self, endpoint: Endpoint) -> None:
         """Close the connection to a peer."""
@@ -459,6 +517,11 @@ def _receive(socket: zmq.Socket[bytes], has_routes: bool) -> tuple[bytes, list[z
         part = socket.recv(_NOBLOCK, copy=False)
         parts.append(part)
     return route, parts
+
+
+def _event_of(parts: list[zmq.Frame]) -> int:
+    """Return which event a monitor's message reports."""
+    return int.from_bytes(parts[0].bytes[:2], sys.byteorder)
 
 
 def _skip_parts(socket: zmq.Socket[bytes]) -> bool:

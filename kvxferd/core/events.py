@@ -179,6 +179,21 @@ class PeerUnreachable:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerConnected:
+    """A connection to the peer has been made."""
+
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDisconnected:
+    """The connection to the peer ended, or could not be made; it is tried again. `reason` is for people."""
+
+    endpoint: Endpoint
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class OwnershipsLoaded:
     """The owners of ranks that an earlier daemon saved. Fed before the first session."""
 
@@ -247,6 +262,8 @@ Event = (
     | LayoutsChecked
     | PlanMade
     | PeerUnreachable
+    | PeerConnected
+    | PeerDisconnected
     | OwnershipsLoaded
     | DisownRequested
     | DrainRequested

@@ -25,6 +25,8 @@ from kvxferd.core.events import (
     MoverMessage,
     MoverUnavailable,
     OwnershipsLoaded,
+    PeerConnected,
+    PeerDisconnected,
     PeerDropRequested,
     PeerReply,
     PeerRequest,
@@ -386,6 +388,10 @@ class Node:
                     self.layouts.add_checked(checked)
             case PeerUnreachable():
                 self.peers.mark_unreachable(event.endpoint, event.reason)
+            case PeerConnected():
+                self.peers.connected(event.endpoint)
+            case PeerDisconnected():
+                self.peers.disconnected(event.endpoint, event.reason)
             case OwnershipsLoaded():
                 self.owners.restore(event.ranks)
             case (

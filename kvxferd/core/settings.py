@@ -23,6 +23,7 @@ class Settings:
     resend_s: float = 2.0  # after which a request without a reply is sent again
     deadline_notice_s: float = 0.5  # before a pull's deadline: ask whom it waits for whether it is there
     silent_after_s: float = 10.0  # after which a peer that sends no reply is unreachable
+    restart_grace_s: float = 1.0  # after which a peer that accepts no connection is unreachable
     acknowledge_for_s: float = 120.0  # an acknowledgement is repeated no longer than this
     quiesce_s: float = 5.0  # after which a mover with a pull in doubt is retired
     polling_linger_s: float = 2.0  # a source mover polls on after its last grant ended

@@ -130,3 +130,18 @@ def test_a_member_that_slept_while_its_home_was_away_voids_what_was_published(fl
         wait_until(lambda: home.status()["engines"][0]["complete"], "every rank is back", 30.0)
         check_void(scheduler, sink, ref)
         pull_and_check([sink], publish_by(scheduler, stages, 2), 2)
+
+
+def test_a_pull_that_waits_at_a_daemon_that_is_killed_fails_with_that_cause(fleet: Fleet) -> None:
+    """It waits for a rank that has not written its part, and would for ten seconds."""
+    prefill, decode = fleet.daemon("prefill"), fleet.daemon("decode")
+    first, _ = fleet.engine(prefill, spec_of("prefill", tp_size=2))
+    (sink,) = fleet.engine(decode, spec_of("decode"))
+    first.write(1, ids_for(1), TOKENS)
+    ref = first.publish("req-1", ids_for(1), TOKENS)
+    ticket = sink.pull(ref, ids_for(2), TOKENS, deadline_s=300.0)
+    wait_until(lambda: [peer["state"] for peer in decode.status()["peers"]] == ["up"], "it is asked")
+    prefill.kill()
+    name, fields = sink.end_of(ticket)
+    assert (name, fields["code"], fields["safe_to_reuse"]) == ("Failed", "peer-unreachable", True)
+    assert "connection" in fields["message"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +20,7 @@ from tests.simulation.network import Network, Wire
 
 _FD, _EVENTS, _LAST_ENDPOINT = int(zmq.FD), int(zmq.EVENTS), int(zmq.LAST_ENDPOINT)
 _POLLIN, _MORE = int(zmq.POLLIN), int(zmq.SNDMORE)
+_MONITOR_STOPPED = int(zmq.EVENT_MONITOR_STOPPED)
 
 
 class SimFrame:
@@ -49,6 +51,7 @@ class SimContext:
     def __init__(self) -> None:
         self.process: Process = self.network.kernel.current.process
         self.sockets: list[SimSocket] = []
+        self.monitors: dict[str, SimMonitor] = {}  # by address, until a dealer reports there
         self._is_woken = False
         self._is_over = False
         self._io_thread: Task = self.network.kernel.start_thread(f"{self.process.name} libzmq", self._run)
@@ -57,9 +60,11 @@ class SimContext:
     def set(self, option: int, value: int) -> None:
         """Take an option, and do nothing."""
 
-    def socket(self, kind: int) -> SimSocket:
+    def socket(self, kind: int) -> SimSocket | SimMonitor:
         """Return a new socket."""
         try:
+            if kind == zmq.PAIR:
+                return SimMonitor(self)
             made = SimSocket(self, int(kind))
         except OSError as error:
             raise zmq.ZMQError(error.errno) from error
@@ -85,6 +90,57 @@ class SimContext:
                 socket.move()
 
 
+class SimMonitor:
+    """The PAIR on which libzmq reports what becomes of a dealer's connection."""
+
+    def __init__(self, context: SimContext) -> None:
+        self._context = context
+        self.closed = False
+        self._reports: deque[SimFrame] = deque()
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def connect(self, address: str) -> None:
+        self._context.monitors[address] = self
+
+    def report(self, event: int) -> None:
+        """Report an event of the connection."""
+        if not self.closed:
+            self._reports.append(SimFrame(event.to_bytes(2, sys.byteorder) + bytes(4), ""))
+            os.eventfd_write(self._event_fd, 1)
+
+    def getsockopt(self, option: int) -> int:
+        if int(option) == _FD:
+            return self._event_fd
+        _clear(self._event_fd)
+        return _POLLIN if self._reports else 0
+
+    def recv(self, flags: int = 0, copy: bool = True) -> SimFrame:
+        return self._reports.popleft()
+
+    def recv_multipart(self, flags: int = 0, copy: bool = True) -> list[SimFrame]:
+        return [self.recv()]
+
+    def close(self, linger: int | None = None) -> None:
+        self.closed = True
+        os.close(self._event_fd)
+
+
+class SimPoller:
+    """`zmq.Poller`, over monitors whose dealers are closed: all is there that will be."""
+
+    def __init__(self) -> None:
+        self._monitors: list[SimMonitor] = []
+
+    def register(self, monitor: SimMonitor, events: int) -> None:
+        self._monitors.append(monitor)
+
+    def unregister(self, monitor: SimMonitor) -> None:
+        self._monitors.remove(monitor)
+
+    def poll(self, timeout_ms: int) -> list[tuple[SimMonitor, int]]:
+        return [(monitor, _POLLIN) for monitor in self._monitors if monitor.getsockopt(_EVENTS)]
+
+
 class SimSocket:
     """`zmq.Socket`, of the kinds ROUTER and DEALER."""
 
@@ -105,6 +161,8 @@ class SimSocket:
         self._parts: deque[SimFrame | bytes] = deque()  # of the message that is being read
         self._outgoing: dict[Wire | None, deque[tuple[bytes, SimTracker | None]]] = {}
         self._route_of_next: bytes | None = None  # the first part of what is being sent
+        self._monitor: SimMonitor | None = None
+        self._to_report: deque[int] = deque()  # to it, by the I/O thread
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     # --- options and addresses
@@ -116,7 +174,7 @@ class SimSocket:
         if int(option) == _FD:
             return self._event_fd
         assert int(option) == _EVENTS
-        self._clear_event()
+        _clear(self._event_fd)
         return _POLLIN if self._received or self._parts else 0
 
     def getsockopt_string(self, option: int) -> str:
@@ -134,6 +192,9 @@ class SimSocket:
     def unbind(self, address: str) -> None:
         self.network.listeners.pop(address, None)
 
+    def monitor(self, address: str, events: int) -> None:
+        self._monitor = self.context.monitors.pop(address)
+
     def connect(self, address: str) -> None:
         self._address = address
         self.host = next((s.host for s in self.context.sockets if s.host), "")
@@ -145,6 +206,8 @@ class SimSocket:
             return
         self.move()
         self.closed = True
+        if self._monitor is not None:
+            self._monitor.report(_MONITOR_STOPPED)
         self.context.sockets.remove(self)
         if self.network.listeners.get(self._address) is self:
             del self.network.listeners[self._address]
@@ -162,6 +225,12 @@ class SimSocket:
             self._outgoing[wire] = deque()
         else:
             self.wire = wire
+            self._to_report.append(int(zmq.EVENT_HANDSHAKE_SUCCEEDED))
+        self.wake_io_thread()
+
+    def refused(self) -> None:
+        """Nothing listens where the dealer would connect."""
+        self._to_report.append(int(zmq.EVENT_CONNECT_RETRIED))
         self.wake_io_thread()
 
     def disconnected(self, wire: Wire) -> None:
@@ -173,6 +242,8 @@ class SimSocket:
                     tracker.done = True
         elif self.wire is wire:
             self.wire = None
+            self._to_report.append(int(zmq.EVENT_DISCONNECTED))
+            self.wake_io_thread()
             if not self.closed and not self.process.is_dead:
                 self.network.connect(self, self._address)
 
@@ -183,6 +254,8 @@ class SimSocket:
 
     def move(self) -> None:
         """Move what can be: on the I/O thread, or as the socket is closed."""
+        while self._monitor is not None and self._to_report:
+            self._monitor.report(self._to_report.popleft())
         for wire in [*self._wires.values(), *([self.wire] if self.wire is not None else [])]:
             self._move_out(wire)
             self._move_in(wire)
@@ -256,9 +329,10 @@ class SimSocket:
         queue.append((bytes(payload), tracker))
         self.context.wake()
 
-    def _clear_event(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._event_fd)
+
+def _clear(event_fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(event_fd)
 
 
 def way_has_more(wire: Wire, receiver: SimSocket) -> bool:
@@ -292,4 +366,5 @@ def install(kernel: Kernel, network: Network, replace: Callable[[Any, str, objec
 
     SimContext.network = network
     replace(zmq, "Context", SimContext)
+    replace(zmq, "Poller", SimPoller)
     replace(peer_socket, "ConnectionGuard", NoGuard)

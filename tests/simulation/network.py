@@ -138,6 +138,8 @@ class Network:
             and self._severed.get(frozenset((dealer.host, router.host)), 0.0) > self.kernel.now
         )
         if router is None or severed or router.process.is_stopped or dealer.process.is_stopped:
+            if router is None:
+                dealer.refused()
             self.kernel.at(self.kernel.now + RECONNECT_S, lambda: self._try_connect(dealer, address))
             return
         self._num_routes += 1

@@ -26,6 +26,7 @@ LONG_DEADLINE_S = 3.0  # one that an undisturbed pull meets
 READY_S = {Pace.QUICK: 8.0, Pace.SLOW: 12.0, Pace.LONG: 40.0}
 READY_KEPT_S = 8.0  # as long as a default lease of `tests.simulation.world`
 SILENT_S = 16.0  # `peer.silent_after_s`, two repetitions of a request, and two seconds
+REFUSED_S = 3.0  # `peer.restart_grace_s`, and two seconds
 LEASE_SLACK_S = 0.25  # between a publish and the daemon's clock of it
 
 # Why no pull fails among honest nodes, whatever strikes them.
@@ -190,7 +191,7 @@ class Reasons:
                 Check.SILENT,
                 f"{node} is gone, and the pull of {pull.worker.name} of {pull.transfer.transfer_id} goes on",
                 tuple(self._own_parties(pull)),
-                SILENT_S,
+                REFUSED_S,
                 lambda pull=pull: bool(pull.ended) or is_excused(pull),
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -12,7 +13,7 @@ from kvxferd.core.effects import ClosePeerConnection
 from kvxferd.core.limits.checks import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.peers.requests import OpenRequest, PeerRequests
+from kvxferd.core.peers.requests import CHECK_PEER, OpenRequest, PeerRequests
 from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
 from kvxferd.ids import BootId, Endpoint, EngineKey
 from kvxferd.records import PeerSnapshot, RemoteEngineSnapshot
@@ -222,6 +223,10 @@ class Peers:
     def hello_answered(self, peer: Peer, asked: OpenRequest, reply: ReplyMessage) -> None:
         """Go on with a peer that is there; fail the requests to one that refuses this daemon."""
         if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
+            if peer.boot not in (None, reply.boot):
+                peer.engines.clear()
+                text = f"cannot wait for {address_of(peer.endpoint)}: its daemon was started anew; ask again"
+                self._peer_requests.fail_waiting(peer.endpoint, KvxferdError(text, Code.PEER_UNREACHABLE))
             peer.boot = reply.boot
             peer.round_trip_s = self._context.now - asked.opened_at
             self._peer_requests.resume(peer.endpoint)
@@ -298,6 +303,7 @@ class Peers:
         self._peer_requests.withdraw(peer.hello)
         self._peer_share.release(peer.uid)
         self._context.timers.cancel(("idle-peer", peer.endpoint))
+        self._context.timers.cancel(("not-back", peer.endpoint))
         self._context.emit(ClosePeerConnection(peer.endpoint))
 
     # --- messages of peers
@@ -329,6 +335,35 @@ class Peers:
         if peer := self._peers.get(endpoint):
             text = f"cannot reach {address_of(endpoint)}: {reason}"
             self._give_up(peer, KvxferdError(text, Code.PEER_UNREACHABLE))
+
+    def disconnected(self, endpoint: Endpoint, reason: str) -> None:
+        """Find out by a hello whether the same daemon is back. What waits there fails if none is for long.
+
+        Of a peer that nobody asks anything, what was learnt is forgotten: the next request greets it.
+        """
+        if (peer := self._peers.get(endpoint)) is None:
+            return
+        if not self._is_used(peer):
+            peer.boot = None
+            peer.engines.clear()
+            return
+        self._peer_requests.hold_back(endpoint)
+        self._greet(peer)
+        if ("not-back", endpoint) not in self._context.timers:
+            grace_s = self._context.settings.restart_grace_s
+            self._context.after(("not-back", endpoint), grace_s, partial(self._not_back, peer, reason))
+
+    def connected(self, endpoint: Endpoint) -> None:
+        """Go by the replies again: a hello that was sent meanwhile may be lost."""
+        self._context.timers.cancel(("not-back", endpoint))
+        if (peer := self._peers.get(endpoint)) is not None:
+            self._peer_requests.send_again(peer.hello)
+
+    def _not_back(self, peer: Peer, reason: str) -> None:
+        grace_s = self._context.settings.restart_grace_s
+        text = f"cannot reach {address_of(peer.endpoint)} for {grace_s:.4g} s: {reason}; {CHECK_PEER}"
+        self._peer_requests.fail_waiting(peer.endpoint, KvxferdError(text, Code.PEER_UNREACHABLE))
+        self._mark_silent(peer)
 
     def silent_s(self, endpoint: Endpoint, since: float) -> float:
         """Return for how long the peer has sent nothing; `since`: when the request was sent."""

@@ -100,7 +100,9 @@ class PeerRequests:
 
     def _send(self, number: int) -> None:
         asked = self._open[number]
-        self._context.after(("resend", number), self._context.settings.resend_s, lambda: self._resend(number))
+        self._context.after(
+            ("resend", number), self._context.settings.resend_s, lambda: self.send_again(number)
+        )
         if asked.address in self._held_back and not isinstance(asked.message, PeerHello):
             return
         if isinstance(asked.address, bytes):
@@ -108,7 +110,8 @@ class PeerRequests:
         else:
             self._context.emit(SendToPeer(asked.address, asked.message, asked.uid))
 
-    def _resend(self, number: int) -> None:
+    def send_again(self, number: int) -> None:
+        """Send a request again now. Does nothing where it is not open, or was given up."""
         if number in self._open and self._open[number].is_wanted:
             self._send(number)
 
@@ -121,7 +124,7 @@ class PeerRequests:
         if address in self._held_back:
             self._held_back.discard(address)
             there = list(self._open_by_address.get(address, ()))
-            self._context.run_in_batches(partial(self._resend, number) for number in there)
+            self._context.run_in_batches(partial(self.send_again, number) for number in there)
 
     def _time_out(self, number: int) -> None:
         open_request = self._open[number]
@@ -215,12 +218,16 @@ class PeerRequests:
         for number in failed:
             self._open[number].address = NO_ADDRESS
             self._context.timers.cancel(("resend", number))
+        self._context.run_in_batches(partial(self._fail, number, error) for number in failed)
 
-        def refuse(number: int) -> None:
-            if number in self._open:  # neither withdrawn nor timed out meanwhile
-                self._complete(number, PeerRefused(request=number, code=error.code, message=error.message))
+    def fail_waiting(self, address: Address, error: KvxferdError) -> None:
+        """Fail the requests that may wait there; what is told to the peer is sent again when it is back."""
+        waiting = [n for n in self._open_by_address.get(address, ()) if self._open[n].silent_s < math.inf]
+        self._context.run_in_batches(partial(self._fail, number, error) for number in waiting)
 
-        self._context.run_in_batches(partial(refuse, number) for number in failed)
+    def _fail(self, number: int, error: KvxferdError) -> None:
+        if number in self._open:  # neither withdrawn nor timed out meanwhile
+            self._complete(number, refusal_of(number, error))
 
     def is_open(self, address: Address, number: int) -> bool:
         """Whether that request to that address is open."""

@@ -42,6 +42,7 @@ from kvxferd.wire.peer import (
     PeerRefused,
     RequestDone,
 )
+from tests.support.peer_messages import Messages
 
 REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
@@ -53,17 +54,17 @@ class Node:
     """A peer socket and what it heard."""
 
     def __init__(self, key: CurveKeyPair | None = None, gate: NoChecks | None = None) -> None:
-        self.received: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self.received = Messages()
         trust = PeerAllowlist(own_key=key.public if key else "")
         self.socket = PeerSocket(
-            "tcp://127.0.0.1:0", self.received.put_nowait, trust, key, lambda: gate or NoChecks()
+            "tcp://127.0.0.1:0", self.received.put, trust, key, lambda: gate or NoChecks()
         )
         self.key = key
         self.socket.start()
         self.port = int(self.socket.bound_endpoint.rpartition(":")[2])
 
     async def next(self) -> ev.Event:
-        return await asyncio.wait_for(self.received.get(), 10)
+        return await asyncio.wait_for(self.received.next(), 10)
 
 
 def part_of(body: bytes, *, is_last: bool = False) -> bytes:

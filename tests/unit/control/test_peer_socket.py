@@ -24,6 +24,7 @@ class Daemon:
     def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
         self.requests: list[tuple[bytes, int]] = []  # routes and numbers
         self.replies: list[tuple[str, int]] = []
+        self.connections: list[ev.PeerConnected | ev.PeerDisconnected] = []
         self.is_stopped = False
         self._changed = asyncio.Event()
         self.socket = PeerSocket(address, self._on_event)
@@ -36,6 +37,8 @@ class Daemon:
                 self.requests.append((event.route, number))
             case ev.PeerReply(message=ReleaseGrant(request=number)):
                 self.replies.append((event.endpoint, number))
+            case ev.PeerConnected() | ev.PeerDisconnected():
+                self.connections.append(event)
         self._changed.set()
 
     def stop(self) -> None:
@@ -115,3 +118,52 @@ async def test_a_request_to_a_daemon_that_is_away_waits_for_the_next_at_its_addr
     assert number == 2
     again.socket.reply(route, question(4))
     await here.until(lambda: bool(here.replies))
+
+
+# --- how connections come and go
+
+
+async def test_a_peer_that_does_not_listen_is_reported_and_again_once_it_does(
+    start: Callable[..., Daemon],
+) -> None:
+    asking, answering = start(), start()
+    address = answering.address
+    answering.stop()
+    asking.socket.send(address, question(1))
+    await asking.until(lambda: bool(asking.connections))
+    assert asking.connections[0] == ev.PeerDisconnected(address, "it accepts no connection there")
+    start(address)
+    await asking.until(lambda: ev.PeerConnected(address) in asking.connections)
+
+
+async def test_a_peer_that_dies_is_reported(start: Callable[..., Daemon]) -> None:
+    asking, answering = start(), start()
+    asking.socket.send(answering.address, question(1))
+    await answering.until(lambda: bool(answering.requests))
+    answering.stop()
+    gone = ev.PeerDisconnected(answering.address, "it has closed the connection")
+    await asking.until(lambda: gone in asking.connections)
+    assert asking.connections[0] == ev.PeerConnected(answering.address)
+
+
+async def test_what_this_node_disconnects_is_not_reported_and_leaves_nothing(
+    start: Callable[..., Daemon],
+) -> None:
+    asking, answering = start(), start()
+    asking.socket.send(answering.address, question(1))
+    await answering.until(lambda: bool(answering.requests))
+    asking.connections.clear()
+    asking.socket.disconnect(answering.address)
+    asking.stop()
+    assert not asking.socket._monitors
+    assert not asking.connections
+
+
+async def test_a_node_with_many_peers_that_do_not_listen_stops(start: Callable[..., Daemon]) -> None:
+    """libzmq waits for whoever reads what it reports, also when it closes."""
+    asking = start()
+    for port in range(1, 201):
+        asking.socket.send(Endpoint(f"tcp://127.0.0.1:{port}"), question(port))
+    await asking.until(lambda: len(asking.connections) >= 200)
+    asking.stop()
+    assert not asking.socket._monitors

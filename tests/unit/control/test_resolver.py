@@ -16,6 +16,7 @@ from kvxferd.core.effects import NO_USER
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.ids import Endpoint
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
+from tests.support.peer_messages import Messages
 
 REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 Answers = asyncio.Queue[tuple[str, str]]
@@ -82,20 +83,20 @@ async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_f
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(resolving, "MAX_QUERIES", 1)
-    received: asyncio.Queue[ev.Event] = asyncio.Queue()
+    received = Messages()
     resolver = Resolver(servers)
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put_nowait, resolver=resolver)
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put, resolver=resolver)
     peers.start()
     try:
         endpoint = Endpoint(f"tcp://peer:{peers.bound_endpoint.rpartition(':')[2]}")
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", none_left)
             peers.send(endpoint, REQUEST)
-            unreachable = await asyncio.wait_for(received.get(), 20)
+            unreachable = await asyncio.wait_for(received.next(), 20)
             assert isinstance(unreachable, ev.PeerUnreachable)
             assert "start new thread" in unreachable.reason
         peers.send(endpoint, REQUEST)
-        assert (await asyncio.wait_for(received.get(), 20)).message == REQUEST
+        assert (await asyncio.wait_for(received.next(), 20)).message == REQUEST
     finally:
         peers.stop()
 
@@ -171,18 +172,18 @@ def test_the_systems_own():
 
 async def test_peers_are_reached_while_a_name_waits_for_its_server(servers):
     """libzmq asked in its only thread, and spoke with nobody until it had an answer."""
-    received: asyncio.Queue[ev.Event] = asyncio.Queue()
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put_nowait, resolver=Resolver(servers, give_up_s=5.0))
+    received = Messages()
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put, resolver=Resolver(servers, give_up_s=5.0))
     peers.start()
     try:
         port = peers.bound_endpoint.rpartition(":")[2]
         peers.send(Endpoint("tcp://silent:9441"), REQUEST)
         peers.send(Endpoint(peers.bound_endpoint), REQUEST)
-        assert (await asyncio.wait_for(received.get(), 20)).message == REQUEST
+        assert (await asyncio.wait_for(received.next(), 20)).message == REQUEST
         peers.send(Endpoint(f"tcp://peer:{port}"), REQUEST)
-        assert (await asyncio.wait_for(received.get(), 20)).message == REQUEST
+        assert (await asyncio.wait_for(received.next(), 20)).message == REQUEST
         servers.released.set()
-        unreachable = await asyncio.wait_for(received.get(), 20)
+        unreachable = await asyncio.wait_for(received.next(), 20)
         assert isinstance(unreachable, ev.PeerUnreachable)
         assert unreachable.endpoint == "tcp://silent:9441"
         assert "check the name" in unreachable.reason
@@ -191,8 +192,8 @@ async def test_peers_are_reached_while_a_name_waits_for_its_server(servers):
 
 
 async def test_a_peer_that_is_forgotten_while_it_is_looked_up_is_not_connected(servers):
-    received: asyncio.Queue[ev.Event] = asyncio.Queue()
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put_nowait, resolver=Resolver(servers))
+    received = Messages()
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put, resolver=Resolver(servers))
     peers.start()
     try:
         servers.addresses["silent"] = ["127.0.0.1"]

@@ -27,20 +27,18 @@ from kvxferd.ids import BootId, Endpoint, SessionId
 from kvxferd.wire.limits import MAX_FRAME_BYTES
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 from kvxferd.wire.worker import Farewell
+from tests.support.peer_messages import Messages
 
 REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 
 
-Heard = asyncio.Queue[ev.Event]
-
-
-async def next_of(received: Heard) -> ev.Event:
-    return await asyncio.wait_for(received.get(), 20)
+async def next_of(received: Messages) -> ev.Event:
+    return await asyncio.wait_for(received.next(), 20)
 
 
 async def test_an_endpoint_that_libzmq_refuses_is_unreachable_and_no_more():
-    received = Heard()
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put_nowait)
+    received = Messages()
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put)
     peers.start()
     try:
         peers.send(Endpoint("nonsense"), REQUEST)
@@ -66,7 +64,7 @@ class Looking(PeerSocket):
 
 
 async def test_a_turn_of_many_answers_looks_for_messages_once():
-    peers = Looking("tcp://127.0.0.1:0", Heard().put_nowait)
+    peers = Looking("tcp://127.0.0.1:0", Messages().put)
     peers.start()
     try:
         await asyncio.sleep(0)
@@ -84,11 +82,11 @@ class Counting(WorkerSocket):
     """Says how often it tried to accept."""
 
     def __init__(self, path: Path) -> None:
-        self.received = Heard()
+        self.received = Messages()
         self.path = str(path)
         self.num_accepts = 0
         self.tried = asyncio.Event()
-        super().__init__(WorkerConfig(socket=self.path), self.received.put_nowait)
+        super().__init__(WorkerConfig(socket=self.path), self.received.put)
 
     def _accept(self) -> None:
         self.num_accepts += 1
