@@ -5,11 +5,12 @@ How a pull works. Names in backticks are messages, modules, methods, settings or
 1. The worker sends `Prepare` as soon as it has a reference, and `PullRequest` when it has blocks: a ticket,
    the reference, its own block ids, a deadline. `worker_requests` checks the limits, and starts the pull with
    the prepared grant or a new one. The pull is WAITING.
-2. `grant_client` sends `ManifestRequest` to the source's daemon, unless it has the engine's manifest, and
-   makes the plan from both layouts. Then it sends `GrantRequest` with the agents that will be read. The
-   source's daemon sends `GrantReply`, with its block ids and the fence word, when the transfer is published
-   and ready and those agents' movers poll. Otherwise it replies `PeerRefused`, and the pull fails. A grant is
-   renewed until its pull ends, for `max_hold_s` at most.
+2. `grant_client` sends `ManifestRequest` to the source's daemon, behind a hello where it is the first
+   message, unless it has the engine's manifest, and makes the plan from both layouts. Then it sends
+   `GrantRequest` with the agents that will be read. The source's daemon sends `GrantReply`, with its block
+   ids and the fence word, when the transfer is published and ready and those agents' movers poll. Otherwise
+   it replies `PeerRefused`, and the pull fails. A grant is renewed until its pull ends, for `max_hold_s` at
+   most.
 3. `post` gives the pull to the rank's mover: the plan, the remote agents, both lists of block ids, and
    `StartPull`. The pull is POSTED. A rank without a mover posts its pulls after the next bind
    (`post_waiting`). A pull without block ids is delivered at once.
@@ -23,7 +24,7 @@ How a pull works. Names in backticks are messages, modules, methods, settings or
    * The word has changed: the source took its blocks back. The worker gets `TicketFailed` with the code
      `released` and `safe_to_reuse`, and the source's daemon gets `ReleaseGrant`.
    * The word was not read, because a read failed or the pull was aborted. If every posted read is terminal,
-     a failure of the transport is read once more with a new grant (`_retry`), and any other end is
+     a failure of the transport is read once more, its grant asked for again (`_retry`), and any other end is
      `TicketFailed` with `safe_to_reuse`. If not, the worker gets `TicketFailed` with `safe_to_reuse=False`,
      and the pull is IN_DOUBT.
 
