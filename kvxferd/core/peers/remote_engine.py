@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvxferd.core.effects import NO_USER
@@ -24,16 +25,21 @@ class RemoteEngine:
     @property
     def num_bytes(self) -> int:
         """Return about how much memory it takes. A layout that engines share counts for each of them."""
-        bindings = [manifest.binding for manifest in self.ranks.values()]
-        regions = [region for binding in bindings for region in binding.regions]
-        layouts = {id(manifest.layout): manifest.layout for manifest in self.ranks.values()}
-        return (
-            sum(RANK_BYTES + len(binding.metadata) for binding in bindings)
-            + REGION_BYTES * len(regions)
-            + PIECE_BYTES * sum(len(region.pieces) for region in regions)
-            + TENSOR_BYTES * sum(len(layout.tensors) for layout in layouts.values())
-        )
+        return bytes_of(self.ranks.values())
 
     def layouts(self) -> dict[Rank, RankLayout]:
         """Return the layout of each rank, for the planner."""
         return {rank: manifest.layout for rank, manifest in self.ranks.items()}
+
+
+def bytes_of(manifests: Collection[RankManifest]) -> int:
+    """Return about how much memory these take. A layout that ranks share counts once."""
+    bindings = [manifest.binding for manifest in manifests]
+    regions = [region for binding in bindings for region in binding.regions]
+    layouts = {id(manifest.layout): manifest.layout for manifest in manifests}
+    return (
+        sum(RANK_BYTES + len(binding.metadata) for binding in bindings)
+        + REGION_BYTES * len(regions)
+        + PIECE_BYTES * sum(len(region.pieces) for region in regions)
+        + TENSOR_BYTES * sum(len(layout.tensors) for layout in layouts.values())
+    )

@@ -100,9 +100,8 @@ class PeerRequests:
 
     def _send(self, number: int) -> None:
         asked = self._open[number]
-        self._context.after(
-            ("resend", number), self._context.settings.resend_s, lambda: self.send_again(number)
-        )
+        resend_s = self._context.settings.resend_s
+        self._context.after(("resend", number), resend_s, lambda: self.send_again(number))
         if asked.address in self._held_back and not isinstance(asked.message, PeerHello):
             return
         if isinstance(asked.address, bytes):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
-from kvxferd.core.limits.checks import RETRY_LATER_S, check_count, check_reserve
+from kvxferd.core.limits.checks import RETRY_LATER_S
+from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifest, check_spec
+from kvxferd.core.peers.remote_engine import RANK_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.owners import daemon_owner, is_user
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.registry import LocalRank, MemberRank, Registry
-from kvxferd.core.tables import decrease
-from kvxferd.errors import Code, EngineError, KvxferdError
+from kvxferd.errors import BusyError, Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec
 from kvxferd.wire.common import RankManifest
@@ -33,14 +33,15 @@ from kvxferd.wire.peer import (
     refusal_of,
 )
 
-# Ranks that other nodes have joined here, all together and those of one CURVE key, or without keys of one
-# route. The largest engine has 4,096, and half as many may be of one peer.
-MAX_MEMBERS, MAX_MEMBERS_PER_PEER = 4096, 2048
+# The manifests of the ranks that other nodes have joined here, of which each CURVE key, or without keys each
+# route, has its share. The largest engine has 4,096 ranks, which take 20 MiB with 40 regions and 1 KiB of
+# metadata each; 4,096 of the largest manifest would be 8 GiB.
+MAX_MEMBER_BYTES = 256 << 20
 
 
-def _peer_id(record: MemberRank) -> str | bytes:
+def _peer_id(record: MemberRank) -> str:
     """Return the peer that the rank counts for: its CURVE key, or without keys its connection."""
-    return record.key or record.route
+    return record.key or record.route.hex()
 
 
 class Home:
@@ -64,7 +65,7 @@ class Home:
         self._on_engine_change = on_engine_change
         self._poll_requests = poll_requests
         self._members: dict[AgentName, MemberRank] = {}
-        self._num_of_peer: Counter[str | bytes] = Counter()  # by `_peer_id`
+        self._member_share = FairShare(MAX_MEMBER_BYTES)  # by `_peer_id`
         self._owners = registry.owners
         self._polling_requests: dict[AgentName, int] = {}  # the open `SetRankPolling` of each agent
         self._may_still_poll: set[AgentName] = set()  # members that never heard that they may stop
@@ -88,13 +89,14 @@ class Home:
             joined = check_manifest(message.manifest, self._layout_cache)
             record = MemberRank(joined, route, message.boot, key, owner, message.request, self._context.now)
             record.added_by = message.request if present is None else 0
+            self._check_room(_peer_id(record), record.num_bytes - (present.num_bytes if present else 0))
             self._registry.claim(record, present)
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
         self._replace(present, record)
         self._members[record.agent] = record
-        self._num_of_peer[_peer_id(record)] += 1
+        self._member_share.add(_peer_id(record), record.num_bytes)
         self._owners.set_present(spec.key, spec.rank, owner)
         self._refresh_heartbeat(record, route)
         if present is None or present.incarnation != record.incarnation:
@@ -115,12 +117,14 @@ class Home:
             return refusal_of(message.request, error)
         return None
 
-    def _check_room(self, route: bytes, key: str) -> None:
-        what = "take one more rank of another node"
-        check_count(len(self._members), MAX_MEMBERS, what, "not a setting", RETRY_LATER_S)
-        of_one = self._num_of_peer[key or route]
-        check_count(of_one, MAX_MEMBERS_PER_PEER, what, "of one peer; not a setting", RETRY_LATER_S)
-        check_reserve(of_one, len(self._members), MAX_MEMBERS, what, "what all may have", RETRY_LATER_S)
+    def _check_room(self, peer: str, num_bytes: int) -> None:
+        if not self._member_share.has_room(peer, num_bytes):
+            raise BusyError(
+                f"cannot take one more rank of another node: those that have joined take "
+                f"{self._member_share.held} bytes of {self._member_share.limit}, "
+                f"{self._member_share.held_by(peer)} of them this peer's; try again in {RETRY_LATER_S:g} s",
+                RETRY_LATER_S,
+            )
 
     def _check_sender(
         self,
@@ -150,7 +154,7 @@ class Home:
         if present is not None:
             self._check_owner(message, key, owner, present)
             return
-        self._check_room(route, key)
+        self._check_room(key or route.hex(), RANK_BYTES)
         self._check_absent_owner(spec, owner)
         if self._registry.get(spec.key) is None:
             self._check_generation(spec, owner)
@@ -253,7 +257,7 @@ class Home:
             self._peer_requests.reroute(record.route, route)
             self._uncount(record)
             record.route = route
-            self._num_of_peer[_peer_id(record)] += 1
+            self._member_share.add(_peer_id(record), record.num_bytes)
         if record.agent in self._may_still_poll:  # its node was silent then, and is back
             self._may_still_poll.discard(record.agent)
             if not self._poll_requests.is_requested(record.agent):
@@ -321,12 +325,11 @@ class Home:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the counters do not match the members."""
-        counted = Counter(map(_peer_id, self._members.values())) if self._members else {}
-        assert counted == self._num_of_peer, f"members are {counted}, and counted as {self._num_of_peer}"
+        held = sum(record.num_bytes for record in self._members.values())
+        assert held == self._member_share.held, f"members take {held}, counted {self._member_share.held}"
 
     def _uncount(self, record: MemberRank) -> None:
-        peer = _peer_id(record)
-        decrease(self._num_of_peer, peer)
+        self._member_share.release(_peer_id(record), record.num_bytes)
 
     def num_silent(self, engine_id: EngineId) -> int:
         """Return how many joined ranks of the engine are silent."""

@@ -20,6 +20,8 @@ RETIRED_S = 10.0
 # What a mover has loaded of one peer's agents: two of the largest manifests. A grant brings metadata of a
 # fence page, 400 bytes; a peer that sends another 2 MiB with each would fill the daemon and the mover.
 MAX_LOADED_BYTES_PER_PEER = 32 << 20
+# Of one peer, whose grants each name an agent: two of the largest engines, 4 MiB.
+MAX_AGENTS_PER_PEER = 8192
 REMOTE_OVERHEAD_BYTES = 256  # of each agent, beside its metadata: an estimate
 STUCK_S = 2.0  # a resident mover that must end is gone within milliseconds, or is stuck in its library
 
@@ -36,6 +38,7 @@ class Mover:
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
     learnt_from: dict[AgentName, Endpoint] = field(default_factory=dict)  # the peer that named it first
     loaded_bytes_of: Counter[Endpoint] = field(default_factory=Counter)  # bytes of the remotes, by that peer
+    num_agents_of: Counter[Endpoint] = field(default_factory=Counter)  # by that peer
     last_used: dict[AgentName, float] = field(default_factory=dict)  # of each agent, the oldest first
     resident: bool = False  # a thread of the worker: requested to end, never killed
     worn: bool = False  # its buffers are in doubt, and only its death frees them
@@ -167,12 +170,17 @@ class Movers:
         known = self._movers[mover]
         if agent not in known.remotes:
             self._drop_stale(known)
-        first = known.learnt_from.setdefault(agent, peer)
+        first = known.learnt_from.get(agent, peer)
         if first != peer and metadata not in known.remotes.get(agent, ()):
             raise PeerError(
                 f"cannot read from agent {agent} as {peer} describes it: it is an agent of {first}",
                 Code.BAD_FRAME,
             )
+        if agent not in known.learnt_from:
+            known.learnt_from[agent] = peer
+            known.num_agents_of[peer] += 1
+            if known.num_agents_of[peer] > MAX_AGENTS_PER_PEER:
+                self._forget_agent(known, next(a for a in known.last_used if known.learnt_from[a] == peer))
         known.last_used.pop(agent, None)
         known.last_used[agent] = self._context.now
         if metadata not in known.remotes.get(agent, ()):
@@ -187,8 +195,12 @@ class Movers:
             agent, last_used = next(iter(mover.last_used.items()))
             if not self._context.is_stale(last_used):
                 return
-            self.drop_remote(mover.mover_id, agent)
-            del mover.last_used[agent], mover.learnt_from[agent]
+            self._forget_agent(mover, agent)
+
+    def _forget_agent(self, mover: Mover, agent: AgentName) -> None:
+        self.drop_remote(mover.mover_id, agent)
+        del mover.last_used[agent]
+        decrease(mover.num_agents_of, mover.learnt_from.pop(agent))
 
     def _make_room(self, mover: Mover, peer: Endpoint, num_bytes: int) -> None:
         """Drop agents of that peer, the longest unused first. A pull that needs one loads it again."""

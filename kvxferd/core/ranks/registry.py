@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
+from kvxferd.core.peers.remote_engine import bytes_of
 from kvxferd.core.ranks.owners import Owners, is_user
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
@@ -122,9 +123,11 @@ class MemberRank:
     last_seen_at: float = 0.0  # when it last joined: its heartbeat
     added_by: int = 0  # the number of the `JoinRank` before which the rank was not known; 0: it was
     rules: BlockRules = field(init=False)
+    num_bytes: int = field(init=False)  # that its manifest takes, about
 
     def __post_init__(self) -> None:
         self.rules = block_rules(self.joined.layout)
+        self.num_bytes = bytes_of([self.joined])
 
     @property
     def spec(self) -> EngineSpec:

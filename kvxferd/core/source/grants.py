@@ -291,8 +291,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
                 f"{what}: it has {len(transfer.grants)} grants; {MAX_GRANTS_PER_TRANSFER} are the limit, and "
                 f"{MAX_GRANTS_PER_PEER} of one asker",
             )
-        if engine.find_remapped(transfer.incarnations) is not None:
-            self._published.release(transfer, Code.RANK_LOST)
+        if engine.find_remapped(transfer.incarnations) is not None:  # it was released for that, or is now
             return _Obstacle(
                 Code.RANK_LOST, f"{what}: a rank's memory was mapped anew since it was published"
             )

@@ -72,6 +72,7 @@ def test_what_waits_at_a_former_daemon_fails_as_soon_as_another_answers(world, s
     failed = sink.ended(ticket)
     assert failed.code is Code.PEER_UNREACHABLE
     assert "started anew" in failed.message
+    assert not sink.host.node.peers.snapshot({})[0].engines
 
 
 def test_what_is_told_to_a_peer_that_is_gone_is_told_once_it_is_back(world, source, sink) -> None:

@@ -597,12 +597,15 @@ def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, gr
     assert transfer.num_grants_of_peer == {"0a": 1, "0b": 1, "0c": 1, "0d": 1}
 
 
-def test_joined_ranks_are_bounded_by_peer(world, stages, monkeypatch):
-    monkeypatch.setattr(core_home, "MAX_MEMBERS_PER_PEER", 2)
+def test_joined_ranks_are_bounded_by_peer(world, stages):
+    """4,096 ranks with 2 MiB of metadata each were 8 GiB."""
     home, codes = stages[0].host, []
+    home.node.home._member_share.limit = 6 << 20
     for number in range(3):
         said = joining(world, stages[1], engine_id=f"new-{number}")
-        binding = msgspec.structs.replace(said.manifest.binding, agent=f"agent-{number}")
+        binding = msgspec.structs.replace(
+            said.manifest.binding, agent=f"agent-{number}", metadata=bytes(2 << 20)
+        )
         said = msgspec.structs.replace(said, manifest=msgspec.structs.replace(said.manifest, binding=binding))
         codes += [
             getattr(a, "code", None) for a in world.send_request(home, said) if isinstance(a, PeerRefused)

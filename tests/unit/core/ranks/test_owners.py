@@ -10,7 +10,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.limits import counted_ready
 from kvxferd.core.limits.checks import RETRY_LATER_S
-from kvxferd.core.ranks import home as core_home
+from kvxferd.core.peers.remote_engine import bytes_of
 from kvxferd.core.ranks import owners as core_owners
 from kvxferd.core.ranks.owners import Owners, daemon_owner, user_owner
 from kvxferd.core.ranks.registry import MemberRank
@@ -604,36 +604,47 @@ def test_the_oldest_generations_and_engines_are_forgotten(monkeypatch):
 # --- what a member can make its home hold
 
 
-def test_joined_ranks_are_bounded_by_key_and_in_all(monkeypatch):
-    monkeypatch.setattr(core_home, "MAX_MEMBERS_PER_PEER", 2)
-    monkeypatch.setattr(core_home, "MAX_MEMBERS", 4)
+def room_for(home: Host, num_ranks: int) -> None:
+    """Let ranks of `spec_of` join until their manifests take as much as so many."""
+    manifest = join(spec_of("e", home=home.endpoint), "agent").manifest
+    home.node.home._member_share.limit = num_ranks * bytes_of([manifest])
+
+
+def test_joined_ranks_are_bounded_by_key_and_in_all():
     world = World()
     home = world.host("p0")
+    room_for(home, 16)
 
     def joins(number: int) -> JoinRank:
         return join(spec_of(f"e{number}", home=home.endpoint), f"agent-{number}")
 
-    replies = [as_holder_of(world, home, key, joins(n)) for n, key in enumerate(("0a", "0a", "0a", "0b"))]
-    assert [getattr(a, "code", None) for a in replies] == [None, None, Code.BUSY, None]
-    assert replies[2].retry_after_s == RETRY_LATER_S
-    replies = [as_holder_of(world, home, key, joins(n)) for n, key in ((5, "0c"), (6, "0d"), (0, "0a"))]
-    assert [getattr(a, "code", None) for a in replies] == [None, Code.BUSY, None]  # said again: no more
+    replies = [as_holder_of(world, home, "0a", joins(n)) for n in range(15)]
+    assert [getattr(a, "code", None) for a in replies] == [None] * 14 + [Code.BUSY]
+    assert replies[14].retry_after_s == RETRY_LATER_S
+    replies = [as_holder_of(world, home, key, joins(n)) for n, key in ((15, "0b"), (16, "0c"), (17, "0d"))]
+    assert [getattr(a, "code", None) for a in replies] == [None, None, Code.BUSY]
+    assert isinstance(as_holder_of(world, home, "0a", joins(0)), RequestDone)  # said again: no more
     leave = LeaveRank(
-        request=9, boot="evil", engine_id="e5", generation="g1", rank=FIRST, agent="agent-5", secret="another"
+        request=9,
+        boot="evil",
+        engine_id="e16",
+        generation="g1",
+        rank=FIRST,
+        agent="agent-16",
+        secret="another",
     )
     home.node.feed(ev.PeerRequest(b"from 0c", leave, "0c"), world.now)
-    assert isinstance(as_holder_of(world, home, "0d", joins(6)), RequestDone)
-    outline = PEER_OUTLINES.decode(encode(joins(7)))
+    assert isinstance(as_holder_of(world, home, "0d", joins(17)), RequestDone)
+    outline = PEER_OUTLINES.decode(encode(joins(18)))
     refused = home.node.refusal_of_join(b"from 0e", outline, "0e")  # before a layout is decoded
     assert refused is not None
     assert refused.code is Code.BUSY
 
 
 def test_a_few_peers_leave_room_for_one_that_has_little(monkeypatch):
-    """Two that have joined, or said ready, as often as each may would else refuse all others for minutes."""
-    for module, name in ((core_home, "MAX_MEMBERS"), (counted_ready, "MAX_COUNTED")):
-        monkeypatch.setattr(module, name, 16)
-        monkeypatch.setattr(module, f"{name}_PER_PEER", 8)
+    """Two that have said ready as often as each may would else refuse all others for minutes."""
+    monkeypatch.setattr(counted_ready, "MAX_COUNTED", 16)
+    monkeypatch.setattr(counted_ready, "MAX_COUNTED_PER_PEER", 8)
     world = World()
     home = world.host("p0")
 
@@ -648,11 +659,12 @@ def test_a_few_peers_leave_room_for_one_that_has_little(monkeypatch):
         )  # fmt: skip
         return as_holder_of(world, home, key, ready)
 
-    for say in (joins, is_ready):
-        num_taken = {
-            key: sum(isinstance(say(key, n), RequestDone) for n in range(9)) for key in ("0a", "0b", "0c")
-        }
-        assert num_taken == {"0a": 8, "0b": 6, "0c": 1}
+    for key in ("0a", "0b", "0c"):
+        joins(key, 0)
+    num_taken = {
+        key: sum(isinstance(is_ready(key, n), RequestDone) for n in range(9)) for key in ("0a", "0b", "0c")
+    }
+    assert num_taken == {"0a": 8, "0b": 6, "0c": 1}
 
 
 def test_a_rank_that_is_joined_by_another_connection_counts_there(world):
@@ -662,12 +674,13 @@ def test_a_rank_that_is_joined_by_another_connection_counts_there(world):
     again = JoinRank(request=99, boot=record.boot, manifest=record.manifest(), secret=secret)
     home.node.feed(ev.PeerRequest(b"anew", again, world.keys.get("p1", "")), world.now)
     home.node.check_integrity()
-    assert sum(home.node.home._num_of_peer.values()) == 1
+    assert home.node.home._member_share.held_by(world.keys.get("p1", "") or b"anew".hex()) > 0
 
 
-def test_a_member_that_found_its_home_busy_asks_again(world, monkeypatch):
-    monkeypatch.setattr(core_home, "MAX_MEMBERS_PER_PEER", 1)
+def test_a_member_that_found_its_home_busy_asks_again(world):
     stages = stages_of(world)
+    share = world.hosts["p0"].node.home._member_share
+    share.limit = 3 * share.held // 2
     other = world.register(
         world.hosts["p1"], changed(stages[1].spec, engine_id="other", pp_size=1, pp_rank=0, num_layers=2)
     )

@@ -1,0 +1,26 @@
+"""What a node keeps of each mover."""
+
+from __future__ import annotations
+
+from kvxferd.core.ranks import movers as core_movers
+from kvxferd.ids import Endpoint
+from tests.support.simulation import IDS, TOKENS
+
+
+def test_the_agents_that_a_peer_names_are_bounded_and_push_out_its_own_alone(
+    world, source, sink, monkeypatch
+):
+    """Each grant may name another: what was known of each was kept for ten minutes."""
+    monkeypatch.setattr(core_movers, "MAX_AGENTS_PER_PEER", 3)
+    assert sink.reads(source.publish("t1", IDS, TOKENS))
+    movers, (number,) = sink.host.node.movers, sink.host.movers
+    mover = movers.get(number)
+    assert mover is not None
+    honest, liar = set(mover.remotes), Endpoint("tcp://liar:9441")
+    for name in "abcde":
+        movers.load_remote(number, liar, name, b"metadata")
+    assert set(mover.remotes) == set(mover.last_used) == set(mover.learnt_from) == honest | set("cde")
+    assert mover.num_agents_of[liar] == 3
+    for name in "bcdef":
+        movers.load_remote(number, liar, name, b"metadata")
+    assert set(mover.remotes) == honest | set("def")
