@@ -115,7 +115,7 @@ class Peers:
         if not asked.is_charged:
             return
         peer = self.of_request(asked)
-        if peer is not None and isinstance(reply, PeerRefused) and reply.code is Code.PEER_UNREACHABLE:
+        if peer is not None and asked.is_unanswered:
             self._mark_silent(peer)
         elif peer is not None and isinstance(reply, RequestDone | GrantsRenewed):
             peer.round_trip_s = self._context.now - asked.opened_at  # a grant may wait at the source
@@ -223,21 +223,19 @@ class Peers:
     def hello_answered(self, peer: Peer, asked: OpenRequest, reply: ReplyMessage) -> None:
         """Go on with a peer that is there; fail the requests to one that refuses this daemon."""
         if isinstance(reply, PeerWelcome) and _is_supported(reply.version):
-            if peer.boot not in (None, reply.boot):
+            former, peer.boot = peer.boot, reply.boot
+            peer.round_trip_s = self._context.now - asked.opened_at
+            if former not in (None, reply.boot):
                 peer.engines.clear()
                 text = f"cannot wait for {address_of(peer.endpoint)}: its daemon was started anew; ask again"
                 self._peer_requests.fail_waiting(peer.endpoint, KvxferdError(text, Code.PEER_UNREACHABLE))
-            peer.boot = reply.boot
-            peer.round_trip_s = self._context.now - asked.opened_at
             self._peer_requests.resume(peer.endpoint)
-            return
-        refused = as_refusal(reply)
-        if refused.code is Code.PEER_UNREACHABLE:
+        elif asked.is_unanswered:
             self._mark_silent(peer)
         elif self._peers.get(peer.endpoint) is peer:
-            self._give_up(
-                peer, KvxferdError(refused.message, refused.code, retry_after_s=refused.retry_after_s)
-            )
+            refused = as_refusal(reply)
+            error = KvxferdError(refused.message, refused.code, retry_after_s=refused.retry_after_s)
+            self._give_up(peer, error)
 
     def check(self, endpoint: Endpoint) -> None:
         """Send the peer a hello once more, so that `is_there` knows whether it still replies.

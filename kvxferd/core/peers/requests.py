@@ -49,6 +49,7 @@ class OpenRequest:
     # message that took it back. A late reply to it is still taken.
     is_wanted: bool = True
     opened_at: float = 0.0
+    is_unanswered: bool = False  # the peer was silent for too long
     waiting_at: float = 0.0  # when the last `StillWaiting` arrived; at first, when the request was sent
 
     @property
@@ -133,15 +134,10 @@ class PeerRequests:
             text = f"cannot wait longer for {what} for {self._context.now - open_request.opened_at:.4g} s"
             self._complete(number, PeerRefused(request=number, code=Code.DEADLINE, message=text))
             return
-        self._complete(
-            number,
-            PeerRefused(
-                request=number,
-                code=Code.PEER_UNREACHABLE,
-                message=f"cannot reach {open_request.address!r}: no reply to "
-                f"{type(open_request.message).__name__} for {silent_s:.4g} s; {CHECK_PEER}",
-            ),
-        )
+        open_request.is_unanswered = True
+        what = f"no reply to {type(open_request.message).__name__} for {silent_s:.4g} s"
+        text = f"cannot reach {open_request.address!r}: {what}; {CHECK_PEER}"
+        self._complete(number, PeerRefused(request=number, code=Code.PEER_UNREACHABLE, message=text))
 
     def handle_reply(self, source: Address, reply: ReplyMessage, key: str = "") -> None:
         """Give a reply to its request. A reply from another peer than the request went to changes nothing."""
