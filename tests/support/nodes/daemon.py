@@ -24,7 +24,7 @@ from tests.support.nodes.waiting import comes_true
 from tests.support.python_process import run_kvxferd
 from tests.support.repository import ROOT
 
-FDS_A_PEER = 2  # of a ZMQ socket; its TCP connection is not counted
+FDS_A_PEER = 4  # of a ZMQ socket and its monitor; its TCP connection is not counted
 # What stays after first use: a ZMQ context and a thread for the first engine, 8, the file of the first
 # sample, and the connection of this question itself.
 FDS_OF_FIRST_USE = 10
