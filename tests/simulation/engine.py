@@ -41,6 +41,7 @@ REGISTER_S = 20.0
 CANCEL_S = 4.0
 STAGED_S = 10.0  # after which a staged source that does not reply is gone
 CLIENT_GRACE_S = 0.5  # `client.pulls.DEADLINE_GRACE_S`: the client's own timer
+LAST_WORD_S = 0.05  # after its deadline, in which a mover may say that a pull is over
 DAEMON_GRACE_S = 0.1  # after a deadline, for the daemon's word to come
 TWO_TRIPS_S = 0.25
 KERNELS_S = (0.0, 0.001, 0.02, 0.3)
@@ -983,7 +984,7 @@ class Worker:
         ticket = event.ticket.number
         pull.wanted.is_delivered = True
         self.world.count_delivered(self.node)
-        if self.world.kernel.now >= pull.deadline - DAEMON_GRACE_S:
+        if self.world.kernel.now >= pull.deadline + LAST_WORD_S - DAEMON_GRACE_S:
             self.world.unsure_counts.add(self.node)  # its daemon may have ended the pull first
         if not pull.kernels.is_done:
             self.world.violate(

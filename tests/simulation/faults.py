@@ -250,10 +250,6 @@ class Faults:
         """Stop processes for so long."""
         for process in processes:
             if not process.is_stopped and not process.is_dead:
-                if process.name in self._world.node_names:
-                    # A known defect: one that wakes after a pull's deadline ends it so, although its mover
-                    # has told of the delivery meanwhile.
-                    self._world.unsure_counts.add(process.name)
                 self._world.kernel.stop(process)
                 self._world.after(seconds, self._world.kernel.resume, process)
 

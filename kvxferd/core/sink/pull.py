@@ -98,6 +98,7 @@ class Pull:
     phases_s: dict[str, float] = field(default_factory=dict)
     failed_phase: str = ""  # as `PullRecord.failed_phase`
     silent: str = ""  # as `PullRecord.silent`
+    late: str = ""  # why it failed at its deadline, which passed while its mover had it
     progressive: bool = False  # it is read in pieces, while its source writes it
     piece: Piece | None = None  # that the mover reads
     tokens_read: int = 0  # of the pieces that are there

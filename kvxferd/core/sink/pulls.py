@@ -38,8 +38,9 @@ What ends a pull from outside:
 
 * `Cancel`: a WAITING pull fails at once. For a POSTED one the mover gets `AbortPull`, and the pull is
   STOPPING until `PullDone`; it may still be delivered.
-* The deadline: a WAITING pull fails. For a POSTED or STOPPING one the mover gets `AbortPull`, and the pull
-  is IN_DOUBT, because its reads are not known to be over.
+* The deadline: a WAITING pull fails. For a POSTED or STOPPING one the mover gets `AbortPull`, and has
+  `LAST_WORD_S` for what it knows: the pull is delivered, or proved to be over. Without its word the pull is
+  IN_DOUBT, because its reads are not known to be over.
 * The mover dies: nothing that it posted writes any more. A POSTED pull with time left is WAITING for the
   next mover; a pull survives the deaths of two movers. With a delivery socket the dead mover may have
   sent `TicketDelivered`, so the worker gets `PullsInterrupted`, and its `PullsResumed` lists the pulls that
@@ -96,6 +97,9 @@ from kvxferd.wire.worker import (
 
 # A retry with less time than this would end at its deadline, in doubt instead of safely failed.
 MIN_RETRY_S = 0.25
+# A mover that is there replies within a millisecond. What it has said before the deadline may not be read
+# yet, where this daemon was busy, or stood still.
+LAST_WORD_S = 0.05
 # A retry that has no grant after this time fails: the source is gone for now.
 RETRY_WITHIN_S = 2.0
 # A pull that kills each mover that reads it must not use up the node's movers. Its own mover and the next may
@@ -475,7 +479,7 @@ class Pulls:
     def _fail(
         self, pull: Pull, trigger: PullTrigger, code: Code, message: str, retry_after_s: float = 0.0
     ) -> None:
-        was_stopping = pull.phase is PullPhase.STOPPING
+        was_stopping = pull.phase is PullPhase.STOPPING and not pull.late
         pull.failed_phase = pull.failed_phase or pull.record_phase
         phase = pull.transition(trigger)
         if phase is PullPhase.QUIESCED:
@@ -483,6 +487,8 @@ class Pulls:
             return
         if was_stopping and phase is PullPhase.FAILED:
             code, message = Code.CANCELLED, f"transfer {pull.ref.transfer_id}: the pull was cancelled"
+        if pull.late:
+            code, message = Code.DEADLINE, pull.late
         failed = TicketFailed(
             ticket=pull.ticket,
             code=code,
@@ -611,8 +617,13 @@ class Pulls:
         pull.silent, where = describe_read(pull)
         if pull.progress is not None:
             pull.failed_phase = pull.progress.phase
+        pull.late = f"{what}: {waited} while it was read: {where}"
         self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
-        self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, f"{what}: {waited} while it was read: {where}")
+        self._context.after(("deadline", pull.pull_id), LAST_WORD_S, lambda: self._doubt(pull))
+
+    def _doubt(self, pull: Pull) -> None:
+        """Fail a pull whose mover has not said in time that it is over."""
+        self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, pull.late)
 
     def refuse_waiting(self, rank: LocalRank, code: Code, message: str) -> None:
         """Refuse the rank's pulls that no mover has."""

@@ -10,7 +10,7 @@ import pytest
 from kvxferd.core import events as ev
 from kvxferd.core.ranks.movers import RETIRED_S
 from kvxferd.core.sink.grants import GrantState
-from kvxferd.core.sink.pulls import MAX_MOVERS_LOST
+from kvxferd.core.sink.pulls import LAST_WORD_S, MAX_MOVERS_LOST
 from kvxferd.core.sink.stalled_sources import MAX_SOURCES, MAX_STALLS, REFUSED_S, WINDOW_S, SourceBreaker
 from kvxferd.errors import Code, EngineError
 from kvxferd.wire import mover as mv
@@ -40,7 +40,7 @@ def stall(world: World, source: Worker, sink: Worker, deadline_s: float = 1.0) -
 def retire(world: World, source: Worker, sink: Worker) -> int:
     """A stalled pull whose doubt has lasted too long."""
     ticket = stall(world, source, sink)
-    world.advance(1.0 + world.settings.quiesce_s)
+    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
     return ticket
 
 
@@ -53,7 +53,7 @@ def test_other_pulls_end_on_the_old_mover_and_new_ones_go_to_the_next(world, sou
     old = mover_of(sink)
     stalled = stall(world, source, sink)
     running = sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
-    world.advance(1.0 + world.settings.quiesce_s)
+    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
     assert len(live_movers(sink)) == 2
     assert not sink.received(wk.TicketQuiesced)
     new = sink.pull(source.publish("t3", IDS, TOKENS), [20, 21, 22], TOKENS)
@@ -73,7 +73,7 @@ def test_what_does_not_end_in_time_is_read_again_by_the_next_mover(world, source
         sink.pull(source.publish(f"t{n}", IDS, TOKENS), ids, TOKENS, deadline_s=60)
         for n, ids in enumerate((OTHER_IDS, [20, 21, 22]))
     ]
-    world.advance(1.0 + world.settings.quiesce_s + RETIRED_S - 0.1)
+    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s + RETIRED_S - 0.1)
     assert old.alive
     assert [sink.ended(ticket) for ticket in running] == [None, None]
     world.advance(0.2)
@@ -160,7 +160,7 @@ def test_a_read_that_fails_while_its_rank_is_suspended_is_not_read_again(world, 
 def test_suspend_ends_a_retired_mover_too(world, source, sink):
     stall(world, source, sink)
     sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
-    world.advance(1.0 + world.settings.quiesce_s)
+    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
     assert len(live_movers(sink)) == 2
     sink.say(wk.Suspend())
     assert sink.received(wk.Suspended)
@@ -170,7 +170,7 @@ def test_suspend_ends_a_retired_mover_too(world, source, sink):
 def test_a_worker_that_goes_takes_its_retired_mover_along(world, source, sink):
     stall(world, source, sink)
     sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
-    world.advance(1.0 + world.settings.quiesce_s)
+    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
     sink.close()
     world.settle()
     assert not live_movers(sink)
@@ -211,7 +211,7 @@ def test_a_rank_has_one_retired_mover_at_most(world, source, sink):
     first = mover_of(sink)
     stall(world, source, sink)
     kept = sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
-    world.advance(1.0 + world.settings.quiesce_s)
+    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
     retire(world, source, sink)
     assert not first.alive
     assert len(live_movers(sink)) <= 2
@@ -225,7 +225,7 @@ def test_where_no_second_mover_can_be_bound_the_retired_one_ends_at_once(world, 
     stall(world, source, sink)
     running = sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
     sink.refuses_binds = lambda: old.alive
-    world.advance(1.0 + world.settings.quiesce_s)
+    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
     assert not old.alive
     world.advance(1)
     assert isinstance(sink.ended(running), wk.TicketDelivered)
@@ -281,7 +281,7 @@ def test_an_answer_is_to_one_interruption_alone(world, source, sink):
     old = mover_of(sink)
     stall(world, source, sink)
     first = sink.pull(source.publish("t1", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
-    world.advance(1.0 + world.settings.quiesce_s)
+    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s)
     mover_of(sink).hold = True
     second = sink.pull(source.publish("t2", IDS, TOKENS), [20, 21, 22], TOKENS, deadline_s=60)
     mover_of(sink).die()
@@ -430,7 +430,7 @@ def test_a_retired_mover_is_counted_until_it_is_gone(world, source, sink):
     stall(world, source, sink)
     running = sink.pull(source.publish("t2", IDS, TOKENS), OTHER_IDS, TOKENS, deadline_s=60)
     assert sink.host.node.snapshot().num_retired_movers == 0
-    world.advance(1.0 + world.settings.quiesce_s + 0.5)
+    world.advance(1.0 + LAST_WORD_S + world.settings.quiesce_s + 0.5)
     assert sink.host.node.snapshot().num_retired_movers == 1
     finish(old)
     assert sink.ended(running)

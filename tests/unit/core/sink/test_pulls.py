@@ -7,7 +7,9 @@ import itertools
 import pytest
 
 from kvxferd.core.sink.pull import TRANSITIONS, PullPhase, PullTrigger
+from kvxferd.core.sink.pulls import LAST_WORD_S
 from kvxferd.errors import Code
+from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
 
@@ -113,6 +115,32 @@ def test_what_a_dead_mover_still_says_is_void(world, source, sink):
     mover.worker = source  # what it says to its worker is another matter
     mover.finish()
     assert sink.ended(ticket) is None
+
+
+def test_what_the_mover_had_said_before_the_deadline_counts_though_it_is_read_behind_it(world, source, sink):
+    """This daemon stood still, or was busy: its timer is looked at before its sockets are."""
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    world.advance(3.0 + LAST_WORD_S / 2)
+    assert sink.ended(ticket) is None
+    mover_of(sink).copy()
+    mover_of(sink).finish()
+    assert isinstance(sink.ended(ticket), wk.TicketDelivered)
+    assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
+    world.advance(LAST_WORD_S)
+    assert not sink.received(wk.TicketFailed)
+
+
+def test_a_mover_that_says_at_the_deadline_that_it_is_over_leaves_no_doubt(world, source, sink):
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=3)
+    world.advance(3.0)
+    start = mover_of(sink).started.popleft()
+    stopped = mv.PullOutcome(delivered=False, code=Code.CANCELLED, message="the pull was aborted")
+    mover_of(sink).say(mv.PullDone(pull=start.pull, outcome=stopped))
+    failed = sink.ended(ticket)
+    assert (failed.code, failed.safe_to_reuse) == (Code.DEADLINE, True)
+    assert "its deadline of 3.0 s passed while it was read" in failed.message
 
 
 @pytest.mark.parametrize(
