@@ -31,6 +31,7 @@ from kvxferd.cli.root import VERBS, root
 from kvxferd.config import RELOADABLE, SETTINGS, Setting, flag_name
 from kvxferd.config.sample import sample_comments
 from kvxferd.control.http_routes import ROUTES
+from kvxferd.core.limits.table import TABLE
 from tests.support.repository import ROOT
 
 COMMON_FROM = 4
@@ -118,6 +119,23 @@ def default_of(setting: Setting) -> str:
     if isinstance(value, dict):
         return "{}"
     return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+# --- limits
+
+
+def limits() -> Iterator[str]:
+    """Yield a table of the limits that are no settings, of users and of peers."""
+    rows = [
+        (
+            f"`{row.name}`",
+            f"{row.total >> 20} MiB" if row.unit == "bytes" else f"{row.total:,}",
+            "peers" if row.is_of_peers else "users",
+            *map(cell, (row.of, row.past, row.why)),
+        )
+        for row in TABLE.values()
+    ]
+    yield from table(("limit", "at most", "shared by", "of", "past it", "why"), rows)
 
 
 # --- exceptions
@@ -276,6 +294,7 @@ def record_of(param: click.Parameter) -> tuple[str, str] | None:
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "settings": settings,
+    "limits": limits,
     "exceptions": exceptions,
     "metrics": metrics,
     "buckets": buckets,

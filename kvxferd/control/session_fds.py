@@ -6,8 +6,8 @@ from kvxferd.control.frame_fds import FrameFds
 from kvxferd.control.registration_fds import check_regions, check_registration, detach_mover_socket
 from kvxferd.control.worker_connection import WorkerConnection
 from kvxferd.core.events import FdsArrived
-from kvxferd.core.limits.checks import RETRY_LATER_S
 from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.table import RETRY_LATER_S
 from kvxferd.errors import Code, EngineError, ProtocolError, count_busy_refusal
 from kvxferd.frame_socket import close_fds
 from kvxferd.wire.common import FdBatch, Refusal

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 
 from kvxferd.core.effects import Effect
+from kvxferd.core.limits.ledger import Ledger
 from kvxferd.core.settings import Settings
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.timers import Timers
@@ -25,6 +26,7 @@ class NodeContext:
         self.settings = settings
         self.allowlist = settings.allowlist  # until the operator changes it
         self.new_token = new_token  # 32 random hex digits
+        self.ledger = Ledger()
         self.timers = Timers()
         self.now = 0.0
         self.draining = False

@@ -41,8 +41,9 @@ from kvxferd.core.events import (
     WorkerDisconnected,
     WorkerMessage,
 )
-from kvxferd.core.limits.block_id_memory import MAX_BLOCK_ID_BYTES, BlockIdMemory, request_bytes
+from kvxferd.core.limits.block_id_memory import request_bytes
 from kvxferd.core.limits.reassembly_memory import ReassemblyMemory
+from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
@@ -157,12 +158,11 @@ class Node:
         self.sessions: dict[SessionId, Session] = {}
         self.owners = Owners(self.context)
         self.registry = Registry(endpoint, self.owners)
-        self.reassembly_memory = ReassemblyMemory(self.registry.user_has_rank)
+        self.reassembly_memory = ReassemblyMemory(self.context.ledger, self.registry.user_has_rank)
         self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
         self.chunk_memory = ChunkMemory(self.context, self.context.settings.limits.staging_bytes)
         self.fence_pages = FencePages(self.context, self.registry)
         self.peer_requests = PeerRequests(self.context, self._request_settled)
-        self.block_id_memory = BlockIdMemory()
         layout_cache = self.layouts = LayoutCache()
         self.peer_routes = PeerRoutes()
         self.peers = Peers(self.context, self.peer_requests)
@@ -176,7 +176,6 @@ class Node:
             self.fence_pages,
             self.peer_requests,
             self.rank_reports,
-            self.block_id_memory,
         )
         self.grant_server = GrantServer(
             self.context,
@@ -208,10 +207,9 @@ class Node:
             self.peer_requests,
             self.handshake_client,
             self.movers,
-            self.block_id_memory,
         )
         self.prepared = PreparedGrants(self.context, self.grant_client)
-        self.pulls = Pulls(self.context, self.grant_client, self.movers, self.block_id_memory)
+        self.pulls = Pulls(self.context, self.grant_client, self.movers)
         self.local_ranks = LocalRanks(
             self.context, self.registry, self.movers, self.member, self._rank_changed
         )
@@ -295,7 +293,9 @@ class Node:
             LimitSnapshot(name=name, limit=getattr(limits, name), used=num) for name, num in used.items()
         )
         block_ids = LimitSnapshot(
-            name="block_id_bytes", limit=MAX_BLOCK_ID_BYTES, used=self.block_id_memory.num_bytes
+            name=BLOCK_ID_BYTES.name,
+            limit=BLOCK_ID_BYTES.total,
+            used=self.context.ledger[BLOCK_ID_BYTES].held,
         )
         return (*settings, block_ids)
 
@@ -328,7 +328,7 @@ class Node:
         self.handshake_client.check_integrity()
         self.poll_requests.check_integrity()
         self.chunk_memory.check_integrity()
-        self._check_block_id_memory()
+        self._check_block_ids()
         num_ranks = sum(session.rank is not None for session in self.sessions.values())
         for rank in self.registry.local_ranks():
             session = self.sessions.get(rank.session)
@@ -336,15 +336,14 @@ class Node:
             num_ranks -= 1
         assert not num_ranks, "the rank of a session is not in the registry"
 
-    def _check_block_id_memory(self) -> None:
+    def _check_block_ids(self) -> None:
         running = self.pulls.running()
         holds = [*(pull.held_grant for pull in running), *self.prepared]
         charged = sum([transfer.charged_bytes for transfer in self.published.table.live.values()])
         charged += sum([hold.charged_bytes for hold in holds])
         charged += sum([request_bytes(pull.blocks) for pull in running])
-        assert charged == self.block_id_memory.num_bytes, (
-            f"{self.block_id_memory.num_bytes} bytes of ids counted, {charged} kept"
-        )
+        counted = self.context.ledger[BLOCK_ID_BYTES].held
+        assert charged == counted, f"{counted} bytes of ids counted, {charged} kept"
 
     # --- events
 

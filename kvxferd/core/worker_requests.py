@@ -8,7 +8,7 @@ import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.table import ABANDONED_TRANSFERS
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.member import Member
@@ -59,10 +59,7 @@ from kvxferd.wire.worker import (
     Welcome,
 )
 
-# Transfers that a session abandons and whose source has not replied; each request is repeated for two
-# minutes. An engine that aborts eight requests a second, with a dead source, has 1,024. A transfer whose
-# abandonment is not sent ends with its lease.
-MAX_ABANDONING, MAX_ABANDONING_PER_NODE = 1024, 16 * 1024
+MAX_ABANDONING = 1024  # of a session, whose source has not replied
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
 
@@ -90,7 +87,7 @@ class WorkerRequests:
         self._peers = peers
         self._peer_requests = peer_requests
         self._member = member
-        self._abandoning_share = FairShare(MAX_ABANDONING_PER_NODE)
+        self._abandoning_share = context.ledger[ABANDONED_TRANSFERS]
 
     def welcome(self, session: Session, message: Hello) -> None:
         """Agree on a version. Raises ProtocolError where there is none."""

@@ -27,6 +27,7 @@ from kvxferd.config.schema import (
     TransferConfig,
 )
 from kvxferd.control import worker_socket
+from kvxferd.core.limits import table as limits
 from kvxferd.core.sink import stalled_sources
 from kvxferd.core.source import grants
 from kvxferd.memory import driver_registry
@@ -50,20 +51,22 @@ LEASE_S = 8.0  # of a transfer and of a grant
 PAGE_BYTES = 24  # of a source's block ids, where lists go in parts
 
 
-# Numbers of the product that are never reached in small worlds: each low enough that it is.
+# Numbers of the product that are never reached in small worlds: each low enough that it is. Those without a
+# module are rows of the table of limits.
 LOW_NUMBERS = {
+    "acknowledged": 24,
+    "early_ready": 2,
+    "fetched_engines": 2,
+    "open_requests": 12,
+    "remote_engine_bytes": 100_000,
     "core.context CALLS_PER_TURN": 2,
-    "core.peers.peers MAX_OPEN_REQUESTS": 12,
     "core.peers.routes MAX_ROUTES": 2,
     "core.ranks.home MAX_LEFT": 1,
     "core.ranks.member MAX_RELEASED": 2,
     "core.sink.grants MAX_GRANTS_PER_RENEWAL": 1,
     "core.sink.manifests MAX_ENGINES_PER_PEER": 1,
-    "core.sink.manifests MAX_LEARNING": 2,
-    "core.sink.manifests MAX_LEARNT_BYTES": 100_000,
     "core.sink.stalled_sources MAX_SOURCES": 1,
     "core.source.grants MAX_READERS": 2,
-    "core.source.transfer_table MAX_EARLY_READY": 2,
     "core.worker_requests MAX_ABANDONING": 1,
     "core.sink.prepared MAX_PREPARED": 1,
     "control.peer_inbox MAX_CACHED_BYTES": 1,
@@ -157,8 +160,12 @@ class World:
             for place in (fd_batches, framing, registration, worker_socket):
                 interposed.set_on(place, "MAX_FDS_PER_FRAME", traits.frame_fds)
         for named in traits.low_numbers:
-            module, name = named.split()
-            interposed.set_on(importlib.import_module(f"kvxferd.{module}"), name, LOW_NUMBERS[named])
+            module, _, name = named.rpartition(" ")
+            if module:
+                interposed.set_on(importlib.import_module(f"kvxferd.{module}"), name, LOW_NUMBERS[named])
+            else:
+                low = limits.TABLE[named]._replace(total=LOW_NUMBERS[named])
+                interposed.set_on(limits, "TABLE", {**limits.TABLE, named: low})
         interposed.set_on(stalled_sources, "REFUSED_S", REFUSED_S)
         self.network.tell = lambda what: self.tell("network", what)
         libzmq.install(self.kernel, self.network, interposed.set_on)

@@ -1,22 +1,15 @@
-"""The memory of the block ids that transfers, pulls and grants keep until they end."""
+"""What transfers, pulls and grants are counted for, as long as they keep their block ids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvxferd.core.limits.checks import RETRY_AFTER_S
-from kvxferd.core.limits.fair_share import FairShare
-from kvxferd.errors import BusyError, Code, EngineError
+from kvxferd.errors import Code, EngineError
 from kvxferd.ids import GroupName
 from kvxferd.layout import PackedBlocks, num_id_bytes
 from kvxferd.wire.common import RankIncarnations
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
 
-# An id is 4 bytes: a request of 32,768 tokens at 16 tokens a block keeps 8 KiB, one of a million 256 KiB.
-# 512 MiB are 44,000 of the former for a user who is alone, five engines with all the transfers that they may
-# have, and 1,778 of the latter; for one who comes second 3,200 and 127. Without a limit of bytes 8,192
-# transfers of 16 MiB were 128 GiB for each engine.
-MAX_BLOCK_ID_BYTES = 512 << 20
 # What a transfer or a pull is counted for without its ids (timers, indexes, names), and a group. Measured,
 # with ids of 32 characters: a transfer of one group takes 2.1 KB, a pull with its hold 3.4 KB where it is
 # counted for 4.6, a group 0.1 (`tests/unit/core/limits/test_block_id_memory.py`).
@@ -48,34 +41,3 @@ def incarnation_bytes(num_ranks: int, named: RankIncarnations) -> int:
     were 1.4 MB a transfer.
     """
     return RANK_BYTES * num_ranks + sum(CHAR_BYTES * len(incarnation) for _, incarnation in named)
-
-
-class BlockIdMemory:
-    """Counts the bytes by user. An engine, a session and a rank each belong to one user."""
-
-    def __init__(self, limit: int = MAX_BLOCK_ID_BYTES) -> None:
-        self._share = FairShare(limit)
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all users."""
-        return self._share.held
-
-    def check(self, uid: int, num_bytes: int, what: str) -> None:
-        """Raise BusyError where the user has no room for `num_bytes`. `what`: "pull transfer t"."""
-        if not self._share.has_room(uid, num_bytes):
-            raise BusyError(
-                f"cannot {what}: the block ids of all requests take {self._share.held} bytes here, "
-                f"{self._share.held_by(uid)} of them of uid {uid}, and {self._share.limit} is the limit; "
-                f"try again in {RETRY_AFTER_S:g} s",
-                RETRY_AFTER_S,
-                "block_id_bytes",
-            )
-
-    def add(self, uid: int, num_bytes: int) -> None:
-        """Count a request that is kept from now on."""
-        self._share.add(uid, num_bytes)
-
-    def remove(self, uid: int, num_bytes: int) -> None:
-        """Stop counting a request that has ended."""
-        self._share.release(uid, num_bytes)

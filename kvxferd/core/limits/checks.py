@@ -7,14 +7,10 @@ from collections.abc import Mapping
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core.limits.fair_share import RESERVE_DIVISOR, SMALL_DIVISOR, FairShare
+from kvxferd.core.limits.table import RETRY_AFTER_S
 from kvxferd.core.tables import decrease
 from kvxferd.errors import OTHER_LIMIT, BusyError
 from kvxferd.ids import SessionId
-
-# Pulls, handshakes and waits for grants end within seconds, and make room.
-RETRY_AFTER_S = 1.0
-# Ranks and peers make room only when they leave, as in a restart, which takes longer.
-RETRY_LATER_S = 10.0
 
 # An ended transfer is remembered for `tombstone_s`. 131,072 of them take about 50 MB, and at that limit
 # 200 transfers a second are remembered for their whole ten minutes. A late reader of a transfer that was
@@ -26,7 +22,8 @@ MAX_TOMBSTONES = 1 << 17
 BUSY_LIMITS = (
     *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
     *("max_peers", "max_waiting_per_peer", "max_waiting"),
-    *("block_id_bytes", "mover_starts", "remote_engine_bytes", "grants_per_transfer"),
+    *("block_id_bytes", "remote_engine_bytes", "open_requests", "fetched_engines", "member_bytes"),
+    *("mover_starts", "grants_per_transfer"),
     *("open_files", "worker_descriptors", "unfinished_registrations", "http", OTHER_LIMIT),
 )
 

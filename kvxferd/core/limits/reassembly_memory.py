@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.ledger import Ledger
+from kvxferd.core.limits.table import ARRIVING_ID_BYTES, ARRIVING_ID_BYTES_OF_OTHERS
 from kvxferd.core.ranks.session import Session
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
-
-# For users who have a rank here: sixteen of the largest requests at a time. A request of a million tokens at
-# 16 tokens a block is 256 KiB, and arrives within a millisecond.
-MAX_REASSEMBLY_BYTES = 16 * MAX_REQUEST_IDS_BYTES
-# For all others together, schedulers whose ranks have not come yet: their publishes are refused anyway.
-MAX_REASSEMBLY_BYTES_WITHOUT_RANK = MAX_REQUEST_IDS_BYTES
 
 
 class ReassemblyMemory:
     """Counts the bytes of sessions' assemblies: one of the largest requests a session, a share a user."""
 
-    def __init__(self, has_rank: Callable[[int], bool]) -> None:
+    def __init__(self, ledger: Ledger, has_rank: Callable[[int], bool]) -> None:
         self._has_rank = has_rank
-        self._users_with_rank = FairShare(MAX_REASSEMBLY_BYTES)
-        self._other_users = FairShare(MAX_REASSEMBLY_BYTES_WITHOUT_RANK)
+        self._users_with_rank = ledger[ARRIVING_ID_BYTES]
+        self._other_users = ledger[ARRIVING_ID_BYTES_OF_OTHERS]
 
     @property
     def num_bytes(self) -> int:

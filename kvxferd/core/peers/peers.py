@@ -10,8 +10,8 @@ import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ClosePeerConnection
-from kvxferd.core.limits.checks import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.table import OPEN_REQUESTS, RETRY_LATER_S
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, OpenRequest, PeerRequests
 from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
@@ -34,10 +34,6 @@ from kvxferd.wire.peer import (
     StillWaiting,
 )
 
-# Open requests of all peers and kinds, 2 KB each: 64 MiB. A source lets 8,192 requests of one peer wait, and
-# 32,768 in all (`limits.max_waiting`). 200 acknowledgements a second to a dead source, each repeated for
-# 120 s, are 24,000: one user's share is 28,672.
-MAX_OPEN_REQUESTS = 32_768
 # A peer that has not answered a hello that was sent twice is shown as silent.
 HELLO_RESENDS = 2
 # A thousand pulls may have one deadline: their peer is greeted once for all.
@@ -67,7 +63,7 @@ class Peers:
         self._peer_requests = peer_requests
         self._peers: dict[Endpoint, Peer] = {}
         self._peer_share = FairShare(context.settings.limits.max_peers)
-        self._open_request_share = FairShare(MAX_OPEN_REQUESTS)
+        self._open_request_share = context.ledger[OPEN_REQUESTS]
         self._pins: list[Callable[[], Collection[Endpoint]]] = []
 
     def pin(self, needed: Callable[[], Collection[Endpoint]]) -> None:
@@ -96,7 +92,7 @@ class Peers:
         asked = OpenRequest(endpoint, message, timeout_s, about, uid)
         try:
             if not is_vital:
-                self._check_open_requests(endpoint, uid)
+                self._open_request_share.check(uid, 1, f"ask {endpoint}")
             peer = self.admit(endpoint, uid)
         except KvxferdError as error:
             self._peer_requests.refuse(asked, error)
@@ -124,17 +120,6 @@ class Peers:
     def of_request(self, asked: OpenRequest) -> Peer | None:
         """Return the peer that was asked; None: it is forgotten, or connected to this node."""
         return None if isinstance(asked.address, bytes) else self._peers.get(asked.address)
-
-    def _check_open_requests(self, endpoint: Endpoint, uid: int) -> None:
-        """Raise BusyError where the user has too many open requests. Cancelled pulls leave some, too."""
-        if not self._open_request_share.has_room(uid):
-            raise BusyError(
-                f"cannot ask {endpoint}: {self._open_request_share.held} questions to peers are not "
-                "answered, "
-                f"{self._open_request_share.held_by(uid)} of them for uid {uid}; try again in "
-                f"{RETRY_AFTER_S:g} s",
-                RETRY_AFTER_S,
-            )
 
     # --- admission
 

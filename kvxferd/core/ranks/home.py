@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
-from kvxferd.core.limits.checks import RETRY_LATER_S
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.table import MEMBER_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifest, check_spec
 from kvxferd.core.peers.remote_engine import RANK_BYTES
@@ -16,7 +15,7 @@ from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.owners import daemon_owner, is_user
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.registry import LocalRank, MemberRank, Registry
-from kvxferd.errors import BusyError, Code, EngineError, KvxferdError
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec
 from kvxferd.wire.common import RankManifest
@@ -32,11 +31,6 @@ from kvxferd.wire.peer import (
     SetRankPolling,
     refusal_of,
 )
-
-# The manifests of the ranks that other nodes have joined here, of which each CURVE key, or without keys each
-# route, has its share. The largest engine has 4,096 ranks, which take 20 MiB with 40 regions and 1 KiB of
-# metadata each; 4,096 of the largest manifest would be 8 GiB.
-MAX_MEMBER_BYTES = 256 << 20
 
 
 def _peer_id(record: MemberRank) -> str:
@@ -65,7 +59,7 @@ class Home:
         self._on_engine_change = on_engine_change
         self._poll_requests = poll_requests
         self._members: dict[AgentName, MemberRank] = {}
-        self._member_share = FairShare(MAX_MEMBER_BYTES)  # by `_peer_id`
+        self._member_share = context.ledger[MEMBER_BYTES]  # by `_peer_id`
         self._owners = registry.owners
         self._polling_requests: dict[AgentName, int] = {}  # the open `SetRankPolling` of each agent
         self._may_still_poll: set[AgentName] = set()  # members that never heard that they may stop
@@ -89,7 +83,8 @@ class Home:
             joined = check_manifest(message.manifest, self._layout_cache)
             record = MemberRank(joined, route, message.boot, key, owner, message.request, self._context.now)
             record.added_by = message.request if present is None else 0
-            self._check_room(_peer_id(record), record.num_bytes - (present.num_bytes if present else 0))
+            more = record.num_bytes - (present.num_bytes if present else 0)
+            self._member_share.check(_peer_id(record), more, "take one more rank of another node")
             self._registry.claim(record, present)
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
@@ -116,15 +111,6 @@ class Home:
         except KvxferdError as error:
             return refusal_of(message.request, error)
         return None
-
-    def _check_room(self, peer: str, num_bytes: int) -> None:
-        if not self._member_share.has_room(peer, num_bytes):
-            raise BusyError(
-                f"cannot take one more rank of another node: those that have joined take "
-                f"{self._member_share.held} bytes of {self._member_share.limit}, "
-                f"{self._member_share.held_by(peer)} of them this peer's; try again in {RETRY_LATER_S:g} s",
-                RETRY_LATER_S,
-            )
 
     def _check_sender(
         self,
@@ -154,7 +140,7 @@ class Home:
         if present is not None:
             self._check_owner(message, key, owner, present)
             return
-        self._check_room(key or route.hex(), RANK_BYTES)
+        self._member_share.check(key or route.hex(), RANK_BYTES, "take one more rank of another node")
         self._check_absent_owner(spec, owner)
         if self._registry.get(spec.key) is None:
             self._check_generation(spec, owner)

@@ -19,15 +19,12 @@ from dataclasses import dataclass
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.events import SavedRank
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.table import OWNED_RANKS
 from kvxferd.core.tables import discard
 from kvxferd.ids import BootId, EngineId, EngineKey, Generation, Rank
 from kvxferd.records import OwnershipSnapshot
 
-# A home has 4,096 ranks of other nodes at most, and 128 of its own (`limits.max_ranks`). Twice the first
-# leaves room for the ranks that left in the last minutes. A row takes 0.5 KB: 4 MB. A user may register four
-# ranks a second: one that does nothing else has the sixteenth that is reserved for each owner.
-MAX_ROWS, MAX_ROWS_OF_USER = 8192, 512
+MAX_ROWS_OF_USER = 512
 MAX_SHOWN = 4096  # engine ids in a snapshot; they take 10 ms
 # 4 MB of the longest names. An entry that is pushed out costs that engine the order of its generations alone.
 MAX_ENGINES, MAX_GENERATIONS = 1024, 8
@@ -86,7 +83,7 @@ class Owners:
         self._context = context
         self._rows: dict[EngineId, dict[Place, OwnedRank]] = {}
         self._absent: dict[str, dict[Place, None]] = {}  # by account, the oldest first
-        self._share = FairShare(MAX_ROWS)  # by account
+        self._share = context.ledger[OWNED_RANKS]  # by account
         self._generations: OrderedDict[EngineId, list[Generation]] = OrderedDict()  # as they were met
 
     def find(self, key: EngineKey, rank: Rank) -> OwnedRank | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.limits.checks import RETRY_LATER_S, check_share
+from kvxferd.core.limits.checks import check_share
 from kvxferd.core.limits.rate_limit import RateLimiter
+from kvxferd.core.limits.table import RETRY_LATER_S
 from kvxferd.core.ranks.registry import LocalRank, Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.errors import BusyError, Code, EngineError

@@ -10,7 +10,8 @@ from functools import partial
 import msgspec
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.limits.block_id_memory import BlockIdMemory, request_bytes
+from kvxferd.core.limits.block_id_memory import request_bytes
+from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, PeerRequests
@@ -108,7 +109,6 @@ class GrantClient:
         peer_requests: PeerRequests,
         handshake_client: HandshakeClient,
         movers: Movers,
-        block_id_memory: BlockIdMemory,
     ) -> None:
         self._context = context
         self._peers = peers
@@ -116,7 +116,7 @@ class GrantClient:
         self._handshake_client = handshake_client
         handshake_client.on_learnt = self._engine_learnt
         self._movers = movers
-        self._block_id_memory = block_id_memory
+        self._block_ids = context.ledger[BLOCK_ID_BYTES]
         self._remote_engines = RemoteEngineRegistry(context)
         self._held: dict[Endpoint, dict[GrantId, HeldGrant]] = {}
         self.on_settled: Callable[[HeldGrant], None] = lambda hold: None
@@ -327,10 +327,10 @@ class GrantClient:
         if before is None:
             size = request_bytes(added) + len(reply.fence_metadata)
         try:
-            self._block_id_memory.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
+            self._block_ids.check(uid, size, f"hold transfer {hold.ref.transfer_id}")
         except BusyError as error:
             return Refusal.of(error)
-        self._block_id_memory.add(uid, size)
+        self._block_ids.add(uid, size)
         hold.charged_bytes += size
         for name, listed in added.items():
             is_first = name not in hold.blocks or not hold.blocks[name].ids or name in replaced
@@ -479,7 +479,7 @@ class GrantClient:
         hold.remote = hold.plan = None
 
     def _drop_ids(self, hold: HeldGrant) -> None:
-        self._block_id_memory.remove(hold.rank.uid, hold.charged_bytes)
+        self._block_ids.release(hold.rank.uid, hold.charged_bytes)
         hold.charged_bytes, hold.granted, hold.blocks = 0, None, {}
 
     def _send_return(self, hold: HeldGrant) -> None:

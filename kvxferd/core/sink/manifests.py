@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
-from kvxferd.core.limits.checks import RETRY_LATER_S
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.table import FETCHED_ENGINES, REMOTE_ENGINE_BYTES
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifests
 from kvxferd.core.peers.peers import Peer, Peers, as_refusal
 from kvxferd.core.peers.remote_engine import RemoteEngine, bytes_of
 from kvxferd.core.peers.requests import PeerRequests
-from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, count_busy_refusal
+from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, EngineKey
 from kvxferd.plan import check_engine
 from kvxferd.records import HandshakeRecord
@@ -30,14 +29,6 @@ if TYPE_CHECKING:
 
 # A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
 MAX_ENGINES_PER_PEER = 64
-# Engines that are being learnt, of all peers: a node's ranks read from tens. Each is a request of 2 KB that
-# is open for up to 20 s, also when the pull of an invented reference is cancelled meanwhile.
-MAX_LEARNING = 4096
-# What is known of other nodes' engines. 64 ranks in 8 stages with 40 tensors, 40 regions and 1 KiB of
-# metadata are 1 MiB: 448 such engines for a user who is alone. The largest manifest is counted for 16 to 60
-# MiB; without a limit 64 of them at each of 448 peers were 450 GiB.
-MAX_LEARNT_BYTES = 512 << 20
-
 # Refusals of a source that has waited for ranks as long as the request allowed.
 WAIT_EXPIRED_CODES = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 
@@ -77,8 +68,8 @@ class HandshakeClient:
         self._peer_requests = peer_requests
         self._layout_cache = layout_cache
         self._fetches: dict[tuple[Endpoint, EngineKey], EngineFetch] = {}
-        self._learning_share = FairShare(MAX_LEARNING)
-        self._learnt_bytes_share = FairShare(MAX_LEARNT_BYTES)
+        self._learning_share = context.ledger[FETCHED_ENGINES]
+        self._learnt_bytes_share = context.ledger[REMOTE_ENGINE_BYTES]
         self.on_learnt: OnLearnt = lambda grant, outcome: None
 
     def learn_engine(self, grant: HeldGrant, wait_s: float) -> None:
@@ -87,7 +78,7 @@ class HandshakeClient:
         peer, fetch = self._peers.get(endpoint), self._fetches.get((endpoint, key))
         try:
             if fetch is None and (peer is None or key not in peer.engines):
-                self._check_learning(key, uid)
+                self._learning_share.check(uid, 1, f"learn engine {key}")
             peer = self._peers.admit(endpoint, uid)
         except KvxferdError as error:
             self.on_learnt(grant, Refusal.of(error))
@@ -100,15 +91,6 @@ class HandshakeClient:
             fetch.waiting.append(waiter)
         else:
             self._fetch_engine(peer, key, [waiter])
-
-    def _check_learning(self, key: EngineKey, uid: int) -> None:
-        if not self._learning_share.has_room(uid):
-            raise BusyError(
-                f"cannot learn engine {key}: {self._learning_share.held} others are being learnt, "
-                f"{self._learning_share.held_by(uid)} of them for uid {uid}; try again in {RETRY_LATER_S:g} "
-                "s",
-                RETRY_LATER_S,
-            )
 
     def _fetch_engine(self, peer: Peer, key: EngineKey, waiting: list[EngineWaiter]) -> None:
         """Request the manifest, for all that wait for it, as long as one of them waits."""
@@ -142,7 +124,7 @@ class HandshakeClient:
                     fetch.num_bytes += size
                     self._request_page(fetch)
                     return
-                refusal = self._no_room(fetch.key, size)
+                refusal = self._no_room(fetch.key, fetch.uid)
         self._learnt_bytes_share.release(fetch.uid, fetch.num_bytes)
         self._learning_share.release(fetch.uid)
         del self._fetches[fetch.peer.endpoint, fetch.key]
@@ -162,7 +144,7 @@ class HandshakeClient:
             fetch.waiting = [waiter for waiter in fetch.waiting if waiter.deadline <= deadline]
             self._fetch_engine(fetch.peer, fetch.key, later)
 
-    def _charge_engine(self, read: RemoteEngine | Refusal, users: Iterable[int]) -> RemoteEngine | Refusal:
+    def _charge_engine(self, read: RemoteEngine | Refusal, users: Collection[int]) -> RemoteEngine | Refusal:
         """Charge the engine to the first waiting user with room, for as long as anything refers to it.
 
         A user's engines that were learnt first are forgotten before; a pull that needs one learns it again.
@@ -179,19 +161,10 @@ class HandshakeClient:
                 shares.add(uid, size)
                 weakref.finalize(kept, shares.release, uid, size).atexit = False
                 return kept
-        return self._no_room(read.spec.key, size)
+        return self._no_room(read.spec.key, next(iter(users)))
 
-    def _no_room(self, key: EngineKey, size: int) -> Refusal:
-        """Count a refusal, and return it."""
-        count_busy_refusal("remote_engine_bytes")
-        share = self._learnt_bytes_share
-        return Refusal(
-            Code.BUSY,
-            f"cannot learn engine {key}: {share.held} bytes of {share.limit} are taken by other nodes' "
-            f"engines, and nobody who waits for this one has room for {size} more; try again in "
-            f"{RETRY_LATER_S:g} s",
-            RETRY_LATER_S,
-        )
+    def _no_room(self, key: EngineKey, uid: int) -> Refusal:
+        return Refusal.of(self._learnt_bytes_share.refusal(uid, f"learn engine {key}"))
 
     def _forget_engines(self, uid: int, size: int) -> None:
         for peer in self._peers:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.table import PREPARED_PULLS
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.sink.grants import UNSETTLED, GrantClient, GrantState, HeldGrant
@@ -15,8 +15,6 @@ from kvxferd.ids import SessionId
 from kvxferd.wire.common import TransferRef
 
 MAX_PREPARED = 1024  # grants requested ahead, per session; each is renewed for minutes
-# Of all sessions, 2 KB each: sixteen ranks at their limit, twice. Without one a pull requests its own grant.
-MAX_PREPARED_PER_NODE = 32 * MAX_PREPARED
 
 
 class PreparedGrants:
@@ -25,7 +23,7 @@ class PreparedGrants:
     def __init__(self, context: NodeContext, grant_client: GrantClient) -> None:
         self._context = context
         self._grant_client = grant_client
-        self._share = FairShare(MAX_PREPARED_PER_NODE)
+        self._share = context.ledger[PREPARED_PULLS]
         self._of_session: dict[SessionId, dict[TransferRef, HeldGrant]] = {}
         self._num_discarded: Counter[SessionId] = Counter()  # dropped while their requests may be open
 

@@ -60,8 +60,9 @@ from collections.abc import Mapping
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover, SendToWorker
-from kvxferd.core.limits.block_id_memory import BlockIdMemory, check_num_ids, request_bytes
+from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
 from kvxferd.core.limits.checks import PullAdmission
+from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.sink.deadline_reasons import describe_read, describe_wait
@@ -110,14 +111,12 @@ MAX_MOVERS_LOST = 2
 class Pulls:
     """Every pull of a local rank that is not over: it waits, is read, or may still be written."""
 
-    def __init__(
-        self, context: NodeContext, grant_client: GrantClient, movers: Movers, block_id_memory: BlockIdMemory
-    ) -> None:
+    def __init__(self, context: NodeContext, grant_client: GrantClient, movers: Movers) -> None:
         self._context = context
         self._grant_client = grant_client
         grant_client.on_settled, grant_client.on_more = self._grant_settled, self._more_ready
         self._movers = movers
-        self._block_id_memory = block_id_memory
+        self._block_ids = context.ledger[BLOCK_ID_BYTES]
         self._pulls: dict[PullId, Pull] = {}
         # The same pulls by session and ticket: a session with few pulls does not pay for those of others.
         self._by_session: dict[SessionId, dict[Ticket, list[Pull]]] = {}
@@ -148,14 +147,14 @@ class Pulls:
         """Raise KvxferdError if one more pull, into these blocks, passes a limit."""
         check_num_ids(blocks, what)
         self.admission.check(rank.session, rank.uid, rank.bytes_of(blocks), what)
-        self._block_id_memory.check(rank.uid, request_bytes(blocks), what)
+        self._block_ids.check(rank.uid, request_bytes(blocks), what)
 
     def start(self, pull: Pull) -> None:
         """Start a pull whose grant has been requested."""
         self._pulls[pull.pull_id] = pull
         self._by_session.setdefault(pull.rank.session, {}).setdefault(pull.ticket, []).append(pull)
         self.admission.add(pull.rank.session, pull.rank.uid, pull.local_bytes)
-        self._block_id_memory.add(pull.rank.uid, request_bytes(pull.blocks))
+        self._block_ids.add(pull.rank.uid, request_bytes(pull.blocks))
         # One timer, set again: most pulls end before it is due.
         notice_s = self._notice_s(pull)
         at_notice = self._before_deadline if notice_s > 0 else self._expire
@@ -533,7 +532,7 @@ class Pulls:
         if not tickets:
             del self._by_session[pull.rank.session]
         self.admission.remove(pull.rank.session, pull.rank.uid, pull.local_bytes)
-        self._block_id_memory.remove(pull.rank.uid, request_bytes(pull.blocks))
+        self._block_ids.release(pull.rank.uid, request_bytes(pull.blocks))
         pull.blocks = {}  # its acknowledgement may be repeated for two minutes
         self._context.timers.cancel(("deadline", pull.pull_id))
         self._context.timers.cancel(("quiesce", pull.pull_id))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
-from kvxferd.core.limits.counted_ready import CountedReady
 from kvxferd.core.ranks.home import Home
+from kvxferd.core.source.counted_ready import CountedReady
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.transfer_table import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError

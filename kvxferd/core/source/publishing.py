@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
 from kvxferd.core.limits.block_id_memory import (
-    BlockIdMemory,
     check_num_ids,
     incarnation_bytes,
     request_bytes,
 )
 from kvxferd.core.limits.checks import check_count
 from kvxferd.core.limits.fair_share import Owner
+from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.registry import ASLEEP, LocalEngine, LocalRank, MemberRank, RankRecord, Registry
@@ -53,7 +53,6 @@ class PublishedTransfers:
         fence_pages: FencePages,
         peer_requests: PeerRequests,
         rank_reports: RankReports,
-        block_id_memory: BlockIdMemory,
     ) -> None:
         self._context = context
         self._registry = registry
@@ -61,8 +60,8 @@ class PublishedTransfers:
         self._fence_pages = fence_pages
         self._peer_requests = peer_requests
         self._rank_reports = rank_reports
-        self._block_id_memory = block_id_memory
-        self.table = TransferTable()
+        self._block_ids = context.ledger[BLOCK_ID_BYTES]
+        self.table = TransferTable(context.ledger)
         self.on_release: Callable[[TransferKey], None] = lambda key: None
 
     # --- publish and ready
@@ -96,7 +95,7 @@ class PublishedTransfers:
             self._context.emit(SendToWorker(session.session_id, refused))
             return
         self.table.add(transfer)
-        self._block_id_memory.add(transfer.uid, transfer.charged_bytes)
+        self._block_ids.add(transfer.uid, transfer.charged_bytes)
         self.schedule_lease_check(transfer)
 
     def _admit(
@@ -118,7 +117,7 @@ class PublishedTransfers:
         assert engine is not None
         incarnations = self._incarnations_of(session, engine, message)
         charged = request_bytes(blocks) + incarnation_bytes(len(engine.spec.ranks()), message.incarnations)
-        self._block_id_memory.check(session.uid, charged, f"publish transfer {message.transfer_id}")
+        self._block_ids.check(session.uid, charged, f"publish transfer {message.transfer_id}")
         has_all_blocks = self._check_blocks(engine, message, blocks, rank)
         now = self._context.now
         lease_s = message.lease_s or self._context.settings.lease_s
@@ -199,7 +198,7 @@ class PublishedTransfers:
             _append(rules, transfer.blocks, blocks)
             check_num_ids(transfer.blocks, f"extend transfer {transfer.transfer_id}")
             charged = request_bytes(transfer.blocks) - before
-            self._block_id_memory.check(transfer.uid, charged, f"extend transfer {transfer.transfer_id}")
+            self._block_ids.check(transfer.uid, charged, f"extend transfer {transfer.transfer_id}")
             transfer.has_all_blocks = check_open_blocks(rules, transfer.blocks, transfer.num_tokens, blocks)
         except KvxferdError as error:
             # A group that no rank here has may be that of a rank which has left, or is not back yet.
@@ -207,7 +206,7 @@ class PublishedTransfers:
             is_absent = not is_known and bool(engine.unregistered())
             self.release(transfer, Code.RANK_LOST if is_absent else error.code)
             return
-        self._block_id_memory.add(transfer.uid, charged)
+        self._block_ids.add(transfer.uid, charged)
         transfer.charged_bytes += charged
         transfer.covered_tokens = covered_tokens(rules, transfer.blocks, transfer.num_tokens)
         self._renew_lease(transfer)
@@ -411,7 +410,7 @@ class PublishedTransfers:
         context.emit(OverwriteFenceWord(transfer.session, transfer.fence_slot))
         for grant_id in list(transfer.grants):
             self.end_grant(grant_id)
-        self._block_id_memory.remove(transfer.uid, transfer.charged_bytes)
+        self._block_ids.release(transfer.uid, transfer.charged_bytes)
         if (forgotten := self.table.end(transfer, why)) is not None:
             context.timers.cancel(("tombstone", forgotten))
         key = (transfer.engine, transfer.transfer_id)

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.limits.checks import MAX_TOMBSTONES
-from kvxferd.core.limits.fair_share import FairShare, Owner
+from kvxferd.core.limits.fair_share import Owner
+from kvxferd.core.limits.ledger import Ledger
+from kvxferd.core.limits.table import ACKNOWLEDGED, EARLY_READY
 from kvxferd.core.tables import decrease, discard
 from kvxferd.errors import Code
 from kvxferd.ids import (
@@ -221,26 +223,21 @@ def _further(before: EarlyReady | None, early: EarlyReady) -> EarlyReady:
     return before if is_further else early
 
 
-# Transfers that are ready before their publish, of all engines: eight engines with `max_transfers_per_engine`
-# each; an entry takes 1 KB where names are long.
-MAX_EARLY_READY = 1 << 16
-# Ranks of readers that have acknowledged, 150 bytes each: 4,096 transfers that 64 ranks of one reader have
-# read and others have not. A reader itself counts as eight ranks: its names take as much.
-MAX_ACKNOWLEDGED, READER_COST = 1 << 18, 8
+READER_COST = 8  # of a reader itself, in ranks: its names take as much
 
 
 class TransferTable:
     """The live transfers of this node's engines, the tombstones of ended ones, and early readiness."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self.live: dict[TransferKey, Transfer] = {}
         self.tombstones: dict[TransferKey, Tombstone] = {}
         # The `ready` that arrived before the publish; each is valid for the mapping that it names.
         self.early_ready: dict[TransferKey, dict[Rank, EarlyReady]] = {}
         self._early_by_engine: dict[EngineKey, dict[TransferKey, None]] = {}
         self._early_owner: dict[TransferKey, Owner] = {}
-        self._early_share = FairShare(MAX_EARLY_READY)
-        self._reader_share = FairShare(MAX_ACKNOWLEDGED)
+        self._early_share = ledger[EARLY_READY]
+        self._reader_share = ledger[ACKNOWLEDGED]
         self.by_grant: dict[GrantId, Transfer] = {}
         self._by_session: dict[SessionId, dict[TransferKey, None]] = {}
         self._by_slot: dict[tuple[SessionId, int], Transfer] = {}

@@ -8,7 +8,7 @@ import pytest
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
-from kvxferd.core.limits.checks import RETRY_AFTER_S, RETRY_LATER_S
+from kvxferd.core.limits.table import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused, StillWaiting

@@ -8,8 +8,8 @@ from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.core.limits.table import ACKNOWLEDGED, EARLY_READY
 from kvxferd.core.ranks import registration_checks
-from kvxferd.core.source import transfer_table
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.wire import worker as wk
@@ -21,6 +21,7 @@ from kvxferd.wire.peer import (
     PeerRefused,
     RequestDone,
 )
+from tests.support.low_limits import lower
 from tests.support.simulation import (
     FIRST,
     IDS,
@@ -40,7 +41,7 @@ from tests.support.simulation import (
 
 
 def test_early_readiness_has_a_share_of_each_user(monkeypatch) -> None:
-    monkeypatch.setattr(transfer_table, "MAX_EARLY_READY", 16)
+    lower(monkeypatch, EARLY_READY, 16)
     world = World()
     first, second = two_users(world)
     early = first.host.node.published.table
@@ -66,7 +67,7 @@ def acknowledge(world: World, worker: Worker, ref: TransferRef, number: int, key
 
 
 def test_acknowledgements_have_a_share_of_each_peer(monkeypatch) -> None:
-    monkeypatch.setattr(transfer_table, "MAX_ACKNOWLEDGED", 320)
+    lower(monkeypatch, ACKNOWLEDGED, 320)
     world = World()
     (source,), (sink,) = world.engine(world.host("a"), "prefill"), world.engine(world.host("b"), "decode")
     node = source.host.node

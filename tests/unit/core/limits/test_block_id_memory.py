@@ -14,8 +14,9 @@ from kvxferd.core.limits.block_id_memory import (
     ENTRY_BYTES,
     GROUP_BYTES,
     RANK_BYTES,
-    BlockIdMemory,
 )
+from kvxferd.core.limits.ledger import Share
+from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import PackedBlocks, pack_ids
@@ -32,15 +33,15 @@ PUBLISHED = ONE + RANK_BYTES + CHAR_BYTES * len("first")  # it names the incarna
 
 def limit_to(worker: Worker, num_requests: int, size: int = ONE) -> None:
     """Have the worker's daemon keep so many requests of this size, an eighth of them for other users."""
-    worker.host.node.block_id_memory._share.limit = num_requests * size * 8 // 7 + 8
+    worker.host.node.context.ledger[BLOCK_ID_BYTES].limit = num_requests * size * 8 // 7 + 8
 
 
 def kept(worker: Worker) -> int:
-    return worker.host.node.block_id_memory.num_bytes
+    return worker.host.node.context.ledger[BLOCK_ID_BYTES].held
 
 
 def test_one_user_leaves_room_for_another() -> None:
-    kept_ids = BlockIdMemory(1600)
+    kept_ids = Share(BLOCK_ID_BYTES._replace(total=1600))
     kept_ids.check(FIRST, 1400, "publish")
     kept_ids.add(FIRST, 1400)
     with pytest.raises(BusyError, match="1400 of them of uid 1000"):
@@ -176,7 +177,7 @@ def test_a_pull_takes_what_it_is_counted_for(source: Worker, sink: Worker) -> No
         sink.say(CLIENT_MESSAGES.decode(encode(said)))
 
     each = bytes_of_each(pull)
-    counted = sink.host.node.block_id_memory.num_bytes / (NUM_BEFORE + NUM)
+    counted = sink.host.node.context.ledger[BLOCK_ID_BYTES].held / (NUM_BEFORE + NUM)
     assert each == pytest.approx(counted, rel=0.25)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.config import LimitsConfig
-from kvxferd.core import Settings, worker_requests
+from kvxferd.core import Settings
 from kvxferd.core.limits.checks import PullAdmission
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.core.limits.rate_limit import RateLimiter
+from kvxferd.core.limits.table import ABANDONED_TRANSFERS, PREPARED_PULLS
 from kvxferd.core.ranks.registration_checks import REGISTER_BURST, REGISTER_PER_S
-from kvxferd.core.sink import prepared
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import SessionId
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
+from tests.support.low_limits import lower
 from tests.support.simulation import FIRST, IDS, SECOND, SINK_IDS, TOKENS, Worker, World, spec_of, two_users
 
 
@@ -84,7 +85,7 @@ def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
 def test_prepared_pulls_have_a_share_of_each_user_and_count_when_they_are_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prepared, "MAX_PREPARED_PER_NODE", 16)
+    lower(monkeypatch, PREPARED_PULLS, 16)
     world = World()
     first, second = two_users(world)
     node = first.host.node
@@ -116,7 +117,7 @@ def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() 
 def test_abandoning_is_told_once_at_a_time_and_has_a_share_of_each_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_requests, "MAX_ABANDONING_PER_NODE", 16)
+    lower(monkeypatch, ABANDONED_TRANSFERS, 16)
     world = World()
     first, second = two_users(world)
     node = first.host.node

@@ -7,12 +7,13 @@ import msgspec
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
-from kvxferd.core.peers import peers
+from kvxferd.core.limits.table import OPEN_REQUESTS
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.peer import ManifestRequest, PeerHello, PeerRefused, RequestDone
+from tests.support.low_limits import lower
 from tests.support.simulation import (
     FIRST,
     IDS,
@@ -150,7 +151,7 @@ def test_what_comes_from_a_peer_that_is_forgotten_is_not_kept() -> None:
 
 def test_pulls_that_are_cancelled_leave_questions_for_others(monkeypatch) -> None:
     """A peer that greets and then answers nothing: each pull leaves two questions."""
-    monkeypatch.setattr(peers, "MAX_OPEN_REQUESTS", 64)
+    lower(monkeypatch, OPEN_REQUESTS, 64)
     world = world_of()
     first, second = two_users(world)
     source, other = sources_of(world, 2)
@@ -174,7 +175,7 @@ def test_pulls_that_are_cancelled_leave_questions_for_others(monkeypatch) -> Non
 
 def test_grants_are_renewed_though_another_user_of_the_peer_may_ask_nothing_more(monkeypatch) -> None:
     """The pull that began last would end with the first one's user, whose questions nobody answers."""
-    monkeypatch.setattr(peers, "MAX_OPEN_REQUESTS", 64)
+    lower(monkeypatch, OPEN_REQUESTS, 64)
     world = world_of()
     first, second = two_users(world)
     source, mute = sources_of(world, 2)

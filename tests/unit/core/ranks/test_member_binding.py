@@ -7,8 +7,8 @@ import pytest
 
 from kvxferd.client.session import RETRIED_ON_REREGISTER
 from kvxferd.core import events as ev
-from kvxferd.core.limits import counted_ready
 from kvxferd.core.ranks.registry import MemberRank
+from kvxferd.core.source import counted_ready
 from kvxferd.errors import Code
 from kvxferd.ids import Generation, Incarnation
 from kvxferd.wire import worker as wk

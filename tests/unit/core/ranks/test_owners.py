@@ -8,13 +8,13 @@ import pytest
 from kvxferd.core import events as ev
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
-from kvxferd.core.limits import counted_ready
-from kvxferd.core.limits.checks import RETRY_LATER_S
+from kvxferd.core.limits.table import OWNED_RANKS, RETRY_LATER_S
 from kvxferd.core.peers.remote_engine import bytes_of
 from kvxferd.core.ranks import owners as core_owners
 from kvxferd.core.ranks.owners import Owners, daemon_owner, user_owner
 from kvxferd.core.ranks.registry import MemberRank
 from kvxferd.core.settings import Settings
+from kvxferd.core.source import counted_ready
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Generation, Incarnation, Rank
 from kvxferd.layout import EngineSpec
@@ -24,6 +24,7 @@ from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress
 from kvxferd.wire.outlines import PEER_OUTLINES
 from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankReady, RequestDone
+from tests.support.low_limits import lower
 from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
 from tests.support.simulation import BLOCK_TOKENS, IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
@@ -565,7 +566,7 @@ def test_the_limit_of_a_user_costs_it_its_own_oldest_absent_rank(monkeypatch):
 
 def test_the_nodes_limit_leaves_room_for_an_owner_that_has_little(monkeypatch):
     """However many secrets a daemon without a key names, they count as one owner's."""
-    monkeypatch.setattr(core_owners, "MAX_ROWS", 16)
+    lower(monkeypatch, OWNED_RANKS, 16)
     kept = owners()
     kept.restore((f"e{n}", "g", 0, 0, daemon_owner("", str(n))) for n in range(20))
     assert [of for of, *_ in kept.saved_ranks()] == [f"e{n}" for n in range(6, 20)]  # the latest 14

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.source import grants
 from kvxferd.errors import Code
 from kvxferd.layout import num_id_bytes
@@ -100,18 +101,18 @@ def test_a_second_page_that_makes_no_sense_fails_its_pull_alone(
 def test_a_page_without_room_fails_its_pull_as_busy(
     world: World, source: Worker, sink: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticket, memory = start_pull(world, source, sink), sink.host.node.block_id_memory
+    ticket, memory = start_pull(world, source, sink), sink.host.node.context.ledger[BLOCK_ID_BYTES]
 
     def fill_behind_the_first(message: Message) -> Message:
         if isinstance(message, GrantReply):
-            monkeypatch.setattr(memory._share, "limit", memory.num_bytes)
+            monkeypatch.setattr(memory, "limit", memory.held)
         return message
 
     replies = [m for m in deliver(world, fill_behind_the_first) if isinstance(m, GrantReply)]
     assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.BUSY, True)
     assert len(replies) < NUM_PAGES
     assert not source.host.node.published.table.by_grant
-    assert memory.num_bytes == 0
+    assert memory.held == 0
 
 
 def test_a_transfer_that_ends_between_two_pages_is_not_read(

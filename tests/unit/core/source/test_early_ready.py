@@ -25,7 +25,7 @@ class Seen(dict):  # type: ignore[type-arg]
 
 
 def test_room_and_sleep_look_at_the_engines_own() -> None:
-    transfers = TransferTable()
+    transfers = TransferTable(Ledger())
     transfers.early_ready = Seen()
     one, other = (EngineKey(EngineId(name), Generation("g")) for name in ("one", "other"))
     for number in range(10):
@@ -55,7 +55,7 @@ def test_what_a_rank_said_early_goes_with_its_process() -> None:
 
 
 def test_a_publish_takes_no_early_ready_of_other_memory_than_its_own() -> None:
-    transfers = TransferTable()
+    transfers = TransferTable(Ledger())
     engine, transfer_id = EngineKey(EngineId("one"), Generation("g")), TransferId("t1")
     transfers.add_early_ready((engine, transfer_id), RANK, EarlyReady(Incarnation("another")))
     transfer = Transfer(

@@ -1,0 +1,44 @@
+"""Who holds how much of each limit of the table."""
+
+from __future__ import annotations
+
+from kvxferd.core.limits import table
+from kvxferd.core.limits.fair_share import FairShare, Owner
+from kvxferd.core.limits.table import Limit
+from kvxferd.errors import BusyError
+
+
+class Share(FairShare):
+    """One limit: charged when something is kept, given back when it ends."""
+
+    def __init__(self, row: Limit) -> None:
+        super().__init__(row.total)
+        self._row = row
+
+    def check(self, owner: Owner, amount: int, what: str) -> None:
+        """Raise BusyError where the owner has no room for so much. `what`: "pull transfer t"."""
+        if not self.has_room(owner, amount):
+            raise self.refusal(owner, what)
+
+    def refusal(self, owner: Owner, what: str) -> BusyError:
+        """Return the refusal of what has no room."""
+        row = self._row
+        whose = "this peer" if row.is_of_peers else f"uid {owner}"
+        taken = f"{self.held} of {self.limit} {row.unit}".rstrip()
+        return BusyError(
+            f"cannot {what}: {taken} are taken by {row.of}, {self.held_by(owner)} of them of {whose}, and "
+            f"the last eighth is for who has little; try again in {row.retry_after_s:g} s",
+            row.retry_after_s,
+            row.name,
+        )
+
+
+class Ledger:
+    """The shares of one node, by limit."""
+
+    def __init__(self) -> None:
+        self._shares = {name: Share(row) for name, row in table.TABLE.items()}
+
+    def __getitem__(self, limit: Limit) -> Share:
+        """Return the share of that limit."""
+        return self._shares[limit.name]

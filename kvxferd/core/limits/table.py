@@ -1,0 +1,150 @@
+"""What users or peers share of one node: a row for each limit that is no setting.
+
+docs/reference/limits.md shows the rows. Each is shared as `fair_share` says; a `Ledger` counts who holds
+how much.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
+
+# Pulls, handshakes and waits for grants end within seconds, and make room.
+RETRY_AFTER_S = 1.0
+# Ranks and peers make room only when they leave, as in a restart, which takes longer.
+RETRY_LATER_S = 10.0
+
+
+class Limit(NamedTuple):
+    """One limit. The texts are parts of a page's table, and of a refusal: "`total` OF are taken"."""
+
+    name: str  # in `kvxferd_busy_refusals` and in tests
+    total: int
+    of: str  # what is counted
+    past: str  # what happens to one more
+    why: str  # its arithmetic
+    is_of_peers: bool = False  # shared by CURVE key, or without keys by connection; else by user
+    retry_after_s: float = RETRY_AFTER_S
+    unit: str = ""  # "bytes", where they are
+
+
+OPEN_REQUESTS = Limit(
+    "open_requests",
+    32_768,
+    "requests to peers that have no reply yet, of all kinds",
+    "`busy`; a rank joins and leaves its home all the same",
+    "2 KB each: 64 MiB. 200 acknowledgements a second to a dead source, each repeated for 120 s, are "
+    "24,000, and one user's share is 28,672",
+)
+FETCHED_ENGINES = Limit(
+    "fetched_engines",
+    4096,
+    "remote engines whose manifests are being fetched",
+    "`busy`",
+    "A node's ranks read from tens. Each is a request of 2 KB that is open for up to 20 s, also when "
+    "the pull of an invented reference is cancelled meanwhile",
+    retry_after_s=RETRY_LATER_S,
+)
+REMOTE_ENGINE_BYTES = Limit(
+    "remote_engine_bytes",
+    512 << 20,
+    "manifests of other nodes' engines",
+    "That user's oldest are forgotten and fetched again; `busy` where running and prepared pulls hold all",
+    "64 ranks in 8 stages with 40 tensors, 40 regions and 1 KiB of metadata are 1 MiB: 448 such "
+    "engines for a user who is alone. The largest manifest is counted for 16 to 60 MiB; 64 of them at"
+    " each of 448 peers would be 450 GiB",
+    retry_after_s=RETRY_LATER_S,
+    unit="bytes",
+)
+BLOCK_ID_BYTES = Limit(
+    "block_id_bytes",
+    512 << 20,
+    "block ids that published transfers, pulls and the grants of pulls keep; each of these is counted"
+    " for 2 KiB, 256 bytes a group, and 4 bytes an id",
+    "`busy`",
+    "A request of 32,768 tokens at 16 a block keeps 8 KiB, one of a million 256 KiB: 44,000 and 1,778"
+    " of them for a user who is alone, 3,200 and 127 for one who comes second. 8,192 transfers of 16 "
+    "MiB would be 128 GiB an engine",
+    unit="bytes",
+)
+ARRIVING_ID_BYTES = Limit(
+    "arriving_id_bytes",
+    16 * MAX_REQUEST_IDS_BYTES,
+    "block ids that are arriving, of users who have a rank here",
+    "`busy`",
+    "Sixteen of the largest requests. One of a million tokens at 16 a block is 256 KiB, and arrives "
+    "within a millisecond",
+    unit="bytes",
+)
+ARRIVING_ID_BYTES_OF_OTHERS = Limit(
+    "arriving_id_bytes_of_others",
+    MAX_REQUEST_IDS_BYTES,
+    "block ids that are arriving, of all other users",
+    "`busy`",
+    "Schedulers whose ranks have not come yet: their publishes are refused anyway",
+    unit="bytes",
+)
+PREPARED_PULLS = Limit(
+    "prepared_pulls",
+    32 * 1024,
+    "pulls that are prepared, and those abandoned within the last 20 s; of a session 1,024",
+    "The pull is read without the preparation",
+    "2 KB each, of sixteen ranks at their limit, twice",
+)
+ABANDONED_TRANSFERS = Limit(
+    "abandoned_transfers",
+    16 * 1024,
+    "`abandon`s to which their source has not replied; of a session 1,024",
+    "The source learns of it when its lease ends",
+    "Each request is repeated for two minutes. An engine that aborts eight requests a second, with a "
+    "dead source, has 1,024",
+)
+EARLY_READY = Limit(
+    "early_ready",
+    1 << 16,
+    "transfers that are ready before their publish, by user, or by daemon where the rank is on "
+    "another node; of an engine `max_transfers_per_engine`",
+    "The report is not kept: the transfer is not ready before its rank says so again",
+    "Eight engines with all transfers that they may have; an entry takes 1 KB where names are long",
+)
+ACKNOWLEDGED = Limit(
+    "acknowledged",
+    1 << 18,
+    "ranks of readers that have acknowledged transfers which others have yet to read; each reading "
+    "engine counts as eight more",
+    "The acknowledgement is not kept",
+    "150 bytes each: 4,096 transfers that 64 ranks of one reader have read and others have not",
+    is_of_peers=True,
+)
+OWNED_RANKS = Limit(
+    "owned_ranks",
+    8192,
+    "ranks that are kept for their owners, users and daemons "
+    "([0003](../adr/0003-engine-ownership.md)); of a user 512",
+    "A user loses its oldest absent one; else a rank is served, and not kept",
+    "0.5 KB each. Twice the largest engine leaves room for the ranks that left in the last minutes. A"
+    " user may register four ranks a second: one that does nothing else has the sixteenth that is "
+    "reserved for each owner",
+    is_of_peers=True,
+)
+MEMBER_BYTES = Limit(
+    "member_bytes",
+    256 << 20,
+    "manifests of ranks of other nodes whose home this is",
+    "`busy`",
+    "The largest engine has 4,096 ranks, which take 20 MiB with 40 regions and 1 KiB of metadata "
+    "each; 4,096 of the largest manifest would be 8 GiB",
+    is_of_peers=True,
+    retry_after_s=RETRY_LATER_S,
+    unit="bytes",
+)
+
+TABLE = {
+    limit.name: limit
+    for limit in (
+        BLOCK_ID_BYTES, ARRIVING_ID_BYTES, ARRIVING_ID_BYTES_OF_OTHERS, REMOTE_ENGINE_BYTES, OPEN_REQUESTS,
+        FETCHED_ENGINES, PREPARED_PULLS, ABANDONED_TRANSFERS, EARLY_READY, ACKNOWLEDGED, OWNED_RANKS,
+        MEMBER_BYTES,
+    )
+}  # fmt: skip
