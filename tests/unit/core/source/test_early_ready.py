@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvxferd.core.limits.ledger import Ledger
 from kvxferd.core.source.transfer_table import EarlyReady, Transfer, TransferTable
 from kvxferd.ids import EngineId, EngineKey, Generation, Incarnation, Rank, SessionId, TransferId
 from kvxferd.wire.worker import Ready
