@@ -49,6 +49,7 @@ class OpenRequest:
     # message that took it back. A late reply to it is still taken.
     is_wanted: bool = True
     opened_at: float = 0.0
+    sent_at: float = 0.0
     is_unanswered: bool = False  # the peer was silent for too long
     waiting_at: float = 0.0  # when the last `StillWaiting` arrived; at first, when the request was sent
 
@@ -105,6 +106,7 @@ class PeerRequests:
         self._context.after(("resend", number), resend_s, lambda: self.send_again(number))
         if asked.address in self._held_back and not isinstance(asked.message, PeerHello):
             return
+        asked.sent_at = self._context.now
         if isinstance(asked.address, bytes):
             self._context.emit(ReplyToPeer(asked.address, asked.message))
         else:
@@ -120,10 +122,14 @@ class PeerRequests:
         self._held_back.add(address)
 
     def resume(self, address: Address) -> None:
-        """Send again what a silent peer that is back may not have received."""
+        """Send again what a silent peer that is back may not have received.
+
+        What was sent just now is sent by its own timer: a connection may end ten times a second.
+        """
         if address in self._held_back:
             self._held_back.discard(address)
-            there = list(self._open_by_address.get(address, ()))
+            before = self._context.now - self._context.settings.resend_s / 4
+            there = [n for n in self._open_by_address.get(address, ()) if self._open[n].sent_at <= before]
             self._context.run_in_batches(partial(self.send_again, number) for number in there)
 
     def _time_out(self, number: int) -> None:

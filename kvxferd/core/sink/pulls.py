@@ -100,7 +100,7 @@ from kvxferd.wire.worker import (
 MIN_RETRY_S = 0.25
 # A mover that is there replies within a millisecond. What it has said before the deadline may not be read
 # yet, where this daemon was busy, or stood still.
-LAST_WORD_S = 0.05
+LAST_WORD_S = 1 / 16
 # A retry that has no grant after this time fails: the source is gone for now.
 RETRY_WITHIN_S = 2.0
 # A pull that kills each mover that reads it must not use up the node's movers. Its own mover and the next may

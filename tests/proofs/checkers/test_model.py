@@ -43,7 +43,9 @@ def test_every_move_of_a_pull_is_made(monkeypatch):
 GROWING = {
     "and is withdrawn": Scenario(grows=True),
     "while movers die": Scenario(grows=True, deaths=1, cancel=False, deliveries=True),
-    "while reads are in doubt": Scenario(grows=True, doubt=True, clocks=(0, 1), cancel=False),
+    "while reads are in doubt": Scenario(
+        grows=True, doubt=True, clocks=(0, 1), cancel=False, unpublish=False
+    ),
     "while messages are lost": Scenario(grows=True, drops=1, cancel=False),
     "while messages are doubled": Scenario(grows=True, duplicates=1, cancel=False),
 }

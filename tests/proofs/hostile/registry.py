@@ -18,7 +18,7 @@ WHO = ("stranger", "user", "worker", "peer", "router", "operator")
 OUTSIDERS = ("stranger", "user", "router")
 MAX_EXTRA_MB = 100.0
 MAX_TURN_MS = 100.0
-FDS_SLACK = 16  # descriptors that may be open afterwards, and were not before
+FDS_SLACK = 32  # descriptors that may be open afterwards, and were not before: of eight peers that are known
 
 
 Run = Callable[["Scene"], "str | None"]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from kvxferd.core.sink.pulls import LAST_WORD_S
 from kvxferd.wire.codec import PEER_MESSAGES
 from tests.property.model.host import OURS, Step
 from tests.property.model.scenario import Scenario
@@ -155,11 +156,12 @@ class Search:
                 after = state._replace(network=_without(state.network, number), drops=state.drops - 1)
                 yield ("drop", *label), after
         for index, name in enumerate(("source", "sink")):
-            if state.clocks[index]:
-                clocks = (state.clocks[0] - (index == 0), state.clocks[1] - (index == 1))
-                for seconds in self._view(state, name).deadlines:
+            clocks = (state.clocks[0] - (index == 0), state.clocks[1] - (index == 1))
+            for seconds in self._view(state, name).deadlines:
+                is_free = seconds == LAST_WORD_S  # a deadline has passed, and what follows belongs to it
+                if is_free or state.clocks[index]:
                     after = self._took(state, name, ("clock", seconds))
-                    yield (name, "clock", seconds), after._replace(clocks=clocks)
+                    yield (name, "clock", seconds), after if is_free else after._replace(clocks=clocks)
 
     def _local_steps(self, state: State, name: str) -> Iterator[Step]:
         view = self._view(state, name)

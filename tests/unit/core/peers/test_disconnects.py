@@ -98,3 +98,17 @@ def test_a_peer_that_nobody_asks_anything_is_not_greeted(world, source, sink) ->
     world.feed(sink.host, ev.PeerDisconnected("tcp://nobody:1", REFUSED))
     world.feed(sink.host, ev.PeerConnected("tcp://nobody:1"))
     assert sink.reads(source.publish("t2", IDS, TOKENS))
+
+
+def test_a_connection_that_ends_all_the_time_has_no_request_sent_more_than_twice_a_second(
+    world, source, sink
+) -> None:
+    waits_at(source, sink)
+    sent: list[str] = []
+    post = world.post
+    world.post = lambda *args: [sent.append(type(args[-1]).__name__), post(*args)]
+    for _ in range(100):
+        disconnected(world, source, sink)
+        world.feed(sink.host, ev.PeerConnected(source.host.endpoint))
+        world.advance(0.1)
+    assert sent.count("GrantRequest") <= 2 * 10 + 1
