@@ -88,7 +88,7 @@ ARRIVING_ID_BYTES_OF_OTHERS = Limit(
 PREPARED_PULLS = Limit(
     "prepared_pulls",
     32 * 1024,
-    "pulls that are prepared, and those abandoned within the last 20 s; of a session 1,024",
+    "pulls that are prepared; of a session 1,024",
     "The pull is read without the preparation",
     "2 KB each, of sixteen ranks at their limit, twice",
 )

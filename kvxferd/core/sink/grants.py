@@ -462,6 +462,8 @@ class GrantClient:
 
     def release(self, hold: HeldGrant) -> None:
         """End the grant without an acknowledgement. Does nothing where it has ended."""
+        if hold.state is GrantState.HANDSHAKING:
+            self._handshake_client.forget(hold)
         is_requested = hold.state is GrantState.REQUESTING
         if self._end(hold) or is_requested:
             self._send_return(hold)

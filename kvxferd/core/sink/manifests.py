@@ -18,7 +18,7 @@ from kvxferd.core.peers.peers import Peer, Peers, as_refusal
 from kvxferd.core.peers.remote_engine import RemoteEngine, bytes_of
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import Endpoint, EngineId, EngineKey
+from kvxferd.ids import Endpoint, EngineId, EngineKey, GrantId
 from kvxferd.plan import check_engine
 from kvxferd.records import HandshakeRecord
 from kvxferd.wire.common import RankManifest, Refusal
@@ -52,7 +52,7 @@ class EngineFetch:
     uid: int  # who asked first
     started_at: float
     deadline: float
-    waiting: list[EngineWaiter] = field(default_factory=list)
+    waiting: dict[GrantId, EngineWaiter]
     known: list[RankManifest] = field(default_factory=list)  # of the pages that are here
     num_bytes: int = 0  # of these, charged until the engine is
 
@@ -88,13 +88,18 @@ class HandshakeClient:
             return
         waiter = EngineWaiter(grant, self._context.now + wait_s)
         if fetch is not None:
-            fetch.waiting.append(waiter)
+            fetch.waiting[grant.grant_id] = waiter
         else:
-            self._fetch_engine(peer, key, [waiter])
+            self._fetch_engine(peer, key, {grant.grant_id: waiter})
 
-    def _fetch_engine(self, peer: Peer, key: EngineKey, waiting: list[EngineWaiter]) -> None:
+    def forget(self, grant: HeldGrant) -> None:
+        """Have a grant wait no more: its pull has ended. The engine is learnt all the same."""
+        if fetch := self._fetches.get((grant.ref.endpoint, grant.ref.engine)):
+            fetch.waiting.pop(grant.grant_id, None)
+
+    def _fetch_engine(self, peer: Peer, key: EngineKey, waiting: dict[GrantId, EngineWaiter]) -> None:
         """Request the manifest, for all that wait for it, as long as one of them waits."""
-        longest = max(waiting, key=lambda waiter: waiter.deadline)
+        longest = max(waiting.values(), key=lambda waiter: waiter.deadline)
         fetch = EngineFetch(peer, key, longest.grant.rank.uid, self._context.now, longest.deadline, waiting)
         self._fetches[peer.endpoint, key] = fetch
         self._learning_share.add(fetch.uid, 1)
@@ -128,7 +133,7 @@ class HandshakeClient:
         self._learnt_bytes_share.release(fetch.uid, fetch.num_bytes)
         self._learning_share.release(fetch.uid)
         del self._fetches[fetch.peer.endpoint, fetch.key]
-        users = dict.fromkeys(waiter.grant.rank.uid for waiter in fetch.waiting)
+        users = dict.fromkeys([*(waiter.grant.rank.uid for waiter in fetch.waiting.values()), fetch.uid])
         outcome = refusal or self._charge_engine(self._parse_engine(fetch, reply), users)
         if isinstance(outcome, Refusal) and outcome.code in WAIT_EXPIRED_CODES:
             self._fetch_for_longer_waits(fetch)
@@ -140,8 +145,8 @@ class HandshakeClient:
         One user's pull of half a second must not fail another's of ten seconds.
         """
         deadline = max(fetch.deadline, self._context.now)
-        if later := [waiter for waiter in fetch.waiting if waiter.deadline > deadline]:
-            fetch.waiting = [waiter for waiter in fetch.waiting if waiter.deadline <= deadline]
+        if later := {name: waiter for name, waiter in fetch.waiting.items() if waiter.deadline > deadline}:
+            fetch.waiting = {name: waiter for name, waiter in fetch.waiting.items() if name not in later}
             self._fetch_engine(fetch.peer, fetch.key, later)
 
     def _charge_engine(self, read: RemoteEngine | Refusal, users: Collection[int]) -> RemoteEngine | Refusal:
@@ -206,7 +211,7 @@ class HandshakeClient:
                 del peer.engines[next(iter(peer.engines))]
         self._context.emit(EmitRecord(self._record(fetch, outcome)))
         self._context.run_in_batches(
-            partial(self.on_learnt, waiter.grant, outcome) for waiter in fetch.waiting
+            partial(self.on_learnt, waiter.grant, outcome) for waiter in fetch.waiting.values()
         )
 
     def _record(self, fetch: EngineFetch, outcome: RemoteEngine | Refusal) -> HandshakeRecord:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.table import PREPARED_PULLS
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.sink.grants import UNSETTLED, GrantClient, GrantState, HeldGrant
-from kvxferd.core.tables import decrease
+from kvxferd.core.sink.grants import GrantClient, GrantState, HeldGrant
 from kvxferd.ids import SessionId
 from kvxferd.wire.common import TransferRef
 
@@ -25,15 +23,14 @@ class PreparedGrants:
         self._grant_client = grant_client
         self._share = context.ledger[PREPARED_PULLS]
         self._of_session: dict[SessionId, dict[TransferRef, HeldGrant]] = {}
-        self._num_discarded: Counter[SessionId] = Counter()  # dropped while their requests may be open
 
     def __iter__(self) -> Iterator[HeldGrant]:
         for prepared in self._of_session.values():
             yield from prepared.values()
 
     def num_of(self, session: SessionId) -> int:
-        """Return how many a session has, those dropped lately among them."""
-        return len(self._of_session.get(session, ())) + self._num_discarded[session]
+        """Return how many a session has."""
+        return len(self._of_session.get(session, ()))
 
     def prepare(self, session: Session, rank: LocalRank, ref: TransferRef) -> None:
         """Request a grant, unless it is requested already or there is no room: the pull requests its own."""
@@ -64,12 +61,8 @@ class PreparedGrants:
     def discard(self, session: Session, ref: TransferRef) -> None:
         """End a grant that no pull wants. Does nothing where there is none."""
         if (hold := self._remove(session, ref)) is not None:
-            is_settled = hold.state not in UNSETTLED
             self._grant_client.release(hold)
-            if is_settled:
-                self._share.release(session.uid)
-            else:
-                self._count_discarded(session, hold)
+            self._share.release(session.uid)
 
     def session_closed(self, session: Session) -> None:
         """End all grants of the session."""
@@ -82,16 +75,3 @@ class PreparedGrants:
         if hold is not None:
             self._context.timers.cancel(("prepared", session.session_id, ref))
         return hold
-
-    def _count_discarded(self, session: Session, hold: HeldGrant) -> None:
-        """Count a dropped grant while its request may be open: else prepare and abandon have no limit."""
-        self._num_discarded[session.session_id] += 1
-
-        def over() -> None:
-            decrease(self._num_discarded, session.session_id)
-            self._share.release(session.uid)
-
-        settings = self._context.settings
-        self._context.after(
-            ("left", hold.grant_id), settings.handshake_wait_s + settings.silent_after_s, over
-        )

@@ -82,22 +82,38 @@ def test_engines_that_are_learnt_have_a_share_of_each_user() -> None:
     assert failed_of(second, second.pull(ref_to("p", engine="other"), SINK_IDS, TOKENS)) is None
 
 
-def test_prepared_pulls_have_a_share_of_each_user_and_count_when_they_are_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prepared_pulls_have_a_share_of_each_user(monkeypatch: pytest.MonkeyPatch) -> None:
     lower(monkeypatch, PREPARED_PULLS, 16)
     world = World()
     first, second = two_users(world)
     node = first.host.node
     for n in range(20):
         first.say(wk.Prepare(ref=ref_to("p", f"t{n}")))
-        first.say(wk.Abandon(ref=ref_to("p", f"t{n}")))
     assert node.prepared._share.held_by(FIRST) == 14
     second.say(wk.Prepare(ref=ref_to("p")))
     assert node.prepared.num_of(second.session) == 1
     first.close()
-    world.advance(25.0)
     assert node.prepared._share.held_by(FIRST) == 0
+
+
+@pytest.mark.parametrize("how", ["prepared and left", "pulled and cancelled"])
+def test_what_has_ended_waits_for_no_engine(how: str) -> None:
+    """Ten seconds of invented references, each given up at once, were 400 MB."""
+    world = World()
+    sink, _ = two_users(world)
+    for n in range(50):
+        ref = ref_to("p", f"t{n}")
+        if how == "prepared and left":
+            sink.say(wk.Prepare(ref=ref))
+            sink.say(wk.Abandon(ref=ref))
+        else:
+            sink.say(wk.Cancel(ticket=sink.pull(ref, SINK_IDS, TOKENS)))
+    node = sink.host.node
+    (fetch,) = node.handshake_client._fetches.values()
+    assert not fetch.waiting
+    assert node.prepared._share.held == 0
+    world.advance(30.0)
+    assert not node.handshake_client._fetches
 
 
 def test_prepared_pulls_that_had_their_grant_count_no_more_when_they_are_left() -> None:
