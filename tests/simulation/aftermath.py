@@ -161,8 +161,9 @@ class Aftermath:
             self._cut_off(lost)
         if how is Loss.IS_GONE:
             self._end(lost, of_lost)
-        # Some are tried again, and given up again. A read of a mover that stands still has its deadline.
-        granted = world.words.granted if how is Loss.STANDS_STILL else {}
+        # Some are tried again, and given up again. A read of a mover that stands still has its deadline: that
+        # of the node, or of a worker that was stopped.
+        granted = {} if how is Loss.IS_GONE else world.words.granted
         pulls = [pull for pull in world.open_pulls if pull.transfer.name not in granted]
         if not self._wait(lambda: all(pull.ended for pull in pulls), SILENT_S):
             waiting = [f"{p.worker.name} of {p.transfer.transfer_id}" for p in pulls if not p.ended]
