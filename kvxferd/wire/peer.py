@@ -187,9 +187,13 @@ class RequestDone(Message, frozen=True):
 
 
 class StillWaiting(Message, frozen=True):
-    """To a `ManifestRequest` or `GrantRequest` that was sent again: it is kept, and its reply comes later."""
+    """To a `ManifestRequest` or `GrantRequest` that was sent again: it is kept, and its reply comes later.
+
+    `why`: what it waits for.
+    """
 
     request: int
+    why: str = ""
 
 
 class PeerRefused(Message, frozen=True):

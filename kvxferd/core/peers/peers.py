@@ -36,8 +36,6 @@ from kvxferd.wire.peer import (
 
 # A peer that has not answered a hello that was sent twice is shown as silent.
 HELLO_RESENDS = 2
-# A thousand pulls may have one deadline: their peer is greeted once for all.
-CHECK_EVERY_S, CHECK_TIMEOUT_S = 0.1, 1.0
 
 
 @dataclass(slots=True)
@@ -50,7 +48,6 @@ class Peer:
     boot: BootId | None = None  # None: no `PeerWelcome` yet
     last_seen_at: float | None = None  # when its last message arrived
     round_trip_s: float | None = None  # of the last message that a peer answers at once
-    checked_at: float | None = None  # when `check` sent its last hello
     hello: int = 0  # the number of the last one
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
 
@@ -222,28 +219,6 @@ class Peers:
             error = KvxferdError(refused.message, refused.code, retry_after_s=refused.retry_after_s)
             self._give_up(peer, error)
 
-    def check(self, endpoint: Endpoint) -> None:
-        """Send the peer a hello once more, so that `is_there` knows whether it still replies.
-
-        Changes nothing else: requests to it have timeouts of their own.
-        """
-        peer, now = self._peers.get(endpoint), self._context.now
-        if peer is None or self._peer_requests.is_open(endpoint, peer.hello):
-            return
-        if peer.checked_at is not None and now - peer.checked_at < CHECK_EVERY_S:
-            return
-        peer.checked_at = now
-        self._peer_requests.send(OpenRequest(endpoint, self._make_hello(), CHECK_TIMEOUT_S, uid=peer.uid))
-
-    def is_there(self, endpoint: Endpoint) -> bool:
-        """Whether the peer was checked just now, and has sent anything since."""
-        peer = self._peers.get(endpoint)
-        if peer is None or peer.checked_at is None or peer.last_seen_at is None:
-            return False
-        if self._context.now - peer.checked_at > CHECK_TIMEOUT_S:
-            return False  # that check was for another pull
-        return peer.last_seen_at >= peer.checked_at
-
     def _make_hello(self) -> PeerHello:
         return PeerHello(
             request=self._peer_requests.next_id(),
@@ -301,9 +276,10 @@ class Peers:
             case PeerRefused():
                 clipped = message.message[:MAX_SENTENCE_CHARS]
                 self._peer_requests.handle_reply(endpoint, msgspec.structs.replace(message, message=clipped))
-            case PeerWelcome() | ManifestReply() | GrantReply() | GrantsRenewed():
-                self._peer_requests.handle_reply(endpoint, message)
-            case RequestDone() | StillWaiting():
+            case StillWaiting():
+                clipped = message.why[:MAX_SENTENCE_CHARS]
+                self._peer_requests.handle_reply(endpoint, msgspec.structs.replace(message, why=clipped))
+            case PeerWelcome() | ManifestReply() | GrantReply() | GrantsRenewed() | RequestDone():
                 self._peer_requests.handle_reply(endpoint, message)
             case _:
                 raise ProtocolError(f"cannot take a {type(message).__name__} as a reply", Code.OUT_OF_PLACE)

@@ -51,6 +51,7 @@ class OpenRequest:
     opened_at: float = 0.0
     sent_at: float = 0.0
     is_unanswered: bool = False  # the peer was silent for too long
+    why: str = ""  # it waits at the peer, as that has said
     waiting_at: float = 0.0  # when the last `StillWaiting` arrived; at first, when the request was sent
 
     @property
@@ -151,7 +152,7 @@ class PeerRequests:
         if open_request is None or open_request.address != source or open_request.key != key:
             return
         if isinstance(reply, StillWaiting):
-            open_request.waiting_at = self._context.now
+            open_request.waiting_at, open_request.why = self._context.now, reply.why
             self._schedule_give_up(reply.request)
         else:
             self._complete(reply.request, reply)
@@ -229,6 +230,10 @@ class PeerRequests:
     def _fail(self, number: int, error: KvxferdError) -> None:
         if number in self._open:  # neither withdrawn nor timed out meanwhile
             self._complete(number, refusal_of(number, error))
+
+    def get(self, number: int) -> OpenRequest | None:
+        """Return an open request; None: it has its reply."""
+        return self._open.get(number)
 
     def is_open(self, address: Address, number: int) -> bool:
         """Whether that request to that address is open."""

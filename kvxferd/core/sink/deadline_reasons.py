@@ -1,8 +1,8 @@
 """Whom a pull waited for when its deadline passed, and the sentence that names it.
 
-A peer that waits for a publish says so every `peer.request_timeout_s` alone, which a short deadline may not
-meet. So shortly before the deadline the daemon sends a hello to the peer, or a request to the mover, that
-the pull waits for: who does not reply is named. Nothing is decided by it.
+A peer that waits says why every `peer.request_timeout_s` alone, which a short deadline may not meet. So
+shortly before the deadline the daemon sends its request to the peer again, or one to the mover, that the pull
+waits for: who does not reply is named. Nothing is decided by it.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ from kvxferd.wire.peer import (
 MIN_LEASE_S, MAX_LEASE_S = 0.05, 7 * 24 * 3600.0
 # A source keeps a progressive pull's question for so much longer than the pull has: its deadline ends it.
 DEADLINE_MARGIN_S = 1.0
+ASK_EVERY_S = 0.1
+HEARD_WITHIN_S = 1.0  # before a deadline: a peer that has said so lately is there
 MAX_STALE_BINDINGS = 3  # a source whose movers change faster than the requests arrive is not readable
 
 
@@ -162,21 +164,13 @@ class GrantClient:
 
     def describe_wait(self, hold: HeldGrant) -> str:
         """Describe for an error message whose reply the grant waits for, since when, and what to check."""
-        if self._peers.is_there(hold.ref.endpoint):
-            what = "that its ranks are registered"
-            if hold.state is GrantState.REQUESTING:
-                what = "that the transfer is published and its ranks are ready"
-            return (
-                f"in {hold.state}: {address_of(hold.ref.endpoint)} is there, and waits for engine "
-                f"{hold.ref.engine}: {what}; look at that engine"
-            )
+        where = f"in {hold.state}: {address_of(hold.ref.endpoint)}"
+        if (why := self._why_waiting(hold)) is not None:
+            return f"{where} is there, and waits for engine {hold.ref.engine}: {why}; look at that engine"
         requested = f"engine {hold.ref.engine}" if hold.state is GrantState.HANDSHAKING else "a grant"
         silent_s = self._peers.silent_s(hold.ref.endpoint, hold.started_at)
         wait_s = self._context.settings.handshake_wait_s
-        text = (
-            f"in {hold.state}: {address_of(hold.ref.endpoint)} was asked for {requested}, and has sent "
-            f"nothing for {silent_s:.1f} s; {CHECK_PEER}"
-        )
+        text = f"{where} was asked for {requested}, and has sent nothing for {silent_s:.1f} s; {CHECK_PEER}"
         # A peer replies at once, unless it waits for ranks.
         return (
             text
@@ -184,14 +178,29 @@ class GrantClient:
             else f"{text}; or its ranks were not ready, for which it waits {wait_s:g} s"
         )
 
-    def check_peer(self, hold: HeldGrant) -> None:
-        """Send the peer a hello whose reply the grant waits for: `awaited` then knows whether it is there."""
-        if hold.state in (GrantState.HANDSHAKING, GrantState.REQUESTING):
-            self._peers.check(hold.ref.endpoint)
+    def ask_why(self, hold: HeldGrant) -> None:
+        """Send again what the grant waits for: a peer that is there replies why it waits.
+
+        A thousand pulls may wait for one manifest: it is asked for once.
+        """
+        asked = self._peer_requests.get(number := self._awaited(hold))
+        if asked is not None and self._context.now - asked.sent_at >= ASK_EVERY_S:
+            self._peer_requests.send_again(number)
+
+    def _awaited(self, hold: HeldGrant) -> int:
+        is_learning = hold.state is GrantState.HANDSHAKING
+        return self._handshake_client.asked_for(hold) if is_learning else hold.asked
+
+    def _why_waiting(self, hold: HeldGrant) -> str | None:
+        """Return what the peer has said just now that the grant waits for; None: it has said nothing."""
+        asked = self._peer_requests.get(self._awaited(hold))
+        if asked is None or self._context.now - asked.waiting_at > HEARD_WITHIN_S:
+            return None
+        return asked.why or None
 
     def awaited(self, hold: HeldGrant) -> str:
         """Return whom a grant that is requested waits for: the peer, or where that is there, the engine."""
-        if not self._peers.is_there(hold.ref.endpoint):
+        if self._why_waiting(hold) is None:
             return address_of(hold.ref.endpoint)
         who = "a rank" if hold.state is GrantState.HANDSHAKING else "the publisher or a rank"
         return f"{who} of engine {hold.ref.engine_id}"

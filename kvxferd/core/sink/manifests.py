@@ -55,6 +55,7 @@ class EngineFetch:
     waiting: dict[GrantId, EngineWaiter]
     known: list[RankManifest] = field(default_factory=list)  # of the pages that are here
     num_bytes: int = 0  # of these, charged until the engine is
+    asked: int = 0  # the number of the last `ManifestRequest`
 
 
 class HandshakeClient:
@@ -92,6 +93,11 @@ class HandshakeClient:
         else:
             self._fetch_engine(peer, key, {grant.grant_id: waiter})
 
+    def asked_for(self, grant: HeldGrant) -> int:
+        """Return the number of the request that the grant waits for; 0: it waits for none."""
+        fetch = self._fetches.get((grant.ref.endpoint, grant.ref.engine))
+        return fetch.asked if fetch is not None else 0
+
     def forget(self, grant: HeldGrant) -> None:
         """Have a grant wait no more: its pull has ended. The engine is learnt all the same."""
         if fetch := self._fetches.get((grant.ref.endpoint, grant.ref.engine)):
@@ -115,6 +121,7 @@ class HandshakeClient:
             pp_aware=self._context.settings.pp_aware,
             num_known=len(fetch.known),
         )
+        fetch.asked = message.request
         timeout_s = wait_s + self._context.settings.silent_after_s
         self._peers.request(fetch.peer.endpoint, message, timeout_s, fetch.uid, fetch, waits=True)
 

@@ -594,7 +594,7 @@ class Pulls:
         if pull.deadline - self._context.now < self._notice_s(pull) / 2:
             return  # this daemon is late itself: nobody can reply in time
         if pull.phase is PullPhase.WAITING:
-            self._grant_client.check_peer(pull.held_grant)
+            self._grant_client.ask_why(pull.held_grant)
         elif pull.phase is PullPhase.POSTED and pull.mover is not None and not pull.rank.resident:
             pull.report_requested = True
             self._context.emit(SendToMover(pull.mover, ReportPull(pull=pull.pull_id)))

@@ -72,6 +72,7 @@ class _PendingGrant:
     transfer: TransferKey  # that the message names; kept, because five methods need it
     requested_at: float
     agents: frozenset[AgentName] = frozenset()  # that poll for it, or were requested to
+    why: str = ""  # it waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,7 @@ class GrantServer(ParkedRequests[GrantId, _PendingGrant]):
             return
         left_s = pending.requested_at + found.wait_s - self._context.now
         if left_s > 0:
+            pending.why = found.message
             self._look_again(
                 ("request", pending.grant), pending.grant, left_s, lambda: self._consider(pending)
             )

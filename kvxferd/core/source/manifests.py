@@ -31,6 +31,7 @@ class _PendingFetch:
     route: bytes
     message: ManifestRequest
     requested_at: float
+    why: str = ""  # it waits
 
 
 class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
@@ -77,6 +78,7 @@ class HandshakeServer(ParkedRequests[FetchKey, _PendingFetch]):
         if obstacle is not None:
             left_s = fetch.requested_at + obstacle[1] - self._context.now
             if left_s > 0:
+                fetch.why = obstacle[0].message
                 self._look_again(("fetch", *name), name, left_s, lambda: self._consider(fetch))
                 return
         self._remove(name)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
@@ -16,12 +16,18 @@ from kvxferd.ids import EngineId
 from kvxferd.wire.peer import StillWaiting
 
 N = TypeVar("N")  # the name of a request
-R = TypeVar("R")
+R = TypeVar("R", bound="Parked")
 
 # Requests that one change considers in one turn of the loop: 20 us each, 5 ms. The others follow in later
 # turns: all 32,768 took 640 ms, each time that a rank came or went.
 REQUESTS_PER_TURN, NEXT_TURN_S = 256, 0.001
 MAX_TURN_BYTES = 8 << 20  # of block ids in the replies: 10 ms
+
+
+class Parked(Protocol):
+    """A request that waits, and what for."""
+
+    why: str
 
 
 class ParkedRequests(ABC, Generic[N, R]):
@@ -71,8 +77,8 @@ class ParkedRequests(ABC, Generic[N, R]):
 
     def _reply_still_waiting(self, name: N, route: bytes, request: int) -> None:
         """Reply to a request that was sent again, if it waits here: only a dead peer is silent."""
-        if name in self._pending:
-            self._context.emit(ReplyToPeer(route, StillWaiting(request=request)))
+        if (pending := self._pending.get(name)) is not None:
+            self._context.emit(ReplyToPeer(route, StillWaiting(request=request, why=pending.why)))
 
     def _is_given_up(self, name: N) -> bool:
         """Whether its peer sends it no more: it is dead, or what took the request back was lost."""

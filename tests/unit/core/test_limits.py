@@ -11,7 +11,7 @@ from kvxferd.core import events as ev
 from kvxferd.core.limits.table import RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
-from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused, StillWaiting
+from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, delivers, mover_of, spec_of
 
 
@@ -154,7 +154,8 @@ def test_questions_that_wait_are_bounded_by_peer_and_in_all(limits):
     (refused,) = send_request(b"loud", 3)
     assert isinstance(refused, PeerRefused)
     assert (refused.request, refused.code, refused.retry_after_s) == (3, Code.BUSY, RETRY_AFTER_S)
-    assert send_request(b"loud", 0) == [StillWaiting(request=0)]  # asked again: the same question
+    (still,) = send_request(b"loud", 0)  # asked again: the same question
+    assert (still.request, "no rank of it is registered" in still.why) == (0, True)
     assert bool(send_request(b"other", 0)) is ("max_waiting" in limits)
     world.advance(2)
     world.engine(host, "nobody", generation="g")

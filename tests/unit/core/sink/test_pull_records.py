@@ -13,7 +13,7 @@ from kvxferd.wire import mover as mv
 from kvxferd.wire import peer
 from kvxferd.wire import worker as wk
 from kvxferd.wire.mover import PiecesRead, PullOutcome
-from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, mover_of
 
 
 def record_of(sink) -> PullRecord:
@@ -107,6 +107,7 @@ def test_at_a_deadline_a_publisher_is_named_whose_daemon_is_there(world, source,
     assert record.silent == "the publisher or a rank of engine slow"
     message = sink.ended(ticket).message
     assert f"{slow.host.endpoint} is there, and waits for engine slow" in message
+    assert "ranks pp0.tp0 have not said ready" in message
 
 
 def test_at_a_deadline_the_rank_is_named_that_a_mover_reads_from(world, source, sink):
@@ -143,21 +144,30 @@ def test_a_rank_without_a_mover_is_named(world, source, sink):
     assert record.silent.removeprefix("the ") in sink.ended(ticket).message
 
 
+def sent_by(world: World) -> list[str]:
+    """Return what is sent from now on, by name."""
+    sent: list[str] = []
+    post = world.post
+    world.post = lambda *args: [sent.append(type(args[-1]).__name__), post(*args)]  # type: ignore[method-assign]
+    return sent
+
+
 def test_nobody_is_asked_where_a_pull_ends_in_time(world, source, sink):
+    sent = sent_by(world)
     for number in range(5):
         sink.pull(source.publish(f"t{number}", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=2)
     world.advance(5)
-    assert sink.host.node.peers.get(source.host.endpoint).checked_at is None
+    assert sent.count("GrantRequest") == 5
+    assert sent.count("ManifestRequest") == 1
 
 
-def test_many_pulls_with_one_deadline_ask_their_peer_once(world, source, sink):
-    sink.pull(source.publish("t", IDS, TOKENS), SINK_IDS, TOKENS)
+def test_many_pulls_with_one_deadline_ask_for_their_engine_once(world, source, sink):
     world.cut.add((source.host.name, sink.host.name))
-    before = len(sink.host.node.peer_requests)
+    sent = sent_by(world)
     for number in range(20):
-        sink.pull(source.publish(f"t{number}", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=2)
-    world.advance(1.7)
-    assert len(sink.host.node.peer_requests) - before == 20 + 1
+        sink.pull(source.publish(f"t{number}", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=1.5)
+    world.advance(1.4)
+    assert sent.count("ManifestRequest") == 2
 
 
 def release_of(source) -> ReleaseRecord:
