@@ -88,6 +88,12 @@ class LoadPlan(Message, frozen=True):
     encoded: bytes  # kvxferd.plan.encode_plan
 
 
+class DropPlan(Message, frozen=True):
+    """Forget a plan. Pulls that were started by it before are read by it."""
+
+    digest: Digest
+
+
 class LoadRemote(Message, frozen=True):
     """Load a remote agent's metadata. Sent again when the same agent has more regions.
 
@@ -319,6 +325,7 @@ ToMover = (
     | UnmapFence
     | SetPolling
     | LoadPlan
+    | DropPlan
     | LoadRemote
     | DropRemote
     | StartPull

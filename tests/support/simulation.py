@@ -271,6 +271,8 @@ class Mover:
                     self.say(mv.Polling(token=message.token))
             case mv.LoadPlan():
                 self.plans[message.digest] = Expander(decode_plan(message.encoded))
+            case mv.DropPlan():
+                del self.plans[message.digest]
             case mv.LoadRemote():
                 self.remotes.add(message.agent)
             case mv.DropRemote():

@@ -12,11 +12,13 @@ from kvxferd.core.tables import decrease
 from kvxferd.errors import Code, PeerError
 from kvxferd.ids import AgentName, Digest, Endpoint, EngineKey, MoverId, SessionId
 from kvxferd.plan import Plan, encode_plan
-from kvxferd.wire.mover import DropRemote, LoadPlan, LoadRemote
+from kvxferd.wire.mover import DropPlan, DropRemote, LoadPlan, LoadRemote
 
 # A retired mover's other pulls, and the pulls of peers that read from it, have this long to end. The next
 # mover reads again what does not end. Blocks in doubt wait as long; a pull takes well below a second.
 RETIRED_S = 10.0
+# The plans of a mover, as they are sent. The largest has 30 MiB; a node keeps 160 MiB of them.
+MAX_PLAN_BYTES = 64 << 20
 # What a mover has loaded of one peer's agents: two of the largest manifests. A grant brings metadata of a
 # fence page, 400 bytes; a peer that sends another 2 MiB with each would fill the daemon and the mover.
 MAX_LOADED_BYTES_PER_PEER = 32 << 20
@@ -34,7 +36,7 @@ class Mover:
     session: SessionId
     agent: AgentName
     engine: EngineKey | None = None  # of its rank, once it serves one
-    plans: set[Digest] = field(default_factory=set)
+    plans: dict[Digest, int] = field(default_factory=dict)  # bytes of each, the longest unused first
     remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
     learnt_from: dict[AgentName, Endpoint] = field(default_factory=dict)  # the peer that named it first
     loaded_bytes_of: Counter[Endpoint] = field(default_factory=Counter)  # bytes of the remotes, by that peer
@@ -156,9 +158,23 @@ class Movers:
     def load_plan(self, mover: MoverId, plan: Plan) -> None:
         """Send the plan to the mover, unless it has it."""
         known = self._movers[mover]
-        if plan.digest not in known.plans:
-            known.plans.add(plan.digest)
-            self._context.emit(SendToMover(mover, LoadPlan(digest=plan.digest, encoded=encode_plan(plan))))
+        num_bytes = known.plans.pop(plan.digest, 0)
+        if not num_bytes:
+            encoded = encode_plan(plan)
+            num_bytes = len(encoded)
+            self._drop_plans(known, num_bytes)
+            self._context.emit(SendToMover(mover, LoadPlan(digest=plan.digest, encoded=encoded)))
+        known.plans[plan.digest] = num_bytes
+
+    def _drop_plans(self, mover: Mover, num_bytes: int) -> None:
+        """Make room for one more. A pull that needs one that was dropped loads it again."""
+        held = sum(mover.plans.values())
+        for digest, size in list(mover.plans.items()):
+            if held + num_bytes <= MAX_PLAN_BYTES:
+                return
+            held -= size
+            del mover.plans[digest]
+            self._context.emit(SendToMover(mover.mover_id, DropPlan(digest=digest)))
 
     def load_remote(
         self, mover: MoverId, peer: Endpoint, agent: AgentName, metadata: bytes, word: int = 0

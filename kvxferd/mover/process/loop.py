@@ -222,6 +222,8 @@ class MoverLoop:
                 self._set_polling(message)
             case wire.LoadPlan():
                 self._engine.load_plan(message.digest, message.encoded)
+            case wire.DropPlan():
+                self._engine.drop_plan(message.digest)
             case wire.LoadRemote():
                 self._engine.add_remote(message.agent, message.metadata, message.word)
             case wire.DropRemote():

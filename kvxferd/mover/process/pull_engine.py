@@ -23,7 +23,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -33,7 +32,7 @@ from kvxferd.mover.process.chunks import ChunkPool
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.mover.process.covering_reads import CoveringReads, as_transport_error
 from kvxferd.mover.process.device_scatter import DeviceScatterer
-from kvxferd.mover.process.pull_state import InflightRead, PullFailure, PullState
+from kvxferd.mover.process.pull_state import InflightRead, LoadedPlan, PullFailure, PullState
 from kvxferd.mover.process.region_map import RegionMap, is_plain
 from kvxferd.mover.process.remote_agents import RemoteAgents
 from kvxferd.mover.process.scatterer import InlineScatterer, Scatterer
@@ -73,11 +72,6 @@ FEW_BLOCKS = 8
 MAX_SHORT_PULLS_IN_A_ROW = 8  # so that a stream of short pulls leaves a large one every ninth post
 
 
-class _LoadedPlan(NamedTuple):
-    direct: Expander
-    covering: CoverExpander
-
-
 class PullEngine:
     """Runs the pulls of one mover. One thread."""
 
@@ -107,7 +101,7 @@ class PullEngine:
         self._region_addresses: Mapping[RegionId, int] = {}
         self._region_map: RegionMap | None = None
         self._tables = TableCache()
-        self._plans: dict[Digest, _LoadedPlan] = {}
+        self._plans: dict[Digest, LoadedPlan] = {}
         self._plain_plans: set[Digest] = set()  # of which a pull had one run a stretch: nothing to cover
         self._budgets: dict[AgentName, SliceBudget] = {}
         self._always_covers = False
@@ -170,9 +164,14 @@ class PullEngine:
         """Keep a plan. Where it cannot be decoded, pulls that name it fail."""
         try:
             plan = decode_plan(encoded)
-            self._plans[digest] = _LoadedPlan(Expander(plan), CoverExpander(plan, self._tables))
+            self._plans[digest] = LoadedPlan(Expander(plan), CoverExpander(plan, self._tables))
         except (KvxferdError, msgspec.DecodeError) as error:
             _LOG.error("plan not loaded: plan=%s reason=%s", digest, error)
+
+    def drop_plan(self, digest: Digest) -> None:
+        """Forget a plan. Pulls that are here already are read by it."""
+        self._plans.pop(digest, None)
+        self._plain_plans.discard(digest)
 
     def add_remote(self, agent: AgentName, metadata: bytes, word: int) -> None:
         """Load an agent, or more of its memory. `word`: an address to read ahead of any pull, 0 for none."""
@@ -193,7 +192,7 @@ class PullEngine:
         if request.pull in self._by_id:
             _LOG.error("pull started twice: pull=%d", request.pull)
             return
-        pull = PullState(request, self._clock())
+        pull = PullState(request, self._clock(), loaded=self._plans.get(request.plan))
         if self._by_id:
             for other in (pull, *self._by_id.values()):
                 other.was_alone = False
@@ -292,7 +291,7 @@ class PullEngine:
 
     def _start_expansion(self, pull: PullState) -> None:
         request = pull.request
-        loaded = self._plans.get(request.plan)
+        loaded, pull.loaded = pull.loaded, None
         if loaded is None:
             raise KvxferdError(f"cannot expand plan {request.plan}: it is not known here")
         remote_bases = {

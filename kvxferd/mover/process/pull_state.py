@@ -15,8 +15,8 @@ from kvxferd.mover.process.region_map import RegionMap, split_by_memory
 from kvxferd.mover.process.scatterer import ScatterJob
 from kvxferd.mover.process.slices import SHORT_BYTES, Slicer
 from kvxferd.mover.transport.base import HOST, MemoryKind, ReadHandle, ReadKinds
-from kvxferd.plan import Runs
-from kvxferd.plan.covering import CoveredRank
+from kvxferd.plan import Expander, Runs
+from kvxferd.plan.covering import CoveredRank, CoverExpander
 from kvxferd.plan.read_costs import Choice, ReadShape
 from kvxferd.wire.mover import PullOutcome, StartPull
 
@@ -64,12 +64,20 @@ class PullFailure:
     agent: AgentName | None = None
 
 
+class LoadedPlan(NamedTuple):
+    """What a mover has of a plan."""
+
+    direct: Expander
+    covering: CoverExpander
+
+
 @dataclass(slots=True, eq=False)
 class PullState:
     """State of one `StartPull` until its `PullDone`, and until none of its reads writes any more."""
 
     request: StartPull
     arrived_at: float
+    loaded: LoadedPlan | None = None  # by which it is expanded: its plan may be dropped meanwhile
     # What is not expanded yet: a request of many millions of runs is expanded a part at a time.
     parts: Iterator[Mapping[Rank, Runs | CoveredRank]] | None = None
     local_bases: Mapping[RegionId, int] = field(default_factory=dict)

@@ -59,12 +59,14 @@ CHECKED_ELSEWHERE = {
     "Unpublish.transfer_id": "compared alone",
     **dict.fromkeys([f"GrantReply.fence_{name}" for name in ("agent", "word", "metadata")], "core.holds"),
     "ManifestReply.ranks": "wire.outlines.EngineOutline",
-    "PeerRefused.message": "core.peers clips it to MAX_SENTENCE_CHARS",
+    **dict.fromkeys(["PeerRefused.message", "StillWaiting.why"], "core.peers clips it to MAX_SENTENCE_CHARS"),
     **dict.fromkeys(["ManifestOutline.layout", "BindingOutline.regions", "ManifestReplyOutline.ranks"], RAW),
     **dict.fromkeys(["Welcome.boot_id", "Registered.endpoint", "EngineRanks.ranks"], OURS),
     **dict.fromkeys(["Refused.message", "TicketFailed.message", "PublishRefused.message"], OURS),
     **dict.fromkeys(["Farewell.message", "PullsInterrupted.tickets", "Released.transfer_id"], OURS),
-    **dict.fromkeys(["PublishRefused.transfer_id", "Bind.regions", "LoadPlan.digest"], OURS),
+    **dict.fromkeys(
+        ["PublishRefused.transfer_id", "Bind.regions", "LoadPlan.digest", "DropPlan.digest"], OURS
+    ),
     **dict.fromkeys(["LoadPlan.encoded", "LoadRemote.agent", "LoadRemote.metadata"], OURS),
     **dict.fromkeys(["DropRemote.agent", "StartPull.plan", "StartPull.sources", "SourceRank.agent"], OURS),
     **dict.fromkeys(["SourceRank.regions", "StartPull.local", "StartPull.remote"], OURS),

@@ -24,3 +24,17 @@ def test_the_agents_that_a_peer_names_are_bounded_and_push_out_its_own_alone(
     for name in "bcdef":
         movers.load_remote(number, liar, name, b"metadata")
     assert set(mover.remotes) == honest | set("def")
+
+
+def test_the_plans_of_a_mover_are_bounded_and_loaded_again_where_one_is_needed(world, sink, monkeypatch):
+    monkeypatch.setattr(core_movers, "MAX_PLAN_BYTES", 1)
+    sources = [world.engine(world.host(f"p{tp}"), f"prefill{tp}", tp=tp) for tp in (1, 2)]
+    ((number_of_mover, mover),) = sink.host.movers.items()
+    for number in range(3):
+        for first, *others in sources:
+            ref = first.publish(f"t{number}", IDS, TOKENS)
+            for other in others:
+                other.ready(f"t{number}")
+            assert sink.reads(ref)
+            assert len(mover.plans) == 1
+            assert list(mover.plans) == list(sink.host.node.movers.get(number_of_mover).plans)

@@ -378,3 +378,13 @@ def test_the_word_waits_for_parts_that_are_not_expanded() -> None:
     assert not pull.needs_fence_read
     pull.expand_next_part()
     assert pull.needs_fence_read
+
+
+def test_a_pull_is_read_by_a_plan_that_was_dropped_after_it_came(bench: Bench) -> None:
+    number = bench.start(scattered(8))
+    bench.engine.drop_plan(DIGEST)
+    bench.run()
+    assert bench.outcomes()[number].delivered
+    outcome = bench.pull(scattered(8))
+    assert (outcome.delivered, outcome.started) == (False, False)
+    assert "it is not known here" in outcome.message
