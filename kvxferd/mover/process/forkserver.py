@@ -30,7 +30,7 @@ from kvxferd.mover.forkserver_protocol import (
 from kvxferd.mover.process import child_main
 from kvxferd.mover.process.linux_process import prepare_thread
 from kvxferd.mover.process.log_formatter import OneLineFormatter
-from kvxferd.mover.shm import make_shm_directory, remove_shm_directory
+from kvxferd.mover.shm import make_shm_directory, remove_left_files, remove_shm_directory
 from kvxferd.mover.transport.nixl import TransferLibrary, import_library
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Message
@@ -113,6 +113,7 @@ class Forkserver:
     def _reap(self, pidfd: int) -> None:
         os.waitpid(self._pidfds.pop(pidfd), 0)
         os.close(pidfd)
+        remove_left_files(self._pidfds.values())
         self._mover_count.set(len(self._pidfds))
 
     def _end_movers(self) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from kvxferd.mover import shm
 
 # In a directory of the test's own: in /dev/shm any forkserver on this machine may be the next one.
 PARENT = """
@@ -17,17 +22,17 @@ input()
 """
 
 
-def parent(shm: Path) -> subprocess.Popen[str]:
+def parent(where: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(shm)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, str(where)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "\n"
     return process
 
 
-def directory_of(shm: Path, process: subprocess.Popen[str]) -> Path:
-    return shm / f"kvxferd-movers-{process.pid}"
+def directory_of(where: Path, process: subprocess.Popen[str]) -> Path:
+    return where / f"kvxferd-movers-{process.pid}"
 
 
 def test_a_killed_parents_directory_goes_with_the_next_one_and_a_living_ones_stays(tmp_path: Path) -> None:
@@ -46,3 +51,17 @@ def test_a_killed_parents_directory_goes_with_the_next_one_and_a_living_ones_sta
         for process in (living, following):
             process.kill()
             process.wait()
+
+
+def test_what_a_dead_mover_left_goes_and_what_a_living_one_has_open_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "_SHM", tmp_path)
+    directory = tmp_path / f"kvxferd-movers-{os.getpid()}"
+    directory.mkdir()
+    (directory / "left").write_bytes(b"x")
+    with (directory / "open").open("wb"):
+        shm.remove_left_files([os.getpid()])
+        assert [path.name for path in directory.iterdir()] == ["open"]
+    shm.remove_left_files([os.getpid()])
+    assert not list(directory.iterdir())
