@@ -94,6 +94,7 @@ class PeerRequests:
 
     def refuse(self, asked: OpenRequest, error: KvxferdError) -> None:
         """Refuse a request that was not sent."""
+        asked.opened_at = asked.waiting_at = self._context.now
         self._on_settled(asked, refusal_of(asked.message.request, error))
 
     def _schedule_give_up(self, number: int) -> None:

@@ -319,6 +319,9 @@ class Pulls:
             why = f"{what}: the rank was suspended; resume it, then pull again"
             self._fail(pull, PullTrigger.FINISH, Code.SUSPENDED, why)
             return
+        if pull.late:
+            self._fail(pull, PullTrigger.FINISH, Code.DEADLINE, pull.late)
+            return
         pull.transition(PullTrigger.CONTINUE)
         pull.mover, pull.piece, pull.outcome = None, None, None
         pull.tokens_read, pull.read = piece.end, add_piece(pull.read, outcome)

@@ -407,6 +407,18 @@ def test_a_piece_that_is_late_is_in_doubt_until_its_mover_says_so(world, source,
     assert [m.ticket for m in sink.received(wk.TicketQuiesced)] == [ticket]
 
 
+def test_a_piece_that_is_there_at_the_deadline_is_the_last_that_is_read(world, source, sink):
+    mover = mover_of(sink)
+    mover.hold = True
+    ticket = pull(sink, publish(source, ready=8), deadline_s=2.0)
+    extend(source, 8, TOKENS)
+    world.advance(2.0)
+    mover.copy()
+    mover.finish()
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.DEADLINE, True)
+    assert not mover.started  # no other piece
+
+
 def test_what_became_ready_while_a_piece_was_read_is_read_at_once(world, source, sink):
     """The reader asks ahead: no message goes between two pieces that are ready."""
     mover = mover_of(sink)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvxferd.core import events as ev
+from kvxferd.core.limits.table import OPEN_REQUESTS
 from kvxferd.core.sink.pull_totals import MAX_REPORTED, NOTHING_READ, add_piece, pieces_read
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
@@ -50,6 +51,16 @@ def test_the_movers_outcome_tells_the_phase(world, source, sink, outcome, phase)
     record = record_of(sink)
     assert (record.failed_phase, record.silent) == (phase, "")
     assert record.failed_phase in PHASES
+
+
+def test_an_acknowledgement_that_has_no_room_takes_no_time(world, source, sink):
+    mover_of(sink).hold = True
+    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    sink.host.node.context.ledger[OPEN_REQUESTS].add(0, OPEN_REQUESTS.total)
+    world.advance(2.0)
+    done(sink, delivered=True)
+    assert record_of(sink).outcome == "delivered"
+    assert record_of(sink).phases_s["ack"] == 0.0
 
 
 @pytest.mark.parametrize("absurd", [float("nan"), float("inf"), -1.0])
