@@ -59,7 +59,8 @@ from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.registry import LocalRank, RankRecord, Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.settings import Settings
-from kvxferd.core.sink.grants import GrantClient, HeldGrant
+from kvxferd.core.sink.grants import GrantClient
+from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.core.sink.manifests import EngineFetch, HandshakeClient
 from kvxferd.core.sink.prepared import PreparedGrants
 from kvxferd.core.sink.pull import Pull
@@ -518,7 +519,7 @@ class Node:
                 self.fence_pages.create(session)
             case RankChange.READY:
                 self.fence_pages.assign(key, self.sessions[rank.session])
-                self.pulls.post_waiting(rank)
+                self.pulls.advance_all(rank)
             case RankChange.ASLEEP:
                 self.published.rank_suspended(rank)
                 self.pulls.refuse_waiting(

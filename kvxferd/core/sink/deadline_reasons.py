@@ -7,16 +7,17 @@ waits for: who does not reply is named. Nothing is decided by it.
 
 from __future__ import annotations
 
-from kvxferd.core.sink.grants import GrantClient, GrantState
-from kvxferd.core.sink.pieces import next_piece
-from kvxferd.core.sink.pull import Pull
+from kvxferd.core.sink.grants import GrantClient
+from kvxferd.core.sink.held_grant import GrantState
+from kvxferd.core.sink.needs import Need
+from kvxferd.core.sink.pull import Piece, Pull
 from kvxferd.wire.endpoint import address_of
 
 # Of a rank's names in a message: an engine may have 4,096.
 MAX_NAMED_RANKS = 4
 
 
-def describe_wait(pull: Pull, grant_client: GrantClient) -> tuple[str, str]:
+def describe_wait(pull: Pull, need: Need | Piece, grant_client: GrantClient) -> tuple[str, str]:
     """Return whom a pull waits for that no mover has, and the sentence for its message."""
     hold = pull.held_grant
     if hold.state in (GrantState.HANDSHAKING, GrantState.REQUESTING):
@@ -25,9 +26,9 @@ def describe_wait(pull: Pull, grant_client: GrantClient) -> tuple[str, str]:
         what = f"while this node planned the reads of engine {hold.ref.engine}"
         return "this node", f"{what}; check that its processors are free"
     rank = f"rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
-    if pull.awaits_worker:
+    if need is Need.WORKER:
         return f"the worker of {rank}", f"while it waited for the worker of {rank}, after its mover died"
-    if hold.awaits_more and next_piece(pull) is None:
+    if need is Need.TOKENS:
         engine = f"engine {pull.ref.engine_id}"
         has = f"{pull.tokens_read} of {pull.num_tokens} tokens are read"
         return f"the ranks of {engine}", f"while {engine} computed the rest ({has}); look at that engine"

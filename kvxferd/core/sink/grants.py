@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 
 import msgspec
@@ -17,10 +15,11 @@ from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, PeerRequests
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.sink.held_grant import GrantState, GrantTrigger, HeldGrant
 from kvxferd.core.sink.manifests import HandshakeClient
 from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, PlanError
-from kvxferd.ids import Endpoint, GrantId, GroupName, PullId
+from kvxferd.ids import Endpoint, GrantId
 from kvxferd.layout import BlocksByGroup, append_ids, num_id_bytes
 from kvxferd.plan import Plan, PlanJob, SourceLists
 from kvxferd.wire.common import Binding, Refusal, TransferRef
@@ -34,7 +33,6 @@ from kvxferd.wire.limits import (
 )
 from kvxferd.wire.peer import (
     Acknowledge,
-    Consumer,
     GrantReply,
     GrantRequest,
     GrantsRenewed,
@@ -51,54 +49,6 @@ DEADLINE_MARGIN_S = 1.0
 ASK_EVERY_S = 0.1
 HEARD_WITHIN_S = 1.0  # before a deadline: a peer that has said so lately is there
 MAX_STALE_BINDINGS = 3  # a source whose movers change faster than the requests arrive is not readable
-
-
-class GrantState(StrEnum):
-    """The steps from a handshake to a grant that is held."""
-
-    HANDSHAKING = "handshake"
-    PLANNING = "plan"
-    REQUESTING = "grant"
-    HELD = "held"
-    LAPSED = "lapsed"  # the source has ended it; a pull that is not posted requests another
-    REFUSED = "refused"
-    ENDED = "ended"  # its pull has
-
-
-NO_PULL = PullId(0)  # of a grant that is prepared
-UNSETTLED = (GrantState.HANDSHAKING, GrantState.PLANNING, GrantState.REQUESTING)
-
-
-@dataclass(slots=True)
-class HeldGrant:
-    """A grant that one local rank holds, or requests, on one transfer."""
-
-    grant_id: GrantId
-    rank: LocalRank
-    ref: TransferRef
-    wait_s: float
-    started_at: float
-    state: GrantState = GrantState.HANDSHAKING
-    learnt_at: float | None = None  # when the engine's manifest arrived, or was known already
-    settled_at: float | None = None  # when the grant arrived, or was refused
-    remote: RemoteEngine | None = None
-    plan: Plan | None = None
-    granted: GrantReply | None = None  # the last reply, without its ids
-    starts: dict[GroupName, int] | None = None  # the first token of each list of the pull; None: no pull yet
-    blocks: BlocksByGroup = field(default_factory=dict)  # the source's, as far as they are here
-    refusal: Refusal | None = None
-    refused_in: str = ""  # which phase ended with the refusal: "handshake", "plan" or "grant"
-    num_stale_bindings: int = 0
-    charged_bytes: int = 0  # that the source's block ids take of the rank's user's share
-    pull: PullId = NO_PULL  # that reads with it
-    asked: int = 0  # the number of the last `GrantRequest`; 0: none was sent, or it is of no interest now
-    after_tokens: int = -1  # of a progressive pull: the tokens that it has; -1: it wants all at once
-    awaits_more: bool = False  # it is held, and more tokens were asked for
-
-    def consumer(self) -> Consumer:
-        """Return the rank that reads, as the source counts it."""
-        spec = self.rank.spec
-        return Consumer(spec.engine_id, spec.generation, spec.rank, spec.pp_size * spec.tp_size)
 
 
 class GrantClient:
@@ -121,8 +71,7 @@ class GrantClient:
         self._block_ids = context.ledger[BLOCK_ID_BYTES]
         self._remote_engines = RemoteEngineRegistry(context)
         self._held: dict[Endpoint, dict[GrantId, HeldGrant]] = {}
-        self.on_settled: Callable[[HeldGrant], None] = lambda hold: None
-        self.on_more: Callable[[HeldGrant, Refusal | None], None] = lambda hold, refusal: None
+        self.on_changed: Callable[[HeldGrant], None] = lambda hold: None
         peers.pin(self._held.keys)
 
     def num_grants(self) -> dict[Endpoint, int]:
@@ -137,7 +86,7 @@ class GrantClient:
         after_tokens: int = -1,
         blocks: BlocksByGroup | None = None,
     ) -> HeldGrant:
-        """Start to request a grant. `on_settled` is called when it is held or refused, maybe at once.
+        """Start to request a grant. `on_changed` is called when it is held or refused, maybe at once.
 
         `after_tokens`: 0 for a progressive pull; -1: the transfer must be whole. `blocks`: into which it
         reads; None: that is not known yet.
@@ -157,9 +106,11 @@ class GrantClient:
         """
         self._peer_requests.give_up(hold.asked)
         self._drop_contents(hold)
-        hold.state, hold.refusal, hold.asked = GrantState.HANDSHAKING, None, 0
+        hold.transition(GrantTrigger.REPEAT)
+        hold.asked = 0
         hold.wait_s, hold.started_at = wait_s, self._context.now
-        hold.after_tokens, hold.awaits_more, hold.num_stale_bindings = after_tokens, False, 0
+        hold.after_tokens, hold.awaits_more, hold.more_refusal = after_tokens, False, None
+        hold.num_stale_bindings = 0
         self._learn_engine(hold)
 
     def describe_wait(self, hold: HeldGrant) -> str:
@@ -216,7 +167,7 @@ class GrantClient:
             self._settle(hold, outcome)
             return
         hold.remote = outcome
-        hold.state = GrantState.PLANNING
+        hold.transition(GrantTrigger.LEARN)
         self._plan(hold)
 
     def _plan(self, hold: HeldGrant) -> None:
@@ -226,10 +177,10 @@ class GrantClient:
         try:
             hold.plan = self._remote_engines.find_plan(hold, hold.remote)
         except KvxferdError as error:
-            self._settle(hold, Refusal.of(error), "plan")
+            self._settle(hold, Refusal.of(error))
             return
         if hold.plan is not None:
-            hold.state = GrantState.REQUESTING
+            hold.transition(GrantTrigger.PLAN)
             self._request_grant(hold)
 
     def plan_made(self, job: PlanJob, made: Plan | KvxferdError) -> None:
@@ -243,7 +194,7 @@ class GrantClient:
 
     def _refuse_plan(self, hold: HeldGrant, refusal: Refusal) -> None:
         if hold.state is GrantState.PLANNING:
-            self._settle(hold, refusal, "plan")
+            self._settle(hold, refusal)
 
     def _request_grant(self, hold: HeldGrant) -> None:
         # No source waits longer than this, whatever a pull's deadline: a longer wait only delays the refusal.
@@ -253,7 +204,7 @@ class GrantClient:
         self._send_request(hold, wait_s)
 
     def request_more(self, hold: HeldGrant, after_tokens: int, wait_s: float) -> None:
-        """Ask once more for a grant that is held: `on_more` is called when more tokens are ready, or all.
+        """Ask once more for a grant that is held: `on_changed` is called when more tokens are ready, or all.
 
         The source keeps the request until then, so nothing is polled.
         """
@@ -297,8 +248,8 @@ class GrantClient:
         if refusal is None and hold.granted is not None and hold.granted.has_more:
             self._request_page(hold)
             return
-        hold.awaits_more = False
-        self.on_more(hold, refusal)
+        hold.awaits_more, hold.more_refusal = False, refusal
+        self.on_changed(hold)
 
     def _take_more(self, hold: HeldGrant, reply: ReplyMessage) -> Refusal | None:
         """Go on with a later reply of the grant; return why that cannot be."""
@@ -353,7 +304,7 @@ class GrantClient:
         elif isinstance(reply, PeerRefused):
             if reply.code is Code.BINDING_STALE and hold.num_stale_bindings < MAX_STALE_BINDINGS:
                 hold.num_stale_bindings += 1
-                hold.state = GrantState.HANDSHAKING
+                hold.transition(GrantTrigger.STALE)
                 self._drop_ids(hold)  # another plan may read other groups
                 self._handshake_client.forget_engine(hold.ref.endpoint, hold.ref.engine)
                 self._learn_engine(hold)
@@ -371,28 +322,26 @@ class GrantClient:
         if granted.has_more:
             self._request_page(hold)
             return
-        hold.state = GrantState.HELD
+        try:
+            self.preload(hold)
+        except PeerError as error:
+            self._settle(hold, Refusal.of(error))
+            self._send_return(hold)
+            return
+        hold.transition(GrantTrigger.GRANT)
         held = self._held.setdefault(hold.ref.endpoint, {})
         held[hold.grant_id] = hold
         if len(held) == 1:
             self._schedule_renewal(hold.ref.endpoint, granted.lease_s)
-        try:
-            self.preload(hold)
-        except PeerError as error:
-            self._forget(hold.ref.endpoint, hold.grant_id)
-            self._settle(hold, Refusal.of(error))
-            self._send_return(hold)
-            return
-        self._settle(hold, None)
+        self._settle(hold)
 
-    def _settle(self, hold: HeldGrant, refusal: Refusal | None, phase: str = "") -> None:
+    def _settle(self, hold: HeldGrant, refusal: Refusal | None = None) -> None:
         if refusal is not None:
-            hold.refused_in = phase or ("handshake" if hold.state is GrantState.HANDSHAKING else "grant")
-            hold.state = GrantState.REFUSED
-            hold.refusal = refusal
+            hold.refused_in, hold.refusal = hold.state, refusal
+            hold.transition(GrantTrigger.REFUSE)
             self._drop_contents(hold)  # a prepared hold may be kept for minutes
         hold.settled_at = self._context.now
-        self.on_settled(hold)
+        self.on_changed(hold)
 
     def preload(self, hold: HeldGrant) -> None:
         """Load the plan and the remote agents of the grant into the rank's mover. Raises PeerError."""
@@ -453,7 +402,7 @@ class GrantClient:
             for grant in reply.ended:
                 hold = self._forget(endpoint, grant)
                 if hold is not None and hold.state is GrantState.HELD:
-                    hold.state = GrantState.LAPSED
+                    hold.transition(GrantTrigger.LAPSE)
 
     def forget_engine(self, hold: HeldGrant) -> None:
         """Forget the manifest that the grant was planned on: the next grant fetches it again."""
@@ -479,7 +428,7 @@ class GrantClient:
 
     def _end(self, hold: HeldGrant) -> bool:
         """Return whether the source has granted it."""
-        hold.state = GrantState.ENDED
+        hold.transition(GrantTrigger.END)
         self._peer_requests.give_up(hold.asked)
         self._drop_contents(hold)
         return self._forget(hold.ref.endpoint, hold.grant_id) is not None

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
@@ -17,6 +17,7 @@ from kvxferd.core.peers.manifest_checks import check_manifests
 from kvxferd.core.peers.peers import Peer, Peers, as_refusal
 from kvxferd.core.peers.remote_engine import RemoteEngine, bytes_of
 from kvxferd.core.peers.requests import PeerRequests
+from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, GrantId
 from kvxferd.plan import check_engine
@@ -24,16 +25,13 @@ from kvxferd.records import HandshakeRecord
 from kvxferd.wire.common import RankManifest, Refusal
 from kvxferd.wire.peer import ManifestReply, ManifestRequest, ReplyMessage
 
-if TYPE_CHECKING:
-    from kvxferd.core.sink.grants import HeldGrant
-
 # A node runs tens of engines at most; where ids are new at each start, the oldest are of dead ones.
 MAX_ENGINES_PER_PEER = 64
 # Refusals of a source that has waited for ranks as long as the request allowed.
 WAIT_EXPIRED_CODES = frozenset({Code.ENGINE_INCOMPLETE, Code.ENGINE_UNKNOWN})
 
 
-OnLearnt = Callable[["HeldGrant", RemoteEngine | Refusal], None]
+OnLearnt = Callable[[HeldGrant, RemoteEngine | Refusal], None]
 
 
 class EngineWaiter(NamedTuple):

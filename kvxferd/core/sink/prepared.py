@@ -8,7 +8,8 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.table import PREPARED_PULLS
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.sink.grants import GrantClient, GrantState, HeldGrant
+from kvxferd.core.sink.grants import GrantClient
+from kvxferd.core.sink.held_grant import GrantState, HeldGrant
 from kvxferd.ids import SessionId
 from kvxferd.wire.common import TransferRef
 

@@ -7,12 +7,12 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvxferd.core.ranks.registry import LocalRank
-from kvxferd.core.sink.grants import UNSETTLED, GrantState, HeldGrant
+from kvxferd.core.sink.held_grant import UNSETTLED, GrantState, HeldGrant
 from kvxferd.core.sink.pull_totals import NOTHING_READ
 from kvxferd.errors import Code
 from kvxferd.ids import MoverId, PullId, Ticket
 from kvxferd.layout import BlocksByGroup
-from kvxferd.wire.common import Refusal, TransferRef
+from kvxferd.wire.common import TransferRef
 from kvxferd.wire.mover import PullOutcome, PullProgress
 
 
@@ -105,7 +105,6 @@ class Pull:
     read: PullOutcome = NOTHING_READ  # the sum of these pieces
     whole_at: float | None = None  # when all that it reads was known here to be ready; None: it is not yet
     hidden_bytes: int = 0  # that had been read by then
-    more_refused: Refusal | None = None  # why the source will have no more, learnt while a piece is read
     fence_word: bytes = b""  # of the transfer that they are of
     report_requested: bool = False  # the mover was requested to report what the pull waits for
     progress: PullProgress | None = None  # its reply

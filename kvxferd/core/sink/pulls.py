@@ -11,9 +11,10 @@ How a pull works. Names in backticks are messages, modules, methods, settings or
    ids and the fence word, when the transfer is published and ready and those agents' movers poll. Otherwise
    it replies `PeerRefused`, and the pull fails. A grant is renewed until its pull ends, for `max_hold_s` at
    most.
-3. `post` gives the pull to the rank's mover: the plan, the remote agents, both lists of block ids, and
-   `StartPull`. The pull is POSTED. A rank without a mover posts its pulls after the next bind
-   (`post_waiting`). A pull without block ids is delivered at once.
+3. `advance` does what a waiting pull needs next (`need_of`), whenever anything that it waits for has changed.
+   At last it gives the pull to the rank's mover: the plan, the remote agents, both lists of block ids, and
+   `StartPull`. The pull is POSTED. A rank without a mover posts its pulls after the next bind. A pull without
+   block ids is delivered at once.
 4. The mover reads the runs, and the fence word after them. It sends `PullDone` with one of three outcomes,
    which `mover_done` handles:
 
@@ -66,8 +67,10 @@ from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.sink.deadline_reasons import describe_read, describe_wait
-from kvxferd.core.sink.grants import GrantClient, GrantState, HeldGrant
-from kvxferd.core.sink.pieces import next_piece, record_whole, tokens_to_wait_for
+from kvxferd.core.sink.grants import GrantClient
+from kvxferd.core.sink.held_grant import UNSETTLED, GrantState, HeldGrant
+from kvxferd.core.sink.needs import Need, need_of
+from kvxferd.core.sink.pieces import record_whole, tokens_to_wait_for
 from kvxferd.core.sink.pull import Piece, Pull, PullPhase, PullTrigger
 from kvxferd.core.sink.pull_records import emit_record, phases_of
 from kvxferd.core.sink.pull_totals import NOTHING_READ, add_piece, pieces_read
@@ -114,7 +117,7 @@ class Pulls:
     def __init__(self, context: NodeContext, grant_client: GrantClient, movers: Movers) -> None:
         self._context = context
         self._grant_client = grant_client
-        grant_client.on_settled, grant_client.on_more = self._grant_settled, self._more_ready
+        grant_client.on_changed = self.grant_changed
         self._movers = movers
         self._block_ids = context.ledger[BLOCK_ID_BYTES]
         self._pulls: dict[PullId, Pull] = {}
@@ -162,87 +165,77 @@ class Pulls:
             ("deadline", pull.pull_id), pull.deadline - notice_s, lambda: at_notice(pull)
         )
         pull.held_grant.pull = pull.pull_id
-        if pull.held_grant.state in (GrantState.HELD, GrantState.REFUSED):
-            self._grant_settled(pull.held_grant)
+        self.grant_changed(pull.held_grant)
 
     # --- from the grant to the mover
 
-    def _grant_settled(self, hold: HeldGrant) -> None:
+    def grant_changed(self, hold: HeldGrant) -> None:
+        """Go on with a pull whose grant is held or refused now, or has more tokens to read, or none."""
         pull = self._pulls.get(hold.pull)
-        if pull is None or pull.phase is not PullPhase.WAITING:
+        if pull is None or hold.state in UNSETTLED:
             return
         if hold.learnt_at is not None:
             pull.phases_s["handshake"] = max(0.0, hold.learnt_at - pull.received_at)
         if hold.settled_at is not None:
             pull.phases_s["grant"] = max(0.0, hold.settled_at - max(hold.learnt_at or 0.0, pull.received_at))
-        if hold.refusal is not None:
-            refusal = hold.refusal
-            self._fail(pull, PullTrigger.REFUSE, refusal.code, refusal.message, refusal.retry_after_s)
-            return
         self._context.timers.cancel(("retry", pull.pull_id))
-        pull.more_refused = None
-        assert hold.granted is not None
-        if hold.granted.fence_word != pull.fence_word:
-            pull.fence_word, pull.tokens_read, pull.read = hold.granted.fence_word, 0, NOTHING_READ
-            pull.whole_at = None
-        record_whole(pull, self._context.now)
-        self.post(pull)
+        if hold.granted is not None:
+            if hold.granted.fence_word != pull.fence_word:
+                pull.fence_word, pull.tokens_read, pull.read = hold.granted.fence_word, 0, NOTHING_READ
+                pull.whole_at = None
+            record_whole(pull, self._context.now)
+        self.advance(pull)
 
-    def post(self, pull: Pull) -> None:
-        """Give a pull that holds its grant to its rank's mover; without one it waits for the next bind."""
+    def advance(self, pull: Pull) -> None:
+        """Do what a waiting pull needs next, unless somebody else has the next word.
+
+        Called whenever anything that it waits for has changed: nothing is stored about what comes next.
+        """
+        if pull.phase is not PullPhase.WAITING:
+            return
+        match need_of(pull, self._movers):
+            case Piece() as piece:
+                self._read(pull, piece)
+            case Need.TOKENS:
+                self._await_tokens(pull)
+            case Need.LAPSED:
+                self._ask_again(pull, _mover_lost(pull))
+            case Need.REFUSED:
+                assert pull.held_grant.refusal is not None
+                self._fail(pull, PullTrigger.REFUSE, pull.held_grant.refusal)
+            case Need.WORKER | Need.GRANT | Need.MOVER:
+                pass
+
+    def advance_all(self, rank: LocalRank) -> None:
+        """Go on with the pulls that wait for the rank's mover: it has one again."""
+        for pull in self._pulls_of(rank):
+            self.advance(pull)
+
+    def _read(self, pull: Pull, piece: Piece) -> None:
+        """Give a piece to the rank's mover; one without block ids is there at once."""
         hold = pull.held_grant
-        assert hold.plan is not None and hold.granted is not None
-        mover = pull.rank.mover
-        if (
-            mover is None
-            or not pull.rank.is_readable
-            or pull.awaits_worker
-            or not self._movers.accepts_pulls(mover)
-        ):
-            return
-        piece = next_piece(pull)
-        if piece is None:
-            self._await_more(pull)
-            return
+        assert hold.plan is not None and pull.rank.mover is not None
         try:
             remote = SourceLists(hold.plan).windows(hold.blocks, piece.blocks, piece.end)
             check_request(hold.plan, piece.blocks, remote, piece.end)
             self._grant_client.preload(hold)
         except KvxferdError as error:
             pull.failed_phase = "plan"
-            self._refuse(pull, error.code, error.message)
+            self._fail(pull, PullTrigger.REFUSE, Refusal(error.code, error.message))
             return
-        if not any(packed.ids for packed in piece.blocks.values()):
-            if piece.is_last:
-                self._deliver(pull, PullOutcome(delivered=True))
-                return
-            pull.tokens_read = piece.end
-            self._await_more(pull)
-            return
-        pull.transition(PullTrigger.POST)
-        pull.mover, pull.piece = mover, piece
-        pull.report_requested, pull.progress = False, None
-        pull.posted_at = self._context.now
-        self._start_on_mover(mover, pull, remote)
-        if not piece.is_last:
-            self._request_more(pull, piece.end)  # so that the answer is there when the piece is
-
-    def post_waiting(self, rank: LocalRank) -> None:
-        """Post the pulls that wait for the rank's mover: it has one again."""
-        for pull in self._pulls_of(rank):
-            if pull.phase is PullPhase.WAITING and not pull.awaits_worker:
-                self._post_or_reacquire(pull)
-
-    def _post_or_reacquire(self, pull: Pull) -> None:
-        """Post a pull that waited for a mover. If the source has ended its grant since, request another."""
-        if pull.held_grant.state is GrantState.HELD:
-            self.post(pull)
-        elif pull.held_grant.state is not GrantState.LAPSED:
-            return  # the grant is requested, and the pull is posted when it arrives
-        elif pull.deadline - self._context.now > MIN_RETRY_S:
-            self._reacquire_grant(pull, Code.MOVER_LOST, _mover_lost_message(pull))
+        if any(packed.ids for packed in piece.blocks.values()):
+            pull.transition(PullTrigger.POST)
+            pull.mover, pull.piece = pull.rank.mover, piece
+            pull.report_requested, pull.progress = False, None
+            pull.posted_at = self._context.now
+            self._start_on_mover(pull.mover, pull, remote)
+            if not piece.is_last:
+                self._request_more(pull, piece.end)  # so that the answer is there when the piece is
+        elif piece.is_last:
+            self._deliver(pull, PullOutcome(delivered=True))
         else:
-            self._refuse(pull, Code.MOVER_LOST, _mover_lost_message(pull))
+            pull.tokens_read = piece.end
+            self.advance(pull)
 
     def _start_on_mover(self, mover: MoverId, pull: Pull, listed: BlocksByGroup) -> None:
         """Send a piece to its mover. `listed`: what it needs of the source's lists."""
@@ -275,58 +268,39 @@ class Pulls:
 
     # --- pieces of a progressive pull
 
-    def _await_more(self, pull: Pull) -> None:
-        """Wait until the source has more to read, or all."""
-        if pull.held_grant.state is not GrantState.HELD:
-            self._post_or_reacquire(pull)
-        elif pull.more_refused is not None:
-            self._more_ready(pull.held_grant, pull.more_refused)
-        else:
+    def _await_tokens(self, pull: Pull) -> None:
+        """Wait until the source has more to read, or all; it may have said already that it will not."""
+        hold = pull.held_grant
+        if (refusal := hold.more_refusal) is None:
             self._request_more(pull, pull.tokens_read)
+        elif refusal.code is Code.BINDING_STALE and not pull.retried:
+            pull.retried = True
+            self._grant_client.forget_engine(hold)
+            self._ask_again(pull, refusal)
+        else:
+            self._fail(pull, PullTrigger.REFUSE, refusal)
 
     def _request_more(self, pull: Pull, tokens: int) -> None:
         """Ask for more than so many tokens, unless that is asked already."""
         hold = pull.held_grant
-        if hold.awaits_more or hold.state is not GrantState.HELD:
-            return
-        left_s = pull.deadline - self._context.now
-        self._grant_client.request_more(hold, tokens_to_wait_for(pull, tokens), left_s)
-
-    def _more_ready(self, hold: HeldGrant, refusal: Refusal | None) -> None:
-        """Go on with what the source has, or with why it has no more; while a piece is read, behind it."""
-        pull = self._pulls.get(hold.pull)
-        if pull is None:
-            return
-        if refusal is None:
-            record_whole(pull, self._context.now)
-        if pull.phase is not PullPhase.WAITING:
-            pull.more_refused = refusal
-            return
-        pull.more_refused = None
-        if refusal is None:
-            self._post_or_reacquire(pull)
-        elif refusal.code is Code.BINDING_STALE and not pull.retried:
-            pull.retried = True
-            self._grant_client.forget_engine(hold)
-            self._reacquire_grant(pull, refusal.code, refusal.message)
-        else:
-            self._fail(pull, PullTrigger.REFUSE, refusal.code, refusal.message, refusal.retry_after_s)
+        if not hold.awaits_more and hold.state is GrantState.HELD:
+            left_s = pull.deadline - self._context.now
+            self._grant_client.request_more(hold, tokens_to_wait_for(pull, tokens), left_s)
 
     def _piece_read(self, pull: Pull, mover: MoverId, piece: Piece, outcome: PullOutcome) -> None:
         """Go on behind a piece whose bytes are there, and whose word was right after the last of them."""
         if not pull.can(PullTrigger.CONTINUE) or pull.rank.is_asleep:
-            what = f"cannot pull transfer {pull.ref.transfer_id}"
-            why = f"{what}: the rank was suspended; resume it, then pull again"
-            self._fail(pull, PullTrigger.FINISH, Code.SUSPENDED, why)
+            why = "the rank was suspended; resume it, then pull again"
+            self._fail(pull, PullTrigger.FINISH, _refusal(pull, Code.SUSPENDED, why))
             return
         if pull.late:
-            self._fail(pull, PullTrigger.FINISH, Code.DEADLINE, pull.late)
+            self._fail(pull, PullTrigger.FINISH, Refusal(Code.DEADLINE, pull.late))
             return
         pull.transition(PullTrigger.CONTINUE)
         pull.mover, pull.piece, pull.outcome = None, None, None
         pull.tokens_read, pull.read = piece.end, add_piece(pull.read, outcome)
         self._movers.reconsider(mover)
-        self._post_or_reacquire(pull)
+        self.advance(pull)
 
     # --- how it ends
 
@@ -336,6 +310,7 @@ class Pulls:
         if pull is None or pull.mover != mover:
             return
         pull.outcome = outcome
+        refusal = Refusal(outcome.code or Code.TRANSPORT, outcome.message)
         pull.phases_s |= phases_of(add_piece(pull.read, outcome))
         if outcome.delivered and pull.piece is not None and not pull.piece.is_last:
             self._piece_read(pull, mover, pull.piece, outcome)
@@ -343,11 +318,11 @@ class Pulls:
             self._deliver(pull, outcome)
         elif outcome.finished or not outcome.started:
             if self._can_retry(pull, outcome):
-                self._retry(pull, mover, outcome)
+                self._retry(pull, mover, outcome.agent, refusal)
                 return
-            self._fail(pull, PullTrigger.FINISH, outcome.code or Code.TRANSPORT, outcome.message)
+            self._fail(pull, PullTrigger.FINISH, refusal)
         elif pull.can(PullTrigger.FAULT):
-            self._fail(pull, PullTrigger.FAULT, outcome.code or Code.TRANSPORT, outcome.message)
+            self._fail(pull, PullTrigger.FAULT, refusal)
             if not outcome.quiesced_follows:
                 self._context.timers.cancel(("quiesce", pull.pull_id))
                 self._retire_mover(pull, mover)
@@ -364,22 +339,25 @@ class Pulls:
             and pull.deadline - self._context.now > MIN_RETRY_S
         )
 
-    def _retry(self, pull: Pull, mover: MoverId, outcome: PullOutcome) -> None:
+    def _retry(self, pull: Pull, mover: MoverId, agent: AgentName | None, refusal: Refusal) -> None:
         """Read once more, with a new manifest, grant and connection: the source may have been replaced."""
         pull.transition(PullTrigger.RETRY)
         pull.retried, pull.mover = True, None
-        if outcome.agent is not None:
-            self._invalidate_remote(pull.held_grant, mover, outcome.agent)
-        self._reacquire_grant(pull, outcome.code or Code.TRANSPORT, outcome.message)
+        if agent is not None:
+            self._invalidate_remote(pull.held_grant, mover, agent)
+        self._ask_again(pull, refusal)
         self._movers.reconsider(mover)
 
-    def _reacquire_grant(self, pull: Pull, code: Code, message: str) -> None:
-        """Ask for the grant again. Without it after a while the pull fails, with this code and message."""
+    def _ask_again(self, pull: Pull, refusal: Refusal) -> None:
+        """Ask for the grant again. Without it after a while, or without time for it, the pull is refused."""
         left_s = pull.deadline - self._context.now
+        if left_s <= MIN_RETRY_S:
+            self._fail(pull, PullTrigger.REFUSE, refusal)
+            return
         self._context.after(
             ("retry", pull.pull_id),
             min(RETRY_WITHIN_S, left_s - MIN_RETRY_S / 2),
-            lambda: self._refuse(pull, code, message),
+            lambda: self._fail(pull, PullTrigger.REFUSE, refusal),
         )
         self._grant_client.ask_again(pull.held_grant, left_s, 0 if pull.progressive else -1)
 
@@ -387,7 +365,7 @@ class Pulls:
         """End the doubt: the mover reports that every posted read of the pull is terminal."""
         pull = self._pulls.get(pull_id)
         if pull is not None and pull.mover == mover and pull.phase is PullPhase.IN_DOUBT:
-            self._fail(pull, PullTrigger.FINISH, Code.TRANSPORT, "")
+            self._fail(pull, PullTrigger.FINISH, Refusal(Code.TRANSPORT, ""))
 
     def mover_died(self, mover: MoverId) -> None:
         """Fail the dead mover's pulls, or have the next one read them: its posted reads write no more."""
@@ -397,7 +375,7 @@ class Pulls:
             if pull.delivered_by_mover:
                 self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
             elif not self._can_wait_for_next_mover(pull):
-                self._fail(pull, PullTrigger.FINISH, Code.MOVER_LOST, _mover_lost_message(pull))
+                self._fail(pull, PullTrigger.FINISH, _mover_lost(pull))
             else:
                 self._wait_for_next_mover(pull)
                 if pull.awaits_worker:
@@ -429,10 +407,7 @@ class Pulls:
         pull.mover = None
         is_last = pull.piece is None or pull.piece.is_last
         pull.interruption = self._last_interruption if is_last else 0
-        if pull.held_grant.state is GrantState.HELD:
-            self.post(pull)
-        else:
-            self._reacquire_grant(pull, Code.MOVER_LOST, _mover_lost_message(pull))
+        self.advance(pull)
 
     def resume_interrupted(self, rank: LocalRank, message: PullsResumed) -> None:
         """Continue the pulls of one interruption, as the worker reports which have not ended for it."""
@@ -447,9 +422,9 @@ class Pulls:
             if pull.ticket in arrived:
                 self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
             elif pull.ticket not in again:
-                self._refuse(pull, Code.MOVER_LOST, _mover_lost_message(pull))
+                self._fail(pull, PullTrigger.REFUSE, _mover_lost(pull))
             else:
-                self._post_or_reacquire(pull)
+                self.advance(pull)
 
     def runs_on(self, mover: MoverId) -> bool:
         """Whether the mover has a pull that is not in doubt."""
@@ -475,12 +450,7 @@ class Pulls:
         pull.phases_s["ack"] = self._context.now - delivered_at
         emit_record(self._context, pull, "delivered", None, "", delivered_at)
 
-    def _refuse(self, pull: Pull, code: Code, message: str) -> None:
-        self._fail(pull, PullTrigger.REFUSE, code, message)
-
-    def _fail(
-        self, pull: Pull, trigger: PullTrigger, code: Code, message: str, retry_after_s: float = 0.0
-    ) -> None:
+    def _fail(self, pull: Pull, trigger: PullTrigger, refusal: Refusal) -> None:
         was_stopping = pull.phase is PullPhase.STOPPING and not pull.late
         pull.failed_phase = pull.failed_phase or pull.record_phase
         phase = pull.transition(trigger)
@@ -488,19 +458,19 @@ class Pulls:
             self._finish_quiesced(pull)
             return
         if was_stopping and phase is PullPhase.FAILED:
-            code, message = Code.CANCELLED, f"transfer {pull.ref.transfer_id}: the pull was cancelled"
+            refusal = _cancelled(pull)
         if pull.late:
-            code, message = Code.DEADLINE, pull.late
+            refusal = Refusal(Code.DEADLINE, pull.late)
         failed = TicketFailed(
             ticket=pull.ticket,
-            code=code,
-            message=message,
+            code=refusal.code,
+            message=refusal.message,
             safe_to_reuse=pull.is_safe_to_reuse,
-            retry_after_s=retry_after_s,
+            retry_after_s=refusal.retry_after_s,
         )
         self._send_to_worker(pull, failed)
-        outcome = "cancelled" if code is Code.CANCELLED else "failed"
-        emit_record(self._context, pull, outcome, code, message, self._context.now)
+        outcome = "cancelled" if refusal.code is Code.CANCELLED else "failed"
+        emit_record(self._context, pull, outcome, refusal.code, refusal.message, self._context.now)
         if phase is PullPhase.FAILED:
             self._remove(pull)
             self._grant_client.release(pull.held_grant)
@@ -581,8 +551,7 @@ class Pulls:
 
     def _cancel(self, pull: Pull) -> None:
         if pull.phase is PullPhase.WAITING:
-            text = f"transfer {pull.ref.transfer_id}: the pull was cancelled"
-            self._fail(pull, PullTrigger.CANCEL, Code.CANCELLED, text)
+            self._fail(pull, PullTrigger.CANCEL, _cancelled(pull))
         elif pull.can(PullTrigger.CANCEL):
             pull.transition(PullTrigger.CANCEL)
             assert pull.mover is not None
@@ -609,28 +578,27 @@ class Pulls:
             pull.progress = message
 
     def _expire(self, pull: Pull) -> None:
-        what = f"cannot pull transfer {pull.ref.transfer_id}"
         waited = f"its deadline of {pull.deadline - pull.received_at:.1f} s passed"
         if pull.phase is PullPhase.WAITING:
-            pull.silent, where = describe_wait(pull, self._grant_client)
-            self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, f"{what}: {waited} {where}")
+            pull.silent, where = describe_wait(pull, need_of(pull, self._movers), self._grant_client)
+            self._fail(pull, PullTrigger.EXPIRE, _refusal(pull, Code.DEADLINE, f"{waited} {where}"))
             return
         assert pull.mover is not None
         pull.silent, where = describe_read(pull)
         if pull.progress is not None:
             pull.failed_phase = pull.progress.phase
-        pull.late = f"{what}: {waited} while it was read: {where}"
+        pull.late = _refusal(pull, Code.DEADLINE, f"{waited} while it was read: {where}").message
         self._context.emit(SendToMover(pull.mover, AbortPull(pull=pull.pull_id)))
         self._context.after(("deadline", pull.pull_id), LAST_WORD_S, lambda: self._doubt(pull))
 
     def _doubt(self, pull: Pull) -> None:
         """Fail a pull whose mover has not said in time that it is over."""
-        self._fail(pull, PullTrigger.EXPIRE, Code.DEADLINE, pull.late)
+        self._fail(pull, PullTrigger.EXPIRE, Refusal(Code.DEADLINE, pull.late))
 
     def refuse_waiting(self, rank: LocalRank, code: Code, message: str) -> None:
         """Refuse the rank's pulls that no mover has."""
         for pull in [p for p in self._pulls_of(rank) if p.phase is PullPhase.WAITING]:
-            self._refuse(pull, code, f"cannot pull transfer {pull.ref.transfer_id}: {message}")
+            self._fail(pull, PullTrigger.REFUSE, _refusal(pull, code, message))
 
     def rank_gone(self, rank: LocalRank) -> None:
         """Drop the rank's pulls: its worker is gone, and its mover is being killed."""
@@ -679,5 +647,13 @@ class Pulls:
                 )
 
 
-def _mover_lost_message(pull: Pull) -> str:
-    return f"cannot pull transfer {pull.ref.transfer_id}: the rank's mover died; pull again"
+def _refusal(pull: Pull, code: Code, why: str) -> Refusal:
+    return Refusal(code, f"cannot pull transfer {pull.ref.transfer_id}: {why}")
+
+
+def _mover_lost(pull: Pull) -> Refusal:
+    return _refusal(pull, Code.MOVER_LOST, "the rank's mover died; pull again")
+
+
+def _cancelled(pull: Pull) -> Refusal:
+    return Refusal(Code.CANCELLED, f"transfer {pull.ref.transfer_id}: the pull was cancelled")

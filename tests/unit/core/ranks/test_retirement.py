@@ -9,7 +9,7 @@ import pytest
 
 from kvxferd.core import events as ev
 from kvxferd.core.ranks.movers import RETIRED_S
-from kvxferd.core.sink.grants import GrantState
+from kvxferd.core.sink.held_grant import GrantState
 from kvxferd.core.sink.pulls import LAST_WORD_S, MAX_MOVERS_LOST
 from kvxferd.core.sink.stalled_sources import MAX_SOURCES, MAX_STALLS, REFUSED_S, WINDOW_S, SourceBreaker
 from kvxferd.errors import Code, EngineError
