@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvxferd.core.sink.pulls import RETRY_WITHIN_S
 from kvxferd.errors import Code
 from kvxferd.records import PullRecord
 from kvxferd.wire import mover as mv
@@ -36,6 +37,16 @@ def test_a_source_whose_mover_was_replaced_is_read_through_the_new_one(world, so
     assert [m.why for m in source.received(wk.Released)] == [Code.COMPLETED]
     assert [r.retried for r in records(sink)] == [True]
     assert not any(sink.host.node.grant_client.num_grants().values())
+
+
+def test_a_retry_that_has_its_grant_takes_as_long_as_its_pull_has(world, source, sink):
+    mover_of(sink).hold = True
+    ticket = sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    fail(sink)
+    sink.host.give_movers = False
+    mover_of(sink).die()
+    world.advance(2 * RETRY_WITHIN_S)  # it waits for a mover, for longer than a retry may wait for a grant
+    assert sink.ended(ticket) is None
 
 
 def test_the_second_failure_is_told(world, source, sink):
