@@ -31,7 +31,7 @@ from kvxferd.cli.root import VERBS, root
 from kvxferd.config import RELOADABLE, SETTINGS, Setting, flag_name
 from kvxferd.config.sample import sample_comments
 from kvxferd.control.http_routes import ROUTES
-from kvxferd.core.limits.table import TABLE
+from kvxferd.core.limits.table import SETTING, TABLE, Limit
 from tests.support.repository import ROOT
 
 COMMON_FROM = 4
@@ -125,17 +125,23 @@ def default_of(setting: Setting) -> str:
 
 
 def limits() -> Iterator[str]:
-    """Yield a table of the limits that are no settings, of users and of peers."""
+    """Yield a table of what users and peers share."""
     rows = [
         (
             f"`{row.name}`",
-            f"{row.total >> 20} MiB" if row.unit == "bytes" else f"{row.total:,}",
+            _total_of(row),
             "peers" if row.is_of_peers else "users",
             *map(cell, (row.of, row.past, row.why)),
         )
         for row in TABLE.values()
     ]
     yield from table(("limit", "at most", "shared by", "of", "past it", "why"), rows)
+
+
+def _total_of(row: Limit) -> str:
+    if row.total == SETTING:
+        return "[its setting](configuration.md#limits)"
+    return f"{row.total >> 20} MiB" if row.unit == "bytes" else f"{row.total:,}"
 
 
 # --- exceptions

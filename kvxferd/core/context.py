@@ -26,7 +26,7 @@ class NodeContext:
         self.settings = settings
         self.allowlist = settings.allowlist  # until the operator changes it
         self.new_token = new_token  # 32 random hex digits
-        self.ledger = Ledger()
+        self.ledger = Ledger(settings.limits)
         self.timers = Timers()
         self.now = 0.0
         self.draining = False

@@ -43,7 +43,7 @@ from kvxferd.core.events import (
 )
 from kvxferd.core.limits.block_id_memory import request_bytes
 from kvxferd.core.limits.reassembly_memory import ReassemblyMemory
-from kvxferd.core.limits.table import BLOCK_ID_BYTES
+from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
@@ -277,14 +277,14 @@ class Node:
 
     def _limits_snapshot(self) -> tuple[LimitSnapshot, ...]:
         """Return each limit of the settings, and that of block ids, beside what is used of it."""
-        limits, admission = self.context.settings.limits, self.pulls.admission
+        limits, ledger = self.context.settings.limits, self.context.ledger
         waiting = (self.grant_server, self.handshake_server)
         used = {
             "max_sessions": len(self.sessions),
             "max_ranks": self.registry.num_ranks_by_user().total(),
             "max_transfers_per_engine": self.published.table.most_of_engine,
-            "max_pulls_per_rank": admission.most_pulls,
-            "max_inflight_bytes": admission.inflight_bytes,
+            "max_pulls_per_rank": self.pulls.most_of_rank,
+            "max_inflight_bytes": ledger[INFLIGHT_BYTES].held,
             "max_peers": self.peers.num_peers,
             "max_waiting_per_peer": max(requests.most_of_peer for requests in waiting),
             "max_waiting": max(requests.num_waiting for requests in waiting),
@@ -296,7 +296,7 @@ class Node:
         block_ids = LimitSnapshot(
             name=BLOCK_ID_BYTES.name,
             limit=BLOCK_ID_BYTES.total,
-            used=self.context.ledger[BLOCK_ID_BYTES].held,
+            used=ledger[BLOCK_ID_BYTES].held,
         )
         return (*settings, block_ids)
 

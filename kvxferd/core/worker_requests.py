@@ -222,12 +222,10 @@ class WorkerRequests:
 
     def _pull(self, session: Session, message: PullRequest) -> None:
         _check_groups(message.blocks)
+        if self._pulls.find(session.session_id, message.ticket) is not None:
+            raise ProtocolError(f"cannot take ticket {message.ticket}: its last pull has not ended")
         try:
             blocks = session.assembly.complete(message.blocks, message.stream)
-        except BusyError as error:
-            self._refuse_pull(session, message, error)
-            return
-        try:
             rank, ref = self._admit(session, message, blocks)
         except KvxferdError as error:
             self._refuse_pull(session, message, error)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core.limits.fair_share import RESERVE_DIVISOR, SMALL_DIVISOR, FairShare
 from kvxferd.core.limits.table import RETRY_AFTER_S
-from kvxferd.core.tables import decrease
 from kvxferd.errors import OTHER_LIMIT, BusyError
-from kvxferd.ids import SessionId
 
 # An ended transfer is remembered for `tombstone_s`. 131,072 of them take about 50 MB, and at that limit
 # 200 transfers a second are remembered for their whole ten minutes. A late reader of a transfer that was
@@ -63,53 +60,6 @@ def check_share(
             retry_after_s,
             _limit_of(setting),
         )
-
-
-class PullAdmission:
-    """Counts the pulls that run on a node, by session, and their bytes, by user."""
-
-    def __init__(self, limits: LimitsConfig) -> None:
-        self._limits = limits
-        self._num_pulls: Counter[SessionId] = Counter()
-        self._bytes = FairShare(limits.max_inflight_bytes)
-
-    @property
-    def most_pulls(self) -> int:
-        """Return the pulls of the rank that has most."""
-        return max(self._num_pulls.values(), default=0)
-
-    @property
-    def inflight_bytes(self) -> int:
-        """Return the local bytes of all running pulls."""
-        return self._bytes.held
-
-    def check(self, session: SessionId, uid: int, size_bytes: int, what: str) -> None:
-        """Raise BusyError if one more pull passes a limit. A user's only pull may be of any size."""
-        limits, running = self._limits, self._num_pulls[session]
-        check_count(
-            running,
-            limits.max_pulls_per_rank,
-            f"{what}: {running} pulls of this rank have not ended",
-            "limits.max_pulls_per_rank",
-        )
-        if self._bytes.held_by(uid) and not self._bytes.has_room(uid, size_bytes):
-            raise BusyError(
-                f"cannot {what}: {self.inflight_bytes} bytes are being read on this node, "
-                f"{self._bytes.held_by(uid)} of them for uid {uid}, and "
-                f"limits.max_inflight_bytes = {limits.max_inflight_bytes}; try again in {RETRY_AFTER_S:g} s",
-                RETRY_AFTER_S,
-                "max_inflight_bytes",
-            )
-
-    def add(self, session: SessionId, uid: int, size_bytes: int) -> None:
-        """Count a pull that starts."""
-        self._num_pulls[session] += 1
-        self._bytes.add(uid, size_bytes)
-
-    def remove(self, session: SessionId, uid: int, size_bytes: int) -> None:
-        """Stop counting a pull: nothing writes its blocks any more."""
-        decrease(self._num_pulls, session)
-        self._bytes.release(uid, size_bytes)
 
 
 def check_waiting(num_of_peer: int, num_waiting: int, limits: LimitsConfig) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core.limits import table
 from kvxferd.core.limits.fair_share import FairShare, Owner
-from kvxferd.core.limits.table import Limit
+from kvxferd.core.limits.table import SETTING, Limit
 from kvxferd.errors import BusyError
 
 
 class Share(FairShare):
     """One limit: charged when something is kept, given back when it ends."""
 
-    def __init__(self, row: Limit) -> None:
-        super().__init__(row.total)
+    def __init__(self, row: Limit, total: int) -> None:
+        super().__init__(total)
         self._row = row
 
     def check(self, owner: Owner, amount: int, what: str) -> None:
@@ -25,6 +26,8 @@ class Share(FairShare):
         row = self._row
         whose = "this peer" if row.is_of_peers else f"uid {owner}"
         taken = f"{self.held} of {self.limit} {row.unit}".rstrip()
+        if row.total == SETTING:
+            taken += f" (limits.{row.name})"
         return BusyError(
             f"cannot {what}: {taken} are taken by {row.of}, {self.held_by(owner)} of them of {whose}, and "
             f"the last eighth is for who has little; try again in {row.retry_after_s:g} s",
@@ -36,8 +39,11 @@ class Share(FairShare):
 class Ledger:
     """The shares of one node, by limit."""
 
-    def __init__(self) -> None:
-        self._shares = {name: Share(row) for name, row in table.TABLE.items()}
+    def __init__(self, limits: LimitsConfig) -> None:
+        self._shares = {
+            name: Share(row, getattr(limits, name) if row.total == SETTING else row.total)
+            for name, row in table.TABLE.items()
+        }
 
     def __getitem__(self, limit: Limit) -> Share:
         """Return the share of that limit."""

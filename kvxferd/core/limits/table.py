@@ -1,4 +1,4 @@
-"""What users or peers share of one node: a row for each limit that is no setting.
+"""What users or peers share of one node: a row for each limit.
 
 docs/reference/limits.md shows the rows. Each is shared as `fair_share` says; a `Ledger` counts who holds
 how much.
@@ -16,11 +16,14 @@ RETRY_AFTER_S = 1.0
 RETRY_LATER_S = 10.0
 
 
+SETTING = 0
+
+
 class Limit(NamedTuple):
     """One limit. The texts are parts of a page's table, and of a refusal: "`total` OF are taken"."""
 
     name: str  # in `kvxferd_busy_refusals` and in tests
-    total: int
+    total: int  # SETTING: `limits.` and the name is the setting that has it
     of: str  # what is counted
     past: str  # what happens to one more
     why: str  # its arithmetic
@@ -29,6 +32,22 @@ class Limit(NamedTuple):
     unit: str = ""  # "bytes", where they are
 
 
+PEERS = Limit(
+    "max_peers",
+    SETTING,
+    "peers that are known",
+    "An idle peer of who has most of them is forgotten; `busy` where there is none",
+    "Each is a connection, two descriptors and some timers",
+    retry_after_s=RETRY_LATER_S,
+)
+INFLIGHT_BYTES = Limit(
+    "max_inflight_bytes",
+    SETTING,
+    "blocks into which pulls read that have not ended",
+    "`busy`; a user's only pull may be of any size",
+    "The operator knows how much may be read at a time",
+    unit="bytes",
+)
 OPEN_REQUESTS = Limit(
     "open_requests",
     32_768,
@@ -143,8 +162,8 @@ MEMBER_BYTES = Limit(
 TABLE = {
     limit.name: limit
     for limit in (
-        BLOCK_ID_BYTES, ARRIVING_ID_BYTES, ARRIVING_ID_BYTES_OF_OTHERS, REMOTE_ENGINE_BYTES, OPEN_REQUESTS,
-        FETCHED_ENGINES, PREPARED_PULLS, ABANDONED_TRANSFERS, EARLY_READY, ACKNOWLEDGED, OWNED_RANKS,
-        MEMBER_BYTES,
+        PEERS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, ARRIVING_ID_BYTES_OF_OTHERS,
+        REMOTE_ENGINE_BYTES, OPEN_REQUESTS, FETCHED_ENGINES, PREPARED_PULLS, ABANDONED_TRANSFERS, EARLY_READY,
+        ACKNOWLEDGED, OWNED_RANKS, MEMBER_BYTES,
     )
 }  # fmt: skip

@@ -10,8 +10,7 @@ import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ClosePeerConnection
-from kvxferd.core.limits.fair_share import FairShare
-from kvxferd.core.limits.table import OPEN_REQUESTS, RETRY_LATER_S
+from kvxferd.core.limits.table import OPEN_REQUESTS, PEERS, RETRY_LATER_S
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, OpenRequest, PeerRequests
 from kvxferd.errors import BusyError, Code, KvxferdError, ProtocolError
@@ -59,7 +58,7 @@ class Peers:
         self._context = context
         self._peer_requests = peer_requests
         self._peers: dict[Endpoint, Peer] = {}
-        self._peer_share = FairShare(context.settings.limits.max_peers)
+        self._peer_share = context.ledger[PEERS]
         self._open_request_share = context.ledger[OPEN_REQUESTS]
         self._pins: list[Callable[[], Collection[Endpoint]]] = []
 
@@ -165,13 +164,7 @@ class Peers:
             if (is_idle or is_unproved) and (num, is_idle) > best:
                 found, best = peer, (num, is_idle)
         if found is None:
-            raise BusyError(
-                f"cannot reach {endpoint}: {self._peer_share.held} peers are known already, "
-                f"{self._peer_share.held_by(uid)} of them through uid {uid}, and limits.max_peers = "
-                f"{self._peer_share.limit}; try again in {RETRY_LATER_S:g} s",
-                RETRY_LATER_S,
-                "max_peers",
-            )
+            raise self._peer_share.refusal(uid, f"reach {endpoint}")
         return found
 
     def _forget_later(self, peer: Peer) -> None:

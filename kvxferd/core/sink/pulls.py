@@ -62,8 +62,8 @@ from collections.abc import Mapping
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover, SendToWorker
 from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
-from kvxferd.core.limits.checks import PullAdmission
-from kvxferd.core.limits.table import BLOCK_ID_BYTES
+from kvxferd.core.limits.checks import check_count
+from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.registry import LocalRank
 from kvxferd.core.sink.deadline_reasons import describe_read, describe_wait
@@ -120,16 +120,21 @@ class Pulls:
         grant_client.on_changed = self.grant_changed
         self._movers = movers
         self._block_ids = context.ledger[BLOCK_ID_BYTES]
+        self._inflight_bytes = context.ledger[INFLIGHT_BYTES]
         self._pulls: dict[PullId, Pull] = {}
         # The same pulls by session and ticket: a session with few pulls does not pay for those of others.
-        self._by_session: dict[SessionId, dict[Ticket, list[Pull]]] = {}
+        self._by_session: dict[SessionId, dict[Ticket, Pull]] = {}
         self._last_id = 0
         self._last_interruption = 0
-        self.admission = PullAdmission(context.settings.limits)
         self.source_breaker = SourceBreaker(context)
 
     def __len__(self) -> int:
         return len(self._pulls)
+
+    @property
+    def most_of_rank(self) -> int:
+        """Return the pulls of the rank that has most."""
+        return max(map(len, self._by_session.values()), default=0)
 
     @property
     def num_quarantined(self) -> int:
@@ -149,14 +154,22 @@ class Pulls:
     def check_room(self, rank: LocalRank, blocks: Mapping[GroupName, PackedBlocks], what: str) -> None:
         """Raise KvxferdError if one more pull, into these blocks, passes a limit."""
         check_num_ids(blocks, what)
-        self.admission.check(rank.session, rank.uid, rank.bytes_of(blocks), what)
+        running = len(self._by_session.get(rank.session, ()))
+        check_count(
+            running,
+            self._context.settings.limits.max_pulls_per_rank,
+            f"{what}: {running} pulls of this rank have not ended",
+            "limits.max_pulls_per_rank",
+        )
+        if self._inflight_bytes.held_by(rank.uid):  # a user's only pull may be of any size
+            self._inflight_bytes.check(rank.uid, rank.bytes_of(blocks), what)
         self._block_ids.check(rank.uid, request_bytes(blocks), what)
 
     def start(self, pull: Pull) -> None:
         """Start a pull whose grant has been requested."""
         self._pulls[pull.pull_id] = pull
-        self._by_session.setdefault(pull.rank.session, {}).setdefault(pull.ticket, []).append(pull)
-        self.admission.add(pull.rank.session, pull.rank.uid, pull.local_bytes)
+        self._by_session.setdefault(pull.rank.session, {})[pull.ticket] = pull
+        self._inflight_bytes.add(pull.rank.uid, pull.local_bytes)
         self._block_ids.add(pull.rank.uid, request_bytes(pull.blocks))
         # One timer, set again: most pulls end before it is due.
         notice_s = self._notice_s(pull)
@@ -499,12 +512,10 @@ class Pulls:
     def _remove(self, pull: Pull) -> None:
         del self._pulls[pull.pull_id]
         tickets = self._by_session[pull.rank.session]
-        tickets[pull.ticket].remove(pull)
-        if not tickets[pull.ticket]:
-            del tickets[pull.ticket]
+        del tickets[pull.ticket]
         if not tickets:
             del self._by_session[pull.rank.session]
-        self.admission.remove(pull.rank.session, pull.rank.uid, pull.local_bytes)
+        self._inflight_bytes.release(pull.rank.uid, pull.local_bytes)
         self._block_ids.release(pull.rank.uid, request_bytes(pull.blocks))
         pull.blocks = {}  # its acknowledgement may be repeated for two minutes
         self._context.timers.cancel(("deadline", pull.pull_id))
@@ -515,24 +526,26 @@ class Pulls:
     def mark_delivered_by_mover(self, rank: LocalRank, tickets: tuple[Ticket, ...]) -> None:
         """Record deliveries that the mover reported to the worker, whose report here may never come."""
         for ticket in tickets:
-            for pull in self._pulls_of(rank, ticket):
-                # For an engine that has received `TicketFailed`, it was no delivery.
-                if pull.phase in (PullPhase.POSTED, PullPhase.STOPPING):
-                    pull.delivered_by_mover = True
-                elif pull.awaits_worker and pull.phase is PullPhase.WAITING:
-                    self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
+            if (pull := self.find(rank.session, ticket)) is None:
+                continue
+            # For an engine that has received `TicketFailed`, it was no delivery.
+            if pull.phase in (PullPhase.POSTED, PullPhase.STOPPING):
+                pull.delivered_by_mover = True
+            elif pull.awaits_worker and pull.phase is PullPhase.WAITING:
+                self._deliver(pull, PullOutcome(delivered=True, sent_to_worker=True))
 
-    def _pulls_of(self, rank: LocalRank, ticket: Ticket | None = None) -> list[Pull]:
-        """Return the rank's pulls, of one ticket or all."""
-        tickets = self._by_session.get(rank.session, {})
-        found = tickets.values() if ticket is None else [tickets.get(ticket, [])]
-        return [pull for pulls in found for pull in pulls if pull.rank is rank]
+    def find(self, session: SessionId, ticket: Ticket) -> Pull | None:
+        """Return the session's pull of that ticket; None: it is over, or has never been."""
+        return self._by_session.get(session, {}).get(ticket)
+
+    def _pulls_of(self, rank: LocalRank) -> list[Pull]:
+        return list(self._by_session.get(rank.session, {}).values())
 
     # --- cancel, deadline, loss of the rank
 
     def cancel(self, rank: LocalRank, ticket: Ticket) -> None:
         """Cancel a pull for its engine. An unknown ticket has ended already."""
-        for pull in self._pulls_of(rank, ticket):
+        if (pull := self.find(rank.session, ticket)) is not None:
             self._cancel(pull)
 
     def cancel_pull(self, number: PullId) -> None:
@@ -631,7 +644,7 @@ class Pulls:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the tables contradict each other."""
-        indexed = [p.pull_id for of in self._by_session.values() for pulls in of.values() for p in pulls]
+        indexed = [pull.pull_id for pulls in self._by_session.values() for pull in pulls.values()]
         assert sorted(indexed) == sorted(self._pulls), "pulls are not found by their session and ticket"
         for pull in self._pulls.values():
             assert not pull.is_safe_to_reuse, f"pull {pull.pull_id} is over but still listed"

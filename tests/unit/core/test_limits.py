@@ -8,7 +8,7 @@ import pytest
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
-from kvxferd.core.limits.table import RETRY_AFTER_S, RETRY_LATER_S
+from kvxferd.core.limits.table import INFLIGHT_BYTES, RETRY_AFTER_S, RETRY_LATER_S
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.peer import ManifestReply, ManifestRequest, PeerRefused
@@ -97,21 +97,21 @@ def test_what_every_end_of_a_pull_takes_off_the_load():
     source = world.engine(world.host("p"), "prefill")[0]
     sink = world.engine(world.host("d"), "decode")[0]
     (mover,) = sink.host.movers.values()
-    load = sink.host.node.pulls.admission
+    load = sink.host.node.context.ledger[INFLIGHT_BYTES]
     assert delivers(source, sink, "delivered")
     sink.pull(msgspec.structs.replace(source.publish("r", IDS, TOKENS), nonce="x"), SINK_IDS, TOKENS)
     mover.hold = True
     doubtful = sink.pull(source.publish("late", IDS, TOKENS), SINK_IDS, TOKENS, deadline_s=1.0)
-    assert load.inflight_bytes > 0
+    assert load.held > 0
     world.advance(2)
     assert sink.ended(doubtful).safe_to_reuse is False
-    assert load.inflight_bytes > 0  # it may still be written
+    assert load.held > 0  # it may still be written
     mover.die()
-    assert load.inflight_bytes == 0
+    assert load.held == 0
     sink.pull(source.publish("t4", IDS, TOKENS), SINK_IDS, TOKENS)
     sink.close()
-    assert load.inflight_bytes == 0
-    assert not load._num_pulls
+    assert load.held == 0
+    assert not sink.host.node.pulls.most_of_rank
 
 
 def test_peers_too_many_are_not_asked():

@@ -41,7 +41,7 @@ def kept(worker: Worker) -> int:
 
 
 def test_one_user_leaves_room_for_another() -> None:
-    kept_ids = Share(BLOCK_ID_BYTES._replace(total=1600))
+    kept_ids = Share(BLOCK_ID_BYTES, 1600)
     kept_ids.check(FIRST, 1400, "publish")
     kept_ids.add(FIRST, 1400)
     with pytest.raises(BusyError, match="1400 of them of uid 1000"):

@@ -6,13 +6,12 @@ import pytest
 
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
-from kvxferd.core.limits.checks import PullAdmission
 from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.core.limits.ledger import Ledger
 from kvxferd.core.limits.rate_limit import RateLimiter
-from kvxferd.core.limits.table import ABANDONED_TRANSFERS, PREPARED_PULLS
+from kvxferd.core.limits.table import ABANDONED_TRANSFERS, INFLIGHT_BYTES, PREPARED_PULLS
 from kvxferd.core.ranks.registration_checks import REGISTER_BURST, REGISTER_PER_S
 from kvxferd.errors import BusyError, Code
-from kvxferd.ids import SessionId
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import TransferRef
 from tests.support.low_limits import lower
@@ -49,15 +48,11 @@ def test_ranks_have_a_share_of_each_user() -> None:
 
 
 def test_bytes_in_flight_have_a_share_of_each_user() -> None:
-    load = PullAdmission(LimitsConfig(max_inflight_bytes=1600))
-    session = SessionId(1)
-    load.check(session, FIRST, 1400, "pull")
-    load.add(session, FIRST, 1400)
-    with pytest.raises(BusyError, match="uid 1000"):
-        load.check(session, FIRST, 10, "pull")
-    load.check(session, SECOND, 100, "pull")
-    load.remove(session, FIRST, 1400)
-    assert load.inflight_bytes == 0
+    bytes_in_flight = Ledger(LimitsConfig(max_inflight_bytes=1600))[INFLIGHT_BYTES]
+    bytes_in_flight.add(FIRST, 1400)
+    with pytest.raises(BusyError, match=r"1400 of 1600 bytes \(limits.max_inflight_bytes\).* uid 1000"):
+        bytes_in_flight.check(FIRST, 10, "pull")
+    bytes_in_flight.check(SECOND, 100, "pull")
 
 
 def ref_to(endpoint: str, transfer: str = "t", engine: str = "prefill") -> TransferRef:

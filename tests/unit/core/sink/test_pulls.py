@@ -263,3 +263,14 @@ def test_a_reference_of_endless_names_fails_with_a_short_sentence(world, source,
         assert len(sink.ended(ticket).message) < 500
         sink.say(wk.Prepare(ref=long))
     assert sink.reads(ref)
+
+
+def test_a_ticket_stands_for_one_pull_at_a_time(world, source, sink):
+    """What ends it names the ticket alone: of two pulls nobody could say which has ended."""
+    mover_of(sink).hold = True
+    ref = source.publish("t1", IDS, TOKENS)
+    ticket = sink.pull(ref, SINK_IDS, TOKENS)
+    sink.tickets = itertools.chain([ticket], sink.tickets)
+    sink.pull(ref, SINK_IDS, TOKENS)
+    assert [m.code for m in sink.received(wk.Farewell)] == [Code.BAD_FRAME]
+    assert sink.host.node.is_idle

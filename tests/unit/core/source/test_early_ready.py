@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvxferd.config import LimitsConfig
 from kvxferd.core.limits.ledger import Ledger
 from kvxferd.core.source.transfer_table import EarlyReady, Transfer, TransferTable
 from kvxferd.ids import EngineId, EngineKey, Generation, Incarnation, Rank, SessionId, TransferId
@@ -26,7 +27,7 @@ class Seen(dict):  # type: ignore[type-arg]
 
 
 def test_room_and_sleep_look_at_the_engines_own() -> None:
-    transfers = TransferTable(Ledger())
+    transfers = TransferTable(Ledger(LimitsConfig()))
     transfers.early_ready = Seen()
     one, other = (EngineKey(EngineId(name), Generation("g")) for name in ("one", "other"))
     for number in range(10):
@@ -56,7 +57,7 @@ def test_what_a_rank_said_early_goes_with_its_process() -> None:
 
 
 def test_a_publish_takes_no_early_ready_of_other_memory_than_its_own() -> None:
-    transfers = TransferTable(Ledger())
+    transfers = TransferTable(Ledger(LimitsConfig()))
     engine, transfer_id = EngineKey(EngineId("one"), Generation("g")), TransferId("t1")
     transfers.add_early_ready((engine, transfer_id), RANK, EarlyReady(Incarnation("another")))
     transfer = Transfer(
