@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kvxferd.control.fair_queue import FairQueue
 from kvxferd.errors import BusyError
+from kvxferd.fair_queue import FairQueue
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from kvxferd.control.fair_queue import FairQueue
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.limits.fair_share import FairShare
+from kvxferd.fair_queue import FairQueue
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvxferd.control.fair_queue import FairQueue
+from kvxferd.fair_queue import FairQueue
 
 # The time of all sessions together in one turn of the loop. A session's own turn is 5 ms, or one frame: 16
 # sessions of one user, read one after the other, blocked the loop for 94 ms; 224 would block it for 1 s.

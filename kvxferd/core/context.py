@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 
 from kvxferd.core.effects import Effect
 from kvxferd.core.limits.ledger import Ledger
 from kvxferd.core.settings import Settings
+from kvxferd.fair_queue import FairQueue
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.timers import Timers
 
-# One event runs this many timers at most, and as many callbacks of one list. A pull that ends takes 110 us:
-# 7 ms a turn. A user can have a thousand pulls with the same deadline.
+# One event runs this many timers, and calls that were put off, at most. A pull that ends takes 110 us here, and
+# more in the shell. A user can have a thousand pulls with the same deadline.
 CALLS_PER_TURN = 64
 
 
@@ -32,7 +33,7 @@ class NodeContext:
         self.draining = False
         self._effects: list[Effect] = []
         self._before_next_event: dict[Hashable, Callable[[], None]] = {}
-        self._num_deferred = 0
+        self._put_off: FairQueue[Hashable, Callable[[], None]] = FairQueue()
 
     def emit(self, effect: Effect) -> None:
         """Append an effect. The shell carries them out in this order."""
@@ -46,27 +47,31 @@ class NodeContext:
         """Call `callback` after the caller has returned, before another event is fed."""
         self._before_next_event[name] = callback
 
-    def run_in_batches(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Run the first few now, and the others as timers that are due: there may be thousands."""
-        for index, callback in enumerate(callbacks):
-            if index < CALLS_PER_TURN:
-                callback()
-            else:
-                self._num_deferred += 1
-                self.after(("deferred", self._num_deferred), 0.0, callback)
+    def put_off(self, owner: Hashable, callback: Callable[[], None]) -> None:
+        """Call `callback` after this event or one of the next. There may be thousands: owners take turns."""
+        self._put_off.put(owner, callback)
 
     def run_due(self) -> None:
-        """Run `CALLS_PER_TURN` due timers at most. `next_deadline` is in the past while more are due."""
+        """Run `CALLS_PER_TURN` at most of the timers that are due, and of what was put off.
+
+        `next_deadline` is not in the future while more are due.
+        """
         for _ in range(CALLS_PER_TURN):
             self._run_before_next_event()
             if not self.timers.run_next(self.now):
-                return
+                if not self._put_off:
+                    return
+                self._put_off.get()()
         self._run_before_next_event()
+
+    def next_deadline(self) -> float | None:
+        """Return when something is due; None: never, unless an event comes."""
+        return self.now if self._put_off else self.timers.next_deadline()
 
     @property
     def is_behind(self) -> bool:
-        """Whether more timers are due than one turn runs."""
-        deadline = self.timers.next_deadline()
+        """Whether more is due than one turn runs."""
+        deadline = self.next_deadline()
         return deadline is not None and deadline <= self.now
 
     def _run_before_next_event(self) -> None:

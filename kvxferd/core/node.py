@@ -237,7 +237,7 @@ class Node:
 
     def next_deadline(self) -> float | None:
         """Return when to feed a `Tick` if no event comes before; None: there is no timer."""
-        return self.context.timers.next_deadline()
+        return self.context.next_deadline()
 
     @property
     def is_idle(self) -> bool:

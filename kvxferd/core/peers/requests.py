@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -132,7 +132,7 @@ class PeerRequests:
             self._held_back.discard(address)
             before = self._context.now - self._context.settings.resend_s / 4
             there = [n for n in self._open_by_address.get(address, ()) if self._open[n].sent_at <= before]
-            self._context.run_in_batches(partial(self.send_again, number) for number in there)
+            self._put_off(self.send_again, there)
 
     def _time_out(self, number: int) -> None:
         open_request = self._open[number]
@@ -214,21 +214,25 @@ class PeerRequests:
     def fail_all(self, address: Address, error: KvxferdError) -> None:
         """Fail all requests to that address. No reply to them is accepted from now on.
 
-        Where thousands are open, the last of them fail in later turns.
+        Where thousands are open, most of them fail in later turns.
         """
         failed = self._open_by_address.pop(address, {})
         self._held_back.discard(address)
         for number in failed:
             self._open[number].address = NO_ADDRESS
             self._context.timers.cancel(("resend", number))
-        self._context.run_in_batches(partial(self._fail, number, error) for number in failed)
+        self._put_off(partial(self._fail, error), failed)
 
     def fail_waiting(self, address: Address, error: KvxferdError) -> None:
         """Fail the requests that may wait there; what is told to the peer is sent again when it is back."""
         waiting = [n for n in self._open_by_address.get(address, ()) if self._open[n].silent_s < math.inf]
-        self._context.run_in_batches(partial(self._fail, number, error) for number in waiting)
+        self._put_off(partial(self._fail, error), waiting)
 
-    def _fail(self, number: int, error: KvxferdError) -> None:
+    def _put_off(self, call: Callable[[int], None], numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._context.put_off(self._open[number].uid, partial(call, number))
+
+    def _fail(self, error: KvxferdError, number: int) -> None:
         if number in self._open:  # neither withdrawn nor timed out meanwhile
             self._complete(number, refusal_of(number, error))
 

@@ -182,10 +182,9 @@ class Member:
     def _report_again(self, rank: LocalRank) -> None:
         """Report all that a home that is new does not know. It ignores what has ended there."""
         reported: Mapping[TransferId, tuple[Incarnation, int]] = self._reported.get(rank.session, {})
-        self._context.run_in_batches(
-            partial(self._send_ready, rank, incarnation, transfer_id, ready_tokens)
-            for transfer_id, (incarnation, ready_tokens) in reported.items()
-        )
+        for transfer_id, (incarnation, ready_tokens) in reported.items():
+            report = partial(self._send_ready, rank, incarnation, transfer_id, ready_tokens)
+            self._context.put_off(rank.uid, report)
 
     def _send_ready(
         self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int

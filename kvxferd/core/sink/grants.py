@@ -186,11 +186,10 @@ class GrantClient:
     def plan_made(self, job: PlanJob, made: Plan | KvxferdError) -> None:
         """Go on with the grants that wait for a plan."""
         waiting = self._remote_engines.plan_made(job, made)
-        if isinstance(made, Plan | PlanError):
-            self._context.run_in_batches(partial(self._plan, hold) for hold in waiting)
-        else:
-            refusal = Refusal.of(made)
-            self._context.run_in_batches(partial(self._refuse_plan, hold, refusal) for hold in waiting)
+        refusal = None if isinstance(made, Plan | PlanError) else Refusal.of(made)
+        for hold in waiting:
+            go_on = partial(self._refuse_plan, hold, refusal) if refusal else partial(self._plan, hold)
+            self._context.put_off(hold.rank.uid, go_on)
 
     def _refuse_plan(self, hold: HeldGrant, refusal: Refusal) -> None:
         if hold.state is GrantState.PLANNING:

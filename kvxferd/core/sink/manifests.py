@@ -215,9 +215,8 @@ class HandshakeClient:
             if len(peer.engines) > MAX_ENGINES_PER_PEER:
                 del peer.engines[next(iter(peer.engines))]
         self._context.emit(EmitRecord(self._record(fetch, outcome)))
-        self._context.run_in_batches(
-            partial(self.on_learnt, waiter.grant, outcome) for waiter in fetch.waiting.values()
-        )
+        for waiter in fetch.waiting.values():
+            self._context.put_off(waiter.grant.rank.uid, partial(self.on_learnt, waiter.grant, outcome))
 
     def _record(self, fetch: EngineFetch, outcome: RemoteEngine | Refusal) -> HandshakeRecord:
         refused = outcome if isinstance(outcome, Refusal) else None

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.control.fair_queue import FairQueue
 from kvxferd.control.fair_thread import FairThread
 from kvxferd.control.round_robin import LOOP_TURN_S, RoundRobin
 from kvxferd.errors import BusyError
+from kvxferd.fair_queue import FairQueue
 
 USERS = "abc"
 
