@@ -11,8 +11,8 @@ from kvxferd.fair_queue import FairQueue
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.timers import Timers
 
-# One event runs this many timers, and calls that were put off, at most. A pull that ends takes 110 us here, and
-# more in the shell. A user can have a thousand pulls with the same deadline.
+# One event runs this many timers, and calls that were put off, at most. A pull that ends takes 110 us here,
+# and more in the shell. A user can have a thousand pulls with the same deadline.
 CALLS_PER_TURN = 64
 
 
