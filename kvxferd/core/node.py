@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import assert_never
 
-from kvxferd.core.context import NodeContext
+from kvxferd.core.context import CALLS_PER_EVENT, CALLS_PER_TICK, NodeContext
 from kvxferd.core.effects import (
     CloseWorkerConnection,
     Effect,
@@ -232,7 +232,7 @@ class Node:
         """Handle one event and the timers that are due at `now`, in seconds. Return the effects, in order."""
         self.context.now = max(now, self.context.now)
         self._handle(event)
-        self.context.run_due()
+        self.context.run_due(CALLS_PER_TICK if isinstance(event, Tick) else CALLS_PER_EVENT)
         return self.context.pop_effects()
 
     def next_deadline(self) -> float | None:
