@@ -45,7 +45,7 @@ class FrameStream(FrameSocket):
         if is_reading != self._is_reading:
             self._is_reading = is_reading
             if is_reading:
-                self._loop.add_reader(self.fileno(), self._on_readable)
+                self._loop.add_reader(self.fileno(), self._read_arrived)
             else:
                 self._loop.remove_reader(self.fileno())
 
@@ -93,6 +93,10 @@ class FrameStream(FrameSocket):
     def close(self) -> None:
         self.detach()
         super().close()
+
+    def _read_arrived(self) -> None:
+        if not self._is_read_due:  # else this turn of the loop, or the next, reads what was left
+            self._on_readable()
 
     def _read_again(self) -> None:
         self._is_read_due = False
