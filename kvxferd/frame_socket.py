@@ -21,7 +21,10 @@ from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 READ_BUFFER_BYTES = 256 << 10
 # Up to this size, copying the payload behind the header costs less than a second system call.
 MAX_COALESCED_BYTES = 16 << 10
-# The objects of one small frame that waits to be sent: 458 bytes were measured for one of 42.
+# Small frames that wait to be sent are one buffer up to this size: as objects of their own, those of a receiver
+# that does not read cost 400 bytes more each, and the garbage collector 40 ms.
+MAX_CHUNK_BYTES = 64 << 10
+# The objects of one chunk that waits to be sent.
 UNSENT_CHUNK_BYTES = 416
 # Stands in a frame for a descriptor that this process had no room for. Closing it does nothing.
 LOST_FD = -1
@@ -32,8 +35,9 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_PER_FRAME * array.array("i").itemsi
 
 @dataclass(slots=True)
 class _UnsentChunk:
-    view: memoryview
+    payload: bytes | bytearray  # a bytearray: small frames, and more may follow
     fds: tuple[int, ...]  # sent with the first byte
+    num_sent: int = 0
 
 
 def new_read_buffer() -> memoryview:
@@ -105,18 +109,26 @@ class FrameSocket:
         except ProtocolError:
             close_fds(fds)
             raise
-        if len(payload) < MAX_COALESCED_BYTES:
-            self._unsent.append(_UnsentChunk(memoryview(header + payload), fds))
-        else:
-            self._unsent += (_UnsentChunk(memoryview(header), fds), _UnsentChunk(memoryview(payload), ()))
         self._num_unsent_bytes += len(header) + len(payload)
+        if len(payload) >= MAX_COALESCED_BYTES:
+            self._unsent += (_UnsentChunk(header, fds), _UnsentChunk(payload, ()))
+        elif fds or not self._unsent:
+            self._unsent.append(_UnsentChunk(header + payload, fds))
+        else:
+            last = self._unsent[-1].payload
+            if not isinstance(last, bytearray) or len(last) >= MAX_CHUNK_BYTES:
+                last = bytearray()
+                self._unsent.append(_UnsentChunk(last, ()))
+            last += header
+            last += payload
 
     def flush(self) -> None:
         """Write what the kernel takes without waiting. `receive` reports a socket that has ended."""
         while self._unsent:
             first = self._unsent[0]
             try:
-                sent = self._socket.sendmsg([first.view], _scm_rights(first.fds), socket.MSG_NOSIGNAL)
+                rest = memoryview(first.payload)[first.num_sent :]
+                sent = self._socket.sendmsg([rest], _scm_rights(first.fds), socket.MSG_NOSIGNAL)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -127,9 +139,9 @@ class FrameSocket:
                 return
             close_fds(first.fds)
             first.fds = ()
-            first.view = first.view[sent:]
+            first.num_sent += sent
             self._num_unsent_bytes -= sent
-            if not first.view:
+            if first.num_sent == len(first.payload):
                 self._unsent.popleft()
 
     def shutdown_write(self) -> None:

@@ -6,12 +6,13 @@ import array
 import os
 import resource
 import socket
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
 
 from kvxferd.errors import ProtocolError
-from kvxferd.frame_socket import LOST_FD, UNSENT_CHUNK_BYTES, FrameSocket, dup_fds
+from kvxferd.frame_socket import LOST_FD, FrameSocket, dup_fds
 from kvxferd.wire.framing import HEADER, encode_frame
 from kvxferd.wire.limits import MAX_FDS_PER_FRAME, MAX_FRAME_BYTES
 from tests.support.open_fds import num_open_fds
@@ -52,16 +53,22 @@ def test_a_frame_larger_than_the_socket_takes_many_turns(ends: tuple[FrameSocket
         os.close(fd)
 
 
-def test_small_frames_that_wait_count_with_their_objects(ends: tuple[FrameSocket, FrameSocket]) -> None:
+def test_small_frames_that_wait_take_little_more_than_their_bytes(
+    ends: tuple[FrameSocket, FrameSocket],
+) -> None:
     left, right = ends
-    for _ in range(1000):
-        left.send(b"small")
-    assert left.unsent_bytes > 1000 * UNSENT_CHUNK_BYTES
-    left.flush()
-    assert 0 < left.unsent_bytes < 1000 * UNSENT_CHUNK_BYTES
-    while not left.is_flushed:
-        right.receive()
+    frames = [b"small %d" % number for number in range(100_000)]
+    tracemalloc.start()
+    for frame in frames:
+        left.send(frame)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < left.unsent_bytes < 30 * len(frames)
+    received = []
+    while not left.is_flushed or len(received) < len(frames):
         left.flush()
+        received += [payload for payload, _ in right.receive()]
+    assert received == frames
     assert left.unsent_bytes == 0
 
 
