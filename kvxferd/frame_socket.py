@@ -21,7 +21,7 @@ from kvxferd.wire.limits import MAX_FDS_PER_FRAME
 READ_BUFFER_BYTES = 256 << 10
 # Up to this size, copying the payload behind the header costs less than a second system call.
 MAX_COALESCED_BYTES = 16 << 10
-# Small frames that wait to be sent are one buffer up to this size. As objects of their own, those for one that
+# Small frames that wait to be sent are one buffer up to this size. As objects of their own, those for one who
 # does not read cost 400 bytes more each, and the garbage collector 40 ms.
 MAX_CHUNK_BYTES = 64 << 10
 # The objects of one chunk that waits to be sent.
