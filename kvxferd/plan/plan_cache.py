@@ -113,7 +113,6 @@ class PlanCache:
         self._alive: dict[PlanKey, tuple[weakref.ref[Plan], PlanOwner]] = {}
         self._bytes_of: dict[PlanOwner, int] = {}
         self._refusals: OrderedDict[tuple[PlanKey, str], _Refusal] = OrderedDict()
-        self._num_refusal_chars = 0
         self._sizes: OrderedDict[PlanKey, int] = OrderedDict()  # of plans for which there was no room
         # By identity: a digest of 80 layers costs 100 us, and the same layout objects come again. The
         # reference to the layout keeps its id from being reused.
@@ -293,9 +292,9 @@ class PlanCache:
 
     def _keep_refusal(self, key: tuple[PlanKey, str], refusal: _Refusal) -> None:
         self._refusals[key] = refusal
-        self._num_refusal_chars += len(refusal.message)
-        while len(self._refusals) > MAX_REFUSALS or self._num_refusal_chars > MAX_REFUSAL_CHARS:
-            self._num_refusal_chars -= len(self._refusals.popitem(last=False)[1].message)
+        num_chars = sum(len(kept.message) for kept in self._refusals.values())
+        while len(self._refusals) > MAX_REFUSALS or num_chars > MAX_REFUSAL_CHARS:
+            num_chars -= len(self._refusals.popitem(last=False)[1].message)
 
     def _digest(self, layout: RankLayout) -> Digest:
         known = self._layouts.get(id(layout))
