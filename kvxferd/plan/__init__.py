@@ -24,7 +24,7 @@ from kvxferd.plan.engine_checks import (
 )
 from kvxferd.plan.expand import MAX_RUNS, Expander, Runs
 from kvxferd.plan.pieces import PieceRules, covered_tokens
-from kvxferd.plan.plan import Plan, decode_plan, encode_plan
+from kvxferd.plan.plan import Plan, decode_plan, encode_plan, plan_bytes
 from kvxferd.plan.plan_cache import KeptPlan, PlanCache, PlanJob, PlanKey, PlanOwner
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.reads import Read, plan_reads
@@ -69,6 +69,7 @@ __all__ = [
     "format_terms",
     "list_rules",
     "make_plan",
+    "plan_bytes",
     "plan_reads",
     "require_pp_aware",
     "sender_plan",

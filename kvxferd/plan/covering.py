@@ -29,6 +29,7 @@ from kvxferd.plan.run_shapes import (
     sort_and_merge,
 )
 from kvxferd.plan.stretches import StretchClass, StretchForm, cover_block
+from kvxferd.plan.table_cache import TableCache
 from kvxferd.plan.token_segments import Segments, common_segments
 
 # 6 MiB of arrays: 8 GiB of blocks of 32 KiB.
@@ -37,11 +38,8 @@ MAX_BLOCKS_TOGETHER = 16  # local blocks that share one read of a remote block
 # Of one read's remote blocks, each with tables of its own. 12 against 16 tokens have three, and the ends:
 # sizes without a small common multiple have thousands, and their tables would take seconds.
 MAX_SIGNATURES = 64
-# Tables of all plans of a mover, and of one request. HND against NHD with 80 layers: 10 KiB a plan.
-MAX_TABLE_BYTES = 8 << 20
-# Of Python's objects about the arrays: block lists that begin at many different tokens have many tables of
-# few bytes each.
-ENTRY_OVERHEAD_BYTES = 512
+MAX_REQUEST_TABLE_BYTES = 8 << 20
+# Of Python's objects about the arrays.
 TABLE_OVERHEAD_BYTES = 512
 FORM_OVERHEAD_BYTES = 1 << 10
 
@@ -122,30 +120,8 @@ class _Table(NamedTuple):
         )
 
 
-class TableCache:
-    """The tables of all plans of a mover, the longest unused dropped where they are too large."""
-
-    def __init__(self, max_bytes: int = MAX_TABLE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._tables: dict[object, dict[RegionPair, _Table]] = {}
-        self.num_bytes = 0
-
-    def get(self, key: object, make: Callable[[], dict[RegionPair, _Table]]) -> dict[RegionPair, _Table]:
-        """Return the tables under a key, made now unless they are kept."""
-        tables = self._tables.pop(key, None)
-        if tables is None:
-            tables = make()
-            if _size_of(tables) > self._max_bytes // 4:
-                return tables  # rather made again than to leave no room for others
-            self.num_bytes += _size_of(tables)
-        self._tables[key] = tables
-        while self.num_bytes > self._max_bytes:
-            self.num_bytes -= _size_of(self._tables.pop(next(iter(self._tables))))
-        return tables
-
-
 def _size_of(tables: Mapping[RegionPair, _Table]) -> int:
-    return ENTRY_OVERHEAD_BYTES + sum(table.num_bytes for table in tables.values())
+    return sum(table.num_bytes for table in tables.values())
 
 
 class _Alike(NamedTuple):
@@ -249,7 +225,7 @@ class CoverExpander:
         None: too few of its blocks are alike, or their tables are too large.
         """
         pieces = []
-        room = MAX_TABLE_BYTES
+        room = MAX_REQUEST_TABLE_BYTES
         for number, read in enumerate(self.plan.group_reads):
             segments = common_segments(read, local[read.local.group], remote[read.remote.group])
             alike = list(islice(_group_by_remote_block(segments), MAX_SIGNATURES + 1))
@@ -257,7 +233,8 @@ class CoverExpander:
                 return None
             for blocks in alike:
                 make = partial(_make_tables, read, blocks.signature)
-                tables = self._tables.get((self.plan.digest, number, blocks.signature), make)
+                key = ("covering", self.plan.digest, number, blocks.signature)
+                tables = self._tables.get(key, make, _size_of)
                 room -= _size_of(tables)
                 if room < 0 or not tables:
                     return None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +13,7 @@ import numpy.typing as npt
 
 from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import PackedBlocks
-from kvxferd.plan.plan import GroupRead, Plan
+from kvxferd.plan.plan import Plan
 from kvxferd.plan.run_shapes import (
     Int64s,
     OffsetRuns,
@@ -21,11 +24,9 @@ from kvxferd.plan.run_shapes import (
     shape_runs,
     sort_and_merge,
 )
+from kvxferd.plan.table_cache import TableCache
 from kvxferd.plan.token_segments import Segments, common_segments
 
-# Equal or dividing block sizes have one shape or a few; 12 against 16 has six. Only sizes with a
-# huge common multiple have thousands, and they are cheap to compute again.
-MAX_CACHED_SHAPES = 1024
 # 24 MiB of arrays. Head by head and token by token (HND against NHD), one block of 80 layers has
 # 20,000 runs, and a long request a hundred million.
 MAX_RUNS = 1 << 20
@@ -42,6 +43,8 @@ class Runs(NamedTuple):
 class _SegmentBatch(NamedTuple):
     """Segments of one shape, and that shape's runs by region pair."""
 
+    number: int  # of the group read
+    rank: Rank  # that is read
     local_block: Int64s
     remote_block: Int64s
     page_runs: dict[RegionPair, list[PageRuns]]
@@ -60,13 +63,11 @@ class _SegmentBatch(NamedTuple):
 
 
 class Expander:
-    """Expands block lists into runs for one plan. Keeps the runs of each segment shape."""
+    """Expands block lists into runs for one plan. Keeps the runs of each segment shape in a cache."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, tables: TableCache | None = None) -> None:
         self.plan = plan
-        self._shapes: list[dict[SegmentShape, dict[RegionPair, list[PageRuns]]]] = [
-            {} for _ in plan.group_reads
-        ]
+        self._tables = TableCache() if tables is None else tables
 
     def expand(
         self,
@@ -82,8 +83,7 @@ class Expander:
         read whole as far as both lists reach, so tokens past `num_tokens` in a last block may be
         copied too. No byte outside the listed local blocks is written. Bases are addresses.
         """
-        work = list(self._batches_by_read(local, remote))
-        return _assemble(work, local_bases, remote_bases)
+        return _assemble(self._batches(local, remote), local_bases, remote_bases)
 
     def parts(
         self,
@@ -96,61 +96,61 @@ class Expander:
     ) -> Iterator[dict[Rank, Runs]]:
         """Yield the runs of `expand`, in parts of about `max_runs` runs.
 
-        Between two parts nothing is merged. A part is larger only if a single block is.
+        Between two parts nothing is merged. A part is larger only if a single block is. Of the shapes of a
+        request's segments, it holds those of one part at a time.
         """
-        work = list(self._batches_by_read(local, remote))
-        if sum(batch.num_runs for _, batches in work for batch in batches) <= max_runs:
-            yield _assemble(work, local_bases, remote_bases)
-            return
-        for read, batches in work:
-            for batch in batches:
-                step = max(1, max_runs * len(batch.local_block) // batch.num_runs)
-                for start in range(0, len(batch.local_block), step):
-                    yield _assemble([(read, [batch.slice(start, start + step)])], local_bases, remote_bases)
+        part: list[_SegmentBatch] = []
+        room = max_runs
+        for batch in self._batches(local, remote):
+            if part and batch.num_runs > room:
+                yield _assemble(part, local_bases, remote_bases)
+                part, room = [], max_runs
+            if batch.num_runs <= room:
+                part.append(batch)
+                room -= batch.num_runs
+                continue
+            step = max(1, max_runs * len(batch.local_block) // batch.num_runs)
+            for start in range(0, len(batch.local_block), step):
+                yield _assemble([batch.slice(start, start + step)], local_bases, remote_bases)
+        if part:
+            yield _assemble(part, local_bases, remote_bases)
 
-    def _batches_by_read(
+    def _batches(
         self, local: Mapping[GroupName, PackedBlocks], remote: Mapping[GroupName, PackedBlocks]
-    ) -> Iterator[tuple[GroupRead, list[_SegmentBatch]]]:
-        """Yield every group read that moves something, with its segments."""
+    ) -> Iterator[_SegmentBatch]:
+        """Yield each group read's segments by shape, in ascending order of their local blocks."""
         for number, read in enumerate(self.plan.group_reads):
             segments = common_segments(read, local[read.local.group], remote[read.remote.group])
-            if len(segments.num_items):
-                yield read, self._batches(number, read, segments)
+            for shape, mine, theirs in _by_shape(segments):
+                key = ("direct", self.plan.digest, number, shape)
+                page_runs = self._tables.get(key, partial(shape_runs, read, shape), _size_of)
+                yield _SegmentBatch(number, read.rank, mine, theirs, page_runs)
 
-    def _batches(self, number: int, read: GroupRead, segments: Segments) -> list[_SegmentBatch]:
-        """Group segments by shape, each in ascending order of its local blocks."""
-        if segments.is_uniform:
-            shape = SegmentShape(
-                int(segments.local_item[0]), int(segments.remote_item[0]), int(segments.num_items[0])
-            )
-            return [self._batch(number, read, shape, segments.local_block, segments.remote_block)]
-        codes = (segments.local_item << 42) | (segments.remote_item << 21) | segments.num_items
-        batches = []
-        for code in [codes[0]] if (codes == codes[0]).all() else distinct(codes):
-            mask = codes == code
-            packed = int(code)
-            shape = SegmentShape(packed >> 42, packed >> 21 & 0x1FFFFF, packed & 0x1FFFFF)
-            local, remote = segments.local_block[mask], segments.remote_block[mask]
-            batches.append(self._batch(number, read, shape, local, remote))
-        return batches
 
-    def _batch(
-        self, number: int, read: GroupRead, shape: SegmentShape, local: Int64s, remote: Int64s
-    ) -> _SegmentBatch:
-        if np.count_nonzero(local[1:] < local[:-1]):
-            order = np.argsort(local, kind="stable")
-            local, remote = local[order], remote[order]
-        return _SegmentBatch(local, remote, self._shape_runs(number, read, shape))
+def _size_of(page_runs: Mapping[RegionPair, list[PageRuns]]) -> int:
+    return sum(pages.num_bytes for of_pair in page_runs.values() for pages in of_pair)
 
-    def _shape_runs(
-        self, number: int, read: GroupRead, shape: SegmentShape
-    ) -> dict[RegionPair, list[PageRuns]]:
-        cached = self._shapes[number]
-        if shape not in cached:
-            if len(cached) >= MAX_CACHED_SHAPES:
-                cached.clear()
-            cached[shape] = shape_runs(read, shape)
-        return cached[shape]
+
+def _by_shape(segments: Segments) -> Iterator[tuple[SegmentShape, Int64s, Int64s]]:
+    """Yield each shape with the local and remote blocks of its segments, local ones ascending."""
+    if not len(segments.num_items):
+        return
+    if segments.is_uniform:
+        shape = SegmentShape(*(int(column[0]) for column in segments[2:5]))
+        yield shape, *_ascending(segments.local_block, segments.remote_block)
+        return
+    codes = (segments.local_item << 42) | (segments.remote_item << 21) | segments.num_items
+    for code in [int(codes[0])] if (codes == codes[0]).all() else distinct(codes).tolist():
+        mask = codes == code
+        shape = SegmentShape(code >> 42, code >> 21 & 0x1FFFFF, code & 0x1FFFFF)
+        yield shape, *_ascending(segments.local_block[mask], segments.remote_block[mask])
+
+
+def _ascending(local: Int64s, remote: Int64s) -> tuple[Int64s, Int64s]:
+    if not np.count_nonzero(local[1:] < local[:-1]):
+        return local, remote
+    order = np.argsort(local, kind="stable")
+    return local[order], remote[order]
 
 
 def _group_read_runs(batches: list[_SegmentBatch]) -> list[tuple[RegionPair, list[OffsetRuns]]]:
@@ -221,15 +221,15 @@ def _page_runs(key: RegionPair, batch: _SegmentBatch, pages: PageRuns) -> Offset
 
 
 def _assemble(
-    work: Iterable[tuple[GroupRead, list[_SegmentBatch]]],
+    part: Iterable[_SegmentBatch],
     local_bases: Mapping[RegionId, int],
     remote_bases: Mapping[Rank, Mapping[RegionId, int]],
 ) -> dict[Rank, Runs]:
-    """Return the runs of some group reads' segments, by remote rank."""
+    """Return the runs of some batches, by remote rank; those of one group read follow each other."""
     found: dict[Rank, dict[tuple[RegionId, RegionId], list[OffsetRuns]]] = {}
-    for read, batches in work:
-        regions = found.setdefault(read.rank, {})
-        for key, runs in _group_read_runs(batches):
+    for (rank, _), batches in groupby(part, key=attrgetter("rank", "number")):
+        regions = found.setdefault(rank, {})
+        for key, runs in _group_read_runs(list(batches)):
             regions.setdefault((key.local_region, key.remote_region), []).extend(runs)
     return {
         rank: _add_addresses(regions, local_bases, remote_bases[rank])

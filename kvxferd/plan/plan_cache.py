@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kvxferd.errors import BusyError, Code, PlanError
 from kvxferd.ids import Digest, Endpoint, Rank
 from kvxferd.layout import EngineSpec, RankLayout, digest_of
-from kvxferd.plan.plan import Plan
+from kvxferd.plan.plan import Plan, plan_bytes
 from kvxferd.plan.planner import make_plan
 
 # The plans of a node: those of the cache, and those evicted by which pulls still read. A plan of 80 layers
@@ -34,9 +34,6 @@ MAX_LAYOUTS = 8192
 # A tensor is 375 bytes of objects, and a hostile peer's engine may have 65,536 that nobody else has: without
 # a limit of these as well, 8,192 layouts were gigabytes.
 MAX_LAYOUT_TENSORS = 1 << 18
-
-# Bytes of objects, measured with tracemalloc; a plan's include its key and its place in the cache.
-PLAN_BYTES, GROUP_READ_BYTES, PATTERN_BYTES, EXTENT_BYTES = 4096, 1024, 320, 148
 
 # Refusals that are kept, and sizes of plans for which there was no room. A request for one of these costs no
 # planning, which takes up to two seconds. A refusal has 1 KiB of text, and may have a megabyte.
@@ -113,7 +110,6 @@ class PlanCache:
         self._alive: dict[PlanKey, tuple[weakref.ref[Plan], PlanOwner]] = {}
         self._bytes_of: dict[PlanOwner, int] = {}
         self._refusals: OrderedDict[tuple[PlanKey, str], _Refusal] = OrderedDict()
-        self._num_refusal_chars = 0
         self._sizes: OrderedDict[PlanKey, int] = OrderedDict()  # of plans for which there was no room
         # By identity: a digest of 80 layers costs 100 us, and the same layout objects come again. The
         # reference to the layout keeps its id from being reused.
@@ -221,7 +217,7 @@ class PlanCache:
             raise PlanError(refusal.message, refusal.code)
         if (kept := self.find(job, owner, now)) is not None:
             return kept  # made twice at once
-        size = bytes_of(made)
+        size = plan_bytes(made)
         self._sizes[key] = size
         if len(self._sizes) > MAX_REFUSALS:
             self._sizes.popitem(last=False)
@@ -293,9 +289,9 @@ class PlanCache:
 
     def _keep_refusal(self, key: tuple[PlanKey, str], refusal: _Refusal) -> None:
         self._refusals[key] = refusal
-        self._num_refusal_chars += len(refusal.message)
-        while len(self._refusals) > MAX_REFUSALS or self._num_refusal_chars > MAX_REFUSAL_CHARS:
-            self._num_refusal_chars -= len(self._refusals.popitem(last=False)[1].message)
+        num_chars = sum(len(kept.message) for kept in self._refusals.values())
+        while len(self._refusals) > MAX_REFUSALS or num_chars > MAX_REFUSAL_CHARS:
+            num_chars -= len(self._refusals.popitem(last=False)[1].message)
 
     def _digest(self, layout: RankLayout) -> Digest:
         known = self._layouts.get(id(layout))
@@ -306,17 +302,6 @@ class PlanCache:
                 _, (oldest, _) = self._layouts.popitem(last=False)
                 self._num_tensors -= len(oldest.tensors)
         return known[1]
-
-
-def bytes_of(plan: Plan) -> int:
-    """Return about how much memory a plan takes."""
-    patterns = [pattern for read in plan.group_reads for pattern in read.patterns]
-    return (
-        PLAN_BYTES
-        + GROUP_READ_BYTES * len(plan.group_reads)
-        + PATTERN_BYTES * len(patterns)
-        + EXTENT_BYTES * sum(len(pattern.extents) for pattern in patterns)
-    )
 
 
 def _rank_bits(plan: Plan) -> dict[int, int]:

@@ -20,6 +20,7 @@ from kvxferd.plan.plan import GroupRead, StridePattern, Strides
 # Head by head, token by token and byte by byte, 80 layers of 8 heads of 128 bytes and blocks of 32
 # tokens are 5 million runs in one block: 120 MiB. A layout that needs more is a mistake.
 MAX_RUNS_PER_BLOCK = 1 << 23
+PAGES_OVERHEAD_BYTES = 1024  # of Python's objects about the arrays
 
 Int64s = npt.NDArray[np.int64]
 OffsetRuns = tuple[Int64s, Int64s, Int64s]  # local offset, remote offset, length
@@ -48,6 +49,12 @@ class PageRuns:
         self.is_uniform = length.shape[1] == 1 and bool((length == length[0, 0]).all())
         self.local_pages = local[:, :1] - local[0, 0]
         self.remote_pages = remote[:, :1] - remote[0, 0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return about how much memory it takes."""
+        columns = (self.local, self.remote, self.length, self.local_pages, self.remote_pages)
+        return PAGES_OVERHEAD_BYTES + sum(column.nbytes for column in columns)
 
 
 class SegmentShape(NamedTuple):

@@ -25,14 +25,14 @@ class RemoteEngine:
     @property
     def num_bytes(self) -> int:
         """Return about how much memory it takes. A layout that engines share counts for each of them."""
-        return bytes_of(self.ranks.values())
+        return manifest_bytes(self.ranks.values())
 
     def layouts(self) -> dict[Rank, RankLayout]:
         """Return the layout of each rank, for the planner."""
         return {rank: manifest.layout for rank, manifest in self.ranks.items()}
 
 
-def bytes_of(manifests: Collection[RankManifest]) -> int:
+def manifest_bytes(manifests: Collection[RankManifest]) -> int:
     """Return about how much memory these take. A layout that ranks share counts once."""
     bindings = [manifest.binding for manifest in manifests]
     regions = [region for binding in bindings for region in binding.regions]

@@ -11,14 +11,14 @@ from kvxferd.core.effects import KillMover, SendToMover
 from kvxferd.core.tables import decrease
 from kvxferd.errors import Code, PeerError
 from kvxferd.ids import AgentName, Digest, Endpoint, EngineKey, MoverId, SessionId
-from kvxferd.plan import Plan, encode_plan
+from kvxferd.plan import Plan, encode_plan, plan_bytes
 from kvxferd.wire.mover import DropPlan, DropRemote, LoadPlan, LoadRemote
 
 # A retired mover's other pulls, and the pulls of peers that read from it, have this long to end. The next
 # mover reads again what does not end. Blocks in doubt wait as long; a pull takes well below a second.
 RETIRED_S = 10.0
-# The plans of a mover, as they are sent. The largest has 30 MiB; a node keeps 160 MiB of them.
-MAX_PLAN_BYTES = 64 << 20
+# The plans of a mover, as they are decoded there. The largest has 30 MiB; a node keeps 160 MiB of them.
+MAX_PLAN_BYTES_PER_MOVER = 64 << 20
 # What a mover has loaded of one peer's agents: two of the largest manifests. A grant brings metadata of a
 # fence page, 400 bytes; a peer that sends another 2 MiB with each would fill the daemon and the mover.
 MAX_LOADED_BYTES_PER_PEER = 32 << 20
@@ -160,17 +160,16 @@ class Movers:
         known = self._movers[mover]
         num_bytes = known.plans.pop(plan.digest, 0)
         if not num_bytes:
-            encoded = encode_plan(plan)
-            num_bytes = len(encoded)
+            num_bytes = plan_bytes(plan)
             self._drop_plans(known, num_bytes)
-            self._context.emit(SendToMover(mover, LoadPlan(digest=plan.digest, encoded=encoded)))
+            self._context.emit(SendToMover(mover, LoadPlan(digest=plan.digest, encoded=encode_plan(plan))))
         known.plans[plan.digest] = num_bytes
 
     def _drop_plans(self, mover: Mover, num_bytes: int) -> None:
         """Make room for one more. A pull that needs one that was dropped loads it again."""
         held = sum(mover.plans.values())
         for digest, size in list(mover.plans.items()):
-            if held + num_bytes <= MAX_PLAN_BYTES:
+            if held + num_bytes <= MAX_PLAN_BYTES_PER_MOVER:
                 return
             held -= size
             del mover.plans[digest]

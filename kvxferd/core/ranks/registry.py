@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
-from kvxferd.core.peers.remote_engine import bytes_of
+from kvxferd.core.peers.remote_engine import manifest_bytes
 from kvxferd.core.ranks.owners import Owners, is_user
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
@@ -127,7 +127,7 @@ class MemberRank:
 
     def __post_init__(self) -> None:
         self.rules = block_rules(self.joined.layout)
-        self.num_bytes = bytes_of([self.joined])
+        self.num_bytes = manifest_bytes([self.joined])
 
     @property
     def spec(self) -> EngineSpec:

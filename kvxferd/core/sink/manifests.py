@@ -15,7 +15,7 @@ from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifests
 from kvxferd.core.peers.peers import Peer, Peers, as_refusal
-from kvxferd.core.peers.remote_engine import RemoteEngine, bytes_of
+from kvxferd.core.peers.remote_engine import RemoteEngine, manifest_bytes
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.errors import Code, EngineError, KvxferdError
@@ -129,7 +129,7 @@ class HandshakeClient:
         if isinstance(reply, ManifestReply):
             fetch.known.extend(reply.ranks)
             if reply.ranks and len(fetch.known) < reply.num_ranks:
-                size = bytes_of(reply.ranks)
+                size = manifest_bytes(reply.ranks)
                 if self._learnt_bytes_share.acquire(fetch.uid, size):
                     fetch.num_bytes += size
                     self._request_page(fetch)

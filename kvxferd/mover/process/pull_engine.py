@@ -43,9 +43,10 @@ from kvxferd.mover.transport.buffers import WordSlots
 from kvxferd.mover.transport.disconnect_requests import DisconnectRequests
 from kvxferd.mover.transport.runs import single_run
 from kvxferd.plan import MAX_RUNS, Expander, Runs, decode_plan
-from kvxferd.plan.covering import MAX_STRETCHES, CoveredRank, CoverExpander, TableCache
+from kvxferd.plan.covering import MAX_STRETCHES, CoveredRank, CoverExpander
 from kvxferd.plan.read_costs import CostModel, ReadShape
 from kvxferd.plan.stretches import StretchForm
+from kvxferd.plan.table_cache import TableCache
 from kvxferd.wire.common import RegionAddress
 from kvxferd.wire.limits import FENCE_WORD_BYTES
 from kvxferd.wire.mover import (
@@ -164,7 +165,7 @@ class PullEngine:
         """Keep a plan. Where it cannot be decoded, pulls that name it fail."""
         try:
             plan = decode_plan(encoded)
-            self._plans[digest] = LoadedPlan(Expander(plan), CoverExpander(plan, self._tables))
+            self._plans[digest] = LoadedPlan(Expander(plan, self._tables), CoverExpander(plan, self._tables))
         except (KvxferdError, msgspec.DecodeError) as error:
             _LOG.error("plan not loaded: plan=%s reason=%s", digest, error)
 

@@ -15,8 +15,9 @@ from kvxferd.ids import Rank, RegionId
 from kvxferd.layout import GroupKind, RankLayout
 from kvxferd.mover.process.covering import CoverSlicer, scatter
 from kvxferd.plan import Expander, Runs, check_request, make_plan
-from kvxferd.plan.covering import CoveredRank, CoverExpander, TableCache
+from kvxferd.plan.covering import CoveredRank, CoverExpander
 from kvxferd.plan.stretches import StretchForm
+from kvxferd.plan.table_cache import TableCache
 from tests.support import brute_force
 from tests.support.layout_strategies import Model, engines, lists, models
 

@@ -11,12 +11,10 @@ from kvxferd.ids import Rank, RegionId
 from kvxferd.mover.process.covering import CoverSlicer
 from kvxferd.plan import Plan
 from kvxferd.plan.covering import (
-    ENTRY_OVERHEAD_BYTES,
     FORM_OVERHEAD_BYTES,
     TABLE_OVERHEAD_BYTES,
     CoveredRank,
     CoverExpander,
-    TableCache,
 )
 from kvxferd.plan.stretches import (
     MAX_FORMS,
@@ -26,6 +24,7 @@ from kvxferd.plan.stretches import (
     StretchForm,
     cover_block,
 )
+from kvxferd.plan.table_cache import ENTRY_OVERHEAD_BYTES, TableCache
 from tests.support.attention_engines import KV, blocks, engine, layout_of, plan_between
 
 SOURCE = Rank(0, 0)
@@ -232,7 +231,7 @@ def test_tables_of_many_small_forms_are_counted_as_the_memory_that_they_take() -
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(tables._tables) == 2 * 85
+    assert len(tables) == 2 * 85
     assert taken <= 1.25 * tables.num_bytes
 
 

@@ -111,8 +111,25 @@ def test_refusals_are_kept_up_to_so_many(monkeypatch: pytest.MonkeyPatch) -> Non
             with pytest.raises(PlanError):
                 asked(cache, engine(layers=2), engine(layers=layers))
         assert 1 <= len(cache._refusals) <= 4
-        assert cache._num_refusal_chars == sum(len(kept.message) for kept in cache._refusals.values())
-    assert cache._num_refusal_chars <= 300
+    assert sum(len(kept.message) for kept in cache._refusals.values()) <= 300
+
+
+def test_a_refusal_that_is_kept_again_takes_no_room_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pull that waited for a plan keeps its refusal."""
+    cache, (reader, *_) = PlanCache(), engine(layers=2).values()
+    jobs = [
+        cache.job(*reader, source[FIRST][0], {FIRST: source[FIRST][1]})
+        for source in (engine(layers=3), engine(layers=4))
+    ]
+    refusals = [job.make() for job in jobs]
+    monkeypatch.setattr("kvxferd.plan.plan_cache.MAX_REFUSAL_CHARS", sum(len(str(made)) for made in refusals))
+    for number in (0, 1, 1, 1):
+        with pytest.raises(PlanError):
+            cache.put(jobs[number], refusals[number])
+    for job, refusal in zip(jobs, refusals, strict=True):
+        with pytest.raises(PlanError) as caught:
+            cache.find(job)
+        assert str(caught.value) == str(refusal)
 
 
 def test_plans_travel_as_bytes() -> None:

@@ -15,8 +15,7 @@ from kvxferd.core.limits.node_plans import OWNER_DIVISOR, NodePlanCache
 from kvxferd.errors import BusyError
 from kvxferd.ids import Endpoint, Rank
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan import KeptPlan, Plan, PlanOwner
-from kvxferd.plan.plan_cache import bytes_of
+from kvxferd.plan import KeptPlan, Plan, PlanOwner, plan_bytes
 from tests.support.attention_engines import engine
 
 P, Q = Endpoint("tcp://p:9441"), Endpoint("tcp://q:9441")
@@ -45,7 +44,7 @@ def test_a_plan_has_its_size() -> None:
     cache = cache_of(4)
     plan = keep(cache, 0).plan
     assert plan is not None
-    assert bytes_of(plan) == cache.num_bytes == SIZE
+    assert plan_bytes(plan) == cache.num_bytes == SIZE
 
 
 def test_an_evicted_plan_is_gone_for_the_registries_too() -> None:

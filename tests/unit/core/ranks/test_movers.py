@@ -27,7 +27,8 @@ def test_the_agents_that_a_peer_names_are_bounded_and_push_out_its_own_alone(
 
 
 def test_the_plans_of_a_mover_are_bounded_and_loaded_again_where_one_is_needed(world, sink, monkeypatch):
-    monkeypatch.setattr(core_movers, "MAX_PLAN_BYTES", 1)
+    """They are counted as they are decoded there, for 5 KiB each: as they are sent, both would have room."""
+    monkeypatch.setattr(core_movers, "MAX_PLAN_BYTES_PER_MOVER", 8192)
     sources = [world.engine(world.host(f"p{tp}"), f"prefill{tp}", tp=tp) for tp in (1, 2)]
     ((number_of_mover, mover),) = sink.host.movers.items()
     for number in range(3):

@@ -9,7 +9,7 @@ from kvxferd.core import events as ev
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.limits.table import OWNED_RANKS, RETRY_LATER_S
-from kvxferd.core.peers.remote_engine import bytes_of
+from kvxferd.core.peers.remote_engine import manifest_bytes
 from kvxferd.core.ranks import owners as core_owners
 from kvxferd.core.ranks.owners import Owners, daemon_owner, user_owner
 from kvxferd.core.ranks.registry import MemberRank
@@ -608,7 +608,7 @@ def test_the_oldest_generations_and_engines_are_forgotten(monkeypatch):
 def room_for(home: Host, num_ranks: int) -> None:
     """Let ranks of `spec_of` join until their manifests take as much as so many."""
     manifest = join(spec_of("e", home=home.endpoint), "agent").manifest
-    home.node.home._member_share.limit = num_ranks * bytes_of([manifest])
+    home.node.home._member_share.limit = num_ranks * manifest_bytes([manifest])
 
 
 def test_joined_ranks_are_bounded_by_key_and_in_all():
