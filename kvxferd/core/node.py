@@ -56,7 +56,8 @@ from kvxferd.core.ranks.member import Join, Member
 from kvxferd.core.ranks.movers import Mover, Movers
 from kvxferd.core.ranks.owners import Disownable, Owners
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.registry import LocalRank, RankRecord, Registry
+from kvxferd.core.ranks.rank import LocalRank, RankRecord
+from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.settings import Settings
 from kvxferd.core.sink.grants import GrantClient, HeldGrant

@@ -12,7 +12,8 @@ from kvxferd.core.limits.table import ABANDONED_TRANSFERS
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.member import Member
-from kvxferd.core.ranks.registry import LocalRank, Registry
+from kvxferd.core.ranks.rank import LocalRank
+from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.prepared import PreparedGrants
@@ -272,7 +273,7 @@ class WorkerRequests:
             raise EngineError(f"{what}: this connection is not a rank; register first", Code.OUT_OF_PLACE)
         if self._context.draining:
             raise EngineError(f"{what}: this daemon is draining; pull when it is back", Code.DRAINING)
-        if rank.is_asleep or not (rank.is_readable or rank.registered_sent):
+        if rank.is_asleep or rank.request is not None:
             raise EngineError(f"{what}: the rank is suspended; resume it first", Code.SUSPENDED)
         if not 0 < message.deadline_s <= MAX_PULL_S:
             raise EngineError(f"{what}: a deadline of {message.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")

@@ -6,7 +6,8 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.checks import check_share
 from kvxferd.core.limits.rate_limit import RateLimiter
 from kvxferd.core.limits.table import RETRY_LATER_S
-from kvxferd.core.ranks.registry import LocalRank, Registry
+from kvxferd.core.ranks.rank import LocalRank
+from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.errors import BusyError, Code, EngineError
 from kvxferd.ids import EngineId, EngineKey, Incarnation, RegionId

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.ids import EngineKey, Rank, SessionId
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.common import TransferRef
+from kvxferd.wire.worker import Refused, Suspended
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class Session:
     attached: EngineKey | None = None
     awaits_mover: bool = False  # a child mover was requested and has not come: one at a time
     num_offers: int = 0  # of movers so far; the last offer has this number
+    replies_once_unmapped: list[Refused | Suspended] = field(default_factory=list)
     assembly: BlockIdAssembly = field(default_factory=BlockIdAssembly)
     charged_with_rank: bool = False  # the assembly's bytes count in the share of users who have a rank
     abandoning: set[TransferRef] = field(default_factory=set)  # sent to the source, without a reply yet

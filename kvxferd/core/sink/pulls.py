@@ -64,7 +64,7 @@ from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
 from kvxferd.core.limits.checks import PullAdmission
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.ranks.movers import Movers
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.deadline_reasons import describe_read, describe_wait
 from kvxferd.core.sink.grants import GrantClient, GrantState, HeldGrant
 from kvxferd.core.sink.pieces import next_piece, record_whole, tokens_to_wait_for
