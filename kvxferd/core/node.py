@@ -77,7 +77,7 @@ from kvxferd.core.views.node_view import (
     list_transfers,
 )
 from kvxferd.core.worker_requests import WorkerRequests
-from kvxferd.errors import Code, EngineError, ProtocolError
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
 from kvxferd.records import EngineSnapshot, LimitSnapshot, NodeSnapshot
 from kvxferd.wire.block_id_parts import BlockIdAssembly
@@ -130,10 +130,12 @@ from kvxferd.wire.worker import (
     MoverAcknowledged,
     NewMover,
     Publish,
+    PullRequest,
     Ready,
     Register,
     Resume,
     Suspend,
+    refusal_of_request,
 )
 
 LOST_CHUNKS_CHECK_S = 5.0  # between two looks at whether a mover with lost chunks is idle
@@ -444,20 +446,20 @@ class Node:
         if session is None:
             return  # the node closed it while this frame was on its way
         try:
-            self._handle_worker_message(session, event)
+            if session.accepts(event.message):
+                self._handle_worker_message(session, event)
         except ProtocolError as error:
             self._disconnect(session, error)
+        except KvxferdError as error:
+            if not isinstance(event.message, Register | Attach | Resume | Publish | PullRequest):
+                raise
+            self.context.emit(SendToWorker(session.session_id, refusal_of_request(event.message, error)))
 
     def _handle_worker_message(self, session: Session, event: WorkerMessage) -> None:
         message = event.message
-        if not session.greeted:
-            if not isinstance(message, Hello):
-                raise ProtocolError(
-                    f"the first frame must be hello, not {type(message).__name__}", Code.OUT_OF_PLACE
-                )
-            self.worker_requests.welcome(session, message)
-            return
         match message:
+            case Hello():
+                self.worker_requests.welcome(session, message)
             case Register():
                 self.local_ranks.register(session, message, event.problem, event.awaits_fds)
             case Attach():
@@ -497,11 +499,11 @@ class Node:
 
     def _attach(self, session: Session, message: Attach) -> None:
         registered = self.local_ranks.attach(session, message)
-        if registered is not None and session.attached is not None:
-            self.fence_pages.create(session)
-            self.fence_pages.assign(session.attached, session)
-            self.rank_reports.add(session, session.attached)
-            self.context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
+        assert session.attached is not None
+        self.fence_pages.create(session)
+        self.fence_pages.assign(session.attached, session)
+        self.rank_reports.add(session, session.attached)
+        self.context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
 
     def _rank_changed(self, change: RankChange, rank: RankRecord) -> None:
         """Tell the rooms above what has become of a rank: the whole of what it means to them."""

@@ -27,7 +27,7 @@ from kvxferd.core.ranks.registration_checks import (
 )
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
+from kvxferd.errors import Code, EngineError, ProtocolError
 from kvxferd.ids import EngineId, EngineKey, Generation, MoverId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.ucx_log import TransportsUsed
@@ -82,43 +82,38 @@ class LocalRanks:
     def register(
         self, session: Session, message: Register, problem: Refusal | None, awaits_fds: bool = False
     ) -> None:
-        """Claim the rank and find a mover for it, or refuse. A refusal does not end the session.
+        """Claim the rank and find a mover for it. Raises KvxferdError: refused, which ends no session.
 
         If the frame announced more descriptors than it carried, `FdsRequest` requests them from the worker
         once all else is valid.
         """
-        try:
-            if session.rank is not None:
-                self._register_again(session, session.rank, message)
-                return
-            check_problem(problem)
-            self._checks.check_session(session)
-            self._checks.check_room(session)
-            spec = check_spec(message.engine, message.incarnation)
-            if not self._registry.is_home(spec):
-                self._context.allowlist.check(spec.home)
-            validate_layout(spec, message.layout)
-            check_exports(message.layout, message.regions)
-            self._checks.check_owner(session, spec.engine_id)
-            self._checks.check_start(session, spec.key)
-            rank = LocalRank(
-                session.session_id,
-                spec,
-                message.layout,
-                message.regions,
-                message.incarnation,
-                message.request,
-                uid=session.uid,
-                pid=session.pid,
-                resident=message.placement == "resident",
-            )
-            self._registry.check_absent_owner(spec)
-            self._registry.check_claim(rank)
-            self._checks.check_rate(session, "register")
-            self._registry.claim(rank)
-        except KvxferdError as error:
-            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
+        if session.rank is not None:
+            self._register_again(session.rank, message)
             return
+        check_problem(problem)
+        self._checks.check_room(session)
+        spec = check_spec(message.engine, message.incarnation)
+        if not self._registry.is_home(spec):
+            self._context.allowlist.check(spec.home)
+        validate_layout(spec, message.layout)
+        check_exports(message.layout, message.regions)
+        self._checks.check_owner(session, spec.engine_id)
+        self._checks.check_start(session, spec.key)
+        rank = LocalRank(
+            session.session_id,
+            spec,
+            message.layout,
+            message.regions,
+            message.incarnation,
+            message.request,
+            uid=session.uid,
+            pid=session.pid,
+            resident=message.placement == "resident",
+        )
+        self._registry.check_absent_owner(spec)
+        self._registry.check_claim(rank)
+        self._checks.check_rate(session, "register")
+        self._registry.claim(rank)
         session.rank = rank
         self._on_change(RankChange.REGISTERED, rank)
         if awaits_fds:
@@ -159,7 +154,7 @@ class LocalRanks:
             session.awaits_mover = True
             self._context.emit(RequestMover(session.session_id))
 
-    def _register_again(self, session: Session, rank: LocalRank, message: Register) -> None:
+    def _register_again(self, rank: LocalRank, message: Register) -> None:
         if (message.engine.key, message.engine.rank) != (rank.spec.key, rank.spec.rank):
             raise EngineError(
                 f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key}; "
@@ -183,24 +178,16 @@ class LocalRanks:
             )
         rank.request = message.request  # the reply that is due answers this request
 
-    def attach(self, session: Session, message: Attach) -> Registered | None:
+    def attach(self, session: Session, message: Attach) -> Registered:
         """Let the session publish for an engine, of the newest generation here where it names none.
 
-        Return the reply; None where it was refused.
+        Return the reply. Raises EngineError: refused.
         """
-        if session.engine is not None:
-            text = f"cannot attach: this connection is of engine {session.engine} already; open another"
-            self._refuse(session, message.request, Code.OUT_OF_PLACE, text)
-            return None
-        try:
-            names = (message.engine_id, message.generation)
-            check_names("attach", *(names if message.generation else names[:1]))
-            self._checks.check_owner(session, message.engine_id)
-            self._checks.check_publisher(session, message.engine_id)
-            session.attached = EngineKey(*names) if message.generation else self._newest(message.engine_id)
-        except EngineError as error:
-            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
-            return None
+        names = (message.engine_id, message.generation)
+        check_names("attach", *(names if message.generation else names[:1]))
+        self._checks.check_owner(session, message.engine_id)
+        self._checks.check_publisher(session, message.engine_id)
+        session.attached = EngineKey(*names) if message.generation else self._newest(message.engine_id)
         return Registered(
             request=message.request,
             endpoint=self._context.endpoint,
@@ -218,12 +205,6 @@ class LocalRanks:
                 retry_after_s=ATTACH_RETRY_S,
             )
         return newest
-
-    def _refuse(
-        self, session: Session, request: int, code: Code, message: str, retry_after_s: float = 0.0
-    ) -> None:
-        refused = Refused(request=request, code=code, message=message, retry_after_s=retry_after_s)
-        self._context.emit(SendToWorker(session.session_id, refused))
 
     # --- the mover is bound
 
@@ -273,8 +254,8 @@ class LocalRanks:
             raise ProtocolError(
                 f"mover {message.number} was never offered to this session", Code.OUT_OF_PLACE
             )
-        rank = session.rank
-        if rank is None or rank.state is not RankState.OFFERED or message.number != session.num_offers:
+        rank = session.local_rank
+        if rank.state is not RankState.OFFERED or message.number != session.num_offers:
             return
         rank.num_unacknowledged = 0
         self._bind(rank)
@@ -467,8 +448,8 @@ class LocalRanks:
 
     def resident_mover_started(self, session: Session) -> None:
         """Bind another resident mover that the worker has started. A late one ends with its socket."""
-        rank = session.rank
-        if rank is not None and rank.state is RankState.AWAITING_WORKER:
+        rank = session.local_rank
+        if rank.state is RankState.AWAITING_WORKER:
             self._move(rank, RankTrigger.REQUEST_MOVER)
             self._request_mover(session, rank)
 
@@ -476,8 +457,8 @@ class LocalRanks:
 
     def suspend(self, session: Session) -> None:
         """Release the rank's memory. `Suspended` follows once all its movers are dead."""
-        rank = session.rank
-        if rank is None or rank.is_asleep:
+        rank = session.local_rank
+        if rank.is_asleep:
             return
         self._suspend(session, rank, Suspended())
 
@@ -492,18 +473,14 @@ class LocalRanks:
         self._move(rank, trigger)
 
     def resume(self, session: Session, message: Resume, problem: Refusal | None) -> None:
-        """Find a mover for the memory, which is back in another mapping."""
-        rank = session.rank
-        try:
-            check_problem(problem)
-            if rank is None or rank.state is not RankState.SUSPENDED:
-                raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
-            check_exports(rank.layout, message.regions)
-            check_is_new(rank, message.incarnation)
-            self._checks.check_rate(session, "resume")
-        except KvxferdError as error:
-            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
-            return
+        """Find a mover for the memory, which is back in another mapping. Raises KvxferdError: refused."""
+        rank = session.local_rank
+        check_problem(problem)
+        if rank.state is not RankState.SUSPENDED:
+            raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
+        check_exports(rank.layout, message.regions)
+        check_is_new(rank, message.incarnation)
+        self._checks.check_rate(session, "resume")
         rank.exports, rank.incarnation, rank.request = message.regions, message.incarnation, message.request
         rank.resident = message.placement == "resident"
         self._move(rank, RankTrigger.RESUME)
