@@ -53,7 +53,7 @@ from kvxferd.core.ranks.chunk_memory import ChunkMemory
 from kvxferd.core.ranks.home import Home
 from kvxferd.core.ranks.local_ranks import LocalRanks
 from kvxferd.core.ranks.member import Join, Member
-from kvxferd.core.ranks.movers import Mover, Movers
+from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import Disownable, Owners
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.rank import LocalRank, RankRecord
@@ -273,7 +273,7 @@ class Node:
             num_grants_given=transfers.num_grants,
             num_grants_held=sum(num_grants.values()),
             pull_phases=dict(pulls.states),
-            num_retired_movers=len(self.movers.retired()),
+            num_retired_movers=self.movers.num_ending(),
             ownerships=self.owners.snapshot(),
         )
 
@@ -548,7 +548,7 @@ class Node:
                     self._engine_of_mover_changed(mover)
             case BindRefused():
                 if session is not None and self.local_ranks.is_binding(session, mover.mover_id):
-                    self.local_ranks.bind_refused(session, Refusal(message.code, message.message))
+                    self.local_ranks.bind_refused(session, mover, Refusal(message.code, message.message))
             case ProbeResult():
                 self.local_ranks.placement_proved(session, mover.mover_id, message)
             case FenceMapped():
@@ -608,11 +608,8 @@ class Node:
 
     def _detach_mover(self, mover: Mover) -> None:
         """Take the mover from its rank. Until it is dead, the reads that it posted may still write."""
-        if mover.has_left:
-            return
-        mover.has_left = True
         self.fence_pages.remove_mover(mover.mover_id)
-        if not mover.retired:  # peers continue to read from a retired mover, and it polls for them
+        if mover.state is not MoverState.RETIRED:  # peers read on from a retired one, and it polls for them
             self.poll_requests.forget(mover.agent)
         self.member.mover_gone(mover.agent)
         self.local_ranks.mover_left(self.sessions.get(mover.session), mover)

@@ -15,7 +15,7 @@ from kvxferd.core.effects import (
 from kvxferd.core.peers.manifest_checks import check_names, check_spec
 from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.member import Member
-from kvxferd.core.ranks.movers import Mover, Movers
+from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import user_owner
 from kvxferd.core.ranks.placements import Placements
 from kvxferd.core.ranks.rank import LocalRank, RankState, RankTrigger
@@ -401,17 +401,16 @@ class LocalRanks:
             self._context.emit(SendToWorker(session.session_id, reply))
         session.replies_once_unmapped = []
 
-    def bind_refused(self, session: Session, refusal: Refusal) -> None:
+    def bind_refused(self, session: Session, mover: Mover, refusal: Refusal) -> None:
         """Refuse a rank whose memory the mover cannot map or register, or make room for another try.
 
         While a retired mover lives, a GPU may have no memory for a second context. Then the retired mover is
         killed at once, and the next one reads its pulls again.
         """
-        rank = session.rank
-        if rank is not None and rank.mover is not None and self._movers.kill_retired(session.session_id):
-            self._movers.kill(rank.mover)
-            return
-        self._refuse_or_close(session, refusal)
+        if self._movers.kill_others(mover):
+            self._movers.kill(mover.mover_id)
+        else:
+            self._refuse_or_close(session, refusal)
 
     # --- the mover leaves
 
@@ -422,10 +421,11 @@ class LocalRanks:
             return
         # Readers continue to read from a retired mover. The home learns of the next one by its join, or of
         # this one's death if that comes first.
-        if not mover.retired:
+        is_retired = mover.state is MoverState.RETIRED
+        if not is_retired:
             self._member.leave(rank)
         self._move(rank, RankTrigger.MOVER_LEFT)
-        delay_s = 0.0 if mover.retired else REBIND_AFTER_S
+        delay_s = 0.0 if is_retired else REBIND_AFTER_S
         self._set_timer(rank, delay_s, lambda: self._rebind(session, rank))
 
     def _rebind(self, session: Session, rank: LocalRank) -> None:
