@@ -201,7 +201,7 @@ class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A local rank, or a member's rank that is known here."""
 
     rank: Rank
-    state: str  # "mapping", "ready", "suspended", "remote"
+    state: str  # of a local rank, as `RankState` has it; "remote"
     agent: AgentName | None
     library: str
     bytes: int

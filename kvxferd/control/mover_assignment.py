@@ -21,6 +21,7 @@ from kvxferd.core.events import (
     TransportsSeen,
 )
 from kvxferd.core.node import Node
+from kvxferd.core.ranks.movers import MoverState
 from kvxferd.errors import Code, MoverError, count_busy_refusal
 from kvxferd.ids import BootId, MoverId, SessionId
 from kvxferd.mover.backends import UCX, Backend
@@ -177,7 +178,7 @@ class MoverAssignment:
 
     def _cause_of_exit(self, handle: MoverHandle) -> MoverExit:
         mover = self._node.movers.get(handle.mover_id)
-        if mover is None or mover.dying:
+        if mover is None or mover.state is MoverState.DYING:
             return MoverExit.REQUESTED
         if not self._worker_socket.is_worker_alive(mover.session):
             return MoverExit.WORKER_GONE

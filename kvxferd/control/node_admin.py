@@ -22,7 +22,7 @@ from kvxferd.core.events import (
 )
 from kvxferd.core.node import Node
 from kvxferd.core.ranks.owners import Disownable
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, PullId, TransferId
 from kvxferd.layout import EngineSpec, RankLayout

@@ -53,10 +53,11 @@ from kvxferd.core.ranks.chunk_memory import ChunkMemory
 from kvxferd.core.ranks.home import Home
 from kvxferd.core.ranks.local_ranks import LocalRanks
 from kvxferd.core.ranks.member import Join, Member
-from kvxferd.core.ranks.movers import Mover, Movers
+from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import Disownable, Owners
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.registry import LocalRank, RankRecord, Registry
+from kvxferd.core.ranks.rank import LocalRank, RankRecord
+from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.settings import Settings
 from kvxferd.core.sink.grants import GrantClient
@@ -77,7 +78,7 @@ from kvxferd.core.views.node_view import (
     list_transfers,
 )
 from kvxferd.core.worker_requests import WorkerRequests
-from kvxferd.errors import Code, EngineError, ProtocolError
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionId
 from kvxferd.records import EngineSnapshot, LimitSnapshot, NodeSnapshot
 from kvxferd.wire.block_id_parts import BlockIdAssembly
@@ -130,10 +131,12 @@ from kvxferd.wire.worker import (
     MoverAcknowledged,
     NewMover,
     Publish,
+    PullRequest,
     Ready,
     Register,
     Resume,
     Suspend,
+    refusal_of_request,
 )
 
 LOST_CHUNKS_CHECK_S = 5.0  # between two looks at whether a mover with lost chunks is idle
@@ -271,7 +274,7 @@ class Node:
             num_grants_given=transfers.num_grants,
             num_grants_held=sum(num_grants.values()),
             pull_phases=dict(pulls.states),
-            num_retired_movers=len(self.movers.retired()),
+            num_retired_movers=self.movers.num_ending(),
             ownerships=self.owners.snapshot(),
         )
 
@@ -444,20 +447,20 @@ class Node:
         if session is None:
             return  # the node closed it while this frame was on its way
         try:
-            self._handle_worker_message(session, event)
+            if session.accepts(event.message):
+                self._handle_worker_message(session, event)
         except ProtocolError as error:
             self._disconnect(session, error)
+        except KvxferdError as error:
+            if not isinstance(event.message, Register | Attach | Resume | Publish | PullRequest):
+                raise
+            self.context.emit(SendToWorker(session.session_id, refusal_of_request(event.message, error)))
 
     def _handle_worker_message(self, session: Session, event: WorkerMessage) -> None:
         message = event.message
-        if not session.greeted:
-            if not isinstance(message, Hello):
-                raise ProtocolError(
-                    f"the first frame must be hello, not {type(message).__name__}", Code.OUT_OF_PLACE
-                )
-            self.worker_requests.welcome(session, message)
-            return
         match message:
+            case Hello():
+                self.worker_requests.welcome(session, message)
             case Register():
                 self.local_ranks.register(session, message, event.problem, event.awaits_fds)
             case Attach():
@@ -497,11 +500,11 @@ class Node:
 
     def _attach(self, session: Session, message: Attach) -> None:
         registered = self.local_ranks.attach(session, message)
-        if registered is not None and session.attached is not None:
-            self.fence_pages.create(session)
-            self.fence_pages.assign(session.attached, session)
-            self.rank_reports.add(session, session.attached)
-            self.context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
+        assert session.attached is not None
+        self.fence_pages.create(session)
+        self.fence_pages.assign(session.attached, session)
+        self.rank_reports.add(session, session.attached)
+        self.context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
 
     def _rank_changed(self, change: RankChange, rank: RankRecord) -> None:
         """Tell the rooms above what has become of a rank: the whole of what it means to them."""
@@ -546,7 +549,7 @@ class Node:
                     self._engine_of_mover_changed(mover)
             case BindRefused():
                 if session is not None and self.local_ranks.is_binding(session, mover.mover_id):
-                    self.local_ranks.bind_refused(session, Refusal(message.code, message.message))
+                    self.local_ranks.bind_refused(session, mover, Refusal(message.code, message.message))
             case ProbeResult():
                 self.local_ranks.placement_proved(session, mover.mover_id, message)
             case FenceMapped():
@@ -606,11 +609,8 @@ class Node:
 
     def _detach_mover(self, mover: Mover) -> None:
         """Take the mover from its rank. Until it is dead, the reads that it posted may still write."""
-        if mover.has_left:
-            return
-        mover.has_left = True
         self.fence_pages.remove_mover(mover.mover_id)
-        if not mover.retired:  # peers continue to read from a retired mover, and it polls for them
+        if mover.state is not MoverState.RETIRED:  # peers read on from a retired one, and it polls for them
             self.poll_requests.forget(mover.agent)
         self.member.mover_gone(mover.agent)
         self.local_ranks.mover_left(self.sessions.get(mover.session), mover)

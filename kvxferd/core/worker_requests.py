@@ -12,7 +12,8 @@ from kvxferd.core.limits.table import ABANDONED_TRANSFERS
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.member import Member
-from kvxferd.core.ranks.registry import LocalRank, Registry
+from kvxferd.core.ranks.rank import LocalRank
+from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.prepared import PreparedGrants
@@ -47,14 +48,12 @@ from kvxferd.wire.worker import (
     NewMover,
     Prepare,
     Publish,
-    PublishRefused,
     PullRequest,
     PullsResumed,
     Ready,
     Register,
     Resume,
     Suspend,
-    TicketFailed,
     Unpublish,
     Welcome,
 )
@@ -97,17 +96,13 @@ class WorkerRequests:
         self._context.emit(SendToWorker(session.session_id, welcome))
 
     def handle(self, session: Session, message: ClientMessage, fence_word: bytes) -> None:
-        """Handle a request. Raises ProtocolError for a message that no correct client sends."""
+        """Handle a request that the session may send. Raises ProtocolError, which ends the session.
+
+        Raises KvxferdError for a publish or a pull that is refused.
+        """
         match message:
             case BlockIds():
-                if not session.is_admitted:
-                    raise ProtocolError(
-                        "cannot take block ids before a registration: register or attach first",
-                        Code.OUT_OF_PLACE,
-                    )
                 session.assembly.add(message)
-            case FdBatch():
-                pass  # the shell keeps them for the registration that follows
             case Publish():
                 self._publish(session, message, fence_word)
             case Ready():
@@ -119,19 +114,21 @@ class WorkerRequests:
             case PullRequest():
                 self._pull(session, message)
             case Cancel():
-                if session.rank is not None:
-                    self._pulls.cancel(session.rank, message.ticket)
+                self._pulls.cancel(session.local_rank, message.ticket)
             case DeliveredByMover():
-                self._delivered_by_mover(session, message)
+                self._check_tickets(message.tickets)
+                self._pulls.mark_delivered_by_mover(session.local_rank, message.tickets)
             case PullsResumed():
                 self._check_tickets(message.tickets)
                 self._check_tickets(message.arrived)
-                if session.rank is not None:
-                    self._pulls.resume_interrupted(session.rank, message)
+                self._pulls.resume_interrupted(session.local_rank, message)
             case Abandon():
                 self._abandon(session, message.ref)
-            case Hello() | Register() | Attach() | Suspend() | Resume() | NewMover() | MoverAcknowledged():
-                raise ProtocolError(f"cannot take {type(message).__name__} here", Code.OUT_OF_PLACE)
+            case (
+                Hello() | FdBatch() | Register() | Attach() | Suspend() | Resume() | NewMover()
+                | MoverAcknowledged()
+            ):  # fmt: skip
+                raise AssertionError(f"{type(message).__name__} is not about a transfer")
             case _:
                 assert_never(message)
 
@@ -140,27 +137,15 @@ class WorkerRequests:
         if len(tickets) > most:
             raise ProtocolError(f"cannot take {len(tickets)} tickets: {most} pulls may run")
 
-    def _delivered_by_mover(self, session: Session, message: DeliveredByMover) -> None:
-        self._check_tickets(message.tickets)
-        if session.rank is not None:
-            self._pulls.mark_delivered_by_mover(session.rank, message.tickets)
-
     # --- the source's side
 
     def _publish(self, session: Session, message: Publish, fence_word: bytes) -> None:
         _check_groups(message.blocks)
-        try:
-            blocks = session.assembly.complete(message.blocks, message.stream)
-        except BusyError as error:
-            self._refuse_publish(session, message, error)
-            return
+        blocks, engine = session.assembly.complete(message.blocks, message.stream), session.engine
+        assert engine is not None
         problem = ""
-        if session.engine is None:
-            problem = "register or attach first"
-        elif session.rank is None and not self._registry.may_publish(session.uid, session.engine.engine_id):
-            problem = (
-                f"engine {session.engine.engine_id} is another user's"  # its ranks came after the attach
-            )
+        if session.rank is None and not self._registry.may_publish(session.uid, engine.engine_id):
+            problem = f"engine {engine.engine_id} is another user's"  # its ranks came after the attach
         elif len(fence_word) != FENCE_WORD_BYTES:
             problem = f"fence slot {message.fence_slot} is not within 0 .. {FENCE_SLOTS - 1}"
         elif not any(fence_word):
@@ -171,25 +156,14 @@ class WorkerRequests:
         elif len(message.nonce) > MAX_NAME_CHARS:
             # The nonce is kept with the transfer and its tombstone, and no reference could carry this one.
             problem = f"its nonce has {len(message.nonce)} characters; give 32 random hex digits"
-        if problem or session.engine is None:
+        if problem:
             text = f"cannot publish transfer {message.transfer_id[:80]}: {problem}"
-            refused = PublishRefused(transfer_id=message.transfer_id, code=Code.OUT_OF_PLACE, message=text)
-            self._context.emit(SendToWorker(session.session_id, refused))
-            return
-        self._published.publish(session, session.engine, message, blocks, fence_word)
+            raise EngineError(text, Code.OUT_OF_PLACE)
+        self._published.publish(session, engine, message, blocks, fence_word)
 
     def _withdraw(self, session: Session, transfer_id: TransferId) -> None:
-        if session.engine is not None:
-            self._published.unpublish(session.session_id, session.engine, transfer_id)
-
-    def _refuse_publish(self, session: Session, message: Publish, error: KvxferdError) -> None:
-        refused = PublishRefused(
-            transfer_id=message.transfer_id,
-            code=error.code,
-            message=f"cannot publish transfer {message.transfer_id[:80]}: {error.message}",
-            retry_after_s=error.retry_after_s,
-        )
-        self._context.emit(SendToWorker(session.session_id, refused))
+        assert session.engine is not None
+        self._published.unpublish(session.session_id, session.engine, transfer_id)
 
     def _ready(self, session: Session, message: Ready) -> None:
         _check_groups(message.blocks)
@@ -198,7 +172,8 @@ class WorkerRequests:
         except BusyError:
             self._withdraw(session, message.transfer_id)  # its blocks are not known any more
             return
-        if blocks and session.engine is not None:
+        if blocks:
+            assert session.engine is not None
             self._published.add_blocks(session.session_id, session.engine, message.transfer_id, blocks)
         if message.incarnation or not blocks:
             self._report_ready(session, message)
@@ -224,12 +199,8 @@ class WorkerRequests:
         _check_groups(message.blocks)
         if self._pulls.find(session.session_id, message.ticket) is not None:
             raise ProtocolError(f"cannot take ticket {message.ticket}: its last pull has not ended")
-        try:
-            blocks = session.assembly.complete(message.blocks, message.stream)
-            rank, ref = self._admit(session, message, blocks)
-        except KvxferdError as error:
-            self._refuse_pull(session, message, error)
-            return
+        blocks = session.assembly.complete(message.blocks, message.stream)
+        rank, ref = session.local_rank, self._check_pull(session.local_rank, message, blocks)
         if message.progressive:
             self._prepared.discard(session, ref)  # which waits for the whole
             hold = self._grant_client.acquire(rank, ref, message.deadline_s, after_tokens=0, blocks=blocks)
@@ -251,26 +222,12 @@ class WorkerRequests:
         )
         self._pulls.start(pull)
 
-    def _refuse_pull(self, session: Session, message: PullRequest, error: KvxferdError) -> None:
-        failed = TicketFailed(
-            ticket=message.ticket,
-            code=error.code,
-            message=error.message,
-            safe_to_reuse=True,
-            retry_after_s=error.retry_after_s,
-        )
-        self._context.emit(SendToWorker(session.session_id, failed))
-
-    def _admit(
-        self, session: Session, message: PullRequest, blocks: BlocksByGroup
-    ) -> tuple[LocalRank, TransferRef]:
+    def _check_pull(self, rank: LocalRank, message: PullRequest, blocks: BlocksByGroup) -> TransferRef:
+        """Return the reference, checked. Raises KvxferdError where the pull is refused."""
         what = f"cannot pull transfer {message.ref.transfer_id[:80]}"
-        rank = session.rank
-        if rank is None:
-            raise EngineError(f"{what}: this connection is not a rank; register first", Code.OUT_OF_PLACE)
         if self._context.draining:
             raise EngineError(f"{what}: this daemon is draining; pull when it is back", Code.DRAINING)
-        if rank.is_asleep or not (rank.is_readable or rank.registered_sent):
+        if rank.is_asleep or rank.request is not None:
             raise EngineError(f"{what}: the rank is suspended; resume it first", Code.SUSPENDED)
         if not 0 < message.deadline_s <= MAX_PULL_S:
             raise EngineError(f"{what}: a deadline of {message.deadline_s} s; give 0 to {MAX_PULL_S:.0f}")
@@ -278,7 +235,7 @@ class WorkerRequests:
         check_blocks_by(rank.rules, blocks, message.num_tokens)
         self._pulls.source_breaker.check(rank.uid, ref, what)
         self._pulls.check_room(rank, blocks, what.removeprefix("cannot "))
-        return rank, ref
+        return ref
 
     def _parse_ref(self, ref: TransferRef) -> TransferRef:
         """Return the reference with its endpoint in the normal form, checked: it came over a router."""
@@ -300,13 +257,11 @@ class WorkerRequests:
             ref = self._parse_ref(message.ref)
         except KvxferdError:
             return  # the pull is refused for the same reason
-        if session.rank is not None and not self._context.draining:
-            self._prepared.prepare(session, session.rank, ref)
+        if not self._context.draining:
+            self._prepared.prepare(session, session.local_rank, ref)
 
     def _abandon(self, session: Session, ref: TransferRef) -> None:
-        rank = session.rank
-        if rank is None:
-            return
+        rank = session.local_rank
         try:
             ref = self._parse_ref(ref)
         except KvxferdError:

@@ -8,7 +8,7 @@ from itertools import product
 
 from prometheus_client.core import GaugeMetricFamily
 
-from kvxferd.core.ranks.registry import RankState
+from kvxferd.core.ranks.rank import RankState
 from kvxferd.records import (
     PULL_STATES,
     EngineSnapshot,
@@ -18,7 +18,7 @@ from kvxferd.records import (
 )
 from kvxferd.ucx_log import REACHES
 
-RANK_STATES = (*(state.value for state in RankState), "remote")
+RANK_STATES = (*(state.value for state in RankState if state is not RankState.GONE), "remote")
 ENGINE_STATES = ("readable", "unreadable", "incomplete", "member")
 PEER_STATES = ("connecting", "up", "silent")
 PLACEMENTS = ("direct", "resident", "staged")

@@ -219,14 +219,13 @@ class JoinRank(Message, frozen=True):
 
 
 class LeaveRank(Message, frozen=True):
-    """Member to home: the rank is gone, or has another mover or mapping now."""
+    """Member to home: the rank is gone, sleeps, or has no mover. Void once a later `JoinRank` is there."""
 
     request: int
     boot: Annotated[BootId, NAME]
     engine_id: Annotated[EngineId, NAME]
     generation: Annotated[Generation, NAME]
     rank: Rank
-    agent: Annotated[AgentName, NAME]
     secret: Annotated[str, REQUIRED_NAME]  # as in `JoinRank`
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvxferd.errors import Code
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId, Generation, Incarnation, RegionId, Ticket, TransferId
 from kvxferd.layout import BlocksByGroup, EngineSpec, RankLayout
 from kvxferd.wire.bounds import NAME, PIECES, REGIONS, TRACEPARENT
@@ -363,3 +363,17 @@ DaemonMessage = (
     | Suspended
     | Farewell
 )
+
+
+def refusal_of_request(
+    message: Register | Attach | Resume | Publish | PullRequest, error: KvxferdError
+) -> Refused | PublishRefused | TicketFailed:
+    """Return the reply that refuses a request for the error. Nothing has been read or kept of it."""
+    code, text, retry_after_s = error.code, error.message, error.retry_after_s
+    match message:
+        case Publish():
+            return PublishRefused(message.transfer_id, code, text, retry_after_s)
+        case PullRequest():
+            return TicketFailed(message.ticket, code, text, safe_to_reuse=True, retry_after_s=retry_after_s)
+        case _:
+            return Refused(message.request, code, text, retry_after_s)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import MakePlan
 from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
 from kvxferd.ids import Endpoint, GrantId, Rank, TransferId

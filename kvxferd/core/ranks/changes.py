@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum, auto
 
-from kvxferd.core.ranks.registry import RankRecord
+from kvxferd.core.ranks.rank import RankRecord
 
 
 class RankChange(Enum):

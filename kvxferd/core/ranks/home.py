@@ -14,7 +14,8 @@ from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.owners import daemon_owner, is_user
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.registry import LocalRank, MemberRank, Registry
+from kvxferd.core.ranks.rank import LocalRank, MemberRank
+from kvxferd.core.ranks.registry import Registry
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec
@@ -342,12 +343,12 @@ class Home:
         return record if isinstance(record, MemberRank) else None
 
     def leave(self, route: bytes, message: LeaveRank, key: str) -> None:
-        """Remove a member's rank. A late `LeaveRank` of an earlier mover does not remove the new one."""
+        """Remove a member's rank. A late `LeaveRank` removes nothing that was joined after it was sent."""
         engine = EngineKey(message.engine_id, message.generation)
         present = self.find_member(engine, message.rank)
         if present is not None and not self.accept_from_owner(present, route, message, key):
             return
-        if present is not None and present.agent == message.agent and present.boot == message.boot:
+        if present is not None and present.boot == message.boot and present.request < message.request:
             self._remove(present)
             present = None
         if present is None:  # or it has left while this daemon was away

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import (
     BindMover,
@@ -13,19 +15,20 @@ from kvxferd.core.effects import (
 from kvxferd.core.peers.manifest_checks import check_names, check_spec
 from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.member import Member
-from kvxferd.core.ranks.movers import Mover, Movers
+from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import user_owner
 from kvxferd.core.ranks.placements import Placements
+from kvxferd.core.ranks.rank import LocalRank, RankState, RankTrigger
 from kvxferd.core.ranks.registration_checks import (
     RegistrationChecks,
     check_exports,
     check_is_new,
     check_problem,
 )
-from kvxferd.core.ranks.registry import LocalRank, RankState, Registry
+from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError
-from kvxferd.ids import EngineId, EngineKey, Generation, MoverId, SessionId
+from kvxferd.errors import Code, EngineError, ProtocolError
+from kvxferd.ids import EngineId, EngineKey, Generation, MoverId
 from kvxferd.layout.validate import validate_layout
 from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import Refusal
@@ -72,7 +75,6 @@ class LocalRanks:
         self._member = member
         self._on_change = on_change
         self._placements = Placements(context)
-        self._refusals: dict[SessionId, list[Refused]] = {}  # that wait for the death of movers
         self._checks = RegistrationChecks(context, registry)
 
     # --- requests of a worker
@@ -80,58 +82,57 @@ class LocalRanks:
     def register(
         self, session: Session, message: Register, problem: Refusal | None, awaits_fds: bool = False
     ) -> None:
-        """Claim the rank and find a mover for it, or refuse. A refusal does not end the session.
+        """Claim the rank and find a mover for it. Raises KvxferdError: refused, which ends no session.
 
         If the frame announced more descriptors than it carried, `FdsRequest` requests them from the worker
         once all else is valid.
         """
-        try:
-            if session.rank is not None:
-                self._register_again(session, session.rank, message)
-                return
-            check_problem(problem)
-            self._checks.check_session(session)
-            self._checks.check_room(session)
-            spec = check_spec(message.engine, message.incarnation)
-            if not self._registry.is_home(spec):
-                self._context.allowlist.check(spec.home)
-            validate_layout(spec, message.layout)
-            check_exports(message.layout, message.regions)
-            self._checks.check_owner(session, spec.engine_id)
-            self._checks.check_start(session, spec.key)
-            rank = LocalRank(
-                session.session_id,
-                spec,
-                message.layout,
-                message.regions,
-                message.incarnation,
-                message.request,
-                uid=session.uid,
-                pid=session.pid,
-                resident=message.placement == "resident",
-            )
-            self._registry.check_absent_owner(spec)
-            self._registry.check_claim(rank)
-            self._checks.check_rate(session, "register")
-            self._registry.claim(rank)
-        except KvxferdError as error:
-            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
+        if session.rank is not None:
+            self._register_again(session.rank, message)
             return
+        check_problem(problem)
+        self._checks.check_room(session)
+        spec = check_spec(message.engine, message.incarnation)
+        if not self._registry.is_home(spec):
+            self._context.allowlist.check(spec.home)
+        validate_layout(spec, message.layout)
+        check_exports(message.layout, message.regions)
+        self._checks.check_owner(session, spec.engine_id)
+        self._checks.check_start(session, spec.key)
+        rank = LocalRank(
+            session.session_id,
+            spec,
+            message.layout,
+            message.regions,
+            message.incarnation,
+            message.request,
+            uid=session.uid,
+            pid=session.pid,
+            resident=message.placement == "resident",
+        )
+        self._registry.check_absent_owner(spec)
+        self._registry.check_claim(rank)
+        self._checks.check_rate(session, "register")
+        self._registry.claim(rank)
         session.rank = rank
         self._on_change(RankChange.REGISTERED, rank)
-        rank.sends_fence_page = True
         if awaits_fds:
-            rank.awaits_fds = True
+            self._move(rank, RankTrigger.NEED_FDS)
             self._context.emit(SendToWorker(session.session_id, FdsRequest(request=message.request)))
             return
         self._map(session, rank)
 
+    def _move(self, rank: LocalRank, trigger: RankTrigger) -> None:
+        """Take the rank to its next state. The timer of the former one is void: a rank has one at a time."""
+        rank.move(trigger)
+        self._context.timers.cancel(("rank", rank.session))
+
     def fds_arrived(self, session: Session, problem: Refusal | None) -> None:
         """Continue a registration whose announced descriptors have arrived."""
         rank = session.rank
-        if rank is None or not rank.awaits_fds or rank.state is not RankState.MAPPING:
+        if rank is None or rank.state is not RankState.AWAITING_FDS:
             return
-        rank.awaits_fds = False
+        self._move(rank, RankTrigger.FDS_ARRIVED)
         if problem is not None:
             self._refuse_or_close(session, problem)
         else:
@@ -153,7 +154,7 @@ class LocalRanks:
             session.awaits_mover = True
             self._context.emit(RequestMover(session.session_id))
 
-    def _register_again(self, session: Session, rank: LocalRank, message: Register) -> None:
+    def _register_again(self, rank: LocalRank, message: Register) -> None:
         if (message.engine.key, message.engine.rank) != (rank.spec.key, rank.spec.rank):
             raise EngineError(
                 f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key}; "
@@ -168,7 +169,7 @@ class LocalRanks:
                 "its transfers are void; suspend and resume, or close and connect anew",
                 Code.INCARNATION_CHANGED,
             )
-        if rank.registered_sent:
+        if rank.request is None:
             # No second `Registered`: it carries a descriptor, and those pile up for a worker that reads none.
             raise EngineError(
                 f"cannot register: this connection is rank {rank.spec.rank} of engine {rank.spec.key} "
@@ -177,24 +178,16 @@ class LocalRanks:
             )
         rank.request = message.request  # the reply that is due answers this request
 
-    def attach(self, session: Session, message: Attach) -> Registered | None:
+    def attach(self, session: Session, message: Attach) -> Registered:
         """Let the session publish for an engine, of the newest generation here where it names none.
 
-        Return the reply; None where it was refused.
+        Return the reply. Raises EngineError: refused.
         """
-        if session.engine is not None:
-            text = f"cannot attach: this connection is of engine {session.engine} already; open another"
-            self._refuse(session, message.request, Code.OUT_OF_PLACE, text)
-            return None
-        try:
-            names = (message.engine_id, message.generation)
-            check_names("attach", *(names if message.generation else names[:1]))
-            self._checks.check_owner(session, message.engine_id)
-            self._checks.check_publisher(session, message.engine_id)
-            session.attached = EngineKey(*names) if message.generation else self._newest(message.engine_id)
-        except EngineError as error:
-            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
-            return None
+        names = (message.engine_id, message.generation)
+        check_names("attach", *(names if message.generation else names[:1]))
+        self._checks.check_owner(session, message.engine_id)
+        self._checks.check_publisher(session, message.engine_id)
+        session.attached = EngineKey(*names) if message.generation else self._newest(message.engine_id)
         return Registered(
             request=message.request,
             endpoint=self._context.endpoint,
@@ -213,12 +206,6 @@ class LocalRanks:
             )
         return newest
 
-    def _refuse(
-        self, session: Session, request: int, code: Code, message: str, retry_after_s: float = 0.0
-    ) -> None:
-        refused = Refused(request=request, code=code, message=message, retry_after_s=retry_after_s)
-        self._context.emit(SendToWorker(session.session_id, refused))
-
     # --- the mover is bound
 
     def mover_assigned(self, session: Session | None, mover: Mover, library: str) -> None:
@@ -234,29 +221,29 @@ class LocalRanks:
         mover.engine = rank.spec.key
         self._placements.reset(rank)
         if mover.resident:
-            self._bind(session, mover.mover_id, rank)
+            self._bind(rank)
             return
         session.num_offers += 1
-        rank.offer_number = session.num_offers
-        self._offer(session, mover.mover_id, rank)
+        self._move(rank, RankTrigger.OFFER)
+        self._offer(session, rank)
 
     @staticmethod
     def _needs(rank: LocalRank, mover: Mover) -> bool:
         """Whether the rank waits for this mover. One from before a suspend may come late."""
-        is_there = rank.state is RankState.MAPPING and not rank.awaits_fds
-        return is_there and rank.mover is None and rank.resident is mover.resident
+        return rank.state is RankState.MAPPING and rank.resident is mover.resident
 
-    def _offer(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
+    def _offer(self, session: Session, rank: LocalRank) -> None:
         """Have the worker watch the mover. Until it does, the mover gets no memory and no pull.
 
         Otherwise the worker could lose this daemon before it learns of the mover, find all movers that it
         watches dead, and reuse its memory while this mover writes.
         """
-        offered = MoverOffered(number=rank.offer_number)
-        self._context.emit(SendToWorker(session.session_id, offered, pidfd_of=mover))
-        self._context.after(
-            ("offer", session.session_id), OFFER_TIMEOUT_S, lambda: self._offer_timed_out(session, rank)
-        )
+        offered = MoverOffered(number=session.num_offers)
+        self._context.emit(SendToWorker(rank.session, offered, pidfd_of=rank.mover))
+        self._set_timer(rank, OFFER_TIMEOUT_S, lambda: self._offer_timed_out(session, rank))
+
+    def _set_timer(self, rank: LocalRank, after_s: float, callback: Callable[[], None]) -> None:
+        self._context.after(("rank", rank.session), after_s, callback)
 
     def mover_acknowledged(self, session: Session, message: MoverAcknowledged) -> None:
         """Bind the mover that the worker watches now. A late or second acknowledgement changes nothing.
@@ -267,17 +254,11 @@ class LocalRanks:
             raise ProtocolError(
                 f"mover {message.number} was never offered to this session", Code.OUT_OF_PLACE
             )
-        rank = session.rank
-        if rank is None or rank.offer_number != message.number or rank.mover is None:
+        rank = session.local_rank
+        if rank.state is not RankState.OFFERED or message.number != session.num_offers:
             return
-        self._end_offer(rank)
         rank.num_unacknowledged = 0
-        if rank.state is RankState.MAPPING:
-            self._bind(session, rank.mover, rank)
-
-    def _end_offer(self, rank: LocalRank) -> None:
-        rank.offer_number = 0
-        self._context.timers.cancel(("offer", rank.session))
+        self._bind(rank)
 
     def _offer_timed_out(self, session: Session, rank: LocalRank) -> None:
         assert rank.mover is not None
@@ -298,18 +279,19 @@ class LocalRanks:
     def pidfd_not_sent(self, session: Session, mover: MoverId) -> None:
         """Offer the mover again: the worker has not received its pidfd."""
         rank = session.rank
-        if rank is not None and rank.mover == mover and rank.offer_number:
-            again = ("offer", session.session_id)
-            self._context.after(again, OFFER_RETRY_S, lambda: self._offer(session, mover, rank))
+        if rank is not None and rank.state is RankState.OFFERED and rank.mover == mover:
+            self._set_timer(rank, OFFER_RETRY_S, lambda: self._offer(session, rank))
 
-    def _bind(self, session: Session, mover: MoverId, rank: LocalRank) -> None:
+    def _bind(self, rank: LocalRank) -> None:
+        self._move(rank, RankTrigger.BIND)
+        assert rank.mover is not None
         settings = self._context.settings
         bind = Bind(
             regions=rank.exports,
             read_way=ReadWay.DIRECT if rank.resident else settings.read_way,
             device_placement=DevicePlacement.DIRECT if rank.resident else settings.device_placement,
         )
-        self._context.emit(BindMover(mover, rank.session, bind))
+        self._context.emit(BindMover(rank.mover, rank.session, bind))
 
     def mover_unavailable(self, session: Session, refusal: Refusal) -> None:
         """Refuse the registration, or close a session that is registered: no mover is available."""
@@ -320,9 +302,7 @@ class LocalRanks:
     def is_binding(self, session: Session, mover: MoverId) -> bool:
         """Whether the session's rank waits for this mover's reply to `Bind`."""
         rank = session.rank
-        if rank is None or rank.mover != mover or rank.offer_number:
-            return False
-        return rank.state is RankState.MAPPING
+        return rank is not None and rank.state is RankState.BINDING and rank.mover == mover
 
     def bound(self, session: Session, message: Bound) -> None:
         """Make the rank ready, or join it at its home: its memory is mapped and registered with NIXL."""
@@ -339,7 +319,7 @@ class LocalRanks:
         if self._registry.is_home(rank.spec):
             self._make_ready(session, rank)
             return
-        rank.state = RankState.JOINING
+        self._move(rank, RankTrigger.JOIN)
         self._member.join(rank)
 
     def placement_proved(self, session: Session | None, mover: MoverId, message: ProbeResult) -> None:
@@ -366,7 +346,7 @@ class LocalRanks:
         self._refuse_or_close(session, Refusal(code, refusal.message, refusal.retry_after_s))
 
     def _make_ready(self, session: Session, rank: LocalRank) -> None:
-        rank.state = RankState.READY
+        self._move(rank, RankTrigger.READY)
         # Its user owns the engine: ranks that are kept for other generations are given up.
         self._registry.owners.forget_absent(rank.spec.engine_id, excluding=rank.spec.key)
         self._registry.owners.set_present(rank.spec.key, rank.spec.rank, user_owner(rank.uid))
@@ -374,13 +354,13 @@ class LocalRanks:
         self._on_change(RankChange.READY, rank)
 
     def _send_registered(self, rank: LocalRank) -> None:
-        if rank.registered_sent:
+        if rank.request is None:
             self._context.emit(SendToWorker(rank.session, MoverChanged()))
             return
-        rank.registered_sent = rank.was_registered = True
-        home = rank.spec.home or self._context.endpoint
-        registered = Registered(request=rank.request, endpoint=home)
-        effect = SendToWorker(rank.session, registered, with_fence_page=rank.sends_fence_page)
+        registered = Registered(request=rank.request, endpoint=rank.spec.home or self._context.endpoint)
+        # With the first one goes the session's fence page.
+        effect = SendToWorker(rank.session, registered, with_fence_page=not rank.was_registered)
+        rank.request, rank.was_registered = None, True
         self._context.emit(effect)
 
     def _refuse_or_close(self, session: Session, refusal: Refusal) -> None:
@@ -391,7 +371,7 @@ class LocalRanks:
         rank = session.rank
         if rank is None:
             return
-        if rank.registered_sent:
+        if rank.request is None:
             self._close(session, Farewell(code=refusal.code, message=refusal.message))
             return
         refused = Refused(
@@ -400,42 +380,37 @@ class LocalRanks:
             message=refusal.message,
             retry_after_s=refusal.retry_after_s,
         )
-        self._refusals.setdefault(session.session_id, []).append(refused)
-        self._send_refusals(session)
+        rank.request = None
         if rank.was_registered:
-            self._suspend_again(session, rank)
+            self._suspend(session, rank, refused)
         else:
             self._remove(session, rank)
+            self._reply_once_unmapped(session, refused)
 
-    def _send_refusals(self, session: Session) -> None:
-        """Send what was refused once no mover of the session lives: the worker may then unmap its memory."""
+    def _reply_once_unmapped(self, session: Session, *replies: Refused | Suspended) -> None:
+        """Send these, and those that wait, once no mover of the session lives: it may unmap its memory then.
+
+        A mover that was replaced counts too: unmapping memory under a live mover kills the worker.
+        """
+        session.replies_once_unmapped += replies
         if self._movers.has_mover(session.session_id):
             return
-        for refused in self._refusals.pop(session.session_id, ()):
-            self._context.emit(SendToWorker(session.session_id, refused))
+        if session.rank is not None and session.rank.state is RankState.SUSPENDING:
+            self._move(session.rank, RankTrigger.MOVERS_DEAD)
+        for reply in session.replies_once_unmapped:
+            self._context.emit(SendToWorker(session.session_id, reply))
+        session.replies_once_unmapped = []
 
-    def _suspend_again(self, session: Session, rank: LocalRank) -> None:
-        self._on_change(RankChange.ASLEEP, rank)
-        self._context.timers.cancel(("rebind", session.session_id))
-        self._end_offer(rank)
-        rank.awaits_resident = False
-        if not self._registry.is_home(rank.spec):
-            self._member.leave(rank)
-        rank.mover, rank.agent = None, None  # its death changes nothing
-        self._movers.kill_all(session.session_id)
-        rank.state = RankState.SUSPENDED
-
-    def bind_refused(self, session: Session, refusal: Refusal) -> None:
+    def bind_refused(self, session: Session, mover: Mover, refusal: Refusal) -> None:
         """Refuse a rank whose memory the mover cannot map or register, or make room for another try.
 
         While a retired mover lives, a GPU may have no memory for a second context. Then the retired mover is
         killed at once, and the next one reads its pulls again.
         """
-        rank = session.rank
-        if rank is not None and rank.mover is not None and self._movers.kill_retired(session.session_id):
-            self._movers.kill(rank.mover)
-            return
-        self._refuse_or_close(session, refusal)
+        if self._movers.kill_others(mover):
+            self._movers.kill(mover.mover_id)
+        else:
+            self._refuse_or_close(session, refusal)
 
     # --- the mover leaves
 
@@ -446,87 +421,69 @@ class LocalRanks:
             return
         # Readers continue to read from a retired mover. The home learns of the next one by its join, or of
         # this one's death if that comes first.
-        if not mover.retired and not self._registry.is_home(rank.spec):
+        is_retired = mover.state is MoverState.RETIRED
+        if not is_retired:
             self._member.leave(rank)
-        rank.mover, rank.agent = None, None
-        self._end_offer(rank)
-        if rank.state is RankState.SUSPENDING:
-            return
-        rank.state = RankState.MAPPING
-        delay_s = 0.0 if mover.retired else REBIND_AFTER_S
-        self._context.after(("rebind", session.session_id), delay_s, lambda: self._rebind(session, rank))
+        self._move(rank, RankTrigger.MOVER_LEFT)
+        delay_s = 0.0 if is_retired else REBIND_AFTER_S
+        self._set_timer(rank, delay_s, lambda: self._rebind(session, rank))
 
     def _rebind(self, session: Session, rank: LocalRank) -> None:
         """Find another mover, within the user's rate of started movers."""
         wait_s = self._checks.start_mover_wait_s(rank.uid)
         if wait_s > 0:
-            again_s = max(wait_s, REBIND_AFTER_S)
-            self._context.after(("rebind", rank.session), again_s, lambda: self._rebind(session, rank))
+            self._set_timer(rank, max(wait_s, REBIND_AFTER_S), lambda: self._rebind(session, rank))
         elif rank.resident:  # only the worker can start one
-            rank.awaits_resident = True
+            self._move(rank, RankTrigger.REQUEST_RESIDENT)
             self._context.emit(SendToWorker(rank.session, MoverRequest()))
         else:
+            self._move(rank, RankTrigger.REQUEST_MOVER)
             self._request_mover(session, rank)
 
     def mover_died(self, session: Session, mover: Mover) -> None:
         """Continue what waits for this death, or report a retired mover's death to the home."""
-        self._send_refusals(session)
-        rank = session.rank
-        if rank is None:
-            return
-        if rank.state is RankState.SUSPENDING:
-            self._finish_suspend(rank)
-        elif mover.retired and rank.state is RankState.MAPPING and not self._registry.is_home(rank.spec):
-            self._member.leave(rank, mover.agent)
+        self._reply_once_unmapped(session)
+        if session.rank is not None and self._member.has_joined(session.rank, mover.agent):
+            self._member.leave(session.rank)
 
     def resident_mover_started(self, session: Session) -> None:
         """Bind another resident mover that the worker has started. A late one ends with its socket."""
-        rank = session.rank
-        if rank is not None and rank.awaits_resident and rank.state is RankState.MAPPING:
-            rank.awaits_resident = False
+        rank = session.local_rank
+        if rank.state is RankState.AWAITING_WORKER:
+            self._move(rank, RankTrigger.REQUEST_MOVER)
             self._request_mover(session, rank)
 
     # --- sleep
 
     def suspend(self, session: Session) -> None:
         """Release the rank's memory. `Suspended` follows once all its movers are dead."""
-        rank = session.rank
-        if rank is None or rank.is_asleep:
+        rank = session.local_rank
+        if rank.is_asleep:
             return
+        self._suspend(session, rank, Suspended())
+
+    def _suspend(self, session: Session, rank: LocalRank, reply: Suspended | Refused) -> None:
         self._on_change(RankChange.ASLEEP, rank)
-        self._context.timers.cancel(("rebind", session.session_id))
-        self._end_offer(rank)
-        rank.awaits_resident = False
-        rank.state = RankState.SUSPENDING
-        self._movers.kill_all(session.session_id)
-        self._finish_suspend(rank)
+        self._end_movers(rank, RankTrigger.SUSPEND)
+        self._reply_once_unmapped(session, reply)
 
-    def _finish_suspend(self, rank: LocalRank) -> None:
-        """Send `Suspended` if no mover of the session lives.
-
-        A mover that was replaced counts too: unmapping memory under a live mover kills the worker.
-        """
-        if not self._movers.has_mover(rank.session):
-            rank.state = RankState.SUSPENDED
-            self._context.emit(SendToWorker(rank.session, Suspended()))
+    def _end_movers(self, rank: LocalRank, trigger: RankTrigger) -> None:
+        self._member.leave(rank)
+        self._movers.kill_all(rank.session)
+        self._move(rank, trigger)
 
     def resume(self, session: Session, message: Resume, problem: Refusal | None) -> None:
-        """Find a mover for the memory, which is back in another mapping."""
-        rank = session.rank
-        try:
-            check_problem(problem)
-            if rank is None or rank.state is not RankState.SUSPENDED:
-                raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
-            check_exports(rank.layout, message.regions)
-            check_is_new(rank, message.incarnation)
-            self._checks.check_rate(session, "resume")
-        except KvxferdError as error:
-            self._refuse(session, message.request, error.code, error.message, error.retry_after_s)
-            return
+        """Find a mover for the memory, which is back in another mapping. Raises KvxferdError: refused."""
+        rank = session.local_rank
+        check_problem(problem)
+        if rank.state is not RankState.SUSPENDED:
+            raise EngineError("cannot resume: the rank is not suspended", Code.OUT_OF_PLACE)
+        check_exports(rank.layout, message.regions)
+        check_is_new(rank, message.incarnation)
+        self._checks.check_rate(session, "resume")
         rank.exports, rank.incarnation, rank.request = message.regions, message.incarnation, message.request
         rank.resident = message.placement == "resident"
-        rank.state, rank.registered_sent, rank.sends_fence_page = RankState.MAPPING, False, False
-        rank.awaits_fds = False
+        self._move(rank, RankTrigger.RESUME)
         self._on_change(RankChange.MAPPED, rank)
         self._map(session, rank)
 
@@ -534,7 +491,6 @@ class LocalRanks:
 
     def session_closed(self, session: Session) -> None:
         """Release the session's rank."""
-        self._refusals.pop(session.session_id, None)
         if session.rank is not None:
             self._remove(session, session.rank)
 
@@ -542,10 +498,5 @@ class LocalRanks:
         self._on_change(RankChange.GONE, rank)
         self._registry.remove(rank)
         self._registry.owners.rank_gone(rank.spec.key, rank.spec.rank)
-        self._context.timers.cancel(("rebind", session.session_id))
-        self._end_offer(rank)
-        if not self._registry.is_home(rank.spec):
-            self._member.leave(rank)
-        self._movers.kill_all(session.session_id)
-        rank.state = RankState.SUSPENDED  # late events of this rank change nothing in this state
+        self._end_movers(rank, RankTrigger.CLOSE)
         session.rank = None

@@ -12,7 +12,8 @@ from kvxferd.core.effects import SendToPeer, SendToWorker
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.registry import LocalRank, RankState, Registry
+from kvxferd.core.ranks.rank import LocalRank, RankState
+from kvxferd.core.ranks.registry import Registry
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Endpoint, EngineKey, Incarnation, SessionId, TransferId
 from kvxferd.wire.common import Refusal
@@ -67,6 +68,7 @@ class Member:
         self._released: OrderedDict[tuple[EngineKey, TransferId], None] = OrderedDict()
         # What each rank has reported as written and not heard to be released: a home that restarts lost it.
         self._reported: dict[SessionId, OrderedDict[TransferId, tuple[Incarnation, int]]] = {}
+        self._joined: dict[SessionId, AgentName] = {}  # the agent that each rank's home may know
         self._open_joins: dict[SessionId, int] = {}  # the request of each rank's last `JoinRank`
         self._pending: list[tuple[Endpoint, SetRankPolling]] = []  # until the mover polls
         self.on_joined: Callable[[LocalRank, Refusal | None], None] = lambda rank, refusal: None
@@ -92,6 +94,7 @@ class Member:
             secret=self._secret,
         )
         self._cancel_join(rank)
+        self._joined[rank.session] = message.manifest.binding.agent
         self._open_joins[rank.session] = message.request
         # Reports wait until the rank has joined, and would fill its user's share of requests for minutes.
         timeout_s = self._context.settings.silent_after_s
@@ -142,23 +145,25 @@ class Member:
         elif rank.state is RankState.JOINING:
             self._schedule_heartbeat(rank)  # the first reply is still due
 
-    def leave(self, rank: LocalRank, former: AgentName | None = None) -> None:
-        """Leave the home: the rank is gone, or has no mover now. `former`: the agent joined, if another."""
+    def has_joined(self, rank: LocalRank, agent: AgentName) -> bool:
+        """Whether the rank's home may know that agent as the rank's."""
+        return self._joined.get(rank.session) == agent
+
+    def leave(self, rank: LocalRank) -> None:
+        """Leave the home, if the rank has joined it: it is gone, sleeps, or has no mover now."""
         self._context.timers.cancel(("heartbeat", rank.session))
         self._context.timers.cancel(("rejoin", rank.session))
         self._reported.pop(rank.session, None)  # its home ends what it has written
-        agent, spec = former or rank.agent, rank.spec
-        if agent is None:
+        if self._joined.pop(rank.session, None) is None:
             return
-
         self._cancel_join(rank)
+        spec = rank.spec
         message = LeaveRank(
             request=self._peer_requests.next_id(),
             boot=self._context.boot,
             engine_id=spec.engine_id,
             generation=spec.generation,
             rank=spec.rank,
-            agent=agent,
             secret=self._secret,
         )
         self._peers.request(

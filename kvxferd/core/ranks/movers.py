@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import KillMover, SendToMover
@@ -28,6 +29,23 @@ REMOTE_OVERHEAD_BYTES = 256  # of each agent, beside its metadata: an estimate
 STUCK_S = 2.0  # a resident mover that must end is gone within milliseconds, or is stuck in its library
 
 
+class MoverState(Enum):
+    """What becomes of a mover, in this order, until its death removes it. It may be killed unretired."""
+
+    SERVING = auto()
+    RETIRED = auto()  # it ends when its pulls have ended; another one serves its rank
+    DYING = auto()  # killed; a resident one was requested to end
+
+
+@dataclass(slots=True)
+class RemoteAgent:
+    """What a mover knows of an agent that it reads from."""
+
+    peer: Endpoint  # that named it first
+    last_used: float
+    loaded: set[bytes] = field(default_factory=set)  # its metadata, as the mover has it
+
+
 @dataclass(slots=True)
 class Mover:
     """One mover, from its assignment to a rank until its death."""
@@ -35,19 +53,15 @@ class Mover:
     mover_id: MoverId
     session: SessionId
     agent: AgentName
-    engine: EngineKey | None = None  # of its rank, once it serves one
-    plans: dict[Digest, int] = field(default_factory=dict)  # bytes of each, the longest unused first
-    remotes: dict[AgentName, set[bytes]] = field(default_factory=dict)  # metadata loaded, by agent
-    learnt_from: dict[AgentName, Endpoint] = field(default_factory=dict)  # the peer that named it first
-    loaded_bytes_of: Counter[Endpoint] = field(default_factory=Counter)  # bytes of the remotes, by that peer
-    num_agents_of: Counter[Endpoint] = field(default_factory=Counter)  # by that peer
-    last_used: dict[AgentName, float] = field(default_factory=dict)  # of each agent, the oldest first
     resident: bool = False  # a thread of the worker: requested to end, never killed
+    state: MoverState = MoverState.SERVING
+    engine: EngineKey | None = None  # of its rank, once it serves one
     worn: bool = False  # its buffers are in doubt, and only its death frees them
-    retired: bool = False  # it ends when its pulls have ended; another one serves its rank
-    dying: bool = False
     kill_sent_at: float = 0.0  # of a dying one
-    has_left: bool = False  # it serves no rank any more
+    plans: dict[Digest, int] = field(default_factory=dict)  # bytes of each, the longest unused first
+    remotes: dict[AgentName, RemoteAgent] = field(default_factory=dict)  # the longest unused first
+    loaded_bytes_of: Counter[Endpoint] = field(default_factory=Counter)  # bytes of the remotes, by peer
+    num_agents_of: Counter[Endpoint] = field(default_factory=Counter)  # by peer
 
 
 class Movers:
@@ -72,9 +86,9 @@ class Movers:
         return self._movers.get(mover)
 
     def accepts_pulls(self, mover: MoverId) -> bool:
-        """Whether the mover gets new pulls: it lives, and is neither retired nor dying."""
+        """Whether the mover gets new pulls: it is neither dead nor about to end."""
         known = self._movers.get(mover)
-        return known is not None and not known.retired and not known.dying
+        return known is not None and known.state is MoverState.SERVING
 
     def get_by_agent(self, agent: AgentName) -> Mover | None:
         """Return the mover whose agent this is; None: it is dead, or on another node."""
@@ -91,7 +105,10 @@ class Movers:
 
     def has_mover(self, session: SessionId) -> bool:
         """Whether a mover of the session lives, and may still reach the rank's memory."""
-        return any(mover.session == session for mover in self._movers.values())
+        return bool(self._of(session))
+
+    def _of(self, session: SessionId) -> list[Mover]:
+        return [mover for mover in self._movers.values() if mover.session == session]
 
     def retire(self, mover: MoverId) -> None:
         """Give the mover no new pulls. Kill it when its pulls have ended, after `RETIRED_S` at the latest.
@@ -99,30 +116,30 @@ class Movers:
         A rank has one retired mover at most: each maps the rank's memory, on a GPU in a context of its own.
         """
         known = self._movers.get(mover)
-        if known is None or known.dying or known.retired:
+        if known is None or known.state is not MoverState.SERVING:
             return
-        self.kill_retired(known.session)
-        known.retired = True
+        self.kill_others(known)
+        known.state = MoverState.RETIRED
         self._context.after(("retired", mover), RETIRED_S, lambda: self.kill(mover))
         self._schedule_leaving(known)
 
     def reconsider(self, mover: MoverId | None) -> None:
         """Kill a retired mover that is not needed any more."""
         known = self._movers.get(mover) if mover is not None else None
-        if known is not None and known.retired and known.has_left and not self._is_needed(known):
+        if known is not None and known.state is MoverState.RETIRED and not self._is_needed(known):
             self.kill(known.mover_id)
 
-    def kill_retired(self, session: SessionId) -> bool:
-        """Kill the session's retired movers. Return whether there was one."""
-        retired = [m for m in self._movers.values() if m.session == session and m.retired]
-        for known in retired:
-            self.kill(known.mover_id)
-        return bool(retired)
+    def kill_others(self, kept: Mover) -> bool:
+        """Kill the other movers of the mover's session. Return whether there was one, dying ones included."""
+        others = [mover for mover in self._of(kept.session) if mover is not kept]
+        for mover in others:
+            self.kill(mover.mover_id)
+        return bool(others)
 
     def kill_all(self, session: SessionId) -> None:
         """Kill every mover of the session."""
-        for known in [m for m in self._movers.values() if m.session == session]:
-            self.kill(known.mover_id)
+        for mover in self._of(session):
+            self.kill(mover.mover_id)
 
     def _schedule_leaving(self, mover: Mover) -> None:
         def leave() -> None:
@@ -131,25 +148,24 @@ class Movers:
 
         self._context.before_next_event(("mover-leaves", mover.mover_id), leave)
 
-    def retired(self) -> list[Mover]:
-        """Return the retired movers that are not dead yet."""
-        return [mover for mover in self._movers.values() if mover.retired]
+    def num_ending(self) -> int:
+        """Return how many movers get nothing new and are not dead yet."""
+        return sum(mover.state is not MoverState.SERVING for mover in self._movers.values())
 
     def num_stuck(self, session: SessionId) -> int:
         """Return how many resident movers of the session have not ended `STUCK_S` after the request."""
         limit = self._context.now - STUCK_S
         return sum(
-            mover.resident and mover.dying and mover.kill_sent_at <= limit
-            for mover in self._movers.values()
-            if mover.session == session
+            mover.resident and mover.state is MoverState.DYING and mover.kill_sent_at <= limit
+            for mover in self._of(session)
         )
 
     def kill(self, mover: MoverId) -> None:
         """Kill the mover, once. A resident mover may never end, so its rank does not wait for it."""
         known = self._movers.get(mover)
-        if known is None or known.dying:
+        if known is None or known.state is MoverState.DYING:
             return
-        known.dying, known.kill_sent_at = True, self._context.now
+        known.state, known.kill_sent_at = MoverState.DYING, self._context.now
         self._context.timers.cancel(("retired", mover))
         self._context.emit(KillMover(mover))
         if known.resident:
@@ -183,45 +199,47 @@ class Movers:
         Raises PeerError where another peer named the agent first: the library would replace the way to it.
         """
         known = self._movers[mover]
-        if agent not in known.remotes:
+        if agent not in known.remotes or not known.remotes[agent].loaded:
             self._drop_stale(known)
-        first = known.learnt_from.get(agent, peer)
-        if first != peer and metadata not in known.remotes.get(agent, ()):
+        remote = known.remotes.get(agent) or self._add_agent(known, peer, agent)
+        is_loaded = metadata in remote.loaded
+        if remote.peer != peer and not is_loaded:
             raise PeerError(
-                f"cannot read from agent {agent} as {peer} describes it: it is an agent of {first}",
+                f"cannot read from agent {agent} as {peer} describes it: it is an agent of {remote.peer}",
                 Code.BAD_FRAME,
             )
-        if agent not in known.learnt_from:
-            known.learnt_from[agent] = peer
-            known.num_agents_of[peer] += 1
-            if known.num_agents_of[peer] > MAX_AGENTS_PER_PEER:
-                self._forget_agent(known, next(a for a in known.last_used if known.learnt_from[a] == peer))
-        known.last_used.pop(agent, None)
-        known.last_used[agent] = self._context.now
-        if metadata not in known.remotes.get(agent, ()):
+        remote.last_used = self._context.now
+        known.remotes[agent] = known.remotes.pop(agent)  # the last one
+        if not is_loaded:
             self._make_room(known, peer, _loaded_size(metadata))
-            known.remotes.setdefault(agent, set()).add(metadata)
+            remote.loaded.add(metadata)
             known.loaded_bytes_of[peer] += _loaded_size(metadata)
             self._context.emit(SendToMover(mover, LoadRemote(agent=agent, metadata=metadata, word=word)))
 
+    def _add_agent(self, mover: Mover, peer: Endpoint, agent: AgentName) -> RemoteAgent:
+        if mover.num_agents_of[peer] == MAX_AGENTS_PER_PEER:
+            self._forget_agent(mover, next(a for a, remote in mover.remotes.items() if remote.peer == peer))
+        mover.num_agents_of[peer] += 1
+        mover.remotes[agent] = RemoteAgent(peer, self._context.now)
+        return mover.remotes[agent]
+
     def _drop_stale(self, mover: Mover) -> None:
         """Drop agents that are unused for `max_hold_s`: each restart of an engine brings new ones."""
-        while mover.last_used:
-            agent, last_used = next(iter(mover.last_used.items()))
-            if not self._context.is_stale(last_used):
+        while mover.remotes:
+            agent, oldest = next(iter(mover.remotes.items()))
+            if not self._context.is_stale(oldest.last_used):
                 return
             self._forget_agent(mover, agent)
 
     def _forget_agent(self, mover: Mover, agent: AgentName) -> None:
         self.drop_remote(mover.mover_id, agent)
-        del mover.last_used[agent]
-        decrease(mover.num_agents_of, mover.learnt_from.pop(agent))
+        decrease(mover.num_agents_of, mover.remotes.pop(agent).peer)
 
     def _make_room(self, mover: Mover, peer: Endpoint, num_bytes: int) -> None:
         """Drop agents of that peer, the longest unused first. A pull that needs one loads it again."""
         if mover.loaded_bytes_of[peer] + num_bytes <= MAX_LOADED_BYTES_PER_PEER:
             return
-        for agent in [agent for agent in mover.last_used if mover.learnt_from[agent] == peer]:
+        for agent in [agent for agent, remote in mover.remotes.items() if remote.peer == peer]:
             if mover.loaded_bytes_of[peer] + num_bytes > MAX_LOADED_BYTES_PER_PEER:
                 self.drop_remote(mover.mover_id, agent)
 
@@ -231,12 +249,13 @@ class Movers:
         The agent stays that of the peer that named it first. Otherwise a peer that made a read fail, by an
         address that does not exist, could be the next to describe the agent.
         """
-
         known = self._movers.get(mover)
-        if known is not None and (loaded := known.remotes.pop(agent, None)) is not None:
-            peer = known.learnt_from[agent]
-            decrease(known.loaded_bytes_of, peer, sum(map(_loaded_size, loaded)))
-            self._context.emit(SendToMover(mover, DropRemote(agent=agent)))
+        remote = known.remotes.get(agent) if known is not None else None
+        if known is None or remote is None or not remote.loaded:
+            return
+        decrease(known.loaded_bytes_of, remote.peer, sum(map(_loaded_size, remote.loaded)))
+        remote.loaded.clear()
+        self._context.emit(SendToMover(mover, DropRemote(agent=agent)))
 
 
 def _loaded_size(metadata: bytes) -> int:

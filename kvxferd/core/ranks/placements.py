@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.records import PlacementRecord, TransportsRecord
 from kvxferd.ucx_log import ITSELF, TransportsUsed, data_transports, slow_transports
 from kvxferd.wire.common import MeasuredPlacement

@@ -6,7 +6,8 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.checks import check_share
 from kvxferd.core.limits.rate_limit import RateLimiter
 from kvxferd.core.limits.table import RETRY_LATER_S
-from kvxferd.core.ranks.registry import LocalRank, Registry
+from kvxferd.core.ranks.rank import LocalRank
+from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.errors import BusyError, Code, EngineError
 from kvxferd.ids import EngineId, EngineKey, Incarnation, RegionId
@@ -31,19 +32,12 @@ class RegistrationChecks:
         self._registry = registry
         self._started_movers = RateLimiter(REGISTER_BURST, REGISTER_PER_S)
 
-    def check_session(self, session: Session) -> None:
-        """Raise EngineError where the connection is attached, or the daemon drains."""
-        if session.attached is not None:
-            raise EngineError(
-                "cannot register: this connection is attached as a publisher; open another", Code.OUT_OF_PLACE
-            )
+    def check_room(self, session: Session) -> None:
+        """Raise EngineError where the daemon drains, BusyError where the user has as many ranks as it may."""
         if self._context.draining:
             raise EngineError(
                 "cannot register: this daemon is draining; register when it is back", Code.DRAINING
             )
-
-    def check_room(self, session: Session) -> None:
-        """Raise BusyError where the user has as many ranks as it may have."""
         held_by = self._registry.num_ranks_by_user()
         limit = self._context.settings.limits.max_ranks
         what = f"register: {held_by.total()} ranks are registered here"

@@ -5,166 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
-from kvxferd.core.peers.remote_engine import manifest_bytes
 from kvxferd.core.ranks.owners import Owners, is_user
+from kvxferd.core.ranks.rank import LocalRank, MemberRank, RankRecord
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
-    AgentName,
-    BootId,
     Endpoint,
     EngineId,
     EngineKey,
     GroupName,
     Incarnation,
-    MoverId,
     Rank,
     SessionId,
 )
-from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, block_bytes
+from kvxferd.layout import EngineSpec
 from kvxferd.plan import (
     BlockRules,
     ListRules,
-    TransferTopology,
-    block_rules,
     check_engine,
     check_same_engine,
     engine_rules,
     list_rules,
 )
-from kvxferd.ucx_log import TransportsUsed
-from kvxferd.wire.common import Binding, MeasuredPlacement, RankIncarnations, RankManifest, RegionAddress
-from kvxferd.wire.worker import RegionExport
-
-
-class RankState(StrEnum):
-    """The steps of a local rank from its registration to a readable one, and back."""
-
-    MAPPING = "mapping"  # waits for a mover, or for the mover to map and register its memory
-    JOINING = "joining"  # waits for the reply of the engine's home
-    READY = "ready"
-    SUSPENDING = "suspending"  # its mover is being ended
-    SUSPENDED = "suspended"  # no process but the worker maps its memory
-
-
-ASLEEP = frozenset({RankState.SUSPENDING, RankState.SUSPENDED})
-
-
-@dataclass(slots=True)
-class LocalRank:
-    """A rank whose worker is connected here."""
-
-    session: SessionId
-    spec: EngineSpec
-    layout: RankLayout
-    exports: tuple[RegionExport, ...]
-    incarnation: Incarnation
-    request: int  # of the Register or Resume that waits for its reply
-    uid: int = 0  # the worker's user
-    pid: int = 0  # and process
-    resident: bool = False  # its movers are threads of the worker
-    state: RankState = RankState.MAPPING
-    awaits_fds: bool = False  # FdsRequest was sent, and the descriptors have not arrived
-    registered_sent: bool = False  # Registered was sent for the present mapping
-    was_registered: bool = False  # Registered was sent for any mapping
-    sends_fence_page: bool = False  # that Registered carries the session's fence page
-    mover: MoverId | None = None
-    offer_number: int = 0  # of the MoverOffered that the worker has not acknowledged; 0: there is none
-    awaits_resident: bool = False  # MoverRequest was sent, and the worker has not started another mover
-    num_unacknowledged: int = 0  # offers in a row that the worker has not acknowledged
-    agent: AgentName | None = None
-    library: str = ""
-    addresses: tuple[RegionAddress, ...] = ()
-    metadata: bytes = b""
-    placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)
-    transports_used: tuple[TransportsUsed, ...] = ()  # how its mover has connected so far
-    topology: TransferTopology = field(init=False)  # the remote engines that it reads
-    block_bytes: dict[GroupName, int] = field(init=False)
-    rules: BlockRules = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.topology = TransferTopology(self.spec, self.layout)
-        self.block_bytes = block_bytes(self.layout)
-        self.rules = block_rules(self.layout)
-
-    def bytes_of(self, blocks: Mapping[GroupName, PackedBlocks]) -> int:
-        """Return the bytes of those blocks on this rank."""
-        return sum(len(packed) * self.block_bytes.get(group, 0) for group, packed in blocks.items())
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether peers may read it."""
-        return self.state is RankState.READY
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether its worker has taken its memory back: the memory's content is gone."""
-        return self.state in ASLEEP
-
-    def manifest(self) -> RankManifest:
-        """Return what a reader needs. Only for a rank that has been bound."""
-        assert self.agent is not None
-        binding = Binding(self.agent, self.metadata, self.addresses, self.incarnation)
-        return RankManifest(self.spec, self.layout, binding)
-
-
-@dataclass(slots=True)
-class MemberRank:
-    """A rank whose worker is connected to another node's daemon, which joined it here."""
-
-    joined: RankManifest
-    route: bytes
-    boot: BootId
-    key: str  # the CURVE key of its daemon; "": without CURVE
-    owner: str  # its daemon, as `Owners` has it
-    request: int = 0  # the number of the last `JoinRank` of it
-    last_seen_at: float = 0.0  # when it last joined: its heartbeat
-    added_by: int = 0  # the number of the `JoinRank` before which the rank was not known; 0: it was
-    rules: BlockRules = field(init=False)
-    num_bytes: int = field(init=False)  # that its manifest takes, about
-
-    def __post_init__(self) -> None:
-        self.rules = block_rules(self.joined.layout)
-        self.num_bytes = manifest_bytes([self.joined])
-
-    @property
-    def spec(self) -> EngineSpec:
-        """The engine's spec, as the rank sent it."""
-        return self.joined.spec
-
-    @property
-    def layout(self) -> RankLayout:
-        """The rank's layout."""
-        return self.joined.layout
-
-    @property
-    def agent(self) -> AgentName:
-        """The agent of the rank's mover."""
-        return self.joined.binding.agent
-
-    @property
-    def incarnation(self) -> Incarnation:
-        """The incarnation of the rank's present mapping."""
-        return self.joined.binding.incarnation
-
-    @property
-    def is_readable(self) -> bool:
-        """True: a member joins only ranks that are bound."""
-        return True
-
-    @property
-    def is_asleep(self) -> bool:
-        """False: a member leaves the home before its rank sleeps."""
-        return False
-
-    def manifest(self) -> RankManifest:
-        """Return what a reader needs."""
-        return self.joined
-
-
-RankRecord = LocalRank | MemberRank
+from kvxferd.wire.common import RankIncarnations, RankManifest
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, PeerRequests
 from kvxferd.core.ranks.movers import Movers
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import GrantState, GrantTrigger, HeldGrant
 from kvxferd.core.sink.manifests import HandshakeClient
 from kvxferd.core.sink.remote_engines import RemoteEngineRegistry

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.ids import GrantId, GroupName, PullId
 from kvxferd.layout import BlocksByGroup
 from kvxferd.plan import Plan

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.limits.table import PREPARED_PULLS
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.held_grant import GrantState, HeldGrant

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import UNSETTLED, GrantState, HeldGrant
 from kvxferd.core.sink.pull_totals import NOTHING_READ
 from kvxferd.errors import Code

@@ -65,7 +65,7 @@ from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
 from kvxferd.core.limits.checks import check_count
 from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES
 from kvxferd.core.ranks.movers import Movers
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.deadline_reasons import describe_read, describe_wait
 from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.held_grant import UNSETTLED, GrantState, HeldGrant

@@ -8,7 +8,7 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, MakePlan
 from kvxferd.core.limits.node_plans import NodePlanCache
 from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.errors import BusyError, KvxferdError, PlanError
 from kvxferd.plan import Plan, PlanJob, PlanKey, PlanOwner, RegisteredEngine, require_pp_aware

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import CreateFencePage, SendToMover, ShareFencePage
-from kvxferd.core.ranks.registry import LocalRank, Registry
+from kvxferd.core.ranks.rank import LocalRank
+from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.ids import AgentName, EngineId, EngineKey, MoverId, SessionId
 from kvxferd.wire.mover import FenceMapped, UnmapFence

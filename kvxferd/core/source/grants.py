@@ -11,7 +11,8 @@ from kvxferd.core.effects import CountServed, ReplyToPeer
 from kvxferd.core.limits.checks import check_count
 from kvxferd.core.peers.routes import PeerRoutes
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.registry import LocalEngine, LocalRank, Registry
+from kvxferd.core.ranks.rank import LocalRank
+from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.source.fence_pages import FencePages, MappedFencePage
 from kvxferd.core.source.parked_requests import ParkedRequests
 from kvxferd.core.source.publishing import PublishedTransfers

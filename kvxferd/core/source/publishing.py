@@ -21,7 +21,8 @@ from kvxferd.core.limits.fair_share import Owner
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.registry import ASLEEP, LocalEngine, LocalRank, MemberRank, RankRecord, Registry
+from kvxferd.core.ranks.rank import ASLEEP, LocalRank, MemberRank, RankRecord
+from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.source.fence_pages import FencePages
 from kvxferd.core.source.rank_reports import RankReports

@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 from kvxferd.core.context import NodeContext
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.placements import is_proved, own_transports
-from kvxferd.core.ranks.registry import LocalEngine, LocalRank, RankRecord, Registry
+from kvxferd.core.ranks.rank import LocalRank, RankRecord
+from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.sink.pull_records import snapshot_of
 from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.publishing import PublishedTransfers

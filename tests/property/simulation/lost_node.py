@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from kvxferd.core.ranks.registry import MemberRank
+from kvxferd.core.ranks.rank import MemberRank
 from tests.property.simulation.daemon import endpoint_of
 from tests.property.simulation.next_transfers import PULL_S, NextTransfers
 from tests.property.simulation.oracle import GRACE_S, Violation

@@ -13,7 +13,7 @@ from kvxferd.wire.common import BlockIds, Message
 from kvxferd.wire.peer import LeaveRank, PeerHello, RequestMessage, SetRankPolling
 from tests.property.simulation.daemon import Daemon, message_name
 from tests.property.simulation.oracle import Violation
-from tests.property.simulation.told import check_left, joined_agent
+from tests.property.simulation.told import check_left, joined_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,9 +95,9 @@ class Network:
 
     @staticmethod
     def _have_left(daemon: Daemon, route: bytes, message: LeaveRank) -> None:
-        agent = joined_agent(daemon, EngineKey(message.engine_id, message.generation), message.rank)
+        joined = joined_rank(daemon, EngineKey(message.engine_id, message.generation), message.rank)
         daemon.feed(ev.PeerRequest(route, message))
-        check_left(daemon, message, agent)
+        check_left(daemon, message, joined)
 
     def _reply_arrives(self, daemon_name: str, number: int, target: str, payload: bytes) -> None:
         daemon = self._world.daemons.get(daemon_name.partition(".")[0])

@@ -19,7 +19,7 @@ from tests.property.simulation.mover import Mover
 from tests.property.simulation.network import DELAYED, LOST
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.process import Process
-from tests.property.simulation.told import joined_agent
+from tests.property.simulation.told import joined_rank
 from tests.property.simulation.world import World
 
 START_S = 30.0  # by then every engine is registered
@@ -236,13 +236,13 @@ class NextTransfers:
             EngineKey(engine.engine_id, engine.generation),
         )
         assert process.spec is not None
-        agent = joined_agent(home, key, process.spec.rank)
+        joined = joined_rank(home, key, process.spec.rank)
         for mover in self._movers([process]):
             mover.die("and its home must know")
         self._is_joined = False
         self._agenda.run(self._agenda.now + LEFT_S)
-        if agent is not None and joined_agent(home, key, process.spec.rank) == agent:
-            raise Violation("violations", f"{home.name} does not know that {agent} of {process.name} is dead")
+        if joined is not None and joined_rank(home, key, process.spec.rank) is joined:
+            raise Violation("violations", f"{home.name} does not know that {process.name} has no mover")
 
     # --- hardships
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvxferd.client import events as ce
-from kvxferd.core.ranks.registry import MemberRank
+from kvxferd.core.ranks.rank import MemberRank
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, EngineKey, GrantId, Rank
+from kvxferd.ids import EngineKey, GrantId, Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message
@@ -81,19 +81,20 @@ def check_ended(daemon: Daemon, engine: EngineKey) -> None:
         raise Violation("violations", f"a rank of {engine} is gone, and {left} live at {daemon.name}")
 
 
-def check_left(daemon: Daemon, message: LeaveRank, agent: AgentName | None) -> None:
-    """Raise Violation where a home has lost a rank by a request about another mover of it than `agent`."""
+def check_left(daemon: Daemon, message: LeaveRank, joined: MemberRank | None) -> None:
+    """Raise Violation where a home has lost a rank by a request that is older than its last `joined`."""
     key = EngineKey(message.engine_id, message.generation)
-    if agent not in (None, message.agent) and joined_agent(daemon, key, message.rank) is None:
-        text = f"{daemon.name} has lost {agent} by a late request about {message.agent}"
+    is_late = joined is not None and (joined.boot != message.boot or joined.request > message.request)
+    if is_late and joined_rank(daemon, key, message.rank) is None:
+        text = f"{daemon.name} has lost {message.rank} of {key} by request {message.request}, which is late"
         raise Violation("violations", text)
 
 
-def joined_agent(daemon: Daemon, key: EngineKey, rank: Rank) -> AgentName | None:
-    """Return the agent of a rank that another node has joined at its home."""
+def joined_rank(daemon: Daemon, key: EngineKey, rank: Rank) -> MemberRank | None:
+    """Return a rank that another node has joined at its home."""
     engine = daemon.node.registry.get(key)
     record = engine.ranks.get(rank) if engine is not None else None
-    return record.agent if isinstance(record, MemberRank) else None
+    return record if isinstance(record, MemberRank) else None
 
 
 # Why no pull fails among honest nodes.

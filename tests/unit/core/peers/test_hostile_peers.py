@@ -135,7 +135,7 @@ def test_what_a_peer_says_of_its_agents_does_not_pile_up(world, source, sink):
     for agent in ("a", "b") * 25:
         movers.load_remote(number, liar, agent, world.rng.randbytes(16) + bytes(MAX_METADATA_BYTES - 16))
         of_liar = [name for name in mover.remotes if name != honest]
-        assert sum(len(metadata) for name in of_liar for metadata in mover.remotes[name]) <= most
+        assert sum(len(metadata) for name in of_liar for metadata in mover.remotes[name].loaded) <= most
     for agent in [*of_liar, honest]:
         movers.drop_remote(number, agent)
     assert not mover.loaded_bytes_of

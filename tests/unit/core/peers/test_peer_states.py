@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxferd.core.peers.peers import HELLO_RESENDS
-from kvxferd.core.ranks.registry import RankState
+from kvxferd.core.ranks.rank import RankState
 from kvxferd.errors import Code
 from kvxferd.records import LIMIT_NAMES, PULL_STATES, RELEASE_REASONS
 from kvxferd.telemetry.gauges import PEER_STATES, RANK_STATES
@@ -55,7 +55,7 @@ def test_a_waiting_pull_is_in_a_state_that_is_documented() -> None:
 
 
 def test_states_and_reasons_are_those_of_the_core() -> None:
-    assert {state.value for state in RankState} < set(RANK_STATES)
+    assert {*RankState, "remote"} - {RankState.GONE} == set(RANK_STATES)
     assert set(RELEASE_REASONS) < set(Code)
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvxferd.core import Settings
 from kvxferd.core.context import NodeContext
 from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, Incarnation, Rank, SessionId

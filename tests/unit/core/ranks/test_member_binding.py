@@ -7,7 +7,7 @@ import pytest
 
 from kvxferd.client.session import RETRIED_ON_REREGISTER
 from kvxferd.core import events as ev
-from kvxferd.core.ranks.registry import MemberRank
+from kvxferd.core.ranks.rank import MemberRank
 from kvxferd.core.source import counted_ready
 from kvxferd.errors import Code
 from kvxferd.ids import Generation, Incarnation
@@ -89,7 +89,6 @@ def test_a_strangers_leave_rank_ends_nothing(world, stages, sink, secret):
         engine_id=KEY.engine_id,
         generation="g1",
         rank=SECOND,
-        agent=record.agent,
         secret=secret,
     )
     assert is_not_allowed(as_stranger(world, stages[0].host, leave))

@@ -131,6 +131,17 @@ def test_a_rank_is_suspended_while_its_mover_waits_to_be_acknowledged(world, sil
     assert silent.connected
 
 
+def test_a_mover_that_comes_once_its_rank_sleeps_gets_no_memory(world):
+    host = world.host("d")
+    host.give_movers = False
+    worker = world.register(host, spec_of("decode"))
+    worker.say(wk.Suspend())
+    late = world.mover(host, worker)
+    world.feed(host, ev.MoverAssigned(worker.session, late.mover, late.agent, "simulated"))
+    assert not late.alive
+    assert not offers(worker)
+
+
 def resume_resident(world, worker):
     """Have a rank's memory served by a mover in its own process from now on; return the mover."""
     host = worker.host

@@ -12,7 +12,7 @@ from kvxferd.core.limits.table import OWNED_RANKS, RETRY_LATER_S
 from kvxferd.core.peers.remote_engine import manifest_bytes
 from kvxferd.core.ranks import owners as core_owners
 from kvxferd.core.ranks.owners import Owners, daemon_owner, user_owner
-from kvxferd.core.ranks.registry import MemberRank
+from kvxferd.core.ranks.rank import MemberRank
 from kvxferd.core.settings import Settings
 from kvxferd.core.source import counted_ready
 from kvxferd.errors import Code
@@ -385,7 +385,6 @@ def test_a_leave_of_nobody_does_not_make_a_rank_of_this_node_absent(world):
         engine_id=spec.engine_id,
         generation=spec.generation,
         rank=spec.rank,
-        agent="a",
         secret="another",
     )
     assert isinstance(as_stranger(world, home, leave), RequestDone)
@@ -631,7 +630,6 @@ def test_joined_ranks_are_bounded_by_key_and_in_all():
         engine_id="e16",
         generation="g1",
         rank=FIRST,
-        agent="agent-16",
         secret="another",
     )
     home.node.feed(ev.PeerRequest(b"from 0c", leave, "0c"), world.now)

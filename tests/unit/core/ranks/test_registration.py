@@ -290,6 +290,27 @@ def test_a_rank_whose_resume_is_refused_may_be_resumed_again(world, is_bound):
     assert [m.request for m in worker.received(wk.Registered)] == [1, 4]
 
 
+def test_memory_is_not_resumed_while_a_mover_of_the_refused_resume_lives(world, monkeypatch):
+    host = world.host("p")
+    worker = world.register(host, spec_of("e"))
+    worker.say(wk.Suspend())
+    killed: list[MoverId] = []
+    monkeypatch.setattr(host, "kill_mover", killed.append)
+    worker.refuses_binds = lambda: True
+    worker.resume("second", request=2)
+    (mover,) = killed  # it is not dead yet
+    assert not worker.received(wk.Refused)
+    num_movers = len(host.movers)
+    worker.resume("third", request=3)
+    assert [(m.request, m.code) for m in worker.received(wk.Refused)] == [(3, Code.OUT_OF_PLACE)]
+    assert len(host.movers) == num_movers
+    worker.refuses_binds = lambda: False
+    host.movers[mover].die()
+    assert [(m.request, m.code) for m in worker.received(wk.Refused)][1:] == [(2, Code.DEVICE_ERROR)]
+    worker.resume("fourth", request=4)
+    assert [m.request for m in worker.received(wk.Registered)] == [1, 4]
+
+
 def test_a_pull_of_a_suspended_rank_fails_at_once(world):
     source = world.engine(world.host("p"), "prefill")[0]
     sink = world.engine(world.host("d"), "decode")[0]

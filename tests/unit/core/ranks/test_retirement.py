@@ -425,6 +425,24 @@ def test_a_member_rank_stays_joined_while_its_mover_is_retired(world):
     assert engine.ranks[(1, 0)].agent == mover_of(second).agent
 
 
+def test_a_home_knows_that_a_rank_sleeps_whose_mover_was_retired(world, monkeypatch):
+    home, member = world.host("home"), world.host("member")
+    spec = spec_of("decode", pp=2, home=home.endpoint)
+    world.register(home, spec)
+    second = world.register(member, msgspec.structs.replace(spec, pp_rank=1))
+    retired = mover_of(second)
+    monkeypatch.setattr(member, "kill_mover", lambda mover: None)
+    member.give_movers = False
+    member.node.movers.retire(retired.mover)
+    world.feed(member, ev.Tick())
+    engine = next(iter(home.node.registry))
+    assert not engine.missing()  # readers go on with it
+    second.say(wk.Suspend())
+    retired.die()
+    assert second.received(wk.Suspended)
+    assert engine.missing() == [second.spec.rank]
+
+
 def test_a_retired_mover_is_counted_until_it_is_gone(world, source, sink):
     old = mover_of(sink)
     stall(world, source, sink)

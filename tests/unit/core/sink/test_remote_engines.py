@@ -14,7 +14,7 @@ from kvxferd.core import events as ev
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
 from kvxferd.core.peers.remote_engine import RemoteEngine
-from kvxferd.core.ranks.registry import LocalRank
+from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import AgentName, BootId, Endpoint, Incarnation, Rank, SessionId
