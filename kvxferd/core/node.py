@@ -72,6 +72,7 @@ from kvxferd.core.source.manifests import HandshakeServer
 from kvxferd.core.source.member_reports import MemberReports
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.rank_reports import RankReports
+from kvxferd.core.source.waiting import WaitingRequests
 from kvxferd.core.views.node_view import (
     engine_snapshots,
     list_pulls,
@@ -132,7 +133,6 @@ from kvxferd.wire.worker import (
     NewMover,
     Publish,
     PullRequest,
-    Ready,
     Register,
     Resume,
     Suspend,
@@ -173,24 +173,20 @@ class Node:
         self.handshake_client = HandshakeClient(self.context, self.peers, self.peer_requests, layout_cache)
         self.poll_requests = PollRequests(self.context, self._request_polling)
         self.rank_reports = RankReports(self.context, self.registry)
+        self.waiting = WaitingRequests(self.context, self.poll_requests)
         self.published = PublishedTransfers(
-            self.context,
-            self.registry,
-            self.poll_requests,
-            self.fence_pages,
-            self.peer_requests,
-            self.rank_reports,
+            self.context, self.registry, self.poll_requests, self.peer_requests, self.waiting
         )
         self.grant_server = GrantServer(
             self.context,
             self.registry,
             self.published,
+            self.waiting,
             self.poll_requests,
             self.fence_pages,
             self.peer_routes,
         )
-        self.published.on_release = self.grant_server.transfer_released
-        self.handshake_server = HandshakeServer(self.context, self.registry)
+        self.handshake_server = HandshakeServer(self.context, self.registry, self.waiting)
         self.home = Home(
             self.context,
             self.registry,
@@ -200,9 +196,7 @@ class Node:
             self._engine_changed,
             self.poll_requests,
         )
-        self.member_reports = MemberReports(
-            self.context, self.home, self.published, self.grant_server.reconsider_transfer
-        )
+        self.member_reports = MemberReports(self.context, self.home, self.published)
         self.member = Member(self.context, self.registry, self.peers, self.peer_requests, self.poll_requests)
         self.member.on_joined = self._rank_joined
         self.grant_client = GrantClient(
@@ -281,7 +275,6 @@ class Node:
     def _limits_snapshot(self) -> tuple[LimitSnapshot, ...]:
         """Return each limit of the settings, and that of block ids, beside what is used of it."""
         limits, ledger = self.context.settings.limits, self.context.ledger
-        waiting = (self.grant_server, self.handshake_server)
         used = {
             "max_sessions": len(self.sessions),
             "max_ranks": self.registry.num_ranks_by_user().total(),
@@ -289,8 +282,8 @@ class Node:
             "max_pulls_per_rank": self.pulls.most_of_rank,
             "max_inflight_bytes": ledger[INFLIGHT_BYTES].held,
             "max_peers": self.peers.num_peers,
-            "max_waiting_per_peer": max(requests.most_of_peer for requests in waiting),
-            "max_waiting": max(requests.num_waiting for requests in waiting),
+            "max_waiting_per_peer": self.waiting.most_of_peer,
+            "max_waiting": len(self.waiting),
             "staging_bytes": self.chunk_memory.num_bytes,
         }
         settings = (
@@ -475,8 +468,6 @@ class Node:
                 self.local_ranks.mover_acknowledged(session, message)
             case _:
                 self.worker_requests.handle(session, message, event.fence_word)
-                if isinstance(message, Publish | Ready) and (engine := session.engine) is not None:
-                    self.grant_server.reconsider_transfer((engine, message.transfer_id))
 
     def _disconnect(self, session: Session, error: ProtocolError) -> None:
         """Close a session that broke the protocol. Other sessions are not affected."""
@@ -511,6 +502,7 @@ class Node:
         key = rank.spec.key
         if change in (RankChange.REGISTERED, RankChange.MAPPED):
             self.published.rank_mapped(rank)
+            self.rank_reports.report_mapping(key, rank.spec.rank, rank.incarnation)
         if change in (RankChange.VOID, RankChange.GONE):
             self.published.rank_lost(key, Code.RANK_LOST)
         if not isinstance(rank, LocalRank):
@@ -639,7 +631,7 @@ class Node:
 
     def _polling_confirmed(self, agent: AgentName) -> None:
         if self.poll_requests.confirm(agent):
-            self.grant_server.reconsider_agent(agent)
+            self.waiting.wake(agent)
         self.member.reply_to_polling_requests()
 
     def _engine_of_mover_changed(self, mover: Mover) -> None:
@@ -650,8 +642,7 @@ class Node:
     def _engine_changed(self, engine_id: EngineId) -> None:
         """Reconsider all that waits for any generation of the engine."""
         self.fence_pages.reassign(engine_id, self.sessions)
-        self.handshake_server.reconsider(engine_id)
-        self.grant_server.reconsider(engine_id)
+        self.waiting.wake(engine_id)
         self.member.reply_to_polling_requests()
 
     # --- other daemons

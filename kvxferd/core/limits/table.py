@@ -136,6 +136,17 @@ ACKNOWLEDGED = Limit(
     "150 bytes each: 4,096 transfers that 64 ranks of one reader have read and others have not",
     is_of_peers=True,
 )
+WAITING_BYTES = Limit(
+    "waiting_bytes",
+    256 << 20,
+    "requests of other nodes that wait for ranks, a publish or movers; each is counted for 2 KiB, and 64 "
+    "bytes and the characters of each name in it",
+    "`busy`",
+    "A request that reads 64 ranks is 8 KiB: a peer's 8,192 (`limits.max_waiting_per_peer`) are 64 MiB. One "
+    "that reads the largest engine's 4,096 ranks is 340 KiB",
+    is_of_peers=True,
+    unit="bytes",
+)
 OWNED_RANKS = Limit(
     "owned_ranks",
     8192,
@@ -164,6 +175,6 @@ TABLE = {
     for limit in (
         PEERS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, ARRIVING_ID_BYTES_OF_OTHERS,
         REMOTE_ENGINE_BYTES, OPEN_REQUESTS, FETCHED_ENGINES, PREPARED_PULLS, ABANDONED_TRANSFERS, EARLY_READY,
-        ACKNOWLEDGED, OWNED_RANKS, MEMBER_BYTES,
+        ACKNOWLEDGED, WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
     )
 }  # fmt: skip

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.ranks.home import Home
 from kvxferd.core.source.counted_ready import CountedReady
 from kvxferd.core.source.publishing import PublishedTransfers
-from kvxferd.core.source.transfer_table import TransferKey
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey
 from kvxferd.wire.limits import MAX_NAME_CHARS
@@ -19,17 +16,10 @@ from kvxferd.wire.peer import RankReady, RequestDone, refusal_of
 class MemberReports:
     """Passes members' `RankReady` on to the transfers, each request once."""
 
-    def __init__(
-        self,
-        context: NodeContext,
-        home: Home,
-        published: PublishedTransfers,
-        on_ready: Callable[[TransferKey], None],
-    ) -> None:
+    def __init__(self, context: NodeContext, home: Home, published: PublishedTransfers) -> None:
         self._context = context
         self._home = home
         self._published = published
-        self._on_ready = on_ready
         self._counted = CountedReady(context)
 
     def rank_ready(self, route: bytes, message: RankReady, key: str) -> None:
@@ -61,7 +51,6 @@ class MemberReports:
                 present, message.incarnation, message.transfer_id, message.ready_tokens
             )
         self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
-        self._on_ready((engine, message.transfer_id))
 
 
 def _check_names(message: RankReady) -> None:

@@ -7,7 +7,7 @@ engine, and each list is checked by every rule that a rank has for its group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
@@ -24,9 +24,8 @@ from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.rank import ASLEEP, LocalRank, MemberRank, RankRecord
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.source.fence_pages import FencePages
-from kvxferd.core.source.rank_reports import RankReports
 from kvxferd.core.source.transfer_table import EarlyReady, Transfer, TransferKey, TransferTable
+from kvxferd.core.source.waiting import WaitingRequests
 from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey, GrantId, GroupName, Incarnation, Rank, SessionId, TransferId
@@ -51,19 +50,16 @@ class PublishedTransfers:
         context: NodeContext,
         registry: Registry,
         poll_requests: PollRequests,
-        fence_pages: FencePages,
         peer_requests: PeerRequests,
-        rank_reports: RankReports,
+        waiting: WaitingRequests,
     ) -> None:
         self._context = context
         self._registry = registry
         self._poll_requests = poll_requests
-        self._fence_pages = fence_pages
         self._peer_requests = peer_requests
-        self._rank_reports = rank_reports
+        self._waiting = waiting
         self._block_ids = context.ledger[BLOCK_ID_BYTES]
         self.table = TransferTable(context.ledger)
-        self.on_release: Callable[[TransferKey], None] = lambda key: None
 
     # --- publish and ready
 
@@ -98,6 +94,7 @@ class PublishedTransfers:
         self.table.add(transfer)
         self._block_ids.add(transfer.uid, transfer.charged_bytes)
         self.schedule_lease_check(transfer)
+        self._waiting.wake((engine, message.transfer_id))
 
     def _admit(
         self,
@@ -211,6 +208,7 @@ class PublishedTransfers:
         transfer.charged_bytes += charged
         transfer.covered_tokens = covered_tokens(rules, transfer.blocks, transfer.num_tokens)
         self._renew_lease(transfer)
+        self._waiting.wake((engine_key, transfer_id))
 
     def _renew_lease(self, transfer: Transfer) -> None:
         """Keep a transfer that grows: its prefill runs. The timer stays, and finds the lease renewed."""
@@ -315,8 +313,10 @@ class PublishedTransfers:
         if transfer := self.table.live.get(key):
             if not (is_there and transfer.set_ready(rank, incarnation, ready_tokens)):
                 self.release(transfer, Code.RANK_LOST)
-            elif ready_tokens >= 0:
+                return
+            if ready_tokens >= 0:
                 self._renew_lease(transfer)
+            self._waiting.wake(key)
             return
         if not is_there or key in self.table.tombstones:
             return
@@ -359,7 +359,6 @@ class PublishedTransfers:
             if transfer.incarnations.get(rank, incarnation) != incarnation:
                 self.release(transfer, Code.RANK_LOST)
         self.table.end_early_ready(key, rank, incarnation)
-        self._rank_reports.report_mapping(key, rank, incarnation)
 
     def rank_suspended(self, record: RankRecord) -> None:
         """Release what the engine published: the rank's worker takes its memory back."""
@@ -420,7 +419,7 @@ class PublishedTransfers:
             ("tombstone", key), context.settings.tombstone_s, lambda: self.table.forget_tombstone(key)
         )
         self._notify_owners(transfer, why)
-        self.on_release(key)
+        self._waiting.wake_later(key)
         context.emit(
             EmitRecord(
                 ReleaseRecord(

@@ -203,8 +203,7 @@ class Host(SimNode):
             "grants": node.published.table.by_grant,
             "holds": node.grant_client.num_grants(),
             "questions": node.peer_requests,
-            "asks": node.grant_server._pending,
-            "fetches": node.handshake_server._pending,
+            "waiting requests": node.waiting,
             "polling": node.poll_requests._states,
         }
         left = [f"{self.name}: {len(found)} {name}" for name, found in kept.items() if len(found)]

@@ -172,5 +172,5 @@ def test_the_last_questions_that_may_wait_are_of_who_has_few() -> None:
     for key in ("one", "two", "three"):
         for number in range(16):
             is_refused(key, number)
-    assert host.node.handshake_server._num_pending_of_peer == {"one": 16, "two": 12, "three": 2}
+    assert host.node.waiting._num_of_peer == {"one": 16, "two": 12, "three": 2}
     assert not is_refused("quiet", 0)

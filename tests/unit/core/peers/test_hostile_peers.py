@@ -8,6 +8,7 @@ import pytest
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
+from kvxferd.core.limits.table import WAITING_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifest, checked_layouts
 from kvxferd.core.ranks import home as core_home
@@ -510,7 +511,7 @@ def test_a_question_that_waits_keeps_its_asker(world, source):
     request = grant_of(world, source, ref)
     assert not world.send_request(source.host, request, key="0a")
     assert not world.send_request(source.host, msgspec.structs.replace(request, request=6), key="0b")
-    asks = source.host.node.grant_server._pending.values()
+    asks = source.host.node.waiting._requests.values()
     assert sorted(send_request.message.request for send_request in asks) == [5, 6]
 
 
@@ -564,18 +565,29 @@ def test_many_routes_of_one_key_have_one_share():
     assert [a.code for a in replies] == [Code.BUSY] * 3
 
 
-def test_a_question_that_grows_as_it_is_asked_again_counts_as_long(world, source, monkeypatch):
-    monkeypatch.setattr(grant_server, "MAX_LARGE_REQUESTS_PER_PEER", 3)
+def test_a_request_waits_with_the_names_that_it_is_counted_for(world, source):
+    share = source.host.node.context.ledger[WAITING_BYTES]
+    share.limit = 200_000
     ref = TransferRef(source.host.endpoint, "not-yet", "g1", "later", "00" * 16)
-    replies: list[Message] = []
+    long = ((Rank(0, 0), "a" * 200),) * 100
+
+    def request(key: str, number: int, grant: str, reads: tuple[tuple[Rank, str], ...]) -> list[Code]:
+        message = grant_of(world, source, ref, grant=grant)
+        message = msgspec.structs.replace(message, request=number, reads=reads)
+        replies = world.send_request(source.host, message, key=key)
+        return [reply.code for reply in replies if isinstance(reply, PeerRefused)]
+
+    assert not request("0b", 1, "g0", ())
+    held = share.held
+    assert not request("0b", 1, "g0", long)  # the same request, sent again: its first names count
+    assert share.held == held
+    assert [request("0b", 2, f"g{number}", long) for number in range(8)] == [[]] * 6 + [[Code.BUSY]] * 2
+    assert not request("0b", 3, "g0", ())  # another one of that name: it takes the place of the first
+    assert not request("0a", 2, "g0", ())
     for number in range(6):
-        short = grant_of(world, source, ref, grant=f"g{number}")
-        assert not world.send_request(source.host, short, key="0b")
-        long = msgspec.structs.replace(short, reads=((Rank(0, 0), "a" * 200),) * 100)
-        replies += [a for a in world.send_request(source.host, long, key="0b") if isinstance(a, PeerRefused)]
-    assert [a.code for a in replies] == [Code.BUSY] * 3
-    other = msgspec.structs.replace(grant_of(world, source, ref), reads=((Rank(0, 0), "a" * 200),) * 100)
-    assert Code.BUSY not in [a.code for a in world.send_request(source.host, other, key="0a")]
+        world.send_request(source.host, ReleaseGrant(request=4, grant=f"g{number}"), key="0b")
+    world.send_request(source.host, ReleaseGrant(request=4, grant="g0"), key="0a")
+    assert share.held == 0
 
 
 def test_grants_on_one_transfer_are_bounded_alone_and_by_asker(world, source, granted, monkeypatch):

@@ -117,8 +117,7 @@ def test_at_a_deadline_a_publisher_is_named_whose_daemon_is_there(world, source,
     assert (record.code, record.failed_phase) == (Code.DEADLINE, "grant")
     assert record.silent == "the publisher or a rank of engine slow"
     message = sink.ended(ticket).message
-    assert f"{slow.host.endpoint} is there, and waits for engine slow" in message
-    assert "ranks pp0.tp0 have not said ready" in message
+    assert f"{slow.host.endpoint} is there, and waits for engine slow@g1: ranks pp0.tp0 have not" in message
 
 
 def test_at_a_deadline_the_rank_is_named_that_a_mover_reads_from(world, source, sink):

@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 
 from kvxferd.core import events as ev
+from kvxferd.core.limits.table import WAITING_BYTES
 from kvxferd.core.source.grants import GrantServer
 from kvxferd.core.source.manifests import HandshakeServer
-from kvxferd.core.source.parked_requests import REQUESTS_PER_TURN
-from kvxferd.ids import Rank
+from kvxferd.core.source.waiting import REQUESTS_PER_TURN
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.peer import Consumer, GrantReply, GrantRequest, ManifestReply, ManifestRequest
+from kvxferd.wire.peer import Consumer, GrantReply, GrantRequest, ManifestReply, ManifestRequest, PeerRefused
 from tests.support.simulation import IDS, TOKENS, Worker, World, spec_of
 
 
@@ -25,11 +27,11 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     seen: list[object] = []
     for kind in (GrantServer, HandshakeServer):
 
-        def consider(self, waiting, original=kind._consider):  # type: ignore[no-untyped-def]
+        def reply(self, waiting, original=kind._reply):  # type: ignore[no-untyped-def]
             seen.append(waiting)
-            original(self, waiting)
+            return original(self, waiting)
 
-        monkeypatch.setattr(kind, "_consider", consider)
+        monkeypatch.setattr(kind, "_reply", reply)
     return seen
 
 
@@ -81,13 +83,11 @@ def test_the_engines_own_change_is_looked_at(looked_at: list[object], waiting: t
     source.close()
     assert len(looked_at) >= 40
     world.advance(20.0)
-    granting, handshakes = source.host.node.grant_server, source.host.node.handshake_server
-    assert not granting._pending
-    assert not granting._pending_by_engine
-    assert not granting._num_pending_of_peer
-    assert not handshakes._pending
-    assert not handshakes._pending_by_engine
-    assert not handshakes._num_pending_of_peer
+    kept = source.host.node.waiting
+    assert not len(kept)
+    assert not kept._by_key
+    assert not kept._num_of_peer
+    assert not source.host.node.context.ledger[WAITING_BYTES].held
 
 
 def test_what_many_wait_for_is_looked_at_in_turns(looked_at: list[object]) -> None:
@@ -117,7 +117,7 @@ def test_what_many_wait_for_is_looked_at_in_turns(looked_at: list[object]) -> No
     world.advance(0.1)
     granted = [m for e in world.network if isinstance(m := decoded(e.payload), GrantReply)]
     assert len(granted) == num
-    assert not node.grant_server._due
+    assert not node.waiting._due
 
 
 def test_fetches_are_looked_at_in_turns(looked_at: list[object]) -> None:
@@ -172,7 +172,52 @@ def test_what_nobody_sends_again_waits_no_more(is_repeated: bool) -> None:
         if not is_repeated:
             break
     world.advance(world.settings.silent_after_s)
-    node = source.host.node
-    assert (node.grant_server.num_waiting, node.handshake_server.num_waiting) == (1, 1)
+    assert len(source.host.node.waiting) == 2
     world.advance(world.settings.resend_s + 0.1)
-    assert (node.grant_server.num_waiting, node.handshake_server.num_waiting) == (0, 0)
+    assert len(source.host.node.waiting) == 0
+
+
+def test_a_reader_that_waits_keeps_its_movers_polling_though_a_grant_of_its_name_ends() -> None:
+    """The next mover of one rank does not poll yet, while the reader's former grant has lapsed."""
+    world = World()
+    first, second = world.engine(world.host("p"), "prefill", tp=2)
+    node = first.host.node
+    ref = first.publish("t", IDS, TOKENS, lease_s=120.0)
+    second.ready("t")
+    first_mover, second_mover = first.host.movers.values()
+
+    def request(number: int, agents: list[str]) -> None:
+        reads = tuple((Rank(0, number), AgentName(agent)) for number, agent in enumerate(agents))
+        consumer = Consumer("decode", "g1", Rank(0, 0), 1)
+        message = GrantRequest(
+            request=number, grant="g", ref=ref, consumer=consumer, reads=reads, wait_s=600.0, after_tokens=0
+        )
+        world.feed(first.host, ev.PeerRequest(b"d", message, ""))
+
+    request(1, [first_mover.agent, second_mover.agent])
+    assert node.published.table.by_grant
+    second_mover.die()
+    world.advance(1.0)
+    *_, next_mover = first.host.movers.values()
+    next_mover.mute = True
+    while node.published.table.by_grant:
+        request(2, [first_mover.agent, next_mover.agent])
+        world.advance(1.0)
+    assert len(node.waiting) == 1
+    world.advance(world.settings.polling_linger_s + 0.1)
+    assert first_mover.attended
+
+
+def test_a_release_refuses_those_that_wait_for_the_transfer(waiting: tuple[World, Worker]) -> None:
+    world, source = waiting
+    second = world.register(source.host, spec_of("prefill", tp=2, tp_rank=1))
+    agents = [source.host.node.sessions[worker.session].rank.agent for worker in (source, second)]
+    ref = source.publish("unready", IDS, TOKENS)
+    send_request(world, source, ref, 50, agents[0])
+    world.network.clear()
+    source.say(wk.Unpublish(transfer_id=ref.transfer_id))
+    (refused,) = [m for e in world.network if isinstance(m := decoded(e.payload), PeerRefused)]
+    assert (refused.request, refused.code) == (50, Code.RELEASED)
+    assert refused.message == (
+        "cannot grant transfer unready: it was released (unpublished); its blocks may hold others"
+    )

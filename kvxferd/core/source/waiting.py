@@ -1,0 +1,192 @@
+"""Peers' requests that have no reply yet, by what they wait for. A change considers its own, some a turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import ReplyToPeer
+from kvxferd.core.limits.checks import check_waiting
+from kvxferd.core.limits.table import WAITING_BYTES
+from kvxferd.core.ranks.polling import PollRequests
+from kvxferd.core.source.transfer_table import TransferKey
+from kvxferd.core.tables import decrease, discard
+from kvxferd.errors import Code
+from kvxferd.ids import AgentName, EngineId
+from kvxferd.wire.peer import GrantRequest, ManifestRequest, PeerRefused, StillWaiting
+
+M = TypeVar("M", GrantRequest, ManifestRequest)
+
+# What a request waits for: a rank of the engine, the transfer, or that the agent's mover polls. Thousands may
+# wait for transfers that are being computed, and a change of another one considers none of them. An engine's
+# id may be an agent's name, too: then a change considers more than its own.
+WaitKey = EngineId | TransferKey | AgentName
+
+# Requests that one change considers in one turn of the loop: 20 us each, 5 ms. The others follow in later
+# turns: all 32,768 took 640 ms, each time that a rank came or went.
+REQUESTS_PER_TURN, NEXT_TURN_S = 256, 0.001
+# What a request is counted for: itself, and each of its names beside the characters.
+REQUEST_BYTES, NAME_BYTES = 2048, 64
+MAX_TURN_BYTES = 8 << 20  # of block ids in the replies: 10 ms
+
+
+class Obstacle(NamedTuple):
+    """Why a request has no reply yet. It is refused once it has waited `wait_s`."""
+
+    code: Code
+    why: str
+    wait_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class WaitingRequest(Generic[M]):
+    """A request that has no reply yet."""
+
+    name: str  # unique among the requests that wait
+    peer_id: str  # the peer's key, or its route
+    route: bytes
+    message: M
+    wanted: str  # as a refusal names it: "grant transfer t"
+    num_bytes: int  # that it is counted for
+    waits_for: frozenset[WaitKey]
+    reply: Callable[[WaitingRequest[M]], Obstacle | int]
+    received_at: float = 0.0
+    sent_at: float = 0.0  # when it arrived last: its peer repeats what it still wants
+    agents: frozenset[AgentName] = frozenset()  # whose movers poll for it, or were requested to
+    why: str = ""  # it waits
+
+
+class WaitingRequests:
+    """Keeps requests until `reply` replies, or what it lacks has been lacking for too long.
+
+    `reply` returns the bytes of block ids in its reply, or the obstacle.
+    """
+
+    def __init__(self, context: NodeContext, poll_requests: PollRequests) -> None:
+        self._context = context
+        self._poll_requests = poll_requests
+        self._share = context.ledger[WAITING_BYTES]
+        self._requests: dict[str, WaitingRequest[Any]] = {}
+        self._by_key: dict[WaitKey, dict[str, None]] = {}
+        self._num_of_peer: Counter[str] = Counter()
+        self._due: dict[str, None] = {}  # to be considered in the next turns
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def most_of_peer(self) -> int:
+        """How many requests of the peer wait that has most."""
+        return max(self._num_of_peer.values(), default=0)
+
+    def receive(self, request: WaitingRequest[M]) -> None:
+        """Reply to a request, or keep it. Raises BusyError where it has no room.
+
+        One that is sent again waits on. Another of the same name replaces it.
+        """
+        now, known = self._context.now, self._requests.get(request.name)
+        if known is not None and known.message.request == request.message.request:
+            known.route, known.sent_at = request.route, now  # the last route is the live one
+            self._consider(known)
+            if request.name in self._requests:  # only a dead peer is silent
+                still = StillWaiting(request=known.message.request, why=known.why)
+                self._context.emit(ReplyToPeer(known.route, still))
+            return
+        if known is not None:
+            self.remove(known)
+        check_waiting(self._num_of_peer[request.peer_id], len(self), self._context.settings.limits)
+        self._share.check(request.peer_id, request.num_bytes, request.wanted)
+        request.received_at = request.sent_at = now
+        self._requests[request.name] = request
+        self._num_of_peer[request.peer_id] += 1
+        self._share.add(request.peer_id, request.num_bytes)
+        for key in request.waits_for:
+            self._by_key.setdefault(key, {})[request.name] = None
+        self._consider(request)
+
+    def get(self, name: str) -> WaitingRequest[Any] | None:
+        """Return the request of that name that waits."""
+        return self._requests.get(name)
+
+    def poll(self, request: WaitingRequest[M], agents: frozenset[AgentName]) -> bool:
+        """Have the movers of these agents, and no others, poll for the request. Return whether all do."""
+        for agent in sorted(request.agents - agents):
+            self._poll_requests.release(agent, request)
+            discard(self._by_key, agent, request.name)
+        for agent in sorted(agents):  # also those of a request before: one to another node may have failed
+            self._poll_requests.acquire(agent, request)
+            self._by_key.setdefault(agent, {})[request.name] = None
+        request.agents = agents
+        return all(map(self._poll_requests.is_polling, agents))
+
+    def refuse(self, request: WaitingRequest[M], code: Code, why: str) -> None:
+        """Refuse a request that waits."""
+        self.remove(request)
+        message = f"cannot {request.wanted}: {why}"
+        refused = PeerRefused(request=request.message.request, code=code, message=message)
+        self._context.emit(ReplyToPeer(request.route, refused))
+
+    def remove(self, request: WaitingRequest[M]) -> None:
+        """Forget a request: it has its reply, or nobody wants one."""
+        self.poll(request, frozenset())
+        del self._requests[request.name]
+        self._due.pop(request.name, None)
+        for key in request.waits_for:
+            discard(self._by_key, key, request.name)
+        decrease(self._num_of_peer, request.peer_id)
+        self._share.release(request.peer_id, request.num_bytes)
+        self._context.timers.cancel(("waits", request.name))
+
+    def wake(self, key: WaitKey) -> None:
+        """Consider the first of the requests that wait for this now, and the others in later turns."""
+        concerned = self._by_key.get(key, {})
+        first = list(islice(concerned, REQUESTS_PER_TURN))
+        if len(concerned) > len(first):
+            self._due.update(concerned)
+        self._consider_some(first)
+
+    def wake_later(self, key: WaitKey) -> None:
+        """Consider the requests that wait for this after the event: one may end thousands of transfers."""
+        self._due.update(self._by_key.get(key, {}))
+        self._schedule_rest(0.0)
+
+    def _consider_some(self, names: Iterable[str]) -> None:
+        """Consider these requests, the last of them in a later turn where the replies are large."""
+        num_bytes = 0
+        for name in names:
+            if num_bytes >= MAX_TURN_BYTES:
+                self._due[name] = None
+                continue
+            self._due.pop(name, None)
+            num_bytes += self._consider(self._requests[name])
+        self._schedule_rest(NEXT_TURN_S)
+
+    def _consider(self, request: WaitingRequest[M]) -> int:
+        """Reply to a request, refuse it or keep it. Return the bytes of block ids in its reply."""
+        found, now = request.reply(request), self._context.now
+        if isinstance(found, int):
+            return found
+        given_up_at = request.sent_at + self._context.settings.gone_after_s
+        refused_at = request.received_at + found.wait_s
+        if now >= given_up_at:  # its peer is dead, or what took the request back was lost
+            self.remove(request)
+        elif now >= refused_at:
+            self.refuse(request, found.code, found.why)
+        else:
+            request.why = found.why
+            look_again_s = min(given_up_at, refused_at) - now
+            again = ("waits", request.name)
+            self._context.after(again, look_again_s, lambda: self._consider_some([request.name]))
+        return 0
+
+    def _schedule_rest(self, delay_s: float) -> None:
+        # The timer is never moved: frequent changes would otherwise put off the rest for ever.
+        if self._due and "waiting-due" not in self._context.timers:
+            self._context.after("waiting-due", delay_s, self._consider_rest)
+
+    def _consider_rest(self) -> None:
+        self._consider_some(list(islice(self._due, REQUESTS_PER_TURN)))
