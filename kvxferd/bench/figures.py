@@ -1,279 +1,266 @@
-"""Turns measurements into figures. Each has an aim, and states how it was taken."""
+"""The results of a run: the machine, every point, and the figures, each with its aim and how it was taken."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import importlib.metadata
+import os
+import platform
+import time
+from pathlib import Path
 
-from kvxferd.bench.measures.calls import NUM_IDS, Calls
-from kvxferd.bench.measures.crossing import CROSSINGS, CrossingPoint
-from kvxferd.bench.measures.first_pull import FirstPull
-from kvxferd.bench.measures.head_of_line import HeadOfLine
-from kvxferd.bench.measures.idle import Idle
-from kvxferd.bench.measures.latency import Latency
-from kvxferd.bench.measures.progressive import ProgressivePoint
-from kvxferd.bench.points import Point, median
-from kvxferd.bench.results import Figure
-from kvxferd.bench.workload import MIB
+import msgspec
+import numpy as np
 
-SUMMARY = (
-    "throughput_ratio_64m",
-    "throughput_ratio_4m",
-    "added_latency_us_p50",
-    "added_latency_us_p99",
-    "pull_call_us_p99",
-    "first_pull_ms",
-    "idle_cpu_percent",
-    "small_behind_large_p99_ratio",
-    "daemon_rss_mb",
-    "mover_private_mb",
-    "crossing_ratio",
-    "crossing_ratio_lowest",
-    "worst_against_direct",
-    "handover_ratio",
-    "handover_ratio_one_chunk",
-)
+import kvxferd
+from kvxferd.bench.cases import Case
+from kvxferd.bench.contenders import ENGINE, KVXFERD, RAW, Round, Rounds
+from kvxferd.bench.proc_stats import busy_cpu_seconds
+from kvxferd.tooling.output import format_bytes
 
-_MB = 1e6
+_BUSY_SAMPLE_S = 1.0
 
 
-@dataclass
-class Measurements:
-    """The results of one run's measures, over the first transport; None for one that did not run."""
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One number, and how it was taken."""
 
-    points: list[Point] = field(default_factory=list)
-    latency: Latency | None = None
-    calls: Calls | None = None
-    head_of_line: HeadOfLine | None = None
-    idle: Idle | None = None
-    first_pulls: list[FirstPull] = field(default_factory=list)  # one for each layout
-    crossing: list[CrossingPoint] = field(default_factory=list)
-    progressive: list[ProgressivePoint] = field(default_factory=list)
+    name: str
+    title: str
+    value: float
+    unit: str
+    aim: str
+    met: bool
+    how: str
 
 
-def figures_of(found: Measurements) -> list[Figure]:
-    """Return every figure, those of the summary among them."""
-    return [
-        *_ratios(found.points),
-        *_latency(found.latency),
-        *_calls(found.calls),
-        *_first_pulls(found.first_pulls),
-        *_idle(found.idle),
-        *_head_of_line(found.head_of_line),
-        *_crossing(found.crossing),
-        *_progressive(found.progressive),
-    ]
-
-
-def summary_of(figures: Iterable[Figure]) -> dict[str, float | None]:
-    """Return the figures of the summary by name; None for one that was not measured."""
-    values = {figure.name: figure.value for figure in figures}
-    return {name: values.get(name) for name in SUMMARY}
-
-
-def _at_least(name: str, title: str, value: float, aim: float, how: str, unit: str = "") -> Figure:
+def at_least(name: str, title: str, value: float, aim: float, how: str) -> Figure:
+    """Return the figure of a ratio that is to be at least `aim`."""
     return Figure(
-        name=name, title=title, value=value, unit=unit, aim=f"at least {aim:g}", met=value >= aim, how=how
+        name=name, title=title, value=value, unit="", aim=f"at least {aim:g}", met=value >= aim, how=how
     )
 
 
-def _at_most(name: str, title: str, value: float, aim: float, how: str, unit: str) -> Figure:
+def at_most(name: str, title: str, value: float, aim: float, how: str, unit: str = "") -> Figure:
+    """Return a figure that is to be at most `aim`, both in `unit`."""
     text = f"at most {aim:g} {unit}".rstrip()
     return Figure(name=name, title=title, value=value, unit=unit, aim=text, met=value <= aim, how=how)
 
 
-def _ratios(points: list[Point]) -> list[Figure]:
-    figures: list[Figure] = []
-    if not points:
-        return figures
-    for name, title, aim, points_of in (
-        ("64m", "64 MiB and more", 0.95, [p for p in points if p.size_bytes >= 64 * MIB]),
-        ("4m", "4 MiB", 0.85, [p for p in points if p.size_bytes == 4 * MIB]),
-    ):
-        # A ratio over TCP does not predict one over CMA: like all figures, these use the first transport.
-        first = points[0].transport
-        chosen = [point for point in points_of if point.in_flight == 1 and point.transport == first]
-        if not chosen:
+class ContenderStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of one contender for one point. Times are of one request, in seconds."""
+
+    n: int  # requests, all rounds together
+    gb_per_s: float  # 10^9 bytes a second; median of the rounds
+    median_s: float  # from pull(), or from post, until the bytes have arrived
+    p99_s: float
+    engine_thread_median_s: float  # inside pull(), or building and posting in the engine
+    runs: int  # runs or descriptors of one request
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One case, moved by every contender, interleaved."""
+
+    measure: str
+    transport: str
+    shape: str
+    layers: int
+    layout: str
+    lists: str
+    size_bytes: int  # as requested
+    bytes: int  # of one request, as moved
+    blocks: int
+    in_flight: int
+    rounds: int
+    requests_per_round: int
+    interleaved_with: list[str]
+    contenders: dict[str, ContenderStats]
+    # Medians over rounds of the baseline's time divided by kvxferd's, in the same round.
+    ratio_to_raw: float
+    ratio_to_engine: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.shape}, {self.layout}, {self.lists}, {format_bytes(self.size_bytes)}, {self.in_flight} "
+            f"in flight: {self.contenders[KVXFERD].gb_per_s:.2f} GB/s, {self.ratio_to_raw:.2f} of raw NIXL"
+        )
+
+
+def percentile(values: list[float], percent: float) -> float:
+    """Return a percentile by linear interpolation; 0 if there are no values."""
+    return float(np.percentile(values, percent)) if values else 0.0
+
+
+def median(values: list[float]) -> float:
+    """Return the median; 0 if there are no values."""
+    return percentile(values, 50)
+
+
+def paired_ratio(found: Rounds, contender: str, ours: str = KVXFERD) -> float:
+    """Return the median over rounds of a contender's time by ours: above 1, ours was faster."""
+    pairs = zip(found[contender], found[ours], strict=True)
+    return median([theirs.seconds / mine.seconds for theirs, mine in pairs])
+
+
+def stats_of(rounds: list[Round]) -> ContenderStats:
+    """Return the results of one contender."""
+    samples = [sample for one in rounds for sample in one.samples]
+    times = [sample.seconds for sample in samples]
+    return ContenderStats(
+        n=len(samples),
+        gb_per_s=median([one.num_bytes / one.seconds / 1e9 for one in rounds]),
+        median_s=median(times),
+        p99_s=percentile(times, 99),
+        engine_thread_median_s=median([sample.posted - sample.began for sample in samples]),
+        runs=samples[0].runs,
+    )
+
+
+def point_of(measure: str, transport: str, shape: str, size_bytes: int, case: Case, found: Rounds) -> Point:
+    """Return the point of one case, `size_bytes` large as requested."""
+    ours = found[KVXFERD]
+    return Point(
+        measure=measure,
+        transport=transport,
+        shape=shape,
+        layers=case.pair.model.num_layers,
+        layout=case.pair.prefill.layout,
+        lists=case.pattern.value,
+        size_bytes=size_bytes,
+        bytes=ours[0].samples[0].bytes,
+        blocks=case.blocks,
+        in_flight=ours[0].window,
+        rounds=len(ours),
+        requests_per_round=len(ours[0].samples),
+        interleaved_with=[name for name in found if name != KVXFERD],
+        contenders={name: stats_of(rounds) for name, rounds in found.items()},
+        ratio_to_raw=paired_ratio(found, RAW),
+        ratio_to_engine=paired_ratio(found, ENGINE),
+    )
+
+
+class LayoutsPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Two engines whose layouts differ, and one size. Times are medians, of all ranks' pulls together."""
+
+    transport: str
+    engines: str
+    lists: str
+    size_bytes: int  # as requested
+    bytes: int  # of one request, as moved
+    rounds: int
+    runs: int  # that a direct request has
+    has_short_runs: bool  # whether the ratios to equal layouts count it
+    auto_s: float
+    direct_s: float
+    equal_s: float
+    auto_not_direct: float  # the share of the bytes that auto did not read directly
+    # Medians over rounds: above 1, auto was faster.
+    auto_to_direct: float
+    auto_to_equal: float
+
+    def __str__(self) -> str:
+        rate = self.bytes / self.auto_s / 1e9
+        return (
+            f"{self.engines}, {format_bytes(self.size_bytes)}: {rate:.2f} GB/s, {self.auto_to_direct:.2f} of "
+            f"direct, {self.auto_to_equal:.2f} of equal layouts"
+        )
+
+
+class HandoverPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One number of chunks. Times are medians of the rounds, in seconds."""
+
+    transport: str
+    num_chunks: int
+    chunk_bytes: int
+    bytes: int  # of the whole transfer
+    rounds: int
+    pace: float
+    gap_s: float  # between two chunks: `pace` times as long as the plain pull takes for one
+    plain_s: float  # pull() of the transfer that is whole, prepared, to Delivered
+    handover_s: float  # `ready` for the last chunk to Delivered
+    ratio: float  # median of the rounds: the handover divided by the plain pull of the same round
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_chunks} of {format_bytes(self.chunk_bytes)}, pace {self.pace:g}: handover in "
+            f"{self.handover_s * 1e3:.1f} ms, {self.ratio:.2f} of a pull after the end"
+        )
+
+
+Finding = Figure | Point | LayoutsPoint | HandoverPoint
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine it ran on, and its load."""
+
+    cores: int
+    processor: str
+    kernel: str
+    python: str
+    kvxferd: str
+    nixl: str
+    busy_before_percent: float  # of all cores, in the second before the bench
+    load_before: float  # of the last minute
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """The result of one run, as far as it has come."""
+
+    machine: Machine
+    quick: bool
+    seconds: float = 0.0
+    load_after: float = 0.0
+    points: list[Point] = []
+    layouts: list[LayoutsPoint] = []
+    handovers: list[HandoverPoint] = []
+    figures: list[Figure] = []  # over the first transport
+    error: str = ""  # why results are missing
+
+    def add(self, finding: Finding) -> None:
+        """Add what a measure has found."""
+        match finding:
+            case Figure():
+                self.figures.append(finding)
+            case Point():
+                self.points.append(finding)
+            case LayoutsPoint():
+                self.layouts.append(finding)
+            case HandoverPoint():
+                self.handovers.append(finding)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been found yet."""
+        return not (self.figures or self.points or self.layouts or self.handovers)
+
+
+def describe_machine() -> Machine:
+    """Return a description of this machine; takes a second, in which the machine should be idle."""
+    cores = len(os.sched_getaffinity(0))
+    before, began = busy_cpu_seconds(), time.monotonic()
+    time.sleep(_BUSY_SAMPLE_S)
+    busy = (busy_cpu_seconds() - before) / (os.cpu_count() or 1) / (time.monotonic() - began)
+    return Machine(
+        cores=cores,
+        processor=_processor(),
+        kernel=platform.release(),
+        python=platform.python_version(),
+        kvxferd=kvxferd.__version__,
+        nixl=_nixl_version(),
+        busy_before_percent=round(100 * busy, 1),
+        load_before=round(os.getloadavg()[0], 2),
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _nixl_version() -> str:
+    for name in ("nixl", "rixl"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
             continue
-        ratios = [point.ratio_to_raw for point in chosen]
-        lowest = min(chosen, key=lambda point: point.ratio_to_raw)
-        rounds = min(point.rounds for point in chosen)
-        how = (
-            f"{len(chosen)} points over {chosen[0].transport}, one pull at a time, prepared; for each the "
-            f"median of {rounds} rounds, interleaved with {', '.join(chosen[0].interleaved_with)}; raw NIXL "
-            "timed from post to done"
-        )
-        figures += [
-            _at_least(
-                f"throughput_ratio_{name}",
-                f"throughput against raw NIXL, {title}: median point",
-                median(ratios),
-                aim,
-                how,
-            ),
-            _at_least(
-                f"throughput_ratio_{name}_lowest",
-                f"the same, lowest point ({lowest.shape}, {lowest.lists})",
-                min(ratios),
-                aim,
-                how,
-            ),
-        ]
-    return figures
-
-
-def _latency(found: Latency | None) -> list[Figure]:
-    if found is None:
-        return []
-    point = found.point
-    n = point.contenders["kvxferd"].n
-    how = (
-        f"{n} pulls of 64 KiB in {point.rounds} rounds, prepared, one at a time, less raw NIXL's median from "
-        f"post to done in the same round; interleaved with {', '.join(point.interleaved_with)}"
-    )
-    return [
-        _at_most(
-            "added_latency_us_p50", "added latency, 64 KiB, p50", found.added_p50_s * 1e6, 300, how, "us"
-        ),
-        _at_most(
-            "added_latency_us_p99", "added latency, 64 KiB, p99", found.added_p99_s * 1e6, 1000, how, "us"
-        ),
-    ]
-
-
-def _calls(found: Calls | None) -> list[Figure]:
-    if found is None:
-        return []
-    how = f"{found.n} calls each in {found.rounds} rounds, int32 buffer, which the client copies"
-    one, some, many = NUM_IDS
-    return [
-        _at_most(name, title, found.p99_s[num] * 1e6, 100, how, "us")
-        for name, title, num in (
-            ("pull_call_us_p99", f"time inside pull(), {many:,} block ids, p99", many),
-            ("pull_call_few_us_p99", f"the same of {some:,}", some),
-            ("pull_call_one_us_p99", "the same of one", one),
-        )
-    ]
-
-
-def _first_pulls(found: list[FirstPull]) -> list[Figure]:
-    figures = []
-    for one in found:
-        how = (
-            f"{len(one.first_s)} first pulls of {one.size_bytes // MIB} MiB, each between daemons and ranks "
-            "that were just started"
-        )
-        name, title = "first_pull_ms", "first pull, no earlier contact"
-        if len(found) > 1:
-            name, title = f"{name}_{one.layout}", f"{title}, {one.layout}"
-        figures.append(_at_most(name, title, one.median_s * 1e3, 500, how, "ms"))
-    return figures
-
-
-def _idle(found: Idle | None) -> list[Figure]:
-    if found is None:
-        return []
-    how = f"{found.ranks} ranks registered, a peer connected, idle for {found.seconds:.0f} s"
-    movers = found.mover_private_bytes
-    how_movers = f"the largest of {len(movers)}, without the workers' memory that they map; {how}"
-    return [
-        _at_most(
-            "idle_cpu_percent", "idle processor time, daemon and movers", found.cpu_percent, 1, how, "%"
-        ),
-        _at_most("daemon_rss_mb", "daemon, resident", found.daemon_rss_bytes / _MB, 80, how, "MB"),
-        _at_most("mover_private_mb", "a mover, private", max(movers) / _MB, 40, how_movers, "MB"),
-    ]
-
-
-def _head_of_line(found: HeadOfLine | None) -> list[Figure]:
-    if found is None:
-        return []
-    how = (
-        f"{found.num_behind} pulls of 64 KiB behind {found.rounds} of {found.large_bytes // MIB} MiB on the "
-        f"same rank, {found.num_alone} alone, in turn"
-    )
-    ratio = found.behind_p99_s / found.alone_p99_s
-    return [
-        _at_most("small_behind_large_p99_ratio", "64 KiB behind 2 GiB, p99 by p99 alone", ratio, 10, how, ""),
-    ]
-
-
-def _crossing(points: list[CrossingPoint]) -> list[Figure]:
-    """Return what auto gains and costs between layouts that differ, over the first transport."""
-    of_first = [point for point in points if point.transport == points[0].transport]
-    counted = [point for point in of_first if point.is_counted]
-    if not counted:
-        return []
-    how = (
-        f"{len(counted)} points over {counted[0].transport}, fragmented lists, prepared, one rank after the "
-        "other; for each the median of its rounds, auto, direct and equal layouts in turn"
-    )
-    lowest = min(counted, key=lambda point: point.auto_to_equal)
-    figures = [
-        _at_least(
-            "crossing_ratio",
-            "layouts that differ: auto by equal layouts, median point",
-            median([point.auto_to_equal for point in counted]),
-            0.4,
-            how,
-        ),
-        _at_least(
-            "crossing_ratio_lowest",
-            f"the same, lowest point ({lowest.crossing}, {lowest.size_bytes // MIB} MiB)",
-            lowest.auto_to_equal,
-            0.2,
-            how,
-        ),
-    ]
-    fast = [point for point in counted if point.crossing == str(CROSSINGS[0])]
-    if fast:
-        figures.append(
-            _at_least(
-                "crossing_speedup_short_runs",
-                f"auto by direct, runs of 256 bytes ({fast[-1].crossing}, {fast[-1].size_bytes // MIB} MiB)",
-                fast[-1].auto_to_direct,
-                12,
-                how,
-            )
-        )
-    return figures + _worst_against_direct(of_first)
-
-
-def _worst_against_direct(points: list[CrossingPoint]) -> list[Figure]:
-    """Return the least that auto gains, or the most that it costs, where it made a choice.
-
-    A point that auto read directly throughout differs from direct by chance; so may one of few rounds.
-    """
-    most_rounds = max(point.rounds for point in points)
-    chosen = [point for point in points if point.auto_covered_bytes and point.rounds == most_rounds]
-    if not chosen:
-        return []
-    worst = min(chosen, key=lambda point: point.auto_to_direct)
-    return [
-        _at_least(
-            "worst_against_direct",
-            f"auto by direct, worst point ({worst.crossing}, {worst.size_bytes // MIB} MiB)",
-            worst.auto_to_direct,
-            0.9,
-            f"{len(chosen)} points that auto did not read directly throughout; median of {worst.rounds} "
-            "alternated pairs",
-        )
-    ]
-
-
-def _progressive(points: list[ProgressivePoint]) -> list[Figure]:
-    """Return what is waited for after the end, over the first transport."""
-    figures: list[Figure] = []
-    for point in (point for point in points if point.transport == points[0].transport and point.pace == 1):
-        is_one = point.num_chunks == 1
-        size = f"{point.chunk_bytes // MIB} MiB"
-        chunks = f"one chunk of {size}" if is_one else f"{point.num_chunks} chunks of {size}"
-        how = (
-            f"{chunks} over {point.transport}, fragmented lists, reported as far apart as the pull takes for "
-            f"one; ready() for the last to Delivered, by pull() to Delivered of a whole transfer, prepared; "
-            f"median of {point.rounds} rounds, in turn"
-        )
-        name, aim = ("handover_ratio_one_chunk", 1.05) if is_one else ("handover_ratio", 0.25)
-        title = f"handover by a pull after the end, {chunks}"
-        figures.append(_at_most(name, title, point.ratio, aim, how, ""))
-    return figures
+    return ""

@@ -2,112 +2,114 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvxferd.bench.implementations import TITLES
-from kvxferd.bench.measures.crossing import CrossingPoint
-from kvxferd.bench.measures.progressive import ProgressivePoint
-from kvxferd.bench.points import Point
-from kvxferd.bench.results import Figure, Result
+from kvxferd.bench.contenders import ENGINE, KVXFERD, TITLES
+from kvxferd.bench.figures import Figure, Point, Result
 from kvxferd.tooling.output import format_bytes, format_duration
+
+# Of a table: heads and cells of columns of words, then those of numbers.
+Columns = dict[str, Callable[[Any], str]]
+
+
+def _rate_of(contender: str, point: Point) -> str:
+    return f"{point.contenders[contender].gb_per_s:.2f}"
+
+
+_POINTS: tuple[Columns, Columns] = (
+    {
+        "over": lambda p: p.transport,
+        "shape": lambda p: p.shape,
+        "layout": lambda p: p.layout,
+        "blocks": lambda p: p.lists,
+        "size": lambda p: format_bytes(p.size_bytes),
+        "in flight": lambda p: str(p.in_flight),
+    },
+    {
+        "runs": lambda p: f"{p.contenders[KVXFERD].runs:,}",
+        **{name: partial(_rate_of, name) for name in TITLES},
+        "by raw": lambda p: f"{p.ratio_to_raw:.2f}",
+        "by engine": lambda p: f"{p.ratio_to_engine:.2f}",
+        "in pull()": lambda p: format_duration(p.contenders[KVXFERD].engine_thread_median_s),
+        "posting": lambda p: format_duration(p.contenders[ENGINE].engine_thread_median_s),
+    },
+)
+_LAYOUTS: tuple[Columns, Columns] = (
+    {
+        "over": lambda p: p.transport,
+        "from and to": lambda p: p.engines,
+        "size": lambda p: format_bytes(p.size_bytes),
+    },
+    {
+        "runs": lambda p: f"{p.runs:,}",
+        "auto": lambda p: f"{p.bytes / p.auto_s / 1e9:.2f}",
+        "direct": lambda p: f"{p.bytes / p.direct_s / 1e9:.2f}",
+        "equal layouts": lambda p: f"{p.bytes / p.equal_s / 1e9:.2f}",
+        "auto by direct": lambda p: f"{p.auto_to_direct:.2f}",
+        "by equal": lambda p: f"{p.auto_to_equal:.2f}",
+        "not direct": lambda p: f"{p.auto_not_direct:.0%}",
+    },
+)
+_HANDOVERS: tuple[Columns, Columns] = (
+    {
+        "over": lambda p: p.transport,
+        "chunks": lambda p: f"{p.num_chunks} of {format_bytes(p.chunk_bytes)}",
+    },
+    {
+        "a chunk each": lambda p: format_duration(p.gap_s),
+        "pace": lambda p: f"{p.pace:g}",
+        "pull after the end": lambda p: format_duration(p.plain_s),
+        "handover": lambda p: format_duration(p.handover_s),
+        "handover by pull": lambda p: f"{p.ratio:.2f}",
+    },
+)
 
 
 def render_report(result: Result) -> RenderableType:
     """Return the tables and their notes."""
     machine = result.machine
+    ways = {how: number for number, how in enumerate(dict.fromkeys(one.how for one in result.figures), 1)}
     lines = [
         f"{machine.cores} cores of {machine.processor}, Linux {machine.kernel}, {machine.nixl}; busy "
         f"{machine.busy_before_percent:.0f} % and load {machine.load_before:g} before, load "
         f"{result.load_after:g} after; took {result.seconds:.0f} s",
         *(f"{name}: {title}" for name, title in TITLES.items()),
-        *(f"[{number}] {how}" for how, number in _footnotes(result.figures).items()),
+        *(f"[{number}] {how}" for how, number in ways.items()),
     ]
-    tables = [_points(result.points)] if result.points else []
-    tables += [_crossing(result.crossing)] if result.crossing else []
-    tables += [_progressive(result.progressive)] if result.progressive else []
-    return Group(*tables, _figures(result.figures), Text("\n".join(lines)))
+    tables = [
+        _table(f"{title}: medians of rounds{unit}", columns, points)
+        for title, unit, columns, points in (
+            ("Points", ", GB/s (10^9 bytes)", _POINTS, result.points),
+            ("Layouts that differ", ", GB/s (10^9 bytes)", _LAYOUTS, result.layouts),
+            ("Pulls while chunks are written", "", _HANDOVERS, result.handovers),
+        )
+        if points
+    ]
+    return Group(*tables, _figures(result.figures, ways), Text("\n".join(lines)))
 
 
-def _footnotes(figures: list[Figure]) -> dict[str, int]:
-    """Return a footnote number for each way in which figures were taken."""
-    return {how: number for number, how in enumerate(dict.fromkeys(figure.how for figure in figures), 1)}
-
-
-def _points(points: list[Point]) -> Table:
-    table = Table(title="Points: medians of rounds, GB/s (10^9 bytes)", title_justify="left")
-    names = [name for name in TITLES if any(name in point.contenders for point in points)]
-    for head in ("over", "shape", "layout", "blocks", "size", "in flight"):
+def _table(title: str, columns: tuple[Columns, Columns], points: Sequence[object]) -> Table:
+    table = Table(title=title, title_justify="left")
+    words, numbers = columns
+    for head in words:
         table.add_column(head)
-    for head in ("runs", *names, "by raw", "by engine", "in pull()", "posting"):
+    for head in numbers:
         table.add_column(head, justify="right")
     for point in points:
-        taken = point.contenders
-        table.add_row(
-            point.transport,
-            point.shape,
-            point.layout,
-            point.lists,
-            format_bytes(point.size_bytes),
-            str(point.in_flight),
-            f"{taken['kvxferd'].runs:,}",
-            *(f"{taken[name].gb_per_s:.2f}" if name in taken else "" for name in names),
-            f"{point.ratio_to_raw:.2f}",
-            f"{point.ratio_to_engine:.2f}",
-            format_duration(taken["kvxferd"].engine_thread_median_s),
-            format_duration(taken["engine"].engine_thread_median_s),
-        )
+        table.add_row(*(cell(point) for cell in (words | numbers).values()))
     return table
 
 
-def _crossing(points: list[CrossingPoint]) -> Table:
-    table = Table(title="Layouts that differ: medians of rounds, GB/s (10^9 bytes)", title_justify="left")
-    for head in ("over", "from and to", "size"):
-        table.add_column(head)
-    for head in ("runs", "auto", "direct", "equal layouts", "auto by direct", "by equal", "not direct"):
-        table.add_column(head, justify="right")
-    for point in points:
-        seconds = (point.auto_s, point.direct_s, point.equal_s)
-        table.add_row(
-            point.transport,
-            point.crossing,
-            format_bytes(point.size_bytes),
-            f"{point.runs:,}",
-            *(f"{point.bytes / one / 1e9:.2f}" for one in seconds),
-            f"{point.auto_to_direct:.2f}",
-            f"{point.auto_to_equal:.2f}",
-            f"{point.auto_covered_bytes / (point.bytes * point.rounds):.0%}",
-        )
-    return table
-
-
-def _progressive(points: list[ProgressivePoint]) -> Table:
-    table = Table(title="Pulls while chunks are written: medians of rounds", title_justify="left")
-    for head in ("over", "chunks"):
-        table.add_column(head)
-    for head in ("a chunk each", "pace", "pull after the end", "handover", "handover by pull"):
-        table.add_column(head, justify="right")
-    for point in points:
-        table.add_row(
-            point.transport,
-            f"{point.num_chunks} of {format_bytes(point.chunk_bytes)}",
-            format_duration(point.gap_s),
-            f"{point.pace:g}",
-            *map(format_duration, (point.plain_s, point.handover_s)),
-            f"{point.ratio:.2f}",
-        )
-    return table
-
-
-def _figures(figures: list[Figure]) -> Table:
+def _figures(figures: Sequence[Figure], ways: dict[str, int]) -> Table:
     table = Table(title="Figures", title_justify="left")
-    table.add_column("figure")
-    table.add_column("measured", justify="right")
-    table.add_column("aim")
-    table.add_column("met")
-    table.add_column("taken")
-    ways = _footnotes(figures)
+    for head in ("figure", "measured", "aim", "met", "taken"):
+        table.add_column(head, justify="right" if head == "measured" else "left")
     for figure in figures:
         met = Text("yes") if figure.met else Text("NO", style="red")
         value = f"{figure.value:.3g} {figure.unit}".rstrip()

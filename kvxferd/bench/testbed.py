@@ -3,202 +3,232 @@
 from __future__ import annotations
 
 import itertools
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Concatenate, ParamSpec, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvxferd.bench.cases import Case
-from kvxferd.bench.nixl_process import NixlAgent
-from kvxferd.bench.processes import TOOL, AgentProcess, BenchProcesses, RankProcess
-from kvxferd.bench.rank_process import BenchRank, Ref
-from kvxferd.bench.shapes import FIRST_RANK, ROLES, BenchDeployment, Role
-from kvxferd.bench.shared_memory import ProcessMemory
+from kvxferd.bench.baselines import NixlAgent
+from kvxferd.bench.cases import FIRST_RANK, Case
+from kvxferd.bench.rank import Batch, BenchRank, ProcessMemory
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import Rank
+from kvxferd.mover.shm import remove_shm_directory
+from kvxferd.mover.ucx_settings import tls_with_cuda
+from kvxferd.tooling.child_process import ChildProcess
 from kvxferd.tooling.daemon_process import DaemonProcess
+from kvxferd.tooling.engine_pair import ROLES, EnginePair, Role
+from kvxferd.tooling.interrupts import uninterrupted
 from kvxferd.tooling.owned_process import stop_all
+from kvxferd.tooling.process_vm import read_process_memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+TOOL = "the bench"
+# The settings of the transfer library, of movers and baselines.
+TRANSPORTS: dict[str, dict[str, str]] = {
+    # For processes of one user on one machine. UCX sets up connections over TCP here too.
+    "cma": {"UCX_TLS": tls_with_cuda("cma,posix,sysv,self,tcp")},
+    "tcp": {"UCX_TLS": tls_with_cuda("tcp,self")},
+    # As the environment sets it: for machines with a network card.
+    "any": {},
+}
 GRANT_TIMEOUT_S = 30.0
 _GRANT_POLL_S = 0.002
 
-_names = itertools.count()
+_names = itertools.count(1)
 
 
-@dataclass
+class AgentProcess(ChildProcess[NixlAgent]):
+    """A process with a NIXL agent. Its library's threads may run, and nothing in it needs an orderly end."""
+
+    def begin_stop(self) -> None:
+        """Kill it."""
+        if self.exit_code is None:
+            self.kill()
+            remove_shm_directory(self.pid)
+        super().begin_stop()
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where testbeds are: the directory of all files, which its owner removes, and the transport."""
+
+    directory: Path
+    transport: str  # a name of TRANSPORTS
+
+
 class Testbed:
-    """Daemons and baselines of one transport. `environment` has the transport library's settings."""
+    """Daemons and baselines over one transport."""
 
-    processes: BenchProcesses
-    environment: Mapping[str, str]
-    sink_settings: Mapping[str, str] = field(default_factory=dict)  # of the sink's daemon alone
-    daemons: dict[Role, DaemonProcess] = field(default_factory=dict)
-    raw_agents: dict[Role, AgentProcess] = field(default_factory=dict)
-    engine_agents: dict[Role, AgentProcess] = field(default_factory=dict)
+    def __init__(self, site: Site) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="testbed-", dir=site.directory))
+        self._transport = site.transport
+        self._environment = TRANSPORTS[site.transport]
+        self.daemons: dict[Role, DaemonProcess] = {}
+        self.raw_agents: dict[Role, AgentProcess] = {}
+        self.engine_agents: dict[Role, AgentProcess] = {}
 
     @classmethod
     @contextmanager
-    def open(
-        cls,
-        processes: BenchProcesses,
-        environment: Mapping[str, str],
-        baselines: bool = True,
-        sink_settings: Mapping[str, str] | None = None,
-    ) -> Iterator[Testbed]:
-        """Start the testbed; everything on it ends with the block."""
-        testbed = cls(processes, environment, sink_settings or {})
+    def open(cls, site: Site, has_baselines: bool = False, **decode: str) -> Iterator[Testbed]:
+        """Start a testbed; everything on it ends with the block. `decode`: settings of its daemon alone.
+
+        Raises KvxferdError if a daemon does not start, or the transport does not work here.
+        """
+        testbed = cls(site)
         try:
-            testbed._start(baselines)
+            testbed._start(has_baselines, decode)
             yield testbed
         finally:
-            testbed._stop()
+            stop_all([*testbed.raw_agents.values(), *testbed.engine_agents.values()])
+            stop_all(testbed.daemons.values())
 
     @contextmanager
-    def pair(self, deployment: BenchDeployment, baselines: bool = True) -> Iterator[RunningEngines]:
-        """Give two engines of this deployment, registered with a daemon each."""
-        pair = RunningEngines(self, deployment)
+    def engines(self, pair: EnginePair) -> Iterator[RunningEngines]:
+        """Give two engines, registered with a daemon each; the baselines get their first ranks' memory."""
+        engines = RunningEngines(self, pair)
         try:
-            pair.start()
-            if baselines:
-                self._attach(pair)
-            yield pair
+            engines.start()
+            for agents in (self.raw_agents, self.engine_agents):
+                self._attach(agents, engines)
+            yield engines
         finally:
-            pair.stop()
+            stop_all(engines.ranks.values())
 
-    def _start(self, baselines: bool) -> None:
-        settings: dict[Role, Mapping[str, str]] = {"source": {}, "sink": self.sink_settings}
-        environments = [{**self.environment, **settings[role]} for role in ROLES]
-        self.daemons.update(zip(ROLES, self.processes.start_daemons(environments), strict=True))
-        for role in ROLES if baselines else ():
-            self.raw_agents[role] = self.processes.start_agent("raw", self.environment)
-            self.engine_agents[role] = self.processes.start_agent("engine", self.environment)
-            # Once it is made, until there is a pair to attach: see `_attach`.
+    def _start(self, has_baselines: bool, decode: Mapping[str, str]) -> None:
+        for role in ROLES:
+            own = decode if role == "decode" else {}
+            with uninterrupted():
+                self.daemons[role] = DaemonProcess(
+                    self.directory / role, environ={**self._environment, **own}
+                )
+        for daemon in self.daemons.values():
+            try:
+                daemon.wait_ready()
+            except KvxferdError as error:
+                raise KvxferdError(f"{error.message}\n{daemon.log_tail()}", error.code) from None
+        if self._transport == "cma":
+            _require_cma(self.daemons["prefill"].pid)
+        for role in ROLES if has_baselines else ():
+            for agents, kind in ((self.raw_agents, "raw"), (self.engine_agents, "engine")):
+                log = self.directory / f"{kind}-{role}.log"
+                environ = {**os.environ, **self._environment}
+                with uninterrupted():
+                    agents[role] = AgentProcess(partial(NixlAgent, kind == "engine"), log, environ)
+            # Once it is made, until there are engines to attach: see `_attach`.
             self.engine_agents[role].call(NixlAgent.set_polling, False)
             self.engine_agents[role].pause()
 
-    def _stop(self) -> None:
-        stop_all([*self.raw_agents.values(), *self.engine_agents.values()])
-        stop_all(self.daemons.values())
-
-    def _attach(self, pair: RunningEngines) -> None:
-        """Give the baselines the memory of the pair's first ranks."""
-        for agents in (self.raw_agents, self.engine_agents):
-            for agent in agents.values():
-                agent.resume()
-            attached = {
-                role: agents[role].call(NixlAgent.attach, pair.deployment, pair.memory[role, FIRST_RANK])
-                for role in ROLES
-            }
-            agents["sink"].call(NixlAgent.add_remote, attached["source"])
+    def _attach(self, agents: Mapping[Role, AgentProcess], engines: RunningEngines) -> None:
+        for agent in agents.values():
+            agent.resume()
+        attached = {
+            role: agent.call(NixlAgent.attach, engines.pair, engines.memory[role, FIRST_RANK])
+            for role, agent in agents.items()
+        }
+        if attached:
+            agents["decode"].call(NixlAgent.add_remote, attached["prefill"])
         # Otherwise their progress threads would keep both cores busy.
         for agent in self.engine_agents.values():
             agent.pause()
 
 
-@dataclass
-class PublishedBatch:
-    """The transfers that were published for one round."""
-
-    names: list[str]
-    refs: list[Ref]
-
-
 class RunningEngines:
-    """Two engines of one deployment: one publishes and the other pulls."""
+    """Two engines, one of which publishes and the other pulls."""
 
-    def __init__(self, testbed: Testbed, deployment: BenchDeployment) -> None:
+    def __init__(self, testbed: Testbed, pair: EnginePair) -> None:
         self.testbed = testbed
-        self.deployment = deployment
-        self.workers: dict[tuple[Role, Rank], RankProcess] = {}
+        self.pair = pair
+        self.ranks: dict[tuple[Role, Rank], ChildProcess[BenchRank]] = {}
         self.memory: dict[tuple[Role, Rank], ProcessMemory] = {}
 
     @property
-    def ranks(self) -> list[Rank]:
-        """The ranks that pull; unless the sides differ, those of the source too."""
-        return self.ranks_of("sink")
+    def source(self) -> ChildProcess[BenchRank]:
+        """The rank that publishes."""
+        return self.ranks["prefill", FIRST_RANK]
 
-    def ranks_of(self, role: Role) -> list[Rank]:
-        """Return the ranks of one side."""
-        return list(self.deployment.engine(role))
+    @property
+    def sink(self) -> ChildProcess[BenchRank]:
+        """The first rank that pulls."""
+        return self.ranks["decode", FIRST_RANK]
 
     def start(self) -> None:
         """Start every rank's process and register it."""
-        for place in [(role, rank) for role in ROLES for rank in self.ranks_of(role)]:
-            self.workers[place] = self.testbed.processes.start_rank()
-        begun = {}
-        for (role, rank), worker in self.workers.items():
-            socket = self.testbed.daemons[role].worker_socket
-            begun[role, rank] = worker.start(BenchRank.begin, self.deployment, role, rank, socket)
+        for role in ROLES:
+            for rank in self.pair.engine(role):
+                log = self.testbed.directory / f"rank-{next(_names)}.log"
+                with uninterrupted():
+                    self.ranks[role, rank] = ChildProcess(BenchRank, log)
+        begun = {
+            (role, rank): process.start(
+                BenchRank.begin, self.pair, role, rank, self.testbed.daemons[role].worker_socket
+            )
+            for (role, rank), process in self.ranks.items()
+        }
         self.memory = {place: pending.result() for place, pending in begun.items()}
 
-    def stop(self) -> None:
-        """End every rank's process; the daemons unmap its memory."""
-        stop_all(self.workers.values())
+    def call_all(
+        self, role: Role, method: Callable[Concatenate[BenchRank, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """Call every rank of a side, side by side; return their results in the order of the ranks."""
+        started = [self.ranks[role, rank].start(method, *args, **kwargs) for rank in self.pair.engine(role)]
+        return [pending.result() for pending in started]
 
-    def publish(self, case: Case, count: int) -> PublishedBatch:
+    def publish(self, case: Case, count: int) -> Batch:
         """Publish `count` transfers of a case."""
-        names = [f"{self.deployment.name}-{next(_names)}" for _ in range(count)]
-        return PublishedBatch(names, self.source.call(BenchRank.publish_all, case, names))
+        names = [f"{self.pair.name}-{next(_names)}" for _ in range(count)]
+        return self.source.call(BenchRank.publish_all, case, names)
 
-    def publish_prepared(self, case: Case, count: int) -> PublishedBatch:
-        """Publish transfers, have every sink rank prepare them, and wait until all grants are held."""
-        before = self.num_grants()
+    def publish_prepared(self, case: Case, count: int) -> Batch:
+        """Publish transfers, have every sink rank prepare them, and wait until all grants are held.
+
+        Raises KvxferdError if they do not come.
+        """
+        wanted = self._num_grants() + count * len(self.pair.engine("decode"))
         batch = self.publish(case, count)
-        self.call_all("sink", BenchRank.prepare_all, batch.refs)
-        self.await_grants(before + count * len(self.ranks))
+        self.call_all("decode", BenchRank.prepare_all, batch)
+        deadline = time.monotonic() + GRANT_TIMEOUT_S
+        while (held := self._num_grants()) < wanted:
+            if time.monotonic() > deadline:
+                raise KvxferdError(f"cannot run {TOOL}: {held} of {wanted} grants came", Code.DEADLINE)
+            time.sleep(_GRANT_POLL_S)
         return batch
 
-    def num_grants(self) -> int:
-        """Return how many grants the sink's daemon holds."""
-        reply = self.testbed.daemons["sink"].control.get("/v1/peers")
-        return sum(peer["num_grants"] for peer in reply["peers"])
-
-    def await_grants(self, count: int) -> None:
-        """Wait until `count` grants are held. Raises KvxferdError if they do not come."""
-        deadline = time.monotonic() + GRANT_TIMEOUT_S
-        while (held := self.num_grants()) < count:
-            if time.monotonic() > deadline:
-                raise KvxferdError(f"cannot run {TOOL}: {held} of {count} grants came", Code.DEADLINE)
-            time.sleep(_GRANT_POLL_S)
-
-    def release(self, batch: PublishedBatch) -> None:
+    def release(self, batch: Batch) -> None:
         """Wait until the transfers are released."""
         self.source.call(BenchRank.await_release, batch.names)
 
-    def call_all(
-        self,
-        role: Role,
-        method: Callable[Concatenate[BenchRank, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[T]:
-        """Call every rank of a side, side by side; return their results in the order of the ranks."""
-        started = [self.workers[role, rank].start(method, *args, **kwargs) for rank in self.ranks_of(role)]
-        return [pending.result() for pending in started]
+    def require_right(self, case: Case, number: int, slots: int, ends_of: int = 0) -> None:
+        """Have every sink rank compare the first slots: every byte, or the ends of so many tokens.
 
-    def require_correct(self, case: Case, nonce: int, slots: int, is_whole: bool = False) -> None:
-        """Have every sink rank compare the first slots: the ends of runs, or every word.
-
-        Raises KvxferdError if a word is wrong.
+        Raises KvxferdError if an item is wrong.
         """
-        for rank in self.ranks:
-            wrong = self.workers["sink", rank].call(BenchRank.count_wrong, case, nonce, slots, is_whole)
+        found = self.call_all("decode", BenchRank.count_wrong, case, number, slots, ends_of)
+        for rank, wrong in zip(self.pair.engine("decode"), found, strict=True):
             if wrong:
                 raise KvxferdError(
-                    f"cannot run {TOOL}: {wrong} wrong words in {rank} of {case.deployment.shape}, "
-                    f"{case.lists.value}, {case.blocks} blocks"
+                    f"cannot run {TOOL}: {wrong} wrong items in {rank} of {self.pair.name}, "
+                    f"{case.pattern.value}, {case.blocks} blocks"
                 )
 
-    @property
-    def source(self) -> RankProcess:
-        """The rank that publishes."""
-        return self.workers["source", FIRST_RANK]
+    def _num_grants(self) -> int:
+        """Return how many grants the sink's daemon holds."""
+        reply: Any = self.testbed.daemons["decode"].control.get("/v1/peers")
+        return sum(peer["num_grants"] for peer in reply["peers"])
 
-    @property
-    def sink(self) -> RankProcess:
-        """The first rank that pulls."""
-        return self.workers["sink", FIRST_RANK]
+
+def _require_cma(pid: int) -> None:
+    """Raise KvxferdError if the kernel refuses CMA: UCX would fall back to TCP without an error."""
+    start = int(Path(f"/proc/{pid}/maps").read_text().split("-", 1)[0], 16)
+    if (failed := read_process_memory(pid, start, 8)) != 0:
+        raise KvxferdError(
+            f"cannot run {TOOL} over cma: the kernel does not let one process read another's memory "
+            f"({os.strerror(failed)}); use --transport tcp"
+        )

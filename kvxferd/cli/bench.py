@@ -16,18 +16,9 @@ if TYPE_CHECKING:
 
 # Listed here so that --help needs neither numpy nor a model; a test compares them with the modules.
 SHAPE_NAMES = ("llama-3-70b", "qwen3-8b", "deepseek-v3", "mamba2-hybrid")
-LIST_NAMES = ("contiguous", "fragmented", "scattered")
+PATTERN_NAMES = ("contiguous", "fragmented", "scattered")
 TRANSPORT_NAMES = ("cma", "tcp", "any")
-MEASURE_NAMES = (
-    "latency",
-    "throughput",
-    "calls",
-    "behind",
-    "idle",
-    "first",
-    "crossing",
-    "progressive",
-)
+MEASURE_NAMES = ("latency", "throughput", "handover", "calls", "behind", "idle", "layouts", "first")
 
 MIN_SIZE, MAX_SIZE = 64 << 10, 2 << 30
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -51,7 +42,7 @@ class Size(click.ParamType[int]):
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="Measure only what fills the summary: in about six minutes.")
+@click.option("--quick", is_flag=True, help="Measure only what every figure takes: in about six minutes.")
 @click.option(
     "--measure",
     "measures",
@@ -68,8 +59,8 @@ class Size(click.ParamType[int]):
 )
 @click.option(
     "--blocks",
-    "lists",
-    type=click.Choice(LIST_NAMES),
+    "patterns",
+    type=click.Choice(PATTERN_NAMES),
     multiple=True,
     help="Of the throughput measure. Default: all.",
 )
@@ -91,7 +82,7 @@ class Size(click.ParamType[int]):
     "layouts",
     type=click.Choice([name for name in LAYOUT_NAMES if name != "LHBNC"]),  # its blocks are not in one piece
     multiple=True,
-    help="Of throughput and first pulls, on both sides; several are also crossed, TP 4 to 2. Default: HND.",
+    help="Of throughput and first pulls, on both sides; for several also TP 2 from TP 4. Default: HND.",
 )
 @click.option("--rounds", type=click.IntRange(1, 99), default=None, help="Interleaved rounds. Default: 7.")
 @click.option(
@@ -133,33 +124,25 @@ def bench(ctx: click.Context, /, as_json: bool, **options: Any) -> None:
 
 
 def _bench_options(options: dict[str, Any]) -> BenchOptions:
-    from dataclasses import replace
-
     from kvxferd.bench.cases import BlockPattern
     from kvxferd.bench.runner import BenchOptions
     from kvxferd.bench.workload import ALL_IN_FLIGHT, ALL_SIZES, full_workload, quick_workload
 
     measures = frozenset(options["measures"] or MEASURE_NAMES)
     if options["quick"]:
-        for name in ("shapes", "lists", "sizes", "in_flight", "layouts", "rounds"):
-            if options[name]:
-                raise click.UsageError(
-                    "--quick has its own shapes, sizes, layouts and rounds: leave theirs out"
-                )
+        if any(options[name] for name in ("shapes", "patterns", "sizes", "in_flight", "layouts", "rounds")):
+            raise click.UsageError("--quick has its own shapes, sizes, layouts and rounds: leave theirs out")
         transports = options["transports"] or ("cma",)
         return BenchOptions(quick_workload(), transports, is_quick=True, measures=measures)
     workload = full_workload(
         options["shapes"] or SHAPE_NAMES,
         options["sizes"] or ALL_SIZES,
-        tuple(map(BlockPattern, options["lists"] or LIST_NAMES)),
+        tuple(map(BlockPattern, options["patterns"] or PATTERN_NAMES)),
         options["in_flight"] or ALL_IN_FLIGHT,
-        options["rounds"] or 7,
+        options["rounds"] or 0,
         options["layouts"] or ("HND",),
     )
-    if not workload.points:
+    if not workload.throughput:
         raise click.UsageError("no size fits in memory as often as --in-flight says: at most 2G in all")
-    if rounds := options["rounds"]:
-        crossing = tuple(replace(one, rounds=rounds) for one in workload.crossing)
-        workload = replace(workload, crossing=crossing)
     transports = options["transports"] or ("cma", "tcp")
     return BenchOptions(workload, transports, is_quick=False, measures=measures)

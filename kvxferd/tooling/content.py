@@ -46,17 +46,23 @@ class ContentCheck(NamedTuple):
     first_wrong: str  # its coordinate; "" if there is none
 
 
-def write(memory: Bytes, layout: RankLayout, held: RequestBlocks, start: int = 0) -> None:
-    """Write the request's tokens from `start` on. `memory`: the layout's one region."""
-    for piece in _pieces(memory, layout, held, start):
+def write(memory: Bytes, layout: RankLayout, held: RequestBlocks, start: int = 0, ends_of: int = 0) -> None:
+    """Write the request's tokens from `start` on. `memory`: the layout's one region.
+
+    `ends_of`: write only the first and the last token of every so many, whole blocks that the request has
+    from its first token to its last; and states, which are not divided by tokens.
+    """
+    for piece in _pieces(memory, layout, held, start, ends_of):
         piece.view[piece.ids] = piece.content(held.request)
 
 
-def check(memory: Bytes, layout: RankLayout, held: RequestBlocks, start: int = 0) -> ContentCheck:
-    """Compare every byte that the rank holds of the request's tokens from `start` on."""
+def check(
+    memory: Bytes, layout: RankLayout, held: RequestBlocks, start: int = 0, ends_of: int = 0
+) -> ContentCheck:
+    """Compare every byte that the rank holds of what `write` writes with the same arguments."""
     checked = wrong = 0
     first = ""
-    for piece in _pieces(memory, layout, held, start):
+    for piece in _pieces(memory, layout, held, start, ends_of):
         found, right = _in_words(piece.view[piece.ids]), _in_words(piece.content(held.request))
         bad = (found != right).any(axis=(3, 4))
         checked += bad.size
@@ -118,13 +124,21 @@ class _TensorItems(NamedTuple):
         return f"layer {tensor.layer}, {tensor.component}, unit {_units(tensor)[unit]}, token {token}"
 
 
-def _pieces(memory: Bytes, layout: RankLayout, held: RequestBlocks, start: int) -> Iterator[_TensorItems]:
+def _pieces(
+    memory: Bytes, layout: RankLayout, held: RequestBlocks, start: int, ends_of: int
+) -> Iterator[_TensorItems]:
     for tensor, group in _tensors(layout):
         view, ids = _view(memory, tensor, group), _physical_ids(group, held.ids[group.name])
         if group.kind is GroupKind.STATE:
             yield _TensorItems(tensor, view, ids[-1:], np.array([[held.num_tokens]]))
             continue
         granule, per_block = tensor.granule_tokens, view.shape[2]
+        if ends_of:
+            step = ends_of // (granule * per_block)
+            tokens = np.arange(held.first_token, held.num_tokens, ends_of)[:, None]
+            yield _TensorItems(tensor, view[:, :, :1], ids[::step], tokens)
+            yield _TensorItems(tensor, view[:, :, -1:], ids[step - 1 :: step], tokens + ends_of - granule)
+            continue
         first = max(0, start - held.first_token) // granule
         stop = -(-(held.num_tokens - held.first_token) // granule)
         most = max(1, _PIECE_BYTES // (per_block * tensor.num_units * tensor.content_bytes))

@@ -41,6 +41,7 @@ class EnginePair:
     decode: EngineShape
     num_tokens: int  # of a request
     name: str  # of the engines, before "-prefill" and "-decode"
+    pool_tokens: int = 0  # for which an engine has blocks in each group; 0: twice a request's
 
     def shape(self, role: Role) -> EngineShape:
         """Return how that engine is deployed."""
@@ -69,7 +70,7 @@ class EnginePair:
 
     def block_ids(self, role: Role, request: int) -> dict[str, npt.NDArray[np.int32]]:
         """Return a request's block ids by group: random ones, the same for every rank of the engine."""
-        count = self._num_blocks(role)
+        count = -(-self.num_tokens // self.shape(role).block_tokens)
         _, layout = next(iter(self.engine(role).values()))
         chosen: dict[str, npt.NDArray[np.int32]] = {}
         for number, group in enumerate(layout.groups):
@@ -78,8 +79,11 @@ class EnginePair:
             chosen[group.name] = drawn[:taken].astype(np.int32)
         return chosen
 
-    def _num_blocks(self, role: Role) -> int:
-        return -(-self.num_tokens // self.shape(role).block_tokens)
+    def num_blocks(self, role: Role) -> int:
+        """Return how many ids each group of that engine has."""
+        if self.pool_tokens:
+            return self.pool_tokens // self.shape(role).block_tokens
+        return _SPARE_FACTOR * -(-self.num_tokens // self.shape(role).block_tokens)
 
 
 @lru_cache(maxsize=16)
@@ -91,7 +95,7 @@ def _engine(pair: EnginePair, role: Role) -> dict[Rank, tuple[EngineSpec, RankLa
         pp=shape.pp,
         layout=shape.layout,
         block_tokens=shape.block_tokens,
-        num_blocks=_SPARE_FACTOR * pair._num_blocks(role),
+        num_blocks=pair.num_blocks(role),
         engine_id=f"{pair.name}-{role}",
         generation="1",
     )

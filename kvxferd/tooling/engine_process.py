@@ -131,9 +131,9 @@ class EngineRank:
 
     # --- as a source
 
-    def write(self, request: RequestBlocks, start: int = 0) -> None:
-        """Write the request's content from a token on."""
-        content.write(self.store.bytes, self.layout, request, start)
+    def write(self, request: RequestBlocks, start: int = 0, ends_of: int = 0) -> None:
+        """Write the request's content from a token on, or the ends of every so many tokens."""
+        content.write(self.store.bytes, self.layout, request, start, ends_of)
         self.store.save()
 
     def publish(self, name: str, request: RequestBlocks, /, **options: Any) -> client.TransferRef:
@@ -195,10 +195,10 @@ class EngineRank:
                 case client.Quiesced(quiet) if quiet is ticket and failed is not None:
                     raise KvxferdError(failed.message, failed.code)
 
-    def check(self, request: RequestBlocks) -> ContentCheck:
-        """Compare every byte of the request."""
+    def check(self, request: RequestBlocks, ends_of: int = 0) -> ContentCheck:
+        """Compare every byte of the request, or of the ends of every so many tokens."""
         self.store.load()
-        return content.check(self.store.bytes, self.layout, request)
+        return content.check(self.store.bytes, self.layout, request, ends_of=ends_of)
 
     def block_lists(self, request: RequestBlocks) -> dict[str, client.BlockList]:
         """Return the request's block ids as the client takes them."""

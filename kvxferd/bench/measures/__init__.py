@@ -1,1 +1,1 @@
-"""The measures of the bench, one a file."""
+"""The measures of the bench, one a file. Each yields its points and figures, and texts on its progress."""

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
-from kvxferd.bench.cases import Case, blocks_for, ids_per_pull
-from kvxferd.bench.implementations import implementations_of
-from kvxferd.bench.points import Point, point_of
-from kvxferd.bench.rounds import interleave
-from kvxferd.bench.shapes import SHAPES, BenchDeployment, footprint, layers_for
-from kvxferd.bench.testbed import Testbed
-from kvxferd.bench.workload import MIB, ThroughputPoint, Workload
+from kvxferd.bench.cases import (
+    MIB,
+    SHAPES,
+    Case,
+    blocks_for,
+    equal_engines,
+    footprint,
+    ids_per_pull,
+    layers_for,
+    region_bytes,
+    with_pool,
+)
+from kvxferd.bench.contenders import contenders_of, interleave
+from kvxferd.bench.figures import Figure, Finding, Point, at_least, median, point_of
+from kvxferd.bench.testbed import Site, Testbed
+from kvxferd.bench.workload import ThroughputPulls, Workload
+from kvxferd.tooling.engine_pair import EnginePair
 
 # A round is long enough to be timed and short enough for many.
 _ROUND_BYTES = 128 * MIB
@@ -21,59 +29,77 @@ _MAX_PER_ROUND = 16
 _POOL_HEADROOM = 1.25
 
 
-def measure_throughput(testbed: Testbed, transport: str, workload: Workload) -> Iterator[Point]:
-    """Yield a point for each of the workload's pulls that fits its shape."""
-    for (shape, size, layout), pulls in by_deployment(workload.points).items():
-        deployment = deployment_of(f"{transport}-{shape}-{size}-{layout}", pulls)
-        if deployment is None:
+def measure_throughput(site: Site, workload: Workload) -> Iterator[Finding]:
+    """Yield a point for each of the workload's pulls that fits its shape, and their ratios."""
+    points = []
+    with Testbed.open(site, has_baselines=True) as testbed:
+        for (shape, size, layout), pulls in by_engines(workload.throughput).items():
+            pair = pair_of(f"{shape}-{size}-{layout}", pulls)
+            if pair is None:
+                continue
+            with testbed.engines(pair) as engines:
+                for one in pulls:
+                    count = requests_per_round(one)
+                    case = Case(pair, one.pattern, blocks_for(pair, size), count)
+                    found = interleave(contenders_of(engines, case), workload.rounds, count, one.in_flight)
+                    points.append(point_of("throughput", site.transport, shape, size, case, found))
+                    yield points[-1]
+    yield from ratios(points)
+
+
+def ratios(points: list[Point]) -> Iterator[Figure]:
+    """Yield the ratios to raw NIXL of pulls that ran one at a time, by size."""
+    alone = [point for point in points if point.in_flight == 1]
+    for size, what, aim, chosen in (
+        ("64m", "64 MiB and more", 0.95, [point for point in alone if point.size_bytes >= 64 * MIB]),
+        ("4m", "4 MiB", 0.85, [point for point in alone if point.size_bytes == 4 * MIB]),
+    ):
+        if not chosen:
             continue
-        blocks = blocks_for(deployment, size)
-        with testbed.pair(deployment) as pair:
-            for one in pulls:
-                count = requests_per_round(one)
-                case = Case(deployment=deployment, lists=one.lists, blocks=blocks, slots=count)
-                found = interleave(
-                    pair, case, implementations_of(pair), workload.rounds, count, one.in_flight
-                )
-                yield point_of("throughput", transport, size, case, found)
+        values = [point.ratio_to_raw for point in chosen]
+        lowest = min(chosen, key=lambda point: point.ratio_to_raw)
+        rounds = min(point.rounds for point in chosen)
+        how = (
+            f"{len(chosen)} points over {chosen[0].transport}, one pull at a time, prepared; for each the "
+            f"median of {rounds} rounds, interleaved with {', '.join(chosen[0].interleaved_with)}; raw NIXL "
+            "timed from post to done"
+        )
+        name, title = f"throughput_ratio_{size}", f"throughput against raw NIXL, {what}: median point"
+        yield at_least(name, title, median(values), aim, how)
+        title = f"the same, lowest point ({lowest.shape}, {lowest.lists})"
+        yield at_least(f"{name}_lowest", title, min(values), aim, how)
 
 
-def requests_per_round(pulls: ThroughputPoint) -> int:
-    """Return how many requests one implementation moves in one round."""
+def requests_per_round(pulls: ThroughputPulls) -> int:
+    """Return how many requests one contender moves in one round."""
     return max(pulls.in_flight, min(_MAX_PER_ROUND, _ROUND_BYTES // pulls.size_bytes), 1)
 
 
-def region_bytes(pulls: tuple[ThroughputPoint, ...]) -> int:
-    """Return the memory of the largest rank that these pulls need, on one side."""
-    groups = by_deployment(pulls).values()
-    return max((d.region_bytes for group in groups if (d := deployment_of("size", group))), default=0)
+def largest_region(workload: Workload) -> int:
+    """Return the memory of the largest rank that the workload's pulls need, on one side."""
+    groups = by_engines(workload.throughput).values()
+    return max((region_bytes(pair) for group in groups if (pair := pair_of("size", group))), default=0)
 
 
-def by_deployment(
-    pulls: tuple[ThroughputPoint, ...],
-) -> dict[tuple[str, int, str], list[ThroughputPoint]]:
+def by_engines(pulls: tuple[ThroughputPulls, ...]) -> dict[tuple[str, int, str], list[ThroughputPulls]]:
     """Return the points that one pair of engines serves, by shape, size and layout."""
-    groups: dict[tuple[str, int, str], list[ThroughputPoint]] = {}
+    groups: dict[tuple[str, int, str], list[ThroughputPulls]] = {}
     for one in pulls:
         groups.setdefault((one.shape, one.size_bytes, one.layout), []).append(one)
     return groups
 
 
-def deployment_of(name: str, pulls: list[ThroughputPoint]) -> BenchDeployment | None:
+def pair_of(name: str, pulls: list[ThroughputPulls]) -> EnginePair | None:
     """Return engines for pulls of one shape, size and layout.
 
     None if its states alone are larger, or a hybrid cannot have the layout.
     """
-    shape, size = pulls[0].shape, pulls[0].size_bytes
-    layout = pulls[0].layout
+    shape, size, layout = pulls[0].shape, pulls[0].size_bytes, pulls[0].layout
     if SHAPES[shape].is_hybrid and layout != "HND":
         return None
-    deployment = BenchDeployment(
-        name=name, shape=shape, layers=layers_for(shape, size), pool_blocks=1, layout_name=layout
-    )
-    blocks = blocks_for(deployment, size)
-    if blocks == 0 or footprint(deployment.layout()).state_bytes > size:
+    sized = equal_engines("sized", shape, layers_for(shape, size), layout=layout)
+    blocks = blocks_for(sized, size)
+    if blocks == 0 or footprint(sized).state_bytes > size:
         return None
     most = max(requests_per_round(one) for one in pulls)
-    pool = int(most * ids_per_pull(deployment, blocks) * _POOL_HEADROOM) + 4
-    return msgspec.structs.replace(deployment, pool_blocks=pool)
+    return with_pool(sized, name, int(most * ids_per_pull(sized, blocks) * _POOL_HEADROOM) + 4)

@@ -1,4 +1,4 @@
-"""The bench as processes: it fills its summary, it says what is wrong, and it leaves nothing behind."""
+"""The bench as processes: it has every figure, it says what is wrong, and it leaves nothing behind."""
 
 import json
 import signal
@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from kvxferd.bench.cases import BlockPattern
-from kvxferd.bench.figures import SUMMARY
-from kvxferd.bench.measures import crossing
+from kvxferd.bench.measures import layouts
 from kvxferd.bench.runner import BenchOptions, run_bench
-from kvxferd.bench.workload import CrossingSize, ProgressiveSize, ThroughputPoint, Workload
+from kvxferd.bench.workload import HandoverSize, LayoutsSize, ThroughputPulls, Workload
 from tests.support.tool_process import left_behind, processes_of, start_tool, tool_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -60,29 +59,50 @@ def test_every_contender_moves_the_same_bytes(place: Path) -> None:
     assert left_behind(place) == []
 
 
-def test_the_whole_summary_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossing, "CROSSINGS", crossing.CROSSINGS[:1])
+FIGURES = {
+    *(
+        "throughput_ratio_64m",
+        "throughput_ratio_64m_lowest",
+        "throughput_ratio_4m",
+        "throughput_ratio_4m_lowest",
+    ),
+    *("added_latency_us_p50", "added_latency_us_p99"),
+    *("pull_call_us_p99", "pull_call_few_us_p99", "pull_call_one_us_p99"),
+    *(
+        "first_pull_ms",
+        "idle_cpu_percent",
+        "daemon_rss_mb",
+        "mover_private_mb",
+        "small_behind_large_p99_ratio",
+    ),
+    *("layouts_ratio", "layouts_ratio_lowest", "layouts_speedup_short_runs", "worst_against_direct"),
+    *("handover_ratio", "handover_ratio_one_chunk"),
+}
+
+
+def test_every_figure_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "ALL_LAYOUTS", layouts.ALL_LAYOUTS[:1])
     effort = Workload(
-        points=(
-            ThroughputPoint("qwen3-8b", BlockPattern.FRAGMENTED, 4 * MIB, 1),
-            ThroughputPoint("mamba2-hybrid", BlockPattern.SCATTERED, 64 * MIB, 1),
+        (
+            ThroughputPulls("qwen3-8b", BlockPattern.FRAGMENTED, 4 * MIB, 1),
+            ThroughputPulls("mamba2-hybrid", BlockPattern.SCATTERED, 64 * MIB, 1),
         ),
         rounds=2,
         small_per_round=4,
         calls_per_round=2,
         first_rounds=1,
-        head_of_line_pulls=40,
-        head_of_line_bytes=64 * MIB,
+        behind_pulls=40,
+        behind_bytes=64 * MIB,
         idle_s=0.5,
-        crossing=(CrossingSize(4 * MIB, 2),),
-        progressive=(ProgressiveSize(3, 2 * MIB, 2), ProgressiveSize(1, 2 * MIB, 2)),
+        layouts_sizes=(LayoutsSize(4 * MIB, 2),),
+        handover_sizes=(HandoverSize(3, 2 * MIB), HandoverSize(1, 2 * MIB)),
     )
     said: list[str] = []
     result = run_bench(BenchOptions(effort, ("cma",), is_quick=True), said.append)
-    assert tuple(result.summary) == SUMMARY
-    assert all(value is not None and value >= 0 for value in result.summary.values()), result.summary
-    assert [(point.num_chunks, point.bytes) for point in result.progressive] == [(3, 6 * MIB), (1, 2 * MIB)]
-    assert "idle" in said
+    assert {figure.name for figure in result.figures} == FIGURES
+    assert all(figure.value >= 0 for figure in result.figures), result.figures
+    assert [(point.num_chunks, point.bytes) for point in result.handovers] == [(3, 6 * MIB), (1, 2 * MIB)]
+    assert "idle (cma)" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,14 +1,16 @@
 """Flags: what is refused, before anything is started."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 from click.testing import CliRunner
 
-from kvxferd.bench import runner, workload
-from kvxferd.bench.cases import BlockPattern
-from kvxferd.bench.figures import Measurements
-from kvxferd.bench.shapes import SHAPES
+from kvxferd.bench import runner
+from kvxferd.bench.cases import SHAPES, BlockPattern
+from kvxferd.bench.figures import Finding, at_most
+from kvxferd.bench.testbed import TRANSPORTS, Site
+from kvxferd.bench.workload import Workload
 from kvxferd.cli import bench
 from kvxferd.cli.root import root
 from kvxferd.errors import KvxferdError
@@ -25,7 +27,7 @@ from tests.support import bench_results
         (["--rounds", "0"], "1<=x<=99"),
         (["--shape", "gpt-5"], "llama-3-70b"),
         (["--transport", "rdma"], "cma"),
-        (["--measure", "speed"], "latency"),
+        (["--measure", "speed"], "throughput"),
         (["--quick", "--size", "4M"], "--quick has its own shapes, sizes, layouts and rounds"),
         (["--size", "2G", "--in-flight", "64"], "no size fits"),
     ],
@@ -45,16 +47,18 @@ def test_sizes(text: str, size: int) -> None:
 
 def test_what_flags_offer_is_what_there_is() -> None:
     assert tuple(SHAPES) == bench.SHAPE_NAMES
-    assert tuple(lists.value for lists in BlockPattern) == bench.LIST_NAMES
-    assert tuple(workload.TRANSPORT_ENVIRONMENTS) == bench.TRANSPORT_NAMES
-    assert set(bench.MEASURE_NAMES) == runner.MEASURES
+    assert tuple(BlockPattern) == bench.PATTERN_NAMES
+    assert tuple(TRANSPORTS) == bench.TRANSPORT_NAMES
+    assert tuple(runner.MEASURES) == bench.MEASURE_NAMES
 
 
 def test_tables_show_every_point_and_what_fell_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "run_bench", lambda options, say: bench_results.result())
     said = CliRunner().invoke(root, ["bench", "--quick"])
     assert said.exit_code == 0
-    assert said.stdout.count("qwen3-8b") >= 5
+    assert said.stdout.count("qwen3-8b") == 2
+    assert "HND/16 TP4 to NHD/32 TP2" in said.stdout
+    assert "8 of 64.0 MiB" in said.stdout
     assert "NO" in said.stdout
     assert "added latency, 64 KiB, p99" in said.stdout
     assert "[1]" in said.stdout
@@ -75,19 +79,32 @@ def test_movers_that_alone_are_told_how_to_move_are_refused(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("failure", [OSError("a process is gone"), KvxferdError("a process is gone")])
+@pytest.mark.parametrize("is_over_every", [True, False])
 def test_what_was_measured_is_kept_when_a_later_measure_fails(
-    monkeypatch: pytest.MonkeyPatch, failure: Exception
+    monkeypatch: pytest.MonkeyPatch, failure: Exception, is_over_every: bool
 ) -> None:
-    def over(*given: object, **_: object) -> None:
-        (found,) = (one for one in given if isinstance(one, Measurements))
-        found.points.append(bench_results.point(4 << 20, bench_results.steady(0.01, 0.009)))
+    taken: list[str] = []
+
+    def take(site: Site, workload: Workload) -> Iterator[Finding | str]:
+        taken.append(site.transport)
+        yield bench_results.point(4 << 20, bench_results.steady(0.01, 0.009))
+        yield "half of it"
+        yield at_most("a", "a figure", 1, 2, "so", "us")
+        if site.transport == "tcp":
+            raise failure
+
+    def fail(site: Site, workload: Workload) -> Iterator[Finding | str]:
+        yield from ()
         raise failure
 
-    monkeypatch.setattr(runner, "_measure_transport", over)
-    said = CliRunner().invoke(root, ["bench", "--measure", "throughput", "--size", "64K", "--json"])
+    measures = {"throughput": runner.Measure("throughput", take, is_over_every)}
+    monkeypatch.setattr(runner, "MEASURES", measures | {"idle": runner.Measure("idle", fail)})
+    flags = ["--measure", "throughput", *([] if is_over_every else ["--measure", "idle"])]
+    said = CliRunner().invoke(root, ["bench", *flags, "--size", "64K", "--json"])
     assert said.exit_code == 2
     result = json.loads(said.stdout)
     assert "a process is gone" in result["error"]
-    assert len(result["points"]) == 1
-    assert result["summary"]["throughput_ratio_4m"] == pytest.approx(0.9)
-    assert result["summary"]["idle_cpu_percent"] is None
+    assert "half of it" in said.stderr
+    assert taken == ["cma", "tcp"][: 1 + is_over_every]
+    assert len(result["points"]) == len(taken)
+    assert [figure["name"] for figure in result["figures"]] == ["a"]  # of the first transport alone

@@ -154,6 +154,29 @@ def test_a_start_leaves_earlier_tokens_alone(start: int) -> None:
     assert content.check(memory, layout, held._replace(request=1), start).wrong_items == 0
 
 
+@pytest.mark.parametrize("case", ["heads first", "vectorised", "latent", "cross-layer, padded", "states"])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_ends_are_the_first_and_the_last_token_of_every_so_many(case: str, blocks: int) -> None:
+    layout = layout_of(case)
+    block_tokens = next(g.block_tokens for g in layout.groups if g.kind is not GroupKind.STATE)
+    ends_of, num_tokens = blocks * block_tokens, 2 * block_tokens
+    held = request_of(layout)._replace(num_tokens=num_tokens)
+    held = held._replace(ids={name: ids[:2] for name, ids in held.ids.items()})
+    memory = content.background(content.region_bytes(layout))
+    content.write(memory, layout, held)
+    before, items = memory.copy(), by_coordinate(layout, held, memory)
+    other = held._replace(request=1)
+    content.write(memory, layout, other, ends_of=ends_of)
+    changed = {key[3] for key, item in by_coordinate(layout, held, memory).items() if item != items[key]}
+    granules = {tensor.granule_tokens for tensor in layout.tensors}
+    firsts = range(0, num_tokens, ends_of)
+    states = {num_tokens} if any(group.kind is GroupKind.STATE for group in layout.groups) else set()
+    assert changed == {first + at for first in firsts for g in granules for at in (0, ends_of - g)} | states
+    assert content.check(memory, layout, other, ends_of=ends_of).wrong_items == 0
+    found = content.check(before, layout, other, ends_of=ends_of)
+    assert found.wrong_items == found.checked_items > 0
+
+
 def test_the_first_token_is_that_of_the_first_block() -> None:
     layout, held, memory = written("heads first")
     later = RequestBlocks(held.request, {"full": held.ids["full"][1:]}, NUM_TOKENS, first_token=16)

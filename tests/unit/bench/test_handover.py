@@ -1,4 +1,4 @@
-"""Chunks of the progressive measure: together they are the transfer, and the last says so."""
+"""Chunks of the handover measure: together they are the transfer, and the last says so."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvxferd.bench.cases import BLOCKS_PER_RUN, block_lists
-from kvxferd.bench.measures.progressive import case_of, deployment_of
-from kvxferd.bench.rank_process import BenchRank
-from kvxferd.bench.workload import MIB, ProgressiveSize, Workload, quick_workload
+from kvxferd.bench.cases import BLOCKS_PER_RUN, MIB, BlockPattern, Case, block_lists
+from kvxferd.bench.measures.handover import num_blocks, pair_of
+from kvxferd.bench.rank import BenchRank
+from kvxferd.bench.workload import HandoverSize, quick_workload
 from kvxferd.layout import unpack_ids
 
 
@@ -28,19 +28,16 @@ class Rank:
         self.reports.append((tokens, list(unpack_ids(bytes(listed.ids)))))
 
 
-def workload_of(*sizes: ProgressiveSize) -> Workload:
-    return replace(quick_workload(), progressive=sizes)
-
-
 @pytest.mark.parametrize("num_chunks", [1, 8])
 def test_chunks_are_whole_runs_and_together_the_transfer(num_chunks: int) -> None:
-    size = ProgressiveSize(num_chunks, 4 * MIB, 1)
-    case = case_of(deployment_of("cma", workload_of(size)), size)
+    size = HandoverSize(num_chunks, 4 * MIB)
+    pair = pair_of(replace(quick_workload(), handover_sizes=(size,)))
+    case = Case(pair, BlockPattern.FRAGMENTED, num_blocks(pair, size))
     rank, process = Rank(), object.__new__(BenchRank)  # without a daemon
     process.rank = rank  # type: ignore[assignment]
     began = time.perf_counter()
     last_at = process.extend(case, "t", num_chunks, 0.002)
-    (ids,) = block_lists(case, "source", 0).values()
+    (ids,) = block_lists(case, "prefill", 0).values()
     assert [one for _, chunk in rank.reports for one in chunk] == ids.tolist()
     step = case.num_tokens // num_chunks
     assert [ready for ready, _ in rank.reports] == [*range(step, case.num_tokens, step), None]

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 
 from kvxferd import client
-from kvxferd.bench.cases import BlockPattern, Case
-from kvxferd.bench.rank_process import BenchRank
-from kvxferd.bench.samples import Sample
-from kvxferd.bench.shapes import BenchDeployment
+from kvxferd.bench.cases import BlockPattern, Case, equal_engines, layout_of
+from kvxferd.bench.rank import Batch, BenchRank, Sample
 from kvxferd.tooling.engine_process import EventWaiter
 
-DEPLOYMENT = BenchDeployment(name="d", shape="qwen3-8b", layers=1, pool_blocks=64)
-SMALL = Case(deployment=DEPLOYMENT, lists=BlockPattern.CONTIGUOUS, blocks=1)
-LARGE = Case(deployment=DEPLOYMENT, lists=BlockPattern.CONTIGUOUS, blocks=32, first_block=4)
+PAIR = equal_engines("d", "qwen3-8b", 1, 64)
+SMALL = Batch(Case(PAIR, BlockPattern.CONTIGUOUS, 1), ["small"] * 3, [{"name": "small"}] * 3)
+LARGE = Batch(Case(PAIR, BlockPattern.CONTIGUOUS, 32, first_block=4), ["large"], [{"name": "large"}])
 
 
 class Rank:
@@ -32,7 +30,7 @@ class Rank:
     def fileno(self) -> int:
         return self._readable
 
-    def pull(self, ref: dict[str, Any], **_: Any) -> client.PullTicket:
+    def pull(self, ref: dict[str, Any], *_: Any, **__: Any) -> client.PullTicket:
         ticket = client.PullTicket(len(self.pulled), ref["name"], lambda number: None)
         self.pulled[ref["name"]] = ticket
         self.num_small += ref["name"] == "small"
@@ -51,9 +49,9 @@ def pulled(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, list[Sample]]
     rank = Rank(request.param)
     process = object.__new__(BenchRank)  # without a daemon
     process.rank = rank  # type: ignore[assignment]
-    process.layout = DEPLOYMENT.layout()
+    process.layout = layout_of(PAIR)
     process.events = EventWaiter(rank)  # type: ignore[arg-type]
-    yield rank, process.pull_behind(LARGE, {"name": "large"}, SMALL, [{"name": "small"}] * 3)
+    yield rank, process.pull_behind(LARGE, SMALL)
     rank.close()
 
 

@@ -1,0 +1,129 @@
+"""Transfers that are read while they are written, beside pulls of the same bytes after the end, in turn."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from kvxferd.bench.cases import (
+    BLOCKS_PER_RUN,
+    MIB,
+    BlockPattern,
+    Case,
+    blocks_for,
+    equal_engines,
+    footprint,
+    layers_for,
+    region_bytes,
+    with_pool,
+)
+from kvxferd.bench.contenders import KVXFERD, Contender, interleave, kvxferd_pulls
+from kvxferd.bench.figures import Figure, Finding, HandoverPoint, at_most, median, paired_ratio
+from kvxferd.bench.rank import BenchRank, Sample
+from kvxferd.bench.testbed import RunningEngines, Site, Testbed
+from kvxferd.bench.workload import HandoverSize, Workload
+from kvxferd.tooling.engine_pair import EnginePair
+
+SHAPE = "llama-3-70b"
+PROGRESSIVE = "progressive"
+_NUM_LATEST = 5  # plain pulls, by whose median the time between two chunks is chosen
+
+_names = itertools.count()
+
+
+def measure_handover(site: Site, workload: Workload) -> Iterator[Finding]:
+    """Yield a point for each size, and the ratios of those whose pace is that of reading."""
+    pair = pair_of(workload)
+    with Testbed.open(site) as testbed, testbed.engines(pair) as engines:
+        for size in workload.handover_sizes:
+            point = _measure_point(engines, site.transport, size, workload.rounds)
+            yield point
+            if size.pace == 1:
+                yield ratio_of(point)
+
+
+def ratio_of(point: HandoverPoint) -> Figure:
+    """Return how much is waited for after the end."""
+    is_one = point.num_chunks == 1
+    size = f"{point.chunk_bytes // MIB} MiB"
+    chunks = f"one chunk of {size}" if is_one else f"{point.num_chunks} chunks of {size}"
+    how = (
+        f"{chunks} over {point.transport}, fragmented lists, reported as far apart as the pull takes for "
+        f"one; ready() for the last to Delivered, by pull() to Delivered of a whole transfer, prepared; "
+        f"median of {point.rounds} rounds, in turn"
+    )
+    name, aim = ("handover_ratio_one_chunk", 1.05) if is_one else ("handover_ratio", 0.25)
+    return at_most(name, f"handover by a pull after the end, {chunks}", point.ratio, aim, how)
+
+
+def largest_region(workload: Workload) -> int:
+    """Return the memory of a rank, on one side."""
+    return region_bytes(pair_of(workload))
+
+
+def pair_of(workload: Workload) -> EnginePair:
+    """Return engines with room for one transfer of each size in turn."""
+    largest = max(size.chunk_bytes for size in workload.handover_sizes)
+    sized = equal_engines("sized", SHAPE, layers_for(SHAPE, largest))
+    return with_pool(sized, "handover", max(num_blocks(sized, size) for size in workload.handover_sizes))
+
+
+def num_blocks(pair: EnginePair, size: HandoverSize) -> int:
+    """Return the blocks of one transfer of about that size, in whole runs of each chunk."""
+    runs = max(1, round(blocks_for(pair, size.chunk_bytes) / BLOCKS_PER_RUN))
+    return size.num_chunks * runs * BLOCKS_PER_RUN
+
+
+class ProgressivePulls:
+    """Pulls of transfers whose chunks are reported meanwhile. A sample begins with the last report."""
+
+    def __init__(self, engines: RunningEngines, case: Case, size: HandoverSize, plain: Contender) -> None:
+        self._engines, self._case, self._size = engines, case, size
+        self._num_bytes = case.blocks * footprint(case.pair).block_bytes
+        self._plain_s: list[float] = []
+        self.plain = plain._replace(move=self._move_plain)
+        self.contender = Contender(PROGRESSIVE, engines, case, self._move)
+        self._pull_plain = plain.move
+
+    def _move_plain(self, count: int, window: int) -> list[Sample]:
+        samples = self._pull_plain(count, window)
+        self._plain_s += [sample.seconds for sample in samples]
+        return samples
+
+    def _move(self, count: int, window: int) -> list[Sample]:
+        """Open one transfer after the other, pull it, and report its chunks."""
+        return [self._move_one() for _ in range(count)]
+
+    def _move_one(self) -> Sample:
+        engines, case, size = self._engines, self._case, self._size
+        # By what the latest plain pulls took.
+        gap_s = size.pace * median(self._plain_s[-_NUM_LATEST:]) / size.num_chunks
+        name = f"{PROGRESSIVE}-{next(_names)}"
+        batch = engines.source.call(BenchRank.publish_unwritten, case, name)
+        pulled = engines.sink.start(BenchRank.pull_all, batch, progressive=True)
+        # It fails at once or ends soon; the pull without its chunks only at its deadline.
+        last = engines.source.call(BenchRank.extend, case, name, size.num_chunks, gap_s)
+        (sample,) = pulled.result()
+        engines.release(batch)
+        # Delivered has the bytes of the last piece. That all are there is checked by their content.
+        return Sample(last, last, last, sample.ended, self._num_bytes, sample.runs)
+
+
+def _measure_point(engines: RunningEngines, transport: str, size: HandoverSize, rounds: int) -> HandoverPoint:
+    case = Case(engines.pair, BlockPattern.FRAGMENTED, num_blocks(engines.pair, size))
+    growing = ProgressivePulls(engines, case, size, kvxferd_pulls(engines, case))
+    growing.plain.move(1, 1)  # connects, and maps every page
+    found = interleave([growing.plain, growing.contender], rounds, 1)
+    plain_s = median([one.seconds for one in found[KVXFERD]])
+    return HandoverPoint(
+        transport=transport,
+        num_chunks=size.num_chunks,
+        chunk_bytes=size.chunk_bytes,
+        bytes=found[KVXFERD][0].num_bytes,
+        rounds=rounds,
+        pace=size.pace,
+        gap_s=size.pace * plain_s / size.num_chunks,
+        plain_s=plain_s,
+        handover_s=median([one.seconds for one in found[PROGRESSIVE]]),
+        ratio=paired_ratio(found, PROGRESSIVE),
+    )

@@ -1,0 +1,209 @@
+"""Pulls between layouts that differ, with `mover.read` auto and direct, and between equal ones, in turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from kvxferd.bench.cases import (
+    BLOCKS_PER_RUN,
+    SHAPES,
+    BlockPattern,
+    Case,
+    equal_engines,
+    footprint,
+)
+from kvxferd.bench.contenders import Contender, interleave
+from kvxferd.bench.figures import Figure, Finding, LayoutsPoint, at_least, median, paired_ratio
+from kvxferd.bench.proc_stats import available_bytes
+from kvxferd.bench.rank import BenchRank, Sample
+from kvxferd.bench.testbed import RunningEngines, Site, Testbed
+from kvxferd.bench.workload import HEADROOM_BYTES, LayoutsSize, Workload
+from kvxferd.records import PullRecord
+from kvxferd.telemetry.history import record_from_json
+from kvxferd.tooling.engine_pair import EnginePair, EngineShape
+from kvxferd.tooling.output import format_bytes
+
+SHAPE = "qwen3-8b"  # eight heads of 128, so that a head of a token is 256 bytes
+LAYERS = 4  # 16 KiB a token, so that also a small request has many blocks
+AUTO, DIRECT, EQUAL = "auto", "direct", "equal"
+
+
+def _engine(layout: str, block_tokens: int, tp: int = 1, pp: int = 1) -> EngineShape:
+    return EngineShape(tp, pp, block_tokens, layout)
+
+
+class Layouts(NamedTuple):
+    """Two engines whose layouts differ."""
+
+    prefill: EngineShape
+    decode: EngineShape
+    has_short_runs: bool = True
+
+    def __str__(self) -> str:
+        return " to ".join(map(_label, (self.prefill, self.decode)))
+
+
+def _label(engine: EngineShape) -> str:
+    parallel = f" TP{engine.tp}" * (engine.tp > 1) + f" PP{engine.pp}" * (engine.pp > 1)
+    return f"{engine.layout}/{engine.block_tokens}{parallel}"
+
+
+SHORTEST_RUNS = Layouts(_engine("HND", 16, tp=4), _engine("NHD", 32, tp=2))  # of 256 bytes
+ALL_LAYOUTS = (
+    SHORTEST_RUNS,
+    Layouts(_engine("NHD", 32, tp=4), _engine("HND", 16, tp=2)),
+    Layouts(_engine("HND", 16), _engine("HND", 32)),
+    Layouts(_engine("HND", 12), _engine("HND", 16)),
+    Layouts(_engine("HND", 16, tp=4), _engine("HND", 16, tp=2)),
+    Layouts(_engine("NHD", 16), _engine("NHD", 16, tp=4)),
+    Layouts(_engine("HND", 16, pp=2), _engine("HND", 16), has_short_runs=False),
+)
+
+
+def layouts_of(names: tuple[str, ...]) -> tuple[Layouts, ...]:
+    """Return the engines that are measured: for several layouts, each between TP 4 and 2."""
+    if len(names) == 1:
+        return ALL_LAYOUTS
+    return tuple(Layouts(_engine(name, 16, tp=4), _engine(name, 16, tp=2)) for name in names)
+
+
+def measure_layouts(site: Site, workload: Workload) -> Iterator[Finding | str]:
+    """Yield a point for each pair of layouts and each size that fits in memory, and what auto gains."""
+    sizes = []
+    for size in workload.layouts_sizes:
+        if site.transport not in size.transports:
+            continue
+        # Three pairs of engines, both sides, with room for half as much again.
+        if 9 * size.size_bytes + HEADROOM_BYTES > available_bytes():
+            yield f"{format_bytes(size.size_bytes)} is left out: there is too little memory"
+        else:
+            sizes.append(size)
+    points = []
+    if sizes:
+        with (
+            Testbed.open(site, KVXFERD_MOVER_READ=AUTO) as auto,
+            Testbed.open(site, KVXFERD_MOVER_READ=DIRECT) as direct,
+        ):
+            for number, layouts in enumerate(layouts_of(workload.layouts)):
+                tokens = max(request_tokens(layouts, size.size_bytes) for size in sizes)
+                equal = Layouts(layouts.decode, layouts.decode)
+                with ExitStack() as stack:
+                    engines = {
+                        way: stack.enter_context(
+                            testbed.engines(pair_of(f"layouts-{number}-{way}", chosen, tokens))
+                        )
+                        for way, testbed, chosen in (
+                            (AUTO, auto, layouts),
+                            (DIRECT, direct, layouts),
+                            (EQUAL, auto, equal),
+                        )
+                    }
+                    for size in sizes:
+                        points.append(_measure_point(engines, site.transport, layouts, size))
+                        yield points[-1]
+    yield from gains_of_auto(points)
+
+
+def pair_of(name: str, layouts: Layouts, num_tokens: int) -> EnginePair:
+    """Return engines with room for requests of so many tokens, and half as much beside them."""
+    whole = math.lcm(layouts.prefill.block_tokens, layouts.decode.block_tokens)
+    pool_tokens = -(-num_tokens * 3 // (2 * whole)) * whole
+    model = SHAPES[SHAPE].facts(LAYERS, 1)
+    return EnginePair(model, layouts.prefill, layouts.decode, num_tokens, name, pool_tokens)
+
+
+def request_tokens(layouts: Layouts, size_bytes: int) -> int:
+    """Return the tokens of a request of about this size, in whole runs of four blocks on both sides."""
+    of = footprint(equal_engines("alone", SHAPE, LAYERS))
+    whole = BLOCKS_PER_RUN * math.lcm(layouts.prefill.block_tokens, layouts.decode.block_tokens)
+    return max(1, round(size_bytes * of.block_tokens / of.block_bytes / whole)) * whole
+
+
+def gains_of_auto(points: list[LayoutsPoint]) -> Iterator[Figure]:
+    """Yield what auto gains and costs between layouts that differ."""
+    counted = [point for point in points if point.has_short_runs]
+    if counted:
+        how = (
+            f"{len(counted)} points over {counted[0].transport}, fragmented lists, prepared, one rank after "
+            "the other; for each the median of its rounds, auto, direct and equal layouts in turn"
+        )
+        ratio = median([point.auto_to_equal for point in counted])
+        title = "layouts that differ: auto by equal layouts, median point"
+        yield at_least("layouts_ratio", title, ratio, 0.4, how)
+        lowest = min(counted, key=lambda point: point.auto_to_equal)
+        title = f"the same, lowest point ({lowest.engines}, {format_bytes(lowest.size_bytes)})"
+        yield at_least("layouts_ratio_lowest", title, lowest.auto_to_equal, 0.2, how)
+    fast = [point for point in counted if point.engines == str(SHORTEST_RUNS)]
+    if fast:
+        title = f"auto by direct, runs of 256 bytes ({fast[-1].engines}, {format_bytes(fast[-1].size_bytes)})"
+        yield at_least("layouts_speedup_short_runs", title, fast[-1].auto_to_direct, 12, how)
+    # A point that auto read directly throughout differs from direct by chance; so may one of few rounds.
+    most_rounds = max((point.rounds for point in points), default=0)
+    chosen = [point for point in points if point.auto_not_direct and point.rounds == most_rounds]
+    if chosen:
+        worst = min(chosen, key=lambda point: point.auto_to_direct)
+        title = f"auto by direct, worst point ({worst.engines}, {format_bytes(worst.size_bytes)})"
+        how = (
+            f"{len(chosen)} points that auto did not read directly throughout; median of {worst.rounds} "
+            "alternated pairs"
+        )
+        yield at_least("worst_against_direct", title, worst.auto_to_direct, 0.9, how)
+
+
+def _measure_point(
+    engines: Mapping[str, RunningEngines], transport: str, layouts: Layouts, size: LayoutsSize
+) -> LayoutsPoint:
+    tokens = request_tokens(layouts, size.size_bytes)
+    contenders = [_all_ranks(way, one, tokens) for way, one in engines.items()]
+    covered = _covered_bytes(engines[AUTO])
+    found = interleave(contenders, size.rounds, 1)
+    covered = _covered_bytes(engines[AUTO]) - covered
+    num_bytes = found[AUTO][0].num_bytes
+    auto_s, direct_s, equal_s = (median([one.seconds for one in found[way]]) for way in engines)
+    return LayoutsPoint(
+        transport=transport,
+        engines=str(layouts),
+        lists=BlockPattern.FRAGMENTED.value,
+        size_bytes=size.size_bytes,
+        bytes=num_bytes,
+        rounds=size.rounds,
+        runs=sum(sample.runs for sample in found[DIRECT][0].samples),
+        has_short_runs=layouts.has_short_runs,
+        auto_s=auto_s,
+        direct_s=direct_s,
+        equal_s=equal_s,
+        auto_not_direct=covered / (num_bytes * (size.rounds + 1)),  # each byte is compared once before
+        auto_to_direct=paired_ratio(found, DIRECT, AUTO),
+        auto_to_equal=paired_ratio(found, EQUAL, AUTO),
+    )
+
+
+def _all_ranks(name: str, engines: RunningEngines, num_tokens: int) -> Contender:
+    """Return pulls by one rank after the other, a sample of each."""
+    blocks = num_tokens // engines.pair.prefill.block_tokens
+    case = Case(engines.pair, BlockPattern.FRAGMENTED, blocks)
+
+    def move(count: int, window: int) -> list[Sample]:
+        batch = engines.publish_prepared(case, count)
+        samples = []
+        for rank in engines.pair.engine("decode"):
+            samples += engines.ranks["decode", rank].call(BenchRank.pull_all, batch, window=window)
+        engines.release(batch)
+        return samples
+
+    return Contender(name, engines, case, move)
+
+
+def _covered_bytes(engines: RunningEngines) -> int:
+    """Return how many bytes of these engines' pulls in the sink's history were not read directly."""
+    reply = engines.testbed.daemons["decode"].control.get("/v1/history")
+    return sum(
+        num_bytes
+        for record in map(record_from_json, reply["records"])
+        if isinstance(record, PullRecord) and record.source == f"{engines.pair.name}-prefill"
+        for way, num_bytes in record.ways.items()
+        if way != "direct"
+    )

@@ -1,0 +1,112 @@
+"""How contenders take turns and are checked: who is first, what counts, and that a wrong byte is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvxferd.bench.cases import FIRST_RANK, BlockPattern, Case, equal_engines
+from kvxferd.bench.contenders import Contender, Round, interleave, order_in_round
+from kvxferd.bench.rank import BenchRank, Sample
+from kvxferd.bench.testbed import RunningEngines
+from kvxferd.errors import KvxferdError
+from kvxferd.tooling import content
+from kvxferd.tooling.engine_pair import ROLES
+
+CASE = Case(equal_engines("d", "qwen3-8b", 1, 64), BlockPattern.SCATTERED, blocks=4, slots=2)
+
+
+class Store:
+    def __init__(self, size_bytes: int) -> None:
+        self.bytes = content.background(size_bytes)
+
+    def load(self) -> None: ...
+
+    def save(self) -> None: ...
+
+
+class Local:
+    """A rank of no daemon, in this process; it is called as one in a process of its own."""
+
+    def __init__(self, rank: BenchRank) -> None:
+        self.rank = rank
+
+    def start(self, method: Any, *args: Any) -> Local:
+        self.returned = method(self.rank, *args)
+        return self
+
+    def result(self) -> Any:
+        return self.returned
+
+
+def engines_here() -> RunningEngines:
+    engines = RunningEngines(None, CASE.pair)  # type: ignore[arg-type]
+    for role in ROLES:
+        rank = BenchRank()
+        _, rank.layout = CASE.pair.engine(role)[FIRST_RANK]
+        rank.store = Store(content.region_bytes(rank.layout))  # type: ignore[assignment]
+        engines.ranks[role, FIRST_RANK] = Local(rank)  # type: ignore[assignment]
+    return engines
+
+
+class Copies:
+    """Copies requests between the two ranks; `forget` leaves out one block of one slot in the n-th move."""
+
+    def __init__(self, forget: int = 0) -> None:
+        self.engines = engines_here()
+        self.num_moves, self._forget = 0, forget
+
+    def __call__(self, count: int, window: int) -> list[Sample]:
+        self.num_moves += 1
+        source, sink = (self.engines.ranks[role, FIRST_RANK].rank for role in ROLES)  # type: ignore[attr-defined]
+        for number in range(count):
+            slot = number % CASE.slots
+            there, here = (CASE.request(role, slot).ids["full"] for role in ROLES)
+            if self.num_moves == self._forget and slot == CASE.slots - 1:
+                there, here = there[1:], here[1:]
+            views = (content.block_views(rank.store.bytes, rank.layout) for rank in (source, sink))
+            for theirs, mine in zip(*views, strict=True):
+                mine[here] = theirs[there]
+        return [Sample(0.0, 0.0, 0.5, 1.0, 100, 1)] * count
+
+
+def test_every_move_of_every_contender_is_checked() -> None:
+    one, other = Copies(), Copies()
+    contenders = [Contender(name, copies.engines, CASE, copies) for name, copies in zip("ab", (one, other))]  # noqa: B905
+    found = interleave(contenders, 3, 4)
+    assert [round.num_bytes for rounds in found.values() for round in rounds] == [400] * 6
+    assert (one.num_moves, other.num_moves) == (4, 4)  # the first onto all slots, every byte compared
+
+
+@pytest.mark.parametrize("move", [1, 2, 3])
+def test_a_block_that_is_not_moved_is_found_in_the_first_move_and_in_any_round(move: int) -> None:
+    copies = Copies(forget=move)
+    with pytest.raises(KvxferdError, match=r"cannot run the bench: \d+ wrong items in .*; moved by a"):
+        interleave([Contender("a", copies.engines, CASE, copies)], 3, 2)
+    assert copies.num_moves == move
+
+
+def sample(built: float, ended: float) -> Sample:
+    return Sample(built - 1, built, built, ended, 1000, 1)
+
+
+def test_one_at_a_time_counts_what_each_took_and_not_the_gaps() -> None:
+    one = Round([sample(0, 1), sample(5, 7)], window=1)
+    assert one.seconds == 3
+    assert one.num_bytes == 2000
+
+
+def test_several_at_a_time_count_from_first_to_last() -> None:
+    assert Round([sample(0, 4), sample(1, 7)], window=2).seconds == 7
+
+
+def test_nobody_goes_before_the_same_one_in_all_rounds() -> None:
+    names: list[Any] = list("abcde")
+    orders = [order_in_round(names, number) for number in range(10)]
+    assert all(sorted(order) == names for order in orders)
+    assert {order[0] for order in orders} == set(names)
+    before = [(order[i], order[i + 1]) for order in orders for i in range(4)]
+    for one in names:
+        for other in names:
+            assert before.count((one, other)) <= 4
