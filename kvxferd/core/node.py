@@ -41,7 +41,7 @@ from kvxferd.core.events import (
     WorkerDisconnected,
     WorkerMessage,
 )
-from kvxferd.core.limits.block_id_memory import request_bytes
+from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.reassembly_memory import ReassemblyMemory
 from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
@@ -320,12 +320,10 @@ class Node:
         for transfer in self.published.table.live.values():
             assert transfer.session in self.sessions, f"{transfer.transfer_id}: its publisher is gone"
         self.pulls.check_integrity()
-        self.home.check_integrity()
         self.peers.check_integrity()
-        self.handshake_client.check_integrity()
         self.poll_requests.check_integrity()
         self.chunk_memory.check_integrity()
-        self._check_block_ids()
+        self.context.ledger.check_integrity(self._charges())
         num_ranks = sum(session.rank is not None for session in self.sessions.values())
         for rank in self.registry.local_ranks():
             session = self.sessions.get(rank.session)
@@ -333,14 +331,15 @@ class Node:
             num_ranks -= 1
         assert not num_ranks, "the rank of a session is not in the registry"
 
-    def _check_block_ids(self) -> None:
-        running = self.pulls.running()
-        holds = [*(pull.held_grant for pull in running), *self.prepared]
-        charged = sum([transfer.charged_bytes for transfer in self.published.table.live.values()])
-        charged += sum([hold.charged_bytes for hold in holds])
-        charged += sum([request_bytes(pull.blocks) for pull in running])
-        counted = self.context.ledger[BLOCK_ID_BYTES].held
-        assert charged == counted, f"{counted} bytes of ids counted, {charged} kept"
+    def _charges(self) -> Iterator[Charge]:
+        """Yield what everything that is kept here is counted for."""
+        parts = (
+            self.published.table, self.waiting, self.home, self.owners,
+            self.pulls, self.prepared, self.peers, self.handshake_client, self.worker_requests,
+        )  # fmt: skip
+        for part in parts:
+            yield from part.charges()
+        yield from self.reassembly_memory.charges(self.sessions.values())
 
     # --- events
 

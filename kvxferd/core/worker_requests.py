@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import assert_never
 
 import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToWorker
+from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import ABANDONED_TRANSFERS
 from kvxferd.core.peers.peers import Peers
 from kvxferd.core.peers.requests import PeerRequests
@@ -284,6 +286,12 @@ class WorkerRequests:
         """Count an abandoned transfer no more: its source knows, or is given up."""
         session.abandoning.discard(ref)
         self._abandoning_share.release(session.uid)
+
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the abandonments are counted for whose source has not replied."""
+        for asked in self._peer_requests:
+            if isinstance(asked.message, AbandonTransfer):
+                yield ABANDONED_TRANSFERS, asked.uid, 1
 
     def session_closed(self, session: Session) -> None:
         """End the session's prepared grants, and drop its parts of block lists."""

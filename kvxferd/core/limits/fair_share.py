@@ -22,7 +22,7 @@ class FairShare:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
-        self._held_by_owner: dict[Owner, int] = {}  # a Counter's missing entries cost 1 us each
+        self.by_owner: dict[Owner, int] = {}  # a Counter's missing entries cost 1 us each
 
     @classmethod
     def from_counts(cls, limit: int, held_by: Mapping[int, int]) -> FairShare:
@@ -50,9 +50,9 @@ class FairShare:
         """Count `amount` more for the user, whether or not there is room."""
         self.held += amount
         if held := self.held_by(uid) + amount:
-            self._held_by_owner[uid] = held
+            self.by_owner[uid] = held
         else:
-            self._held_by_owner.pop(uid, None)
+            self.by_owner.pop(uid, None)
 
     def release(self, uid: Owner, amount: int = 1) -> None:
         """Count `amount` less for the user."""
@@ -60,4 +60,4 @@ class FairShare:
 
     def held_by(self, uid: Owner) -> int:
         """Return how much the user holds."""
-        return self._held_by_owner.get(uid, 0)
+        return self.by_owner.get(uid, 0)

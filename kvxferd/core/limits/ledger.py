@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvxferd.config import LimitsConfig
 from kvxferd.core.limits import table
 from kvxferd.core.limits.fair_share import FairShare, Owner
-from kvxferd.core.limits.table import SETTING, Limit
+from kvxferd.core.limits.table import REMOTE_ENGINE_BYTES, SETTING, Limit
 from kvxferd.errors import BusyError
+
+Charge = tuple[Limit, Owner, int]  # what something that is kept is counted for, for whom, and with how much
 
 
 class Share(FairShare):
@@ -48,3 +52,14 @@ class Ledger:
     def __getitem__(self, limit: Limit) -> Share:
         """Return the share of that limit."""
         return self._shares[limit.name]
+
+    def check_integrity(self, charges: Iterable[Charge]) -> None:
+        """Raise AssertionError where the shares are not the sums of what is kept."""
+        kept: dict[str, dict[Owner, int]] = {name: {} for name in self._shares}
+        for limit, owner, amount in charges:
+            kept[limit.name][owner] = kept[limit.name].get(owner, 0) + amount
+        for name, share in self._shares.items():
+            if name == REMOTE_ENGINE_BYTES.name:
+                continue  # also of engines that are forgotten, and that pulls still read
+            kept_by = {owner: amount for owner, amount in kept[name].items() if amount}
+            assert kept_by == share.by_owner, f"{name}: {share.by_owner} counted, {kept_by} kept"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
-from kvxferd.core.limits.ledger import Ledger
+from kvxferd.core.limits.ledger import Charge, Ledger
 from kvxferd.core.limits.table import ARRIVING_ID_BYTES, ARRIVING_ID_BYTES_OF_OTHERS
 from kvxferd.core.ranks.session import Session
 from kvxferd.wire.limits import MAX_REQUEST_IDS_BYTES
@@ -22,6 +22,12 @@ class ReassemblyMemory:
     def num_bytes(self) -> int:
         """Return the bytes of all users."""
         return self._users_with_rank.held + self._other_users.held
+
+    def charges(self, sessions: Iterable[Session]) -> Iterator[Charge]:
+        """Yield what the sessions' assemblies are counted for."""
+        for session in sessions:
+            limit = ARRIVING_ID_BYTES if session.charged_with_rank else ARRIVING_ID_BYTES_OF_OTHERS
+            yield limit, session.uid, session.assembly.num_bytes
 
     def reserve(self, session: Session, num_bytes: int) -> bool:
         """Reserve `num_bytes`, or release them where it is negative. Return whether there was room."""

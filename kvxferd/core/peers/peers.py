@@ -10,6 +10,7 @@ import msgspec
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ClosePeerConnection
+from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import OPEN_REQUESTS, PEERS, RETRY_LATER_S
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.peers.requests import CHECK_PEER, OpenRequest, PeerRequests
@@ -361,6 +362,13 @@ class Peers:
                     self._context.allowlist.check(peer.endpoint)
             except KvxferdError as error:
                 self._give_up(peer, error)
+
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the peers, and the open requests to them, are counted for."""
+        for peer in self._peers.values():
+            yield PEERS, peer.uid, 1
+        for asked in self._peer_requests:
+            yield OPEN_REQUESTS, asked.uid, int(asked.is_charged)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where something is known of a daemon that nobody has greeted."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
+from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import MEMBER_BYTES
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifest, check_spec
@@ -310,10 +311,9 @@ class Home:
         self._poll_requests.forget(record.agent)
         self._registry.remove(record)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError where the counters do not match the members."""
-        held = sum(record.num_bytes for record in self._members.values())
-        assert held == self._member_share.held, f"members take {held}, counted {self._member_share.held}"
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the members' manifests are counted for."""
+        return ((MEMBER_BYTES, _peer_id(record), record.num_bytes) for record in self._members.values())
 
     def _uncount(self, record: MemberRank) -> None:
         self._member_share.release(_peer_id(record), record.num_bytes)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
 from kvxferd.core.events import SavedRank
+from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import OWNED_RANKS
 from kvxferd.core.tables import discard
 from kvxferd.ids import BootId, EngineId, EngineKey, Generation, Rank
@@ -228,6 +229,12 @@ class Owners:
         row = self._rows.setdefault(key.engine_id, {})[key, rank] = OwnedRank(owner)
         self._share.add(account, 1)
         return row
+
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the rows are counted for."""
+        for rows in self._rows.values():
+            for row in rows.values():
+                yield OWNED_RANKS, _account(row.owner), 1
 
     def _has_room(self, account: str) -> bool:
         is_full = is_user(account) and self._share.held_by(account) >= MAX_ROWS_OF_USER

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
+from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import FETCHED_ENGINES, REMOTE_ENGINE_BYTES
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.peers.layout_cache import LayoutCache
@@ -229,10 +230,9 @@ class HandshakeClient:
             elapsed_s=self._context.now - fetch.started_at,
         )
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError where users are charged for other engines than those that are being learnt."""
-        learning, charged = len(self._fetches), self._learning_share.held
-        assert learning == charged, f"{learning} engines are being learnt, and {charged} charged"
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the fetches are counted for."""
+        return ((FETCHED_ENGINES, fetch.uid, 1) for fetch in self._fetches.values())
 
     def find_engine(self, engine_id: EngineId) -> RemoteEngine | None:
         """Return an engine with that id that some peer has; None: no peer has."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.limits.table import PREPARED_PULLS
+from kvxferd.core.limits.ledger import Charge
+from kvxferd.core.limits.table import BLOCK_ID_BYTES, PREPARED_PULLS
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.sink.grants import GrantClient
@@ -28,6 +29,12 @@ class PreparedGrants:
     def __iter__(self) -> Iterator[HeldGrant]:
         for prepared in self._of_session.values():
             yield from prepared.values()
+
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the grants are counted for."""
+        for hold in self:
+            yield PREPARED_PULLS, hold.rank.uid, 1
+            yield BLOCK_ID_BYTES, hold.rank.uid, hold.charged_bytes
 
     def num_of(self, session: SessionId) -> int:
         """Return how many a session has."""

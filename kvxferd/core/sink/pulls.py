@@ -57,12 +57,13 @@ docs/architecture.md draws the messages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover, SendToWorker
 from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
 from kvxferd.core.limits.checks import check_count
+from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES
 from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.rank import LocalRank
@@ -641,6 +642,12 @@ class Pulls:
         """Return how many pulls have not ended and when the oldest arrived, or 0. Without those in doubt."""
         waits = [pull.received_at for pull in self._pulls.values() if pull.phase is not PullPhase.IN_DOUBT]
         return len(waits), waits[0] if waits else 0.0
+
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the pulls and their grants are counted for."""
+        for pull in self._pulls.values():
+            yield INFLIGHT_BYTES, pull.rank.uid, pull.local_bytes
+            yield BLOCK_ID_BYTES, pull.rank.uid, request_bytes(pull.blocks) + pull.held_grant.charged_bytes
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the tables contradict each other."""

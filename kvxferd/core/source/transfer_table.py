@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvxferd.core.effects import NO_USER
 from kvxferd.core.limits.checks import MAX_TOMBSTONES
 from kvxferd.core.limits.fair_share import Owner
-from kvxferd.core.limits.ledger import Ledger
-from kvxferd.core.limits.table import ACKNOWLEDGED, EARLY_READY
+from kvxferd.core.limits.ledger import Charge, Ledger
+from kvxferd.core.limits.table import ACKNOWLEDGED, BLOCK_ID_BYTES, EARLY_READY
 from kvxferd.core.tables import decrease, discard
 from kvxferd.errors import Code
 from kvxferd.ids import (
@@ -291,6 +291,15 @@ class TransferTable:
         transfer.reader_cost_of_peer[peer_id] += cost
         return True
 
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the transfers, their readers and early reports are counted for."""
+        for transfer in self.live.values():
+            yield BLOCK_ID_BYTES, transfer.uid, transfer.charged_bytes
+            for peer_id, amount in transfer.reader_cost_of_peer.items():
+                yield ACKNOWLEDGED, peer_id, amount
+        for key in self.early_ready:
+            yield EARLY_READY, self._early_owner[key], 1
+
     def has_room_for_ready(self, engine: EngineKey, limit: int, owner: Owner = NO_USER) -> bool:
         """Whether one more of the engine's transfers may be ready before its publish."""
         return len(self._early_by_engine.get(engine, ())) < limit and self._early_share.has_room(owner)
@@ -333,11 +342,6 @@ class TransferTable:
     def forget_tombstone(self, key: TransferKey) -> None:
         """Forget an ended transfer."""
         self.tombstones.pop(key, None)
-
-    @property
-    def num_early_charged(self) -> int:
-        """How many of `early_ready` their owners are charged for."""
-        return self._early_share.held
 
     def forget_early_ready(self, key: TransferKey) -> None:
         """Forget the early `ready` of a transfer whose publish never came."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.limits.checks import check_waiting
+from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.table import WAITING_BYTES
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.source.transfer_table import TransferKey
@@ -107,6 +108,10 @@ class WaitingRequests:
         for key in request.waits_for:
             self._by_key.setdefault(key, {})[request.name] = None
         self._consider(request)
+
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the requests are counted for."""
+        return ((WAITING_BYTES, request.peer_id, request.num_bytes) for request in self._requests.values())
 
     def get(self, name: str) -> WaitingRequest[Any] | None:
         """Return the request of that name that waits."""

@@ -13,7 +13,9 @@ from kvxferd.records import PHASES, PullRecord, ReleaseRecord
 from kvxferd.wire import mover as mv
 from kvxferd.wire import peer
 from kvxferd.wire import worker as wk
+from kvxferd.wire.common import TransferRef
 from kvxferd.wire.mover import PiecesRead, PullOutcome
+from tests.support.low_limits import lower
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, World, mover_of
 
 
@@ -53,10 +55,16 @@ def test_the_movers_outcome_tells_the_phase(world, source, sink, outcome, phase)
     assert record.failed_phase in PHASES
 
 
-def test_an_acknowledgement_that_has_no_room_takes_no_time(world, source, sink):
+def test_an_acknowledgement_that_has_no_room_takes_no_time(monkeypatch):
+    lower(monkeypatch, OPEN_REQUESTS, 1)
+    world = World()
+    source = world.engine(world.host("p"), "prefill")[0]
+    sink = world.engine(world.host("d"), "decode")[0]
     mover_of(sink).hold = True
     sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
-    sink.host.node.context.ledger[OPEN_REQUESTS].add(0, OPEN_REQUESTS.total)
+    sink.say(
+        wk.Prepare(ref=TransferRef("tcp://nobody:9441", "prefill", "g1", "t", "n"))
+    )  # open, without a reply
     world.advance(2.0)
     done(sink, delivered=True)
     assert record_of(sink).outcome == "delivered"
