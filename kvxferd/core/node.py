@@ -564,9 +564,7 @@ class Node:
                 )
             case ChunkMemoryRequest():
                 # A resident mover's memory is its worker's, whose word on it would cost other users.
-                if mover.resident:
-                    self.chunk_memory.refuse(mover.mover_id)
-                else:
+                if not mover.resident:
                     self.chunk_memory.handle(mover.mover_id, message)
                     self._replace_if_idle(mover.mover_id)
             case MoverWorn():
@@ -613,7 +611,7 @@ class Node:
     def _replace_if_idle(self, mover_id: MoverId) -> None:
         """Replace a mover with memory that only its death frees, once nobody needs it; look again later."""
         mover = self.movers.get(mover_id)
-        if mover is None or not (mover.worn or self.chunk_memory.lost_bytes(mover_id)):
+        if mover is None or not (mover.worn or self.chunk_memory.has_lost(mover_id)):
             return
         if self.movers.accepts_pulls(mover_id) and not self._is_mover_needed(mover):
             self.movers.retire(mover_id)

@@ -72,5 +72,7 @@ FENCE_SLOTS = FENCE_PAGE_BYTES // FENCE_WORD_BYTES
 MAX_DELIVERY_BYTES = 1024
 
 # What a mover reads a covering read into; memory for it is granted in multiples. 64 MiB are sixteen reads,
-# each of a few milliseconds.
+# each of a few milliseconds. A mover has one for a read, one for a scatter, one for a read posted behind it,
+# and one for another pull.
 CHUNK_BYTES = 4 << 20
+MAX_CHUNKS_PER_MOVER = 4

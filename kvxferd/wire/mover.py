@@ -177,14 +177,13 @@ class DisconnectJudged(Message, frozen=True):
 
 
 class ChunkMemoryGranted(Message, frozen=True):
-    """The mover may hold so much memory for covering reads, in all. Where it holds more, it gives that back.
+    """The mover may hold so many chunks for covering reads, in all. Where it holds more, it gives them back.
 
-    The reply to `ChunkMemoryRequest`, and sent again whenever it changes. Where it is less than before, the
-    mover reports.
+    The reply to a `ChunkMemoryRequest` that wants more than the one before, and sent whenever it changes. The
+    mover acknowledges it by a request that names no more as held. Only then does another follow.
     """
 
-    size_bytes: int
-    number: int = 0  # later grants have larger ones
+    num_chunks: int
 
 
 # --- mover to daemon
@@ -296,15 +295,14 @@ class DisconnectSeen(Message, frozen=True):
 
 
 class ChunkMemoryRequest(Message, frozen=True):
-    """How much memory for covering reads the mover would use, and has. The reply is `ChunkMemoryGranted`.
+    """How many chunks of `CHUNK_BYTES` for covering reads a child mover wants and holds; sent on a change.
 
-    These are totals, so that a message that comes twice changes nothing.
+    These are totals, so that a message that comes twice changes nothing. From a resident mover it is void.
     """
 
-    wanted_bytes: int
-    held_bytes: int = 0
-    lost_bytes: int = 0  # of these: something may write there until the mover dies
-    number: int = 0  # of the last `ChunkMemoryGranted` that the mover has; 0: it has none
+    num_wanted: int
+    num_held: int = 0  # at most: what was granted, or what it still has over that
+    num_lost: int = 0  # of what it has: something may write there until the mover dies
 
 
 class MoverWorn(Message, frozen=True):

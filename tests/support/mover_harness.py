@@ -39,7 +39,7 @@ from kvxferd.mover.supervisor.pool_events import TimersDue
 from kvxferd.mover.ucx_settings import tls_with_cuda
 from kvxferd.plan import Plan, encode_plan, make_plan
 from kvxferd.wire.block_id_parts import split_block_ids
-from kvxferd.wire.limits import FENCE_PAGE_BYTES, FENCE_WORD_BYTES
+from kvxferd.wire.limits import CHUNK_BYTES, FENCE_PAGE_BYTES, FENCE_WORD_BYTES
 from kvxferd.wire.mover import (
     Bind,
     Bound,
@@ -182,8 +182,8 @@ class Node:
         if isinstance(message, ChunkMemoryRequest):
             self.chunk_reports[mover] = message
             self._changed.set()
-            size = min(message.wanted_bytes, self._chunk_memory)
-            self.pool._handles[mover].send(ChunkMemoryGranted(size_bytes=size))
+            num_chunks = min(message.num_wanted, self._chunk_memory // CHUNK_BYTES)
+            self.pool._handles[mover].send(ChunkMemoryGranted(num_chunks=num_chunks))
             return
         self.said.append((mover, message))
         self._changed.set()

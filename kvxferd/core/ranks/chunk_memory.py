@@ -1,124 +1,85 @@
-"""The memory for covering reads that this node's movers may hold, under one limit.
+"""The memory for covering reads that this node's movers may hold, under one limit. Counted in chunks.
 
 A mover that wants more than is left makes the others give some back: each may hold as much as any other,
-or as much as it wants. A grant is numbered, and counts until its mover, which may still act by it, reports
-that it has a later one; what the mover holds counts until it reports that it holds less, or is dead. A mover
-without a grant reads directly, so that nobody waits for memory.
+or as much as it wants. First come would leave 48 of 64 movers without a chunk while the first 16 read. Each
+mover has one grant at a time that it has not acknowledged: it counts until the mover reports that it holds
+no more. A mover without a grant reads directly, so that nobody waits for memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover
 from kvxferd.ids import MoverId
-from kvxferd.wire.limits import CHUNK_BYTES
+from kvxferd.wire.limits import CHUNK_BYTES, MAX_CHUNKS_PER_MOVER
 from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest
-
-# One mover's: a read under way, a scatter under way, a read behind each, and as many again of another pull.
-MAX_BYTES_PER_MOVER = 8 * CHUNK_BYTES
-
-
-class _Grant(NamedTuple):
-    number: int
-    num_chunks: int
 
 
 @dataclass(slots=True)
-class _Holding:
-    wanted: int = 0  # chunks
-    held: int = 0
-    lost: int = 0
-    # By which its mover may act: each is smaller than the one before it, and the last is the present one.
-    grants: list[_Grant] = field(default_factory=list)
-
-    @property
-    def granted(self) -> int:
-        return self.grants[-1].num_chunks if self.grants else 0
+class _Share:
+    wanted: int = 0
+    granted: int = 0
+    held: int = 0  # at most, as the mover has reported it
+    lost: int = 0  # of these
 
     @property
     def counted(self) -> int:
-        return max(self.grants[0].num_chunks, self.held) if self.grants else self.held
-
-    def grant(self, number: int, num_chunks: int) -> None:
-        while self.grants and self.grants[-1].num_chunks <= num_chunks:
-            self.grants.pop()  # the later one allows as much
-        self.grants.append(_Grant(number, num_chunks))
-
-    def has_seen(self, number: int) -> None:
-        """Note that the mover acts by that grant, or a later one."""
-        while len(self.grants) > 1 and self.grants[0].number < number:
-            del self.grants[0]
+        return max(self.granted, self.held)
 
 
 class ChunkMemory:
-    """Counts in chunks."""
+    """Grants movers what they want, and takes some back for others."""
 
     def __init__(self, context: NodeContext, limit_bytes: int) -> None:
         self._context = context
         self._limit = limit_bytes // CHUNK_BYTES
-        self._holdings: dict[MoverId, _Holding] = {}
-        self._last_number = 0  # of all movers' grants
+        self._shares: dict[MoverId, _Share] = {}
 
     @property
     def num_bytes(self) -> int:
         """The bytes that are granted, or still held."""
-        return CHUNK_BYTES * sum(one.counted for one in self._holdings.values())
+        return CHUNK_BYTES * sum(share.counted for share in self._shares.values())
 
-    def lost_bytes(self, mover: MoverId) -> int:
-        """Return how much of a mover's memory nothing can use before it is dead."""
-        holding = self._holdings.get(mover)
-        return CHUNK_BYTES * holding.lost if holding is not None else 0
+    def has_lost(self, mover: MoverId) -> bool:
+        """Whether the mover has memory that nothing can use before it is dead."""
+        share = self._shares.get(mover)
+        return share is not None and share.lost > 0
 
     def handle(self, mover: MoverId, message: ChunkMemoryRequest) -> None:
-        """Note what a mover wants and holds, and send it and the others what they may hold."""
-        holding = self._holdings.setdefault(mover, _Holding())
-        holding.has_seen(message.number)
-        holding.wanted = _num_chunks(message.wanted_bytes)
-        holding.held = _num_chunks(message.held_bytes)
-        holding.lost = min(_num_chunks(message.lost_bytes), holding.held)
-        self._balance(replying_to=mover)
-        if not (holding.wanted or holding.counted):
-            del self._holdings[mover]
-
-    def refuse(self, mover: MoverId) -> None:
-        """Grant a mover nothing, whatever it wants."""
-        self._context.emit(SendToMover(mover, ChunkMemoryGranted(size_bytes=0)))
+        """Note what a mover wants and holds. Send it and the others what they may hold."""
+        share = self._shares.setdefault(mover, _Share())
+        wanted = min(max(message.num_wanted, 0), MAX_CHUNKS_PER_MOVER)
+        is_asking, share.wanted = wanted > share.wanted, wanted
+        share.held = min(max(message.num_held, 0), share.counted)
+        share.lost = min(message.num_lost, share.held)
+        self._balance(mover if is_asking else None)
+        if not (share.wanted or share.counted):
+            del self._shares[mover]
 
     def forget(self, mover: MoverId) -> None:
         """Take back what a mover had that is dead."""
-        if self._holdings.pop(mover, None) is not None:
+        if self._shares.pop(mover, None) is not None:
             self._balance()
 
-    def _balance(self, replying_to: MoverId | None = None) -> None:
-        targets = fair_shares({mover: one.wanted for mover, one in self._holdings.items()}, self._limit)
-        granted = {mover: one.granted for mover, one in self._holdings.items()}
-        for mover, target in targets.items():
-            granted[mover] = min(granted[mover], target)
-        left = self._limit - sum(one.counted for one in self._holdings.values())
-        for mover, target in targets.items():
-            holding = self._holdings[mover]
-            # What it holds is counted already.
-            possible = min(target, holding.counted + max(0, left))
-            if possible > granted[mover]:
-                left -= max(0, possible - holding.counted)
-                granted[mover] = possible
-        for mover, holding in self._holdings.items():
-            if mover == replying_to or granted[mover] != holding.granted:
-                self._grant(mover, holding, granted[mover])
-
-    def _grant(self, mover: MoverId, holding: _Holding, num_chunks: int) -> None:
-        self._last_number += 1
-        holding.grant(self._last_number, num_chunks)
-        granted = ChunkMemoryGranted(size_bytes=CHUNK_BYTES * num_chunks, number=self._last_number)
-        self._context.emit(SendToMover(mover, granted))
+    def _balance(self, asking: MoverId | None = None) -> None:
+        """Grant what each may hold now. One that asks has a reply, also where nothing has changed."""
+        targets = fair_shares({mover: share.wanted for mover, share in self._shares.items()}, self._limit)
+        left = self._limit - sum(share.counted for share in self._shares.values())
+        for mover, share in self._shares.items():
+            granted = share.granted
+            if share.held == share.granted:  # else it has not acknowledged that
+                granted = min(targets[mover], share.granted + left)
+            if granted != share.granted or mover == asking:
+                left -= max(0, granted - share.granted)
+                share.granted = granted
+                self._context.emit(SendToMover(mover, ChunkMemoryGranted(num_chunks=granted)))
 
     def check_integrity(self) -> None:
         """Raise AssertionError where movers may hold more than the limit."""
-        counted = sum(one.counted for one in self._holdings.values())
+        counted = sum(share.counted for share in self._shares.values())
         assert counted <= self._limit, f"movers may hold {counted} chunks: the limit is {self._limit}"
 
 
@@ -135,7 +96,3 @@ def fair_shares(wanted: Mapping[MoverId, int], limit: int) -> dict[MoverId, int]
         shares[mover] = min(num, left // (len(by_want) - number))
         left -= shares[mover]
     return {mover: shares[mover] for mover in wanted}
-
-
-def _num_chunks(size_bytes: int) -> int:
-    return min(max(size_bytes, 0), MAX_BYTES_PER_MOVER) // CHUNK_BYTES

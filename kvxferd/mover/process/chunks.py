@@ -19,12 +19,11 @@ import numpy.typing as npt
 from kvxferd.errors import DeviceError, KvxferdError
 from kvxferd.ids import AgentName
 from kvxferd.mover.transport.base import MemoryRange, Transport, TransportError
-from kvxferd.wire.limits import CHUNK_BYTES
+from kvxferd.wire.limits import CHUNK_BYTES, MAX_CHUNKS_PER_MOVER
 from kvxferd.wire.mover import ChunkMemoryRequest
 
 _LOG = logging.getLogger(__name__)
 
-MAX_CHUNKS = 4  # one read, one scattered, one posted behind it, and one for another pull
 IDLE_S = 10.0  # after which a free chunk's memory is given back
 SLOW_S = 0.05  # a read that takes longer has a source that is stopped, or far behind
 RETRY_S = 1.0  # after a chunk could not be made
@@ -112,13 +111,12 @@ class ChunkPool:
         self.chunk_bytes = chunk_bytes
         self._max_chunks = max_chunks
         self._report = report
+        self._reported: ChunkMemoryRequest | None = None
         self._is_wanted = False  # the daemon was asked, and is not told otherwise since
         self._awaits_grant = False
-        self._grant_number = 0
         self._last_used = 0.0
         self._make_again_at = 0.0
         self._chunks: list[Chunk] = []
-        self._num_stuck = 0  # as reported
 
     def use_chunks(self, make: Callable[[int], Chunk]) -> None:
         """Make chunks of other memory than the host's, of a given size. Called before any is made."""
@@ -156,17 +154,14 @@ class ChunkPool:
         """Whether the daemon counts on chunks being used, which `release_idle` may end."""
         return self._is_wanted or bool(self.count(ChunkState.FREE))
 
-    def set_grant(self, size_bytes: int, number: int = 0) -> None:
-        """Hold this much memory at most, lost chunks included; give back what is free and more than that.
+    def set_grant(self, num_chunks: int, now: float) -> None:
+        """Hold so many chunks at most, lost ones included; give back what is free and more than that.
 
-        A smaller grant is acknowledged with its `number`: until then the daemon gives nobody the rest.
+        Until the report says so, the daemon gives nobody what is over a smaller grant.
         """
-        self._awaits_grant = False
-        before, self._max_chunks = self._max_chunks, size_bytes // self.chunk_bytes
-        self._grant_number = number
-        self._give_back(max(0, len(self._chunks) - self._max_chunks))
-        if self._max_chunks < before:
-            self._send_report()
+        self._awaits_grant, self._max_chunks = False, num_chunks
+        self._give_back(max(0, len(self._chunks) - num_chunks))
+        self.report_changes(now)
 
     def acquire(self, agent: AgentName, now: float, *, is_wanted_elsewhere: bool) -> Chunk | None:
         """Return a chunk to read into from this agent, None while there is none for it.
@@ -198,7 +193,7 @@ class ChunkPool:
         self._last_used = now
         if not self._is_wanted and self._report is not None:
             self._is_wanted = self._awaits_grant = True
-            self._send_report()
+            self.report_changes(now)
 
     def _make(self, now: float) -> Chunk | None:
         try:
@@ -208,7 +203,6 @@ class ChunkPool:
             self._make_again_at = now + RETRY_S
             return None
         self._chunks.append(chunk)
-        self._send_report()
         return chunk
 
     def _make_registered(self) -> Chunk:
@@ -231,27 +225,16 @@ class ChunkPool:
         if state not in {ChunkState.DRAINING, ChunkState.IN_DOUBT, ChunkState.LOST}:
             chunk.since = now
         chunk.state = state
-        if state is ChunkState.LOST:
-            self._send_report()
-        elif state is ChunkState.FREE and len(self._chunks) > self._max_chunks:
+        if state is ChunkState.FREE and len(self._chunks) > self._max_chunks:
             self._give_back(1)
-
-    def report_stuck(self, now: float) -> None:
-        """Report reads of ended pulls that do not end, for which only the mover's death frees the chunks.
-
-        Report also that they have ended after all.
-        """
-        num = sum(c.state is ChunkState.DRAINING and now >= c.since + STUCK_S for c in self._chunks)
-        if num != self._num_stuck:
-            self._num_stuck = num
-            self._send_report()
+        self.report_changes(now)
 
     def release_idle(self, now: float) -> None:
         """Give the memory back where no chunk was needed for `IDLE_S`."""
         if now >= self._last_used + IDLE_S and self.is_wanted:
             self._is_wanted = self._awaits_grant = False
             self._give_back(len(self._chunks))
-            self._send_report()
+            self.report_changes(now)
 
     def _give_back(self, num_chunks: int) -> None:
         """Give back so many chunks of those that are free.
@@ -271,19 +254,22 @@ class ChunkPool:
                 chunk.free()
             except DeviceError as error:
                 _LOG.error("memory of a chunk not freed: reason=%s", error.message)
-        if free:
-            self._send_report()
 
-    def _send_report(self) -> None:
-        if self._report is not None:
-            self._report(
-                ChunkMemoryRequest(
-                    wanted_bytes=self.chunk_bytes * MAX_CHUNKS if self._is_wanted else 0,
-                    held_bytes=self.num_bytes,
-                    lost_bytes=self.chunk_bytes * (self.count(ChunkState.LOST) + self._num_stuck),
-                    number=self._grant_number,
-                )
-            )
+    def report_changes(self, now: float) -> None:
+        """Report what the mover wants and holds, where that has changed.
+
+        A read of an ended pull that is stuck counts as lost until it ends after all: only the mover's death
+        frees its chunk.
+        """
+        stuck = [c for c in self._chunks if c.state is ChunkState.DRAINING and now >= c.since + STUCK_S]
+        report = ChunkMemoryRequest(
+            num_wanted=MAX_CHUNKS_PER_MOVER if self._is_wanted else 0,
+            num_held=max(self._max_chunks, len(self._chunks)),
+            num_lost=self.count(ChunkState.LOST) + len(stuck),
+        )
+        if self._report is not None and report != self._reported:
+            self._reported = report
+            self._report(report)
 
 
 def _is_slow(chunk: Chunk, now: float) -> bool:

@@ -99,7 +99,7 @@ class CoveringReads:
 
     def set_grant(self, granted: ChunkMemoryGranted) -> None:
         """Hold this much memory at most."""
-        self._chunks.set_grant(granted.size_bytes, granted.number)
+        self._chunks.set_grant(granted.num_chunks, self._clock())
 
     def release_idle(self) -> None:
         """Give back chunks that nothing has needed for a while."""
@@ -125,7 +125,7 @@ class CoveringReads:
                 self._move(read.chunk, ChunkState.FREE)
             moved = True
         if draining:
-            self._chunks.report_stuck(self._clock())
+            self._chunks.report_changes(self._clock())
         return moved
 
     def post(self, pull: PullState, one: Unposted, others_wait: bool) -> bool:

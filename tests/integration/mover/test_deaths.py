@@ -162,8 +162,8 @@ async def test_a_killed_source_leaves_doubt_where_the_transports_are_not_known(
         if read_way == "covering":
             reports, sink_mover = here.chunk_reports, reader.mover.mover_id
             if not is_over:
-                await here.until(lambda: reports[sink_mover].lost_bytes or None)
-            assert (reports[sink_mover].lost_bytes > 0) == (not is_over)
+                await here.until(lambda: reports[sink_mover].num_lost or None)
+            assert (reports[sink_mover].num_lost > 0) == (not is_over)
 
 
 async def test_an_aborted_pull_waits_for_a_stopped_source_only_where_it_writes_the_blocks(

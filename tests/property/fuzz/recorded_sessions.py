@@ -115,7 +115,7 @@ def _grown() -> list[Tape]:
     more = {"full": PackedBlocks(pack_ids(IDS[2:]))}
     source.say(wk.Ready(transfer_id="t1", blocks=more, incarnation=source.incarnation, ready_tokens=-1))
     mover = mover_of(sink)
-    mover.say(mv.ChunkMemoryRequest(wanted_bytes=1 << 30))
+    mover.say(mv.ChunkMemoryRequest(num_wanted=1 << 30))
     mover.hold = True
     other.ready("t1")
     sink.say(wk.DeliveredByMover(tickets=(77,)))

@@ -11,7 +11,7 @@ from kvxferd.ids import AgentName, PullId
 from kvxferd.mover.process.chunks import ChunkPool, ChunkState
 from kvxferd.wire import mover as mv
 from kvxferd.wire.common import Message
-from kvxferd.wire.limits import FENCE_WORD_BYTES
+from kvxferd.wire.limits import CHUNK_BYTES, FENCE_WORD_BYTES
 from tests.property.simulation.memory import UNIT_BYTES
 from tests.property.simulation.oracle import Violation
 
@@ -61,7 +61,7 @@ class ReadRules:
             case mv.AbortPull() if (pull := self._pulls.get(message.pull)) is not None:
                 pull.is_aborted = True
             case mv.ChunkMemoryGranted():
-                self._granted_bytes = message.size_bytes
+                self._granted_bytes = message.num_chunks * CHUNK_BYTES
 
     def _check_ids(self, start: mv.StartPull, blocks: list[int]) -> None:
         process = self._mover.process

@@ -119,7 +119,7 @@ def a_mover_that_does_not_read(scene: Scene) -> str:
     one.say(mover.Bound(regions=one.addresses, metadata=b"m"))
     scene.rest(0.3)
     for number in range(15):
-        request = mover.ChunkMemoryRequest(wanted_bytes=1) if number % 2 else mover.DisconnectSeen(number=1)
+        request = mover.ChunkMemoryRequest(num_wanted=1) if number % 2 else mover.DisconnectSeen(number=1)
         one.push(frame(request) * 20_000)
     scene.rest(1.0)
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 
 import pytest
 from hypothesis import given, settings
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SendToMover
 from kvxferd.core.node import LOST_CHUNKS_CHECK_S
-from kvxferd.core.ranks.chunk_memory import MAX_BYTES_PER_MOVER, ChunkMemory, fair_shares
+from kvxferd.core.ranks.chunk_memory import ChunkMemory, fair_shares
 from kvxferd.core.settings import Settings
 from kvxferd.ids import BootId, Endpoint, MoverId
 from kvxferd.records import PullRecord
-from kvxferd.wire.limits import CHUNK_BYTES
+from kvxferd.wire.limits import CHUNK_BYTES, MAX_CHUNKS_PER_MOVER
 from kvxferd.wire.mover import ChunkMemoryGranted, ChunkMemoryRequest, MoverWorn, PullDone, PullOutcome
 from kvxferd.wire.worker import TicketDelivered
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Mover, Worker, mover_of
@@ -33,30 +34,24 @@ class ManyMovers:
             new_token=map(str, itertools.count()).__next__,
         )
         self.memory = ChunkMemory(self.context, limit * CHUNK_BYTES)
-        self.granted: dict[int, int] = {}
+        self.granted: dict[int, int] = {}  # as each mover has it
         self.held: dict[int, int] = {}
         self.wanted: dict[int, int] = {}
         self.lost: dict[int, int] = {}
-        self.numbers: dict[int, int] = {}  # of the last grant that each has
+        self.under_way: deque[tuple[int, int]] = deque()  # grants
 
     def want(self, mover: int, wanted: int, lost: int = 0) -> None:
-        self.wanted[mover] = wanted
+        self.wanted[mover], self.lost[mover] = wanted, lost
         self.held.setdefault(mover, 0)
-        self.lost[mover] = lost
         self.report(mover)
         self.receive()
 
     def report(self, mover: int) -> None:
-        self.memory.handle(
-            MoverId(mover),
-            ChunkMemoryRequest(
-                wanted_bytes=self.wanted[mover] * CHUNK_BYTES,
-                held_bytes=self.held[mover] * CHUNK_BYTES,
-                lost_bytes=self.lost.get(mover, 0) * CHUNK_BYTES,
-                number=self.numbers.get(mover, 0),
-            ),
-        )
+        num_held = max(self.granted.get(mover, 0), self.held[mover])
+        message = ChunkMemoryRequest(self.wanted[mover], num_held, self.lost.get(mover, 0))
+        self.memory.handle(MoverId(mover), message)
         self.memory.check_integrity()
+        self.take_grants()
 
     def hold(self, mover: int, held: int) -> None:
         self.held[mover] = held
@@ -65,28 +60,24 @@ class ManyMovers:
     def die(self, mover: int) -> None:
         for table in (self.granted, self.held, self.wanted):
             table.pop(mover, None)
+        self.under_way = deque(sent for sent in self.under_way if sent[0] != mover)
         self.memory.forget(MoverId(mover))
+        self.take_grants()
         self.receive()
 
-    def receive(self) -> None:
-        """Have the movers receive their grants, and acknowledge those that are smaller than before."""
-        while smaller := [mover for mover in self.take_grants() if mover in self.wanted]:
-            for mover in smaller:
-                self.report(mover)
-
-    def take_grants(self) -> list[int]:
-        """Return the movers whose grants are smaller now."""
-        smaller = []
+    def take_grants(self) -> None:
         for effect in self.context.pop_effects():
             assert isinstance(effect, SendToMover)
             assert isinstance(effect.message, ChunkMemoryGranted)
-            assert effect.message.size_bytes % CHUNK_BYTES == 0
-            granted = effect.message.size_bytes // CHUNK_BYTES
-            if granted < self.granted.get(effect.mover, 0):
-                smaller.append(effect.mover)
-            self.granted[effect.mover] = granted
-            self.numbers[effect.mover] = effect.message.number
-        return smaller
+            self.under_way.append((effect.mover, effect.message.num_chunks))
+
+    def receive(self) -> None:
+        """Have the movers receive their grants, and acknowledge them."""
+        while self.under_way:
+            mover, num_chunks = self.under_way.popleft()
+            if mover in self.wanted:
+                self.granted[mover] = num_chunks
+                self.report(mover)
 
 
 @pytest.mark.parametrize(
@@ -132,28 +123,48 @@ def test_a_late_mover_gets_its_share_once_the_others_have_given_it_back() -> Non
     assert movers.granted == {1: 2, 2: 2}
 
 
+def test_of_64_movers_that_read_each_has_a_chunk() -> None:
+    """First come would give the first 16 all of them, for as long as they read."""
+    movers = ManyMovers(64)
+    for mover in range(64):
+        movers.want(mover, MAX_CHUNKS_PER_MOVER)
+    assert set(movers.granted.values()) == {1}
+
+
 def test_a_smaller_grant_frees_nothing_before_its_mover_has_it() -> None:
-    """The mover may have made chunks by the grant before it, and its report of them is under way."""
+    """The mover may have made chunks by the grant before it."""
     movers = ManyMovers(4)
     movers.want(1, 4)
     movers.wanted[2], movers.held[2] = 4, 0
     movers.report(2)
     movers.held[1] = 4  # before it has the smaller grant
-    assert movers.memory.num_bytes == 4 * CHUNK_BYTES
-    smaller = movers.take_grants()
-    assert (smaller, movers.granted) == ([1], {1: 2, 2: 0})
-    movers.held[1] = 2
     movers.report(1)
+    assert movers.memory.num_bytes == 4 * CHUNK_BYTES
+    assert list(movers.under_way) == [(1, 2), (2, 0)]
+    movers.held[1] = 2
     movers.receive()
     assert movers.granted == {1: 2, 2: 2}
 
 
-def test_grants_that_a_mover_cannot_have_seen_free_nothing_more() -> None:
+def test_a_mover_that_asks_while_it_still_holds_what_was_taken_back_has_a_reply() -> None:
     movers = ManyMovers(4)
     movers.want(1, 4)
-    movers.numbers[1] = 1 << 40
+    movers.hold(1, 3)
+    movers.want(1, 0)
+    assert movers.granted == {1: 0}
+    movers.wanted[1] = 4
+    movers.report(1)
+    assert list(movers.under_way) == [(1, 0)]
+    movers.hold(1, 0)
+    assert movers.granted == {1: 4}
+
+
+def test_a_mover_that_says_it_holds_more_than_was_granted_takes_no_others_memory() -> None:
+    movers = ManyMovers(8)
+    movers.want(1, 4)
+    movers.granted[1] = 1 << 40
     movers.want(2, 4)
-    assert sum(movers.granted.values()) == 4
+    assert movers.granted[2] == 4
 
 
 def test_what_a_dead_mover_held_is_free() -> None:
@@ -170,29 +181,27 @@ def test_lost_chunks_count_until_their_mover_is_dead() -> None:
     movers.want(1, 4)
     movers.hold(1, 2)
     movers.want(1, 0, lost=2)
-    assert movers.memory.lost_bytes(MoverId(1)) == 2 * CHUNK_BYTES
+    assert movers.memory.has_lost(MoverId(1))
     movers.want(2, 4)
     assert movers.granted[2] == 2
     movers.die(1)
     assert movers.granted[2] == 4
-    assert movers.memory.lost_bytes(MoverId(1)) == 0
+    assert not movers.memory.has_lost(MoverId(1))
 
 
 def test_nothing_is_kept_of_a_mover_that_wants_and_holds_nothing() -> None:
     movers = ManyMovers(4)
     movers.want(1, 4)
     movers.want(1, 0)
-    assert not movers.memory._holdings
+    assert not movers.memory._shares
 
 
 @pytest.mark.parametrize("size", [-1, 1 << 80])
 def test_a_mover_that_names_odd_numbers_gets_no_more_than_one_may_have(size: int) -> None:
     movers = ManyMovers(1000)
-    message = ChunkMemoryRequest(wanted_bytes=size, held_bytes=size, lost_bytes=size)
-    movers.memory.handle(MoverId(1), message)
-    movers.receive()
-    assert 0 <= movers.granted[1] <= MAX_BYTES_PER_MOVER // CHUNK_BYTES
-    assert 0 <= movers.memory.num_bytes <= MAX_BYTES_PER_MOVER
+    movers.memory.handle(MoverId(1), ChunkMemoryRequest(size, size, size))
+    movers.memory.check_integrity()
+    assert 0 <= movers.memory.num_bytes <= MAX_CHUNKS_PER_MOVER * CHUNK_BYTES
 
 
 def test_a_record_has_the_bytes_of_each_way_whatever_the_mover_claims(world, source, sink):
@@ -209,19 +218,15 @@ def test_a_record_has_the_bytes_of_each_way_whatever_the_mover_claims(world, sou
 
 def test_a_resident_movers_memory_is_not_counted(world, source, sink):
     node = sink.host.node
-    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=2 * CHUNK_BYTES))
-    assert node.chunk_memory.num_bytes == 2 * CHUNK_BYTES
-    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=0))
-    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=0, number=1 << 30))
     for mover in node.movers._movers.values():
         mover.resident = True
-    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=2 * CHUNK_BYTES))
+    mover_of(sink).say(ChunkMemoryRequest(num_wanted=2))
     assert node.chunk_memory.num_bytes == 0
 
 
 def test_a_movers_memory_is_free_when_it_is_dead(world, source, sink):
     node = sink.host.node
-    mover_of(sink).say(ChunkMemoryRequest(wanted_bytes=2 * CHUNK_BYTES, held_bytes=CHUNK_BYTES))
+    mover_of(sink).say(ChunkMemoryRequest(num_wanted=2))
     assert node.chunk_memory.num_bytes == 2 * CHUNK_BYTES
     mover_of(sink).die()
     assert node.chunk_memory.num_bytes == 0
@@ -229,7 +234,8 @@ def test_a_movers_memory_is_free_when_it_is_dead(world, source, sink):
 
 def lose_a_chunk(worker: Worker) -> Mover:
     mover = mover_of(worker)
-    mover.say(ChunkMemoryRequest(wanted_bytes=CHUNK_BYTES, held_bytes=CHUNK_BYTES, lost_bytes=CHUNK_BYTES))
+    mover.say(ChunkMemoryRequest(num_wanted=1))
+    mover.say(ChunkMemoryRequest(num_wanted=1, num_held=1, num_lost=1))
     return mover
 
 
@@ -272,20 +278,21 @@ def test_the_limit_holds_whatever_movers_do(limit: int, rng: random.Random) -> N
     for _ in range(60):
         mover = rng.randrange(5)
         if mover not in movers.wanted or rng.random() < 0.3:
-            movers.want(mover, rng.randrange(6))
+            movers.want(mover, rng.randrange(MAX_CHUNKS_PER_MOVER + 1))
         elif rng.random() < 0.2:
             movers.die(mover)
         else:
             # It makes chunks up to its grant, or gives back some of what is over it.
-            most = max(movers.granted[mover], movers.held[mover])
-            least = min(movers.granted[mover], movers.held[mover])
-            movers.hold(mover, rng.randint(least, most))
+            granted, held = movers.granted.get(mover, 0), movers.held[mover]
+            movers.held[mover] = rng.randint(min(granted, held), max(granted, held))
+            movers.report(mover)
+        if rng.random() < 0.5:
+            movers.receive()
         assert sum(movers.held.values()) <= limit
         assert movers.memory.num_bytes <= limit * CHUNK_BYTES
-    for mover in tuple(movers.wanted):
-        movers.hold(mover, min(movers.held[mover], movers.granted[mover]))
-    shares = fair_shares({MoverId(m): movers.wanted[m] for m in movers.wanted}, limit)
-    for _ in movers.wanted:
+    for _ in range(3):
+        movers.receive()
         for mover in tuple(movers.wanted):
-            movers.hold(mover, min(movers.held[mover], movers.granted[mover]))
-    assert sum(movers.granted[m] for m in movers.wanted) == sum(shares.values())
+            movers.hold(mover, min(movers.held[mover], movers.granted.get(mover, 0)))
+    shares = fair_shares({MoverId(m): movers.wanted[m] for m in movers.wanted}, limit)
+    assert sum(movers.granted.get(m, 0) for m in movers.wanted) == sum(shares.values())

@@ -454,13 +454,13 @@ def test_no_chunk_is_made_before_the_daemon_has_granted_its_memory() -> None:
     number = bench.start(scattered(8))
     bench.run()
     assert bench.fabric.posts == []
-    assert [(one.wanted_bytes, one.held_bytes) for one in bench.reports] == [(4 * CHUNK, 0)]
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(2 * CHUNK))
+    assert [(one.num_wanted, one.num_held) for one in bench.reports] == [(4, 0)]
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(2))
     bench.run()
     assert bench.outcomes()[number].delivered
     check_arrived(bench, scattered(8))
     assert bench.chunks.num_bytes <= 2 * CHUNK
-    assert bench.reports[-1].held_bytes == bench.chunks.num_bytes
+    assert bench.reports[-1].num_held == 2
 
 
 def test_a_pull_whose_daemon_grants_nothing_reads_directly_at_once() -> None:
@@ -491,16 +491,17 @@ def test_chunks_over_a_lower_grant_are_given_back_when_they_are_free() -> None:
     bench.fabric.stalled |= set(bench.agents)
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4))
     bench.run()
     held = bench.chunks.num_bytes
     assert held >= 2 * CHUNK
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(CHUNK))
-    assert bench.chunks.num_bytes == held, "they are being read"
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(1))
+    assert bench.chunks.num_bytes == bench.reports[-1].num_held * CHUNK == held, "they are being read"
     bench.fabric.stalled.clear()
     bench.run()
     assert bench.outcomes()[number].delivered
-    assert bench.chunks.num_bytes == bench.reports[-1].held_bytes == CHUNK
+    assert bench.chunks.num_bytes == CHUNK
+    assert bench.reports[-1].num_held == 1
 
 
 def test_a_lost_chunk_is_reported() -> None:
@@ -508,28 +509,28 @@ def test_a_lost_chunk_is_reported() -> None:
     bench.fabric.polls_per_read = 2
     bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4))
     bench.fabric.errors[bench.agents[1]] = TransportError("odd", settled=False)
     bench.run()
-    assert bench.reports[-1].lost_bytes == CHUNK
+    assert bench.reports[-1].num_lost == 1
 
 
 def test_an_idle_mover_wants_nothing_and_asks_again_when_it_reads() -> None:
     bench = Granting()
     bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4))
     bench.run()
     bench.now += IDLE_S
     bench.engine.release_idle_chunks()
-    last = bench.reports[-1]
-    assert (last.wanted_bytes, last.held_bytes) == (0, 0)
+    assert (bench.reports[-1].num_wanted, bench.chunks.num_bytes) == (0, 0)
     assert not bench.engine.holds_chunks
     bench.engine.set_chunk_memory(ChunkMemoryGranted(0))
+    assert bench.reports[-1].num_held == 0
     number = bench.start(scattered(8))
     bench.run()
-    assert bench.reports[-1].wanted_bytes == 4 * CHUNK
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
+    assert bench.reports[-1].num_wanted == 4
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4))
     bench.run()
     assert bench.outcomes()[number].delivered
 
@@ -539,20 +540,20 @@ def test_a_read_of_an_ended_pull_that_never_ends_is_reported_as_lost() -> None:
     bench.fabric.stalled.add(bench.agents[0])
     number = bench.start(scattered(8))
     bench.engine.step()
-    bench.engine.set_chunk_memory(ChunkMemoryGranted(4 * CHUNK))
+    bench.engine.set_chunk_memory(ChunkMemoryGranted(4))
     bench.run()
     bench.engine.abort(number)
     bench.run()
-    assert bench.reports[-1].lost_bytes == 0
+    assert bench.reports[-1].num_lost == 0
     bench.now += STUCK_S
     bench.run()
-    assert bench.reports[-1].lost_bytes == CHUNK
+    assert bench.reports[-1].num_lost == 1
     num_reports = len(bench.reports)
     bench.run()
     assert len(bench.reports) == num_reports
     bench.fabric.stalled.clear()
     bench.run()
-    assert bench.reports[-1].lost_bytes == 0, "it has ended after all"
+    assert bench.reports[-1].num_lost == 0, "it has ended after all"
     bench.start(scattered(8))
     bench.run()
     assert bench.chunks.count(ChunkState.FREE) > 0

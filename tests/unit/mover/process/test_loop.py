@@ -18,7 +18,6 @@ from kvxferd.mover.process.child_main import MoverCount
 from kvxferd.mover.process.chunks import ChunkState
 from kvxferd.mover.process.loop import MoverLoop
 from kvxferd.wire.codec import encode
-from kvxferd.wire.limits import CHUNK_BYTES
 from kvxferd.wire.mover import Bind, ReadWay
 from kvxferd.wire.worker import RegionExport
 from tests.support.memory_transport import Fabric, MemoryTransport
@@ -34,7 +33,7 @@ def test_idle_chunks_are_given_back_by_a_mover_that_polls_for_its_readers(
     backoff = PollBackoff(lambda: False)
     loop = MoverLoop(stream, transport, backoff, os.close)
     pool = loop._engine._covering._chunks
-    pool.set_grant(CHUNK_BYTES)
+    pool.set_grant(1, time.perf_counter())
     chunk = pool.acquire(AgentName("b"), time.perf_counter(), is_wanted_elsewhere=False)
     assert chunk is not None
     pool.move(chunk, ChunkState.FREE, time.perf_counter())
