@@ -5,33 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 
+from kvxferd.bench.proc_stats import cpu_seconds, private_bytes, resident_bytes
 from kvxferd.mover.supervisor.handle import MoverHandle
 from kvxferd.wire.mover import Polling, SetPolling
 from tests.support.mover_harness import Node, Served, Worker, bind, serve, sink, worker
 
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-def private_kib(pid: int) -> dict[str, int]:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    wanted = ("Rss:", "Pss:", "Private_Dirty:")
-    return {line.split()[0]: int(line.split()[1]) for line in lines if line.split()[0] in wanted}
-
 
 async def cpu_share(movers: list[MoverHandle], seconds: float) -> float:
-    before = [cpu_s(m.pid) for m in movers]
+    before = [cpu_seconds(m.pid) for m in movers]
     began = time.perf_counter()
     await asyncio.sleep(seconds)
-    spent = sum(cpu_s(m.pid) - b for m, b in zip(movers, before, strict=True))
+    spent = sum(cpu_seconds(m.pid) - b for m, b in zip(movers, before, strict=True))
     return 100 * spent / (time.perf_counter() - began)
 
 
@@ -56,7 +43,8 @@ async def registrations() -> None:
         print(
             f"8 bound and 8 warm movers, idle: {await cpu_share(movers, 5):.3f} % of a core (the bound ones)"
         )
-        print("memory of one, KiB:", private_kib(movers[0].pid))
+        pid = movers[0].pid
+        print(f"memory of one, KiB: {private_bytes(pid) >> 10} private, {resident_bytes(pid) >> 10} resident")
         movers[0].send(SetPolling(on=True, token=1))
         await node.received(movers[0], Polling)
         print(f"one attended and not read, first second: {await cpu_share(movers[:1], 1):.1f} % of a core")

@@ -1,6 +1,9 @@
-"""How long `register` takes with a warm mover, and how soon after it the memory is probed.
+"""How long a registration takes with a warm mover, and how soon engines are back after a daemon's death.
 
-One rank at a time is registered with a daemon of its own and closed again; in between the mover pool refills.
+    python benchmarks/registration.py [--rounds 9]
+
+First one rank at a time is registered and closed again; in between the mover pool refills. Then two engines
+of one rank are registered, and their daemon is killed and started again several times, without help.
 """
 
 from __future__ import annotations
@@ -9,64 +12,89 @@ import argparse
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from latency import start_daemon
-
-from kvxferd import client
-from kvxferd.ids import EngineId, Generation, RegionId
-from kvxferd.layout import EngineSpec
-from kvxferd.layout.presets import attention_layout
-from kvxferd.memory import SealedMemory
-from kvxferd.tooling.control_client import ControlClient
+from kvxferd.errors import KvxferdError
+from kvxferd.ids import Rank
+from kvxferd.layout.presets import deploy
 from kvxferd.tooling.daemon_process import DaemonProcess
+from kvxferd.tooling.engine_process import EngineRank
 
 FILL_S = 0.6  # the pool waits 0.25 s before it makes another mover
-LIMIT_S = 5.0
+LIMIT_S = 30.0
+NUM_BLOCKS = 16  # 36 MiB
 
 
-def wait_until_probed(control: ControlClient, began: float) -> float:
-    """Return how long after `began` the rank's memory was probed."""
-    while time.perf_counter() < began + LIMIT_S:
-        ((rank,),) = [engine["ranks"] for engine in control.get("/v1/engines")["engines"]]
-        if rank["placement"]["proved"]:
-            return time.perf_counter() - began
-    raise TimeoutError(f"not proved after {LIMIT_S} s")
+def register(daemon: DaemonProcess, name: str) -> tuple[EngineRank, float]:
+    """Register an engine of one rank; return it, and the seconds with the connection."""
+    rank = EngineRank()
+    spec, layout = deploy("qwen3-8b", num_blocks=NUM_BLOCKS, engine_id=name)[Rank(0, 0)]
+    return rank, rank.register(daemon.worker_socket, spec, layout)
 
 
-def measure(daemon: DaemonProcess, rounds: int, mebibytes: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of `register`, and those until the probe's result."""
-    time.sleep(2.0)
-    spec = EngineSpec(EngineId("e"), Generation("1"), num_layers=8, num_kv_heads=8)
-    layout = attention_layout(
-        spec=spec, num_kv_heads=8, head_dim=128, block_tokens=16, num_blocks=2 * mebibytes
-    )
-    memory = SealedMemory.create(layout.regions[0].size_bytes)
+def engines_when(daemon: DaemonProcess, condition: Callable[[list[Any]], bool]) -> tuple[float, float]:
+    """Return when the daemon first responded, and when its engines fulfilled a condition."""
+    replied, until = 0.0, time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        with suppress(KvxferdError):
+            engines = daemon.control.get("/v1/engines")["engines"]
+            replied = replied or time.monotonic()
+            if condition(engines):
+                return replied, time.monotonic()
+        time.sleep(0.001)
+    raise TimeoutError(f"the engines are not as they should be after {LIMIT_S} s")
+
+
+def show(what: str, seconds: list[float]) -> None:
+    """Print a median and its range."""
+    ms = [1e3 * value for value in seconds]
+    print(f"{what}: {statistics.median(ms):.2f} ms median, {min(ms):.2f} to {max(ms):.2f}")
+
+
+def measure(daemon: DaemonProcess, rounds: int) -> None:
+    """Measure and print."""
     registered, proved = [], []
-    for _ in range(rounds):
+    for number in range(rounds):
         time.sleep(FILL_S)
-        connection = client.connect(daemon.worker_socket)
-        began = time.perf_counter()
-        rank = connection.register(engine=spec, layout=layout, regions={RegionId("kv"): memory})
-        registered.append(time.perf_counter() - began)
-        proved.append(wait_until_probed(daemon.control, began))
+        began = time.monotonic()
+        rank, seconds = register(daemon, f"e{number}")
+        registered.append(seconds)
+        _, at = engines_when(daemon, lambda engines: engines[0]["ranks"][0]["placement"]["proved"])
+        proved.append(at - began)
         rank.close()
-    return registered, proved
+    show("register returns after", registered)
+    show("its memory is probed after", proved)
+    ranks = [register(daemon, name)[0] for name in ("prefill", "decode")]
+    from_start, from_reply = [], []
+    for _ in range(rounds):
+        daemon.kill()
+        daemon.start()
+        began = time.monotonic()
+        replied, back = engines_when(daemon, lambda engines: sum(one["complete"] for one in engines) == 2)
+        from_start.append(back - began)
+        from_reply.append(back - replied)
+    show("both engines registered again after the daemon's start", from_start)
+    show("after its first reply", from_reply)
+    for rank in ranks:
+        rank.close()
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--mebibytes", type=int, default=64)
+    """Start a daemon, and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    with ExitStack() as stack:
-        daemon = start_daemon(stack, Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        results = measure(daemon, options.rounds, options.mebibytes)
-    for what, values in zip(("register returns", "proved"), results, strict=True):
-        ms = [value * 1e3 for value in values]
-        print(f"{what} after: {statistics.median(ms):.2f} ms median, {min(ms):.2f} to {max(ms):.2f}")
+    with tempfile.TemporaryDirectory() as directory:
+        daemon = DaemonProcess(Path(directory) / "node", ("--log-level", "warning"))
+        try:
+            daemon.wait_ready()
+            time.sleep(2.0)
+            measure(daemon, options.rounds)
+        finally:
+            daemon.stop()
 
 
 if __name__ == "__main__":

@@ -11,46 +11,44 @@ from __future__ import annotations
 
 import argparse
 import mmap
-import multiprocessing
 import resource
 import statistics
 import tempfile
 import threading
 import time
-from array import array
 from collections.abc import Callable
-from contextlib import ExitStack
 from ctypes import addressof, c_char
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from latency import start_daemon
+import msgspec
+import numpy as np
 
 from kvxferd import client, resident
-from kvxferd.ids import AgentName, EngineId, Generation, RegionId
-from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.layout.presets import attention_layout
-from kvxferd.memory import SealedMemory
+from kvxferd.ids import AgentName, Rank, RegionId
+from kvxferd.layout.presets import LayerKind, ModelFacts, deploy, key_and_value
 from kvxferd.mover.transport.nixl import NixlTransport, import_library
+from kvxferd.tooling.child_process import ChildProcess
+from kvxferd.tooling.content import RequestBlocks
+from kvxferd.tooling.daemon_process import DaemonProcess
+from kvxferd.tooling.engine_process import EngineRank
+from kvxferd.tooling.owned_process import stop_all
 
 NUM_BLOCKS, BLOCK_TOKENS = 512, 16  # 256 MiB in 8,192 runs of 32 KiB
+MODEL = ModelFacts("resident", 8, (LayerKind.FULL,) * 8, key_and_value(8, 128))
+# All blocks in descending order, so that no two are neighbours.
+REQUEST = RequestBlocks(
+    0, {"full": np.arange(NUM_BLOCKS, dtype=np.int32)[::-1].copy()}, NUM_BLOCKS * BLOCK_TOKENS
+)
 LIMIT_S = 60.0
 LEAST_S = 10e-6  # shorter than any time slice of another thread
 
 
-def engine_of(name: str) -> tuple[EngineSpec, RankLayout]:
-    """Return an engine of one rank."""
-    spec = EngineSpec(EngineId(name), Generation("1"), num_layers=8, num_kv_heads=8)
-    layout = attention_layout(
-        spec=spec, num_kv_heads=8, head_dim=128, block_tokens=BLOCK_TOKENS, num_blocks=NUM_BLOCKS
-    )
-    return spec, layout
-
-
-def blocks() -> dict[str, client.BlockList]:
-    """Return all blocks in descending order, so that no two are neighbours."""
-    return {"full": client.BlockList(ids=array("i", reversed(range(NUM_BLOCKS))))}
+def engine_of(name: str) -> tuple[Any, Any]:
+    """Return spec and layout of an engine of one rank."""
+    spec, layout = deploy(MODEL, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS, engine_id=name)[Rank(0, 0)]
+    return msgspec.structs.replace(spec, publish_implies_ready=True), layout
 
 
 class MeteredTransport(NixlTransport):
@@ -82,23 +80,6 @@ def has_ended(rank: client.RankHandle) -> bool:
         if isinstance(event, client.Delivered):
             return True
     return False
-
-
-def other_side(socket: str, link: Connection) -> None:
-    """Run the rank of the other process, with a child mover: it publishes and pulls as commanded."""
-    spec, layout = engine_of("other")
-    memory = SealedMemory.create(layout.regions[0].size_bytes)
-    rank = client.connect(socket).register(engine=spec, layout=layout, regions={RegionId("kv"): memory})
-    link.send("ready")
-    while (command := link.recv()) is not None:
-        name, ref = command
-        if ref is None:
-            link.send(rank.publish(name, blocks(), num_tokens=NUM_BLOCKS * BLOCK_TOKENS).to_json())
-            continue
-        rank.pull(ref, blocks(), num_tokens=NUM_BLOCKS * BLOCK_TOKENS, deadline_s=LIMIT_S)
-        while not has_ended(rank):
-            time.sleep(0.001)
-        link.send("done")
 
 
 def count_lock_waits(until: Callable[[], bool]) -> tuple[float, list[float]]:
@@ -140,7 +121,7 @@ def show(what: str, seconds: float, found: list[float]) -> None:
         MeteredTransport.between.clear()
 
 
-def count_during(work: Callable[[], None]) -> tuple[float, list[float]]:
+def count_during(work: Callable[[], object]) -> tuple[float, list[float]]:
     """Run `work`, which blocks, on another thread, and count meanwhile."""
     thread = threading.Thread(target=work)
     thread.start()
@@ -149,19 +130,14 @@ def count_during(work: Callable[[], None]) -> tuple[float, list[float]]:
     return counted
 
 
-def measure(socket: str, seconds: float, pulls: int) -> None:
-    """Print a line for each of a mover's tasks."""
+def measure(socket: str, other: ChildProcess[EngineRank], seconds: float, pulls: int) -> None:
+    """Print a line for each of a mover's tasks. `other`: a rank in another process, with a child mover."""
     # Everything is imported and run once first, because the measurement is of an engine that runs.
     spec, layout = engine_of("mine")
     page = mmap.mmap(-1, layout.regions[0].size_bytes)
-    place = (addressof(c_char.from_buffer(page)), len(page))
-    link, theirs = multiprocessing.get_context("spawn").Pipe()
-    other = multiprocessing.get_context("spawn").Process(
-        target=other_side, args=(socket, theirs), daemon=True
-    )
-    other.start()
-    assert link.recv() == "ready"
-    resident.register(client.connect(socket), spec, layout, {RegionId("kv"): place}).close()
+    place = {RegionId("kv"): (addressof(c_char.from_buffer(page)), len(page))}
+    other.call(EngineRank.register, socket, *engine_of("other"))
+    resident.register(client.connect(socket), spec, layout, place).close()
 
     def for_a_while() -> Callable[[], bool]:
         end = time.perf_counter() + seconds
@@ -172,25 +148,20 @@ def measure(socket: str, seconds: float, pulls: int) -> None:
 
     def register() -> None:
         connection = client.connect(socket)
-        place_of = {RegionId("kv"): place}
-        ranks.append(resident.register(connection, spec, layout, place_of, make_transport=MeteredTransport))
+        ranks.append(resident.register(connection, spec, layout, place, make_transport=MeteredTransport))
 
     show("registered", *count_during(register))
-    rank = ranks[0]
+    (rank,) = ranks
+    blocks = {"full": client.BlockList(ids=REQUEST.ids["full"].data)}
     show("idle", *count_lock_waits(for_a_while()))
     for number in range(pulls):
-        link.send((f"theirs-{number}", None))
-        ref = link.recv()
-        rank.pull(ref, blocks(), num_tokens=NUM_BLOCKS * BLOCK_TOKENS, deadline_s=LIMIT_S)
+        ref = other.call(EngineRank.publish, f"theirs-{number}", REQUEST)
+        rank.pull(ref, blocks, REQUEST.num_tokens, deadline_s=LIMIT_S)
         show("pulls 256 MiB", *count_lock_waits(lambda: has_ended(rank)))
     for number in range(pulls):
-        mine = rank.publish(f"mine-{number}", blocks(), num_tokens=NUM_BLOCKS * BLOCK_TOKENS).to_json()
-        link.send((f"mine-{number}", mine))
-        show("is read, 256 MiB", *count_lock_waits(link.poll))
-        assert link.recv() == "done"
+        mine = rank.publish(f"mine-{number}", blocks, REQUEST.num_tokens)
+        show("is read, 256 MiB", *count_during(partial(other.call, EngineRank.pull, mine, REQUEST)))
     show("closed", *count_during(rank.close))
-    link.send(None)
-    other.join()
 
 
 def main() -> None:
@@ -201,10 +172,15 @@ def main() -> None:
     )
     parser.add_argument("--pulls", type=int, default=3)
     options = parser.parse_args()
-    with ExitStack() as stack:
-        daemon = start_daemon(stack, Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        time.sleep(2.0)
-        measure(daemon.worker_socket, options.seconds, options.pulls)
+    with tempfile.TemporaryDirectory() as directory:
+        daemon = DaemonProcess(Path(directory) / "node", ("--log-level", "warning"))
+        other = ChildProcess(EngineRank, Path(directory) / "other.log")
+        try:
+            daemon.wait_ready()
+            time.sleep(2.0)
+            measure(daemon.worker_socket, other, options.seconds, options.pulls)
+        finally:
+            stop_all([other, daemon])
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
-"""Scale, by simulation where one machine is too small.
+"""Scale, by simulation: one daemon's core among many engines, which one machine is too small for.
 
-`PYTHONPATH=. python benchmarks/scale.py [--quick] [--json]`
+    PYTHONPATH=. python benchmarks/scale.py [--quick]
 
-Cores and messages are real; workers, movers, sockets and time are simulated. Three parts: one core
-among many engines, the handshake with one large engine, and a fleet.
+The core and its messages are real; workers, movers, sockets and time are simulated.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import multiprocessing
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
-from scaling import control_plane, fleet, handshake
+from rich.table import Table
+from scaling import control_plane
 from scaling.control_plane import Load, LoadResult
-from scaling.fits import exponent
-from scaling.report import growth, show_fleet, show_handshake, show_sweep, totals
+
+# A rarer kind of event is measured too coarsely for a fit.
+MIN_EVENTS = 100
 
 
 class Sweep(NamedTuple):
@@ -54,32 +54,43 @@ def run(loads: Sequence[Load]) -> list[LoadResult]:
         return pool.map(control_plane.measure, loads, chunksize=1)
 
 
+def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """Return k of the fit `cost = a * size ** k`: 0 is constant, 1 linear, 2 quadratic."""
+    slope, _ = np.polyfit(np.log(sizes), np.log(costs), 1)
+    return float(slope)
+
+
+def totals(runs: Sequence[LoadResult]) -> dict[str, list[float]]:
+    """Return, run by run, the growth that a fit of single events misses: few events, each with more work."""
+    return {
+        "% of a processor": [run.core_percent for run in runs],
+        "all ticks, ms": [run.us_per_event["Tick"] * run.num_events["Tick"] / 1e3 for run in runs],
+        "meeting an engine, ms": [run.learn_ms for run in runs],
+    }
+
+
+def show(console: Console, sweep: Sweep, runs: Sequence[LoadResult]) -> None:
+    """Print one row per kind of event, one column per size, and how it grows at the end."""
+    table = Table("us of the core", *(f"{size:g}" for size in sweep.sizes), "~ size^", title=sweep.title)
+    kinds = set.intersection(*({k for k, n in run.num_events.items() if n >= MIN_EVENTS} for run in runs))
+    for kind in sorted(kinds):
+        costs = [run.us_per_event[kind] for run in runs]
+        table.add_row(kind, *(f"{cost:.0f}" for cost in costs), f"{exponent(sweep.sizes, costs):+.2f}")
+    table.add_section()
+    for name, costs in totals(runs).items():
+        table.add_row(name, *(f"{cost:.1f}" for cost in costs), f"{exponent(sweep.sizes, costs):+.2f}")
+    table.add_row("grants held", *(str(run.num_grants_held) for run in runs), "")
+    table.add_row("keeping an engine, KiB", *(f"{run.learn_kib:.0f}" for run in runs), "")
+    table.add_row("all else, MiB", *(f"{run.run_mib:.0f}" for run in runs), "")
+    console.print(table)
+
+
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, under two minutes")
-    parser.add_argument("--json", action="store_true", help="everything measured, as one object")
-    options = parser.parse_args()
-    console = Console(stderr=options.json)
-    said: dict[str, object] = {"control_plane": []}
-    for sweep in sweeps(options.quick):
-        runs = run(sweep.loads)
-        show_sweep(console, sweep.title, sweep.sizes, runs)
-        point = {
-            "by": sweep.title,
-            "runs": [dataclasses.asdict(measured) for measured in runs],
-            "growth": growth(sweep.sizes, runs),
-            "growth_of_totals": {name: exponent(sweep.sizes, costs) for name, costs in totals(runs).items()},
-        }
-        said["control_plane"] = [*said["control_plane"], point]  # type: ignore[misc]
-    met = handshake.measure()
-    show_handshake(console, met)
-    size = fleet.FleetConfig(20, 40, 40.0, seconds=4.0) if options.quick else fleet.FleetConfig()
-    fleet_said = fleet.measure(size)
-    show_fleet(console, fleet_said)
-    if options.json:
-        said |= {"handshake": dataclasses.asdict(met), "fleet": dataclasses.asdict(fleet_said)}
-        print(json.dumps(said))
+    for sweep in sweeps(parser.parse_args().quick):
+        show(Console(), sweep, run(sweep.loads))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ import sys
 from types import FrameType
 
 import pytest
-from scaling import control_plane, fleet, handshake
+from scale import exponent, totals
+from scaling import control_plane
 from scaling.control_plane import Load, LoadResult
 from scaling.engines import DeploymentShape
-from scaling.fits import exponent
-from scaling.report import totals
 
 SINK, SOURCE = DeploymentShape(tp=2, model="qwen3-8b"), DeploymentShape(tp=2, pp=2, model="qwen3-8b")
 # Of these there are many in every run. Ticks are not here: one does all that is due.
@@ -86,23 +85,6 @@ def test_few_events_that_each_do_more_are_reported() -> None:
     assert 0 < few < many
     assert len(found) == 3
     assert all(cost > 0 for costs in found.values() for cost in costs)
-
-
-def test_the_fleet_says_what_the_formula_says() -> None:
-    found = fleet.measure(fleet.FleetConfig(2, 3, 10.0, num_tokens=64, seconds=2.0, shape=SINK))
-    assert found.num_delivered == found.num_requests * SINK.num_ranks
-    expected = [said for said in found.said if said.expected_per_s]
-    assert {said.kind for said in expected} == {"GrantRequest", "GrantReply", "Acknowledge", "RequestDone"}
-    for said in expected:
-        assert said.per_s == pytest.approx(said.expected_per_s), said.kind
-    assert 0 < found.num_handshakes <= 6
-
-
-def test_a_large_engine_is_met() -> None:
-    met = handshake.measure(SOURCE, SINK)
-    assert (met.num_ranks, met.num_tensors) == (4, 2 * 36 * 2)
-    assert met.num_sources == 2
-    assert met.check_again_ms < met.check_ms
 
 
 @pytest.mark.parametrize(("power", "factor"), [(0.0, 5.0), (1.0, 0.1), (2.0, 3.0)])
