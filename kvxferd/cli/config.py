@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,11 @@ import msgspec
 
 from kvxferd.cli.options import config_option, json_option
 from kvxferd.cli.suggestions import SuggestingGroup
-from kvxferd.config import (
-    SETTINGS,
-    Config,
-    Setting,
-    load_config,
-    sources_of_settings,
-)
+from kvxferd.config import SETTINGS, Setting, load_config, settings_in_effect, shown_value
 from kvxferd.config.checking import find_problems
 from kvxferd.config.sample import sample_text
-from kvxferd.redaction import HIDDEN, is_secret_name
 from kvxferd.tooling.exit_codes import EXIT_INVALID
 from kvxferd.tooling.output import plain_text, print_json, print_table
-
-DEFAULT_SOURCE = "default"
 
 
 @click.group(cls=SuggestingGroup)
@@ -41,7 +31,7 @@ def defaults(as_json: bool) -> None:
     With --json: the defaults alone. An empty path or address stands for one that follows from others.
     """
     if as_json:
-        values = {key: _to_json(setting, setting.default) for key, setting in SETTINGS.items()}
+        values = {key: shown_value(setting.default) for key, setting in SETTINGS.items()}
         print_json(values, has_version=False)
         return
     click.echo(sample_text(), nl=False)
@@ -78,46 +68,14 @@ def show(as_json: bool, config_path: Path | None) -> None:
     The source is a variable, the file, or the default. Flags of `kvxferd serve` are not known here. Of
     secrets the path is shown, never the content.
     """
-    effective = load_config(config_path, os.environ, {})
-    sources = sources_of_settings(config_path, os.environ)
+    settings = settings_in_effect(load_config(config_path, os.environ, {}), config_path, os.environ)
     if as_json:
-        print_json(
-            {
-                "file": str(config_path) if config_path else None,
-                "settings": {
-                    key: {
-                        "value": _to_json(setting, _value_of(effective, setting)),
-                        "source": sources.get(key, DEFAULT_SOURCE),
-                    }
-                    for key, setting in SETTINGS.items()
-                },
-            }
-        )
+        print_json({"file": str(config_path) if config_path else None, "settings": settings})
         return
-    rows = [
-        (key, _to_text(setting, _value_of(effective, setting)), sources.get(key, DEFAULT_SOURCE))
-        for key, setting in SETTINGS.items()
-    ]
+    rows = [(key, _to_text(SETTINGS[key], one["value"]), one["source"]) for key, one in settings.items()]
     print_table("settings", ("key", "value", "from"), rows)
-
-
-def _value_of(effective: Config, setting: Setting) -> Any:
-    return getattr(getattr(effective, setting.section), setting.field)
-
-
-def _to_json(setting: Setting, value: Any) -> Any:
-    """Return the value as JSON has it, without the texts of secrets."""
-    plain = msgspec.to_builtins(value)
-    return without_secrets(plain) if isinstance(plain, dict) else plain
 
 
 def _to_text(setting: Setting, value: Any) -> str:
     """Return the value as the file has it."""
-    if setting.field == "mode":
-        return f"0o{value:o}"
-    return msgspec.json.encode(_to_json(setting, value)).decode()
-
-
-def without_secrets(texts: Mapping[str, str]) -> dict[str, str]:
-    """Return the table with the texts hidden whose names say that they are secrets."""
-    return {name: HIDDEN if is_secret_name(name) else text for name, text in texts.items()}
+    return f"0o{value:o}" if setting.field == "mode" else msgspec.json.encode(value).decode()

@@ -1,25 +1,34 @@
-"""`kvxferd doctor`: its options and its exit code."""
+"""`kvxferd doctor`, `ping` and `support-bundle`: what is wrong with a node, and on the way to another."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shlex
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from kvxferd.cli.completion import complete_from, endpoints
 from kvxferd.cli.options import config_option, json_option, socket_option
-from kvxferd.doctor.finding import CheckContext, Finding
-from kvxferd.doctor.runner import CHECKS, load_config_or_finding, run_check, select_checks
-from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import print_json
+from kvxferd.config import Config, load_config
+from kvxferd.doctor.report import CHECKS, CheckContext, Finding, context_of, run_check, run_checks
+from kvxferd.errors import KvxferdError
+from kvxferd.telemetry.units import format_size
+from kvxferd.tooling.control_client import ControlClient, control_socket_path
+from kvxferd.tooling.exit_codes import EXIT_FAILED, EXIT_OK
+from kvxferd.tooling.output import print_json, print_line
 
 if TYPE_CHECKING:
     from kvxferd.client import TransferRef
 
-RESPONSE_TIMEOUT_S = 5.0
+MAX_ROUND_TRIPS = 1000
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.1, 600.0
+LOOKUP_TIMEOUT_S = 2.0  # of a name, by the local daemon
 
 
 @click.command()
@@ -34,9 +43,9 @@ RESPONSE_TIMEOUT_S = 5.0
 )
 @click.option(
     "--peer",
-    "peer",
-    metavar="ENDPOINT",
-    help="Examine the way to this daemon instead, tcp://HOST:PORT#KEY: from here, and through the daemon.",
+    metavar="PEER",
+    shell_complete=complete_from("/v1/peers", endpoints),
+    help="Examine the way to this daemon instead, named as for `ping`: from here, and through the daemon.",
 )
 @click.option(
     "--ref", metavar="REF", help="With --peer: pull this a few times, and measure; --serve prints it there."
@@ -69,40 +78,32 @@ def doctor(
     if everything essential works; 1 if something essential does not, or with --gpu a placement does not;
     3 if with --gpu there is no GPU.
     """
-    # Imported here, so that a completion does not load numpy and rich.
-    from kvxferd.doctor import gpus, report
-    from kvxferd.doctor.placements import try_placements
-    from kvxferd.memory.driver import DRIVER_VARIABLE
+    # Imported where it is used: a completion loads neither numpy nor libzmq.
+    from kvxferd.doctor import report
 
-    findings: list[Finding] = []
-    config = load_config_or_finding(config_path, findings)
-    node = CheckContext(
-        config,
-        ControlClient(socket_path or config.control.socket, RESPONSE_TIMEOUT_S),
-        {
-            **os.environ,
-            **config.mover.environment,
-            **({DRIVER_VARIABLE: driver} if driver else {}),
-        },
-        "" if config_path is None else str(config_path),
-    )
     if (serve or peer is not None) and (gpu or names):
         raise click.UsageError(
             "--peer and --serve are about the way to a daemon: leave out --gpu and --check"
         )
-    if serve:
-        if as_json or peer is not None or ref is not None:
-            raise click.UsageError("--serve measures nothing here: leave out --json, --peer and --ref")
-        _serve(node)
-        return
+    if serve and (as_json or peer is not None or ref is not None):
+        raise click.UsageError("--serve measures nothing here: leave out --json, --peer and --ref")
     if ref is not None and peer is None:
         raise click.UsageError("--ref is what --serve printed on another node: give --peer of it too")
+    findings: list[Finding] = []
+    node = context_of(config_path, socket_path, findings, driver)
+    if serve:
+        _serve(node)
+        return
+    tried = None
     if peer is not None:
-        findings += _peer_findings(node, peer, ref)
+        findings += _examine_peer(node, peer, ref)
     else:
-        for name, check in select_checks(names):
-            findings += run_check(name, check, node)
-    tried = try_placements(node, run_check("gpus", gpus.check, node)) if gpu else None
+        findings += run_checks(node, names)
+    if gpu:
+        from kvxferd.doctor.gpu import gpus
+        from kvxferd.doctor.gpu_placements import try_placements
+
+        tried = try_placements(node, run_check("gpus", gpus, node))
     if as_json:
         print_json(report.as_json(findings, tried))
     else:
@@ -114,11 +115,11 @@ def doctor(
     ctx.exit(report.exit_status(findings, tried))
 
 
-def _peer_findings(node: CheckContext, peer: str, ref: str | None) -> list[Finding]:
-    from kvxferd.doctor.peer_check import check_peer, read_ref_of
-    from kvxferd.wire.endpoint import parse_endpoint
+def _examine_peer(node: CheckContext, peer: str, ref: str | None) -> list[Finding]:
+    from kvxferd.doctor.peer import check_peer, read_ref_of
+    from kvxferd.doctor.ping import find_endpoint
 
-    endpoint = parse_endpoint(peer if "://" in peer else f"tcp://{peer}")
+    endpoint = find_endpoint(peer, node.daemon)
     source = None if ref is None else read_ref_of(endpoint, ref)
     return run_check("peer", lambda context: check_peer(context, endpoint, source), node)
 
@@ -134,3 +135,98 @@ def _serve(node: CheckContext) -> None:
     with interrupted_once(), suppress(KeyboardInterrupt):
         serve_link(node, print_command)
     click.echo("kvxferd: no longer serving; the engine is gone", err=True)
+
+
+@click.command()
+@click.argument("peer", shell_complete=complete_from("/v1/peers", endpoints))
+@json_option
+@click.option(
+    "--count", type=click.IntRange(1, MAX_ROUND_TRIPS), default=3, show_default=True, help="Round trips."
+)
+@click.option(
+    "--timeout", "timeout_s", metavar="SECONDS", type=click.FloatRange(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
+    default=5.0, show_default=True, help="How long each step may take.",
+)  # fmt: skip
+@socket_option
+@config_option("The configuration of this node's daemon, which names its key and its allow-lists.")
+@click.pass_context
+def ping(
+    ctx: click.Context,
+    peer: str,
+    as_json: bool,
+    count: int,
+    timeout_s: float,
+    socket_path: str | None,
+    config_path: Path | None,
+) -> None:
+    """Reach another node's daemon, and print what is wrong if that fails.
+
+    PEER is its endpoint, tcp://HOST:PORT#KEY; of a peer that this node's daemon knows, HOST:PORT or the id
+    of an engine will do. It connects by itself, with this node's key: run it as root or as the daemon's
+    user, where the daemon runs. `kvxferd doctor --peer` also shows the daemon's own connection, and what
+    its pulls took. Exit status: 0 if it answers; 1 if not, with the outcome in brackets.
+    """
+    # Imported here: the other verbs need no libzmq, and a completion nothing of this.
+    import msgspec
+
+    from kvxferd.doctor.ping import Outcome, find_endpoint, print_ping, read_identity
+    from kvxferd.doctor.ping import ping as ping_peer
+
+    if not timeout_s >= MIN_TIMEOUT_S:  # not a number, which no range excludes
+        raise click.BadParameter("give a number of seconds", param_hint="--timeout")
+    config = load_config(config_path, os.environ, {})
+    endpoint = find_endpoint(peer, ControlClient(socket_path or config.control.socket, LOOKUP_TIMEOUT_S))
+    allowlist, key = read_identity(config.peer)
+    result = ping_peer(endpoint, allowlist, key, count=count, timeout_s=timeout_s)
+    status = EXIT_OK if result.outcome is Outcome.OK else EXIT_FAILED
+    if as_json:
+        print_json(msgspec.to_builtins(result) | {"status": status})
+    else:
+        print_ping(result)
+    ctx.exit(status)
+
+
+@click.command("support-bundle")
+@json_option
+@click.option(
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The file to write. Default: kvxferd-HOST-TIME.tar.gz in the current directory.",
+)
+@click.option("--doctor/--no-doctor", "with_doctor", default=True, help="Run `kvxferd doctor` for it.")
+@socket_option
+@config_option("The daemon's configuration file.")
+def support_bundle(
+    output: Path | None,
+    as_json: bool,
+    with_doctor: bool,
+    socket_path: str | None,
+    config_path: Path | None,
+) -> None:
+    """Write state, history, log, versions, doctor's report and configuration to one tar.gz.
+
+    Run it as root or as the daemon's user, where the daemon runs. It works while the daemon is dead or
+    hangs, and prints what is missing. Secrets are left out: secret keys, texts of settings and variables
+    with a secret's name, and whatever looks like a key. Engines' and hosts' names and addresses are in it.
+    """
+    import msgspec
+
+    from kvxferd.doctor.support_bundle import collect, write
+
+    config: Config | None = None
+    problem = ""
+    try:
+        config = load_config(config_path, os.environ, {})
+    except KvxferdError as error:
+        problem = error.message
+    socket = control_socket_path(socket_path or (config or Config()).control.socket)
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:64] or "node"
+    path = output or Path(f"kvxferd-{host}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.tar.gz")
+    manifest = write(collect(config, config_path, problem, socket, with_doctor), path)
+    if as_json:
+        print_json({"file": str(path), **msgspec.to_builtins(manifest)})
+        return
+    print_line(f"{path}: {len(manifest.files)} files, {format_size(path.stat().st_size)}")
+    for missing in manifest.missing:
+        print_line(f"missing: {missing.name}: {missing.why}")

@@ -11,7 +11,8 @@ from kvxferd.config.loading import (
     Setting,
     flag_name,
     load_config,
-    sources_of_settings,
+    settings_in_effect,
+    shown_value,
 )
 from kvxferd.config.reloading import RELOADABLE, MergedConfig, merge_reloaded
 from kvxferd.config.schema import (
@@ -53,7 +54,8 @@ __all__ = [
     "flag_name",
     "load_config",
     "merge_reloaded",
-    "sources_of_settings",
+    "settings_in_effect",
+    "shown_value",
     "split_endpoint",
     "split_host_port",
 ]

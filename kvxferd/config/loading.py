@@ -13,6 +13,7 @@ import msgspec
 from kvxferd.config.schema import Config
 from kvxferd.config.types import Environment, FileMode, KeyFile, Networks, NumericIds, PublicKeys
 from kvxferd.errors import ConfigError
+from kvxferd.redaction import HIDDEN, is_secret_name
 
 ENVIRONMENT_PREFIX = "KVXFERD_"
 # The path of the file, for `kvxferd serve`: the only KVXFERD_ name that is not a setting.
@@ -102,16 +103,31 @@ def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[st
     return Config(**{f.name: f.type(**values.get(f.name, {})) for f in msgspec.structs.fields(Config)})
 
 
-def sources_of_settings(path: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return where each setting that is not the default comes from: the variable's name or the file's path.
+def settings_in_effect(
+    config: Config, path: Path | None, environ: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return each setting's value, without the texts of secrets, and its source.
 
-    Raises ConfigError, as `load_config` does.
+    The source is a variable's name, the file's path, or "default". Raises ConfigError, as `load_config` does.
     """
     problems: list[ConfigError] = []
     given = [*_from_file(path, problems)] if path is not None else []
     given += _from_environment(environ, problems)
     _raise_all(problems)
-    return {key: source for key, _, source in given}
+    sources = {key: source for key, _, source in given}
+    return {
+        key: {"value": shown_value(getattr(getattr(config, setting.section), setting.field)),
+              "source": sources.get(key, "default")}
+        for key, setting in SETTINGS.items()
+    }  # fmt: skip
+
+
+def shown_value(value: Any) -> Any:
+    """Return a setting's value as JSON has it; in a table, texts with a secret's name are hidden."""
+    plain = msgspec.to_builtins(value)
+    if not isinstance(plain, dict):
+        return plain
+    return {name: HIDDEN if is_secret_name(name) else text for name, text in plain.items()}
 
 
 def flag_name(key: str) -> str:

@@ -1,5 +1,7 @@
-"""The checks of `kvxferd doctor`, one module each; `runner` lists and runs them.
+"""What `kvxferd doctor` looks at, `kvxferd ping`, and `kvxferd support-bundle`.
 
-A check yields findings (`finding`), which `report` prints. What may crash or hang runs in a child process
-(`isolated`): the driver's report in `gpus`, `nixl_read_process` and `placement_trial`.
+Read `report` first: the table of checks, what each returns, and how it is printed. The checks are functions
+in `host`, `network`, `gpu`, `software` and `daemon`; what may crash or hang runs in a child process
+(`isolated`). `nixl_read` reads between two processes, `gpu_placements` tries GPU memory through a daemon.
+Another node: `ping` reaches it, `peer` adds what the daemon knows of it, `link` measures pulls.
 """

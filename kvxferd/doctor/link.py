@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 
 from kvxferd import client
-from kvxferd.doctor.finding import CheckContext, Finding, Verdict, fail, ok, warn
-from kvxferd.doctor.network_cards import rdma_cards
+from kvxferd.doctor.network import rdma_cards
+from kvxferd.doctor.report import CheckContext, Finding, Verdict, fail, ok, warn
 from kvxferd.errors import Code, ConfigError, KvxferdError
 from kvxferd.ids import Endpoint
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy, key_and_value
 from kvxferd.telemetry.remedies import remedy_of
+from kvxferd.telemetry.units import format_size, format_time
 from kvxferd.tooling.content import RequestBlocks
 from kvxferd.tooling.engine_process import EngineRank, Pulled
-from kvxferd.tooling.output import format_bytes, format_duration
 from kvxferd.wire.common import TransferRef
 
 # 1,024 tokens of 64 KiB: 64 MiB, which take 5 ms at 12 GB/s.
@@ -138,9 +138,9 @@ def judge(pulls: list[Pulled], ways: dict[str, int], transports: dict[str, Any])
     read = ", ".join(way for way, num_bytes in ways.items() if num_bytes) or "in a way that is not known"
     where = {"node": " within one machine", "network": " over the network"}.get(reach, "")
     found = (
-        f"{facts['gigabytes_per_s']:.3g} GB/s (median of {len(speeds)} pulls of {format_bytes(first.bytes)}, "
+        f"{facts['gigabytes_per_s']:.3g} GB/s (median of {len(speeds)} pulls of {format_size(first.bytes)}, "
         f"{max(speeds):.3g} at best), read {read} by {lanes or 'unknown transports'}{where}; "
-        f"every byte is right; the first pull took {format_duration(first.elapsed_s)}"
+        f"every byte is right; the first pull took {format_time(first.elapsed_s)}"
     )
     if transports.get("slow"):
         todo = f"let the daemons read from each other's processes (one user, one PID namespace): {SLOW_PATH}"

@@ -8,8 +8,8 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 
 import kvxferd
-from kvxferd.doctor.finding import CheckContext, Finding, fail, ok, warn
-from kvxferd.doctor.nixl_read_test import read_between
+from kvxferd.doctor.nixl_read import read_between
+from kvxferd.doctor.report import CheckContext, Finding, fail, ok, warn
 from kvxferd.mover.backends import STORAGE_BACKENDS, Backend
 from kvxferd.mover.disconnects import provable_transports
 
@@ -28,7 +28,7 @@ _PACKAGES = (
 INSTALL = "pip install 'kvxferd[daemon,nixl]' into this environment"
 
 
-def check(node: CheckContext) -> Iterator[Finding]:
+def software(node: CheckContext) -> Iterator[Finding]:
     """Check the versions of Python, kvxferd, the transfer library and UCX."""
     versions = {name: version for name in _PACKAGES if (version := _version(name))}
     yield ok("python", f"{platform.python_version()}, kvxferd {kvxferd.__version__}", packages=versions)
@@ -61,6 +61,12 @@ def _backend(backend: Backend, plugins: Sequence[str], parameters: Mapping[str, 
     """
     proves = sorted(provable_transports(backend))
     choices = [name for name in plugins if name not in STORAGE_BACKENDS]
+    facts = {
+        "backend": backend.name,
+        "choices": choices,
+        "parameters": parameters,
+        "ends_reads_over": proves,
+    }
     found = f"{backend.name} of {', '.join(choices)}; a lost connection " + (
         f"ends its reads over {', '.join(proves)} alone"
         if proves
@@ -69,23 +75,8 @@ def _backend(backend: Backend, plugins: Sequence[str], parameters: Mapping[str, 
     if unlisted := sorted(backend.parameters.keys() - parameters.keys()):
         found += f"; its plugin does not list {', '.join(unlisted)} of mover.backend_parameters"
         todo = f"see that the names are right: it lists {', '.join(sorted(parameters)) or 'none'}"
-        return warn(
-            "backend",
-            found,
-            todo,
-            backend=backend.name,
-            choices=choices,
-            parameters=parameters,
-            ends_reads_over=proves,
-        )
-    return ok(
-        "backend",
-        found,
-        backend=backend.name,
-        choices=choices,
-        parameters=parameters,
-        ends_reads_over=proves,
-    )
+        return warn("backend", found, todo, **facts)
+    return ok("backend", found, **facts)
 
 
 def _version(name: str) -> str:

@@ -27,7 +27,9 @@ from urllib.parse import quote, quote_plus
 import msgspec
 
 import kvxferd
-from kvxferd.config import SETTINGS, Config, sources_of_settings
+from kvxferd.config import Config, settings_in_effect
+from kvxferd.doctor.isolated import call_isolated, isolated
+from kvxferd.doctor.report import Finding, as_json, context_of, run_checks
 from kvxferd.errors import KvxferdError
 from kvxferd.redaction import is_secret_name, redact, redact_value
 from kvxferd.tooling.control_client import ControlClient
@@ -207,17 +209,10 @@ def _z85(secret: bytes) -> str:
 
 def configuration(config: Config, path: Path | None) -> dict[str, Any]:
     """Return every setting as a daemon started here would have it, and its source."""
-    sources = sources_of_settings(path, os.environ)
     return {
         "file": str(path) if path else None,
         "flags": "those of `kvxferd serve` are in process.json, under command",
-        "settings": {
-            key: {
-                "value": msgspec.to_builtins(getattr(getattr(config, setting.section), setting.field)),
-                "source": sources.get(key, "default"),
-            }
-            for key, setting in SETTINGS.items()
-        },
+        "settings": settings_in_effect(config, path, os.environ),
     }
 
 
@@ -289,24 +284,16 @@ def process_of(socket_path: str) -> dict[str, Any]:
     }
 
 
-def doctor_command(socket_path: str, config_path: Path | None) -> list[str]:
-    """Return the command line of `kvxferd doctor`."""
-    # -P: nothing is imported from the working directory, where others may write.
-    command = [sys.executable, "-P", "-m", "kvxferd.cli", "doctor", "--json", "--socket", socket_path]
-    return command + (["--config", str(config_path)] if config_path else [])
+def doctor_report(socket_path: str, config_path: Path | None) -> dict[str, Any]:
+    """Return the report of `kvxferd doctor`, made in a process of its own, which may hang."""
+    with isolated(object, os.environ) as child:
+        return call_isolated(child, DOCTOR_TIMEOUT_S, _examine, socket_path, config_path)
 
 
-def doctor_report(socket_path: str, config_path: Path | None) -> Any:
-    """Return the report of `kvxferd doctor`, run in a process of its own, which may hang."""
-    command = doctor_command(socket_path, config_path)
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=DOCTOR_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise KvxferdError(f"cannot run doctor: it did not end within {DOCTOR_TIMEOUT_S:g} s") from None
-    try:
-        return msgspec.json.decode(done.stdout)
-    except msgspec.DecodeError:
-        raise KvxferdError(f"cannot run doctor: {done.stderr.decode(errors='replace')[-500:]}") from None
+def _examine(_: object, socket_path: str, config_path: Path | None) -> dict[str, Any]:
+    findings: list[Finding] = []
+    node = context_of(config_path, socket_path, findings)
+    return as_json(findings + run_checks(node), None)
 
 
 def write(parts: CollectedParts, output: Path) -> Manifest:

@@ -59,15 +59,15 @@ def test_every_contender_of_the_bench_moves_the_same_bytes() -> None:
 def test_all_of_the_doctor_on_this_machine(tmp_path: Path) -> None:
     found = examine("--socket", str(tmp_path / "nobody.sock"))
     names = [finding["check"] for finding in found.findings]
-    for check in ("python", "nixl", "kernel", "sealed memory", "processors", "same node", "tcp",
-                  "shared memory", "locked memory", "descriptors", "run directory",
+    for check in ("python", "nixl", "kernel", "sealed memory", "processors", "same_node", "tcp",
+                  "shared_memory", "memlock", "descriptors", "run_directory",
                   "daemon", "gpu", "rdma"):  # fmt: skip
         assert check in names
     assert found.status == 0, found.findings
     assert found.of("nixl")["found"].startswith("nixl 1.")
     assert "UCX" in found.of("nixl")["facts"]["plugins"]
     assert found.of("nixl")["facts"]["ucx"]
-    same_node, tcp = found.of("same node")["facts"], found.of("tcp")["facts"]
+    same_node, tcp = found.of("same_node")["facts"], found.of("tcp")["facts"]
     assert same_node["intact"]
     assert tcp["over_tcp"]
     assert not same_node["over_tcp"], "CMA works wherever these tests run"

@@ -17,7 +17,7 @@ import pytest
 from kvxferd.client import TransferRef
 from kvxferd.config import load_config
 from kvxferd.doctor import link
-from kvxferd.doctor.finding import CheckContext
+from kvxferd.doctor.report import CheckContext
 from kvxferd.errors import KvxferdError
 from kvxferd.layout.presets import deploy
 from kvxferd.tooling.engine_process import EngineRank

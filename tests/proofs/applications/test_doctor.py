@@ -45,7 +45,7 @@ def test_nixl_that_cannot_be_imported_is_a_finding(tmp_path: Path):
     assert found.status == 1
     assert "nixl is broken here" in found.of("nixl")["found"]
     assert "kvxferd[daemon,nixl]" in found.of("nixl")["todo"]
-    assert found.of("same node")["verdict"] == "no"
+    assert found.of("same_node")["verdict"] == "no"
 
 
 def test_a_home_that_cannot_be_read_does_not_keep_nixl_from_starting(tmp_path: Path):
@@ -57,7 +57,7 @@ def test_a_home_that_cannot_be_read_does_not_keep_nixl_from_starting(tmp_path: P
 
 def test_transports_that_the_operator_has_narrowed_are_named_as_the_reason():
     found = examine("--check", "same_node", environment={"UCX_TLS": tls_with_cuda("tcp")})
-    slow = found.of("same node")
+    slow = found.of("same_node")
     assert (slow["verdict"], slow["facts"]["over_tcp"]) == ("warn", True)
     assert f"UCX_TLS={tls_with_cuda('tcp')} is set" in slow["todo"]
     assert found.status == 0, "slow is not broken"
@@ -82,8 +82,8 @@ def test_few_descriptors(tmp_path: Path):
 IMPORTS = """
 import resource
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.doctor import memlock, run_directory, shared_memory
-from kvxferd.doctor.finding import CheckContext
+from kvxferd.doctor.host import memlock, run_directory, shared_memory
+from kvxferd.doctor.report import CheckContext
 from kvxferd.config import Config, NodeConfig
 """
 
@@ -92,11 +92,11 @@ from kvxferd.config import Config, NodeConfig
 def test_a_limit_on_locked_memory_that_root_passes_and_others_do_not():
     body = """
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-for finding in memlock.check(CheckContext(Config(), ControlClient("/nowhere"), {})):
+for finding in memlock(CheckContext(Config(), ControlClient("/nowhere"), {})):
     print(finding.verdict, finding.found, finding.todo)
 """
     said = run_as(body, imports=IMPORTS)
-    assert said.startswith("warn limit 64.0 KiB")
+    assert said.startswith("warn limit 65.5 kB")
     assert "LimitMEMLOCK=infinity" in said
 
 
@@ -105,7 +105,7 @@ def test_another_user_may_not_make_the_run_directory(tmp_path: Path):
     tmp_path.chmod(0o755)
     body = """
 node = CheckContext(Config(node=NodeConfig(run_dir=sys.argv[1])), ControlClient("/nowhere"), {})
-for finding in run_directory.check(node):
+for finding in run_directory(node):
     print(finding.verdict, finding.found, finding.todo)
 """
     said = run_as(body, "/root-only/kvxferd", imports=IMPORTS)
@@ -117,7 +117,7 @@ for finding in run_directory.check(node):
 def test_shared_memory_that_cannot_be_written(tmp_path: Path):
     body = """
 context = CheckContext(Config(), ControlClient("/nowhere"), {"UCX_POSIX_DIR": sys.argv[1]})
-for finding in shared_memory.check(context):
+for finding in shared_memory(context):
     print(finding.verdict, finding.found)
 """
     assert "cannot be written by uid 65534" in run_as(body, "/proc", imports=IMPORTS)
@@ -125,7 +125,7 @@ for finding in shared_memory.check(context):
 
 def test_shared_memory_that_is_not_there(tmp_path: Path):
     found = examine("--check", "shared_memory", environment={"UCX_POSIX_DIR": str(tmp_path / "none")})
-    assert "No such file or directory" in found.of("shared memory")["found"]
+    assert "No such file or directory" in found.of("shared_memory")["found"]
 
 
 def test_a_check_that_there_is_not():
@@ -158,8 +158,8 @@ def test_no_network_at_all_is_found_and_named():
 def test_inside_one_pid_namespace_reads_are_fast():
     prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     found = examine("--check", "same_node", prefix=prefix)
-    assert found.of("same node")["verdict"] == "ok"
-    assert found.of("same node")["facts"]["pid_namespace"] != os.readlink("/proc/self/ns/pid")
+    assert found.of("same_node")["verdict"] == "ok"
+    assert found.of("same_node")["facts"]["pid_namespace"] != os.readlink("/proc/self/ns/pid")
 
 
 def test_a_daemon_that_runs_says_what_it_is(tmp_path: Path):

@@ -58,13 +58,13 @@ def test_the_table_is_printed_after_tests_that_failed_and_a_placement_that_crash
         "import os, signal\n"
         "words = open('/proc/self/cmdline').read().split('\\0')\n"
         "if 'kvxferd.tooling.child_process' in words:\n"
-        "    from kvxferd.doctor import placement_trial\n"
-        "    measure = placement_trial.measure_placement\n"
+        "    from kvxferd.doctor import gpu_placements\n"
+        "    measure = gpu_placements.measure_placement\n"
         "    def crash_or_measure(device, placement, *rest):\n"
         "        if placement == 'direct':\n"
         "            os.kill(os.getpid(), signal.SIGSEGV)\n"
         "        return measure(device, placement, *rest)\n"
-        "    placement_trial.measure_placement = crash_or_measure\n"
+        "    gpu_placements.measure_placement = crash_or_measure\n"
     )
     done = check_gpu(
         GPU_CHECK_DRIVER="fake",

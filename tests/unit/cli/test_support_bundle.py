@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import stat
-import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,17 +140,6 @@ async def test_it_names_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     done = await run("support-bundle", "--no-doctor", *arguments)
     assert done.exit_code == 2
     assert "--output" in done.stderr
-
-
-@pytest.mark.process
-def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
-    planted = tmp_path / "kvxferd"
-    planted.mkdir()
-    (planted / "__init__.py").write_text("raise SystemExit('planted')\n")
-    command = [*support_bundle.doctor_command("/none", None), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-    assert "Usage: kvxferd doctor" in done.stdout
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_known_secrets_have_the_forms_in_which_they_are_written(tmp_path: Path) -> None:

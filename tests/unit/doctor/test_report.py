@@ -9,15 +9,17 @@ import pytest
 from click.testing import CliRunner
 
 from kvxferd.cli.doctor import CHECKS, doctor
-from kvxferd.doctor.finding import fail, ok, warn
-from kvxferd.doctor.placement_trial import PlacementResult
 from kvxferd.doctor.report import (
     EXIT_FAILED,
     EXIT_NO_GPU,
     EXIT_OK,
+    PlacementResult,
     exit_status,
+    fail,
+    ok,
     print_findings,
     print_placements,
+    warn,
 )
 
 COPY = PlacementResult(placement="device copy", gigabytes_per_s=1000.0)

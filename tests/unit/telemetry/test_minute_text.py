@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.doctor.daemon_health import check
-from kvxferd.doctor.finding import CheckContext, ok, warn
+from kvxferd.doctor.daemon import answering
+from kvxferd.doctor.report import CheckContext, ok, warn
 from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.sample_report import LastMinute
 from tests.support.node_samples import PEER, samples
@@ -69,4 +69,4 @@ def test_doctor_has_the_daemon_s_verdict() -> None:
         ("good", "", ok("state", "Pulls fail")),
     ):
         daemon = Daemon(verdict={"level": level, "text": "Pulls fail", "remedy": remedy})
-        assert found in list(check(CheckContext(None, daemon, {})))  # type: ignore[arg-type]
+        assert found in list(answering(CheckContext(None, daemon, {})))  # type: ignore[arg-type]

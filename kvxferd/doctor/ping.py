@@ -15,6 +15,7 @@ import statistics
 import time
 from contextlib import suppress
 from enum import StrEnum
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -22,15 +23,21 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+import kvxferd
+from kvxferd.config import PeerConfig
+from kvxferd.control.allowed_keys_file import read_allowed_keys
 from kvxferd.control.connection_guard import tcp_byte_counts
-from kvxferd.control.curve_keys import CurveKeyPair
+from kvxferd.control.curve_keys import CurveKeyPair, allowlist_of, read_key
 from kvxferd.control.zap import REFUSED_ADDRESS, REFUSED_KEY
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint
+from kvxferd.telemetry.units import format_time
+from kvxferd.tooling.control_client import ControlClient
+from kvxferd.tooling.output import print_line
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Versions
-from kvxferd.wire.endpoint import address_of, host_of, key_of
+from kvxferd.wire.endpoint import address_of, host_of, key_of, parse_endpoint
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello, PeerRefused, PeerWelcome
 
 GREETING_BYTES = 64
@@ -62,6 +69,65 @@ class Outcome(StrEnum):
     BAD_VERSION = "bad-version"
 
 
+# What each failure means, and what to do.
+FAILURES: dict[Outcome, tuple[str, str]] = {
+    Outcome.NOT_ALLOWED_HERE: (
+        "this node's own settings do not allow it",
+        "mend this node's peer settings",
+    ),
+    Outcome.NAME_UNKNOWN: (
+        "its host name is not resolved here",
+        "give a numeric address, or mend this node's resolver",
+    ),
+    Outcome.NOTHING_LISTENS: (
+        "nothing listens on that port",
+        "start the daemon there, or give the port that `kvxferd status` shows there",
+    ),
+    Outcome.UNREACHABLE: (
+        "the host cannot be reached",
+        "look for a firewall and for routes between the nodes (`ip route get`), and whether the node is up",
+    ),
+    Outcome.NOT_A_DAEMON: (
+        "what listens there is no daemon's peer socket",
+        "give peer.bind's port, not that of http.bind: `kvxferd status` there shows the endpoint",
+    ),
+    Outcome.NEEDS_KEY: (
+        "the daemon there speaks CURVE alone, and this node has no key",
+        "make one with `kvxferd keygen`, set peer.curve_secret_key_file here, list its public key there, and "
+        "give ENDPOINT#KEY as that daemon's `kvxferd status` shows it; where this node has a key, name the "
+        "file that sets it with --config",
+    ),
+    Outcome.HAS_NO_KEY: (
+        "the daemon there has no key, and this one speaks CURVE alone",
+        "set peer.curve_secret_key_file there",
+    ),
+    Outcome.WRONG_SERVER_KEY: (
+        "the daemon there has another key than the endpoint names",
+        "give the endpoint as that daemon's `kvxferd status` shows it; if it should have this key, another "
+        "daemon has taken its address",
+    ),
+    Outcome.KEY_REFUSED: (
+        "the daemon there does not admit this node's key",
+        "add this node's public key (`kvxferd keygen --public FILE`) to peer.curve_allowed_keys or its file "
+        "there; a daemon of an earlier release says the same where it refuses the address",
+    ),
+    Outcome.ADDRESS_REFUSED: (
+        "the daemon there does not admit this node's address",
+        "add the address from which this node connects to peer.allowed_addresses there: its log has it in a "
+        "line `peer turned away`",
+    ),
+    Outcome.NO_REPLY: (
+        "a daemon is there and does not answer",
+        "look at it on its node: `kvxferd status` and its log; if that does not answer either, it hangs: "
+        "take `kvxferd support-bundle` there, then restart it",
+    ),
+    Outcome.BAD_VERSION: (
+        "the two speak no version of the peer protocol in common",
+        "upgrade the older of the two",
+    ),
+}
+
+
 class Ping(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one ping."""
 
@@ -84,15 +150,44 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Failed(Exception):
-    def __init__(self, outcome: Outcome, message: str, remedy: str) -> None:
-        super().__init__(message)
-        self.outcome, self.message, self.remedy = outcome, message, remedy
+    """A failure, in detail where there is more to say than `FAILURES` does."""
+
+    def __init__(self, outcome: Outcome, detail: str = "", remedy: str = "") -> None:
+        meaning, usual_remedy = FAILURES[outcome]
+        super().__init__(outcome)
+        self.outcome = outcome
+        self.message = f"{meaning}: {detail}" if detail else meaning
+        self.remedy = remedy or usual_remedy
 
 
 class _Welcomed(NamedTuple):
     welcome: PeerWelcome
     connect_s: float
     round_trips_s: list[float]
+
+
+def find_endpoint(name: str, daemon: ControlClient) -> Endpoint:
+    """Return the endpoint that a name means: an endpoint, or a peer's address or engine's id that the local
+    daemon knows, whose key then is known too.
+
+    Raises KvxferdError where it is neither.
+    """
+    if "#" not in name:
+        with suppress(KvxferdError):  # the local daemon may be down
+            for peer in daemon.get("/v1/peers")["peers"]:
+                address = address_of(Endpoint(peer["endpoint"]))
+                engines = (engine["engine_id"] for engine in peer["engines"])
+                if name in (address, address.removeprefix("tcp://"), *engines):
+                    return Endpoint(peer["endpoint"])
+    return parse_endpoint(name if "://" in name else f"tcp://{name}")
+
+
+def read_identity(config: PeerConfig) -> tuple[PeerAllowlist, CurveKeyPair | None]:
+    """Return this node's allow-lists and key. Raises KvxferdError where their files cannot be read."""
+    secret, listed = config.curve_secret_key_file, config.curve_allowed_keys_file
+    key = read_key(Path(secret)) if secret else None
+    keys = read_allowed_keys(Path(listed), secret) if listed else frozenset[str]()
+    return allowlist_of(config, key, keys), key
 
 
 def ping(
@@ -129,25 +224,12 @@ def _try(
         allowlist.check(endpoint)
     except KvxferdError as error:
         why, _, remedy = error.message.removeprefix(f"cannot reach {address_of(endpoint)}: ").partition("; ")
-        raise _Failed(
-            Outcome.NOT_ALLOWED_HERE,
-            f"this node's own settings do not allow it: {why}",
-            remedy or "mend this node's peer settings",
-        ) from None
+        raise _Failed(Outcome.NOT_ALLOWED_HERE, why, remedy) from None
     mechanism = _mechanism_there(endpoint, timeout_s)
     if mechanism == "CURVE" and not key_of(endpoint):
-        raise _Failed(
-            Outcome.NEEDS_KEY,
-            "the daemon there speaks CURVE alone, and this node has no key",
-            "make one with `kvxferd keygen`, set peer.curve_secret_key_file here, list its public key there, "
-            "and give ENDPOINT#KEY as that daemon's `kvxferd status` shows it",
-        )
+        raise _Failed(Outcome.NEEDS_KEY)
     if mechanism != "CURVE" and key_of(endpoint):
-        raise _Failed(
-            Outcome.HAS_NO_KEY,
-            "the daemon there has no key, and this one speaks CURVE alone",
-            "set peer.curve_secret_key_file there",
-        )
+        raise _Failed(Outcome.HAS_NO_KEY)
     return _send_hello(endpoint, key, count, timeout_s)
 
 
@@ -160,19 +242,11 @@ def _mechanism_there(endpoint: Endpoint, timeout_s: float) -> str:
     try:
         found = socket.getaddrinfo(host_of(endpoint), port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: a label of no letters, or of more than 63
-        raise _Failed(
-            Outcome.NAME_UNKNOWN,
-            f"its host name is not resolved here: {getattr(error, 'strerror', None) or error}",
-            "give a numeric address, or mend this node's resolver",
-        ) from None
+        raise _Failed(Outcome.NAME_UNKNOWN, getattr(error, "strerror", None) or str(error)) from None
     with _connect(found[0], timeout_s) as connection:
         text = _exchange_greetings(connection, timeout_s)
     if len(text) < GREETING_BYTES or text[0] != 0xFF or text[9] != 0x7F:
-        raise _Failed(
-            Outcome.NOT_A_DAEMON,
-            "what listens there is no daemon's peer socket",
-            "give peer.bind's port, not that of http.bind: `kvxferd status` there shows the endpoint",
-        )
+        raise _Failed(Outcome.NOT_A_DAEMON)
     return text[12:32].rstrip(b"\0").decode("ascii", "replace")
 
 
@@ -184,22 +258,13 @@ def _connect(info: tuple[object, ...], timeout_s: float) -> socket.socket:
         connection.connect(address)  # type: ignore[arg-type]
     except ConnectionRefusedError:
         connection.close()
-        raise _Failed(
-            Outcome.NOTHING_LISTENS,
-            "nothing listens on that port",
-            "start the daemon there, or give the port that `kvxferd status` shows there",
-        ) from None
+        raise _Failed(Outcome.NOTHING_LISTENS) from None
     except OSError as error:
         connection.close()
         why = "no answer to TCP" if isinstance(error, TimeoutError) else error.strerror or str(error)
         if error.errno == errno.ECONNRESET:
             why = "the connection was reset"
-        raise _Failed(
-            Outcome.UNREACHABLE,
-            f"the host cannot be reached: {why}",
-            "look for a firewall and for routes between the two nodes (`ip route get`), and whether the "
-            "node is up",
-        ) from None
+        raise _Failed(Outcome.UNREACHABLE, why) from None
     return connection
 
 
@@ -219,19 +284,10 @@ def _exchange_greetings(connection: socket.socket, timeout_s: float) -> bytes:
                 break
     except TimeoutError:
         if not text:
-            raise _no_reply("TCP connects, and then nothing comes") from None
+            raise _Failed(Outcome.NO_REPLY, "TCP connects, and then nothing comes") from None
     except OSError:
         pass  # a reset: what came so far decides
     return text
-
-
-def _no_reply(what: str) -> _Failed:
-    return _Failed(
-        Outcome.NO_REPLY,
-        f"a daemon is there and does not answer: {what}",
-        "look at it on its node: `kvxferd status` and its log; if that does not answer either, it hangs: "
-        "take `kvxferd support-bundle` there, then restart it",
-    )
 
 
 # --- the handshake and the greeting
@@ -287,40 +343,24 @@ def _await_handshake(monitor: zmq.Socket[bytes], has_key: bool, timeout_s: float
                 raise _broken(has_key)
             case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
                 raise _broken(has_key)
-    raise _no_reply("its handshake does not end, so its event loop is stuck or overloaded")
+    raise _Failed(Outcome.NO_REPLY, "its handshake does not end, so its event loop is stuck or overloaded")
 
 
 def _refused(status: bytes, has_key: bool) -> _Failed:
     if status == REFUSED_KEY and has_key:
-        return _Failed(
-            Outcome.KEY_REFUSED,
-            "the daemon there does not admit this node's key",
-            "add this node's public key (`kvxferd keygen --public FILE`) to peer.curve_allowed_keys or "
-            "its file there; a daemon of an earlier release says the same where it refuses the address",
-        )
+        return _Failed(Outcome.KEY_REFUSED)
     if status not in (REFUSED_KEY, REFUSED_ADDRESS, b"300"):
         return _Failed(
             Outcome.NOT_A_DAEMON,
-            f"what listens there refuses the handshake with status {status.decode()}, as no kvxferd does",
-            "give peer.bind's port: `kvxferd status` there shows the endpoint",
+            f"it refuses the handshake with status {status.decode()}, as no kvxferd does",
         )
-    return _Failed(
-        Outcome.ADDRESS_REFUSED,
-        "the daemon there does not admit this node's address",
-        "add the address from which this node connects to peer.allowed_addresses there: its log has it in a "
-        "line `peer turned away`",
-    )
+    return _Failed(Outcome.ADDRESS_REFUSED)
 
 
 def _broken(has_key: bool) -> _Failed:
     if has_key:
-        return _Failed(
-            Outcome.WRONG_SERVER_KEY,
-            "the daemon there has another key than the endpoint names",
-            "give the endpoint as that daemon's `kvxferd status` shows it; if it should have this key, "
-            "another daemon has taken its address",
-        )
-    return _no_reply("it closes the connection during the handshake")
+        return _Failed(Outcome.WRONG_SERVER_KEY)
+    return _Failed(Outcome.NO_REPLY, "it closes the connection during the handshake")
 
 
 def _round_trip(
@@ -334,7 +374,9 @@ def _round_trip(
     while (left_s := deadline - time.monotonic()) > 0:
         if not dealer.poll(max(1, int(min(left_s, CHECK_S) * 1000))):
             if _received_bytes(fd) - num_before > MAX_RECEIVED_BYTES:
-                raise _no_reply(f"it sends more than {MAX_RECEIVED_BYTES} bytes, which are no reply")
+                raise _Failed(
+                    Outcome.NO_REPLY, f"it sends more than {MAX_RECEIVED_BYTES} bytes, which are no reply"
+                )
             continue
         try:
             reply = PEER_MESSAGES.decode(dealer.recv())
@@ -352,8 +394,9 @@ def _round_trip(
                 raise _bad_version(reply.message[:MAX_MESSAGE_CHARS])
             case PeerRefused():
                 message = reply.message[:MAX_MESSAGE_CHARS]
-                raise _no_reply(f"it refuses the greeting: {message} [{reply.code.value}]")
-    raise _no_reply(f"no reply to the greeting within {timeout_s:g} s")
+                detail = f"it refuses the greeting: {message} [{reply.code.value}]"
+                raise _Failed(Outcome.NO_REPLY, detail)
+    raise _Failed(Outcome.NO_REPLY, f"no reply to the greeting within {timeout_s:g} s")
 
 
 def _received_bytes(fd: int) -> int:
@@ -366,8 +409,21 @@ def _received_bytes(fd: int) -> int:
 
 
 def _bad_version(why: str) -> _Failed:
-    return _Failed(
-        Outcome.BAD_VERSION,
-        f"the two speak no version of the peer protocol in common: {why} (this one speaks {PEER_VERSIONS})",
-        "upgrade the older of the two",
+    return _Failed(Outcome.BAD_VERSION, f"{why} (this one speaks {PEER_VERSIONS})")
+
+
+def print_ping(result: Ping) -> None:
+    """Print the result, a fact a line."""
+    print_line(f"{result.endpoint}: {result.message} [{result.outcome.value}]")
+    if result.remedy:
+        print_line(f"  to do: {result.remedy}")
+    if result.outcome is not Outcome.OK:
+        return
+    software = f", kvxferd {result.software_there}" if result.software_there else ""
+    print_line(f"  there: boot {result.boot}, protocol version {result.versions_there}{software}")
+    print_line(f"  here:  protocol version {result.versions_here}, kvxferd {kvxferd.__version__}")
+    fastest, slowest = min(result.round_trips_s), max(result.round_trips_s)
+    print_line(
+        f"  round trips: {len(result.round_trips_s)}, median {format_time(result.median_s)} "
+        f"({format_time(fastest)} to {format_time(slowest)}); connecting took {format_time(result.connect_s)}"
     )

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from kvxferd.config import Config
-from kvxferd.doctor.finding import CheckContext, Finding, Verdict
 from kvxferd.doctor.link import judge
-from kvxferd.doctor.peer_check import check_peer
+from kvxferd.doctor.peer import check_peer
+from kvxferd.doctor.report import CheckContext, Finding, Verdict
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import BootId, Endpoint
 from kvxferd.records import PeerSnapshot, PullRecord, ReaderRecord, Record, ReleaseRecord
@@ -73,7 +73,7 @@ def test_a_peer_that_is_well() -> None:
         found = findings(peer, Daemon([peer_at(ELSEWHERE, "connecting"), peer_at(peer)], history))
     assert {one.verdict for one in found.values()} == {Verdict.OK}, found
     assert found["reach"].facts["software"] == "1.2.3"
-    assert "round trip 2 ms, last reply 1.5 s ago" in found["daemon's connection"].found
+    assert "round trip 2 ms, last reply 1.50 s ago" in found["daemon's connection"].found
     assert found["reads from it"].facts["gigabytes_per_s"] == pytest.approx((2 << 20) / 0.001 / 1e9)
     assert "2 delivered, 0 failed" in found["reads from it"].found
     assert found["reads by it"].facts == {"transfers": 1, "bytes": 3 << 20}

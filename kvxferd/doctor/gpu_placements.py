@@ -1,8 +1,8 @@
-"""Tries one placement of GPU memory.
+"""Whether each placement of GPU memory works, and how fast, each with its own daemon.
 
-It starts a daemon and registers two engines, whose caches are on the device, pulls from one to the other, and
-checks every byte. The source is in a process of its own: inside one process UCX reads no memory as it does
-between two.
+A trial starts a daemon and registers two engines, whose caches are on the device, pulls from one to the
+other, and checks every byte. It runs in a process that may crash or hang, and the source in one of its own:
+inside one process UCX reads no memory as it does between two.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvxferd import client
-from kvxferd.errors import KvxferdError
+from kvxferd.doctor.isolated import call_isolated, isolated
+from kvxferd.doctor.report import CheckContext, Finding, PlacementResult, Verdict
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import LayerKind, ModelFacts, deploy, key_and_value
@@ -35,6 +37,7 @@ from kvxferd.tooling.interrupts import uninterrupted
 
 DEVICE_COPY = "device copy"
 PLACEMENTS = ("direct", "resident", "staged")
+TRIAL_TIMEOUT_S = 120.0  # a daemon, its first GPU context and some pulls
 
 NUM_PULLS = 4  # the first one connects
 # 256 MiB in all: enough to measure a link's speed.
@@ -43,13 +46,21 @@ BLOCK_TOKENS, NUM_BLOCKS, BLOCK_BYTES = 16, 512, 512 << 10
 MAX_SHARE = 64  # a cache has at most this part of the device: a slice of a card (MIG) is small
 
 
-class PlacementResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of one placement."""
-
-    placement: str
-    refusal: str = ""  # "" where it works
-    gigabytes_per_s: float = 0.0
-    lanes: str = ""
+def try_placements(node: CheckContext, gpus: Sequence[Finding]) -> tuple[PlacementResult, ...]:
+    """Try each on the first GPU of the check's findings. Return () if there is no GPU."""
+    devices = [gpu.facts["uuid"] for gpu in gpus if gpu.verdict is not Verdict.FAIL and "uuid" in gpu.facts]
+    if not devices:
+        return ()
+    results = []
+    for placement in (DEVICE_COPY, *PLACEMENTS):
+        try:
+            with isolated(object, node.environment) as child:
+                arguments = (placement, devices[0], child.log.parent)
+                results.append(call_isolated(child, TRIAL_TIMEOUT_S, try_placement, *arguments))
+        except KvxferdError as error:
+            code = "" if error.code is Code.INTERNAL else f" [{error.code.value}]"
+            results.append(PlacementResult(placement=placement, refusal=error.message + code))
+    return tuple(results)
 
 
 class TrialDevice:
@@ -133,19 +144,16 @@ class TrialRank(EngineRank):
 
 
 def try_placement(_: object, placement: str, uuid: str, directory: Path) -> PlacementResult:
-    """Return whether a placement works on the device with that id, and how fast.
+    """Return how fast a placement is on the device with that id. Raises KvxferdError with the refusal.
 
     `placement` is one of `PLACEMENTS`, or DEVICE_COPY. The daemon is in the directory.
     """
-    try:
-        device = TrialDevice(open_driver(), uuid)
-        total_bytes = device.driver.device(uuid).total_bytes
-        num_blocks = min(NUM_BLOCKS, total_bytes // MAX_SHARE // BLOCK_BYTES)
-        if placement == DEVICE_COPY:
-            return measure_copy(device, num_blocks * BLOCK_BYTES)
-        return measure_placement(uuid, placement, num_blocks, directory)
-    except KvxferdError as error:
-        return PlacementResult(placement=placement, refusal=f"{error.message} [{error.code.value}]")
+    device = TrialDevice(open_driver(), uuid)
+    total_bytes = device.driver.device(uuid).total_bytes
+    num_blocks = min(NUM_BLOCKS, total_bytes // MAX_SHARE // BLOCK_BYTES)
+    if placement == DEVICE_COPY:
+        return measure_copy(device, num_blocks * BLOCK_BYTES)
+    return measure_placement(uuid, placement, num_blocks, directory)
 
 
 def measure_copy(device: TrialDevice, size: int) -> PlacementResult:

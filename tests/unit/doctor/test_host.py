@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.doctor.finding import Verdict
-from kvxferd.doctor.processors import MEASURE_S, SLEEP_S, finding_of, measure_wake_ups
+from kvxferd.doctor.host import MEASURE_S, SLEEP_S, judge_wake_ups, measure_wake_ups
+from kvxferd.doctor.report import Verdict
 from kvxferd.telemetry.late_timers import Cause, ClockReading
-from tests.support.fake_driver import FAKE
-from tests.support.python_process import run_python
-from tests.support.repository import ROOT
 
 
 class SlowMachine:
@@ -37,7 +34,7 @@ def test_a_quiet_machine_is_ok_after_two_seconds() -> None:
     assert MEASURE_S <= machine.now < MEASURE_S + 2 * SLEEP_S
     assert measured.num_sleeps == machine.num_sleeps
     assert measured.latest_s == pytest.approx(0.4)
-    found = finding_of(measured, 2)
+    found = judge_wake_ups(measured, 2)
     assert found.verdict is Verdict.OK
     assert "400.0 ms" in found.found
 
@@ -45,28 +42,9 @@ def test_a_quiet_machine_is_ok_after_two_seconds() -> None:
 @pytest.mark.parametrize(("waits", "cause"), [(1.0, Cause.STARVED), (0.0, Cause.STOPPED)])
 def test_a_stall_ends_the_measurement_and_is_a_warning_that_says_why(waits: float, cause: Cause) -> None:
     machine = SlowMachine({3: 0.7, 5: 9.0}, waits)
-    found = finding_of(measure_wake_ups(machine.read, machine.sleep), 2)
+    found = judge_wake_ups(measure_wake_ups(machine.read, machine.sleep), 2)
     assert machine.num_sleeps == 6
     assert found.verdict is Verdict.WARN
     assert "9.0 s late" in found.found
     assert found.facts["cause"] == cause.value
     assert ("AllowedCPUs=" in found.todo) == (cause is Cause.STARVED)
-
-
-# --- the measurement of scatters in a GPU, over the fake driver
-
-
-@pytest.mark.process
-def test_scatters_are_measured_and_compared() -> None:
-    ran = run_python("-m", "kvxferd.doctor.scatter_trial", FAKE, cwd=ROOT)
-    assert ran.returncode == 0, ran.stderr
-    lines = ran.stdout.splitlines()
-    assert lines[0] == "copies of rows: right"
-    assert sum(line.endswith("right") for line in lines[2:]) == 6
-
-
-@pytest.mark.process
-def test_without_a_gpu_it_says_so() -> None:
-    ran = run_python("-m", "kvxferd.doctor.scatter_trial", "none")
-    assert ran.returncode == 2
-    assert "were not measured" in ran.stderr

@@ -10,17 +10,14 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from kvxferd.control.allowed_keys_file import read_allowed_keys
-from kvxferd.control.curve_keys import allowlist_of, read_key
-from kvxferd.doctor.finding import CheckContext, Finding, Verdict, fail, ok, warn
 from kvxferd.doctor.link import measure_link, not_measured
-from kvxferd.doctor.peer_ping import Outcome, ping
+from kvxferd.doctor.ping import Outcome, ping, read_identity
+from kvxferd.doctor.report import CheckContext, Finding, Verdict, fail, no_daemon, ok, warn
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint
-from kvxferd.tooling.output import format_bytes, format_duration
+from kvxferd.telemetry.units import format_size, format_time
 from kvxferd.wire.common import TransferRef
 from kvxferd.wire.endpoint import address_of
 
@@ -38,8 +35,7 @@ def check_peer(node: CheckContext, peer: Endpoint, ref: TransferRef | None = Non
         peers = node.daemon.get("/v1/peers")["peers"]
         records = node.daemon.get("/v1/history")["records"]
     except KvxferdError as error:
-        found, _, todo = error.message.removeprefix("cannot ask the daemon at ").partition("; ")
-        yield fail("this node's daemon", found, todo or "see its log", essential=ref is not None)
+        yield no_daemon("this node's daemon", error, essential=ref is not None)
         return
     yield _connection(peers, peer)
     yield _reads_from(records, peer)
@@ -60,19 +56,16 @@ def read_ref_of(peer: Endpoint, text: str) -> TransferRef:
 
 
 def _reach(node: CheckContext, peer: Endpoint) -> Finding:
-    config = node.config.peer
     try:
-        key = read_key(Path(config.curve_secret_key_file)) if config.curve_secret_key_file else None
-        listed = config.curve_allowed_keys_file
-        keys = read_allowed_keys(Path(listed), config.curve_secret_key_file) if listed else frozenset[str]()
+        allowlist, key = read_identity(node.config.peer)
     except KvxferdError as error:
         return warn("reach", f"not tried: {error.message}", "run doctor as root or as the daemon's user")
-    result = ping(peer, allowlist_of(config, key, keys), key)
+    result = ping(peer, allowlist, key)
     facts: dict[str, Any] = {"outcome": result.outcome.value, "round_trips_s": result.round_trips_s}
     if result.outcome is not Outcome.OK:
         return fail("reach", result.message, result.remedy, essential=True, **facts)
     facts |= {"boot": result.boot, "version": result.version, "software": result.software_there}
-    found = f"{result.message}; round trip {format_duration(result.median_s)}"
+    found = f"{result.message}; round trip {format_time(result.median_s)}"
     if result.software_there:
         found += f"; kvxferd {result.software_there} there"
     if result.median_s > SLOW_ROUND_TRIP_S:
@@ -88,8 +81,8 @@ def _connection(peers: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding:
         round_trip, last = one.get("round_trip_s"), one.get("last_reply_s")
         facts = {"state": one["state"], "round_trip_s": round_trip, "last_reply_s": last}
         found = one["state"]
-        found += f", round trip {format_duration(round_trip)}" if round_trip is not None else ""
-        found += f", last reply {format_duration(last)} ago" if last is not None else ""
+        found += f", round trip {format_time(round_trip)}" if round_trip is not None else ""
+        found += f", last reply {format_time(last)} ago" if last is not None else ""
         if one["state"] != "up":
             todo = "where `ping` works and this stays: `kvxferd drop-peer`, so that the daemon connects again"
             return warn("daemon's connection", found, todo, **facts)
@@ -119,9 +112,7 @@ def _reads_from(records: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding
     ways = Counter[str]()
     for pull in delivered:
         ways.update(pull.get("ways", {}))
-    found += (
-        f"; read {', '.join(f'{way} {format_bytes(n)}' for way, n in ways.most_common())}" if ways else ""
-    )
+    found += f"; read {', '.join(f'{way} {format_size(n)}' for way, n in ways.most_common())}" if ways else ""
     if not failed:
         return ok("reads from it", found, **facts)
     code, times = Counter(pull["code"] or "" for pull in failed).most_common(1)[0]
@@ -144,7 +135,7 @@ def _reads_by(records: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding:
     facts = {"transfers": len(readers), "bytes": num_bytes}
     if not readers:
         return ok("reads by it", "none in the history; run doctor there for its pulls", **facts)
-    return ok("reads by it", f"{len(readers)} transfers, {format_bytes(num_bytes)}", **facts)
+    return ok("reads by it", f"{len(readers)} transfers, {format_size(num_bytes)}", **facts)
 
 
 def _is_at(endpoint: str, peer: Endpoint) -> bool:

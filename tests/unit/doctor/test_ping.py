@@ -1,15 +1,15 @@
-"""`kvxferd ping`: each way in which a daemon cannot be reached has an outcome, a remedy and an exit code."""
+"""`kvxferd ping`: each way in which a daemon cannot be reached has an outcome and a remedy."""
 
 from __future__ import annotations
 
 import json
-import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_network
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,17 +19,19 @@ from kvxferd.cli.root import root
 from kvxferd.control.curve_keys import CurveKeyPair, make_key
 from kvxferd.core import node as core_node
 from kvxferd.core.allowlist import ALLOW_ALL, PeerAllowlist
-from kvxferd.doctor import peer_ping
-from kvxferd.doctor.peer_ping import Outcome, Ping, ping
-from kvxferd.doctor.peer_report import exit_status_of
+from kvxferd.doctor.ping import FAILURES, Outcome, Ping, _refused, find_endpoint, ping
+from kvxferd.errors import KvxferdError
 from kvxferd.ids import Endpoint
+from kvxferd.tooling.control_client import ControlClient
 from kvxferd.wire.common import Versions
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.peer import PEER_VERSIONS
+from tests.support.repository import ROOT
 from tests.support.served_peer import served_peer
 
 ELSEWHERE = (ip_network("10.0.0.0/8"),)
 SHORT_S = 1.0
+KEY = "ab" * 32
 
 
 @pytest.fixture
@@ -164,11 +166,11 @@ def test_a_host_that_no_resolver_takes(host: str) -> None:
     failed(ping(Endpoint(f"tcp://{host}:9441"), ALLOW_ALL, None), Outcome.NAME_UNKNOWN)
 
 
-def test_each_outcome_has_an_exit_code_that_the_help_explains() -> None:
-    codes = [exit_status_of(outcome) for outcome in Outcome]
-    assert len(set(codes)) == len(codes)
-    text = CliRunner().invoke(root, ["ping", "--help"]).stdout
-    assert [code for code in codes if not re.search(rf"\b{code}\b", text)] == []
+def test_each_failure_has_a_meaning_and_a_remedy_and_the_manual_names_it() -> None:
+    assert set(FAILURES) == set(Outcome) - {Outcome.OK}
+    manual = (ROOT / "docs/how-to/when-something-is-wrong.md").read_text()
+    section = manual.partition("### Reach another node")[2].partition("\n#")[0]
+    assert [outcome for outcome in FAILURES if f"`{outcome}`" not in section] == []
 
 
 def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +185,40 @@ def test_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found["outcome"], found["status"]) == ("ok", 0)
         assert msgspec.convert(found["versions_there"], Versions) == PEER_VERSIONS
     refused = CliRunner().invoke(root, ["ping", address])
-    assert refused.exit_code == exit_status_of(Outcome.NOTHING_LISTENS) == 12
+    assert refused.exit_code == 1
+    assert "[nothing-listens]" in refused.stdout
     assert "to do: " in refused.stdout
     assert CliRunner().invoke(root, ["ping", "ipc:///tmp/x"]).exit_code == 2
+
+
+class Daemon(ControlClient):
+    """A local daemon that knows one peer."""
+
+    def get(self, path: str) -> Any:
+        assert path == "/v1/peers"
+        engines = [{"engine_id": "prefill-0", "generation": "1", "num_ranks": 2}]
+        return {"peers": [{"endpoint": f"tcp://10.0.0.2:9441#{KEY}", "engines": engines}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "endpoint"),
+    [
+        ("prefill-0", f"tcp://10.0.0.2:9441#{KEY}"),
+        ("10.0.0.2:9441", f"tcp://10.0.0.2:9441#{KEY}"),
+        ("tcp://10.0.0.2:9441", f"tcp://10.0.0.2:9441#{KEY}"),
+        ("10.0.0.3:9441", "tcp://10.0.0.3:9441"),
+        (f"tcp://10.0.0.2:9441#{'ef' * 32}", f"tcp://10.0.0.2:9441#{'ef' * 32}"),
+    ],
+)
+def test_a_name_stands_for_a_peer_that_the_daemon_knows(name: str, endpoint: str) -> None:
+    assert find_endpoint(name, Daemon("/nowhere")) == endpoint
+
+
+def test_without_a_daemon_a_name_is_an_endpoint() -> None:
+    nobody = ControlClient("/nowhere/control.sock")
+    assert find_endpoint("10.0.0.2:9441", nobody) == "tcp://10.0.0.2:9441"
+    with pytest.raises(KvxferdError, match="prefill-0"):
+        find_endpoint("prefill-0", nobody)
 
 
 def test_a_timeout_that_is_no_number_is_refused() -> None:
@@ -196,6 +229,6 @@ def test_a_timeout_that_is_no_number_is_refused() -> None:
 
 @pytest.mark.parametrize("status", [200, 299, 404, 999])
 def test_a_refusal_with_a_status_that_no_daemon_sends(status: int) -> None:
-    found = peer_ping._refused(str(status).encode(), has_key=True)
+    found = _refused(str(status).encode(), has_key=True)
     assert found.outcome is Outcome.NOT_A_DAEMON
     assert str(status) in found.message

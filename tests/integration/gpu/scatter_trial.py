@@ -1,4 +1,4 @@
-"""Measures scatters in a GPU: `python -m kvxferd.doctor.scatter_trial [DRIVER]`.
+"""Measures scatters in a GPU: `python -m tests.integration.gpu.scatter_trial [DRIVER]`.
 
 A chunk of blocks with heads first is copied into blocks with tokens first and twice as many heads, as a
 covering read does it, and every byte of them is compared. Prints a row for each number of heads; exit status
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvxferd.doctor.placement_trial import TrialDevice
+from kvxferd.doctor.gpu_placements import TrialDevice
 from kvxferd.errors import KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.memory.driver_registry import open_driver
