@@ -11,7 +11,7 @@ from kvxferd.ids import GroupName, Rank, RegionId
 from kvxferd.layout import PackedBlocks
 from kvxferd.layout.presets import MODELS, deploy
 from kvxferd.layout.validate import validate_layout
-from kvxferd.plan import Expander, PlanCache, check_blocks, check_request, encode_plan, make_plan
+from kvxferd.plan import Expander, check_blocks, check_request, encode_plan, make_plan
 
 NUM_BLOCKS = 8192
 MODEL = MODELS["llama-3-70b"]
@@ -58,7 +58,7 @@ def measure(what: str, mine: Chosen, theirs: Chosen, num_tokens: int) -> str:
     spec, layout = sink[Rank(0, 0)]
     remote_spec = source[Rank(0, 0)][0]
     remote = {rank: held[1] for rank, held in source.items()}
-    plan, cache = make_plan(spec, layout, remote_spec, remote), PlanCache()
+    plan = make_plan(spec, layout, remote_spec, remote)
     local, published = scattered(mine[2], num_tokens, 1), scattered(theirs[2], num_tokens, 2)
     region = {RegionId("kv"): 1 << 40}
     request = (local, published, num_tokens, region, dict.fromkeys(remote, region))
@@ -71,7 +71,6 @@ def measure(what: str, mine: Chosen, theirs: Chosen, num_tokens: int) -> str:
 
     columns = [
         best_ms(lambda: make_plan(spec, layout, remote_spec, remote)),
-        best_ms(lambda: cache.get(spec, layout, remote_spec, remote)),
         best_ms(checks),
         best_ms(lambda: Expander(plan).expand(*request)),
         best_ms(lambda: expander.expand(*request)),
@@ -85,7 +84,7 @@ def measure(what: str, mine: Chosen, theirs: Chosen, num_tokens: int) -> str:
 
 def main() -> None:
     """Print one line per case; times are milliseconds."""
-    heads = ("plan", "kept", "checks", "first", "expand", "runs", "bytes")
+    heads = ("plan", "checks", "first", "expand", "runs", "bytes")
     print(f"{'one rank of llama-3-70b':28}" + "".join(f"{head:>9}" for head in heads))
     for case in CASES:
         print(measure(*case))

@@ -14,13 +14,24 @@ from kvxferd.core import events as ev
 from kvxferd.core.node import Node
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifests
+from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.ids import BootId, Endpoint
-from kvxferd.plan import Expander, PlanCache, check_engine, decode_plan, encode_plan, make_plan
+from kvxferd.plan import (
+    Expander,
+    PlannedReads,
+    TransferTopology,
+    check_engine,
+    decode_plan,
+    digest_of_layouts,
+    encode_plan,
+    make_plan,
+)
 from kvxferd.wire import peer
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from scaling.engines import LARGE, METADATA_BYTES, NODE, DeploymentShape, manifest, renamed
 
 ROUNDS = 7
+HOME = Endpoint("tcp://far:9441")
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class HandshakeResult:
     check_again_ms: float  # of an engine whose layouts are in the cache
     plan_ms: float  # of one rank of the reader
     plan_all_ms: float  # of all ranks of the reader's node
-    plan_known_ms: float  # of one rank, from the cache
+    plan_known_ms: float  # of one rank, that is registered
     plan_bytes: int
     bind_ms: float  # a mover decodes the plan and is ready to expand it
     num_sources: int  # remote ranks that one rank reads
@@ -54,15 +65,18 @@ def measure(shape: DeploymentShape = LARGE, reader: DeploymentShape = NODE) -> H
     encoded = encode(reply)
     read = PEER_MESSAGES.decode(encoded)
     assert isinstance(read, peer.ManifestReply)
-    layouts, plans = LayoutCache(), PlanCache()
+    layouts = LayoutCache()
     check_ms = _once_ms(lambda: check_manifests(read.ranks, layouts))
-    remote = {one.rank: one.layout for one in check_manifests(read.ranks, layouts).values()}
+    checked = check_manifests(read.ranks, layouts)
+    remote = {rank: one.layout for rank, one in checked.items()}
+    engine = RemoteEngine(read.ranks[0].spec, checked, digest_of_layouts(remote, layouts.digest))
     again = PEER_MESSAGES.decode(encoded)
     assert isinstance(again, peer.ManifestReply)
     local = reader.ranks("reader")
     spec, layout = local[0]
     plan = make_plan(spec, layout, read.ranks[0].spec, remote)
     packed = encode_plan(plan)
+    reads, topologies = PlannedReads((), plan), [TransferTopology(s, y) for s, y in local]
 
     def check_known() -> None:
         found = check_manifests(again.ranks, layouts)
@@ -82,8 +96,10 @@ def measure(shape: DeploymentShape = LARGE, reader: DeploymentShape = NODE) -> H
         check_ms=check_ms,
         check_again_ms=_best_ms(check_known),
         plan_ms=_best_ms(lambda: make_plan(spec, layout, read.ranks[0].spec, remote)),
-        plan_all_ms=_once_ms(lambda: [plans.get(s, y, read.ranks[0].spec, remote) for s, y in local]),
-        plan_known_ms=_best_ms(lambda: plans.get(spec, layout, read.ranks[0].spec, remote)),
+        plan_all_ms=_once_ms(lambda: [one.plan_remote_engine(engine, home=HOME) for one in topologies]),
+        plan_known_ms=_best_ms(
+            lambda: topologies[0].register_remote_engine(engine, lambda _: reads, home=HOME)
+        ),
         plan_bytes=len(packed),
         bind_ms=_best_ms(lambda: Expander(decode_plan(packed))),
         num_sources=len(plan.sources),

@@ -325,10 +325,12 @@ class Node:
         self.pulls.check_integrity()
         self.home.check_integrity()
         self.peers.check_integrity()
-        self.handshake_client.check_integrity()
+        holds = [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
+        self.handshake_client.check_integrity(holds)
+        self.grant_client.plans.check_integrity(holds)
         self.poll_requests.check_integrity()
         self.chunk_memory.check_integrity()
-        self._check_block_ids()
+        self._check_block_ids(holds)
         num_ranks = sum(session.rank is not None for session in self.sessions.values())
         for rank in self.registry.local_ranks():
             session = self.sessions.get(rank.session)
@@ -336,12 +338,10 @@ class Node:
             num_ranks -= 1
         assert not num_ranks, "the rank of a session is not in the registry"
 
-    def _check_block_ids(self) -> None:
-        running = self.pulls.running()
-        holds = [*(pull.held_grant for pull in running), *self.prepared]
+    def _check_block_ids(self, holds: list[HeldGrant]) -> None:
         charged = sum([transfer.charged_bytes for transfer in self.published.table.live.values()])
         charged += sum([hold.charged_bytes for hold in holds])
-        charged += sum([request_bytes(pull.blocks) for pull in running])
+        charged += sum([request_bytes(pull.blocks) for pull in self.pulls.running()])
         counted = self.context.ledger[BLOCK_ID_BYTES].held
         assert charged == counted, f"{counted} bytes of ids counted, {charged} kept"
 

@@ -75,7 +75,7 @@ from kvxferd.core.sink.stalled_sources import SourceBreaker
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
 from kvxferd.layout import BlocksByGroup, PackedBlocks
-from kvxferd.plan import SourceLists, check_request
+from kvxferd.plan import check_request
 from kvxferd.records import PHASES
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message, Refusal, TransferRef
@@ -191,7 +191,7 @@ class Pulls:
     def post(self, pull: Pull) -> None:
         """Give a pull that holds its grant to its rank's mover; without one it waits for the next bind."""
         hold = pull.held_grant
-        assert hold.plan is not None and hold.granted is not None
+        assert hold.reads is not None and hold.granted is not None
         mover = pull.rank.mover
         if (
             mover is None
@@ -205,8 +205,8 @@ class Pulls:
             self._await_more(pull)
             return
         try:
-            remote = SourceLists(hold.plan).windows(hold.blocks, piece.blocks, piece.end)
-            check_request(hold.plan, piece.blocks, remote, piece.end)
+            remote = hold.reads.source_lists.windows(hold.blocks, piece.blocks, piece.end)
+            check_request(hold.reads.plan, piece.blocks, remote, piece.end)
             self._grant_client.preload(hold)
         except KvxferdError as error:
             pull.failed_phase = "plan"
@@ -247,8 +247,8 @@ class Pulls:
     def _start_on_mover(self, mover: MoverId, pull: Pull, listed: BlocksByGroup) -> None:
         """Send a piece to its mover. `listed`: what it needs of the source's lists."""
         hold = pull.held_grant
-        assert hold.plan is not None and hold.granted is not None and hold.remote is not None
-        bindings = [(rank, hold.remote.ranks[rank].binding) for rank in hold.plan.sources]
+        assert hold.reads is not None and hold.granted is not None and hold.remote is not None
+        bindings = [(rank, hold.remote.ranks[rank].binding) for rank in hold.reads.sources]
         # Two block lists are sent, each of which may need parts: one stream each.
         stream = 2 * pull.pull_id
         piece = pull.piece
@@ -259,7 +259,7 @@ class Pulls:
             self._context.emit(SendToMover(mover, part))
         start = StartPull(
             pull=pull.pull_id,
-            plan=hold.plan.digest,
+            plan=hold.reads.plan.digest,
             sources=tuple(SourceRank(rank, binding.agent, binding.regions) for rank, binding in bindings),
             local=local,
             remote=remote,
