@@ -29,7 +29,6 @@ from kvxferd.layout.validate import MAX_TENSORS, validate_layout
 from kvxferd.plan import (
     Expander,
     Plan,
-    PlanCache,
     check_blocks,
     check_engine,
     check_request,
@@ -125,7 +124,7 @@ def show_planning() -> None:
 
     `first` is the first request after a plan was made, when the rows of its shapes are computed.
     """
-    heads = ("plan", "from the cache", "checks", "first", "expand")
+    heads = ("plan", "checks", "first", "expand")
     table = Table("ms", *heads, "runs", "bytes of the plan")
     for what, mine, theirs, num_tokens in PLANS:
         sink, source = (
@@ -135,7 +134,7 @@ def show_planning() -> None:
         spec, layout = sink[Rank(0, 0)]
         remote = {rank: held for rank, (_, held) in source.items()}
         engines = (spec, layout, source[Rank(0, 0)][0], remote)
-        plan, cache = make_plan(*engines), PlanCache()
+        plan = make_plan(*engines)
         local, published = scattered(mine[2], num_tokens, 1), scattered(theirs[2], num_tokens, 2)
         region = {RegionId("kv"): 1 << 40}
         request = (local, published, num_tokens, region, dict.fromkeys(remote, region))
@@ -144,7 +143,6 @@ def show_planning() -> None:
 
         works = (
             partial(make_plan, *engines),
-            partial(cache.get, *engines),
             partial(check_both, layout, plan, local, published, num_tokens),
             lambda plan=plan, request=request: Expander(plan).expand(*request),
             partial(expander.expand, *request),

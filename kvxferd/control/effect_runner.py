@@ -36,7 +36,7 @@ from kvxferd.core.effects import (
 )
 from kvxferd.core.events import Event, PidfdNotSent, PlanMade
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.plan import Plan, PlanJob
+from kvxferd.plan import PlanJob, PlannedReads
 from kvxferd.records import PullRecord, ReleaseRecord, ServedRecord
 from kvxferd.telemetry.history import History, stamped
 from kvxferd.telemetry.logs import log_record
@@ -142,8 +142,8 @@ class EffectRunner:
         self.worker_socket.send(effect.session, effect.message, fds)
 
     def _make_plan(self, job: PlanJob, uid: int) -> None:
-        def made(outcome: Plan | KvxferdError | Exception) -> None:
-            if not isinstance(outcome, Plan | KvxferdError):
+        def made(outcome: PlannedReads | KvxferdError | Exception) -> None:
+            if not isinstance(outcome, PlannedReads | KvxferdError):
                 log.error("plan not made", exc_info=outcome)
                 outcome = EngineError(f"cannot plan: {outcome!r}; see this daemon's log", Code.INTERNAL)
             self.on_event(PlanMade(job, outcome))

@@ -22,7 +22,7 @@ from kvxferd.ids import (
     TransferId,
 )
 from kvxferd.layout import RankLayout
-from kvxferd.plan import Plan, PlanJob
+from kvxferd.plan import PlanJob, PlannedReads
 from kvxferd.ucx_log import TransportsUsed
 from kvxferd.wire.common import Refusal
 from kvxferd.wire.mover import FromMover
@@ -167,7 +167,7 @@ class PlanMade:
     """What became of a `MakePlan`: the plan, why there is none, or why it could not be made now."""
 
     job: PlanJob
-    made: Plan | KvxferdError
+    made: PlannedReads | KvxferdError
 
 
 @dataclass(frozen=True, slots=True)

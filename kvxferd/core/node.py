@@ -321,6 +321,8 @@ class Node:
             assert transfer.session in self.sessions, f"{transfer.transfer_id}: its publisher is gone"
         self.pulls.check_integrity()
         self.peers.check_integrity()
+        holds = [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
+        self.grant_client.plans.check_integrity(holds)
         self.poll_requests.check_integrity()
         self.chunk_memory.check_integrity()
         self.context.ledger.check_integrity(self._charges())
@@ -335,11 +337,13 @@ class Node:
         """Yield what everything that is kept here is counted for."""
         parts = (
             self.published.table, self.waiting, self.home, self.owners,
-            self.pulls, self.prepared, self.peers, self.handshake_client, self.worker_requests,
+            self.pulls, self.prepared, self.peers, self.worker_requests, self.grant_client.plans,
         )  # fmt: skip
         for part in parts:
             yield from part.charges()
         yield from self.reassembly_memory.charges(self.sessions.values())
+        holds = [*(pull.held_grant for pull in self.pulls.running()), *self.prepared]
+        yield from self.handshake_client.charges(holds)
 
     # --- events
 

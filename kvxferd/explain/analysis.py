@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from kvxferd.explain.read_estimate import (
 from kvxferd.explain.run_lengths import Lengths, describe_runs
 from kvxferd.ids import Endpoint, EngineId, Rank
 from kvxferd.layout import GroupKind, UnitRange
-from kvxferd.plan import Expander, Plan, PlanCache, TransferTopology, find_differences, plan_reads
+from kvxferd.plan import Expander, Plan, TransferTopology, find_differences, plan_reads
 from kvxferd.plan.assignment import shared_fraction
 from kvxferd.plan.plan import GroupRead
 
@@ -179,7 +178,6 @@ def explain_pair(
     Both may be described by one preset, and no rank reads its own engine: so each gets another id.
     `link`: a name of LINKS.
     """
-    plans = PlanCache(max_bytes=sys.maxsize)  # all of them are shown
     remote = _with_spec(_of_one_model(prefill, decode), engine_id=PREFILL)
     ranks: list[DecodeRankReads] = []
     refused: dict[Incompatibility, None] = {}  # in order, each once
@@ -187,7 +185,7 @@ def explain_pair(
     for rank, (spec, layout) in sorted(reader.ranks.items()):
         topology = TransferTopology(spec, layout)
         try:
-            plan = topology.plan_remote_engine(remote, plans, home=_NO_HOME)
+            plan = topology.plan_remote_engine(remote, home=_NO_HOME)
         except PlanError as error:
             refused.update(dict.fromkeys(_refusals(remote, reader, rank, error)))
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tomllib
 import urllib.parse
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvxferd.errors import ConfigError, KvxferdError
-from kvxferd.ids import Rank
+from kvxferd.ids import Digest, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import (
     DeploymentOptions,
@@ -24,7 +25,7 @@ from kvxferd.layout.presets import (
 )
 from kvxferd.layout.presets.model_facts import LayerKind
 from kvxferd.layout.validate import validate_layout
-from kvxferd.plan import check_engine
+from kvxferd.plan import check_engine, digest_of_layouts
 from kvxferd.tooling.control_client import ControlClient
 
 # The dtypes of cached keys and values, and their bytes.
@@ -79,6 +80,11 @@ class EngineDescription:
     def layouts(self) -> dict[Rank, RankLayout]:
         """Return every rank's layout."""
         return {rank: layout for rank, (_, layout) in self.ranks.items()}
+
+    @functools.cached_property
+    def layouts_digest(self) -> Digest:
+        """The digest of all ranks' layouts."""
+        return digest_of_layouts(self.layouts())
 
 
 class _RankForm(msgspec.Struct, forbid_unknown_fields=True):

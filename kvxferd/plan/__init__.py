@@ -1,8 +1,8 @@
 """Plans from layouts, and runs from plans and block ids: which rank reads which bytes. Pure arithmetic.
 
-`make_plan` makes a plan, `PlanCache` keeps plans, and `Expander` turns one request's block ids into runs.
-`TransferTopology` is a local rank's registry of remote engines, from which the daemon plans and reads. It,
-`EngineTransferInfo` and `sender_plan` have the names of in-engine connectors.
+`TransferTopology` is a local rank's registry of remote engines: its `register_remote_engine` is the one place
+where the daemon plans. `make_plan` makes a plan, and `Expander` turns one request's block ids into runs.
+`EngineTransferInfo` and `sender_plan` have the names of in-engine connectors, too.
 """
 
 from kvxferd.plan.block_list_checks import (
@@ -25,10 +25,10 @@ from kvxferd.plan.engine_checks import (
 from kvxferd.plan.expand import MAX_RUNS, Expander, Runs
 from kvxferd.plan.pieces import PieceRules, covered_tokens
 from kvxferd.plan.plan import Plan, decode_plan, encode_plan, plan_bytes
-from kvxferd.plan.plan_cache import KeptPlan, PlanCache, PlanJob, PlanKey, PlanOwner
+from kvxferd.plan.planned_reads import PlanJob, PlanKey, PlannedReads
 from kvxferd.plan.planner import make_plan
 from kvxferd.plan.reads import Read, plan_reads
-from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest
+from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest, digest_of_layouts
 from kvxferd.plan.sender import sender_plan
 from kvxferd.plan.topology import TransferTopology, format_terms
 from kvxferd.plan.transfer_info import EngineTransferInfo, MambaEngineTransferInfo, stage_infos
@@ -39,15 +39,13 @@ __all__ = [
     "Difference",
     "EngineTransferInfo",
     "Expander",
-    "KeptPlan",
     "ListRules",
     "MambaEngineTransferInfo",
     "PieceRules",
     "Plan",
-    "PlanCache",
     "PlanJob",
     "PlanKey",
-    "PlanOwner",
+    "PlannedReads",
     "Read",
     "RegisteredEngine",
     "RemoteManifest",
@@ -63,6 +61,7 @@ __all__ = [
     "check_same_engine",
     "covered_tokens",
     "decode_plan",
+    "digest_of_layouts",
     "encode_plan",
     "engine_rules",
     "find_differences",

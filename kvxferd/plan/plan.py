@@ -118,7 +118,7 @@ class GroupRead(msgspec.Struct, frozen=True, array_like=True):
         return self.local.is_cut_by_tokens and self.remote.is_cut_by_tokens
 
 
-class Plan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
+class Plan(msgspec.Struct, frozen=True, array_like=True):
     """What one local rank reads from one remote engine, and where each byte goes.
 
     `digest` is of the group reads: plans with equal digests move the same bytes.

@@ -6,11 +6,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import msgspec
+
+from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Digest, Endpoint, EngineId, Generation, Rank
-from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan.plan import Plan
-from kvxferd.plan.plan_cache import KeptPlan
-from kvxferd.plan.transfer_info import EngineTransferInfo
+from kvxferd.layout import EngineSpec, RankLayout, digest_of
+from kvxferd.plan.engine_checks import RANK_FIELDS
+from kvxferd.plan.transfer_info import EngineTransferInfo, stage_infos
+
+MAX_LISTED_DIFFERENCES = 32  # in an error message: an engine has up to 64 stages
 
 
 class RemoteManifest(Protocol):
@@ -20,8 +24,19 @@ class RemoteManifest(Protocol):
     def spec(self) -> EngineSpec:
         """The spec of its first rank."""
 
+    @property
+    def layouts_digest(self) -> Digest:
+        """What `digest_of_layouts` returns of its layouts."""
+
     def layouts(self) -> Mapping[Rank, RankLayout]:
         """Return the layout of each rank."""
+
+
+def digest_of_layouts(
+    layouts: Mapping[Rank, RankLayout], digest: Callable[[RankLayout], Digest] = digest_of
+) -> Digest:
+    """Return the digest of an engine's layouts. `digest`: of one, which takes 100 us for 80 layers."""
+    return digest_of(tuple((rank, digest(layouts[rank])) for rank in sorted(layouts)))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -30,11 +45,10 @@ class RegisteredEngine:
 
     home: Endpoint  # the peer whose daemon sent its manifest
     spec: EngineSpec  # of its first rank
-    last_used: float  # seconds of the caller's clock
-    stages: dict[int, EngineTransferInfo]  # by pp_rank, the lowest first
-    kept: KeptPlan  # what this rank reads of it
     layouts_digest: Digest  # of the layouts of all its ranks
-    manifest: Callable[[], RemoteManifest | None]  # a weak reference, which returns None later
+    stages: dict[int, EngineTransferInfo]  # by pp_rank, the lowest first
+    source_bits: dict[int, int]  # by pp_rank: bit n is set where the rank of tp_rank n is read
+    last_used: float  # seconds of the caller's clock
 
     @property
     def engine_id(self) -> EngineId:
@@ -46,7 +60,37 @@ class RegisteredEngine:
         """Return the generation that is registered."""
         return self.spec.generation
 
-    @property
-    def plan(self) -> Plan | None:
-        """Return the plan; None where the cache of plans has evicted it."""
-        return self.kept.plan
+    def require_same_facts(self, remote: RemoteManifest) -> None:
+        """Raise EngineError (shape-mismatch) for another spec, field by field, or other layouts.
+
+        Bindings are no facts: each mapping of the memory changes them.
+        """
+        if self.layouts_digest == remote.layouts_digest and self.spec == remote.spec:
+            return
+        before = _facts(self.spec, self.layouts_digest, self.stages)
+        after = _facts(remote.spec, remote.layouts_digest, stage_infos(remote.spec, remote.layouts()))
+        differing = [
+            f"{name} was {before.get(name)!r} and is {after.get(name)!r}"
+            for name in before | after
+            if before.get(name) != after.get(name)
+        ]
+        if not differing:
+            return
+        more = len(differing) - MAX_LISTED_DIFFERENCES
+        listed = "; ".join(differing[:MAX_LISTED_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        raise EngineError(
+            f"cannot register other facts for engine {self.engine_id!r}, under one generation: {listed}; "
+            "an engine whose facts change starts with a new generation",
+            Code.SHAPE_MISMATCH,
+        )
+
+
+def _facts(spec: EngineSpec, digest: Digest, stages: Mapping[int, EngineTransferInfo]) -> dict[str, object]:
+    found: dict[str, object] = {
+        name: value for name, value in msgspec.structs.asdict(spec).items() if name not in RANK_FIELDS
+    }
+    for pp_rank, info in stages.items():
+        for field in dataclasses.fields(EngineTransferInfo):
+            found[f"{field.name} of stage {pp_rank}"] = getattr(info, field.name)
+    found["the digest of its ranks' layouts"] = digest
+    return found

@@ -1,34 +1,23 @@
-"""The registry of remote engines of one local rank: what the daemon knows of each, and when it forgets it.
+"""A local rank's registry of remote engines, and the one door through which the daemon plans.
 
-A `TransferTopology` is a rank's own identity and layout, and one `RegisteredEngine` for each remote engine
-that the rank reads. An entry holds:
+`register_remote_engine` takes a remote engine's manifest and returns what this rank reads of it. A
+`TransferTopology` is a rank's own identity and layout, and one `RegisteredEngine` for each remote engine:
 
 * its name: the engine id and the home, which is the peer whose daemon sent the manifest. Two homes that name
   one engine id have an entry each, and neither refuses or replaces the other's;
-* the generation, the spec and one digest of all ranks' layouts: the facts, which one generation cannot change
-  while it is registered;
+* the spec with the generation, and one digest of all ranks' layouts: the facts, which one generation cannot
+  change while it is registered;
 * one `EngineTransferInfo` for each pipeline stage, by pp_rank; of a stage of which it reads states, a
-  `MambaEngineTransferInfo`;
-* a reference to the plan: which bytes of which remote rank this rank reads. The cache of plans, one for the
-  node, keeps it. Once that has evicted it, the entry has the ranks that it reads, and the next use makes it
-  again;
-* a weak reference to the manifest as it was fetched, with the addresses that every mapping of the memory
-  changes. The daemon's record of that peer and the grants that read by it keep the manifest; the registry
-  does not, as its bytes count for a user for as long as anything refers to it;
+  `MambaEngineTransferInfo`; and which ranks are read;
 * when it was last used, by the caller's clock: when a grant was last planned by it.
 
-Registration is idempotent. Other facts under one generation are refused: specs field by field, layouts by
-their digest. A new manifest with the same facts (memory was mapped again, or it was fetched again) replaces
-the manifest and keeps the plan.
-
-An entry is forgotten
+It refers to neither manifest nor plan: the daemon keeps these as long as a grant uses them, and plans anew
+what it has dropped. An entry is forgotten
 
 * when this rank registers another generation of it from the same home; one that is refused leaves it,
-* by `expire`, which the daemon calls at each registration and never in between: if it was not used for
-  `transfer.max_hold_s`, or as the longest unused of more than `MAX_REMOTE_ENGINES` entries of all homes,
+* by `expire`, which the daemon calls at each registration: if it was not used for `transfer.max_hold_s`,
+* as the longest unused of more than `MAX_REMOTE_ENGINES` entries of all homes,
 * with the local rank itself.
-
-A grant holds its plan and manifest itself until it has ended. So none of these takes them from a pull.
 
 The rest has the names of in-engine connectors, and `terms` has all of it. What is read comes from the plan.
 The ratios are arithmetic that planning never uses.
@@ -41,30 +30,29 @@ import dataclasses
 import functools
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvxferd.errors import Code, EngineError
-from kvxferd.ids import Endpoint, EngineId, Rank
-from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan.engine_checks import check_stage_layers
+from kvxferd.ids import Digest, Endpoint, EngineId
+from kvxferd.layout import EngineSpec, RankLayout, digest_of
+from kvxferd.plan.engine_checks import require_pp_aware
 from kvxferd.plan.plan import Plan
-from kvxferd.plan.plan_cache import PlanCache, PlanJob, PlanOwner
+from kvxferd.plan.planned_reads import PlanJob, PlannedReads
 from kvxferd.plan.registered_engine import RegisteredEngine, RemoteManifest
-from kvxferd.plan.registration_differences import require_reads_inside, require_same_facts
 from kvxferd.plan.transfer_info import (
     EngineTransferInfo,
     MambaEngineTransferInfo,
     lowest_rank_layouts,
     num_latent_heads,
     read_info,
+    require_reads_inside,
     stage_info,
     stage_infos,
 )
 
 # Engines that a rank knows: it reads from tens. An entry takes 300 bytes a stage, of at most MAX_STAGES, and
-# a bit for each rank that is read: 5 MiB of all. Plans are not counted here: the cache of plans keeps them.
+# a bit for each rank that is read: 5 MiB of all.
 MAX_REMOTE_ENGINES = 256
 MAX_NAMED_RANKS = 16  # of each list, in a line of the log
 
@@ -116,111 +104,90 @@ class TransferTopology:
             )
         return info
 
-    def use(self, engine_id: EngineId, home: Endpoint, manifest: RemoteManifest, now: float) -> Plan | None:
-        """Return the plan of the engine that is registered with exactly that manifest, and count it as used.
-
-        None: it is not registered, or with another manifest, or its plan is evicted; then
-        `register_remote_engine` is to be called.
-        """
-        key = (engine_id, home)
-        engine = self._engines.get(key)
-        if engine is None or engine.manifest() is not manifest:
-            return None
-        if (plan := engine.kept.plan) is None:
-            return None
-        engine.last_used = engine.kept.used_at = now
-        self._engines[key] = self._engines.pop(key)
-        return plan
-
     def register_remote_engine(
         self,
         remote: RemoteManifest,
-        plans: PlanCache,
+        find_reads: Callable[[PlanJob], PlannedReads | None],
         *,
         home: Endpoint,
         now: float = 0.0,
-        uid: int = 0,
-    ) -> Plan | PlanJob:
-        """Keep an engine with the plan that reads it, and return the plan.
+    ) -> PlannedReads | None:
+        """Keep an engine, and return what this rank reads of it.
 
-        Where the generation is registered already, its facts must be the same; then the plan stays and
-        `remote` replaces the former manifest. Else the plan is that of `plans`, for the user `uid` and
-        `home`. Where that has none, nothing changes, and the job that makes it is returned: once its outcome
-        is in `plans`, call this again. The registry keeps a weak reference to `remote` alone.
+        `find_reads` returns what became of a job; where it returns None, the reads are to be planned yet: so
+        does this, nothing has changed, and it is to be called again once they are.
 
         Raises EngineError with code shape-mismatch, listing each differing field with both values, for other
-        facts under one generation, and not-allowed for this rank's own engine; LayoutError or PlanError
-        (layers-missing) where the stages do not hold every layer once, or a tensor that is read lies outside
-        its stage's layers; and what `PlanCache.find` raises. Nothing has changed then.
+        facts under one generation, and not-allowed for this rank's own engine; NotPPAwareError where this
+        rank is not PP-aware and the engine has stages; PlanError (layers-missing) where a tensor that is read
+        lies outside its stage's layers; and what `find_reads` raises. Nothing has changed then.
         """
-        spec, ranks = remote.spec, remote.layouts()
-        engine_id = spec.engine_id
-        if engine_id == self.spec.engine_id:
-            raise EngineError(
-                f"cannot register engine {engine_id!r} as remote: it is this rank's own", Code.NOT_ALLOWED
-            )
-        digest = plans.digest(ranks)
-        known = self.get(engine_id, home)
-        if known is not None and known.generation != spec.generation:
+        spec = remote.spec
+        known = self.get(spec.engine_id, home)
+        if known is not None and known.generation == spec.generation:
+            known.require_same_facts(remote)
+        else:
             known = None
-        if known is not None:
-            if known.layouts_digest != digest or known.spec != spec:
-                require_same_facts(known, spec, ranks, digest)
-            if (known_plan := known.kept.plan) is not None:
-                known.manifest, known.kept.used_at = weakref.ref(remote), now
-                self._touch(known, now)
-                return known_plan
-        job = plans.job(self.spec, self.layout, spec, ranks, digest)
-        kept = plans.find(job, PlanOwner(uid, home), now)
-        if kept is None:
-            return job
-        plan = kept.plan
-        assert plan is not None
-        if known is not None:
-            known.kept, known.manifest = kept, weakref.ref(remote)
-            self._touch(known, now)
-            return plan
-        stages = self._stages_of(spec, ranks, plan)
-        self._engines.pop((engine_id, home), None)  # another generation
-        self._engines[engine_id, home] = RegisteredEngine(
-            home, spec, now, stages, kept, digest, weakref.ref(remote)
+            self._require_readable(remote)
+        reads = find_reads(self._job(remote))
+        if reads is None:
+            return None
+        if known is None:
+            known = self._entry(remote, reads, home)
+        known.last_used = now
+        self._engines.pop((spec.engine_id, home), None)
+        self._engines[spec.engine_id, home] = known
+        if len(self._engines) > MAX_REMOTE_ENGINES:
+            del self._engines[next(iter(self._engines))]
+        return reads
+
+    def plan_remote_engine(self, remote: RemoteManifest, *, home: Endpoint, now: float = 0.0) -> Plan:
+        """Register an engine with reads that are planned here and now, as tools do. Raises as above."""
+        reads = self.register_remote_engine(remote, PlanJob.make, home=home, now=now)
+        assert reads is not None
+        return reads.plan
+
+    def _require_readable(self, remote: RemoteManifest) -> None:
+        if remote.spec.engine_id == self.spec.engine_id:
+            raise EngineError(
+                f"cannot register engine {remote.spec.engine_id!r} as remote: it is this rank's own",
+                Code.NOT_ALLOWED,
+            )
+        if not self.spec.pp_aware:
+            require_pp_aware(remote.layouts(), f"engine {self.spec.key}")
+
+    def _job(self, remote: RemoteManifest) -> PlanJob:
+        """Return the planning of the engine; its key has every field of both specs that a plan depends on."""
+        mine, theirs = self.spec, remote.spec
+        key = (
+            *(mine.rank, mine.tp_size, mine.num_layers, mine.num_kv_heads, mine.fingerprint),
+            self._layout_digest,
+            *(theirs.tp_size, theirs.num_layers, theirs.num_kv_heads, theirs.fingerprint),
+            remote.layouts_digest,
         )
-        return plan
+        return PlanJob(key, mine, self.layout, theirs, remote.layouts())
 
-    def plan_remote_engine(
-        self, remote: RemoteManifest, plans: PlanCache, *, home: Endpoint, now: float = 0.0, uid: int = 0
-    ) -> Plan:
-        """Do what `register_remote_engine` does, and make the plan here where there is none yet."""
-        plan = self.register_remote_engine(remote, plans, home=home, now=now, uid=uid)
-        if isinstance(plan, PlanJob):
-            kept = plans.put(plan, plan.make(), PlanOwner(uid, home), now)
-            plan = self.register_remote_engine(remote, plans, home=home, now=now, uid=uid)
-            assert plan is kept.plan
-        return plan
+    @functools.cached_property
+    def _layout_digest(self) -> Digest:
+        return digest_of(self.layout)
 
-    def _stages_of(
-        self, remote_spec: EngineSpec, ranks: Mapping[Rank, RankLayout], plan: Plan
-    ) -> dict[int, EngineTransferInfo]:
-        """Return the facts of each stage, once they are proved to hold the model and all that is read."""
-        infos = stage_infos(remote_spec, ranks)
-        layers = {pp_rank: (info.start_layer, info.end_layer) for pp_rank, info in infos.items()}
-        check_stage_layers(remote_spec, layers)
-        require_reads_inside(plan, remote_spec, layers)
-        lowest = lowest_rank_layouts(ranks)
-        return {pp_rank: read_info(info, self.spec, plan, lowest[pp_rank]) for pp_rank, info in infos.items()}
+    def _entry(self, remote: RemoteManifest, reads: PlannedReads, home: Endpoint) -> RegisteredEngine:
+        """Return a new entry, once its stages are proved to hold all that is read."""
+        ranks, source_bits = remote.layouts(), dict[int, int]()
+        infos, lowest = stage_infos(remote.spec, ranks), lowest_rank_layouts(ranks)
+        require_reads_inside(reads.plan, remote.spec, infos)
+        for rank in reads.sources:
+            source_bits[rank.pp_rank] = source_bits.get(rank.pp_rank, 0) | 1 << rank.tp_rank
+        stages = {n: read_info(info, self.spec, reads.plan, lowest[n]) for n, info in infos.items()}
+        return RegisteredEngine(home, remote.spec, remote.layouts_digest, stages, source_bits, 0.0)
 
-    def expire(self, unused_since: float = -math.inf) -> None:
-        """Forget the engines last used before `unused_since`, and the longest unused of too many."""
+    def expire(self, unused_since: float) -> None:
+        """Forget the engines last used before `unused_since`."""
         while self._engines:
             key, oldest = next(iter(self._engines.items()))
-            if oldest.last_used >= unused_since and len(self._engines) <= MAX_REMOTE_ENGINES:
+            if oldest.last_used >= unused_since:
                 return
             del self._engines[key]
-
-    def _touch(self, engine: RegisteredEngine, now: float) -> None:
-        key = (engine.engine_id, engine.home)
-        engine.last_used = now
-        self._engines[key] = self._engines.pop(key)
 
     # --- what is read
 
@@ -228,7 +195,7 @@ class TransferTopology:
         self, engine_id: EngineId, remote_pp_rank: int = 0, *, home: Endpoint | None = None
     ) -> list[int]:
         """Return the tp_ranks of a remote stage that this rank reads, ascending."""
-        bits = self.find(engine_id, home).kept.sources.get(remote_pp_rank, 0)
+        bits = self.find(engine_id, home).source_bits.get(remote_pp_rank, 0)
         return [tp_rank for tp_rank in range(bits.bit_length()) if bits >> tp_rank & 1]
 
     def is_kv_replicated(

@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from kvxferd.errors import Code, PlanError
 from kvxferd.ids import Rank
 from kvxferd.layout import EngineSpec, GroupKind, RankLayout
 from kvxferd.plan.plan import GroupRead, Plan
@@ -74,6 +75,21 @@ def stage_info(spec: EngineSpec, pp_rank: int, layout: RankLayout) -> EngineTran
         end_layer=layout.end_layer,
         remote_dcp_size=1 if group is None else group.token_shard.count,
     )
+
+
+def require_reads_inside(plan: Plan, remote: EngineSpec, stages: Mapping[int, EngineTransferInfo]) -> None:
+    """Raise PlanError (layers-missing) for a tensor that is read outside the layers of its stage."""
+    for read in plan.group_reads:
+        stage = stages[read.rank.pp_rank]
+        for pattern in read.patterns:
+            for extent in pattern.extents:
+                if not stage.start_layer <= extent.layer < stage.end_layer:
+                    raise PlanError(
+                        f"cannot read engine {remote.key}: rank {read.rank} holds component "
+                        f"{extent.component!r} of layer {extent.layer}, and its stage the layers "
+                        f"[{stage.start_layer}, {stage.end_layer})",
+                        Code.LAYERS_MISSING,
+                    )
 
 
 def read_info(

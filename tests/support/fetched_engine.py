@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,11 +11,12 @@ from kvxferd.core.effects import MakePlan
 from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import HeldGrant
-from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
-from kvxferd.ids import Endpoint, GrantId, Rank, TransferId
+from kvxferd.core.sink.plans import Plans
+from kvxferd.errors import PlanError
+from kvxferd.ids import Digest, Endpoint, GrantId, Rank, TransferId
 from kvxferd.layout import EngineSpec, RankLayout
-from kvxferd.plan import Plan, PlanCache, TransferTopology
-from kvxferd.wire.common import TransferRef
+from kvxferd.plan import Plan, PlanJob, PlannedReads, TransferTopology, digest_of_layouts
+from kvxferd.wire.common import RankManifest, TransferRef
 
 HOME = Endpoint("tcp://10.0.0.2:9441")
 
@@ -25,6 +27,11 @@ class FetchedEngine:
 
     spec: EngineSpec  # of its first rank
     ranks: Mapping[Rank, RankLayout]
+
+    @functools.cached_property
+    def layouts_digest(self) -> Digest:
+        """The digest of all ranks' layouts."""
+        return digest_of_layouts(self.ranks)
 
     def layouts(self) -> Mapping[Rank, RankLayout]:
         """Return the layout of each rank."""
@@ -41,18 +48,18 @@ def register(
     engine: Mapping[Rank, tuple[EngineSpec, RankLayout]],
     home: Endpoint = HOME,
 ) -> Plan:
-    """Register a deployment, with a cache of plans of its own; return the plan."""
-    return topology.plan_remote_engine(fetched(engine), PlanCache(), home=home)
+    """Register a deployment; return the plan, made here and now."""
+    return topology.plan_remote_engine(fetched(engine), home=home)
 
 
-def plan_now(
-    registry: RemoteEngineRegistry,
-    context: NodeContext,
-    rank: LocalRank,
-    home: Endpoint,
-    remote: RemoteEngine,
-) -> Plan | None:
-    """Have a rank's reads planned, as a node and its shell do it together."""
+def learnt(ranks: dict[Rank, RankManifest]) -> RemoteEngine:
+    """Return an engine as a node has learnt it."""
+    digest = digest_of_layouts({rank: manifest.layout for rank, manifest in ranks.items()})
+    return RemoteEngine(ranks[min(ranks)].spec, ranks, digest)
+
+
+def grant_of(rank: LocalRank, remote: RemoteEngine | FetchedEngine, home: Endpoint = HOME) -> HeldGrant:
+    """Return a grant that the rank is to read the engine by."""
     ref = TransferRef(
         endpoint=home,
         engine_id=remote.spec.engine_id,
@@ -60,9 +67,24 @@ def plan_now(
         transfer_id=TransferId("t"),
         nonce="0" * 32,
     )
-    grant = HeldGrant(GrantId("g"), rank, ref, 1.0, 0.0)
-    if (plan := registry.find_plan(grant, remote)) is not None:
-        return plan
+    return HeldGrant(GrantId("g"), rank, ref, 1.0, 0.0)
+
+
+def outcome_of(job: PlanJob) -> PlannedReads | PlanError:
+    """Return what a shell says that became of a job."""
+    try:
+        return job.make()
+    except PlanError as error:
+        return error
+
+
+def plan_now(
+    plans: Plans, context: NodeContext, rank: LocalRank, home: Endpoint, remote: RemoteEngine
+) -> PlannedReads | None:
+    """Have a rank's reads planned, as a node and its shell do it together."""
+    grant = grant_of(rank, remote, home)
+    if (reads := plans.find(grant, remote)) is not None:
+        return reads
     (job,) = [effect.job for effect in context.pop_effects() if isinstance(effect, MakePlan)]
-    assert registry.plan_made(job, job.make()) == [grant]
-    return registry.find_plan(grant, remote)
+    assert plans.plan_made(job, outcome_of(job)) == [grant]
+    return plans.find(grant, remote)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvxferd.config import LimitsConfig
 from kvxferd.core.limits import table
 from kvxferd.core.limits.fair_share import FairShare, Owner
-from kvxferd.core.limits.table import REMOTE_ENGINE_BYTES, SETTING, Limit
+from kvxferd.core.limits.table import SETTING, Limit
 from kvxferd.errors import BusyError
 
 Charge = tuple[Limit, Owner, int]  # what something that is kept is counted for, for whom, and with how much
@@ -59,7 +59,5 @@ class Ledger:
         for limit, owner, amount in charges:
             kept[limit.name][owner] = kept[limit.name].get(owner, 0) + amount
         for name, share in self._shares.items():
-            if name == REMOTE_ENGINE_BYTES.name:
-                continue  # also of engines that are forgotten, and that pulls still read
             kept_by = {owner: amount for owner, amount in kept[name].items() if amount}
             assert kept_by == share.by_owner, f"{name}: {share.by_owner} counted, {kept_by} kept"

@@ -76,6 +76,17 @@ REMOTE_ENGINE_BYTES = Limit(
     retry_after_s=RETRY_LATER_S,
     unit="bytes",
 )
+PLAN_BYTES = Limit(
+    "plan_bytes",
+    160 << 20,
+    "plans of all local ranks: those by which running and prepared pulls read, and those kept for the next; "
+    "an extent takes 148 bytes, a plan 4 KiB more",
+    "Unused ones of that user, and of users with more, are evicted, the longest unused first, and made again "
+    "by the next pull; `busy` where running and prepared pulls read by all",
+    "A plan of 80 layers has 160 extents for each rank that is read, 24 KiB: 1,600 plans that read four "
+    "ranks. The largest there may be, of 65,536 extents that are all unlike, has 30 MiB",
+    unit="bytes",
+)
 BLOCK_ID_BYTES = Limit(
     "block_id_bytes",
     512 << 20,
@@ -174,7 +185,7 @@ TABLE = {
     limit.name: limit
     for limit in (
         PEERS, INFLIGHT_BYTES, BLOCK_ID_BYTES, ARRIVING_ID_BYTES, ARRIVING_ID_BYTES_OF_OTHERS,
-        REMOTE_ENGINE_BYTES, OPEN_REQUESTS, FETCHED_ENGINES, PREPARED_PULLS, ABANDONED_TRANSFERS, EARLY_READY,
-        ACKNOWLEDGED, WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
+        REMOTE_ENGINE_BYTES, PLAN_BYTES, OPEN_REQUESTS, FETCHED_ENGINES, PREPARED_PULLS, ABANDONED_TRANSFERS,
+        EARLY_READY, ACKNOWLEDGED, WAITING_BYTES, OWNED_RANKS, MEMBER_BYTES,
     )
 }  # fmt: skip

@@ -51,6 +51,16 @@ class Peer:
     hello: int = 0  # the number of the last one
     engines: dict[EngineKey, RemoteEngine] = field(default_factory=dict)
 
+    def forget_engine(self, key: EngineKey) -> None:
+        """Forget an engine, if it is known. Grants that read it keep it."""
+        if engine := self.engines.pop(key, None):
+            engine.release()
+
+    def forget_engines(self) -> None:
+        """Forget all of them."""
+        for key in tuple(self.engines):
+            self.forget_engine(key)
+
 
 class Peers:
     """Sends requests to peers, and greets each first."""
@@ -202,7 +212,7 @@ class Peers:
             former, peer.boot = peer.boot, reply.boot
             peer.round_trip_s = self._context.now - asked.opened_at
             if former not in (None, reply.boot):
-                peer.engines.clear()
+                peer.forget_engines()
                 text = f"cannot wait for {address_of(peer.endpoint)}: its daemon was started anew; ask again"
                 self._peer_requests.fail_waiting(peer.endpoint, KvxferdError(text, Code.PEER_UNREACHABLE))
             self._peer_requests.resume(peer.endpoint)
@@ -233,7 +243,7 @@ class Peers:
             self._forget(peer)
             return
         peer.boot = None
-        peer.engines.clear()
+        peer.forget_engines()
         self._peer_requests.hold_back(peer.endpoint)
         if not self._peer_requests.is_open(peer.endpoint, peer.hello):
             self._context.emit(ClosePeerConnection(peer.endpoint))
@@ -252,6 +262,7 @@ class Peers:
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.endpoint]
+        peer.forget_engines()
         self._peer_requests.withdraw(peer.hello)
         self._peer_share.release(peer.uid)
         self._context.timers.cancel(("idle-peer", peer.endpoint))
@@ -298,7 +309,7 @@ class Peers:
             return
         if not self._is_used(peer):
             peer.boot = None
-            peer.engines.clear()
+            peer.forget_engines()
             return
         self._peer_requests.hold_back(endpoint)
         self._greet(peer)

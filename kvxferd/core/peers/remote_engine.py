@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from kvxferd.core.effects import NO_USER
-from kvxferd.ids import Rank
+from kvxferd.core.limits.ledger import Share
+from kvxferd.ids import Digest, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.wire.common import RankManifest
 
@@ -14,22 +14,42 @@ from kvxferd.wire.common import RankManifest
 RANK_BYTES, REGION_BYTES, PIECE_BYTES, TENSOR_BYTES = 2048, 256, 128, 384
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class RemoteEngine:
-    """A whole remote engine: every rank of every stage."""
+    """A whole remote engine: every rank of every stage. It is charged to a user for as long as it is used.
 
-    spec: EngineSpec
-    ranks: dict[Rank, RankManifest]
-    uid: int = NO_USER  # the user whose share it counts for
+    The peer whose it is uses it, and each grant that reads by it.
+    """
 
-    @property
-    def num_bytes(self) -> int:
-        """Return about how much memory it takes. A layout that engines share counts for each of them."""
-        return manifest_bytes(self.ranks.values())
+    def __init__(self, spec: EngineSpec, ranks: dict[Rank, RankManifest], layouts_digest: Digest) -> None:
+        """`spec`: of its first rank. `layouts_digest`: as `digest_of_layouts` returns it."""
+        self.spec = spec
+        self.ranks = ranks
+        self.layouts_digest = layouts_digest
+        self.num_bytes = manifest_bytes(ranks.values())
+        self.uid = NO_USER  # to whom it is charged
+        self._layouts = {rank: manifest.layout for rank, manifest in ranks.items()}
+        self._share: Share | None = None
+        self._num_users = 0
 
     def layouts(self) -> dict[Rank, RankLayout]:
         """Return the layout of each rank, for the planner."""
-        return {rank: manifest.layout for rank, manifest in self.ranks.items()}
+        return self._layouts
+
+    def charge(self, share: Share, uid: int) -> None:
+        """Charge it to the user until the last `release`. The caller uses it from now on."""
+        share.add(uid, self.num_bytes)
+        self.uid, self._share, self._num_users = uid, share, 1
+
+    def acquire(self) -> RemoteEngine:
+        """Return it, used once more."""
+        self._num_users += 1
+        return self
+
+    def release(self) -> None:
+        """Use it once less."""
+        self._num_users -= 1
+        if not self._num_users and self._share is not None:
+            self._share.release(self.uid, self.num_bytes)
 
 
 def manifest_bytes(manifests: Collection[RankManifest]) -> int:

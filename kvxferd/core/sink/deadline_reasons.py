@@ -45,10 +45,10 @@ def describe_read(pull: Pull) -> tuple[str, str]:
         mover = f"the mover of rank {pull.rank.spec.rank} of engine {pull.rank.spec.engine_id}"
         why = f"was in its phase {progress.phase}" if progress else "did not reply to this daemon"
         return mover, f"{mover} {why}; check that this node's processors are free"
-    remote, plan = hold.remote, hold.plan
-    if remote is None or plan is None:
+    remote, reads = hold.remote, hold.reads
+    if remote is None or reads is None:
         return "", "its source is forgotten"
-    ranks = list(plan.sources)
+    ranks = list(reads.sources)
     if progress is not None:
         awaited = set(progress.agents)
         ranks = [rank for rank in ranks if remote.ranks[rank].binding.agent in awaited]

@@ -17,11 +17,11 @@ from kvxferd.core.ranks.movers import Movers
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.sink.held_grant import GrantState, GrantTrigger, HeldGrant
 from kvxferd.core.sink.manifests import HandshakeClient
-from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
+from kvxferd.core.sink.plans import Plans
 from kvxferd.errors import BusyError, Code, KvxferdError, PeerError, PlanError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.layout import BlocksByGroup, append_ids, num_id_bytes
-from kvxferd.plan import Plan, PlanJob, SourceLists
+from kvxferd.plan import PlanJob, PlannedReads
 from kvxferd.wire.common import Binding, Refusal, TransferRef
 from kvxferd.wire.endpoint import address_of
 from kvxferd.wire.limits import (
@@ -69,7 +69,7 @@ class GrantClient:
         handshake_client.on_learnt = self._engine_learnt
         self._movers = movers
         self._block_ids = context.ledger[BLOCK_ID_BYTES]
-        self._remote_engines = RemoteEngineRegistry(context)
+        self.plans = Plans(context)
         self._held: dict[Endpoint, dict[GrantId, HeldGrant]] = {}
         self.on_changed: Callable[[HeldGrant], None] = lambda hold: None
         peers.pin(self._held.keys)
@@ -161,6 +161,8 @@ class GrantClient:
 
     def _engine_learnt(self, hold: HeldGrant, outcome: RemoteEngine | Refusal) -> None:
         if hold.state is not GrantState.HANDSHAKING:
+            if isinstance(outcome, RemoteEngine):
+                outcome.release()
             return
         hold.learnt_at = self._context.now
         if isinstance(outcome, Refusal):
@@ -175,18 +177,18 @@ class GrantClient:
         if hold.state is not GrantState.PLANNING or hold.remote is None:
             return
         try:
-            hold.plan = self._remote_engines.find_plan(hold, hold.remote)
+            hold.reads = self.plans.find(hold, hold.remote)
         except KvxferdError as error:
             self._settle(hold, Refusal.of(error))
             return
-        if hold.plan is not None:
+        if hold.reads is not None:
             hold.transition(GrantTrigger.PLAN)
             self._request_grant(hold)
 
-    def plan_made(self, job: PlanJob, made: Plan | KvxferdError) -> None:
+    def plan_made(self, job: PlanJob, made: PlannedReads | KvxferdError) -> None:
         """Go on with the grants that wait for a plan."""
-        waiting = self._remote_engines.plan_made(job, made)
-        refusal = None if isinstance(made, Plan | PlanError) else Refusal.of(made)
+        waiting = self.plans.plan_made(job, made)
+        refusal = None if isinstance(made, PlannedReads | PlanError) else Refusal.of(made)
         for hold in waiting:
             go_on = partial(self._refuse_plan, hold, refusal) if refusal else partial(self._plan, hold)
             self._context.put_off(hold.rank.uid, go_on)
@@ -211,16 +213,16 @@ class GrantClient:
         self._send_request(hold, wait_s + DEADLINE_MARGIN_S)
 
     def _send_request(self, hold: HeldGrant, wait_s: float) -> None:
-        assert hold.remote is not None and hold.plan is not None
+        assert hold.remote is not None and hold.reads is not None
         message = GrantRequest(
             request=self._peer_requests.next_id(),
             grant=hold.grant_id,
             ref=hold.ref,
             consumer=hold.consumer(),
-            reads=tuple((rank, hold.remote.ranks[rank].binding.agent) for rank in hold.plan.sources),
+            reads=tuple((rank, hold.remote.ranks[rank].binding.agent) for rank in hold.reads.sources),
             wait_s=wait_s,
             after_tokens=hold.after_tokens,
-            from_tokens=SourceLists(hold.plan).missing(hold.starts, hold.blocks),
+            from_tokens=hold.reads.source_lists.missing(hold.starts, hold.blocks),
         )
         timeout_s = wait_s + self._context.settings.silent_after_s
         endpoint, uid = hold.ref.endpoint, hold.rank.uid
@@ -273,8 +275,8 @@ class GrantClient:
             return Refusal(
                 Code.RELEASED, f"cannot read on in transfer {hold.ref.transfer_id}: it is another one now"
             )
-        assert hold.plan is not None
-        lists = SourceLists(hold.plan)
+        assert hold.reads is not None
+        lists = hold.reads.source_lists
         try:
             added = lists.added(hold.blocks, reply.blocks)
             if reply.has_more and not any(one.ids for name, one in added.items() if name not in lists.states):
@@ -304,7 +306,7 @@ class GrantClient:
             if reply.code is Code.BINDING_STALE and hold.num_stale_bindings < MAX_STALE_BINDINGS:
                 hold.num_stale_bindings += 1
                 hold.transition(GrantTrigger.STALE)
-                self._drop_ids(hold)  # another plan may read other groups
+                self._drop_contents(hold)  # another plan may read other groups
                 self._handshake_client.forget_engine(hold.ref.endpoint, hold.ref.engine)
                 self._learn_engine(hold)
                 return
@@ -346,9 +348,9 @@ class GrantClient:
         """Load the plan and the remote agents of the grant into the rank's mover. Raises PeerError."""
         if hold.rank.mover is None or self._movers.get(hold.rank.mover) is None:
             return
-        assert hold.plan is not None and hold.remote is not None and hold.granted is not None
-        self._movers.load_plan(hold.rank.mover, hold.plan)
-        for rank in hold.plan.sources:
+        assert hold.reads is not None and hold.remote is not None and hold.granted is not None
+        self._movers.load_plan(hold.rank.mover, hold.reads.plan)
+        for rank in hold.reads.sources:
             binding = hold.remote.ranks[rank].binding
             self._movers.load_remote(
                 hold.rank.mover,
@@ -435,7 +437,11 @@ class GrantClient:
     def _drop_contents(self, hold: HeldGrant) -> None:
         """Free the source's block ids, though a last message about the grant may be under way."""
         self._drop_ids(hold)
-        hold.remote = hold.plan = None
+        if hold.remote is not None:
+            hold.remote.release()
+        if hold.reads is not None:
+            self.plans.release(hold.reads)
+        hold.remote = hold.reads = None
 
     def _drop_ids(self, hold: HeldGrant) -> None:
         self._block_ids.release(hold.rank.uid, hold.charged_bytes)

@@ -9,7 +9,7 @@ from kvxferd.core.peers.remote_engine import RemoteEngine
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.ids import GrantId, GroupName, PullId
 from kvxferd.layout import BlocksByGroup
-from kvxferd.plan import Plan
+from kvxferd.plan import PlannedReads
 from kvxferd.wire.common import Refusal, TransferRef
 from kvxferd.wire.peer import Consumer, GrantReply
 
@@ -71,7 +71,7 @@ class HeldGrant:
     learnt_at: float | None = None  # when the engine's manifest arrived, or was known already
     settled_at: float | None = None  # when the grant arrived, or was refused
     remote: RemoteEngine | None = None
-    plan: Plan | None = None
+    reads: PlannedReads | None = None
     granted: GrantReply | None = None  # the last reply, without its ids
     starts: dict[GroupName, int] | None = None  # the first token of each list of the pull; None: no pull yet
     blocks: BlocksByGroup = field(default_factory=dict)  # the source's, as far as they are here

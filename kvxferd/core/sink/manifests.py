@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from kvxferd.core.peers.requests import PeerRequests
 from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import Endpoint, EngineId, EngineKey, GrantId
-from kvxferd.plan import check_engine
+from kvxferd.plan import check_engine, digest_of_layouts
 from kvxferd.records import HandshakeRecord
 from kvxferd.wire.common import RankManifest, Refusal
 from kvxferd.wire.peer import ManifestReply, ManifestRequest, ReplyMessage
@@ -70,7 +69,7 @@ class HandshakeClient:
         self._fetches: dict[tuple[Endpoint, EngineKey], EngineFetch] = {}
         self._learning_share = context.ledger[FETCHED_ENGINES]
         self._learnt_bytes_share = context.ledger[REMOTE_ENGINE_BYTES]
-        self.on_learnt: OnLearnt = lambda grant, outcome: None
+        self.on_learnt: OnLearnt = lambda grant, outcome: None  # an engine is acquired for the grant
 
     def learn_engine(self, grant: HeldGrant, wait_s: float) -> None:
         """Fetch the manifest of a grant's engine; call `on_learnt` at once where it is known."""
@@ -84,7 +83,7 @@ class HandshakeClient:
             self.on_learnt(grant, Refusal.of(error))
             return
         if key in peer.engines:
-            self.on_learnt(grant, peer.engines[key])
+            self.on_learnt(grant, peer.engines[key].acquire())
             return
         waiter = EngineWaiter(grant, self._context.now + wait_s)
         if fetch is not None:
@@ -156,7 +155,7 @@ class HandshakeClient:
             self._fetch_engine(fetch.peer, fetch.key, later)
 
     def _charge_engine(self, read: RemoteEngine | Refusal, users: Collection[int]) -> RemoteEngine | Refusal:
-        """Charge the engine to the first waiting user with room, for as long as anything refers to it.
+        """Charge the engine to the first waiting user with room, for as long as it is used.
 
         A user's engines that were learnt first are forgotten before; a pull that needs one learns it again.
         A first user without room must not cause a refusal to the others.
@@ -168,10 +167,8 @@ class HandshakeClient:
             if not shares.has_room(uid, size):
                 self._forget_engines(uid, size)
             if shares.has_room(uid, size):
-                kept = replace(read, uid=uid)
-                shares.add(uid, size)
-                weakref.finalize(kept, shares.release, uid, size).atexit = False
-                return kept
+                read.charge(shares, uid)
+                return read
         return self._no_room(read.spec.key, next(iter(users)))
 
     def _no_room(self, key: EngineKey, uid: int) -> Refusal:
@@ -180,7 +177,7 @@ class HandshakeClient:
     def _forget_engines(self, uid: int, size: int) -> None:
         for peer in self._peers:
             for key in [key for key, engine in peer.engines.items() if engine.uid == uid]:
-                del peer.engines[key]
+                peer.forget_engine(key)
                 if self._learnt_bytes_share.has_room(uid, size):
                     return
 
@@ -204,20 +201,25 @@ class HandshakeClient:
             ranks = aggregate_metadata(workers, "this node", self._context.settings.pp_aware)
         except KvxferdError as error:
             return Refusal.of(error)
-        return RemoteEngine(manifests[0].spec, ranks)
+        layouts = {rank: manifest.layout for rank, manifest in ranks.items()}
+        digest = digest_of_layouts(layouts, self._layout_cache.digest)
+        return RemoteEngine(manifests[0].spec, ranks, digest)
 
     def _finish_learning(self, fetch: EngineFetch, outcome: RemoteEngine | Refusal) -> None:
         peer, key = fetch.peer, fetch.key
         # A manifest that comes after the peer's silence may be a former daemon's: it serves those who waited.
         if isinstance(outcome, RemoteEngine) and peer.boot is not None:
             for old in [k for k in peer.engines if k.engine_id == key.engine_id]:
-                del peer.engines[old]  # one generation at a time; a reader of the other fetches it again
-            peer.engines[key] = outcome
+                peer.forget_engine(old)  # one generation at a time; a reader of the other fetches it again
+            peer.engines[key] = outcome.acquire()
             if len(peer.engines) > MAX_ENGINES_PER_PEER:
-                del peer.engines[next(iter(peer.engines))]
+                peer.forget_engine(next(iter(peer.engines)))
         self._context.emit(EmitRecord(self._record(fetch, outcome)))
         for waiter in fetch.waiting.values():
-            self._context.put_off(waiter.grant.rank.uid, partial(self.on_learnt, waiter.grant, outcome))
+            go_on = partial(self.on_learnt, waiter.grant, _acquired(outcome))
+            self._context.put_off(waiter.grant.rank.uid, go_on)
+        if isinstance(outcome, RemoteEngine):
+            outcome.release()  # its use since it was charged
 
     def _record(self, fetch: EngineFetch, outcome: RemoteEngine | Refusal) -> HandshakeRecord:
         refused = outcome if isinstance(outcome, Refusal) else None
@@ -230,9 +232,15 @@ class HandshakeClient:
             elapsed_s=self._context.now - fetch.started_at,
         )
 
-    def charges(self) -> Iterator[Charge]:
-        """Yield what the fetches are counted for."""
-        return ((FETCHED_ENGINES, fetch.uid, 1) for fetch in self._fetches.values())
+    def charges(self, holds: Iterable[HeldGrant]) -> Iterator[Charge]:
+        """Yield what is counted for the fetches, and for the engines that are known or that grants read."""
+        for fetch in self._fetches.values():
+            yield FETCHED_ENGINES, fetch.uid, 1
+            yield REMOTE_ENGINE_BYTES, fetch.uid, fetch.num_bytes
+        engines = {engine for peer in self._peers for engine in peer.engines.values()}
+        engines.update(hold.remote for hold in holds if hold.remote is not None)
+        for engine in engines:
+            yield REMOTE_ENGINE_BYTES, engine.uid, engine.num_bytes
 
     def find_engine(self, engine_id: EngineId) -> RemoteEngine | None:
         """Return an engine with that id that some peer has; None: no peer has."""
@@ -242,4 +250,8 @@ class HandshakeClient:
     def forget_engine(self, endpoint: Endpoint, key: EngineKey) -> None:
         """Forget the engine: its manifest is out of date."""
         if peer := self._peers.get(endpoint):
-            peer.engines.pop(key, None)
+            peer.forget_engine(key)
+
+
+def _acquired(outcome: RemoteEngine | Refusal) -> RemoteEngine | Refusal:
+    return outcome.acquire() if isinstance(outcome, RemoteEngine) else outcome

@@ -12,12 +12,12 @@ MIN_PIECE_BYTES = 1 << 20
 def next_piece(pull: Pull) -> Piece | None:
     """Return the piece that the pull's grant allows to read now; None: no more is ready than it has."""
     hold = pull.held_grant
-    assert hold.plan is not None and hold.granted is not None
+    assert hold.reads is not None and hold.granted is not None
     ready = hold.granted.ready_tokens
     reads_nothing = not any(packed.ids for packed in pull.blocks.values())
     if reads_nothing or (not pull.tokens_read and ready < 0):
         return Piece(pull.blocks, pull.num_tokens, is_last=True)
-    rules = PieceRules(hold.plan)
+    rules = hold.reads.piece_rules
     if _is_whole(pull, ready, rules):
         return Piece(rules.slice(pull.blocks, pull.tokens_read, None), pull.num_tokens, is_last=True)
     if not rules.step_tokens:
@@ -40,8 +40,8 @@ def record_whole(pull: Pull, now: float) -> None:
     hold = pull.held_grant
     if not pull.progressive or pull.whole_at is not None:
         return
-    assert hold.plan is not None and hold.granted is not None
-    if _is_whole(pull, hold.granted.ready_tokens, PieceRules(hold.plan)):
+    assert hold.reads is not None and hold.granted is not None
+    if _is_whole(pull, hold.granted.ready_tokens, hold.reads.piece_rules):
         pull.whole_at, pull.hidden_bytes = now, pull.read.bytes
 
 
@@ -51,8 +51,8 @@ def tokens_to_wait_for(pull: Pull, tokens: int) -> int:
     `tokens`: those that it has, or will have when the piece is there that is read now.
     """
     hold = pull.held_grant
-    assert hold.plan is not None
-    step = PieceRules(hold.plan).step_tokens
+    assert hold.reads is not None
+    step = hold.reads.piece_rules.step_tokens
     if not step:
         return pull.num_tokens  # all is read with the last piece
     bytes_per_token = max(1, pull.local_bytes // pull.num_tokens)

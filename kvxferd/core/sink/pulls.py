@@ -79,7 +79,7 @@ from kvxferd.core.sink.stalled_sources import SourceBreaker
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, GroupName, MoverId, PullId, SessionId, Ticket
 from kvxferd.layout import BlocksByGroup, PackedBlocks
-from kvxferd.plan import SourceLists, check_request
+from kvxferd.plan import check_request
 from kvxferd.records import PHASES
 from kvxferd.wire.block_id_parts import split_block_ids
 from kvxferd.wire.common import Message, Refusal, TransferRef
@@ -228,10 +228,10 @@ class Pulls:
     def _read(self, pull: Pull, piece: Piece) -> None:
         """Give a piece to the rank's mover; one without block ids is there at once."""
         hold = pull.held_grant
-        assert hold.plan is not None and pull.rank.mover is not None
+        assert hold.reads is not None and pull.rank.mover is not None
         try:
-            remote = SourceLists(hold.plan).windows(hold.blocks, piece.blocks, piece.end)
-            check_request(hold.plan, piece.blocks, remote, piece.end)
+            remote = hold.reads.source_lists.windows(hold.blocks, piece.blocks, piece.end)
+            check_request(hold.reads.plan, piece.blocks, remote, piece.end)
             self._grant_client.preload(hold)
         except KvxferdError as error:
             pull.failed_phase = "plan"
@@ -254,8 +254,8 @@ class Pulls:
     def _start_on_mover(self, mover: MoverId, pull: Pull, listed: BlocksByGroup) -> None:
         """Send a piece to its mover. `listed`: what it needs of the source's lists."""
         hold = pull.held_grant
-        assert hold.plan is not None and hold.granted is not None and hold.remote is not None
-        bindings = [(rank, hold.remote.ranks[rank].binding) for rank in hold.plan.sources]
+        assert hold.reads is not None and hold.granted is not None and hold.remote is not None
+        bindings = [(rank, hold.remote.ranks[rank].binding) for rank in hold.reads.sources]
         # Two block lists are sent, each of which may need parts: one stream each.
         stream = 2 * pull.pull_id
         piece = pull.piece
@@ -266,7 +266,7 @@ class Pulls:
             self._context.emit(SendToMover(mover, part))
         start = StartPull(
             pull=pull.pull_id,
-            plan=hold.plan.digest,
+            plan=hold.reads.plan.digest,
             sources=tuple(SourceRank(rank, binding.agent, binding.regions) for rank, binding in bindings),
             local=local,
             remote=remote,

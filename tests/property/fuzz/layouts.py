@@ -27,7 +27,6 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.layout.validate import validate_layout
 from kvxferd.plan import (
     Expander,
-    PlanCache,
     TransferTopology,
     check_blocks,
     check_engine,
@@ -156,7 +155,7 @@ def _use(draw: Draw, mine: tuple[EngineSpec, RankLayout], theirs: list[tuple[Eng
     check_engine(ranks)
     remote = {rank: layout for rank, (_, layout) in ranks.items()}
     topology = TransferTopology(*mine)
-    plan = topology.plan_remote_engine(FetchedEngine(theirs[0][0], remote), PlanCache(), home=HOME)
+    plan = topology.plan_remote_engine(FetchedEngine(theirs[0][0], remote), home=HOME)
     topology.describe(theirs[0][0].engine_id)
     plan_reads(plan)
     num_tokens = draw.pick([TOKENS] * 6 + [0, 1, BLOCK_TOKENS, 2**31, 2**62, 2**64 - 1])

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvxferd.plan import Expander, PlanCache, TransferTopology
+from kvxferd.plan import Expander, PlannedReads, TransferTopology
 from kvxferd.timers import Timers
 
 # A clock starts here. Durations stay far below, so a float tells which it is.
@@ -35,8 +35,8 @@ SHOWN = {
     "num_ended_unsent",
     "_num_ended_before",
 }
-IGNORED = SHOWN | {"_learnt_bytes_share", "__weakref__"}
-CACHES = (PlanCache, Expander)
+IGNORED = SHOWN | {"__weakref__"}
+CACHES = (PlannedReads, Expander)
 
 
 class _Walk:

@@ -17,7 +17,7 @@ from kvxferd.ids import EngineId, Rank
 from kvxferd.layout import EngineSpec, RankLayout
 from kvxferd.layout.presets import LayerKind, ModelFacts, StateComponent, TokenComponent, deploy
 from kvxferd.layout.presets.model_facts import key_and_value
-from kvxferd.plan import PlanCache, TransferTopology
+from kvxferd.plan import TransferTopology
 from tests.support.fetched_engine import HOME, FetchedEngine, fetched
 
 SIZES = range(1, 17)
@@ -96,13 +96,12 @@ def is_checked(local_tp: int, remote_tp: int) -> bool:
 
 def topologies(heads: int) -> Iterator[tuple[int, int, TransferTopology]]:
     """Yield each local size and rank, with the remote sizes registered whose reads are checked."""
-    plans = PlanCache()
     for local_tp in SIZES:
         for rank in range(local_tp):
             made = TransferTopology(*deployment(heads, local_tp, "local")[Rank(0, rank)])
             for remote_tp in SIZES:
                 if is_checked(local_tp, remote_tp):
-                    made.plan_remote_engine(remote(heads, remote_tp), plans, home=HOME)
+                    made.plan_remote_engine(remote(heads, remote_tp), home=HOME)
             yield local_tp, rank, made
 
 

@@ -11,6 +11,7 @@ from kvxferd.core import events as ev
 from kvxferd.ids import Endpoint, SessionId
 from kvxferd.plan import PlanJob
 from kvxferd.records import Record, ServedRecord
+from tests.support.fetched_engine import outcome_of
 from tests.support.sim.ports import Ports
 from tests.support.sim.schedule import Later
 
@@ -125,4 +126,4 @@ class SimNode(Ports):
     def count_served(self, served: ServedRecord) -> None: ...
 
     def make_plan(self, job: PlanJob) -> None:
-        self.feed_soon(ev.PlanMade(job, job.make()))
+        self.feed_soon(ev.PlanMade(job, outcome_of(job)))

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.errors import Code, EngineError, KvxferdError, PlanError
+from kvxferd.errors import Code, EngineError, NotPPAwareError, PlanError
 from kvxferd.ids import Endpoint, EngineId, Generation, Rank
 from kvxferd.layout.validate import MAX_STAGES
-from kvxferd.plan import Plan, PlanCache, TransferTopology, stage_infos
+from kvxferd.plan import Plan, PlanJob, PlanKey, TransferTopology, make_plan, stage_infos
 from kvxferd.plan import topology as registry
 from tests.support.attention_engines import engine, layout_of, spec
 from tests.support.fetched_engine import FetchedEngine, fetched
@@ -37,85 +37,104 @@ def remote(engine_id: str = REMOTE, generation: str = "g1", **facts: int | str) 
     return FetchedEngine(named, found.ranks)
 
 
-def register(
-    made: TransferTopology,
-    of: FetchedEngine,
-    home: Endpoint = P,
-    *,
-    plans: PlanCache | None = None,
-    now: float = 0.0,
-) -> Plan:
-    """Register an engine, with a cache of plans of its own unless one is given."""
-    return made.plan_remote_engine(of, PlanCache() if plans is None else plans, home=home, now=now)
+def register(made: TransferTopology, of: FetchedEngine, home: Endpoint = P, *, now: float = 0.0) -> Plan:
+    """Register an engine, with a plan made here and now."""
+    return made.plan_remote_engine(of, home=home, now=now)
 
 
-def test_an_entry_holds_facts_generation_plan_and_last_use() -> None:
+def job_of(of: TransferTopology, source: FetchedEngine) -> PlanJob:
+    """Return what is to be planned of an engine, of which nothing is planned yet."""
+    jobs: list[PlanJob] = []
+
+    def find_none(job: PlanJob) -> None:
+        jobs.append(job)
+
+    assert of.register_remote_engine(source, find_none, home=P) is None
+    return jobs[0]
+
+
+def test_an_entry_holds_facts_generation_sources_and_last_use() -> None:
     """The seeds' facts by pp_rank, and what the daemon adds."""
     made, source = topology(), remote(tp=2, pp=2)
-    plan = register(made, source, now=7.0)
+    register(made, source, now=7.0)
     (kept,) = made.engines()
     assert kept is made.find(REMOTE) is made.find(REMOTE, P)
     assert (kept.engine_id, kept.home, kept.generation, kept.last_used) == (REMOTE, P, "g1", 7.0)
-    assert kept.plan is plan
     assert kept.stages == stage_infos(source.spec, source.ranks)
     assert [(s.start_layer, s.end_layer) for s in kept.stages.values()] == [(0, 1), (1, 2)]
-    assert kept.manifest() is source
-
-
-def test_registering_again_keeps_the_plan_and_counts_as_a_use() -> None:
-    """Idempotent: with the same manifest, and with the next one of equal facts."""
-    made, first = topology(), remote(tp=2)
-    second = FetchedEngine(first.spec, dict(first.ranks))
-    plan = register(made, first, now=1.0)
-    assert made.use(REMOTE, P, first, 2.0) is plan
-    assert made.use(REMOTE, P, second, 3.0) is None
-    assert made.find(REMOTE).last_used == 2.0
-    assert register(made, second, now=4.0) is plan  # though that cache had none
-    assert made.use(REMOTE, P, first, 5.0) is None
-    assert made.use(REMOTE, P, second, 5.0) is plan
-    assert len(list(made.engines())) == 1
-
-
-def test_the_registry_does_not_keep_a_manifest() -> None:
-    """Its bytes count for a user for as long as anything refers to it. Facts and plan stay."""
-    made, plans, manifest = topology(), PlanCache(), remote(tp=2)
-    plan = register(made, manifest, plans=plans)
-    freed = weakref.ref(manifest)
-    del manifest
-    gc.collect()
-    assert freed() is None
-    assert made.find(REMOTE).manifest() is None
-    assert made.target_remote_ranks(REMOTE) == [0, 1]
-    assert made.find(REMOTE).plan is plan
-    assert register(made, remote(tp=2), plans=plans) is plan
-
-
-def test_a_plan_that_was_evicted_is_made_again_on_the_next_use() -> None:
-    """The facts stay, and which ranks are read."""
-    made, source, plans = topology(), remote(tp=2, pp=2), PlanCache(max_plans=1)
-    register(made, source, plans=plans)
-    other = remote("other", tp=4)
-    register(made, other, plans=plans)
-    kept = made.find(REMOTE)
-    assert kept.plan is None
     assert [made.target_remote_ranks(REMOTE, stage) for stage in (0, 1)] == [[0, 1], [0, 1]]
     assert "target_remote_ranks=[0, 1]" in made.describe(REMOTE)
-    assert made.use(REMOTE, P, source, 2.0) is None
-    again = register(made, source, plans=plans, now=2.0)
-    assert made.find(REMOTE) is kept
-    assert made.use(REMOTE, P, source, 3.0) is again is kept.plan
-    assert made.find(EngineId("other")).plan is None
-    with pytest.raises(EngineError, match="block_size was 4 and is 8"):
-        register(made, remote(tp=2, pp=2, block_tokens=8), plans=plans)
+
+
+def test_the_door_returns_what_is_planned_and_none_until_it_is() -> None:
+    """Until then nothing has changed."""
+    made, source = topology(), remote(tp=2)
+    job = job_of(made, source)
+    assert not list(made.engines())
+    reads = job.make()
+    assert made.register_remote_engine(source, lambda again: {job.key: reads}[again.key], home=P) is reads
+    assert reads.sources == (Rank(0, 0), Rank(0, 1))
+    assert reads.plan == make_plan(made.spec, made.layout, source.spec, source.ranks)
+
+
+def test_registering_again_keeps_the_entry_and_counts_as_a_use() -> None:
+    """Idempotent: with the same manifest, and with the next one of equal facts."""
+    made, first = topology(), remote(tp=2)
+    plan = register(made, first, now=1.0)
+    (kept,) = made.engines()
+    assert register(made, FetchedEngine(first.spec, dict(first.ranks)), now=4.0) == plan
+    assert list(made.engines()) == [kept]
+    assert kept.last_used == 4.0
+
+
+def test_the_registry_keeps_neither_manifest_nor_plan() -> None:
+    """Their bytes count for users. The facts stay, and which ranks are read."""
+    made, manifest = topology(), remote(tp=2)
+    reads = made.register_remote_engine(manifest, PlanJob.make, home=P)
+    assert reads is not None
+    freed = weakref.ref(manifest), weakref.ref(reads)
+    del manifest, reads
+    gc.collect()
+    assert [one() for one in freed] == [None, None]
+    assert made.target_remote_ranks(REMOTE) == [0, 1]
+    with pytest.raises(EngineError, match="block_size of stage 0 was 4 and is 8"):
+        register(made, remote(tp=2, block_tokens=8))
+
+
+KEYS = [
+    ({}, {"tp": 4}),
+    ({}, {"layout": "NHD"}),
+    ({"layout": "NHD"}, {}),
+    ({}, {"block_tokens": 8}),
+    ({"block_tokens": 8}, {}),
+]
+
+
+def key(of: TransferTopology, source: FetchedEngine) -> PlanKey:
+    """Return what the plan of a pair depends on."""
+    return job_of(of, source).key
+
+
+@pytest.mark.parametrize(("mine", "theirs"), KEYS)
+def test_what_a_plan_depends_on_is_in_its_key(mine: dict[str, int], theirs: dict[str, int]) -> None:
+    """Either layout, and its size; another engine that is equal has the same plan."""
+    (reader,) = engine(**mine).values()
+    assert key(TransferTopology(*reader), remote(**theirs)) != key(topology(), remote())
+    assert key(topology(), remote("other", "g7", tp=2)) == key(topology(), remote(tp=2))
+
+
+def test_each_rank_has_a_key_of_its_own() -> None:
+    keys = {key(TransferTopology(*own), remote()) for own in engine(tp=2).values()}
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"tp": 4}, ["tp_size was 2 and is 4", "remote_tp_size was 2 and is 4"]),
-        ({"block_tokens": 8}, ["remote_block_size was 4 and is 8", "the digest of its ranks' layouts was"]),
+        ({"tp": 4}, ["tp_size was 2 and is 4", "remote_tp_size of stage 0 was 2 and is 4"]),
+        ({"block_tokens": 8}, ["remote_block_size of stage 0 was 4 and is 8", "ranks' layouts was"]),
         ({"layout": "NHD"}, ["the digest of its ranks' layouts was"]),
-        ({"pp": 2}, ["pp_size was 1 and is 2", "end_layer was 2 and is 1"]),
+        ({"pp": 2}, ["pp_size was 1 and is 2", "end_layer of stage 0 was 2 and is 1"]),
     ],
 )
 def test_other_facts_under_one_generation_are_refused_field_by_field(
@@ -124,13 +143,13 @@ def test_other_facts_under_one_generation_are_refused_field_by_field(
     """And what was known stays, as it was last used."""
     made = topology()
     source = remote(tp=2)
-    plan = register(made, source, now=1.0)
+    register(made, source, now=1.0)
     with pytest.raises(EngineError) as caught:
         register(made, remote(**{"tp": 2} | other), now=2.0)
     assert caught.value.code is Code.SHAPE_MISMATCH
     for text in named:
         assert text in str(caught.value)
-    assert made.find(REMOTE).plan is plan
+    assert made.find(REMOTE).spec is source.spec
     assert made.find(REMOTE).last_used == 1.0
 
 
@@ -148,10 +167,10 @@ def test_a_new_generation_replaces_everything_of_the_old_one() -> None:
 def test_a_new_generation_that_cannot_be_read_leaves_the_old_one() -> None:
     """Nothing is dropped for it."""
     made = topology()
-    plan = register(made, remote(tp=2), P)
+    register(made, remote(tp=2), P)
     with pytest.raises(PlanError):
         register(made, remote(layers=3, generation="g2"), P)
-    assert made.find(REMOTE).plan is plan
+    assert made.find(REMOTE).generation == "g1"
 
 
 def test_two_homes_of_one_engine_id_have_an_entry_each() -> None:
@@ -166,7 +185,7 @@ def test_two_homes_of_one_engine_id_have_an_entry_each() -> None:
     register(made, remote(tp=2), P, now=3.0)
     assert made.get_engine_info(REMOTE).remote_tp_size == 2
     assert "remote_tp_size=4" in made.describe(REMOTE, home=Q)
-    assert made.use(REMOTE, Q, at_q, 4.0) is not None
+    register(made, at_q, Q, now=4.0)
     made.expire(4.0)
     assert [kept.home for kept in made.engines()] == [Q]
     with pytest.raises(EngineError, match="of tcp://p:9441") as caught:
@@ -182,41 +201,46 @@ def test_the_longest_unused_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) 
     register(made, remote("e1"), P, now=9.0)
     made.expire(3.0)
     assert [kept.engine_id for kept in made.engines()] == ["e3", "e4", "e5", "e1"]
-    monkeypatch.setattr(registry, "MAX_REMOTE_ENGINES", 3)
-    made.expire()
-    assert [kept.engine_id for kept in made.engines()] == ["e4", "e5", "e1"]
+    monkeypatch.setattr(registry, "MAX_REMOTE_ENGINES", 4)
+    register(made, remote("e6"), P, now=9.0)
+    assert [kept.engine_id for kept in made.engines()] == ["e4", "e5", "e1", "e6"]
     made.expire(10.0)
     assert not list(made.engines())
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "text"),
+    ("change", "text"),
     [
-        ({1: {"start_layer": 2}}, Code.LAYERS_MISSING, r"layers \[1, 2\) are held by no stage"),
-        ({1: {"start_layer": 0}}, Code.LAYERS_MISSING, "stage 0 already holds those up to 0"),
-        ({1: {"end_layer": 1}}, Code.LAYERS_MISSING, r"hold layers \[0, 1\) of 2"),
-        ({0: {"end_layer": 0}, 1: {"start_layer": 0}}, Code.LAYERS_MISSING, "component 'k' of layer 0"),
+        ({1: {"start_layer": 2}}, r"layer 1, and its stage the layers \[2, 2\)"),
+        ({1: {"end_layer": 1}}, r"layer 1, and its stage the layers \[1, 1\)"),
+        ({0: {"end_layer": 0}}, "component 'k' of layer 0"),
     ],
 )
-def test_stages_hold_the_model_and_every_tensor_that_is_read(
-    change: dict[int, dict[str, int]], code: Code, text: str
-) -> None:
-    """They are checked when a manifest is fetched, too."""
+def test_stages_hold_every_tensor_that_is_read(change: dict[int, dict[str, int]], text: str) -> None:
+    """That they hold every layer once is checked when a manifest is fetched."""
     found = remote(pp=2)
     ranks = dict(found.ranks)
     for pp_rank, fields in change.items():
         ranks[Rank(pp_rank, 0)] = msgspec.structs.replace(ranks[Rank(pp_rank, 0)], **fields)
     made = topology()
-    with pytest.raises(KvxferdError, match=text) as caught:
+    with pytest.raises(PlanError, match=text) as caught:
         register(made, FetchedEngine(found.spec, ranks))
-    assert caught.value.code is code
+    assert caught.value.code is Code.LAYERS_MISSING
     assert not list(made.engines())
 
 
+def test_an_engine_that_is_no_other_or_too_deep_is_not_registered() -> None:
+    made = topology()
+    with pytest.raises(EngineError, match="it is this rank's own") as caught:
+        register(made, remote(made.spec.engine_id))
+    assert caught.value.code is Code.NOT_ALLOWED
+    shallow = TransferTopology(msgspec.structs.replace(made.spec, pp_aware=False), made.layout)
+    register(shallow, remote(tp=2))
+    with pytest.raises(NotPPAwareError, match="is not PP-aware"):
+        register(shallow, remote("deep", pp=2))
+
+
 SMALL = {number: remote(f"e{number % 3}", f"g{number // 3 % 2}", tp=1 + number // 6) for number in range(12)}
-
-
-PLANS = PlanCache()
 
 
 @given(st.lists(st.tuples(st.integers(0, 11), st.sampled_from([P, Q]), st.floats(0, 5)), max_size=20))
@@ -231,9 +255,9 @@ def test_any_order_of_registrations_keeps_the_last_accepted(steps: list[tuple[in
         known = model.get(key)
         if known is not None and known[0] == spec.generation and known[1] != tp:
             with pytest.raises(EngineError):
-                register(made, SMALL[number], home, plans=PLANS, now=now)
+                register(made, SMALL[number], home, now=now)
         else:
-            register(made, SMALL[number], home, plans=PLANS, now=now)
+            register(made, SMALL[number], home, now=now)
             model.pop(key, None)
             model[key] = (spec.generation, tp, now)
         if now > 8.0:

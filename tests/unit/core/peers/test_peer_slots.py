@@ -7,7 +7,7 @@ import msgspec
 from kvxferd.config import LimitsConfig
 from kvxferd.core import Settings
 from kvxferd.core import events as ev
-from kvxferd.core.limits.table import OPEN_REQUESTS
+from kvxferd.core.limits.table import OPEN_REQUESTS, REMOTE_ENGINE_BYTES
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
 from kvxferd.wire import worker as wk
@@ -198,10 +198,12 @@ def test_an_engine_is_learnt_for_whoever_waits_and_has_room_for_it() -> None:
     """The first to ask has no room: the others would be refused for it, again and again."""
     world = world_of()
     first, second = two_users(world)
-    (source,) = sources_of(world, 1)
-    shares = first.host.node.handshake_client._learnt_bytes_share
-    shares.add(FIRST, shares.limit)
-    shares.limit += shares.limit // 10  # so that the last eighth has room, for who holds little
+    host = world.host("s")
+    *others, source = (world.engine(host, f"prefill-{number}")[0] for number in range(15))
+    shares = first.host.node.context.ledger[REMOTE_ENGINE_BYTES]
+    for other in others:
+        first.say(wk.Prepare(ref=other.publish("t", IDS, TOKENS)))
+    shares.limit = 16 * shares.held // 14  # so that the last eighth has room, for who holds little
     world.hold_network = True
     tickets = [
         sink.pull(source.publish(f"t{n}", IDS, TOKENS), SINK_IDS, TOKENS)

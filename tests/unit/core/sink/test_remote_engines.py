@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
-import weakref
 
 import msgspec
 import pytest
@@ -13,9 +11,9 @@ from kvxferd.core import Node, Settings
 from kvxferd.core import events as ev
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord
-from kvxferd.core.peers.remote_engine import RemoteEngine
+from kvxferd.core.limits.table import REMOTE_ENGINE_BYTES
 from kvxferd.core.ranks.rank import LocalRank
-from kvxferd.core.sink.remote_engines import RemoteEngineRegistry
+from kvxferd.core.sink.plans import Plans
 from kvxferd.errors import BusyError, Code
 from kvxferd.ids import AgentName, BootId, Endpoint, Incarnation, Rank, SessionId
 from kvxferd.plan import Plan, planner, topology
@@ -24,7 +22,7 @@ from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Binding, RankManifest
 from tests.support.attention_engines import engine
 from tests.support.attention_engines import spec as engine_spec
-from tests.support.fetched_engine import plan_now
+from tests.support.fetched_engine import learnt, plan_now
 from tests.support.simulation import IDS, TOKENS, World
 
 HOLD_S = 60.0
@@ -57,10 +55,10 @@ def test_two_homes_that_name_one_engine_id_neither_refuse_nor_evict_each_other(w
     assert len([r for r in sink.host.records if isinstance(r, TopologyRecord)]) == 2  # none is planned again
 
 
-def registered(sink) -> list[tuple[str, str, object]]:
-    """Return the id, the generation and the plan of each engine that the sink's registry has."""
+def registered(sink) -> list[tuple[str, str]]:
+    """Return the id and the generation of each engine that the sink's registry has."""
     known = sink.host.node.sessions[sink.session].rank.topology
-    return [(engine.engine_id, engine.generation, engine.plan) for engine in known.engines()]
+    return [(engine.engine_id, engine.generation) for engine in known.engines()]
 
 
 def test_a_hold_keeps_its_plan_and_manifest_when_its_engine_expires(world, monkeypatch):
@@ -72,23 +70,21 @@ def test_a_hold_keeps_its_plan_and_manifest_when_its_engine_expires(world, monke
     ref = source.publish("t1", IDS, TOKENS)
     sink.say(wk.Prepare(ref=ref))
     (hold,) = [hold for held in decode.node.grant_client._held.values() for hold in held.values()]
-    manifest = weakref.ref(hold.remote)
+    share = decode.node.context.ledger[REMOTE_ENGINE_BYTES]
     monkeypatch.setattr(topology, "MAX_REMOTE_ENGINES", 1)
     assert isinstance(
         sink.ended(sink.pull(other.publish("t2", IDS, TOKENS), IDS, TOKENS)), wk.TicketDelivered
     )
     decode.node.handshake_client.forget_engine(prefill.endpoint, ref.engine)
-    gc.collect()
-    assert [engine for engine, _, _ in registered(sink)] == ["other"]
-    assert manifest() is hold.remote
+    assert [engine for engine, _ in registered(sink)] == ["other"]
+    both = share.held
     fetched = len([r for r in decode.records if isinstance(r, HandshakeRecord)])
     ticket = sink.pull(ref, IDS, TOKENS)
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
     assert sink.num_wrong(IDS, TOKENS, seed=1) == 0
     assert len([r for r in decode.records if isinstance(r, HandshakeRecord)]) == fetched
-    del hold
-    gc.collect()
-    assert manifest() is None  # nothing else kept it
+    assert hold.remote is None
+    assert share.held == both / 2  # nothing else kept it
 
 
 def test_a_hold_keeps_its_plan_and_manifest_when_a_new_generation_replaces_its_engine(world):
@@ -103,43 +99,42 @@ def test_a_hold_keeps_its_plan_and_manifest_when_a_new_generation_replaces_its_e
     new.fill(IDS[:2], TOKENS, seed=2)
     ticket = sink.pull(new.publish("t2", IDS[:2], TOKENS), [4, 5, 6], TOKENS)
     assert isinstance(sink.ended(ticket), wk.TicketDelivered)
-    assert [generation for _, generation, _ in registered(sink)] == ["g2"]
+    assert registered(sink) == [("prefill", "g2")]
     assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
     assert sink.num_wrong(IDS, TOKENS, seed=1) == 0
     assert sink.num_wrong([4, 5, 6], TOKENS, seed=2) == 0
 
 
-def test_memory_that_is_mapped_again_is_a_new_manifest_with_the_plan_that_is_there(world):
+def test_memory_that_is_mapped_again_is_a_new_manifest_with_the_plan_that_is_there(world, monkeypatch):
     """Bindings are no facts: nothing is refused, planned or reported again."""
     (source,) = world.engine(world.host("p"), "prefill")
     (sink,) = world.engine(world.host("d"), "decode")
-    plans = []
+    jobs = []
+    make_plan = sink.host.make_plan
+    monkeypatch.setattr(sink.host, "make_plan", lambda job: (jobs.append(job), make_plan(job)))
     for turn in range(3):
         source.fill(IDS, TOKENS, seed=turn)
         ticket = sink.pull(source.publish(f"t{turn}", IDS, TOKENS), IDS, TOKENS)
         assert isinstance(sink.ended(ticket), wk.TicketDelivered), sink.ended(ticket)
         assert sink.num_wrong(IDS, TOKENS, seed=turn) == 0
-        plans += [plan for _, _, plan in registered(sink)]
         source.say(wk.Suspend())
         source.resume(f"mapping-{turn}", request=2 + turn)
-    assert len(plans) == 3
-    assert plans[0] is plans[1] is plans[2]
+    assert len(jobs) == 1
     assert len([r for r in sink.host.records if isinstance(r, TopologyRecord)]) == 1
     assert len([r for r in sink.host.records if isinstance(r, HandshakeRecord)]) == 3
 
 
 def test_what_the_registry_knows_is_not_charged_to_a_user(world):
-    """It refers to a manifest weakly: forgotten by its peer, its bytes are free, and facts and plan stay."""
+    """Forgotten by its peer, a manifest that no grant uses is free at once, and the facts stay."""
     (source,) = world.engine(world.host("p"), "prefill")
     (sink,) = world.engine(world.host("d"), "decode")
     ref = source.publish("t1", IDS, TOKENS)
     assert isinstance(sink.ended(sink.pull(ref, IDS, TOKENS)), wk.TicketDelivered)
-    share = sink.host.node.handshake_client._learnt_bytes_share
+    share = sink.host.node.context.ledger[REMOTE_ENGINE_BYTES]
     assert share.held > 0
     sink.host.node.handshake_client.forget_engine(source.host.endpoint, ref.engine)
-    gc.collect()
     assert share.held == 0
-    assert [engine for engine, _, plan in registered(sink) if plan is not None] == ["prefill"]
+    assert registered(sink) == [("prefill", "g1")]
 
 
 def test_stages_without_layers_are_not_reported():
@@ -162,7 +157,7 @@ def test_stages_without_layers_are_not_reported():
     }
     home = Endpoint("tcp://p:9441")
     rank = LocalRank(SessionId(1), *sink, (), Incarnation("i"), 0)
-    plan_now(RemoteEngineRegistry(context), context, rank, home, RemoteEngine(source, manifests))
+    plan_now(Plans(context), context, rank, home, learnt(manifests))
     known = rank.topology.find(source.engine_id, home)
     assert [(info.start_layer, info.end_layer) for info in known.stages.values()] == stages
     reported = [effect.record for effect in context.pop_effects() if isinstance(effect, EmitRecord)]
@@ -272,3 +267,17 @@ def test_a_pull_whose_deadline_passes_while_its_plan_is_made_says_so(world, wait
     failed = sink.ended(tickets[0])
     assert (failed.code, failed.safe_to_reuse) == (Code.DEADLINE, True)
     assert "this node planned the reads of engine prefill" in failed.message
+
+
+def test_a_manifest_that_comes_after_its_grant_has_ended_is_charged_to_nobody(world):
+    """Where thousands wait for one manifest, most get it in later turns."""
+    (source,), (sink,) = world.engine(world.host("p"), "prefill"), world.engine(world.host("d"), "decode")
+    node, ref = sink.host.node, source.publish("t1", IDS, TOKENS)
+    sink.say(wk.Prepare(ref=ref))
+    (hold,) = node.prepared
+    sink.say(wk.Abandon(ref=ref))
+    client = node.handshake_client
+    client.on_learnt(hold, client.find_engine("prefill").acquire())
+    assert hold.remote is None
+    client.forget_engine(source.host.endpoint, ref.engine)
+    assert node.context.ledger[REMOTE_ENGINE_BYTES].held == 0

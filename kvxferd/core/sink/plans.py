@@ -1,0 +1,173 @@
+"""The plans of a node: made beside its loop, kept for grants that read by them, and for the next ones.
+
+Ranks with equal layouts share a plan. It is charged to the user for whom it was made, from then until it is
+evicted: no grant reads by it, and somebody needs the room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from kvxferd.core.context import NodeContext
+from kvxferd.core.effects import EmitRecord, MakePlan
+from kvxferd.core.limits.ledger import Charge
+from kvxferd.core.limits.table import PLAN_BYTES
+from kvxferd.core.peers.remote_engine import RemoteEngine
+from kvxferd.core.ranks.rank import LocalRank
+from kvxferd.core.sink.held_grant import HeldGrant
+from kvxferd.errors import BusyError, Code, KvxferdError, PlanError
+from kvxferd.ids import EngineId
+from kvxferd.plan import PlanJob, PlanKey, PlannedReads, RegisteredEngine
+from kvxferd.records import TopologyRecord
+
+# A request that is refused again costs no planning, which takes up to two seconds. A refusal has 1 KiB of
+# text, and may have a megabyte.
+MAX_REFUSALS = 1024
+MAX_REFUSAL_CHARS = 1 << 20
+
+
+@dataclass(slots=True)
+class _KeptReads:
+    """Reads that are planned, the user whom they are charged to, and how many grants read by them."""
+
+    reads: PlannedReads
+    uid: int
+    num_grants: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why reads are not kept: there is no plan of them, or it had no room. Its text names the engine."""
+
+    message: str = ""
+    code: Code | None = None  # None: it had no room
+    num_bytes: int = 0
+
+
+class Plans:
+    """Finds the reads of grants. Those without room are refused; nobody's running pulls lose theirs."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
+        self._share = context.ledger[PLAN_BYTES]
+        self._kept: dict[PlanKey, _KeptReads] = {}
+        # Those that no grant reads by, by user, the longest unused first.
+        self._unused: dict[int, OrderedDict[PlanKey, None]] = {}
+        self._refusals: OrderedDict[tuple[PlanKey, EngineId], _Refusal] = OrderedDict()
+        self._waiting: dict[PlanKey, list[HeldGrant]] = {}  # for what is being planned
+
+    def find(self, grant: HeldGrant, remote: RemoteEngine) -> PlannedReads | None:
+        """Return what the grant's rank reads of the engine, which its topology has from now on.
+
+        The grant reads by it until `release`. None: it is being planned, and `plan_made` returns the grant.
+        Raises what `register_remote_engine` raises; PlanError where the layouts cannot be read from one
+        another, BusyError where grants read by so many plans that there is no room for another one.
+        """
+        rank, now, home = grant.rank, self._context.now, grant.ref.endpoint
+        topology = rank.topology
+        topology.expire(now - self._context.settings.max_hold_s)
+        before = topology.get(remote.spec.engine_id, home)
+        reads = topology.register_remote_engine(remote, partial(self._find, grant), home=home, now=now)
+        if reads is None:
+            return None
+        kept = self._kept[reads.key]
+        if not kept.num_grants:
+            self._remove_unused(kept)
+        kept.num_grants += 1
+        after = topology.find(remote.spec.engine_id, home)
+        if after is not before:
+            self._report(rank, after)
+        return reads
+
+    def release(self, reads: PlannedReads) -> None:
+        """Count one grant less that reads by them."""
+        kept = self._kept[reads.key]
+        kept.num_grants -= 1
+        if not kept.num_grants:
+            self._unused.setdefault(kept.uid, OrderedDict())[reads.key] = None
+
+    def plan_made(self, job: PlanJob, made: PlannedReads | KvxferdError) -> list[HeldGrant]:
+        """Keep a plan, for the first user who waits and has room for it; return the grants that waited."""
+        waiting = self._waiting.pop(job.key, [])
+        if isinstance(made, PlanError):
+            self._refuse(job, _Refusal(str(made), made.code))
+        elif isinstance(made, PlannedReads):
+            users = dict.fromkeys(grant.rank.uid for grant in waiting)
+            uid = next((uid for uid in users if self._make_room(uid, made.num_bytes)), None)
+            if uid is None:
+                self._refuse(job, _Refusal(num_bytes=made.num_bytes))
+            else:
+                self._share.add(uid, made.num_bytes)
+                self._kept[job.key] = _KeptReads(made, uid)
+                self._unused.setdefault(uid, OrderedDict())[job.key] = None
+        return waiting
+
+    def _find(self, grant: HeldGrant, job: PlanJob) -> PlannedReads | None:
+        if (kept := self._kept.get(job.key)) is not None:
+            return kept.reads
+        engine_id, uid = job.remote_spec.engine_id, grant.rank.uid
+        refusal = self._refusals.pop((job.key, engine_id), None)
+        if refusal is not None and not (refusal.code is None and self._make_room(uid, refusal.num_bytes)):
+            self._refusals[job.key, engine_id] = refusal
+            raise self._error(refusal, uid, engine_id)
+        waiting = self._waiting.setdefault(job.key, [])
+        waiting.append(grant)
+        if len(waiting) == 1:
+            self._context.emit(MakePlan(job, uid))
+        return None
+
+    def _error(self, refusal: _Refusal, uid: int, engine_id: EngineId) -> PlanError | BusyError:
+        if refusal.code is not None:
+            return PlanError(refusal.message, refusal.code)
+        return self._share.refusal(uid, f"keep a plan to read {engine_id} of {refusal.num_bytes} bytes")
+
+    def _refuse(self, job: PlanJob, refusal: _Refusal) -> None:
+        self._refusals[job.key, job.remote_spec.engine_id] = refusal
+        num_chars = sum(len(kept.message) for kept in self._refusals.values())
+        while len(self._refusals) > MAX_REFUSALS or num_chars > MAX_REFUSAL_CHARS:
+            num_chars -= len(self._refusals.popitem(last=False)[1].message)
+
+    def _make_room(self, uid: int, num_bytes: int) -> bool:
+        """Evict unused plans, of this user and those with more, until it has room; return whether it has."""
+        held_by = self._share.held_by
+        while not self._share.has_room(uid, num_bytes):
+            losers = [one for one in self._unused if one == uid or held_by(one) > held_by(uid)]
+            if not losers:
+                return False
+            evicted = self._kept[next(iter(self._unused[max(losers, key=held_by)]))]
+            self._remove_unused(evicted)
+            del self._kept[evicted.reads.key]
+            self._share.release(evicted.uid, evicted.reads.num_bytes)
+        return True
+
+    def _remove_unused(self, kept: _KeptReads) -> None:
+        del self._unused[kept.uid][kept.reads.key]
+        if not self._unused[kept.uid]:
+            del self._unused[kept.uid]
+
+    def _report(self, rank: LocalRank, engine: RegisteredEngine) -> None:
+        """Emit a record of each stage that has layers."""
+        for stage, info in engine.stages.items():
+            if info.start_layer == info.end_layer:
+                continue
+            record = TopologyRecord(
+                sink=rank.spec.engine_id,
+                rank=rank.spec.rank,
+                source=engine.engine_id,
+                stage=stage,
+                text=rank.topology.describe(engine.engine_id, stage, home=engine.home),
+            )
+            self._context.emit(EmitRecord(record))
+
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the plans are counted for."""
+        return ((PLAN_BYTES, kept.uid, kept.reads.num_bytes) for kept in self._kept.values())
+
+    def check_integrity(self, holds: Iterable[HeldGrant]) -> None:
+        """Raise AssertionError where other plans are counted, or by other grants, than these read by."""
+        reading = Counter(hold.reads.key for hold in holds if hold.reads is not None)
+        counted = {key: kept.num_grants for key, kept in self._kept.items() if kept.num_grants}
+        assert reading == counted, f"{sum(counted.values())} grants counted that read, {reading.total()} do"
