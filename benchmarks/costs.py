@@ -159,7 +159,7 @@ def show_handshake(shape: DeploymentShape = LARGE, reader: DeploymentShape = NOD
     encoded = encode(reply)
     read: Any = PEER_MESSAGES.decode(encoded)
     again: Any = PEER_MESSAGES.decode(encoded)
-    layouts, plans = LayoutCache(), PlanCache()
+    layouts = LayoutCache()
     remote = {one.rank: one.layout for one in check_manifests(read.ranks, layouts).values()}
     local = reader.ranks("reader")
     far_spec = read.ranks[0].spec
@@ -178,8 +178,7 @@ def show_handshake(shape: DeploymentShape = LARGE, reader: DeploymentShape = NOD
         ("check, layouts never seen", lambda: check_manifests(read.ranks, LayoutCache())),
         ("check, layouts known", check_known),
         ("plan, one rank", lambda: make_plan(*local[0], far_spec, remote)),
-        ("plan, all ranks of the node", lambda: [PlanCache().get(*one, far_spec, remote) for one in local]),
-        ("plan, known", lambda: plans.get(*local[0], far_spec, remote)),
+        ("plan, all ranks of the node", lambda: [make_plan(*one, far_spec, remote) for one in local]),
         (f"bind in the mover, {len(packed)} bytes of plan", lambda: Expander(decode_plan(packed))),
     ):
         table.add_row(what, f"{least_ms(work):.2f}")
