@@ -336,8 +336,8 @@ class Node:
     def _charges(self) -> Iterator[Charge]:
         """Yield what everything that is kept here is counted for."""
         parts = (
-            self.published.table, self.waiting, self.home, self.owners,
-            self.pulls, self.prepared, self.peers, self.worker_requests, self.grant_client.plans,
+            self.published.table, self.published.announced, self.published.ended, self.waiting, self.home,
+            self.owners, self.pulls, self.prepared, self.peers, self.worker_requests, self.grant_client.plans,
         )  # fmt: skip
         for part in parts:
             yield from part.charges()

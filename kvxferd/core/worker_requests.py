@@ -21,6 +21,7 @@ from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.prepared import PreparedGrants
 from kvxferd.core.sink.pull import Pull
 from kvxferd.core.sink.pulls import Pulls
+from kvxferd.core.source.announced import ALL_TOKENS, Report
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import Ticket, TransferId
@@ -191,7 +192,9 @@ class WorkerRequests:
         if not message.incarnation:
             raise ProtocolError("cannot take ready without the incarnation of the rank's memory")
         if self._registry.is_home(rank.spec):
-            self._published.rank_ready(rank, message.incarnation, message.transfer_id, message.ready_tokens)
+            num_tokens = ALL_TOKENS if message.ready_tokens < 0 else message.ready_tokens
+            report = Report(message.incarnation, num_tokens)
+            self._published.rank_ready(rank, message.transfer_id, report)
         else:
             self._member.report_ready(rank, message.incarnation, message.transfer_id, message.ready_tokens)
 

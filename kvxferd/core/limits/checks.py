@@ -9,18 +9,12 @@ from kvxferd.core.limits.fair_share import RESERVE_DIVISOR, SMALL_DIVISOR, FairS
 from kvxferd.core.limits.table import RETRY_AFTER_S
 from kvxferd.errors import OTHER_LIMIT, BusyError
 
-# An ended transfer is remembered for `tombstone_s`. 131,072 of them take about 50 MB, and at that limit
-# 200 transfers a second are remembered for their whole ten minutes. A late reader of a transfer that was
-# forgotten early gets `transfer-unknown` instead of the reason for its end.
-MAX_TOMBSTONES = 1 << 17
-
-
 # Limits that refuse with `busy`: settings, then those that are none. A refusal by any other is "other".
 BUSY_LIMITS = (
     *("max_sessions", "max_ranks", "max_transfers_per_engine", "max_pulls_per_rank", "max_inflight_bytes"),
     *("max_peers", "max_waiting_per_peer", "max_waiting"),
     *("block_id_bytes", "remote_engine_bytes", "open_requests", "fetched_engines", "member_bytes"),
-    "waiting_bytes",
+    *("waiting_bytes", "ended_transfers"),
     *("mover_starts", "grants_per_transfer"),
     *("open_files", "worker_descriptors", "unfinished_registrations", "http", OTHER_LIMIT),
 )

@@ -117,7 +117,7 @@ class GrantServer:
         """Return why the request cannot be granted, as far as its movers do not matter."""
         message, ref = request.message, request.message.ref
         if transfer is None:
-            tombstone = self._published.table.tombstones.get(_key_of(ref))
+            tombstone = self._published.ended.get(_key_of(ref))
             if tombstone is not None and tombstone.nonce == ref.nonce:
                 return Obstacle(
                     Code.RELEASED, f"it was released ({tombstone.why}); its blocks may hold others"
@@ -184,7 +184,7 @@ class GrantServer:
         if engine.find_remapped(transfer.incarnations) is not None:  # it was released for that, or is now
             return Obstacle(Code.RANK_LOST, "a rank's memory was mapped anew since it was published")
         if not self._is_readable(message, transfer, engine):
-            unready = ", ".join(str(r) for r in engine.spec.ranks() if r not in transfer.ready)
+            unready = ", ".join(map(str, transfer.unready(engine.spec)))
             return Obstacle(
                 Code.TRANSFER_NOT_READY,
                 f"ranks {unready} have not said ready",
@@ -192,11 +192,11 @@ class GrantServer:
             )
         return None
 
-    def _is_readable(self, message: GrantRequest, transfer: Transfer, engine: LocalEngine) -> bool:
+    @staticmethod
+    def _is_readable(message: GrantRequest, transfer: Transfer, engine: LocalEngine) -> bool:
         """Whether the reader can go on: with the whole, or with more than it has."""
-        if self._published.is_ready(transfer, engine):
-            return True
-        return 0 <= message.after_tokens < self._published.tokens_ready(transfer, engine)
+        is_ready = transfer.is_ready(engine.spec)
+        return is_ready or 0 <= message.after_tokens < transfer.tokens_ready(engine.spec)
 
     def _wait_limit_s(self, message: GrantRequest) -> float:
         is_progressive = message.after_tokens >= 0
@@ -237,7 +237,7 @@ class GrantServer:
         message = request.message
         self._waiting.remove(request)
         blocks, has_more = _page(transfer, engine, message.from_tokens)
-        is_ready = self._published.is_ready(transfer, engine)
+        is_ready = transfer.is_ready(engine.spec)
         granted = GrantReply(
             request=message.request,
             grant=message.grant,
@@ -249,7 +249,7 @@ class GrantServer:
             fence_word=transfer.fence_word,
             fence_metadata=place.metadata,
             has_more=has_more,
-            ready_tokens=-1 if is_ready else self._published.tokens_ready(transfer, engine),
+            ready_tokens=-1 if is_ready else transfer.tokens_ready(engine.spec),
         )
         self._context.emit(ReplyToPeer(request.route, granted))
         return num_id_bytes(blocks)

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from kvxferd.core.effects import NO_USER
-from kvxferd.core.limits.checks import MAX_TOMBSTONES
-from kvxferd.core.limits.fair_share import Owner
 from kvxferd.core.limits.ledger import Charge, Ledger
-from kvxferd.core.limits.table import ACKNOWLEDGED, BLOCK_ID_BYTES, EARLY_READY
+from kvxferd.core.limits.table import ACKNOWLEDGED, BLOCK_ID_BYTES
 from kvxferd.core.tables import decrease, discard
-from kvxferd.errors import Code
 from kvxferd.ids import (
     AgentName,
     Endpoint,
@@ -24,7 +19,7 @@ from kvxferd.ids import (
     SessionId,
     TransferId,
 )
-from kvxferd.layout import BlocksByGroup
+from kvxferd.layout import BlocksByGroup, EngineSpec
 from kvxferd.records import ReaderRecord, TransferSnapshot
 from kvxferd.wire.peer import Consumer
 
@@ -83,13 +78,12 @@ class Transfer:
     num_readers: int
     published_at: float
     lease_expires_at: float
-    ready: set[Rank]
     # The mappings that hold its bytes, as the publisher knew them, else as each rank's `ready` named them.
     # Transfers share this object: it is replaced, never changed.
     incarnations: Mapping[Rank, Incarnation]
     lease_s: float = 0.0  # by which an extension renews the lease
-    # Until it is whole: how far each rank has written it, and up to which token the blocks hold it.
-    ready_tokens: dict[Rank, int] = field(default_factory=dict)
+    ready_tokens: dict[Rank, int] = field(default_factory=dict)  # how far each rank has written it
+    # Until it is whole: up to which token the blocks hold it.
     covered_tokens: int = 0
     has_all_blocks: bool = True
     charged_bytes: int = 0  # that count in its user's share
@@ -99,29 +93,35 @@ class Transfer:
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
     reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # in ranks, by peer id
 
-    def set_ready(self, rank: Rank, incarnation: Incarnation, ready_tokens: int = -1) -> bool:
-        """Record that a rank has written its bytes; False where it wrote in another mapping of its memory.
+    def set_ready(self, rank: Rank, incarnation: Incarnation, ready_tokens: int) -> bool:
+        """Record that a rank has written tokens [0, ready_tokens); a late smaller number changes nothing.
 
-        `ready_tokens`: it has written tokens [0, ready_tokens) alone; -1: all. A late smaller number changes
-        nothing.
+        Returns False where it wrote in another mapping of its memory.
         """
         known = self.incarnations.get(rank)
         if known is None:
             self.incarnations = {**self.incarnations, rank: incarnation}
         elif incarnation != known:
             return False
-        if 0 <= ready_tokens < self.num_tokens:
-            self.ready_tokens[rank] = max(self.ready_tokens.get(rank, 0), ready_tokens)
-        else:
-            self.ready.add(rank)
+        self.ready_tokens[rank] = max(self.ready_tokens.get(rank, 0), min(ready_tokens, self.num_tokens))
         return True
 
-    def tokens_ready_on(self, ranks: Iterable[Rank]) -> int:
-        """Return up to which token every one of these ranks has written it, and its blocks are known."""
+    def unready(self, spec: EngineSpec) -> list[Rank]:
+        """Return the ranks that have not written all of it."""
+        return [r for r in self._writers(spec) if self.ready_tokens.get(r, 0) < self.num_tokens]
+
+    def is_ready(self, spec: EngineSpec) -> bool:
+        """Whether every rank of the engine has finished writing all blocks."""
+        return self.has_all_blocks and not self.unready(spec)
+
+    def tokens_ready(self, spec: EngineSpec) -> int:
+        """Return up to which token every rank has written it, and its blocks are known."""
         known = self.num_tokens if self.has_all_blocks else self.covered_tokens
-        return min(
-            [known, *(known if rank in self.ready else self.ready_tokens.get(rank, 0) for rank in ranks)]
-        )
+        return min([known, *(self.ready_tokens.get(rank, 0) for rank in self._writers(spec))])
+
+    def _writers(self, spec: EngineSpec) -> Iterable[Rank]:
+        """Return the ranks whose reports count: where the publish implies them, the publisher's alone."""
+        return self.ready_tokens if spec.publish_implies_ready else spec.ranks()
 
     @property
     def expires_at(self) -> float:
@@ -197,46 +197,17 @@ def _engine_of(consumer: Consumer) -> EngineKey:
     return EngineKey(consumer.engine_id, consumer.generation)
 
 
-@dataclass(frozen=True, slots=True)
-class Tombstone:
-    """The record of a transfer that has ended."""
-
-    nonce: str
-    why: Code
-
-
 TransferKey = tuple[EngineKey, TransferId]
-
-
-class EarlyReady(NamedTuple):
-    """What a rank has written of a transfer whose publish has not come: of which mapping, and how far."""
-
-    incarnation: Incarnation
-    ready_tokens: int = -1  # -1: all
-
-
-def _further(before: EarlyReady | None, early: EarlyReady) -> EarlyReady:
-    """Return the report of more tokens: of one mapping, a late smaller one takes nothing back."""
-    if before is None or before.incarnation != early.incarnation:
-        return early
-    is_further = before.ready_tokens < 0 or before.ready_tokens > early.ready_tokens >= 0
-    return before if is_further else early
 
 
 READER_COST = 8  # of a reader itself, in ranks: its names take as much
 
 
 class TransferTable:
-    """The live transfers of this node's engines, the tombstones of ended ones, and early readiness."""
+    """The live transfers of this node's engines, and the grants on them."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.live: dict[TransferKey, Transfer] = {}
-        self.tombstones: dict[TransferKey, Tombstone] = {}
-        # The `ready` that arrived before the publish; each is valid for the mapping that it names.
-        self.early_ready: dict[TransferKey, dict[Rank, EarlyReady]] = {}
-        self._early_by_engine: dict[EngineKey, dict[TransferKey, None]] = {}
-        self._early_owner: dict[TransferKey, Owner] = {}
-        self._early_share = ledger[EARLY_READY]
         self._reader_share = ledger[ACKNOWLEDGED]
         self.by_grant: dict[GrantId, Transfer] = {}
         self._by_session: dict[SessionId, dict[TransferKey, None]] = {}
@@ -248,31 +219,19 @@ class TransferTable:
         key = (transfer.engine, transfer.transfer_id)
         assert key not in self.live
         self.live[key] = transfer
-        self.tombstones.pop(key, None)
-        for rank, early in self._pop_early_ready(key).items():
-            transfer.set_ready(rank, early.incarnation, early.ready_tokens)
         self._by_session.setdefault(transfer.session, {})[key] = None
         self._by_slot[transfer.session, transfer.fence_slot] = transfer
         self._by_engine.setdefault(transfer.engine, {})[key] = None
 
-    def end(self, transfer: Transfer, why: Code) -> TransferKey | None:
-        """End a transfer, and keep a tombstone for later requests about it.
-
-        Returns the oldest ended transfer if it had to be forgotten for this one.
-        """
+    def remove(self, transfer: Transfer) -> None:
+        """Forget a transfer that has ended, and who has read it."""
         key = (transfer.engine, transfer.transfer_id)
         del self.live[key]
-        self.tombstones[key] = Tombstone(transfer.nonce, why)
         del self._by_slot[transfer.session, transfer.fence_slot]
         discard(self._by_session, transfer.session, key)
         discard(self._by_engine, transfer.engine, key)
         for peer_id, amount in transfer.reader_cost_of_peer.items():
             self._reader_share.release(peer_id, amount)
-        if len(self.tombstones) <= MAX_TOMBSTONES:
-            return None
-        oldest = next(iter(self.tombstones))
-        del self.tombstones[oldest]
-        return oldest
 
     def num_of_engine(self, engine: EngineKey) -> int:
         """Return how many live transfers the engine has."""
@@ -292,36 +251,11 @@ class TransferTable:
         return True
 
     def charges(self) -> Iterator[Charge]:
-        """Yield what the transfers, their readers and early reports are counted for."""
+        """Yield what the transfers and their readers are counted for."""
         for transfer in self.live.values():
             yield BLOCK_ID_BYTES, transfer.uid, transfer.charged_bytes
             for peer_id, amount in transfer.reader_cost_of_peer.items():
                 yield ACKNOWLEDGED, peer_id, amount
-        for key in self.early_ready:
-            yield EARLY_READY, self._early_owner[key], 1
-
-    def has_room_for_ready(self, engine: EngineKey, limit: int, owner: Owner = NO_USER) -> bool:
-        """Whether one more of the engine's transfers may be ready before its publish."""
-        return len(self._early_by_engine.get(engine, ())) < limit and self._early_share.has_room(owner)
-
-    def add_early_ready(
-        self, key: TransferKey, rank: Rank, early: EarlyReady, owner: Owner = NO_USER
-    ) -> None:
-        """Record that the rank has written bytes of a transfer that is not published yet."""
-        if key not in self.early_ready:
-            self._early_owner[key] = owner
-            self._early_share.add(owner, 1)
-        ranks = self.early_ready.setdefault(key, {})
-        ranks[rank] = _further(ranks.get(rank), early)
-        self._early_by_engine.setdefault(key[0], {})[key] = None
-
-    def _pop_early_ready(self, key: TransferKey) -> dict[Rank, EarlyReady]:
-        ranks = self.early_ready.pop(key, None)
-        if ranks is None:
-            return {}
-        discard(self._early_by_engine, key[0], key)
-        self._early_share.release(self._early_owner.pop(key))
-        return ranks
 
     def add_grant(self, transfer: Transfer, grant: Grant) -> None:
         """Put a grant on the transfer's lease, in place of a grant with the same id."""
@@ -338,21 +272,6 @@ class TransferTable:
         grant = transfer.grants.pop(grant_id)
         decrease(transfer.num_grants_of_peer, grant.peer_id)
         return grant
-
-    def forget_tombstone(self, key: TransferKey) -> None:
-        """Forget an ended transfer."""
-        self.tombstones.pop(key, None)
-
-    def forget_early_ready(self, key: TransferKey) -> None:
-        """Forget the early `ready` of a transfer whose publish never came."""
-        self._pop_early_ready(key)
-
-    def end_early_ready(self, engine: EngineKey, rank: Rank, present: Incarnation | None = None) -> None:
-        """Forget the rank's early `ready`, except those of its present mapping: the bytes are gone."""
-        for key in self._early_by_engine.get(engine, ()):
-            ranks = self.early_ready[key]
-            if rank in ranks and ranks[rank].incarnation != present:
-                del ranks[rank]
 
     def published_by(self, session: SessionId) -> list[Transfer]:
         """Return the live transfers that a session published."""

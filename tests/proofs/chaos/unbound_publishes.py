@@ -8,18 +8,18 @@ from __future__ import annotations
 from kvxferd.cli import main
 from kvxferd.core.ranks.registry import LocalEngine
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.source.publishing import PublishedTransfers
+from kvxferd.core.source.publish_checks import PublishChecks
 from kvxferd.ids import Incarnation, Rank
 from kvxferd.wire.worker import Publish
 
 
 def _present(
-    source: PublishedTransfers, session: Session, engine: LocalEngine, said: Publish
+    checks: PublishChecks, session: Session, engine: LocalEngine, said: Publish
 ) -> dict[Rank, Incarnation]:
     return {rank: record.incarnation for rank, record in engine.ranks.items()}
 
 
-PublishedTransfers._incarnations_of = _present  # type: ignore[method-assign]
+PublishChecks._incarnations_of = _present  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     main()

@@ -12,8 +12,10 @@ from kvxferd.core.ranks.registry import LocalEngine
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.sink.pull import TRANSITIONS, Pull, PullPhase, PullTrigger
 from kvxferd.core.sink.pulls import Pulls
+from kvxferd.core.source.announced import Announcements
+from kvxferd.core.source.publish_checks import PublishChecks
 from kvxferd.core.source.publishing import PublishedTransfers
-from kvxferd.core.source.transfer_table import Transfer, TransferTable
+from kvxferd.core.source.transfer_table import Transfer
 from kvxferd.errors import Code
 from kvxferd.ids import Rank
 from kvxferd.wire.worker import Publish
@@ -59,8 +61,8 @@ def test_a_transfer_that_grows_is_delivered_whole(scenario):
 
 
 def test_a_part_that_is_not_written_is_found(monkeypatch):
-    monkeypatch.setattr(Transfer, "tokens_ready_on", lambda self, ranks: 8)
-    monkeypatch.setattr(PublishedTransfers, "is_ready", lambda self, transfer, engine: True)
+    monkeypatch.setattr(Transfer, "tokens_ready", lambda self, spec: 8)
+    monkeypatch.setattr(Transfer, "is_ready", lambda self, spec: True)
     with pytest.raises(Broken, match="was delivered"):
         Search(Scenario(grows=True)).run()
 
@@ -84,11 +86,11 @@ def test_a_publish_of_whatever_memory_is_there_is_found(monkeypatch, when):
     """Not of the memory that its session knew when it was called."""
 
     def present(
-        source: PublishedTransfers, session: Session, engine: LocalEngine, said: Publish
+        checks: PublishChecks, session: Session, engine: LocalEngine, said: Publish
     ) -> dict[Rank, str]:
         return {rank: record.incarnation for rank, record in engine.ranks.items()}
 
-    monkeypatch.setattr(PublishedTransfers, "_incarnations_of", present)
+    monkeypatch.setattr(PublishChecks, "_incarnations_of", present)
     with pytest.raises(Broken, match=r"was delivered|sleeps|was mapped anew"):
         Search(SLEEPS[when]).run()
 
@@ -98,9 +100,11 @@ def test_a_ready_that_outlives_its_memory_is_found(monkeypatch):
     monkeypatch.setattr(
         PublishedTransfers,
         "rank_ready",
-        lambda source, rank, _, name, tokens=-1: ready(source, rank, rank.incarnation, name, tokens),
+        lambda source, rank, name, report: ready(
+            source, rank, name, report._replace(incarnation=rank.incarnation)
+        ),
     )
-    monkeypatch.setattr(TransferTable, "end_early_ready", lambda *_: None)
+    monkeypatch.setattr(Announcements, "rank_changed", lambda *_: None)
     with pytest.raises(Broken, match=r"was delivered|was ready in another mapping"):
         Search(restarted(ready=True, sleeps=1, cancel=False)).run()
 

@@ -317,7 +317,7 @@ class Daemon(Actor, SimNode):
             "chunks": node.chunk_memory.num_bytes,
             "bytes of parts": node.reassembly_memory.num_bytes,
             "retired movers": node.movers.num_ending(),
-            "early readies": len(node.published.table.early_ready),
+            "early readies": len(list(node.published.announced)),
             "fence pages of closed sessions": sum(
                 session not in self.connections for m in self.movers.values() for session in m.fences
             ),

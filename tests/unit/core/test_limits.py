@@ -54,7 +54,7 @@ def test_ready_for_transfers_that_nobody_publishes_is_bounded_engine_by_engine()
     loud, quiet = world.engine(host, "loud", tp=2), world.engine(host, "quiet", tp=2)
     for number in range(100):
         loud[1].ready(f"never-{number}")
-    assert len(host.node.published.table.early_ready) == 4
+    assert len(list(host.node.published.announced)) == 4
     quiet[1].ready("t1")
     sink = world.engine(world.host("d"), "decode")[0]
     assert delivers(quiet[0], sink, "t1")
@@ -178,15 +178,3 @@ def test_grants_that_wait_are_bounded_and_the_pull_is_told():
         assert isinstance(sink.ended(tickets[number]), wk.TicketDelivered)
     stages[1].ready("t2")
     assert sink.reads(refs[2])
-
-
-def test_tombstones_are_bounded(monkeypatch):
-    monkeypatch.setattr("kvxferd.core.source.transfer_table.MAX_TOMBSTONES", 3)
-    world = world_of()
-    source = world.engine(world.host("p"), "prefill")[0]
-    for number in range(10):
-        source.publish(f"t{number}", IDS, TOKENS)
-        source.say(wk.Unpublish(transfer_id=f"t{number}"))
-    transfers = source.host.node.published.table
-    assert [transfer_id for _, transfer_id in transfers.tombstones] == ["t7", "t8", "t9"]
-    assert sum(name[0] == "tombstone" for name in source.host.node.context.timers._live) == 3

@@ -44,16 +44,16 @@ def test_early_readiness_has_a_share_of_each_user(monkeypatch) -> None:
     lower(monkeypatch, EARLY_READY, 16)
     world = World()
     first, second = two_users(world)
-    early = first.host.node.published.table
+    share = first.host.node.context.ledger[EARLY_READY]
     for number in range(40):
         first.ready(f"never-{number}")
     second.ready("soon")
-    assert early._early_share.held_by(FIRST) == 14
-    assert early._early_share.held_by(SECOND) == 1
+    assert share.held_by(FIRST) == 14
+    assert share.held_by(SECOND) == 1
     (sink,) = world.engine(world.host("s"), "decode")
     assert delivers(second, sink, "soon")
     world.advance(60.0)
-    assert early._early_share.held == 0
+    assert share.held == 0
 
 
 # --- who has read

@@ -8,7 +8,6 @@ import pytest
 from kvxferd.client.session import RETRIED_ON_REREGISTER
 from kvxferd.core import events as ev
 from kvxferd.core.ranks.rank import MemberRank
-from kvxferd.core.source import counted_ready
 from kvxferd.errors import Code
 from kvxferd.ids import Generation, Incarnation
 from kvxferd.wire import worker as wk
@@ -219,34 +218,7 @@ def test_a_ready_of_a_name_that_is_no_name_keeps_nothing(world, stages, field):
     )
     effects = home.node.feed(ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")), world.now)
     assert [type(effect.message) for effect in effects] == [PeerRefused]
-    assert not home.node.published.table.early_ready
-    assert not len(home.node.member_reports._counted)
-
-
-def test_one_daemon_cannot_have_readiness_remembered_without_end(world, stages, monkeypatch):
-    home = stages[0].host
-    record = record_of(home)
-    monkeypatch.setattr(counted_ready, "MAX_COUNTED_PER_PEER", 2)
-
-    def say_ready(request: int) -> Message:
-        ready = RankReady(
-            request=request,
-            engine_id=KEY.engine_id,
-            generation="g1",
-            rank=SECOND,
-            transfer_id=f"t{request}",
-            incarnation=record.incarnation,
-            secret=stages[1].host.node.member._secret,
-        )
-        (effect,) = home.node.feed(ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")), world.now)
-        return effect.message
-
-    assert [type(say_ready(request)) for request in (1, 2, 2)] == [RequestDone, RequestDone, RequestDone]
-    refused = say_ready(3)
-    assert isinstance(refused, PeerRefused)
-    assert refused.code is Code.BUSY
-    world.advance(2 * home.node.context.settings.acknowledge_for_s + 1)
-    assert not home.node.member_reports._counted._num_of_peer
+    assert not list(home.node.published.announced)
 
 
 @pytest.mark.parametrize("is_of_other_shape", [True, False])

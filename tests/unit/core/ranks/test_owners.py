@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 import pytest
 
 from kvxferd.core import events as ev
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import SaveOwnerships
-from kvxferd.core.limits.table import OWNED_RANKS, RETRY_LATER_S
+from kvxferd.core.limits.table import EARLY_READY, OWNED_RANKS, RETRY_LATER_S
 from kvxferd.core.peers.remote_engine import manifest_bytes
 from kvxferd.core.ranks import owners as core_owners
 from kvxferd.core.ranks.owners import Owners, daemon_owner, user_owner
 from kvxferd.core.ranks.rank import MemberRank
 from kvxferd.core.settings import Settings
-from kvxferd.core.source import counted_ready
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, BootId, Endpoint, EngineKey, Generation, Incarnation, Rank
 from kvxferd.layout import EngineSpec
@@ -640,18 +641,17 @@ def test_joined_ranks_are_bounded_by_key_and_in_all():
     assert refused.code is Code.BUSY
 
 
-def test_a_few_peers_leave_room_for_one_that_has_little(monkeypatch):
-    """Two that have said ready as often as each may would else refuse all others for minutes."""
-    monkeypatch.setattr(counted_ready, "MAX_COUNTED", 16)
-    monkeypatch.setattr(counted_ready, "MAX_COUNTED_PER_PEER", 8)
+def test_a_few_peers_leave_room_for_one_that_has_little():
+    """Two whose ranks report transfers that nobody publishes would else leave no room for others' reports."""
     world = World()
     home = world.host("p0")
+    home.node.context.ledger[EARLY_READY].limit = 16
 
     def joins(key: str, number: int) -> Message:
         spec = spec_of(f"{key}-{number}", home=home.endpoint)
         return as_holder_of(world, home, key, join(spec, f"agent-{key}-{number}"))
 
-    def is_ready(key: str, number: int) -> Message:
+    def reports(key: str, number: int) -> Message:
         ready = RankReady(
             request=100 * int(key, 16) + number, engine_id=f"{key}-0", generation="g1", rank=FIRST,
             transfer_id=f"t{number}", incarnation="first", secret="another",
@@ -660,10 +660,10 @@ def test_a_few_peers_leave_room_for_one_that_has_little(monkeypatch):
 
     for key in ("0a", "0b", "0c"):
         joins(key, 0)
-    num_taken = {
-        key: sum(isinstance(is_ready(key, n), RequestDone) for n in range(9)) for key in ("0a", "0b", "0c")
-    }
-    assert num_taken == {"0a": 8, "0b": 6, "0c": 1}
+    for key in ("0a", "0b", "0c"):
+        assert all(isinstance(reports(key, number), RequestDone) for number in range(9))
+    kept = Counter(engine.engine_id for engine, _ in home.node.published.announced)
+    assert kept == {"0a-0": 9, "0b-0": 5, "0c-0": 1}
 
 
 def test_a_rank_that_is_joined_by_another_connection_counts_there(world):
@@ -709,7 +709,7 @@ def test_what_a_member_says_of_ended_transfers_leaves_nothing_behind(world):
         )
         world.feed(home, ev.PeerRequest(b"p1", ready, world.keys.get("p1", "")))
     assert len(home.node.context.timers._live) == num_timers
-    assert not home.node.published.table.early_ready
+    assert not list(home.node.published.announced)
 
 
 def test_open_questions_follow_a_member_without_being_sent_at_once(world):

@@ -204,7 +204,7 @@ def test_ready_of_memory_that_is_gone_releases_the_transfer(world: World) -> Non
     second.say(wk.Ready(transfer_id="t1", incarnation="first"))
     assert first.over() == [("t1", Code.RANK_LOST)]
     second.say(wk.Ready(transfer_id="t2", incarnation="first"))
-    assert ("prefill", "g1") not in {key[0] for key in host.node.published.table.early_ready}
+    assert ("prefill", "g1") not in {key[0] for key in host.node.published.announced}
 
 
 def test_a_members_readiness_that_is_late_speaks_for_the_memory_that_it_names(world: World) -> None:

@@ -30,7 +30,6 @@ def full_node() -> Node:
                 num_readers=1,
                 published_at=0.0,
                 lease_expires_at=30.0,
-                ready=set(),
                 incarnations={},
             )
         )
