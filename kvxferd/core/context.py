@@ -15,6 +15,7 @@ from kvxferd.timers import Timers
 # off, at most. A pull that ends takes 300 us with what its record costs: a user can have a thousand
 # pulls with the same deadline.
 CALLS_PER_TICK, CALLS_PER_EVENT = 64, 4
+MAX_TURN_BYTES = 8 << 20  # of block ids in the replies of these calls: 10 ms
 
 
 class NodeContext:
@@ -34,11 +35,13 @@ class NodeContext:
         self.draining = False
         self._effects: list[Effect] = []
         self._before_next_event: dict[Hashable, Callable[[], None]] = {}
+        self._num_bytes = 0  # of block ids in what was emitted since `run_due` began
         self._put_off: FairQueue[Hashable, Callable[[], None]] = FairQueue()
 
-    def emit(self, effect: Effect) -> None:
-        """Append an effect. The shell carries them out in this order."""
+    def emit(self, effect: Effect, num_bytes: int = 0) -> None:
+        """Append an effect. The shell carries them out in this order. `num_bytes`: of block ids in it."""
         self._effects.append(effect)
+        self._num_bytes += num_bytes
 
     def after(self, name: Hashable, delay_s: float, callback: Callable[[], None]) -> None:
         """Set a timer `delay_s` seconds from now."""
@@ -57,8 +60,11 @@ class NodeContext:
 
         `next_deadline` is not in the future while more are due.
         """
+        self._num_bytes = 0
         for _ in range(most):
             self._run_before_next_event()
+            if self._num_bytes >= MAX_TURN_BYTES:
+                return
             if not self.timers.run_next(self.now):
                 if not self._put_off:
                     return

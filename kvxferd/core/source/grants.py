@@ -92,8 +92,8 @@ class GrantServer:
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
 
-    def _reply(self, request: WaitingRequest[GrantRequest]) -> Obstacle | int:
-        """Grant the request and return the bytes of block ids in the reply, or return why it must wait."""
+    def _reply(self, request: WaitingRequest[GrantRequest]) -> Obstacle | None:
+        """Grant the request, or return why it must wait."""
         message = request.message
         transfer = self._published.table.live.get(_key_of(message.ref))
         engine = self._registry.get(message.ref.engine)
@@ -109,7 +109,8 @@ class GrantServer:
         if not self._waiting.poll(request, agents):
             return Obstacle(Code.MOVER_LOST, "its movers do not answer", self._wait_limit_s(message))
         self._grant(request, transfer)
-        return self._send_grant(request, transfer, engine, place)
+        self._send_grant(request, transfer, engine, place)
+        return None
 
     def _obstacle(
         self, request: WaitingRequest[GrantRequest], transfer: Transfer | None, engine: LocalEngine | None
@@ -232,8 +233,8 @@ class GrantServer:
         transfer: Transfer,
         engine: LocalEngine,
         place: MappedFencePage,
-    ) -> int:
-        """Send the grant with the first of the wanted block ids. Return the bytes of these."""
+    ) -> None:
+        """Send the grant with the first of the wanted block ids."""
         message = request.message
         self._waiting.remove(request)
         blocks, has_more = _page(transfer, engine, message.from_tokens)
@@ -251,8 +252,7 @@ class GrantServer:
             has_more=has_more,
             ready_tokens=-1 if is_ready else transfer.tokens_ready(engine.spec),
         )
-        self._context.emit(ReplyToPeer(request.route, granted))
-        return num_id_bytes(blocks)
+        self._context.emit(ReplyToPeer(request.route, granted), num_id_bytes(blocks))
 
     # --- renewal and end
 

@@ -44,8 +44,8 @@ class HandshakeServer:
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
 
-    def _reply(self, request: WaitingRequest[ManifestRequest]) -> Obstacle | int:
-        """Send a page of the manifest, which has no block ids, or return why the request must wait."""
+    def _reply(self, request: WaitingRequest[ManifestRequest]) -> Obstacle | None:
+        """Send a page of the manifest, or return why the request must wait."""
         message = request.message
         engine = self._registry.get(EngineKey(message.engine_id, message.generation))
         if obstacle := self._obstacle(message, engine):
@@ -60,7 +60,7 @@ class HandshakeServer:
             num_ranks=len(ranks),
         )
         self._context.emit(ReplyToPeer(request.route, manifest))
-        return 0
+        return None
 
     def _obstacle(self, message: ManifestRequest, engine: LocalEngine | None) -> Obstacle | None:
         """Return why the manifest cannot be sent now."""

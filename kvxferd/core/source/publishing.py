@@ -254,7 +254,7 @@ class PublishedTransfers:
         self.ended.add(key, transfer.nonce, transfer.uid, why)
         context.timers.cancel(("lease", key))
         self._notify_owners(transfer, why)
-        self._waiting.wake_later(key)
+        self._waiting.wake(key)
         context.emit(
             EmitRecord(
                 ReleaseRecord(

@@ -1,11 +1,11 @@
-"""Peers' requests that have no reply yet, by what they wait for. A change considers its own, some a turn."""
+"""Peers' requests that have no reply yet, by what they wait for. A change considers its own."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvxferd.core.context import NodeContext
@@ -27,12 +27,8 @@ M = TypeVar("M", GrantRequest, ManifestRequest)
 # id may be an agent's name, too: then a change considers more than its own.
 WaitKey = EngineId | TransferKey | AgentName
 
-# Requests that one change considers in one turn of the loop: 20 us each, 5 ms. The others follow in later
-# turns: all 32,768 took 640 ms, each time that a rank came or went.
-REQUESTS_PER_TURN, NEXT_TURN_S = 256, 0.001
 # What a request is counted for: itself, and each of its names beside the characters.
 REQUEST_BYTES, NAME_BYTES = 2048, 64
-MAX_TURN_BYTES = 8 << 20  # of block ids in the replies: 10 ms
 
 
 class Obstacle(NamedTuple):
@@ -54,7 +50,7 @@ class WaitingRequest(Generic[M]):
     wanted: str  # as a refusal names it: "grant transfer t"
     num_bytes: int  # that it is counted for
     waits_for: frozenset[WaitKey]
-    reply: Callable[[WaitingRequest[M]], Obstacle | int]
+    reply: Callable[[WaitingRequest[M]], Obstacle | None]
     received_at: float = 0.0
     sent_at: float = 0.0  # when it arrived last: its peer repeats what it still wants
     agents: frozenset[AgentName] = frozenset()  # whose movers poll for it, or were requested to
@@ -62,10 +58,7 @@ class WaitingRequest(Generic[M]):
 
 
 class WaitingRequests:
-    """Keeps requests until `reply` replies, or what it lacks has been lacking for too long.
-
-    `reply` returns the bytes of block ids in its reply, or the obstacle.
-    """
+    """Keeps requests until `reply` replies, or the obstacle that it returns has been there for too long."""
 
     def __init__(self, context: NodeContext, poll_requests: PollRequests) -> None:
         self._context = context
@@ -74,7 +67,7 @@ class WaitingRequests:
         self._requests: dict[str, WaitingRequest[Any]] = {}
         self._by_key: dict[WaitKey, dict[str, None]] = {}
         self._num_of_peer: Counter[str] = Counter()
-        self._due: dict[str, None] = {}  # to be considered in the next turns
+        self._due: set[str] = set()  # to be considered soon
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -139,7 +132,6 @@ class WaitingRequests:
         """Forget a request: it has its reply, or nobody wants one."""
         self.poll(request, frozenset())
         del self._requests[request.name]
-        self._due.pop(request.name, None)
         for key in request.waits_for:
             discard(self._by_key, key, request.name)
         decrease(self._num_of_peer, request.peer_id)
@@ -147,34 +139,22 @@ class WaitingRequests:
         self._context.timers.cancel(("waits", request.name))
 
     def wake(self, key: WaitKey) -> None:
-        """Consider the first of the requests that wait for this now, and the others in later turns."""
-        concerned = self._by_key.get(key, {})
-        first = list(islice(concerned, REQUESTS_PER_TURN))
-        if len(concerned) > len(first):
-            self._due.update(concerned)
-        self._consider_some(first)
+        """Consider the requests that wait for this, after the event: one may end thousands of transfers."""
+        for name in self._by_key.get(key, {}):
+            if name not in self._due:
+                self._due.add(name)
+                self._context.put_off(self._requests[name].peer_id, partial(self._consider_named, name))
 
-    def wake_later(self, key: WaitKey) -> None:
-        """Consider the requests that wait for this after the event: one may end thousands of transfers."""
-        self._due.update(self._by_key.get(key, {}))
-        self._schedule_rest(0.0)
+    def _consider_named(self, name: str) -> None:
+        self._due.discard(name)
+        if (request := self._requests.get(name)) is not None:
+            self._consider(request)
 
-    def _consider_some(self, names: Iterable[str]) -> None:
-        """Consider these requests, the last of them in a later turn where the replies are large."""
-        num_bytes = 0
-        for name in names:
-            if num_bytes >= MAX_TURN_BYTES:
-                self._due[name] = None
-                continue
-            self._due.pop(name, None)
-            num_bytes += self._consider(self._requests[name])
-        self._schedule_rest(NEXT_TURN_S)
-
-    def _consider(self, request: WaitingRequest[M]) -> int:
-        """Reply to a request, refuse it or keep it. Return the bytes of block ids in its reply."""
+    def _consider(self, request: WaitingRequest[M]) -> None:
+        """Reply to a request, refuse it or keep it."""
         found, now = request.reply(request), self._context.now
-        if isinstance(found, int):
-            return found
+        if found is None:
+            return
         given_up_at = request.sent_at + self._context.settings.gone_after_s
         refused_at = request.received_at + found.wait_s
         if now >= given_up_at:  # its peer is dead, or what took the request back was lost
@@ -184,14 +164,4 @@ class WaitingRequests:
         else:
             request.why = found.why
             look_again_s = min(given_up_at, refused_at) - now
-            again = ("waits", request.name)
-            self._context.after(again, look_again_s, lambda: self._consider_some([request.name]))
-        return 0
-
-    def _schedule_rest(self, delay_s: float) -> None:
-        # The timer is never moved: frequent changes would otherwise put off the rest for ever.
-        if self._due and "waiting-due" not in self._context.timers:
-            self._context.after("waiting-due", delay_s, self._consider_rest)
-
-    def _consider_rest(self) -> None:
-        self._consider_some(list(islice(self._due, REQUESTS_PER_TURN)))
+            self._context.after(("waits", request.name), look_again_s, lambda: self._consider(request))

@@ -13,8 +13,8 @@ from kvxferd.client.fence_slots import FenceSlots
 from kvxferd.client.publishes import ClientPublish, ClientPublishes
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
+from kvxferd.core.context import MAX_TURN_BYTES
 from kvxferd.core.source.grants import MAX_PAGE_BYTES
-from kvxferd.core.source.waiting import MAX_TURN_BYTES
 from kvxferd.ids import Rank
 from kvxferd.layout import BlocksByGroup, PackedBlocks, pack_ids
 from kvxferd.wire import mover as mv

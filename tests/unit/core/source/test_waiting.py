@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvxferd.core import events as ev
+from kvxferd.core.context import CALLS_PER_TICK
 from kvxferd.core.limits.table import WAITING_BYTES
 from kvxferd.core.source.grants import GrantServer
 from kvxferd.core.source.manifests import HandshakeServer
-from kvxferd.core.source.waiting import REQUESTS_PER_TURN
 from kvxferd.errors import Code
 from kvxferd.ids import AgentName, Rank
 from kvxferd.wire import mover as mv
@@ -33,6 +33,21 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
         monkeypatch.setattr(kind, "_reply", reply)
     return seen
+
+
+def most_of_an_event(source: Worker, monkeypatch: pytest.MonkeyPatch, looked_at: list[object]) -> list[int]:
+    """Return how many are considered in each event from now on, in a list that grows."""
+    counts: list[int] = []
+    feed = source.host.node.feed
+
+    def counted(event: ev.Event, now: float):  # type: ignore[no-untyped-def]
+        before = len(looked_at)
+        effects = feed(event, now)
+        counts.append(len(looked_at) - before)
+        return effects
+
+    monkeypatch.setattr(source.host.node, "feed", counted)
+    return counts
 
 
 def send_request(world: World, source: Worker, ref: TransferRef, number: int, agent: str = "gone") -> None:
@@ -90,16 +105,18 @@ def test_the_engines_own_change_is_looked_at(looked_at: list[object], waiting: t
     assert not source.host.node.context.ledger[WAITING_BYTES].held
 
 
-def test_what_many_wait_for_is_looked_at_in_turns(looked_at: list[object]) -> None:
+def test_what_many_wait_for_is_looked_at_in_turns(
+    looked_at: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World()
     world.hold_network = True
     source = world.register(world.host("p"), spec_of("prefill"))
-    node = source.host.node
+    node, most = source.host.node, most_of_an_event(source, monkeypatch, looked_at)
     rank = node.sessions[source.session].rank
     assert rank is not None
     assert rank.agent is not None
     ref = TransferRef(source.host.endpoint, "prefill", "g1", "t", "n")
-    num = 2 * REQUESTS_PER_TURN + 10
+    num = 2 * CALLS_PER_TICK + 10
     for number in range(num):
         # Past the world, which checks the books after each event.
         request = GrantRequest(
@@ -113,25 +130,25 @@ def test_what_many_wait_for_is_looked_at_in_turns(looked_at: list[object]) -> No
         node.feed(ev.PeerRequest(b"d", request, ""), world.now)
     looked_at.clear()
     source.publish("t", IDS, TOKENS, nonce="n")
-    assert len(looked_at) <= 3 * REQUESTS_PER_TURN  # each at most by the publish, its mover, and one turn
     world.advance(0.1)
+    assert CALLS_PER_TICK / 2 < max(most) <= CALLS_PER_TICK
     granted = [m for e in world.network if isinstance(m := decoded(e.payload), GrantReply)]
     assert len(granted) == num
     assert not node.waiting._due
 
 
-def test_fetches_are_looked_at_in_turns(looked_at: list[object]) -> None:
+def test_fetches_are_looked_at_in_turns(looked_at: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     world.hold_network = True
     source = world.register(world.host("p"), spec_of("prefill", tp=2))
-    node, num = source.host.node, 3 * REQUESTS_PER_TURN
+    node, num, most = source.host.node, 3 * CALLS_PER_TICK, most_of_an_event(source, monkeypatch, looked_at)
     for number in range(num):
         fetch = ManifestRequest(request=number, engine_id="prefill", generation="g1", wait_s=9.0)
         node.feed(ev.PeerRequest(b"d", fetch, ""), world.now)
     looked_at.clear()
     world.register(source.host, spec_of("prefill", tp=2, tp_rank=1))
-    assert len(looked_at) <= 2 * REQUESTS_PER_TURN
     world.advance(0.1)
+    assert CALLS_PER_TICK / 2 < max(most) <= CALLS_PER_TICK
     assert len([m for e in world.network if isinstance(m := decoded(e.payload), ManifestReply)]) == num
 
 
