@@ -7,8 +7,6 @@ engine, and each list is checked by every rule that a rank has for its group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
 from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
@@ -16,7 +14,7 @@ from kvxferd.core.limits.fair_share import Owner
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.registry import ASLEEP, LocalRank, MemberRank, RankRecord, Registry
+from kvxferd.core.ranks.registry import ASLEEP, LocalEngine, LocalRank, MemberRank, RankRecord, Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.source.announced import ALL_TOKENS, Announcements, Report
 from kvxferd.core.source.ended import EndedTransfers
@@ -25,9 +23,9 @@ from kvxferd.core.source.transfer_table import Transfer, TransferKey, TransferTa
 from kvxferd.core.source.waiting import WaitingRequests
 from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import EngineKey, GrantId, GroupName, SessionId, TransferId
-from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks, append_ids
-from kvxferd.plan import BlockRules, check_open_blocks, covered_tokens
+from kvxferd.ids import EngineKey, GrantId, SessionId, TransferId
+from kvxferd.layout import BlocksByGroup, append_ids
+from kvxferd.plan import check_open_blocks, covered_tokens
 from kvxferd.records import ReleaseRecord
 from kvxferd.wire.peer import TransferReleased
 from kvxferd.wire.traceparent import span_id_for
@@ -85,13 +83,12 @@ class PublishedTransfers:
             self._context.emit(SendToWorker(session.session_id, refused))
             return
         transfer = self._new_transfer(session, message, blocks, fence_word, admitted)
-        key = (engine, message.transfer_id)
-        for rank, report in self.announced.take(key).items():
+        for rank, report in self.announced.take(transfer.key).items():
             transfer.set_ready(rank, report.incarnation, report.num_tokens)
         self.table.add(transfer)
         self._block_ids.add(transfer.uid, transfer.charged_bytes)
         self.schedule_lease_check(transfer)
-        self._waiting.wake(key)
+        self._waiting.wake(transfer.key)
 
     def _new_transfer(
         self,
@@ -145,7 +142,7 @@ class PublishedTransfers:
         try:
             if transfer.has_all_blocks:
                 raise EngineError(f"cannot extend transfer {transfer.transfer_id}: it has all its blocks")
-            _append(rules, transfer.blocks, blocks)
+            _append(engine, transfer.blocks, blocks)
             check_num_ids(transfer.blocks, f"extend transfer {transfer.transfer_id}")
             charged = request_bytes(transfer.blocks) - before
             self._block_ids.check(transfer.uid, charged, f"extend transfer {transfer.transfer_id}")
@@ -160,7 +157,7 @@ class PublishedTransfers:
         transfer.charged_bytes += charged
         transfer.covered_tokens = covered_tokens(rules, transfer.blocks, transfer.num_tokens)
         self._renew_lease(transfer)
-        self._waiting.wake((engine_key, transfer_id))
+        self._waiting.wake(transfer.key)
 
     def _renew_lease(self, transfer: Transfer) -> None:
         """Keep a transfer that grows: its prefill runs. The timer stays, and finds the lease renewed."""
@@ -223,8 +220,8 @@ class PublishedTransfers:
 
     def schedule_lease_check(self, transfer: Transfer) -> None:
         """Look at the lease when it, or the first grant on it, ends. Called whenever that may be earlier."""
-        key, when = (transfer.engine, transfer.transfer_id), transfer.next_expiry(self._context.now)
-        self._context.timers.set(("lease", key), when, lambda: self._check_lease(transfer))
+        when = transfer.next_expiry(self._context.now)
+        self._context.timers.set(("lease", transfer.key), when, lambda: self._check_lease(transfer))
 
     def _check_lease(self, transfer: Transfer) -> None:
         now = self._context.now
@@ -248,12 +245,11 @@ class PublishedTransfers:
         for grant_id in list(transfer.grants):
             self.end_grant(grant_id)
         self._block_ids.release(transfer.uid, transfer.charged_bytes)
-        key = (transfer.engine, transfer.transfer_id)
         self.table.remove(transfer)
-        self.ended.add(key, transfer.nonce, transfer.uid, why)
-        context.timers.cancel(("lease", key))
+        self.ended.add(transfer.key, transfer.nonce, transfer.uid, why)
+        context.timers.cancel(("lease", transfer.key))
         self._notify_owners(transfer, why)
-        self._waiting.wake_later(key)
+        self._waiting.wake_later(transfer.key)
         context.emit(
             EmitRecord(
                 ReleaseRecord(
@@ -323,18 +319,14 @@ def _is_repeated(former: Transfer, message: Publish, session: Session) -> bool:
     return is_same and former.session != session.session_id
 
 
-def _append(rules: BlockRules, kept: BlocksByGroup, added: Mapping[GroupName, PackedBlocks]) -> None:
+def _append(engine: LocalEngine, kept: BlocksByGroup, added: BlocksByGroup) -> None:
     """Put the added ids behind those that are kept; of a state the last list counts."""
     for name, packed in added.items():
-        before = kept.get(name)
-        if before is None or not before.ids or _is_state(rules, name):
+        before, rules = kept.get(name), engine.list_rules.get(name)
+        if before is None or not before.ids or (rules is not None and rules.is_state):
             kept[name] = packed
         else:
             kept[name] = append_ids(before, packed.ids)
-
-
-def _is_state(rules: BlockRules, name: GroupName) -> bool:
-    return any(group.name == name and group.kind is GroupKind.STATE for group, _ in rules)
 
 
 def _owner_of(record: RankRecord) -> Owner:

@@ -177,7 +177,7 @@ def test_a_grant_of_a_reader_that_is_gone_ends_while_another_reads(world):
     assert len(transfer.grants) == 2
     world.cut |= {("e", "p"), ("p", "e")}
     world.advance(Settings().lease_s + 0.1)
-    assert [grant.consumer.engine_id for grant in transfer.grants.values()] == ["decode"]
+    assert len(transfer.grants) == 1
     assert not source.received(wk.Released)
 
 
