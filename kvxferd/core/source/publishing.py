@@ -7,6 +7,8 @@ engine, and each list is checked by every rule that a rank has for its group.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
 from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
@@ -30,6 +32,35 @@ from kvxferd.records import ReleaseRecord
 from kvxferd.wire.peer import TransferReleased
 from kvxferd.wire.traceparent import span_id_for
 from kvxferd.wire.worker import Publish, PublishRefused, Released
+
+
+class TransferState(StrEnum):
+    """Where the id of a transfer is. What was announced or has ended is forgotten in time: UNUSED again."""
+
+    UNUSED = "unused"
+    ANNOUNCED = "announced"  # a rank has written bytes of it
+    PUBLISHED = "published"  # it may be read as far as its ranks have written it
+    ENDED = "ended"  # its word is overwritten, and its owners have received `Released`
+
+
+class TransferEvent(StrEnum):
+    """What happens to a transfer."""
+
+    REPORT = "report"  # of a rank, how far it has written it
+    PUBLISH = "publish"
+    RELEASE = "release"  # read by all, abandoned, withdrawn, lapsed, or its memory or publisher is gone
+
+
+# A pair that is not in the table is a bug: a publish that it does not allow has been refused before.
+TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
+    (TransferState.UNUSED, TransferEvent.REPORT): TransferState.ANNOUNCED,
+    (TransferState.UNUSED, TransferEvent.PUBLISH): TransferState.PUBLISHED,
+    (TransferState.ANNOUNCED, TransferEvent.REPORT): TransferState.ANNOUNCED,
+    (TransferState.ANNOUNCED, TransferEvent.PUBLISH): TransferState.PUBLISHED,
+    (TransferState.PUBLISHED, TransferEvent.REPORT): TransferState.PUBLISHED,
+    (TransferState.PUBLISHED, TransferEvent.RELEASE): TransferState.ENDED,
+    (TransferState.ENDED, TransferEvent.REPORT): TransferState.ENDED,  # it is repeated, or late
+}
 
 
 class PublishedTransfers:
@@ -83,6 +114,7 @@ class PublishedTransfers:
             self._context.emit(SendToWorker(session.session_id, refused))
             return
         transfer = self._new_transfer(session, message, blocks, fence_word, admitted)
+        self._next_state(transfer.key, TransferEvent.PUBLISH)
         for rank, report in self.announced.take(transfer.key).items():
             transfer.set_ready(rank, report.incarnation, report.num_tokens)
         self.table.add(transfer)
@@ -170,17 +202,29 @@ class PublishedTransfers:
         """
         rank, key = record.spec.rank, (record.spec.key, transfer_id)
         is_there = report.incarnation == record.incarnation and not record.is_asleep
-        if self.ended.get(key) is not None or self.announced.is_late(key, report):
+        state = self._next_state(key, TransferEvent.REPORT)
+        if state is TransferState.ENDED or self.announced.is_late(key, report):
             return
-        if transfer := self.table.live.get(key):
-            if not (is_there and transfer.set_ready(rank, report.incarnation, report.num_tokens)):
-                self.release(transfer, Code.RANK_LOST)
-                return
-            if report.num_tokens < ALL_TOKENS:
-                self._renew_lease(transfer)
-            self._waiting.wake(key)
-        elif is_there:
-            self.announced.add(key, rank, report, _owner_of(record))
+        if state is TransferState.ANNOUNCED:
+            if is_there:
+                self.announced.add(key, rank, report, _owner_of(record))
+            return
+        transfer = self.table.live[key]
+        if not (is_there and transfer.set_ready(rank, report.incarnation, report.num_tokens)):
+            self.release(transfer, Code.RANK_LOST)
+            return
+        if report.num_tokens < ALL_TOKENS:
+            self._renew_lease(transfer)
+        self._waiting.wake(key)
+
+    def _next_state(self, key: TransferKey, event: TransferEvent) -> TransferState:
+        """Return the state after the event. A KeyError is a bug of the caller."""
+        if key in self.table.live:
+            return TRANSITIONS[TransferState.PUBLISHED, event]
+        if self.ended.get(key) is not None:
+            return TRANSITIONS[TransferState.ENDED, event]
+        is_announced = key in self.announced
+        return TRANSITIONS[TransferState.ANNOUNCED if is_announced else TransferState.UNUSED, event]
 
     def unpublish(self, session: SessionId, engine: EngineKey, transfer_id: TransferId) -> None:
         """Release a transfer for its publisher. An unknown one has been released already."""
@@ -241,6 +285,7 @@ class PublishedTransfers:
     def release(self, transfer: Transfer, why: Code) -> None:
         """End the transfer: overwrite the fence word first, then report the release to its owners."""
         context = self._context
+        self._next_state(transfer.key, TransferEvent.RELEASE)
         context.emit(OverwriteFenceWord(transfer.session, transfer.fence_slot))
         for grant_id in list(transfer.grants):
             self.end_grant(grant_id)
