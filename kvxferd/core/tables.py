@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -16,7 +16,7 @@ def decrease(counter: Counter[K], key: K, amount: int = 1) -> None:
         del counter[key]
 
 
-def discard(index: dict[K, dict[V, None]], key: K, value: V) -> None:
+def discard(index: dict[K, dict[V, Any]], key: K, value: V) -> None:
     """Remove a value from an index. A key without values is removed."""
     values = index[key]
     del values[value]

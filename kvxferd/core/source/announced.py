@@ -52,6 +52,9 @@ class Announcements:
         for engine, announced in self._by_engine.items():
             yield from ((engine, transfer_id) for transfer_id in announced)
 
+    def __contains__(self, key: TransferKey) -> bool:
+        return self._find(key) is not None
+
     def is_late(self, key: TransferKey, report: Report) -> bool:
         """Whether the report was here before, and counts no more."""
         one = self._find(key)

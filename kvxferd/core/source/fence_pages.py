@@ -17,7 +17,6 @@ from kvxferd.wire.mover import FenceMapped, UnmapFence
 class MappedFencePage:
     """Where a fence page lies in the mover that registered it."""
 
-    mover: MoverId
     agent: AgentName
     address: int
     metadata: bytes
@@ -29,8 +28,8 @@ class FencePages:
     def __init__(self, context: NodeContext, registry: Registry) -> None:
         self._context = context
         self._registry = registry
-        self._requested: dict[SessionId, MoverId] = {}
-        self._mapped: dict[SessionId, MappedFencePage] = {}
+        # The mover that has mapped each page, or was requested to; where it lies there, once it is mapped.
+        self._pages: dict[SessionId, tuple[MoverId, MappedFencePage | None]] = {}
 
     def create(self, session: Session) -> None:
         """Have the page created that `Registered` carries."""
@@ -38,7 +37,7 @@ class FencePages:
 
     def is_served(self, session: SessionId) -> bool:
         """Whether a mover has registered the session's page, or was requested to."""
-        return session in self._requested
+        return session in self._pages
 
     def assign(self, engine: EngineKey, session: Session) -> None:
         """Have a mover of a rank of the same user register the session's fence page, if there is one.
@@ -68,37 +67,33 @@ class FencePages:
     def _share(self, session: SessionId, mover: MoverId) -> None:
         """Have the mover register the session's page, unless another one serves it."""
         if not self.is_served(session):
-            self._requested[session] = mover
+            self._pages[session] = mover, None
             self._context.emit(ShareFencePage(mover, session))
 
     def page_mapped(self, mover: MoverId, agent: AgentName, message: FenceMapped) -> bool:
         """Record that the mover has mapped the page. Return whether anything changed."""
-        if self._requested.get(message.session) != mover or message.session in self._mapped:
+        if self._pages.get(message.session) != (mover, None):
             return False
-        self._mapped[message.session] = MappedFencePage(mover, agent, message.address, message.metadata)
+        self._pages[message.session] = mover, MappedFencePage(agent, message.address, message.metadata)
         return True
 
     def page_refused(self, mover: MoverId, session: SessionId) -> bool:
         """Record that the mover cannot use the page. Return whether the page was requested of it."""
-        if self._requested.get(session) != mover:
+        if session not in self._pages or self._pages[session][0] != mover:
             return False
-        del self._requested[session]
-        self._mapped.pop(session, None)
+        del self._pages[session]
         return True
 
     def get(self, session: SessionId) -> MappedFencePage | None:
         """Return where the page can be read; None: no mover has mapped it."""
-        return self._mapped.get(session)
+        return self._pages[session][1] if session in self._pages else None
 
     def remove_session(self, session: SessionId) -> None:
         """Have the mover that serves the session's page unmap it."""
-        mover = self._requested.pop(session, None)
-        self._mapped.pop(session, None)
-        if mover is not None:
-            self._context.emit(SendToMover(mover, UnmapFence(session=session)))
+        if (page := self._pages.pop(session, None)) is not None:
+            self._context.emit(SendToMover(page[0], UnmapFence(session=session)))
 
     def remove_mover(self, mover: MoverId) -> None:
         """Forget the mover. `reassign` finds another one for the pages that it served."""
-        for session in [session for session, serving in self._requested.items() if serving == mover]:
-            del self._requested[session]
-            self._mapped.pop(session, None)
+        for session in [session for session, page in self._pages.items() if page[0] == mover]:
+            del self._pages[session]

@@ -15,11 +15,11 @@ from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.transfer_table import Grant, Transfer, TransferKey
 from kvxferd.core.source.waiting import NAME_BYTES, REQUEST_BYTES, Obstacle, WaitingRequest, WaitingRequests
 from kvxferd.errors import Code, EngineError, KvxferdError, count_busy_refusal
-from kvxferd.ids import EngineKey, GrantId, GroupName
+from kvxferd.ids import GrantId, GroupName
 from kvxferd.layout import BlocksByGroup, num_id_bytes
 from kvxferd.records import ServedRecord
 from kvxferd.wire.common import TransferRef
-from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_ENDPOINT_CHARS, MAX_NAME_CHARS, MAX_RANKS
+from kvxferd.wire.limits import FENCE_WORD_BYTES, MAX_ENDPOINT_CHARS, MAX_NAME_CHARS
 from kvxferd.wire.peer import (
     AbandonTransfer,
     Acknowledge,
@@ -38,8 +38,6 @@ MAX_REQUEST_CHARS = 128 << 10
 # that of a few nodes: 1,024 are 8 of them with `limits.max_ranks`. With names of 256 characters a grant takes
 # 1.5 KiB: 6 MiB a transfer, and 1.5 MiB of one peer, where a hostile one had 60,000 grants and 90 MiB.
 MAX_GRANTS_PER_TRANSFER, MAX_GRANTS_PER_PEER = 4096, 1024
-# Engines that acknowledge or abandon one transfer. A request is routed to a handful.
-MAX_READERS = 256
 
 # Of the block ids of one reply: a request of two million tokens at 16 a block. More come in other replies.
 MAX_PAGE_BYTES = 512 << 10
@@ -212,7 +210,6 @@ class GrantServer:
         grant = Grant(
             grant_id=grant_id,
             peer_id=known.peer_id if known else request.peer_id,
-            consumer=request.message.consumer,
             agents=request.agents,
             granted_at=granted_at,
             expires_at=max(
@@ -283,29 +280,26 @@ class GrantServer:
 
     def acknowledge(self, route: bytes, message: Acknowledge, key: str = "") -> None:
         """Record that a consumer rank has the bytes. The last one completes the transfer."""
-        peer_id = key or route.hex()
-        transfer = self._find_transfer(message.ref)
-        if transfer is not None and self._keep_reader(peer_id, message, transfer):
+        transfer, consumer = self._find_transfer(message.ref), message.consumer
+        if transfer is not None and (
+            reader := self._published.table.keep_reader(
+                transfer, key or route.hex(), consumer, acknowledges=True
+            )
+        ):
             grant = _scoped_grant_id(message.grant, key)
             if self._published.table.by_grant.get(grant) is transfer:
                 self._published.end_grant(grant)
-            self._record_acknowledgement(route, message, transfer)
+            if consumer.rank not in reader.acknowledged:  # else it is repeated until it is answered
+                num_bytes = min(message.bytes, self._max_bytes_of(transfer))
+                peer = self._peer_routes.endpoint_of(route)
+                reader.acknowledge(consumer.rank, num_bytes, peer)
+                served = ServedRecord(
+                    source=transfer.engine.engine_id, sink=consumer.engine_id, peer=peer, bytes=num_bytes
+                )
+                self._context.emit(CountServed(served))
             if transfer.is_read_by_all:
                 self._published.release(transfer, Code.COMPLETED)
         self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
-
-    def _record_acknowledgement(self, route: bytes, message: Acknowledge, transfer: Transfer) -> None:
-        consumer = message.consumer
-        reader = transfer.reader(consumer)
-        if consumer.rank in reader.acknowledged:
-            return  # it is repeated until it is answered
-        num_bytes = min(message.bytes, self._max_bytes_of(transfer))
-        peer = self._peer_routes.endpoint_of(route)
-        reader.acknowledge(consumer.rank, num_bytes, peer)
-        served = ServedRecord(
-            source=transfer.engine.engine_id, sink=consumer.engine_id, peer=peer, bytes=num_bytes
-        )
-        self._context.emit(CountServed(served))
 
     def _max_bytes_of(self, transfer: Transfer) -> int:
         """Return more bytes than one rank can read of the transfer: a peer's figure is limited by it."""
@@ -316,24 +310,14 @@ class GrantServer:
 
     def abandon(self, route: bytes, message: AbandonTransfer, key: str = "") -> None:
         """Record that a consumer engine reads no more of the transfer."""
-        peer_id = key or route.hex()
-        transfer = self._find_transfer(message.ref)
-        if transfer is not None and self._keep_reader(peer_id, message, transfer):
-            transfer.reader(message.consumer).abandoned = True
+        transfer, table = self._find_transfer(message.ref), self._published.table
+        if transfer is not None and (
+            reader := table.keep_reader(transfer, key or route.hex(), message.consumer, acknowledges=False)
+        ):
+            reader.abandoned = True
             if transfer.is_read_by_all:
                 self._published.release(transfer, Code.ABANDONED)
         self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
-
-    def _keep_reader(self, peer_id: str, message: Acknowledge | AbandonTransfer, transfer: Transfer) -> bool:
-        """Whether the consumer is kept with the transfer. An invented one gets a reply, and is not kept."""
-        consumer, acknowledges = message.consumer, isinstance(message, Acknowledge)
-        known = transfer.readers.get(EngineKey(consumer.engine_id, consumer.generation))
-        if known is not None:
-            fits = consumer.rank in known.acknowledged or len(known.acknowledged) < MAX_RANKS
-        else:
-            names = (consumer.engine_id, consumer.generation)
-            fits = len(transfer.readers) < MAX_READERS and max(map(len, names)) <= MAX_NAME_CHARS
-        return fits and self._published.table.charge_reader(transfer, peer_id, consumer, acknowledges)
 
     def _find_transfer(self, ref: TransferRef) -> Transfer | None:
         """Return the live transfer of the reference; None where the nonce is another one."""

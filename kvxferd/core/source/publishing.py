@@ -7,7 +7,7 @@ engine, and each list is checked by every rule that a rank has for its group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from enum import StrEnum
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
@@ -17,7 +17,7 @@ from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.rank import ASLEEP, LocalRank, MemberRank, RankRecord
-from kvxferd.core.ranks.registry import Registry
+from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.source.announced import ALL_TOKENS, Announcements, Report
 from kvxferd.core.source.ended import EndedTransfers
@@ -26,13 +26,42 @@ from kvxferd.core.source.transfer_table import Transfer, TransferKey, TransferTa
 from kvxferd.core.source.waiting import WaitingRequests
 from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code, EngineError, KvxferdError
-from kvxferd.ids import EngineKey, GrantId, GroupName, SessionId, TransferId
-from kvxferd.layout import BlocksByGroup, GroupKind, PackedBlocks, append_ids
-from kvxferd.plan import BlockRules, check_open_blocks, covered_tokens
+from kvxferd.ids import EngineKey, GrantId, SessionId, TransferId
+from kvxferd.layout import BlocksByGroup, append_ids
+from kvxferd.plan import check_open_blocks, covered_tokens
 from kvxferd.records import ReleaseRecord
 from kvxferd.wire.peer import TransferReleased
 from kvxferd.wire.traceparent import span_id_for
 from kvxferd.wire.worker import Publish, PublishRefused, Released
+
+
+class TransferState(StrEnum):
+    """Where the id of a transfer is. What was announced or has ended is forgotten in time: UNUSED again."""
+
+    UNUSED = "unused"
+    ANNOUNCED = "announced"  # a rank has written bytes of it
+    PUBLISHED = "published"  # it may be read as far as its ranks have written it
+    ENDED = "ended"  # its word is overwritten, and its owners have received `Released`
+
+
+class TransferEvent(StrEnum):
+    """What happens to a transfer."""
+
+    REPORT = "report"  # of a rank, how far it has written it
+    PUBLISH = "publish"
+    RELEASE = "release"  # read by all, abandoned, withdrawn, lapsed, or its memory or publisher is gone
+
+
+# A pair that is not in the table is a bug: a publish that it does not allow has been refused before.
+TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
+    (TransferState.UNUSED, TransferEvent.REPORT): TransferState.ANNOUNCED,
+    (TransferState.UNUSED, TransferEvent.PUBLISH): TransferState.PUBLISHED,
+    (TransferState.ANNOUNCED, TransferEvent.REPORT): TransferState.ANNOUNCED,
+    (TransferState.ANNOUNCED, TransferEvent.PUBLISH): TransferState.PUBLISHED,
+    (TransferState.PUBLISHED, TransferEvent.REPORT): TransferState.PUBLISHED,
+    (TransferState.PUBLISHED, TransferEvent.RELEASE): TransferState.ENDED,
+    (TransferState.ENDED, TransferEvent.REPORT): TransferState.ENDED,  # it is repeated, or late
+}
 
 
 class PublishedTransfers:
@@ -86,13 +115,13 @@ class PublishedTransfers:
             self._context.emit(SendToWorker(session.session_id, refused))
             return
         transfer = self._new_transfer(session, message, blocks, fence_word, admitted)
-        key = (engine, message.transfer_id)
-        for rank, report in self.announced.take(key).items():
+        self._next_state(transfer.key, TransferEvent.PUBLISH)
+        for rank, report in self.announced.take(transfer.key).items():
             transfer.set_ready(rank, report.incarnation, report.num_tokens)
         self.table.add(transfer)
         self._block_ids.add(transfer.uid, transfer.charged_bytes)
         self.schedule_lease_check(transfer)
-        self._waiting.wake(key)
+        self._waiting.wake(transfer.key)
 
     def _new_transfer(
         self,
@@ -146,7 +175,7 @@ class PublishedTransfers:
         try:
             if transfer.has_all_blocks:
                 raise EngineError(f"cannot extend transfer {transfer.transfer_id}: it has all its blocks")
-            _append(rules, transfer.blocks, blocks)
+            _append(engine, transfer.blocks, blocks)
             check_num_ids(transfer.blocks, f"extend transfer {transfer.transfer_id}")
             charged = request_bytes(transfer.blocks) - before
             self._block_ids.check(transfer.uid, charged, f"extend transfer {transfer.transfer_id}")
@@ -161,7 +190,7 @@ class PublishedTransfers:
         transfer.charged_bytes += charged
         transfer.covered_tokens = covered_tokens(rules, transfer.blocks, transfer.num_tokens)
         self._renew_lease(transfer)
-        self._waiting.wake((engine_key, transfer_id))
+        self._waiting.wake(transfer.key)
 
     def _renew_lease(self, transfer: Transfer) -> None:
         """Keep a transfer that grows: its prefill runs. The timer stays, and finds the lease renewed."""
@@ -174,17 +203,29 @@ class PublishedTransfers:
         """
         rank, key = record.spec.rank, (record.spec.key, transfer_id)
         is_there = report.incarnation == record.incarnation and not record.is_asleep
-        if self.ended.get(key) is not None or self.announced.is_late(key, report):
+        state = self._next_state(key, TransferEvent.REPORT)
+        if state is TransferState.ENDED or self.announced.is_late(key, report):
             return
-        if transfer := self.table.live.get(key):
-            if not (is_there and transfer.set_ready(rank, report.incarnation, report.num_tokens)):
-                self.release(transfer, Code.RANK_LOST)
-                return
-            if report.num_tokens < ALL_TOKENS:
-                self._renew_lease(transfer)
-            self._waiting.wake(key)
-        elif is_there:
-            self.announced.add(key, rank, report, _owner_of(record))
+        if state is TransferState.ANNOUNCED:
+            if is_there:
+                self.announced.add(key, rank, report, _owner_of(record))
+            return
+        transfer = self.table.live[key]
+        if not (is_there and transfer.set_ready(rank, report.incarnation, report.num_tokens)):
+            self.release(transfer, Code.RANK_LOST)
+            return
+        if report.num_tokens < ALL_TOKENS:
+            self._renew_lease(transfer)
+        self._waiting.wake(key)
+
+    def _next_state(self, key: TransferKey, event: TransferEvent) -> TransferState:
+        """Return the state after the event. A KeyError is a bug of the caller."""
+        if key in self.table.live:
+            return TRANSITIONS[TransferState.PUBLISHED, event]
+        if self.ended.get(key) is not None:
+            return TRANSITIONS[TransferState.ENDED, event]
+        is_announced = key in self.announced
+        return TRANSITIONS[TransferState.ANNOUNCED if is_announced else TransferState.UNUSED, event]
 
     def unpublish(self, session: SessionId, engine: EngineKey, transfer_id: TransferId) -> None:
         """Release a transfer for its publisher. An unknown one has been released already."""
@@ -224,8 +265,8 @@ class PublishedTransfers:
 
     def schedule_lease_check(self, transfer: Transfer) -> None:
         """Look at the lease when it, or the first grant on it, ends. Called whenever that may be earlier."""
-        key, when = (transfer.engine, transfer.transfer_id), transfer.next_expiry(self._context.now)
-        self._context.timers.set(("lease", key), when, lambda: self._check_lease(transfer))
+        when = transfer.next_expiry(self._context.now)
+        self._context.timers.set(("lease", transfer.key), when, lambda: self._check_lease(transfer))
 
     def _check_lease(self, transfer: Transfer) -> None:
         now = self._context.now
@@ -245,16 +286,16 @@ class PublishedTransfers:
     def release(self, transfer: Transfer, why: Code) -> None:
         """End the transfer: overwrite the fence word first, then report the release to its owners."""
         context = self._context
+        self._next_state(transfer.key, TransferEvent.RELEASE)
         context.emit(OverwriteFenceWord(transfer.session, transfer.fence_slot))
         for grant_id in list(transfer.grants):
             self.end_grant(grant_id)
         self._block_ids.release(transfer.uid, transfer.charged_bytes)
-        key = (transfer.engine, transfer.transfer_id)
         self.table.remove(transfer)
-        self.ended.add(key, transfer.nonce, transfer.uid, why)
-        context.timers.cancel(("lease", key))
+        self.ended.add(transfer.key, transfer.nonce, transfer.uid, why)
+        context.timers.cancel(("lease", transfer.key))
         self._notify_owners(transfer, why)
-        self._waiting.wake(key)
+        self._waiting.wake(transfer.key)
         context.emit(
             EmitRecord(
                 ReleaseRecord(
@@ -324,18 +365,14 @@ def _is_repeated(former: Transfer, message: Publish, session: Session) -> bool:
     return is_same and former.session != session.session_id
 
 
-def _append(rules: BlockRules, kept: BlocksByGroup, added: Mapping[GroupName, PackedBlocks]) -> None:
+def _append(engine: LocalEngine, kept: BlocksByGroup, added: BlocksByGroup) -> None:
     """Put the added ids behind those that are kept; of a state the last list counts."""
     for name, packed in added.items():
-        before = kept.get(name)
-        if before is None or not before.ids or _is_state(rules, name):
+        before, rules = kept.get(name), engine.list_rules.get(name)
+        if before is None or not before.ids or (rules is not None and rules.is_state):
             kept[name] = packed
         else:
             kept[name] = append_ids(before, packed.ids)
-
-
-def _is_state(rules: BlockRules, name: GroupName) -> bool:
-    return any(group.name == name and group.kind is GroupKind.STATE for group, _ in rules)
 
 
 def _owner_of(record: RankRecord) -> Owner:

@@ -1,4 +1,4 @@
-"""The tables of published transfers: their leases, grants, readers and tombstones."""
+"""Published transfers, the grants on their leases, and who has read them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import BlocksByGroup, EngineSpec
 from kvxferd.records import ReaderRecord, TransferSnapshot
+from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_RANKS
 from kvxferd.wire.peer import Consumer
+
+TransferKey = tuple[EngineKey, TransferId]
 
 # Of a transfer's readers, and of a reader's daemons: those that the release's record names.
 MAX_RECORDED = 8
+# Engines that acknowledge or abandon one transfer. A request is routed to a handful.
+MAX_READERS = 256
+READER_COST = 8  # of a reader itself, in ranks: its names take as much
 
 
 @dataclass(slots=True)
@@ -32,7 +38,6 @@ class Grant:
     """A reader's entry on a transfer's lease."""
 
     grant_id: GrantId
-    consumer: Consumer
     agents: frozenset[AgentName]  # the source movers that must poll while it lives
     granted_at: float
     expires_at: float
@@ -64,7 +69,7 @@ class Reader:
 
 @dataclass(slots=True, kw_only=True)
 class Transfer:
-    """One request's cache, published here. `TransferTable.end` ends it, once."""
+    """One request's cache, published here. `PublishedTransfers.release` ends it, once."""
 
     engine: EngineKey
     transfer_id: TransferId
@@ -92,6 +97,11 @@ class Transfer:
     num_grants_of_peer: Counter[str] = field(default_factory=Counter)  # by `Grant.peer_id`
     readers: dict[EngineKey, Reader] = field(default_factory=dict)
     reader_cost_of_peer: Counter[str] = field(default_factory=Counter)  # in ranks, by peer id
+
+    @property
+    def key(self) -> TransferKey:
+        """Its engine and id."""
+        return self.engine, self.transfer_id
 
     def set_ready(self, rank: Rank, incarnation: Incarnation, ready_tokens: int) -> bool:
         """Record that a rank has written tokens [0, ready_tokens); a late smaller number changes nothing.
@@ -140,21 +150,6 @@ class Transfer:
         """Whether every announced reader is done."""
         return sum(reader.is_done for reader in self.readers.values()) >= self.num_readers
 
-    def reader(self, consumer: Consumer) -> Reader:
-        """Return the consumer's engine among the readers, added if it is new.
-
-        Any holder of the reference may read while the transfer lives. A request that failed on one decode
-        engine may be sent to another one, also when some ranks of the first have acknowledged.
-        """
-        return self.readers.setdefault(_engine_of(consumer), Reader(consumer.num_ranks))
-
-    def reader_cost(self, consumer: Consumer, acknowledges: bool) -> int:
-        """Return the cost, in ranks, of keeping the consumer's acknowledgement or abandonment."""
-        known = self.readers.get(_engine_of(consumer))
-        if known is None:
-            return READER_COST + acknowledges
-        return int(acknowledges and consumer.rank not in known.acknowledged)
-
     def state(self, is_ready: bool) -> str:
         """Return the state as /v1/transfers shows it: "granted", "readable" or "writing"."""
         return "granted" if self.grants else "readable" if is_ready else "writing"
@@ -193,16 +188,6 @@ class Transfer:
         )
 
 
-def _engine_of(consumer: Consumer) -> EngineKey:
-    return EngineKey(consumer.engine_id, consumer.generation)
-
-
-TransferKey = tuple[EngineKey, TransferId]
-
-
-READER_COST = 8  # of a reader itself, in ranks: its names take as much
-
-
 class TransferTable:
     """The live transfers of this node's engines, and the grants on them."""
 
@@ -210,26 +195,21 @@ class TransferTable:
         self.live: dict[TransferKey, Transfer] = {}
         self._reader_share = ledger[ACKNOWLEDGED]
         self.by_grant: dict[GrantId, Transfer] = {}
-        self._by_session: dict[SessionId, dict[TransferKey, None]] = {}
-        self._by_slot: dict[tuple[SessionId, int], Transfer] = {}
-        self._by_engine: dict[EngineKey, dict[TransferKey, None]] = {}
+        self._by_session: dict[SessionId, dict[int, Transfer]] = {}  # by fence slot
+        self._by_engine: dict[EngineKey, dict[TransferId, Transfer]] = {}
 
     def add(self, transfer: Transfer) -> None:
         """Start a transfer's life."""
-        key = (transfer.engine, transfer.transfer_id)
-        assert key not in self.live
-        self.live[key] = transfer
-        self._by_session.setdefault(transfer.session, {})[key] = None
-        self._by_slot[transfer.session, transfer.fence_slot] = transfer
-        self._by_engine.setdefault(transfer.engine, {})[key] = None
+        assert transfer.key not in self.live
+        self.live[transfer.key] = transfer
+        self._by_session.setdefault(transfer.session, {})[transfer.fence_slot] = transfer
+        self._by_engine.setdefault(transfer.engine, {})[transfer.transfer_id] = transfer
 
     def remove(self, transfer: Transfer) -> None:
         """Forget a transfer that has ended, and who has read it."""
-        key = (transfer.engine, transfer.transfer_id)
-        del self.live[key]
-        del self._by_slot[transfer.session, transfer.fence_slot]
-        discard(self._by_session, transfer.session, key)
-        discard(self._by_engine, transfer.engine, key)
+        del self.live[transfer.key]
+        discard(self._by_session, transfer.session, transfer.fence_slot)
+        discard(self._by_engine, transfer.engine, transfer.transfer_id)
         for peer_id, amount in transfer.reader_cost_of_peer.items():
             self._reader_share.release(peer_id, amount)
 
@@ -242,13 +222,25 @@ class TransferTable:
         """The live transfers of the engine that has most."""
         return max(map(len, self._by_engine.values()), default=0)
 
-    def charge_reader(self, transfer: Transfer, peer_id: str, consumer: Consumer, acknowledges: bool) -> bool:
-        """Charge a reader's acknowledgement or abandonment to its peer; False where there is no room."""
-        cost = transfer.reader_cost(consumer, acknowledges)
-        if cost and not self._reader_share.acquire(peer_id, cost):
-            return False
+    def keep_reader(
+        self, transfer: Transfer, peer_id: str, consumer: Consumer, acknowledges: bool
+    ) -> Reader | None:
+        """Return the consumer's engine among the readers; None: it is invented, or its peer has no room.
+
+        Any holder of the reference may read while the transfer lives. A request that failed on one decode
+        engine may be sent to another one, also when some ranks of the first have acknowledged.
+        """
+        engine = EngineKey(consumer.engine_id, consumer.generation)
+        if (reader := transfer.readers.get(engine)) is not None:
+            cost = int(acknowledges and consumer.rank not in reader.acknowledged)
+            fits = not cost or len(reader.acknowledged) < MAX_RANKS
+        else:
+            cost = READER_COST + acknowledges
+            fits = len(transfer.readers) < MAX_READERS and max(map(len, engine)) <= MAX_NAME_CHARS
+        if not fits or (cost and not self._reader_share.acquire(peer_id, cost)):
+            return None
         transfer.reader_cost_of_peer[peer_id] += cost
-        return True
+        return transfer.readers.setdefault(engine, Reader(consumer.num_ranks))
 
     def charges(self) -> Iterator[Charge]:
         """Yield what the transfers and their readers are counted for."""
@@ -275,12 +267,12 @@ class TransferTable:
 
     def published_by(self, session: SessionId) -> list[Transfer]:
         """Return the live transfers that a session published."""
-        return [self.live[key] for key in self._by_session.get(session, ())]
+        return list(self._by_session.get(session, {}).values())
 
     def in_slot(self, session: SessionId, slot: int) -> Transfer | None:
         """Return the live transfer whose word lies in that slot of the session's fence page."""
-        return self._by_slot.get((session, slot))
+        return self._by_session.get(session, {}).get(slot)
 
     def of_engine(self, engine: EngineKey) -> list[Transfer]:
         """Return the live transfers of an engine."""
-        return [self.live[key] for key in self._by_engine.get(engine, ())]
+        return list(self._by_engine.get(engine, {}).values())

@@ -82,7 +82,7 @@ class Replay:
             "movers": node.movers._movers,
             "peers": node.peers._peers,
             "members": node.home._members,
-            "fence pages": node.fence_pages._requested,
+            "fence pages": node.fence_pages._pages,
             "pulls": node.pulls,
             "questions": node.peer_requests,
             "transfers": node.published.table.live,

@@ -14,7 +14,7 @@ from kvxferd.core.peers.manifest_checks import check_manifest, checked_layouts
 from kvxferd.core.ranks import home as core_home
 from kvxferd.core.sink.manifests import MAX_ENGINES_PER_PEER
 from kvxferd.core.source import grants as grant_server
-from kvxferd.core.source.grants import MAX_READERS
+from kvxferd.core.source.transfer_table import MAX_READERS
 from kvxferd.errors import Code, EngineError, PeerError
 from kvxferd.ids import Endpoint, Rank
 from kvxferd.layout import Group, GroupKind, PackedBlocks, RankLayout, RegionSpec, UnitRange, pack_ids
