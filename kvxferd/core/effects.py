@@ -111,7 +111,7 @@ class SendToPeer:
 class ReplyToPeer:
     """Send on a connection that a peer opened to this node.
 
-    Most are replies. `SetRankPolling` and `TransferReleased` are requests of a home to its member.
+    Most are replies. `RankPollingRequest` and `TransferReleased` are requests of a home to its member.
     """
 
     route: bytes

@@ -127,7 +127,7 @@ class PidfdNotSent:
 class PeerReply:
     """A message arrived on the connection that this node opened to a peer.
 
-    Most are replies. `SetRankPolling` and `TransferReleased` are requests of a home to its member.
+    Most are replies. `RankPollingRequest` and `TransferReleased` are requests of a home to its member.
     """
 
     endpoint: Endpoint

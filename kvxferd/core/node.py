@@ -52,7 +52,7 @@ from kvxferd.core.ranks.changes import RankChange
 from kvxferd.core.ranks.chunk_memory import ChunkMemory
 from kvxferd.core.ranks.home import Home
 from kvxferd.core.ranks.local_ranks import LocalRanks
-from kvxferd.core.ranks.member import Join, Member
+from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import Disownable, Owners
 from kvxferd.core.ranks.polling import PollRequests
@@ -117,11 +117,12 @@ from kvxferd.wire.peer import (
     PeerMessage,
     PeerRefused,
     PeerWelcome,
+    RankPollingRequest,
     RankReady,
     ReleaseGrant,
     RenewGrants,
     ReplyMessage,
-    SetRankPolling,
+    RequestDone,
     TransferReleased,
     refusal_of,
 )
@@ -628,7 +629,8 @@ class Node:
             self.context.emit(SendToMover(mover.mover_id, SetPolling(on=on)))
             self.movers.reconsider(mover.mover_id)
             return
-        self.home.request_polling(agent, on)
+        if on:
+            self.home.request_polling(agent)
 
     def _polling_confirmed(self, agent: AgentName) -> None:
         if self.poll_requests.confirm(agent):
@@ -650,8 +652,8 @@ class Node:
 
     def _handle_peer_reply(self, endpoint: Endpoint, message: PeerMessage) -> None:
         match message:
-            case SetRankPolling():
-                self.member.set_polling(endpoint, message)
+            case RankPollingRequest():
+                self.member.start_polling(endpoint, message)
             case TransferReleased():
                 self.member.handle_released(endpoint, message)
             case _:
@@ -676,20 +678,16 @@ class Node:
                 self.pulls.acknowledged(pull, asked.opened_at)
             case AbandonTransfer() as abandoned, Session() as session:
                 self.worker_requests.abandon_answered(session, abandoned.ref)
-            case JoinRank() as joined, Join() as join:
-                self.member.join_answered(join, joined.request, reply)
-            case SetRankPolling() as polling, _:
-                self._polling_answered(polling, reply)
+            case JoinRank() as joined, LocalRank() as rank:
+                self.member.join_answered(rank, joined, reply)
+            case RankPollingRequest() as polling, _:
+                if isinstance(reply, RequestDone):
+                    self._polling_confirmed(polling.agent)
+                else:
+                    self.poll_requests.request_failed(polling.agent)
             case _:
                 pass  # of the others only that they are repeated no more
         self.peers.forget_if_unused(asked)
-
-    def _polling_answered(self, asked: SetRankPolling, reply: ReplyMessage) -> None:
-        is_done = self.home.polling_answered(asked, reply)
-        if asked.on and is_done:
-            self._polling_confirmed(asked.agent)
-        elif asked.on:
-            self.poll_requests.request_failed(asked.agent)
 
     def _rank_joined(self, rank: LocalRank, refusal: Refusal | None) -> None:
         if session := self.sessions.get(rank.session):

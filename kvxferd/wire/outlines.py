@@ -84,7 +84,7 @@ PeerOutline = (
     | JoinRankOutline
     | peer.LeaveRank
     | peer.RankReady
-    | peer.SetRankPolling
+    | peer.RankPollingRequest
     | peer.TransferReleased
     | peer.PeerWelcome
     | ManifestReplyOutline

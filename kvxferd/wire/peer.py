@@ -179,11 +179,13 @@ class AbandonTransfer(Message, frozen=True):
 class RequestDone(Message, frozen=True):
     """The reply to a returned grant, an acknowledgement, an abandonment or a member's report.
 
-    `is_new`: of a `JoinRank`, the home did not know the rank, nor what it has reported.
+    `is_new`: of a `JoinRank`, the home did not know the rank, nor what it has reported. `polls`: of a
+    `JoinRank`, the rank's mover must poll, or go on polling; else it need not.
     """
 
     request: int
     is_new: bool = False
+    polls: bool = False
 
 
 class StillWaiting(Message, frozen=True):
@@ -242,12 +244,14 @@ class RankReady(Message, frozen=True):
     ready_tokens: int = -1  # tokens [0, ready_tokens) are written; -1: all
 
 
-class SetRankPolling(Message, frozen=True):
-    """Home to member: the rank's mover must poll, or need not any more. The reply is `RequestDone`."""
+class RankPollingRequest(Message, frozen=True):
+    """Home to member: the rank's mover must poll, until the reply to a later `JoinRank` says otherwise.
+
+    The reply is `RequestDone`, once it polls.
+    """
 
     request: int
     agent: Annotated[AgentName, NAME]
-    on: bool
 
 
 class TransferReleased(Message, frozen=True):
@@ -271,7 +275,7 @@ RequestMessage = (
     | JoinRank
     | LeaveRank
     | RankReady
-    | SetRankPolling
+    | RankPollingRequest
     | TransferReleased
 )
 ReplyMessage = (

@@ -23,7 +23,9 @@ from tests.simulation.world import LOW_NUMBERS, Traits, World
 START_S = 30.0
 REST_S = 100.0  # by then everything is at rest: longer than any lease, hold or quarantine
 LOOK_S = 1.0
-QUIET_S = 3.0  # so long nothing is left: what is repeated comes within two seconds
+# So long nothing is left: what is repeated comes within two seconds, and a member's mover polls until its
+# home has lingered, the reply to a heartbeat says so, and it has lingered itself.
+QUIET_S = 2.0 + 3.0 + 2.0
 BEGIN_S = 1.0  # for spare movers
 IDLE_S = 5.0
 # In that time: 2, 11 and 58 are the most that were seen; a mover that polls wakes each second.

@@ -54,7 +54,7 @@ KINDS = {
 }  # fmt: skip
 RARE_MESSAGES = (  # of which one lost at random would seldom be
     "GrantReply", "RenewGrants", "GrantsRenewed", "ReleaseGrant", "Acknowledge",
-    "AbandonTransfer", "RequestDone", "JoinRank", "LeaveRank", "RankReady", "SetRankPolling",
+    "AbandonTransfer", "RequestDone", "JoinRank", "LeaveRank", "RankReady", "RankPollingRequest",
     "TransferReleased",
 )  # fmt: skip
 

@@ -27,10 +27,9 @@ from kvxferd.wire.peer import (
     JoinRank,
     LeaveRank,
     PeerRefused,
+    RankPollingRequest,
     RankReady,
-    ReplyMessage,
     RequestDone,
-    SetRankPolling,
     refusal_of,
 )
 
@@ -63,8 +62,6 @@ class Home:
         self._members: dict[AgentName, MemberRank] = {}
         self._member_share = context.ledger[MEMBER_BYTES]  # by `_peer_id`
         self._owners = registry.owners
-        self._polling_requests: dict[AgentName, int] = {}  # the open `SetRankPolling` of each agent
-        self._may_still_poll: set[AgentName] = set()  # members that never heard that they may stop
 
     def join(self, route: bytes, message: JoinRank, key: str) -> None:
         """Add a member's rank, or refresh it. The first daemon that joins a rank owns it."""
@@ -102,7 +99,8 @@ class Home:
         self._on_engine_change(spec.engine_id)
 
     def _reply_to_join(self, record: MemberRank, route: bytes, message: JoinRank) -> None:
-        done = RequestDone(request=message.request, is_new=message.request == record.added_by)
+        is_new, polls = message.request == record.added_by, self._poll_requests.is_requested(record.agent)
+        done = RequestDone(request=message.request, is_new=is_new, polls=polls)
         self._context.emit(ReplyToPeer(route, done))
 
     def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
@@ -246,10 +244,6 @@ class Home:
             self._uncount(record)
             record.route = route
             self._member_share.add(_peer_id(record), record.num_bytes)
-        if record.agent in self._may_still_poll:  # its node was silent then, and is back
-            self._may_still_poll.discard(record.agent)
-            if not self._poll_requests.is_requested(record.agent):
-                self._send_polling_request(record, False)
         self._context.after(
             ("member", record.spec.key, record.spec.rank),
             self._context.settings.tombstone_s,
@@ -267,32 +261,11 @@ class Home:
 
     def _replace(self, present: MemberRank | None, record: MemberRank) -> None:
         if present is None:
-            # An earlier home on this endpoint may have had the mover poll: that is over.
-            self._send_polling_request(record, False)
             return
         self._members.pop(present.agent, None)
-        if present.agent != record.agent:
-            self._may_still_poll.discard(present.agent)
         self._uncount(present)
         if present.route != record.route:
             self._peer_requests.reroute(present.route, record.route)
-
-    def _send_polling_request(self, member: MemberRank, on: bool) -> None:
-        """Withdraw the agent's earlier request first: sent again, it would undo this one."""
-        agent, number = member.agent, self._peer_requests.next_id()
-        self._peer_requests.withdraw(self._polling_requests.get(agent, 0))
-        self._polling_requests[agent] = number
-        message = SetRankPolling(request=number, agent=agent, on=on)
-        timeout_s = self._context.settings.silent_after_s
-        self._peer_requests.send(OpenRequest(member.route, message, timeout_s, key=member.key))
-
-    def polling_answered(self, asked: SetRankPolling, reply: ReplyMessage) -> bool:
-        """Return whether the member has done what it was asked."""
-        self._polling_requests.pop(asked.agent, None)
-        is_done = isinstance(reply, RequestDone)
-        if not asked.on and not is_done and asked.agent in self._members:
-            self._may_still_poll.add(asked.agent)
-        return is_done
 
     def _member_expired(self, record: MemberRank) -> None:
         """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
@@ -303,7 +276,6 @@ class Home:
 
     def _remove(self, record: MemberRank) -> None:
         self._members.pop(record.agent, None)
-        self._may_still_poll.discard(record.agent)
         self._uncount(record)
         self._context.timers.cancel(("member", record.spec.key, record.spec.rank))
         self._on_change(RankChange.GONE, record)
@@ -369,7 +341,9 @@ class Home:
         self._context.emit(ReplyToPeer(route, refused))
         return False
 
-    def request_polling(self, agent: AgentName, on: bool) -> None:
-        """Have a member's mover poll, or stop."""
+    def request_polling(self, agent: AgentName) -> None:
+        """Have a member's mover poll. It stops where the reply to a heartbeat does not say that it is to."""
         if member := self._members.get(agent):
-            self._send_polling_request(member, on)
+            message = RankPollingRequest(request=self._peer_requests.next_id(), agent=agent)
+            timeout_s = self._context.settings.silent_after_s
+            self._peer_requests.send(OpenRequest(member.route, message, timeout_s, key=member.key))

@@ -443,7 +443,7 @@ class LocalRanks:
     def mover_died(self, session: Session, mover: Mover) -> None:
         """Continue what waits for this death, or report a retired mover's death to the home."""
         self._reply_once_unmapped(session)
-        if session.rank is not None and self._member.has_joined(session.rank, mover.agent):
+        if session.rank is not None and session.rank.joined == mover.agent:
             self._member.leave(session.rank)
 
     def resident_mover_started(self, session: Session) -> None:

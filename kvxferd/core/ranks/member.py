@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from kvxferd.core.context import NodeContext
@@ -21,10 +20,10 @@ from kvxferd.wire.peer import (
     JoinRank,
     LeaveRank,
     PeerRefused,
+    RankPollingRequest,
     RankReady,
     ReplyMessage,
     RequestDone,
-    SetRankPolling,
     TransferReleased,
 )
 from kvxferd.wire.worker import Released
@@ -36,15 +35,6 @@ MAX_RELEASED = 16_384
 MAX_REPORTED = 512
 # Refusals of a home that may end with time, where they carry `retry_after_s`.
 RETRYABLE_CODES = frozenset({Code.NOT_ALLOWED, Code.RANK_TAKEN, Code.BUSY})
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """A rank that is being joined, with the mover that it had then."""
-
-    rank: LocalRank
-    agent: AgentName | None
-    deadline: float  # until when a home that may change its mind is asked again
 
 
 class Member:
@@ -68,9 +58,7 @@ class Member:
         self._released: OrderedDict[tuple[EngineKey, TransferId], None] = OrderedDict()
         # What each rank has reported as written and not heard to be released: a home that restarts lost it.
         self._reported: dict[SessionId, OrderedDict[TransferId, tuple[Incarnation, int]]] = {}
-        self._joined: dict[SessionId, AgentName] = {}  # the agent that each rank's home may know
-        self._open_joins: dict[SessionId, int] = {}  # the request of each rank's last `JoinRank`
-        self._pending: list[tuple[Endpoint, SetRankPolling]] = []  # until the mover polls
+        self._pending: dict[tuple[Endpoint, AgentName], RankPollingRequest] = {}  # until the mover polls
         self.on_joined: Callable[[LocalRank, Refusal | None], None] = lambda rank, refusal: None
         peers.pin(self._homes)
 
@@ -81,94 +69,84 @@ class Member:
         request is sent again.
         """
         # After about this time the home gives up a daemon that is silent.
-        deadline = self._context.now + 2 * self._context.settings.silent_after_s
-        self._send_join(Join(rank, rank.agent, deadline))
-        self._schedule_heartbeat(rank)
+        rank.join_deadline = self._context.now + 2 * self._context.settings.silent_after_s
+        self._send_join(rank)
 
-    def _send_join(self, join: Join) -> None:
-        rank = join.rank
+    def _send_join(self, rank: LocalRank) -> None:
         message = JoinRank(
             request=self._peer_requests.next_id(),
             boot=self._context.boot,
             manifest=rank.manifest(),
             secret=self._secret,
         )
-        self._cancel_join(rank)
-        self._joined[rank.session] = message.manifest.binding.agent
-        self._open_joins[rank.session] = message.request
+        self._replace_join(rank, message.request)
+        rank.joined, rank.asked_to_poll = rank.agent, False
+        self._set_timer(rank, self._context.settings.member_heartbeat_s)
         # Reports wait until the rank has joined, and would fill its user's share of requests for minutes.
         timeout_s = self._context.settings.silent_after_s
-        self._peers.request(rank.spec.home, message, timeout_s, rank.uid, join, is_vital=True)
+        self._peers.request(rank.spec.home, message, timeout_s, rank.uid, rank, is_vital=True)
 
-    def join_answered(self, join: Join, request: int, reply: ReplyMessage) -> None:
+    def _replace_join(self, rank: LocalRank, request: int) -> None:
+        """End the rank's open `JoinRank`: sent again, it would undo at the home what is sent from now on."""
+        former, rank.join_request = rank.join_request, request
+        self._peer_requests.cancel(former)
+
+    def _set_timer(self, rank: LocalRank, after_s: float) -> None:
+        self._context.after(("heartbeat", rank.session), after_s, lambda: self._join_again(rank))
+
+    def _join_again(self, rank: LocalRank) -> None:
+        if rank.join_request and rank.state is RankState.JOINING:
+            self._set_timer(rank, self._context.settings.member_heartbeat_s)  # the first reply is still due
+        elif rank.state in (RankState.JOINING, RankState.READY):
+            self._send_join(rank)
+
+    def join_answered(self, rank: LocalRank, asked: JoinRank, reply: ReplyMessage) -> None:
         """Report whether the home takes the rank, unless it is asked once more."""
-        rank = join.rank
-        if self._open_joins.get(rank.session) != request:
+        if rank.join_request != asked.request:
             return  # a later request about the rank is in its place
-        del self._open_joins[rank.session]
-        if rank.agent != join.agent:
-            return  # another mover has been bound since, and its join is under way
+        rank.join_request = 0
         if not isinstance(reply, PeerRefused):
             self.on_joined(rank, None)
-            if isinstance(reply, RequestDone) and reply.is_new:
-                self._report_again(rank)
+            if isinstance(reply, RequestDone):
+                self._do_as_told(rank, reply)
             return
         wait_s = reply.retry_after_s
-        may_change = reply.code in RETRYABLE_CODES and wait_s > 0
-        if may_change and rank.state is RankState.JOINING and self._context.now + wait_s <= join.deadline:
-            self._context.after(("rejoin", rank.session), wait_s, partial(self._rejoin, join))
-            return
-        self.on_joined(rank, Refusal(reply.code, reply.message, wait_s))
+        may_change = reply.code in RETRYABLE_CODES and 0 < wait_s <= rank.join_deadline - self._context.now
+        if may_change and rank.state is RankState.JOINING:
+            self._set_timer(rank, wait_s)
+        else:
+            self.on_joined(rank, Refusal(reply.code, reply.message, wait_s))
 
-    def _rejoin(self, join: Join) -> None:
-        if join.rank.agent == join.agent and join.rank.state is RankState.JOINING:
-            self._send_join(join)
-
-    def _cancel_join(self, rank: LocalRank) -> None:
-        """End the rank's open `JoinRank`: sent again, it would undo at the home what is sent from now on."""
-        self._peer_requests.cancel(self._open_joins.pop(rank.session, 0))
+    def _do_as_told(self, rank: LocalRank, reply: RequestDone) -> None:
+        if reply.polls and rank.agent is not None:
+            self._poll_requests.acquire(rank.agent, ("home", rank.spec.home))
+        elif rank.agent is not None and not rank.asked_to_poll:
+            self._poll_requests.release(rank.agent, ("home", rank.spec.home))
+        if reply.is_new:
+            self._report_again(rank)
 
     def _homes(self) -> set[Endpoint]:
         """Return the homes of this node's engines: they send on the connections that this node opened."""
         return {engine.spec.home for engine in self._registry if engine.spec.home}
 
-    def _schedule_heartbeat(self, rank: LocalRank) -> None:
-        self._context.after(
-            ("heartbeat", rank.session),
-            self._context.settings.member_heartbeat_s,
-            lambda: self._heartbeat(rank),
-        )
-
-    def _heartbeat(self, rank: LocalRank) -> None:
-        if rank.state is RankState.READY:
-            self.join(rank)
-        elif rank.state is RankState.JOINING:
-            self._schedule_heartbeat(rank)  # the first reply is still due
-
-    def has_joined(self, rank: LocalRank, agent: AgentName) -> bool:
-        """Whether the rank's home may know that agent as the rank's."""
-        return self._joined.get(rank.session) == agent
-
     def leave(self, rank: LocalRank) -> None:
         """Leave the home, if the rank has joined it: it is gone, sleeps, or has no mover now."""
         self._context.timers.cancel(("heartbeat", rank.session))
-        self._context.timers.cancel(("rejoin", rank.session))
         self._reported.pop(rank.session, None)  # its home ends what it has written
-        if self._joined.pop(rank.session, None) is None:
+        if rank.joined is None:
             return
-        self._cancel_join(rank)
-        spec = rank.spec
+        rank.joined = None
+        self._replace_join(rank, 0)
         message = LeaveRank(
             request=self._peer_requests.next_id(),
             boot=self._context.boot,
-            engine_id=spec.engine_id,
-            generation=spec.generation,
-            rank=spec.rank,
+            engine_id=rank.spec.engine_id,
+            generation=rank.spec.generation,
+            rank=rank.spec.rank,
             secret=self._secret,
         )
-        self._peers.request(
-            spec.home, message, self._context.settings.acknowledge_for_s, rank.uid, is_vital=True
-        )
+        timeout_s = self._context.settings.acknowledge_for_s
+        self._peers.request(rank.spec.home, message, timeout_s, rank.uid, is_vital=True)
 
     def report_ready(
         self, rank: LocalRank, incarnation: Incarnation, transfer_id: TransferId, ready_tokens: int = -1
@@ -209,45 +187,35 @@ class Member:
 
     # --- requests of the home
 
-    def set_polling(self, home: Endpoint, message: SetRankPolling) -> None:
-        """Have a rank's mover poll, or let it stop. Only the rank's home may request this."""
-        if message.on and self._rank_of(message.agent, home) is None:
+    def start_polling(self, home: Endpoint, message: RankPollingRequest) -> None:
+        """Have a rank's mover poll. Only the rank's home may request this."""
+        rank = self._rank_of(message.agent, home)
+        if rank is None:
             text = f"cannot have agent {message.agent[:80]} poll: it is no mover's of a rank with home {home}"
             self._context.emit(
                 SendToPeer(home, PeerRefused(request=message.request, code=Code.NOT_HOME, message=text))
             )
             return
-        if message.on:
-            self._poll_requests.acquire(message.agent, ("home", home))
-            self._pending.append((home, message))
-            self.reply_to_polling_requests()
-        else:
-            self._poll_requests.release(message.agent, ("home", home))
-            self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
+        rank.asked_to_poll = True
+        self._poll_requests.acquire(message.agent, ("home", home))
+        self._pending[home, message.agent] = message
+        self.reply_to_polling_requests()
 
     def _rank_of(self, agent: AgentName, home: Endpoint) -> LocalRank | None:
         """Return the local rank that the agent serves, if its home is `home`."""
-        for engine in self._registry:
-            if engine.spec.home == home:
-                for record in engine.ranks.values():
-                    if isinstance(record, LocalRank) and record.agent == agent:
-                        return record
-        return None
+        ranks = self._registry.local_ranks()
+        return next((rank for rank in ranks if (rank.agent, rank.spec.home) == (agent, home)), None)
 
     def mover_gone(self, agent: AgentName) -> None:
         """Drop the requests for a dead mover to poll."""
-        self._pending = [(home, message) for home, message in self._pending if message.agent != agent]
+        self._pending = {key: message for key, message in self._pending.items() if message.agent != agent}
 
     def reply_to_polling_requests(self) -> None:
         """Reply to the homes whose movers poll now."""
-        still = []
-        for home, message in self._pending:
-            if self._poll_requests.is_polling(message.agent):
+        for (home, agent), message in list(self._pending.items()):
+            if self._poll_requests.is_polling(agent):
+                del self._pending[home, agent]
                 self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
-            else:
-                still.append((home, message))
-        # Only the last request of a home about an agent needs a reply; older ones were withdrawn.
-        self._pending = list({(home, message.agent): (home, message) for home, message in still}.values())
 
     def handle_released(self, home: Endpoint, message: TransferReleased) -> None:
         """Report a transfer that the home released to this node's ranks of the engine.

@@ -97,6 +97,11 @@ class LocalRank:
     num_unacknowledged: int = 0  # offers in a row that the worker has not acknowledged
     agent: AgentName | None = None
     library: str = ""
+    # Of a rank whose home is elsewhere:
+    joined: AgentName | None = None  # the agent that its home may know
+    join_request: int = 0  # the number of the open JoinRank; 0: there is none
+    join_deadline: float = 0.0  # until when a home that may change its mind is asked again
+    asked_to_poll: bool = False  # by its home, since the last JoinRank was sent
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
     placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)

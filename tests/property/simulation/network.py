@@ -10,7 +10,7 @@ from kvxferd.core import events as ev
 from kvxferd.ids import Endpoint, EngineKey
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import BlockIds, Message
-from kvxferd.wire.peer import LeaveRank, PeerHello, RequestMessage, SetRankPolling
+from kvxferd.wire.peer import LeaveRank, PeerHello, RankPollingRequest, RequestMessage
 from tests.property.simulation.daemon import Daemon, message_name
 from tests.property.simulation.oracle import Violation
 from tests.property.simulation.told import check_left, joined_rank
@@ -127,7 +127,7 @@ class Network:
             self._agenda.note(f"{source}->{target}", f"{kind} {message_name(message)}")
             if kind == LOST:
                 return
-            if isinstance(message, SetRankPolling):
+            if isinstance(message, RankPollingRequest):
                 seconds = 0.0  # of one connection, and there is no later request but over the same one
             if kind == DELAYED and seconds:  # others overtake it
                 self._agenda.at(arrival + seconds, act, *arguments)

@@ -37,10 +37,10 @@ from kvxferd.wire.peer import (
     ManifestReply,
     ManifestRequest,
     PeerRefused,
+    RankPollingRequest,
     ReleaseGrant,
     RenewGrants,
     RequestDone,
-    SetRankPolling,
     TransferReleased,
 )
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, delivers, spec_of
@@ -215,7 +215,7 @@ def test_only_an_engines_home_can_tell_its_ranks_of_a_release(world, source, sta
 def test_only_a_ranks_home_can_have_its_mover_poll(world, source, stages):
     for host, worker in ((source.host, source), (stages[1].host, stages[1])):
         (mover,) = [m for m in host.movers.values() if m.worker is worker]
-        hear(world, host, "tcp://evil:9441", SetRankPolling(request=7, agent=mover.agent, on=True))
+        hear(world, host, "tcp://evil:9441", RankPollingRequest(request=7, agent=mover.agent))
         assert not mover.attended
         assert not host.node.member._pending
 
@@ -225,10 +225,10 @@ def test_a_question_about_a_mover_that_died_is_forgotten(world, stages):
     (mover,) = host.movers.values()
     mover.mute = True
     home = stages[0].host.endpoint
-    hear(world, host, home, SetRankPolling(request=7, agent=mover.agent, on=True))
+    hear(world, host, home, RankPollingRequest(request=7, agent=mover.agent))
     assert len(host.node.member._pending) == 1
     mover.die()
-    hear(world, host, home, SetRankPolling(request=8, agent=mover.agent, on=True))
+    hear(world, host, home, RankPollingRequest(request=8, agent=mover.agent))
     assert not host.node.member._pending
     assert not host.node.poll_requests._states
 

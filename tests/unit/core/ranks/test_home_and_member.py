@@ -9,7 +9,7 @@ from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
-from kvxferd.wire.peer import JoinRank, RankReady
+from kvxferd.wire.peer import JoinRank, RankReady, RequestDone
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, mover_of, spec_of
 
 
@@ -55,7 +55,8 @@ def test_every_source_mover_polls_before_the_grant(world, spread):
     sink.say(wk.Prepare(ref=ref))
     assert all(m.attended for m in movers)
     assert sink.reads(ref)
-    world.advance(2 * world.settings.polling_linger_s + 0.1)  # at home, then at the member
+    at_home, at_member = world.settings.polling_linger_s, world.settings.polling_linger_s
+    world.advance(at_home + world.settings.member_heartbeat_s + at_member + 0.1)
     assert not any(m.attended for m in movers)
 
 
@@ -239,7 +240,9 @@ def test_a_mover_whose_node_was_silent_when_it_could_stop_stops_once_the_node_is
     world.advance(world.settings.polling_linger_s + world.settings.silent_after_s + 0.1)
     assert mover.attended
     world.cut -= links
-    world.advance(world.settings.member_heartbeat_s + world.settings.resend_s)
+    world.advance(
+        world.settings.member_heartbeat_s + world.settings.resend_s + world.settings.polling_linger_s
+    )
     assert not mover.attended
 
 
@@ -430,7 +433,7 @@ def test_a_member_reports_nothing_again_that_was_released(world, spread):
 
 
 def test_the_last_word_on_polling_counts_whatever_is_asked_again(world, spread):
-    """A lost "rest" that is sent again after a "poll" would leave a reader without a source that polls."""
+    """A reply that is late would leave a reader without a source that polls."""
     stages, sink = spread
     (mover,) = stages[1].host.movers.values()
     stages[1].ready("t1")
@@ -439,12 +442,32 @@ def test_the_last_word_on_polling_counts_whatever_is_asked_again(world, spread):
     assert mover.attended
     world.cut.add(("p0", "p1"))
     sink.say(wk.Abandon(ref=ref))
-    world.advance(world.settings.polling_linger_s + 0.5)  # "rest" is said, and lost
+    world.advance(world.settings.polling_linger_s + 0.5)
     world.cut.clear()
     again = stages[0].publish("t2", IDS, TOKENS)
     stages[1].ready("t2")
     sink.say(wk.Prepare(ref=again))
     world.advance(10)
+    assert mover.attended
+
+
+def test_a_late_heartbeats_reply_does_not_end_the_polling_that_was_asked_for_since(world, spread):
+    stages, sink = spread
+    (mover,) = stages[1].host.movers.values()
+    stages[1].ready("t1")
+    ref = stages[0].publish("t1", IDS, TOKENS, lease_s=600.0)
+    world.hold_network = True
+    world.advance(world.settings.member_heartbeat_s)
+    (join,) = [e for e in world.network if isinstance(PEER_MESSAGES.decode(e.payload), JoinRank)]
+    world.network.remove(join)
+    world.arrive(join)
+    (late,) = [e for e in world.network if isinstance(PEER_MESSAGES.decode(e.payload), RequestDone)]
+    world.network.remove(late)
+    world.hold_network = False
+    sink.say(wk.Prepare(ref=ref))
+    assert mover.attended
+    world.arrive(late)
+    world.advance(world.settings.polling_linger_s + 0.1)
     assert mover.attended
 
 

@@ -12,7 +12,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import Generation, Incarnation
 from kvxferd.wire import worker as wk
 from kvxferd.wire.common import Message
-from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankReady, RequestDone, SetRankPolling
+from kvxferd.wire.peer import JoinRank, LeaveRank, PeerRefused, RankPollingRequest, RankReady, RequestDone
 from tests.support.member_engines import KEY, MEMBER_KEY, SECOND, STRANGER_KEY, is_not_allowed, second
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Host, Worker, World, spec_of
 
@@ -120,7 +120,7 @@ def test_an_answer_counts_from_the_member_that_was_asked_alone(world, stages, si
     world.cut.add(("p0", "p1"))
     sink.say(wk.Prepare(ref=ref))
     (requested,) = [
-        a for a in home.node.peer_requests._open.values() if isinstance(a.message, SetRankPolling)
+        a for a in home.node.peer_requests._open.values() if isinstance(a.message, RankPollingRequest)
     ]
     done = RequestDone(request=requested.message.request)
     world.feed(home, ev.PeerRequest(b"evil", done, world.keys.get("evil", "")))
