@@ -110,7 +110,7 @@ def interleave(contenders: Sequence[Contender], rounds: int, count: int, window:
     """Move `count` requests of its case a round by each contender in turn.
 
     Before that each moves all slots once, with new content, and every byte is compared. In each round the
-    ends of all blocks have new content, and are compared. Raises KvxferdError if a byte is wrong.
+    ends of blocks have new content, and are compared. Raises KvxferdError if a byte is wrong.
     """
     found: Rounds = {one.name: [] for one in contenders}
     amounts = {one.name: sum(sample.bytes for sample in verify_all_bytes(one, window)) for one in contenders}
