@@ -3,7 +3,7 @@
 All contenders move between the same two pieces of memory, or page sizes and placement would be compared
 too. A ratio is taken within a round, and every other round goes backwards: a machine that slows down slows
 both. Outside their own turns, processes with progress threads are stopped, because each holds a core. Each
-contender's first move is of new content and compared whole; later ones by the ends of all blocks. A small
+contender's first move is of new content and compared whole; later ones by the ends of blocks. A small
 pull that still waits when the large one ends counts with all of its time; left out, a mover that starved
 small pulls would have the best ratio. Absolute figures of two runs cannot be compared, their ratios can.
 

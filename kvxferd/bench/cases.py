@@ -25,6 +25,8 @@ FIRST_RANK = Rank(0, 0)
 BLOCKS_PER_RUN = 4
 # With fewer blocks a list could hardly be anything but contiguous.
 _BLOCKS_PER_LIST = 8
+# The ends of each block are checked, unless a pull has more: 2 GiB in blocks of 64 KiB are 32,768.
+_MAX_CHECKED = 4096
 
 # A tiny cache for requests with very many blocks, to measure the cost of a call and not that of a byte.
 _IDS = ModelFacts("ids", 0, (LayerKind.FULL,), ((TokenComponent("latent", 1, 4, is_replicated=True),),))
@@ -184,7 +186,8 @@ class Case:
     @property
     def ends_of(self) -> int:
         """Of so many tokens the first and the last are checked in each round: whole blocks on both sides."""
-        return math.lcm(footprint(self.pair).block_tokens, footprint(self.pair, "decode").block_tokens)
+        whole = math.lcm(footprint(self.pair).block_tokens, footprint(self.pair, "decode").block_tokens)
+        return whole * max(1, self.num_tokens // whole // _MAX_CHECKED)
 
     def blocks_of(self, role: Role) -> int:
         """Return the ids of the attention group in one pull on that side."""

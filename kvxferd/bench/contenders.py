@@ -85,8 +85,9 @@ def contenders_of(engines: RunningEngines, case: Case) -> list[Contender]:
 class Round:
     """The result of one contender in one round."""
 
-    samples: list[Sample]
+    samples: list[Sample]  # one or several of each request
     window: int
+    count: int  # of requests
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +110,7 @@ def interleave(contenders: Sequence[Contender], rounds: int, count: int, window:
     """Move `count` requests of its case a round by each contender in turn.
 
     Before that each moves all slots once, with new content, and every byte is compared. In each round the
-    ends of all blocks have new content, and are compared. Raises KvxferdError if a byte is wrong.
+    ends of blocks have new content, and are compared. Raises KvxferdError if a byte is wrong.
     """
     found: Rounds = {one.name: [] for one in contenders}
     amounts = {one.name: sum(sample.bytes for sample in verify_all_bytes(one, window)) for one in contenders}
@@ -117,7 +118,8 @@ def interleave(contenders: Sequence[Contender], rounds: int, count: int, window:
         raise KvxferdError(f"cannot compare: bytes moved differ: {amounts}")
     for number in range(rounds):
         for one in order_in_round(contenders, number):
-            found[one.name].append(Round(_move_checked(one, count, window, one.case.ends_of), window))
+            samples = _move_checked(one, count, window, one.case.ends_of)
+            found[one.name].append(Round(samples, window, count))
     return found
 
 

@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 
 import kvxferd
-from kvxferd.bench.cases import Case
-from kvxferd.bench.contenders import ENGINE, KVXFERD, RAW, Round, Rounds
+from kvxferd.bench.contenders import Round, Rounds
 from kvxferd.bench.proc_stats import busy_cpu_seconds
 from kvxferd.tooling.output import format_bytes
 
@@ -61,27 +60,20 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     measure: str
     transport: str
-    shape: str
-    layers: int
-    layout: str
-    lists: str
-    size_bytes: int  # as requested
-    bytes: int  # of one request, as moved
-    blocks: int
-    in_flight: int
+    case: dict[str, str]  # in words
+    size_bytes: int  # of one request, as requested
+    bytes: int  # as moved
     rounds: int
-    requests_per_round: int
-    interleaved_with: list[str]
     contenders: dict[str, ContenderStats]
-    # Medians over rounds of the baseline's time divided by kvxferd's, in the same round.
-    ratio_to_raw: float
-    ratio_to_engine: float
+    # Medians over rounds of another contender's time by that of the first, in the same round.
+    ratios: dict[str, float]
+    facts: dict[str, float] = {}  # what else was measured: times end in `_s`, shares in `_share`
 
     def __str__(self) -> str:
-        return (
-            f"{self.shape}, {self.layout}, {self.lists}, {format_bytes(self.size_bytes)}, {self.in_flight} "
-            f"in flight: {self.contenders[KVXFERD].gb_per_s:.2f} GB/s, {self.ratio_to_raw:.2f} of raw NIXL"
-        )
+        (name, first), *_ = self.contenders.items()
+        ratios = (f"{ratio:.2f} of {other}" for other, ratio in self.ratios.items())
+        what = ", ".join([*map(" ".join, self.case.items()), format_bytes(self.size_bytes)])
+        return f"{what}: {name} {first.gb_per_s:.2f} GB/s, {', '.join(ratios)}"
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -94,10 +86,10 @@ def median(values: list[float]) -> float:
     return percentile(values, 50)
 
 
-def paired_ratio(found: Rounds, contender: str, ours: str = KVXFERD) -> float:
-    """Return the median over rounds of a contender's time by ours: above 1, ours was faster."""
-    pairs = zip(found[contender], found[ours], strict=True)
-    return median([theirs.seconds / mine.seconds for theirs, mine in pairs])
+def paired_ratio(found: Rounds, one: str, other: str) -> float:
+    """Return the median over rounds of the other contender's time by that of one: above 1, one was faster."""
+    pairs = zip(found[other], found[one], strict=True)
+    return median([theirs.seconds / ours.seconds for theirs, ours in pairs])
 
 
 def stats_of(rounds: list[Round]) -> ContenderStats:
@@ -114,78 +106,30 @@ def stats_of(rounds: list[Round]) -> ContenderStats:
     )
 
 
-def point_of(measure: str, transport: str, shape: str, size_bytes: int, case: Case, found: Rounds) -> Point:
-    """Return the point of one case, `size_bytes` large as requested."""
-    ours = found[KVXFERD]
+def point_of(
+    measure: str,
+    transport: str,
+    case: dict[str, str],
+    size_bytes: int,
+    found: Rounds,
+    facts: dict[str, float],
+) -> Point:
+    """Return the point of one case, moved by all its contenders; see `Point`."""
+    first, *others = found
     return Point(
         measure=measure,
         transport=transport,
-        shape=shape,
-        layers=case.pair.model.num_layers,
-        layout=case.pair.prefill.layout,
-        lists=case.pattern.value,
+        case=case,
         size_bytes=size_bytes,
-        bytes=ours[0].samples[0].bytes,
-        blocks=case.blocks,
-        in_flight=ours[0].window,
-        rounds=len(ours),
-        requests_per_round=len(ours[0].samples),
-        interleaved_with=[name for name in found if name != KVXFERD],
+        bytes=found[first][0].num_bytes // found[first][0].count,
+        rounds=len(found[first]),
         contenders={name: stats_of(rounds) for name, rounds in found.items()},
-        ratio_to_raw=paired_ratio(found, RAW),
-        ratio_to_engine=paired_ratio(found, ENGINE),
+        ratios={other: paired_ratio(found, first, other) for other in others},
+        facts=facts,
     )
 
 
-class LayoutsPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Two engines whose layouts differ, and one size. Times are medians, of all ranks' pulls together."""
-
-    transport: str
-    engines: str
-    lists: str
-    size_bytes: int  # as requested
-    bytes: int  # of one request, as moved
-    rounds: int
-    runs: int  # that a direct request has
-    has_short_runs: bool  # whether the ratios to equal layouts count it
-    auto_s: float
-    direct_s: float
-    equal_s: float
-    auto_not_direct: float  # the share of the bytes that auto did not read directly
-    # Medians over rounds: above 1, auto was faster.
-    auto_to_direct: float
-    auto_to_equal: float
-
-    def __str__(self) -> str:
-        rate = self.bytes / self.auto_s / 1e9
-        return (
-            f"{self.engines}, {format_bytes(self.size_bytes)}: {rate:.2f} GB/s, {self.auto_to_direct:.2f} of "
-            f"direct, {self.auto_to_equal:.2f} of equal layouts"
-        )
-
-
-class HandoverPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of chunks. Times are medians of the rounds, in seconds."""
-
-    transport: str
-    num_chunks: int
-    chunk_bytes: int
-    bytes: int  # of the whole transfer
-    rounds: int
-    pace: float
-    gap_s: float  # between two chunks: `pace` times as long as the plain pull takes for one
-    plain_s: float  # pull() of the transfer that is whole, prepared, to Delivered
-    handover_s: float  # `ready` for the last chunk to Delivered
-    ratio: float  # median of the rounds: the handover divided by the plain pull of the same round
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_chunks} of {format_bytes(self.chunk_bytes)}, pace {self.pace:g}: handover in "
-            f"{self.handover_s * 1e3:.1f} ms, {self.ratio:.2f} of a pull after the end"
-        )
-
-
-Finding = Figure | Point | LayoutsPoint | HandoverPoint
+Finding = Figure | Point
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,27 +153,8 @@ class Result(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
     load_after: float = 0.0
     points: list[Point] = []
-    layouts: list[LayoutsPoint] = []
-    handovers: list[HandoverPoint] = []
     figures: list[Figure] = []  # over the first transport
     error: str = ""  # why results are missing
-
-    def add(self, finding: Finding) -> None:
-        """Add what a measure has found."""
-        match finding:
-            case Figure():
-                self.figures.append(finding)
-            case Point():
-                self.points.append(finding)
-            case LayoutsPoint():
-                self.layouts.append(finding)
-            case HandoverPoint():
-                self.handovers.append(finding)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has been found yet."""
-        return not (self.figures or self.points or self.layouts or self.handovers)
 
 
 def describe_machine() -> Machine:

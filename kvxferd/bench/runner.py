@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvxferd.bench.cases import GIB
-from kvxferd.bench.figures import Figure, Finding, Result, describe_machine
+from kvxferd.bench.figures import Figure, Finding, Point, Result, describe_machine
 from kvxferd.bench.measures import (
     behind_large,
     first_pull,
@@ -88,7 +88,7 @@ def run_bench(options: BenchOptions, report_progress: Callable[[str], None]) -> 
             for transport in options.transports:
                 _measure_over(Site(directory, transport), options, result, report_progress)
         except Exception as failure:
-            if result.is_empty:
+            if not (result.points or result.figures):
                 raise
             # Half an hour of measurements is not discarded for a later failure.
             if isinstance(failure, KvxferdError):
@@ -112,11 +112,11 @@ def _measure_over(site: Site, options: BenchOptions, result: Result, say: Callab
         for found in measure.take(site, options.workload):
             if not isinstance(found, Figure):
                 say(f"  {found}")
-                if isinstance(found, str):
-                    continue
-            elif not is_first:
-                continue  # a ratio over TCP does not predict one over CMA
-            result.add(found)
+            if isinstance(found, Point):
+                result.points.append(found)
+            # A ratio over TCP does not predict one over CMA.
+            if isinstance(found, Figure) and is_first:
+                result.figures.append(found)
 
 
 def check_memory(options: BenchOptions) -> None:

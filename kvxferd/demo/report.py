@@ -12,10 +12,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from kvxferd.demo.rank import RankResult
-from kvxferd.ids import PullId, Rank
+from kvxferd.ids import Rank
 from kvxferd.records import PHASES, PullRecord
 from kvxferd.tooling.engine_pair import EnginePair
 from kvxferd.tooling.output import format_bytes, format_duration, plain_text
+
+COUNTS = ("pulls", "delivered", "bytes", "runs", "checked_items", "wrong_items", "spilled_bytes")
 
 
 @dataclass(slots=True)
@@ -26,69 +28,71 @@ class DemoResults:
     wanted: int  # requests
     daemons_ready_s: float = 0.0
     registered_s: float = 0.0
-    first_request_s: float = 0.0  # from the first pull's call to its last event: handshakes included
-    requests: int = 0
-    pulls: int = 0
-    delivered: int = 0
-    bytes: int = 0
-    runs: int = 0
-    checked_items: int = 0
-    wrong_items: int = 0
-    spilled_bytes: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # by the names of COUNTS
     first_wrong: str = ""
     failures: Counter[str] = field(default_factory=Counter)
     first_failure: str = ""
     releases: Counter[str] = field(default_factory=Counter)
     pull_s: list[float] = field(default_factory=list)
-    request_s: list[float] = field(default_factory=list)
-    records: dict[PullId, PullRecord] = field(default_factory=dict)
+    request_s: list[float] = field(default_factory=list)  # the first one's with handshakes
+    records: list[PullRecord] = field(default_factory=list)  # the latest
     error: str = ""  # why the demo ended early
+
+    @property
+    def requests(self) -> int:
+        """The number of requests that were moved, or failed."""
+        return len(self.request_s)
 
     @property
     def failed(self) -> int:
         """The number of pulls that failed."""
-        return self.pulls - self.delivered
+        return self.counts["pulls"] - self.counts["delivered"]
 
     @property
     def is_ok(self) -> bool:
         """Whether every requested byte arrived, and no other byte changed."""
-        return (
-            not self.error
-            and self.requests == self.wanted
-            and self.pulls == self.requests * len(self.pair.engine("decode"))
-            and self.is_right
-        )
+        is_whole = self.requests == self.wanted
+        num_pulls = self.requests * len(self.pair.engine("decode"))
+        return not self.error and is_whole and self.counts["pulls"] == num_pulls and self.is_right
 
     @property
     def is_right(self) -> bool:
         """Whether every pull so far delivered the right bytes, and changed no other."""
-        return self.delivered == self.pulls and self.wrong_items == 0 and self.spilled_bytes == 0
+        return not (self.failed or self.counts["wrong_items"] or self.counts["spilled_bytes"])
 
     @property
     def gb_per_s(self) -> float:
         """Delivered bytes divided by the time in which pulls were running, in 10^9 bytes per second."""
         spent = sum(self.request_s)
-        return self.bytes / spent / 1e9 if spent else 0.0
+        return self.counts["bytes"] / spent / 1e9 if spent else 0.0
 
     def ways(self) -> dict[str, int]:
         """Return the bytes that were read in each way, as the daemon's history has them."""
-        ways: Counter[str] = Counter()
-        for record in self.records.values():
+        ways = Counter[str]()
+        for record in self.records:
             ways.update(record.ways)
         return dict(ways)
 
     def add_request(self, pulled: dict[Rank, RankResult]) -> None:
         """Add what every decode rank reported of one request."""
-        self.requests += 1
+        where = f"request {self.requests}, "
         self.request_s.append(max(one.elapsed_s for one in pulled.values()))
-        if self.requests == 1:
-            self.first_request_s = self.request_s[0]
         for rank, one in pulled.items():
-            self._add_pull(rank, one)
-
-    def add_records(self, records: list[PullRecord]) -> None:
-        """Add a daemon's history of pulls; records that were added before change nothing."""
-        self.records.update({record.pull: record for record in records})
+            self.counts.update(
+                pulls=1,
+                checked_items=one.check.checked_items,
+                wrong_items=one.check.wrong_items,
+                spilled_bytes=one.spilled_bytes,
+            )
+            if one.check.first_wrong and not self.first_wrong:
+                self.first_wrong = f"{where}{rank}: {one.check.first_wrong}"
+            if one.pulled is not None:
+                self.counts.update(delivered=1, bytes=one.pulled.bytes, runs=one.pulled.runs)
+                self.pull_s.append(one.pulled.elapsed_s)
+            else:
+                code, message = one.failure
+                self.failures[code] += 1
+                self.first_failure = self.first_failure or f"{where}{rank}: {message} [{code}]"
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as one plain object."""
@@ -98,30 +102,24 @@ class DemoResults:
             "prefill": str(self.pair.prefill),
             "decode": str(self.pair.decode),
             "requests": self.requests,
-            "pulls": self.pulls,
-            "delivered": self.delivered,
+            **{name: self.counts[name] for name in COUNTS},
             "failed": self.failed,
             "failures": dict(self.failures),
             "first_failure": self.first_failure,
-            "bytes": self.bytes,
-            "runs": self.runs,
-            "checked_items": self.checked_items,
-            "wrong_items": self.wrong_items,
-            "spilled_bytes": self.spilled_bytes,
             "first_wrong": self.first_wrong,
             "releases": dict(self.releases),
             "ways": self.ways(),
             "gb_per_s": round(self.gb_per_s, 3),
             "daemons_ready_s": round(self.daemons_ready_s, 4),
             "registered_s": round(self.registered_s, 4),
-            "first_request_s": round(self.first_request_s, 6),
+            "first_request_s": round(self.request_s[0], 6) if self.request_s else 0.0,
             "pull_s": summarize_times(self.pull_s),
             "phases_s": self.phases(),
         }
 
     def phases(self) -> dict[str, dict[str, float]]:
         """Return the times of each phase over the delivered pulls, in the order of the phases."""
-        delivered = [record for record in self.records.values() if record.outcome == "delivered"]
+        delivered = [record for record in self.records if record.outcome == "delivered"]
         return {
             phase: summarize_times(times)
             for phase in PHASES
@@ -132,24 +130,6 @@ class DemoResults:
         """Return a line on the last request."""
         verdict = "every byte is right" if self.is_right else "FAILED"
         return f"request {self.requests} of {self.wanted}: {format_duration(self.request_s[-1])}, {verdict}"
-
-    def _add_pull(self, rank: Rank, one: RankResult) -> None:
-        self.pulls += 1
-        self.checked_items += one.check.checked_items
-        self.wrong_items += one.check.wrong_items
-        self.spilled_bytes += one.spilled_bytes
-        where = f"request {self.requests - 1}, {rank}"
-        if one.check.first_wrong and not self.first_wrong:
-            self.first_wrong = f"{where}: {one.check.first_wrong}"
-        if one.pulled is not None:
-            self.delivered += 1
-            self.bytes += one.pulled.bytes
-            self.runs += one.pulled.runs
-            self.pull_s.append(one.pulled.elapsed_s)
-        else:
-            code, message = one.failure
-            self.failures[code] += 1
-            self.first_failure = self.first_failure or f"{where}: {message} [{code}]"
 
 
 def summarize_times(times: list[float]) -> dict[str, float]:
@@ -193,7 +173,7 @@ def describe_difference(results: DemoResults, equal: DemoResults) -> str:
 
 
 def _mean_run(results: DemoResults) -> float:
-    return results.bytes / max(1, results.runs)
+    return results.counts["bytes"] / max(1, results.counts["runs"])
 
 
 def _listed(names: list[str]) -> str:
@@ -217,20 +197,20 @@ _TOTALS = (
 
 
 def _total_cells(results: DemoResults) -> tuple[str, ...]:
-    pair, pulls = results.pair, results.as_json()["pull_s"]
+    pair, counts, seen = results.pair, results.counts, results.as_json()
     key = pair.model.token_arrays[0][0]
     return (
         str(pair.prefill),
         str(pair.decode),
         f"{pair.model.num_layers} layers, {key.num_heads} KV heads of {key.head_bytes // key.itemsize}",
         f"{results.requests} of {pair.num_tokens} tokens",
-        f"{results.delivered} delivered, {results.failed} failed",
-        format_bytes(results.bytes),
-        f"{results.runs:,} of {format_bytes(_mean_run(results))}",
+        f"{counts['delivered']} delivered, {results.failed} failed",
+        format_bytes(counts["bytes"]),
+        f"{counts['runs']:,} of {format_bytes(_mean_run(results))}",
         " and ".join(way for way, num_bytes in sorted(results.ways().items()) if num_bytes) or "-",
         f"{results.gb_per_s:.2f} GB/s",
-        f"{format_duration(pulls['p50'])} / {format_duration(pulls['p99'])}",
-        format_duration(results.first_request_s),
+        f"{format_duration(seen['pull_s']['p50'])} / {format_duration(seen['pull_s']['p99'])}",
+        format_duration(seen["first_request_s"]),
         format_duration(results.daemons_ready_s),
         format_duration(results.registered_s),
     )
@@ -246,9 +226,10 @@ def _phases(results: DemoResults) -> Table:
 
 
 def _verdict(results: DemoResults) -> Iterator[str]:
+    counts = results.counts
     yield (
-        f"checked {results.checked_items} items (layer, component, head, token): "
-        f"{results.wrong_items} wrong; {results.spilled_bytes} bytes changed outside the pulled blocks"
+        f"checked {counts['checked_items']} items (layer, component, head, token): {counts['wrong_items']} "
+        f"wrong; {counts['spilled_bytes']} bytes changed outside the pulled blocks"
     )
     for wrong in (results.first_wrong, results.first_failure, results.error):
         if wrong:

@@ -30,8 +30,6 @@ T = TypeVar("T")
 Child = ChildProcess[DemoRank]
 
 PUBLISHER_RANK = Rank(0, 0)
-# A daemon keeps 1024 records; each pull makes one, and handshakes make a few.
-PULLS_PER_HISTORY_FETCH = 256
 # With `--keep`: what an operator looks at moves, and a core stays free.
 KEEP_GAP_S = 0.25
 LOG_POLL_S, LOG_TIMEOUT_S = 0.02, 30.0
@@ -81,9 +79,7 @@ class Demo:
             for number in range(num_requests):
                 self._move_request(pair, results, damage if number == 0 else "")
                 self._say(results.describe_last())
-                if results.pulls - len(results.records) >= PULLS_PER_HISTORY_FETCH:
-                    self._collect_records(results)
-            self._collect_records(results)
+            results.records = self._pull_records(pair)
         except KvxferdError as error:
             results.error = f"{error.message}\n{self._log_tails()}"
         return results
@@ -159,12 +155,11 @@ class Demo:
         started = {rank: start(rank, self._ranks[role, rank]) for rank in pair.engine(role)}
         return {rank: pending.result() for rank, pending in started.items()}
 
-    def _collect_records(self, results: DemoResults) -> None:
-        """Read the phases of the pulls from the decode daemon's history."""
-        reply = self.daemons["decode"].control.get("/v1/history")
-        records = map(record_from_json, reply["records"])
-        sink = results.pair.engine("decode")[PUBLISHER_RANK][0].engine_id
-        results.add_records([one for one in records if isinstance(one, PullRecord) and one.sink == sink])
+    def _pull_records(self, pair: EnginePair) -> list[PullRecord]:
+        """Return the decode daemon's records of the pair's latest pulls."""
+        records = map(record_from_json, self.daemons["decode"].control.get("/v1/history")["records"])
+        sink = pair.engine("decode")[PUBLISHER_RANK][0].engine_id
+        return [one for one in records if isinstance(one, PullRecord) and one.sink == sink]
 
     def _http_address(self) -> str:
         """Return where the decode daemon serves HTTP: it has taken a free port, and logs it."""

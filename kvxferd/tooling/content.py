@@ -49,8 +49,8 @@ class ContentCheck(NamedTuple):
 def write(memory: Bytes, layout: RankLayout, held: RequestBlocks, start: int = 0, ends_of: int = 0) -> None:
     """Write the request's tokens from `start` on. `memory`: the layout's one region.
 
-    `ends_of`: write only the first and the last token of every so many, whole blocks that the request has
-    from its first token to its last; and states, which are not divided by tokens.
+    `ends_of`: write only the first and the last token of every so many, which are whole blocks; and states,
+    which are not divided by tokens.
     """
     for piece in _pieces(memory, layout, held, start, ends_of):
         piece.view[piece.ids] = piece.content(held.request)
@@ -136,8 +136,9 @@ def _pieces(
         if ends_of:
             step = ends_of // (granule * per_block)
             tokens = np.arange(held.first_token, held.num_tokens, ends_of)[:, None]
+            lasts = ids[step - 1 :: step]  # fewer where the request ends before its last stretch
             yield _TensorItems(tensor, view[:, :, :1], ids[::step], tokens)
-            yield _TensorItems(tensor, view[:, :, -1:], ids[step - 1 :: step], tokens + ends_of - granule)
+            yield _TensorItems(tensor, view[:, :, -1:], lasts, tokens[: len(lasts)] + ends_of - granule)
             continue
         first = max(0, start - held.first_token) // granule
         stop = -(-(held.num_tokens - held.first_token) // granule)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from kvxferd.errors import Code, KvxferdError
-
-if TYPE_CHECKING:
-    from http.client import HTTPResponse
 
 # The daemon responds from memory; one that does not in this time is stuck.
 RESPONSE_TIMEOUT_S = 10.0
@@ -43,18 +40,8 @@ class ControlClient:
 
     def read(self, path: str) -> bytes:
         """Return the response's body as it is. Raises KvxferdError as `get` does."""
-        from kvxferd.tooling.unix_http import HttpError, UnixConnection
-
-        connection = UnixConnection(self.socket_path, self._timeout_s)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            body = _whole_body(response)
-        except (OSError, HttpError) as error:
-            raise self._connection_error(error) from error
-        finally:
-            connection.close()
-        if response.status >= 400 and path != "/readyz":  # which reports that the node is not ready by 503
+        status, body = self._exchange("GET", path)
+        if status >= 400 and path != "/readyz":  # which reports that the node is not ready by 503
             raise KvxferdError(f"cannot GET {path}: {body[:300].decode(errors='replace')}")
         return body
 
@@ -62,6 +49,15 @@ class ControlClient:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False
     ) -> tuple[int, Any]:
         """Return the response's status and its JSON. Raises KvxferdError if there is no response."""
+        status, response = self._exchange(method, path, body, wait_forever)
+        try:
+            return status, msgspec.json.decode(response)
+        except msgspec.DecodeError as error:
+            raise self._connection_error(error) from error
+
+    def _exchange(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_forever: bool = False
+    ) -> tuple[int, bytes]:
         # Imported here: a verb is also imported to complete its options in a shell.
         from kvxferd.tooling.unix_http import HttpError, UnixConnection
 
@@ -69,8 +65,11 @@ class ControlClient:
         try:
             connection.request(method, path, body=None if body is None else msgspec.json.encode(body))
             response = connection.getresponse()
-            return response.status, msgspec.json.decode(_whole_body(response))
-        except (OSError, HttpError, msgspec.DecodeError) as error:
+            received = response.read(MAX_BODY_BYTES + 1)
+            if len(received) > MAX_BODY_BYTES:
+                raise HttpError(f"its response has more than {MAX_BODY_BYTES >> 20} MiB")
+            return response.status, received
+        except (OSError, HttpError) as error:
             raise self._connection_error(error) from error
         finally:
             connection.close()
@@ -89,16 +88,6 @@ class ControlClient:
             case _:
                 why = str(error) or type(error).__name__
         return KvxferdError(f"cannot ask the daemon at {self.socket_path}: {why}", Code.DAEMON_LOST)
-
-
-def _whole_body(response: HTTPResponse) -> bytes:
-    """Return the body. Raises HttpError for one without an end."""
-    from kvxferd.tooling.unix_http import HttpError
-
-    body = response.read(MAX_BODY_BYTES + 1)
-    if len(body) > MAX_BODY_BYTES:
-        raise HttpError(f"its response has more than {MAX_BODY_BYTES >> 20} MiB")
-    return body
 
 
 def _value_or_raise(status: int, value: Any) -> Any:

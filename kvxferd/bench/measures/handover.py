@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from kvxferd.bench.cases import (
     BLOCKS_PER_RUN,
-    MIB,
     BlockPattern,
     Case,
     blocks_for,
@@ -18,11 +17,12 @@ from kvxferd.bench.cases import (
     with_pool,
 )
 from kvxferd.bench.contenders import KVXFERD, Contender, interleave, kvxferd_pulls
-from kvxferd.bench.figures import Figure, Finding, HandoverPoint, at_most, median, paired_ratio
+from kvxferd.bench.figures import Figure, Finding, Point, at_most, median, point_of
 from kvxferd.bench.rank import BenchRank, Sample
 from kvxferd.bench.testbed import RunningEngines, Site, Testbed
 from kvxferd.bench.workload import HandoverSize, Workload
 from kvxferd.tooling.engine_pair import EnginePair
+from kvxferd.tooling.output import format_bytes
 
 SHAPE = "llama-3-70b"
 PROGRESSIVE = "progressive"
@@ -39,21 +39,19 @@ def measure_handover(site: Site, workload: Workload) -> Iterator[Finding]:
             point = _measure_point(engines, site.transport, size, workload.rounds)
             yield point
             if size.pace == 1:
-                yield ratio_of(point)
+                yield ratio_of(point, size)
 
 
-def ratio_of(point: HandoverPoint) -> Figure:
-    """Return how much is waited for after the end."""
-    is_one = point.num_chunks == 1
-    size = f"{point.chunk_bytes // MIB} MiB"
-    chunks = f"one chunk of {size}" if is_one else f"{point.num_chunks} chunks of {size}"
+def ratio_of(point: Point, size: HandoverSize) -> Figure:
+    """Return how much is waited for after the end, by the time of a pull after it."""
     how = (
-        f"{chunks} over {point.transport}, fragmented lists, reported as far apart as the pull takes for "
-        f"one; ready() for the last to Delivered, by pull() to Delivered of a whole transfer, prepared; "
-        f"median of {point.rounds} rounds, in turn"
+        f"{point.case['chunks']} over {point.transport}, fragmented lists, reported as far apart as the pull "
+        "takes for one; ready() for the last to Delivered, by pull() to Delivered of a whole transfer, "
+        f"prepared; median of {point.rounds} rounds, in turn"
     )
-    name, aim = ("handover_ratio_one_chunk", 1.05) if is_one else ("handover_ratio", 0.25)
-    return at_most(name, f"handover by a pull after the end, {chunks}", point.ratio, aim, how)
+    name, aim = ("handover_ratio_one_chunk", 1.05) if size.num_chunks == 1 else ("handover_ratio", 0.25)
+    title = f"handover by a pull after the end, {point.case['chunks']}"
+    return at_most(name, title, point.ratios[PROGRESSIVE], aim, how)
 
 
 def largest_region(workload: Workload) -> int:
@@ -109,21 +107,17 @@ class ProgressivePulls:
         return Sample(last, last, last, sample.ended, self._num_bytes, sample.runs)
 
 
-def _measure_point(engines: RunningEngines, transport: str, size: HandoverSize, rounds: int) -> HandoverPoint:
+def _measure_point(engines: RunningEngines, transport: str, size: HandoverSize, rounds: int) -> Point:
     case = Case(engines.pair, BlockPattern.FRAGMENTED, num_blocks(engines.pair, size))
     growing = ProgressivePulls(engines, case, size, kvxferd_pulls(engines, case))
     growing.plain.move(1, 1)  # connects, and maps every page
     found = interleave([growing.plain, growing.contender], rounds, 1)
+    words = {"chunks": f"{size.num_chunks} of {format_bytes(size.chunk_bytes)}", "pace": f"{size.pace:g}"}
     plain_s = median([one.seconds for one in found[KVXFERD]])
-    return HandoverPoint(
-        transport=transport,
-        num_chunks=size.num_chunks,
-        chunk_bytes=size.chunk_bytes,
-        bytes=found[KVXFERD][0].num_bytes,
-        rounds=rounds,
-        pace=size.pace,
-        gap_s=size.pace * plain_s / size.num_chunks,
-        plain_s=plain_s,
-        handover_s=median([one.seconds for one in found[PROGRESSIVE]]),
-        ratio=paired_ratio(found, PROGRESSIVE),
-    )
+    facts = {
+        "between_two_s": size.pace * plain_s / size.num_chunks,
+        "pull_after_the_end_s": plain_s,
+        "handover_s": median([one.seconds for one in found[PROGRESSIVE]]),
+    }
+    num_bytes = size.num_chunks * size.chunk_bytes
+    return point_of("handover", transport, words, num_bytes, found, facts)

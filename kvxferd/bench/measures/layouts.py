@@ -16,7 +16,7 @@ from kvxferd.bench.cases import (
     footprint,
 )
 from kvxferd.bench.contenders import Contender, interleave
-from kvxferd.bench.figures import Figure, Finding, LayoutsPoint, at_least, median, paired_ratio
+from kvxferd.bench.figures import Figure, Finding, Point, at_least, median, point_of
 from kvxferd.bench.proc_stats import available_bytes
 from kvxferd.bench.rank import BenchRank, Sample
 from kvxferd.bench.testbed import RunningEngines, Site, Testbed
@@ -40,7 +40,7 @@ class Layouts(NamedTuple):
 
     prefill: EngineShape
     decode: EngineShape
-    has_short_runs: bool = True
+    has_short_runs: bool = True  # whether the ratios to equal layouts count it
 
     def __str__(self) -> str:
         return " to ".join(map(_label, (self.prefill, self.decode)))
@@ -102,8 +102,9 @@ def measure_layouts(site: Site, workload: Workload) -> Iterator[Finding | str]:
                         )
                     }
                     for size in sizes:
-                        points.append(_measure_point(engines, site.transport, layouts, size))
-                        yield points[-1]
+                        point = _measure_point(engines, site.transport, layouts, size)
+                        points.append((layouts, point))
+                        yield point
     yield from gains_of_auto(points)
 
 
@@ -122,63 +123,54 @@ def request_tokens(layouts: Layouts, size_bytes: int) -> int:
     return max(1, round(size_bytes * of.block_tokens / of.block_bytes / whole)) * whole
 
 
-def gains_of_auto(points: list[LayoutsPoint]) -> Iterator[Figure]:
+def gains_of_auto(points: list[tuple[Layouts, Point]]) -> Iterator[Figure]:
     """Yield what auto gains and costs between layouts that differ."""
-    counted = [point for point in points if point.has_short_runs]
+    counted = [point for layouts, point in points if layouts.has_short_runs]
     if counted:
         how = (
             f"{len(counted)} points over {counted[0].transport}, fragmented lists, prepared, one rank after "
             "the other; for each the median of its rounds, auto, direct and equal layouts in turn"
         )
-        ratio = median([point.auto_to_equal for point in counted])
+        ratio = median([point.ratios[EQUAL] for point in counted])
         title = "layouts that differ: auto by equal layouts, median point"
         yield at_least("layouts_ratio", title, ratio, 0.4, how)
-        lowest = min(counted, key=lambda point: point.auto_to_equal)
-        title = f"the same, lowest point ({lowest.engines}, {format_bytes(lowest.size_bytes)})"
-        yield at_least("layouts_ratio_lowest", title, lowest.auto_to_equal, 0.2, how)
-    fast = [point for point in counted if point.engines == str(SHORTEST_RUNS)]
-    if fast:
-        title = f"auto by direct, runs of 256 bytes ({fast[-1].engines}, {format_bytes(fast[-1].size_bytes)})"
-        yield at_least("layouts_speedup_short_runs", title, fast[-1].auto_to_direct, 12, how)
+        lowest = min(counted, key=lambda point: point.ratios[EQUAL])
+        title = f"the same, lowest point ({_name(lowest)})"
+        yield at_least("layouts_ratio_lowest", title, lowest.ratios[EQUAL], 0.2, how)
+    for point in [point for layouts, point in points if layouts == SHORTEST_RUNS][-1:]:
+        title = f"auto by direct, runs of 256 bytes ({_name(point)})"
+        yield at_least("layouts_speedup_short_runs", title, point.ratios[DIRECT], 12, how)
     # A point that auto read directly throughout differs from direct by chance; so may one of few rounds.
-    most_rounds = max((point.rounds for point in points), default=0)
-    chosen = [point for point in points if point.auto_not_direct and point.rounds == most_rounds]
+    most_rounds = max((point.rounds for _, point in points), default=0)
+    chosen = [point for _, point in points if point.facts["not_direct_share"] and point.rounds == most_rounds]
     if chosen:
-        worst = min(chosen, key=lambda point: point.auto_to_direct)
-        title = f"auto by direct, worst point ({worst.engines}, {format_bytes(worst.size_bytes)})"
+        worst = min(chosen, key=lambda point: point.ratios[DIRECT])
+        title = f"auto by direct, worst point ({_name(worst)})"
         how = (
             f"{len(chosen)} points that auto did not read directly throughout; median of {worst.rounds} "
             "alternated pairs"
         )
-        yield at_least("worst_against_direct", title, worst.auto_to_direct, 0.9, how)
+        yield at_least("worst_against_direct", title, worst.ratios[DIRECT], 0.9, how)
+
+
+def _name(point: Point) -> str:
+    return f"{point.case['from and to']}, {format_bytes(point.size_bytes)}"
 
 
 def _measure_point(
     engines: Mapping[str, RunningEngines], transport: str, layouts: Layouts, size: LayoutsSize
-) -> LayoutsPoint:
+) -> Point:
     tokens = request_tokens(layouts, size.size_bytes)
     contenders = [_all_ranks(way, one, tokens) for way, one in engines.items()]
-    covered = _covered_bytes(engines[AUTO])
+    before = _covered_bytes(engines[AUTO])
     found = interleave(contenders, size.rounds, 1)
-    covered = _covered_bytes(engines[AUTO]) - covered
-    num_bytes = found[AUTO][0].num_bytes
-    auto_s, direct_s, equal_s = (median([one.seconds for one in found[way]]) for way in engines)
-    return LayoutsPoint(
-        transport=transport,
-        engines=str(layouts),
-        lists=BlockPattern.FRAGMENTED.value,
-        size_bytes=size.size_bytes,
-        bytes=num_bytes,
-        rounds=size.rounds,
-        runs=sum(sample.runs for sample in found[DIRECT][0].samples),
-        has_short_runs=layouts.has_short_runs,
-        auto_s=auto_s,
-        direct_s=direct_s,
-        equal_s=equal_s,
-        auto_not_direct=covered / (num_bytes * (size.rounds + 1)),  # each byte is compared once before
-        auto_to_direct=paired_ratio(found, DIRECT, AUTO),
-        auto_to_equal=paired_ratio(found, EQUAL, AUTO),
-    )
+    covered = _covered_bytes(engines[AUTO]) - before
+    moved = found[AUTO][0].num_bytes * (size.rounds + 1)  # with the first move, which is compared whole
+    facts = {
+        "runs": sum(sample.runs for sample in found[DIRECT][0].samples),
+        "not_direct_share": covered / moved,
+    }
+    return point_of("layouts", transport, {"from and to": str(layouts)}, size.size_bytes, found, facts)
 
 
 def _all_ranks(name: str, engines: RunningEngines, num_tokens: int) -> Contender:

@@ -15,7 +15,8 @@ from kvxferd.bench.cases import (
     with_pool,
 )
 from kvxferd.bench.contenders import KVXFERD, RAW, Rounds, contenders_of, interleave, kvxferd_pulls
-from kvxferd.bench.figures import Finding, at_most, median, percentile, point_of
+from kvxferd.bench.figures import Finding, at_most, median, percentile
+from kvxferd.bench.measures.throughput import kvxferd_point
 from kvxferd.bench.testbed import Site, Testbed
 from kvxferd.bench.workload import SMALL_BYTES, Workload
 
@@ -37,12 +38,12 @@ def measure_latency(site: Site, workload: Workload) -> Iterator[Finding]:
     with Testbed.open(site, has_baselines=True) as testbed, testbed.engines(pair) as engines:
         case = Case(pair, BlockPattern.FRAGMENTED, blocks, NUM_SLOTS)
         found = interleave(contenders_of(engines, case), workload.rounds, workload.small_per_round)
-    point = point_of("latency", site.transport, SHAPE, SMALL_BYTES, case, found)
+    point = kvxferd_point("latency", site.transport, SHAPE, SMALL_BYTES, case, found)
     yield point
     added = added_latency(found)
     how = (
         f"{len(added)} pulls of 64 KiB in {point.rounds} rounds, prepared, one at a time, less raw NIXL's "
-        f"median from post to done in the same round; interleaved with {', '.join(point.interleaved_with)}"
+        f"median from post to done in the same round; interleaved with {', '.join(point.ratios)}"
     )
     for percent, aim in ((50, 300), (99, 1000)):
         name, title = f"added_latency_us_p{percent}", f"added latency, 64 KiB, p{percent}"

@@ -16,8 +16,8 @@ from kvxferd.bench.cases import (
     region_bytes,
     with_pool,
 )
-from kvxferd.bench.contenders import contenders_of, interleave
-from kvxferd.bench.figures import Figure, Finding, Point, at_least, median, point_of
+from kvxferd.bench.contenders import ENGINE, KVXFERD, RAW, Rounds, contenders_of, interleave
+from kvxferd.bench.figures import Figure, Finding, Point, at_least, median, point_of, stats_of
 from kvxferd.bench.testbed import Site, Testbed
 from kvxferd.bench.workload import ThroughputPulls, Workload
 from kvxferd.tooling.engine_pair import EnginePair
@@ -31,7 +31,7 @@ _POOL_HEADROOM = 1.25
 
 def measure_throughput(site: Site, workload: Workload) -> Iterator[Finding]:
     """Yield a point for each of the workload's pulls that fits its shape, and their ratios."""
-    points = []
+    alone = []
     with Testbed.open(site, has_baselines=True) as testbed:
         for (shape, size, layout), pulls in by_engines(workload.throughput).items():
             pair = pair_of(f"{shape}-{size}-{layout}", pulls)
@@ -42,31 +42,51 @@ def measure_throughput(site: Site, workload: Workload) -> Iterator[Finding]:
                     count = requests_per_round(one)
                     case = Case(pair, one.pattern, blocks_for(pair, size), count)
                     found = interleave(contenders_of(engines, case), workload.rounds, count, one.in_flight)
-                    points.append(point_of("throughput", site.transport, shape, size, case, found))
-                    yield points[-1]
-    yield from ratios(points)
+                    point = kvxferd_point("throughput", site.transport, shape, size, case, found)
+                    if one.in_flight == 1:
+                        alone.append(point)
+                    yield point
+    yield from ratios(alone)
 
 
-def ratios(points: list[Point]) -> Iterator[Figure]:
-    """Yield the ratios to raw NIXL of pulls that ran one at a time, by size."""
-    alone = [point for point in points if point.in_flight == 1]
+def kvxferd_point(
+    measure: str, transport: str, shape: str, size_bytes: int, case: Case, found: Rounds
+) -> Point:
+    """Return the point of a case between equal engines, moved by kvxferd and the baselines."""
+    words = {
+        "shape": shape,
+        "layout": case.pair.prefill.layout,
+        "blocks": case.pattern.value,
+        "in flight": str(found[KVXFERD][0].window),
+    }
+    ours, engine = (stats_of(found[name]) for name in (KVXFERD, ENGINE))
+    facts = {
+        "runs": ours.runs,
+        "inside_pull_s": ours.engine_thread_median_s,
+        "posting_in_the_engine_s": engine.engine_thread_median_s,
+    }
+    return point_of(measure, transport, words, size_bytes, found, facts)
+
+
+def ratios(alone: list[Point]) -> Iterator[Figure]:
+    """Yield the ratios to raw NIXL of points with one pull at a time, by size."""
     for size, what, aim, chosen in (
         ("64m", "64 MiB and more", 0.95, [point for point in alone if point.size_bytes >= 64 * MIB]),
         ("4m", "4 MiB", 0.85, [point for point in alone if point.size_bytes == 4 * MIB]),
     ):
         if not chosen:
             continue
-        values = [point.ratio_to_raw for point in chosen]
-        lowest = min(chosen, key=lambda point: point.ratio_to_raw)
+        values = [point.ratios[RAW] for point in chosen]
+        lowest = min(chosen, key=lambda point: point.ratios[RAW])
         rounds = min(point.rounds for point in chosen)
         how = (
             f"{len(chosen)} points over {chosen[0].transport}, one pull at a time, prepared; for each the "
-            f"median of {rounds} rounds, interleaved with {', '.join(chosen[0].interleaved_with)}; raw NIXL "
+            f"median of {rounds} rounds, interleaved with {', '.join(chosen[0].ratios)}; raw NIXL "
             "timed from post to done"
         )
         name, title = f"throughput_ratio_{size}", f"throughput against raw NIXL, {what}: median point"
         yield at_least(name, title, median(values), aim, how)
-        title = f"the same, lowest point ({lowest.shape}, {lowest.lists})"
+        title = f"the same, lowest point ({lowest.case['shape']}, {lowest.case['blocks']})"
         yield at_least(f"{name}_lowest", title, min(values), aim, how)
 
 

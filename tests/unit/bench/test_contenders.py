@@ -92,13 +92,13 @@ def sample(built: float, ended: float) -> Sample:
 
 
 def test_one_at_a_time_counts_what_each_took_and_not_the_gaps() -> None:
-    one = Round([sample(0, 1), sample(5, 7)], window=1)
+    one = Round([sample(0, 1), sample(5, 7)], window=1, count=2)
     assert one.seconds == 3
     assert one.num_bytes == 2000
 
 
 def test_several_at_a_time_count_from_first_to_last() -> None:
-    assert Round([sample(0, 4), sample(1, 7)], window=2).seconds == 7
+    assert Round([sample(0, 4), sample(1, 7)], window=2, count=2).seconds == 7
 
 
 def test_nobody_goes_before_the_same_one_in_all_rounds() -> None:

@@ -54,7 +54,7 @@ def test_layouts_are_judged_by_their_median_and_by_the_worst_choice() -> None:
 
 
 def test_a_handover_is_judged_by_its_chunks() -> None:
-    several, one = (ratio_of(bench_results.handover_point(*of)) for of in ((8, 0.2), (1, 1.1)))
+    several, one = (ratio_of(*bench_results.handover_point(*of)) for of in ((8, 0.2), (1, 1.1)))
     assert (several.name, several.met) == ("handover_ratio", True)
     assert (one.name, one.met) == ("handover_ratio_one_chunk", False)
 
@@ -63,14 +63,13 @@ def test_a_ratio_compares_within_a_round() -> None:
     # The machine was twice as slow in the second round, for both.
     uneven = {KVXFERD: [0.2, 0.4, 0.2], RAW: [0.1, 0.2, 0.1], ENGINE: [0.2, 0.4, 0.2]}
     point = bench_results.point(1 << 20, uneven)
-    assert point.ratio_to_raw == pytest.approx(0.5)
-    assert point.ratio_to_engine == pytest.approx(1.0)
+    assert point.ratios == pytest.approx({RAW: 0.5, ENGINE: 1.0})
     assert point.contenders[KVXFERD].n == 3
     assert point.contenders[KVXFERD].median_s == pytest.approx(0.2)
     assert point.contenders[KVXFERD].engine_thread_median_s == pytest.approx(0.02)
 
 
 def test_added_latency_is_over_raw_in_the_same_round() -> None:
-    ours = [Round([Sample(0.0, 0.0, 0.0, taken, 1, 1)], 1) for taken in (0.5, 0.9)]
-    theirs = [Round([Sample(0.0, 0.1, 0.1, 0.1 + taken, 1, 1)], 1) for taken in (0.2, 0.4)]
+    ours = [Round([Sample(0.0, 0.0, 0.0, taken, 1, 1)], 1, 1) for taken in (0.5, 0.9)]
+    theirs = [Round([Sample(0.0, 0.1, 0.1, 0.1 + taken, 1, 1)], 1, 1) for taken in (0.2, 0.4)]
     assert added_latency({KVXFERD: ours, RAW: theirs}) == pytest.approx([0.3, 0.5])

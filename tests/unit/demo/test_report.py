@@ -33,26 +33,24 @@ def results_of(pair: EnginePair, runs: int, covering: int, wrong: int = 0, spill
     results = DemoResults(pair, wanted=1)
     one = RankResult(1.0, Pulled(1.0, 1_000_000, runs, 0.5), ("", ""), ContentCheck(10, wrong, ""), spilled)
     results.add_request(dict.fromkeys(pair.engine("decode"), one))
-    results.add_records(
-        [
-            PullRecord(
-                pull=PullId(number),
-                transfer_id=TransferId("t"),
-                source=EngineId("p"),
-                sink=EngineId("d"),
-                rank=rank,
-                outcome="delivered",
-                code=None,
-                message="",
-                bytes=1_000_000,
-                runs=runs,
-                total_s=1.0,
-                phases_s={},
-                ways={"direct": 1_000_000 - covering, "covering": covering},
-            )
-            for number, rank in enumerate(pair.engine("decode"))
-        ]
-    )
+    results.records = [
+        PullRecord(
+            pull=PullId(number),
+            transfer_id=TransferId("t"),
+            source=EngineId("p"),
+            sink=EngineId("d"),
+            rank=rank,
+            outcome="delivered",
+            code=None,
+            message="",
+            bytes=1_000_000,
+            runs=runs,
+            total_s=1.0,
+            phases_s={},
+            ways={"direct": 1_000_000 - covering, "covering": covering},
+        )
+        for number, rank in enumerate(pair.engine("decode"))
+    ]
     return results
 
 
@@ -96,7 +94,7 @@ def test_a_pull_that_failed_is_counted_by_its_code() -> None:
     results = DemoResults(PAIR, wanted=1)
     failed = RankResult(2.0, None, ("deadline", "cannot pull"), ContentCheck(0, 0, ""), 0)
     results.add_request(dict.fromkeys(PAIR.engine("decode"), failed))
-    assert (results.pulls, results.failed, results.failures) == (2, 2, {"deadline": 2})
+    assert (results.counts["pulls"], results.failed, results.failures) == (2, 2, {"deadline": 2})
     assert "request 0, " in results.first_failure
     assert not results.is_ok
 
