@@ -1,4 +1,8 @@
-"""The command line: one file per verb."""
+"""The command line. Read `root` first: its table has every verb, by group, with the module that it is in.
+
+`listing`, `history`, `status` and `top` show what a running daemon has, `operate` changes it, and `doctor`
+finds what is wrong. `options` has what several verbs take, `completion` what a shell offers.
+"""
 
 from __future__ import annotations
 

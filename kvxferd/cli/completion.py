@@ -37,26 +37,6 @@ def complete_from(path: str, ids: Callable[[Any], Iterable[str]]) -> ShellComple
     return complete
 
 
-def transfer_ids(response: Any) -> Iterable[str]:
-    """Return the published transfers' ids of `/v1/transfers`."""
-    return (transfer["transfer_id"] for transfer in response["transfers"])
-
-
-def publishing_engine_ids(response: Any) -> Iterable[str]:
-    """Return the ids of the engines that publish transfers, of `/v1/transfers`."""
-    return (transfer["engine_id"] for transfer in response["transfers"])
-
-
-def pull_numbers(response: Any) -> Iterable[str]:
-    """Return the running pulls' numbers of `/v1/transfers`."""
-    return (str(pull["pull"]) for pull in response["pulls"])
-
-
-def recorded_engine_ids(response: Any) -> Iterable[str]:
-    """Return the ids of engines that a user owns, of `/v1/engines`."""
-    return (owned["engine_id"] for owned in response["ownerships"])
-
-
 def endpoints(response: Any) -> Iterable[str]:
     """Return the peers' endpoints of `/v1/peers`."""
     return (peer["endpoint"] for peer in response["peers"])

@@ -10,15 +10,14 @@ import click
 import msgspec
 
 from kvxferd.cli.options import config_option, json_option
-from kvxferd.cli.suggestions import SuggestingGroup
 from kvxferd.config import SETTINGS, Setting, load_config, settings_in_effect, shown_value
 from kvxferd.config.checking import find_problems
 from kvxferd.config.sample import sample_text
 from kvxferd.tooling.exit_codes import EXIT_INVALID
-from kvxferd.tooling.output import plain_text, print_json, print_table
+from kvxferd.tooling.output import plain_text, print_json, print_table, tuple_columns
 
 
-@click.group(cls=SuggestingGroup)
+@click.group()
 def config() -> None:
     """Print the sample configuration, check a file, or show the settings in effect here."""
 
@@ -73,7 +72,7 @@ def show(as_json: bool, config_path: Path | None) -> None:
         print_json({"file": str(config_path) if config_path else None, "settings": settings})
         return
     rows = [(key, _to_text(SETTINGS[key], one["value"]), one["source"]) for key, one in settings.items()]
-    print_table("settings", ("key", "value", "from"), rows)
+    print_table("Settings", tuple_columns("key", "value", "from"), rows)
 
 
 def _to_text(setting: Setting, value: Any) -> str:

@@ -12,7 +12,7 @@ from kvxferd.errors import ConfigError
 from kvxferd.ids import Rank
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_OK, EXIT_REFUSED
-from kvxferd.tooling.output import console, print_json
+from kvxferd.tooling.output import print_json
 
 if TYPE_CHECKING:
     from kvxferd.explain.engine_spec_parser import EngineDescription
@@ -97,13 +97,12 @@ def explain(
     if as_json:
         print_json(explanation_json(explanation, reader, sends))
     else:
-        out = console()
-        print_explanation(out, explanation)
+        print_explanation(explanation)
         if reader is not None:
-            print_terms(out, reader)
-            print_byte_ranges(out, "decode", reader.rank, byte_ranges(reader.plan))
+            print_terms(reader)
+            print_byte_ranges("decode", reader.rank, byte_ranges(reader.plan))
         if sent_by is not None and sends is not None:
-            print_byte_ranges(out, "prefill", sent_by, sends)
+            print_byte_ranges("prefill", sent_by, sends)
     ctx.exit(EXIT_REFUSED if explanation.refused else EXIT_OK)
 
 

@@ -6,30 +6,29 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlencode
 
 import click
 
 from kvxferd.cli.options import json_option, watchable, with_control_client
-from kvxferd.cli.transfers import format_handover, format_ways
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.records import HandshakeRecord, PullRecord, Record, ReleaseRecord
 from kvxferd.telemetry.history import DEFAULT_PAGE, MAX_PAGE, record_from_json
+from kvxferd.telemetry.units import format_date, format_size, format_time
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import format_bytes, format_duration, plain_text, print_json
+from kvxferd.tooling.output import Column, print_json, print_table, printable
 from kvxferd.wire.endpoint import address_of
 
 KINDS = "pull,handshake,release"
-HEADS = ("time", "what", "transfer", "from", "to", "peer", "bytes", "way", "total", "slowest", "end")
 SHOWN = 40
 SHOWN_AT_FIRST = 10  # by --follow, before what is new
 FOLLOW_EVERY_S = 0.5
 RETRY_S = 1.0  # after a daemon that went away
 
-_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m)?")
+_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h)?")
 
 
 class Duration(click.ParamType[float]):
@@ -43,7 +42,7 @@ class Duration(click.ParamType[float]):
             return value
         match = _DURATION.fullmatch(str(value).strip())
         if match is None:
-            self.fail(f"{value!r} is no duration; give one such as 100ms, 2.5s or 1m", param, ctx)
+            self.fail(f"{value!r} is no duration; give one such as 100ms, 2.5s or 10m", param, ctx)
         return float(match[1]) * _UNITS_S[match[2] or "s"]
 
 
@@ -54,6 +53,7 @@ class Duration(click.ParamType[float]):
     help="Only pulls and handshakes that failed, and releases that no engine wanted.",
 )
 @click.option("--slower", type=Duration(), metavar="TIME", help="Only what took that long: 100ms, 2s.")
+@click.option("--since", type=Duration(), metavar="TIME", help="Only what ended so long ago: 90s, 10m, 2h.")
 @click.option("--transfer", metavar="ID", help="Only this transfer's pulls, and its release.")
 @click.option("--engine", metavar="ID", help="Only of this engine, at either end.")
 @click.option(
@@ -61,7 +61,8 @@ class Duration(click.ParamType[float]):
     type=click.IntRange(1, MAX_PAGE),
     help=f"At most so many of the last: {SHOWN}, {DEFAULT_PAGE} with --json, {SHOWN_AT_FIRST} with --follow.",
 )
-@click.option("--follow", is_flag=True, help="Go on: print each record as it comes, until interrupted.")
+@click.option("-f", "--follow", is_flag=True, help="Go on: print each record as it comes, until interrupted.")
+@click.option("--wide", is_flag=True, help="All columns, also where they do not fit.")
 @json_option
 @with_control_client
 @watchable
@@ -70,12 +71,14 @@ def history(
     as_json: bool,
     failed: bool,
     slower: float | None,
+    since: float | None,
     transfer: str | None,
     engine: str | None,
     limit: int | None,
     follow: bool,
+    wide: bool,
 ) -> None:
-    """Show what ended on this node: pulls, handshakes, and releases of what it published.
+    """Show what ended on this node: pulls, handshakes, and releases of what it published. Times are UTC.
 
     With --json and --follow: one JSON object a line.
     """
@@ -86,35 +89,26 @@ def history(
         **({"transfer": transfer} if transfer else {}),
         **({"engine": engine} if engine else {}),
     }
-    shown = limit or (SHOWN_AT_FIRST if follow else DEFAULT_PAGE if as_json else SHOWN)
+    usual = SHOWN_AT_FIRST if follow else DEFAULT_PAGE if as_json else SHOWN
+    shown = limit or (usual if since is None else MAX_PAGE)
     page = _search(daemon, filters | {"limit": str(shown)})
+    is_cut = len(page["records"]) == shown < MAX_PAGE
+    if since is not None:
+        first = time.time() - since
+        page["records"] = [record for record in page["records"] if record["ended_at"] >= first]
     if follow:
         _follow(daemon, filters, page, as_json)
     elif as_json:
         print_json(page)
     else:
-        _print_page(page, shown)
+        records = [record_from_json(one) for one in page["records"]]
+        print_table("History", COLUMNS, records, is_wide=wide, details=_details)
+        if is_cut:
+            click.echo(f"These are the last {shown}; --limit {MAX_PAGE} shows more.", err=True)
 
 
 def _search(daemon: ControlClient, query: dict[str, str]) -> Any:
     return daemon.get(f"/v1/history?{urlencode(query)}")
-
-
-def _print_page(page: Any, limit: int) -> None:
-    """Print a line for each record, in columns, and below it its details."""
-    records = [record_from_json(one) for one in page["records"]]
-    if not records:
-        click.echo("History: none")
-        return
-    rows = [tuple(plain_text(cell).plain for cell in row) for row in (HEADS, *map(_row, records))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
-    for row, record in zip(rows, (None, *records), strict=True):
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
-        for line in _details(record) if record is not None else ():
-            click.echo(plain_text(line).plain)
-    if len(records) == limit < MAX_PAGE:
-        click.echo(f"These are the last {limit}; --limit {MAX_PAGE} shows more.", err=True)
 
 
 def _follow(daemon: ControlClient, filters: dict[str, str], page: Any, as_json: bool) -> None:
@@ -154,70 +148,116 @@ def _print_lines(page: Any, as_json: bool) -> None:
             sys.stdout.write(json.dumps(one) + "\n")
             continue
         record = record_from_json(one)
-        sys.stdout.write("".join(f"{plain_text(line)}\n" for line in _lines(record)))
+        lines = ["  ".join(column.text(record) for column in COLUMNS), *map(printable, _details(record))]
+        sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()
 
 
-def _lines(record: Record) -> Iterable[str]:
-    """Yield the record's line, and below it its details."""
-    when, what, transfer, source, sink, peer, size, way, total, slowest, end = map(str, _row(record))
-    phase = "" if slowest == "-" else f" ({slowest})"
-    yield f"{when}  {what}  {transfer}  {source} > {sink}  {peer}  {size} {way}  {total}{phase}  {end}"
-    yield from _details(record)
+# --- a record's line
 
 
 def _details(record: Record) -> Iterable[str]:
     """Yield why the record's pull or handshake failed, and what a progressive pull hid."""
-    for failed_in, silent, text in _failure(record):
-        who = f"no reply from {silent}: " if silent and silent not in text else ""
-        yield f"    in {failed_in}: {who}{text}"
-    if isinstance(record, PullRecord) and record.handover_s is not None:
-        yield f"    handover {format_handover(record)}"
-
-
-def _row(record: Record) -> tuple[object, ...]:
-    """Return time, kind, transfer, both engines, peer, bytes, way, total, slowest phase and end."""
-    match record:
-        case PullRecord():
-            slowest = max(record.phases_s.items(), key=lambda item: item[1], default=("", 0.0))
-            return (
-                _time(record), "pull", record.transfer_id, record.source, f"{record.sink} {record.rank}",
-                address_of(record.peer), format_bytes(record.bytes), format_ways(record.ways),
-                format_duration(record.total_s),
-                f"{slowest[0]} {format_duration(slowest[1])}" if slowest[0] else "-",
-                (record.code or record.outcome) + (", read twice" if record.retried else ""),
-            )  # fmt: skip
-        case HandshakeRecord():
-            return (
-                _time(record), "handshake", "-", record.engine_id, "-", address_of(record.endpoint), "-", "-",
-                format_duration(record.elapsed_s), "-", record.outcome,
-            )  # fmt: skip
-        case ReleaseRecord():
-            return (
-                _time(record), "release", record.transfer_id, record.engine_id,
-                _some(reader.engine_id for reader in record.readers),
-                _some(address_of(peer) for reader in record.readers for peer in reader.peers),
-                format_bytes(record.bytes), "-", format_duration(record.held_s), "-", record.why,
-            )  # fmt: skip
-        case _:
-            return (_time(record), type(record).__name__, *["-"] * 9)
-
-
-def _failure(record: Record) -> Iterable[tuple[str, str, str]]:
-    """Yield the phase, who did not reply, and the message, if the record is of a failure."""
     match record:
         case PullRecord() if record.outcome != "delivered":
-            yield record.failed_phase, record.silent, record.message
+            silent = record.silent if record.silent not in record.message else ""
+            who = f"no reply from {silent}: " if silent else ""
+            yield f"    in {record.failed_phase}: {who}{record.message}"
         case HandshakeRecord() if record.outcome != "ok":
-            yield "handshake", "", record.message
+            yield f"    in handshake: {record.message}"
+        case PullRecord() if record.handover_s is not None:
+            yield f"    handover {format_handover(record)}"
 
 
-def _some(texts: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(texts)) or "-"
+def format_handover(record: PullRecord) -> str:
+    """Return what was waited for at the end, and what was read before: ``12 ms, 470 MB (88%) hidden``."""
+    if record.handover_s is None:
+        return "-"
+    hidden = f"{format_size(record.hidden_bytes)} ({record.hidden_bytes / max(record.bytes, 1):.0%}) hidden"
+    return f"{format_time(record.handover_s)}, {hidden}"
+
+
+def format_ways(ways: Mapping[str, int]) -> str | None:
+    """Return how the bytes were read: ``covering``, or ``75% covering, 25% direct`` where in several ways."""
+    total = sum(ways.values())
+    used = sorted(((num_bytes, way) for way, num_bytes in ways.items() if num_bytes > 0), reverse=True)
+    if len(used) < 2:
+        return used[0][1] if used else None
+    return ", ".join(f"{num_bytes / total:.0%} {way}" for num_bytes, way in used)
 
 
 def _time(record: Record) -> str:
-    """Return when it ended: the local time of day, with the day where that is another one."""
-    ended, now = time.localtime(record.ended_at), time.localtime()
-    day = "" if ended[:3] == now[:3] else time.strftime("%Y-%m-%d ", ended)
-    return f"{day}{time.strftime('%H:%M:%S', ended)}.{int(record.ended_at * 1000) % 1000:03d}"
+    """Return when it ended, in UTC, without the day where that is today."""
+    day, _, clock = format_date(record.ended_at).partition(" ")
+    today, _, _ = format_date(time.time()).partition(" ")
+    clock = f"{clock}.{int(record.ended_at * 1000) % 1000:03d}Z"
+    return clock if day == today else f"{day} {clock}"
+
+
+def _source(record: Record) -> str | None:
+    return record.source if isinstance(record, PullRecord) else getattr(record, "engine_id", None)
+
+
+def _sink(record: Record) -> str | None:
+    match record:
+        case PullRecord():
+            return f"{record.sink} {record.rank}"
+        case ReleaseRecord():
+            return _joined(reader.engine_id for reader in record.readers)
+    return None
+
+
+def _peer(record: Record) -> str | None:
+    match record:
+        case PullRecord() | HandshakeRecord():
+            return address_of(record.peer)
+        case ReleaseRecord():
+            return _joined(address_of(peer) for reader in record.readers for peer in reader.peers)
+    return None
+
+
+def _took_s(record: Record) -> float | None:
+    match record:
+        case PullRecord():
+            return record.total_s
+        case HandshakeRecord():
+            return record.elapsed_s
+        case ReleaseRecord():
+            return record.held_s
+    return None
+
+
+def _slowest(record: Record) -> str | None:
+    if not isinstance(record, PullRecord) or not record.phases_s:
+        return None
+    phase, elapsed_s = max(record.phases_s.items(), key=lambda item: item[1])
+    return f"{phase} {format_time(elapsed_s)}"
+
+
+def _end(record: Record) -> str:
+    match record:
+        case PullRecord():
+            return (record.code or record.outcome) + (", read twice" if record.retried else "")
+        case ReleaseRecord():
+            return record.why
+    return getattr(record, "outcome", "-")
+
+
+def _joined(texts: Iterable[str]) -> str | None:
+    return ", ".join(dict.fromkeys(texts)) or None
+
+
+COLUMNS = (
+    Column("time", _time),
+    Column("what", lambda record: type(record).__name__.removesuffix("Record").lower()),
+    Column("transfer", lambda record: getattr(record, "transfer_id", None)),
+    Column("from", _source, rank=1),
+    Column("to", _sink, rank=3),
+    Column("peer", _peer, rank=5),
+    Column("size", lambda record: getattr(record, "bytes", None), format_size, 4),
+    Column("way", lambda record: format_ways(getattr(record, "ways", {})), rank=6),
+    Column("took", _took_s, format_time),
+    Column("predicted", lambda record: getattr(record, "predicted_s", None) or None, format_time, 7),
+    Column("slowest", _slowest, rank=2),
+    Column("end", _end),
+)

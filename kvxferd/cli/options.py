@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,7 +94,11 @@ def watchable(verb: F) -> F:
             raise click.BadParameter("give a number of seconds", param_hint="--watch")
         from kvxferd.tooling.watch import watch
 
-        title = click.get_current_context().command_path
-        watch(title, lambda: verb(*arguments, **options), interval_s, options.get("as_json", False))
+        def show() -> None:
+            with suppress(click.exceptions.Exit):  # with a status, which would end the watch
+                verb(*arguments, **options)
+
+        as_json = options.get("as_json", False) or options.get("form") == "json"
+        watch(click.get_current_context().command_path, show, interval_s, as_json)
 
     return run_verb  # type: ignore[return-value]

@@ -10,38 +10,37 @@ from click.shell_completion import CompletionItem
 
 import kvxferd
 from kvxferd.cli import not_installed_message
-from kvxferd.cli.suggestions import SuggestingGroup
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.tooling.exit_codes import EXIT_ERROR
 from kvxferd.tooling.output import printable
 
-# The module of each verb, in the order of the help. Only the requested one is imported: a daemon
+# The verbs in the order of the help, each with its module. Only the requested one's is imported: a daemon
 # would otherwise hold the others' tables in memory for as long as it runs.
-VERBS = {
-    "serve": "kvxferd.cli.serve",
-    "demo": "kvxferd.cli.demo",
-    "bench": "kvxferd.cli.bench",
-    "doctor": "kvxferd.cli.doctor",
-    "ping": "kvxferd.cli.doctor",
-    "support-bundle": "kvxferd.cli.doctor",
-    "status": "kvxferd.cli.status",
-    "top": "kvxferd.cli.top",
-    "engines": "kvxferd.cli.engines",
-    "peers": "kvxferd.cli.peers",
-    "transfers": "kvxferd.cli.transfers",
-    "history": "kvxferd.cli.history",
-    "explain": "kvxferd.cli.explain",
-    "reload": "kvxferd.cli.reload",
-    "drain": "kvxferd.cli.drain",
-    "drop-peer": "kvxferd.cli.drop_peer",
-    "cancel": "kvxferd.cli.cancel",
-    "disown": "kvxferd.cli.disown",
-    "keygen": "kvxferd.cli.keygen",
-    "config": "kvxferd.cli.config",
+GROUPS = {
+    "Run": {"serve": "serve", "config": "config", "keygen": "keygen"},
+    "Look at this node": {
+        "status": "status",
+        "top": "top",
+        "engines": "listing",
+        "peers": "listing",
+        "transfers": "listing",
+        "history": "history",
+        "topology": "listing",
+    },
+    "Find what is wrong": {"doctor": "doctor", "ping": "doctor", "support-bundle": "doctor"},
+    "Change this node": {
+        "reload": "operate",
+        "drain": "operate",
+        "drop-peer": "operate",
+        "cancel": "operate",
+        "disown": "operate",
+    },
+    "Try it": {"demo": "demo", "bench": "bench", "explain": "explain"},
 }
+VERBS = {verb: f"kvxferd.cli.{module}" for verbs in GROUPS.values() for verb, module in verbs.items()}
 
 
-class VerbGroup(SuggestingGroup):
+class VerbGroup(click.Group):
     """A group whose verbs may raise KvxferdError, which prints one line and no traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -59,6 +58,24 @@ class VerbGroup(SuggestingGroup):
         verb = getattr(module, cmd_name.replace("-", "_"))
         assert isinstance(verb, click.Command)
         return verb
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the verb; for an unknown name, raise click.NoSuchCommand with those that are alike."""
+        if args[0] not in VERBS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            raise click.NoSuchCommand(args[0], possibilities=VERBS, ctx=ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each group of verbs, with the first sentence of each."""
+        for group, verbs in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl([(verb, self._summary(ctx, verb)) for verb in verbs])
+
+    def _summary(self, ctx: click.Context, verb: str) -> str:
+        command = self.get_command(ctx, verb)
+        return "" if command is None else command.get_short_help_str(limit=200)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the verbs and options that begin so, without an import of the verbs."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from datetime import UTC, datetime
 from typing import Any
 
 import click
 import msgspec
 
+from kvxferd.cli.listing import engine_state
 from kvxferd.cli.options import json_option, watchable, with_control_client
 from kvxferd.records import NodeSnapshot, RankSnapshot
 from kvxferd.telemetry.minute_text import describe_failures, describe_rates
 from kvxferd.telemetry.sample_report import LastMinute
+from kvxferd.telemetry.units import format_date, format_size
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import format_bytes, format_count, print_fields, print_json, print_line
+from kvxferd.tooling.exit_codes import EXIT_NOT_READY
+from kvxferd.tooling.output import format_count, print_fields, print_json, print_line
 
 
 @click.command()
@@ -23,20 +25,19 @@ from kvxferd.tooling.output import format_bytes, format_count, print_fields, pri
 @with_control_client
 @watchable
 def status(daemon: ControlClient, as_json: bool) -> None:
-    """Show the state of the daemon on this node."""
+    """Show the state of the daemon on this node. Exit status: 0 if it is ready, 1 if it is not."""
     reply = daemon.get("/v1/status")
     if as_json:
         print_json(reply)
-        return
-    node = msgspec.convert(reply["node"], NodeSnapshot)
-    print_fields(_lines(reply, node))
-    if remedy := reply["verdict"]["remedy"]:
-        print_line(f"to do: {remedy}")
+    else:
+        print_fields(_lines(reply, msgspec.convert(reply["node"], NodeSnapshot)))
+        if remedy := reply["verdict"]["remedy"]:
+            print_line(f"to do: {remedy}")
+    if not reply["ready"]:
+        click.get_current_context().exit(EXIT_NOT_READY)
 
 
 def _lines(reply: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
-    from kvxferd.telemetry.gauges import engine_state  # it loads the metrics' library
-
     ranks = [rank for engine in node.engines for rank in engine.ranks]
     readable = sum(engine_state(engine) == "readable" for engine in node.engines)
     return [
@@ -45,7 +46,7 @@ def _lines(reply: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
         *_warnings(reply),
         *_last_minute(reply),
         ("engines", f"{len(node.engines)}, {readable} readable"),
-        ("ranks", f"{len(ranks)}, {format_bytes(sum(rank.bytes for rank in ranks))}"),
+        ("ranks", f"{len(ranks)}, {format_size(sum(rank.bytes for rank in ranks))}"),
         ("placements", _placements(ranks)),
         ("sessions", str(node.num_sessions)),
         ("peers", f"{len(node.peers)}, {sum(peer.state == 'up' for peer in node.peers)} up"),
@@ -62,7 +63,7 @@ def _lines(reply: dict[str, Any], node: NodeSnapshot) -> list[tuple[str, str]]:
 def _warnings(reply: dict[str, Any]) -> list[tuple[str, str]]:
     """Return each warning with its kind and age."""
     warnings = msgspec.convert(reply["active_warnings"], list[NodeWarning])
-    return [("warning", f"{w.kind.value}, {_since(w.since)}: {w.text}") for w in warnings]
+    return [("warning", f"{w.kind.value}, since {format_date(w.since)}Z: {w.text}") for w in warnings]
 
 
 def _last_minute(reply: dict[str, Any]) -> list[tuple[str, str]]:
@@ -73,17 +74,13 @@ def _last_minute(reply: dict[str, Any]) -> list[tuple[str, str]]:
     return [("last minute", describe_rates(minute)), ("failures", why)]
 
 
-def _since(unix_time: float) -> str:
-    return f"since {datetime.fromtimestamp(unix_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
 def _placements(ranks: list[RankSnapshot]) -> str:
     """Return how many ranks have each placement: ``2 direct over cma``."""
     ways: Counter[str] = Counter()
     for rank in ranks:
         if (found := rank.placement) is not None:
-            way = f"{found.kind} over {found.lanes}" if found.lanes else found.kind
-            ways[way if found.proved else f"{way}, not proved"] += 1
+            over = f" over {found.lanes}" if found.lanes else ""
+            ways[f"{found.kind}{over}{'' if found.proved else ', not proved'}"] += 1
     return "; ".join(f"{count} {way}" for way, count in sorted(ways.items())) or "none"
 
 

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import click
+import msgspec
 
+from kvxferd.cli.listing import format_read
 from kvxferd.cli.options import MAX_INTERVAL_S, MIN_INTERVAL_S, json_option, with_control_client
+from kvxferd.ids import Endpoint
+from kvxferd.records import NodeSnapshot, PullRecord, ReleaseRecord
+from kvxferd.telemetry.overview import FailureReason, Level, NodeVerdict, PeerLine, longest_phases
+from kvxferd.telemetry.sample_report import LastMinute, SampleReport
+from kvxferd.telemetry.units import (
+    UNKNOWN,
+    format_clock,
+    format_count,
+    format_rate,
+    format_share,
+    format_size,
+    format_time,
+)
+from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import print_json
+from kvxferd.tooling.output import Column, console, print_json, print_line, print_table
+from kvxferd.wire.endpoint import address_of
+
+# A terminal shows some dozen lines: the page has more of each.
+MAX_ROWS = 8
+MAX_CHART_COLUMNS = 90
+CHART_S = 900
+_STYLES = {Level.GOOD: "bold green", Level.WARN: "bold yellow", Level.BAD: "bold red"}
+_BARS = "▁▂▃▄▅▆▇█"
+_ASCII_BARS = "_-=+*#%@"
 
 
 @click.command()
@@ -20,18 +47,17 @@ from kvxferd.tooling.output import print_json
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="Renew it every so many seconds, until Ctrl-C.",
+    help="Renew it every so many seconds, until q or Ctrl-C.",
 )
 @json_option
 @with_control_client
 def top(daemon: ControlClient, as_json: bool, once: bool, interval_s: float) -> None:
-    """Show traffic, failures and their reasons, pairs of engines, peers and slow pulls of this node.
+    """Show traffic, pairs of engines, failures and their reasons, peers and slow pulls of this node.
 
-    It is what the status page shows, from the same samples: one a second for 15 minutes. With --json: the
-    replies of /v1/status and /v1/samples.
+    It is what the status page shows, from the same samples: one a second for 15 minutes. Times are UTC. With
+    --json: the replies of /v1/status and /v1/samples.
     """
     # Imported here: a completion needs no tables.
-    from kvxferd.cli.top_report import print_report
     from kvxferd.tooling.watch import watch
 
     if not interval_s >= MIN_INTERVAL_S:  # not a number, which no range excludes
@@ -48,3 +74,159 @@ def top(daemon: ControlClient, as_json: bool, once: bool, interval_s: float) -> 
         show()
     else:
         watch("kvxferd top", show, interval_s, as_json)
+
+
+def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
+    """Print the replies of `/v1/status` and `/v1/samples`."""
+    node = msgspec.convert(status["node"], NodeSnapshot)
+    report = msgspec.convert(samples, SampleReport)
+    verdict = msgspec.convert(status["verdict"], NodeVerdict)
+    print_line(f"{address_of(node.endpoint)}, version {status['version']}", "bold")
+    print_line(verdict.text, _STYLES[verdict.level])
+    if verdict.remedy:
+        print_line(f"to do: {verdict.remedy}")
+    for warning in reversed(msgspec.convert(status["active_warnings"], list[NodeWarning])):
+        print_line(f"{warning.kind.value} since {format_clock(warning.since)}Z: {warning.text}", "yellow")
+    print_line(_last_minute(report.last_minute))
+    _print_charts(report)
+    _print_first("Pairs of engines, 15 minutes", PAIRS, sorted(report.pairs, key=lambda row: -row.delivered))
+    if reasons := msgspec.convert(samples["failure_reasons"], list[FailureReason]):
+        _print_first("Why pulls failed in the last 15 minutes", REASONS, reasons)
+    if node.pulls:
+        _print_first("Running pulls, the oldest first", PULLS, sorted(node.pulls, key=lambda p: -p.age_s))
+    _print_first("Peers, 15 minutes", PEERS, msgspec.convert(samples["peers"], list[PeerLine]))
+    if slowest := msgspec.convert(samples["slowest_pulls"], list[PullRecord]):
+        _print_first("The slowest pulls of 15 minutes", SLOWEST, slowest)
+    if expired := msgspec.convert(samples["expired_leases"], list[ReleaseRecord]):
+        _print_first("Expired leases: published here, and not read in time", EXPIRED, expired)
+
+
+def _print_first(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
+    print_line("")
+    print_table(title, columns, rows[:MAX_ROWS], more=max(0, len(rows) - MAX_ROWS))
+
+
+def _last_minute(minute: LastMinute) -> str:
+    share = format_share(minute.failure_share) if minute.delivered + minute.failed else UNKNOWN
+    oldest = format_time(minute.oldest_pull_s) if minute.running_pulls else UNKNOWN
+    rate = (minute.delivered + minute.failed) / max(minute.seconds, 1)
+    return (
+        f"in {format_rate(minute.pulled_bytes_per_s)}, out {format_rate(minute.served_bytes_per_s)}, "
+        f"{rate:.3g} pulls/s, {share} failed, p50 {format_time(minute.p50_s)}, "
+        f"p99 {format_time(minute.p99_s)}, {format_count(minute.running_pulls)} running, oldest {oldest}"
+    )
+
+
+def _print_charts(report: SampleReport) -> None:
+    charts = report.columns
+    num_columns = max(20, min(console().width - 25, MAX_CHART_COLUMNS))
+    rows: list[tuple[str, Sequence[float | None], bool, Callable[[float], str]]] = [
+        ("in", charts.pulled_bytes, True, format_rate),
+        ("out", charts.served_bytes, True, format_rate),
+        ("failed", charts.failed, True, lambda value: f"{value:.3g}/s"),
+        ("p99", charts.p99_s, False, format_time),
+    ]
+    print_line("")
+    for name, values, is_rate, form in rows:
+        bars, highest = sparkline(values, charts.span_s, num_columns, is_rate=is_rate)
+        print_line(f"{name:6}  {bars}  max {form(highest)}")
+    print_line(f"{'':6}  -15 min{'now':>{num_columns - 7}}")
+
+
+def sparkline(
+    values: Sequence[float | None], spans_s: Sequence[int | None], num_columns: int, *, is_rate: bool
+) -> tuple[str, float]:
+    """Return one character for each part of the last 15 minutes, and the value of the highest.
+
+    A dot is zero, a blank a part without a sample. With `is_rate` a part's value is its sum per second, else
+    its largest value.
+    """
+    padded = [None] * (CHART_S - len(values)) + list(values)
+    spans = [None] * (CHART_S - len(values)) + list(spans_s)
+    found: list[float | None] = []
+    for column in range(num_columns):
+        start, end = column * CHART_S // num_columns, (column + 1) * CHART_S // num_columns
+        sampled = [span for span in spans[start:end] if span is not None]
+        here = [value for value in padded[start:end] if value is not None]
+        if not sampled:
+            found.append(None)
+        elif is_rate:
+            found.append(sum(here) / sum(sampled))
+        else:
+            found.append(max(here, default=0.0))
+    highest = max((value for value in found if value is not None), default=0.0)
+    encoding = (getattr(sys.__stdout__, "encoding", None) or "").lower()
+    bars = _BARS if encoding.startswith("utf") else _ASCII_BARS
+    return "".join(_bar(value, highest, bars) for value in found), highest
+
+
+def _bar(value: float | None, highest: float, bars: str) -> str:
+    if value is None:
+        return " "
+    return bars[min(int(value / highest * len(bars)), len(bars) - 1)] if value else "."
+
+
+def _clock(unix_time: float) -> str:
+    return f"{format_clock(unix_time)}Z"
+
+
+PAIRS = (
+    Column("from", lambda pair: pair.source),
+    Column("to", lambda pair: pair.sink),
+    Column("delivered", lambda pair: pair.delivered),
+    Column("failed", lambda pair: pair.failed),
+    Column("size", lambda pair: pair.pulled_bytes, format_size, 1),
+    Column("p50", lambda pair: pair.p50_s, format_time, 3),
+    Column("p99", lambda pair: pair.p99_s, format_time),
+    Column(
+        "last failure",
+        lambda pair: f"{pair.last_code} at {_clock(pair.last_failed_at)}" if pair.last_code else None,
+        rank=2,
+    ),
+)
+REASONS = (
+    Column("pulls", lambda reason: reason.num_pulls),
+    Column("code", lambda reason: reason.last.code or "failed"),
+    Column("from", lambda reason: reason.last.source, rank=2),
+    Column("to", lambda reason: reason.last.sink, rank=3),
+    Column("peer", lambda reason: address_of(reason.last.peer), rank=4),
+    Column("phase", lambda reason: reason.last.failed_phase, rank=5),
+    Column("did not answer", lambda reason: reason.last.silent, rank=1),
+    Column("last", lambda reason: reason.last.ended_at, _clock),
+    Column("message", lambda reason: f"{reason.last.message} ({reason.last.transfer_id})"),
+)
+PULLS = (
+    Column("transfer", lambda pull: pull.transfer_id),
+    Column("from", lambda pull: pull.source),
+    Column("to", lambda pull: pull.sink),
+    Column("rank", lambda pull: pull.rank, rank=3),
+    Column("phase", lambda pull: pull.phase),
+    Column("read", format_read, rank=2),
+    Column("age", lambda pull: pull.age_s, format_time),
+    Column("deadline in", lambda pull: max(pull.deadline_left_s, 0.0), format_time, 1),
+)
+PEERS = (
+    Column("peer", lambda line: address_of(Endpoint(line.peer))),
+    Column("state", lambda line: line.state),
+    Column("round trip", lambda line: line.round_trip_s, format_time, 1),
+    Column("last reply", lambda line: line.last_reply_s, lambda ago_s: f"{format_time(ago_s)} ago", 2),
+    Column("transport", lambda line: line.transport or None, rank=3),
+    Column("delivered", lambda line: line.delivered),
+    Column("failed", lambda line: line.failed),
+    Column("size", lambda line: line.pulled_bytes, format_size, 4),
+)
+SLOWEST = (
+    Column("at", lambda record: record.ended_at, _clock),
+    Column("transfer", lambda record: record.transfer_id),
+    Column("from", lambda record: record.source, rank=1),
+    Column("to", lambda record: record.sink, rank=2),
+    Column("size", lambda record: record.bytes, format_size, 3),
+    Column("took", lambda record: record.total_s, format_time),
+    Column("longest phases", longest_phases),
+)
+EXPIRED = (
+    Column("at", lambda record: record.ended_at, _clock),
+    Column("transfer", lambda record: record.transfer_id),
+    Column("engine", lambda record: record.engine_id),
+    Column("held", lambda record: record.held_s, format_time),
+)

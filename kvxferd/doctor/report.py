@@ -16,7 +16,7 @@ from kvxferd.errors import ConfigError, KvxferdError
 from kvxferd.memory.driver import DRIVER_VARIABLE
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_FAILED, EXIT_NO_GPU, EXIT_OK
-from kvxferd.tooling.output import console, plain_text, print_table
+from kvxferd.tooling.output import console, plain_text, print_table, tuple_columns
 
 RESPONSE_TIMEOUT_S = 5.0  # of the daemon
 
@@ -176,7 +176,8 @@ def print_placements(tried: Sequence[PlacementResult]) -> None:
         works = one.refusal or ("yes" + (f", over {one.lanes}" if one.lanes else ""))
         share = f"{speed / copy:.1%}" if speed and copy else ""
         rows.append((one.placement, works, f"{speed:.3g}" if speed else "", share))
-    print_table("Placements of GPU memory", ("placement", "works", "GB/s", "of a device copy"), rows)
+    heads = tuple_columns("placement", "works", "GB/s", "of a device copy")
+    print_table("Placements of GPU memory", heads, rows)
 
 
 def as_json(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> dict[str, Any]:

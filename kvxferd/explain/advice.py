@@ -10,7 +10,7 @@ from kvxferd.errors import KvxferdError
 from kvxferd.explain.analysis import Explanation, explain_pair
 from kvxferd.explain.engine_spec_parser import Deployment, EngineDescription
 from kvxferd.layout.presets import DeploymentOptions
-from kvxferd.tooling.output import format_duration
+from kvxferd.telemetry.units import format_time
 
 # Each pair that is tried is planned as a whole, which takes 10 ms and more for a decode rank.
 MAX_DECODE_RANKS = 32
@@ -96,7 +96,7 @@ def _sentence(explanation: Explanation, best: _Tried) -> str:
     gain = "the bytes that are wanted lie closer together"
     if before >= MIN_TIME_GAIN * after:
         gain = f"{_times(before / after)} times fewer reads ({before:,} runs become {after:,})"
-    now, then = format_duration(explanation.predicted_s), format_duration(best.explanation.predicted_s)
+    now, then = format_time(explanation.predicted_s), format_time(best.explanation.predicted_s)
     return (
         f"with {best.change}: {gain}; 1,000 tokens over {explanation.link} are predicted to take {then} in "
         f"place of {now}{_in_a_row(explanation, best.explanation)}"
@@ -113,7 +113,7 @@ def _in_a_row(before: Explanation, after: Explanation) -> str:
     gain_of_scattered = before.predicted_s / after.predicted_s
     if now < MIN_TIME_GAIN * then or now / then < MIN_TIME_GAIN * gain_of_scattered:
         return ""
-    times = f"{format_duration(then)} in place of {format_duration(now)}"
+    times = f"{format_time(then)} in place of {format_time(now)}"
     return f" where no blocks are neighbours, and {times} where they lie in a row"
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from kvxferd.explain.analysis import DecodeRankReads, Explanation, RankRead
 from kvxferd.explain.byte_ranges import ByteRanges, LayersInStep, group_layers_in_step
 from kvxferd.explain.formatting import (
@@ -23,7 +19,8 @@ from kvxferd.explain.read_estimate import ReadEstimate
 from kvxferd.ids import Rank
 from kvxferd.layout import GroupKind
 from kvxferd.plan import format_terms
-from kvxferd.tooling.output import format_bytes, format_duration, plain_text, print_fitted
+from kvxferd.telemetry.units import format_time
+from kvxferd.tooling.output import Column, console, format_bytes, print_line, print_table, tuple_columns
 
 SHADES = " ░▒▓█"
 LOAD_BAR = 24  # characters of the busiest rank's bar
@@ -31,57 +28,54 @@ LOAD_BAR = 24  # characters of the busiest rank's bar
 MAX_RANGES = 48
 
 
-def print_explanation(console: Console, explanation: Explanation) -> None:
+def print_explanation(explanation: Explanation) -> None:
     """Print everything except byte ranges."""
     for role, engine in (("prefill", explanation.prefill), ("decode", explanation.decode)):
-        console.print(plain_text(f"{role:8}{engine.label}: {format_engine(engine)}"), soft_wrap=True)
-    console.print()
+        print_line(f"{role:8}{engine.label}: {format_engine(engine)}")
+    print_line("")
     if explanation.refused:
-        _print_refused(console, explanation)
+        _print_refused(explanation)
         return
-    _print_matrix(console, explanation)
-    console.print()
-    print_fitted(console, _reads_table(explanation))
-    console.print()
+    _print_matrix(explanation)
+    print_line("")
+    print_table("Reads, for a request of 1,000 tokens", _read_columns(explanation), _read_rows(explanation))
+    print_line("")
     for sentence, count in _count_run_sentences(explanation).items():
-        console.print(plain_text(f"{count} read{'s' * (count > 1)}: {sentence}"), soft_wrap=True)
+        print_line(f"{count} read{'s' * (count > 1)}: {sentence}")
     for note in explanation.notes:
-        console.print(plain_text(f"note: {note}"), soft_wrap=True)
+        print_line(f"note: {note}")
     if explanation.advice:
-        console.print(plain_text(f"advice: {explanation.advice}"), soft_wrap=True)
+        print_line(f"advice: {explanation.advice}")
     total = f"in all {format_bytes(explanation.num_bytes)}"
     if len({load.num_bytes for load in explanation.loads()} - {0}) == 1:
-        console.print(plain_text(f"{total}; {format_load(explanation)}"), soft_wrap=True)
+        print_line(f"{total}; {format_load(explanation)}")
         return
-    console.print(plain_text(total), soft_wrap=True)
-    console.print()
-    print_fitted(console, _loads_table(explanation))
+    print_line(total)
+    print_line("")
+    _print_loads(explanation)
 
 
-def _print_refused(console: Console, explanation: Explanation) -> None:
-    console.print(Text("Refused: decode cannot read prefill.", style="bold red"))
-    table = Table("field", "prefill", "decode", "why")
-    for refusal in explanation.refused:
-        cells = (refusal.field, refusal.prefill, refusal.decode, refusal.message)
-        table.add_row(*(plain_text(cell) for cell in cells))
-    print_fitted(console, table)
+def _print_refused(explanation: Explanation) -> None:
+    print_line("Refused: decode cannot read prefill.", "bold red")
+    rows = [(one.field, one.prefill, one.decode, one.message) for one in explanation.refused]
+    print_table("Fields", tuple_columns("field", "prefill", "decode", "why"), rows)
 
 
-def _print_matrix(console: Console, explanation: Explanation) -> None:
+def _print_matrix(explanation: Explanation) -> None:
     """Print decode ranks against prefill ranks, shaded by bytes."""
     prefill = sorted(explanation.prefill.ranks)
     given = [{s: _bytes_from(rank, s) for s in prefill} for rank in explanation.ranks]
     most = max((size for row in given for size in row.values()), default=0) or 1
     names = [str(rank.rank) for rank in explanation.ranks]
     margin = max(map(len, names)) + 1
-    width = 2 if margin + 2 * len(prefill) + 14 <= console.width else 1
-    console.print(plain_text("Decode ranks (rows) read prefill ranks (columns), bytes per 1,000 tokens:"))
+    width = 2 if margin + 2 * len(prefill) + 14 <= console().width else 1
+    print_line("Decode ranks (rows) read prefill ranks (columns), bytes per 1,000 tokens:")
     for line in _column_heads(prefill, margin, width):
-        console.print(plain_text(line), soft_wrap=True)
+        print_line(line)
     for name, rank, row in zip(names, explanation.ranks, given, strict=True):
         cells = "".join(_shade(row[source], most) * width for source in prefill)
-        console.print(plain_text(f"{name:{margin}}|{cells}| {format_bytes(rank.num_bytes)}"), soft_wrap=True)
-    console.print(plain_text(_legend(most, margin)))
+        print_line(f"{name:{margin}}|{cells}| {format_bytes(rank.num_bytes)}")
+    print_line(_legend(most, margin))
 
 
 def _shade(size: float, most: float) -> str:
@@ -118,23 +112,23 @@ def _bytes_from(rank: DecodeRankReads, source: Rank) -> int:
     return sum(read.num_bytes for read in rank.reads if read.source == source)
 
 
-def _reads_table(explanation: Explanation) -> Table:
-    """Return a table with one row per read, and one per decode rank that has several."""
-    table = Table(title="Reads, for a request of 1,000 tokens", title_justify="left")
-    for head in ("decode", "prefill", "for", "layers", "what"):
-        table.add_column(head)
-    for head in ("bytes", "runs", "average run", "runs, blocks in a row"):
-        table.add_column(head, justify="right")
-    table.add_column("way")
-    for head in ("reads posted", f"over {explanation.link}"):
-        table.add_column(head, justify="right")
+def _read_columns(explanation: Explanation) -> tuple[Column, ...]:
+    over = f"over {explanation.link}"
+    return tuple_columns(
+        "decode", "prefill", "for", "layers", "what", "bytes", "runs", "average run", "runs, blocks in a row",
+        "way", "reads posted", over,
+        optional=("runs", "what", "reads posted", "for", "average run", "runs, blocks in a row"),
+    )  # fmt: skip
+
+
+def _read_rows(explanation: Explanation) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each read, and one for each decode rank that has several."""
     for rank in explanation.ranks:
         several = len(rank.reads) != 1
         if several:
-            table.add_row(*(Text(cell, style="bold") for cell in _total_row(rank)))
+            yield _total_row(rank)
         for read in rank.reads:
-            table.add_row(*(plain_text(cell) for cell in _read_row("" if several else str(rank.rank), read)))
-    return table
+            yield _read_row("" if several else str(rank.rank), read)
 
 
 def _total_row(rank: DecodeRankReads) -> tuple[str, ...]:
@@ -155,7 +149,7 @@ def _total_row(rank: DecodeRankReads) -> tuple[str, ...]:
         f"{sum(read.fewest_runs for read in rank.reads):,}",
         "",
         f"{sum(read.estimate.descriptors_posted for read in rank.reads):,}",
-        format_duration(rank.predicted_s),
+        format_time(rank.predicted_s),
     )
 
 
@@ -172,7 +166,7 @@ def _read_row(name: str, read: RankRead) -> tuple[str, ...]:
         f"{read.fewest_runs:,}",
         _way(read.estimate),
         f"{read.estimate.descriptors_posted:,}",
-        format_duration(read.estimate.predicted_s),
+        format_time(read.estimate.predicted_s),
     )
 
 
@@ -182,23 +176,21 @@ def _way(estimate: ReadEstimate) -> str:
     return f"{estimate.way} {extra:.2g}x" if extra >= 1.05 else estimate.way
 
 
-def _loads_table(explanation: Explanation) -> Table:
-    """Return a table of the prefill ranks by load, most first; ranks of equal load share a row."""
-    table = Table(title="Load of prefill ranks, for a request of 1,000 tokens", title_justify="left")
-    table.add_column("prefill ranks")
-    for head in ("each gives", "of the mean", "runs each"):
-        table.add_column(head, justify="right")
-    table.add_column("")
+def _print_loads(explanation: Explanation) -> None:
+    """Print the prefill ranks by load, most first; ranks of equal load share a row."""
     alike: dict[tuple[int, int], list[Rank]] = {}
     loads = explanation.loads()
     for load in loads:
         alike.setdefault((load.num_bytes, load.num_runs), []).append(load.rank)
     most = max(num_bytes for num_bytes, _ in alike)
     mean = explanation.num_bytes / len(loads)
-    for (num_bytes, num_runs), ranks in sorted(alike.items(), reverse=True):
-        cells = (format_ranks(ranks), format_bytes(num_bytes), f"{num_bytes / mean:.0%}", f"{num_runs:,}")
-        table.add_row(*(plain_text(cell) for cell in cells), Text("█" * round(LOAD_BAR * num_bytes / most)))
-    return table
+    rows = [
+        (format_ranks(ranks), format_bytes(num_bytes), f"{num_bytes / mean:.0%}", f"{num_runs:,}",
+         "█" * round(LOAD_BAR * num_bytes / most))
+        for (num_bytes, num_runs), ranks in sorted(alike.items(), reverse=True)
+    ]  # fmt: skip
+    columns = tuple_columns("prefill ranks", "each gives", "of the mean", "runs each", "", optional=("",))
+    print_table("Load of prefill ranks, for a request of 1,000 tokens", columns, rows)
 
 
 def _count_run_sentences(explanation: Explanation) -> dict[str, int]:
@@ -211,35 +203,29 @@ def _count_run_sentences(explanation: Explanation) -> dict[str, int]:
     return found
 
 
-def print_terms(console: Console, rank: DecodeRankReads) -> None:
+def print_terms(rank: DecodeRankReads) -> None:
     """Print what in-engine connectors call the decisions of a decode rank, a line for each prefill stage."""
-    console.print()
+    print_line("")
     for terms in rank.terms():
-        console.print(plain_text(format_terms(terms)), soft_wrap=True)
+        print_line(format_terms(terms))
 
 
-def print_byte_ranges(
-    console: Console, role: Literal["decode", "prefill"], rank: Rank, ranges: list[ByteRanges]
-) -> None:
+def print_byte_ranges(role: Literal["decode", "prefill"], rank: Rank, ranges: list[ByteRanges]) -> None:
     """Print what a rank of that side reads (decode) or sends (prefill) of block 0; equal steps together."""
-    console.print()
+    print_line("")
     other, how = ("prefill", "from") if role == "decode" else ("decode", "to")
-    table = Table(
-        title=f"Byte ranges of {role} {rank}: its block 0 {how} {other}'s, of the first layer listed",
-        title_justify="left",
-    )
-    for head in (other, "layers", "component", "units", f"{role} bytes", f"{other} bytes"):
-        table.add_column(head)
-    for head in ("runs", "next layer", "next block"):
-        table.add_column(head, justify="right")
     rows = group_layers_in_step(ranges)
-    for row in rows[:MAX_RANGES]:
-        table.add_row(*(plain_text(cell) for cell in _range_row(row)))
-    print_fitted(console, table)
+    print_table(
+        f"Byte ranges of {role} {rank}: its block 0 {how} {other}'s, of the first layer listed",
+        tuple_columns(
+            other, "layers", "component", "units", f"{role} bytes", f"{other} bytes", "runs", "next layer",
+            "next block", optional=("next block", "next layer", "units"),
+        ),
+        map(_range_row, rows[:MAX_RANGES]),
+        more=max(0, len(rows) - MAX_RANGES),
+    )  # fmt: skip
     steps = f"steps are bytes at {role} / at {other}; --json has every range of every layer"
-    console.print(plain_text(steps))
-    if len(rows) > MAX_RANGES:
-        console.print(plain_text(f"{len(rows) - MAX_RANGES:,} more rows: see --json"))
+    print_line(steps)
 
 
 def _range_row(row: LayersInStep) -> tuple[str, ...]:

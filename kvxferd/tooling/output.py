@@ -1,7 +1,7 @@
 """Output of verbs: tables for people, one JSON object for machines.
 
-Nothing is cut to fit: a table whose words do not all fit beside one another is printed row by row, a line
-for each value, which the terminal wraps as it likes.
+No cell is cut to fit: a terminal that is too narrow gets fewer columns, by their ranks, and a note of those
+that are left out.
 
 rich is imported where it is used: a completion of the shell's needs the verbs, and shows no table.
 """
@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.table import Table
     from rich.text import Text
 
 # Piped output is for grep: wide enough that no row wraps. An id has at most 256 characters, an error's
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
 PIPED_WIDTH = 1 << 17
 # Of all `--json`: raised when a key goes away or means something else. Keys are added without.
 JSON_VERSION = 1
-# A column of longer texts is at least this wide: one word a line is harder to read than a list.
-READABLE_WIDTH = 14
+# A longer cell moves the rest of its row: one long id must not make every row wrap.
+MAX_ALIGNED = 48
+GAP = 2  # blanks between two columns
 
 
 def console() -> Console:
@@ -54,144 +54,117 @@ def print_json(value: Any, has_version: bool = True) -> None:
     sys.stdout.flush()
 
 
-def print_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table, or one line if there are no rows. Numbers are right-aligned."""
-    rows = [list(row) for row in rows]
-    if not rows:
-        console().print(f"{title}: none", highlight=False)
-        return
-    from rich.table import Table
+class Column(NamedTuple):
+    """A column of a table. Where a row does not fit, the columns of the highest rank are left out first."""
 
-    table = Table(title=title)
-    for column, head in enumerate(heads):
-        numeric = all(isinstance(row[column], int | float) for row in rows)
-        table.add_column(head, justify="right" if numeric else "left")
-    for row in rows:
-        table.add_row(*(plain_text(cell) for cell in row))
-    print_fitted(console(), table)
+    title: str
+    get: Callable[[Any], Any]  # of a row; what `--sort` compares
+    form: Callable[[Any], object] = str  # of what `get` returns
+    rank: int = 0  # 0: never left out
+
+    def text(self, row: Any) -> str:
+        """Return the row's cell; `-` for None."""
+        value = self.get(row)
+        return "-" if value is None else printable(str(self.form(value)))
+
+
+def tuple_columns(*titles: str, optional: Sequence[str] = ()) -> tuple[Column, ...]:
+    """Return columns for rows that are tuples; `optional` ones are left out first, the last of them first."""
+    ranks = {title: number for number, title in enumerate(optional, 1)}
+    return tuple(
+        Column(title, itemgetter(number), rank=ranks.get(title, 0)) for number, title in enumerate(titles)
+    )
+
+
+def print_table(
+    title: str,
+    columns: Sequence[Column],
+    rows: Iterable[Any],
+    *,
+    is_wide: bool = False,
+    more: int = 0,
+    details: Callable[[Any], Iterable[str]] | None = None,
+) -> None:
+    """Print a line for each row, or one line if there are none. Numbers are right-aligned.
+
+    A terminal that is too narrow gets fewer columns, unless `is_wide`; one that is too narrow still wraps the
+    lines. `more`: how many rows are not given. `details`: of a row, lines to print below it.
+    """
+    rows, out = list(rows), console()
+    if not rows:
+        out.print(f"{title}: none", highlight=False)
+        return
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    texts = {column: [column.text(row) for row in rows] for column in columns}
+    widths = {
+        column: max(cell_len(cell) for cell in (column.title, *cells) if cell_len(cell) <= MAX_ALIGNED)
+        for column, cells in texts.items()
+    }
+    shown = list(columns)
+    while not is_wide and sum(widths[column] + GAP for column in shown) - GAP > out.width:
+        last = max(reversed(shown), key=lambda column: column.rank)
+        if not last.rank:
+            break
+        shown.remove(last)
+    numeric = {column for column in shown if all(_is_number(column.get(row)) for row in rows)}
+    out.print(Text(title, style="bold"), soft_wrap=True)
+    for number, cells in enumerate(
+        zip(*([column.title.upper(), *texts[column]] for column in shown), strict=True)
+    ):
+        padded = (
+            " " * (widths[column] - cell_len(cell)) + cell
+            if column in numeric
+            else cell + " " * (widths[column] - cell_len(cell))
+            for column, cell in zip(shown, cells, strict=True)
+        )
+        line = (" " * GAP).join(padded).rstrip()
+        out.print(Text(line, style="" if number else "dim"), soft_wrap=True)
+        for detail in details(rows[number - 1]) if number and details is not None else ():
+            out.print(plain_text(detail), soft_wrap=True)
+    notes = [f"and {more:,} more"] if more else []
+    if hidden := [column.title for column in columns if column not in shown]:
+        notes.append(f"a wider terminal, or a pipe, also has: {', '.join(hidden)}")
+    if notes:
+        out.print(Text(f"({'; '.join(notes)})", style="dim"), soft_wrap=True)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:
     """Print a line for each name and its value."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
+    fields, out = list(fields), console()
+    width = max(len(name) for name, _ in fields) + GAP
     for name, value in fields:
-        table.add_row(Text(name, style="bold"), plain_text(value))
-    print_fitted(console(), table)
+        out.print(Text.assemble((f"{name:{width}}", "bold"), plain_text(value)), soft_wrap=True)
 
 
-def print_line(text: str) -> None:
+def print_line(text: str, style: str = "") -> None:
     """Print a text that the terminal alone breaks: a command in it can be copied and pasted."""
-    console().print(plain_text(text), soft_wrap=True)
+    console().print(plain_text(text), style=style, soft_wrap=True)
 
 
 def print_fitted(out: Console, *parts: RenderableType) -> None:
-    """Print the parts. A table becomes as narrow as its longest words allow, else a list of its rows."""
+    """Print tables of rich's: as wide as the terminal, with folded words; piped, without trailing blanks."""
     from rich.console import Group
     from rich.table import Table
-    from rich.text import Text
 
     for part in parts:
         if isinstance(part, Group):
             print_fitted(out, *part.renderables)
             continue
-        if not isinstance(part, Table):
+        if isinstance(part, Table):
+            for column in part.columns:
+                column.overflow = "fold"
+        with out.capture() as capture:
             out.print(part)
-            continue
-        title, part.title = part.title, None
-        if title is not None:
-            out.print(Text(str(title), style="table.title"), soft_wrap=True)
-        if _is_piped(out):
-            _print_piped(out, part)
-        elif _fit_columns(out, part):
-            out.print(part)
-        else:
-            for line in _rows_as_lists(part):
-                out.print(line, soft_wrap=True)
-
-
-def _is_piped(out: Console) -> bool:
-    return not out.is_terminal and out.width == PIPED_WIDTH
-
-
-def _print_piped(out: Console, table: Table) -> None:
-    """Print a row a line, without the blanks that would make it as long as the longest row."""
-    table.show_edge = False
-    with out.capture() as capture:
-        out.print(table)
-    for line in capture.get().splitlines():
-        out.out(line.rstrip(), highlight=False)
-
-
-def _fit_columns(out: Console, table: Table) -> bool:
-    """Set the width of each column so that no word is broken. False if the console is too narrow for that."""
-    from rich.measure import Measurement
-
-    unlimited = out.options.update(width=PIPED_WIDTH)
-    columns = [
-        [Measurement.get(out, unlimited, cell) for cell in _header_and_cells(column, table)]
-        for column in table.columns
-    ]
-    most = [max((cell.maximum for cell in column), default=0) for column in columns]
-    words = [max((cell.minimum for cell in column), default=0) for column in columns]
-    least = [max(word, min(longest, READABLE_WIDTH)) for word, longest in zip(words, most, strict=True)]
-    borders = Measurement.get(out, unlimited, table).maximum - sum(most)
-    room = out.width - borders
-    if sum(least) > room:
-        return False
-    for column, width in zip(table.columns, share_width(least, most, room), strict=True):
-        column.width = width
-    return True
-
-
-def share_width(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
-    """Return widths between `least` and `most` that take at most `room`, the narrower columns first.
-
-    `room` is at least the sum of `least`.
-    """
-    widths = list(least)
-    spare = room - sum(least)
-    steps = sorted({*least, *most})
-    # Raise the narrowest columns together, from each length to the next.
-    for low, high in pairwise(steps):
-        growing = [i for i, width in enumerate(widths) if width == low < most[i]]
-        growth = min((high - low) * len(growing), spare)
-        for place, i in enumerate(growing):
-            widths[i] += growth // len(growing) + (place < growth % len(growing))
-        spare -= growth
-    return widths
-
-
-def _header_and_cells(column: Any, table: Table) -> Iterator[RenderableType]:
-    if table.show_header:
-        yield column.header
-    yield from column.cells
-
-
-def _rows_as_lists(table: Table) -> Iterator[Text]:
-    """Yield for each row a line of name and value for each cell, and an empty line between two rows."""
-    from rich.cells import cell_len
-    from rich.text import Text
-
-    heads = [str(column.header) if table.show_header else "" for column in table.columns]
-    margin = max(map(cell_len, heads), default=0)
-    for number, row in enumerate(zip(*(column.cells for column in table.columns), strict=True)):
-        if number and margin:
-            yield Text()
-        if not margin:  # a grid of names and values
-            yield Text("  ").join(map(_as_text, row))
-            continue
-        for head, value in zip(heads, row, strict=True):
-            padding = " " * (margin - cell_len(head) + 2)
-            yield Text.assemble(("  " + head, "bold"), padding, _as_text(value))
-
-
-def _as_text(cell: RenderableType) -> Text:
-    from rich.text import Text
-
-    return cell if isinstance(cell, Text) else Text(str(cell))
+        for line in capture.get().splitlines():
+            sys.stdout.write(line.rstrip() + "\n")
 
 
 def plain_text(value: object) -> Text:

@@ -6,10 +6,13 @@ import io
 import json
 import os
 import re
+import select
 import sys
+import termios
 import time
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from datetime import UTC, datetime
 
 from rich.cells import cell_len
@@ -18,6 +21,7 @@ from kvxferd.errors import KvxferdError
 from kvxferd.tooling.output import console, plain_text
 
 _HOME_AND_CLEAR = "\x1b[H\x1b[2J"
+_OTHER_SCREEN, _FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"  # what was on the terminal is there afterwards
 _STYLE = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -33,7 +37,7 @@ class _Frame(io.StringIO):
 
 
 def watch(title: str, show: Callable[[], object], interval_s: float, as_json: bool) -> None:
-    """Call `show` every `interval_s` seconds, and write what it prints, until Ctrl-C or a closed pipe.
+    """Call `show` every `interval_s` seconds, and write what it prints, until q, Ctrl-C or a closed pipe.
 
     Raises KvxferdError if the first round does. Later ones only report it: a daemon that restarts is shown
     again as soon as it serves. With `as_json` each round is one line.
@@ -41,8 +45,7 @@ def watch(title: str, show: Callable[[], object], interval_s: float, as_json: bo
     try:
         _Watch(title, show, interval_s, as_json).run()
     except KeyboardInterrupt:
-        if sys.stdout.isatty():
-            sys.stdout.write("\n")
+        pass
     except BrokenPipeError:
         # The interpreter flushes standard output once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -59,10 +62,15 @@ class _Watch:
         self._error = ""  # the last round's
 
     def run(self) -> None:
-        while True:
-            started = time.monotonic()
-            self._run_round()
-            time.sleep(max(0.0, self._interval_s - (time.monotonic() - started)))
+        with _full_screen() if self._is_redrawn else nullcontext():
+            while True:
+                started = time.monotonic()
+                self._run_round()
+                left_s = max(0.0, self._interval_s - (time.monotonic() - started))
+                if not (self._is_redrawn and sys.stdin.isatty()):
+                    time.sleep(left_s)
+                elif select.select([sys.stdin], [], [], left_s)[0] and b"q" in os.read(0, 64):
+                    return
 
     def _run_round(self) -> None:
         frame = _Frame(sys.stdout.isatty())
@@ -100,6 +108,22 @@ class _Watch:
         sys.stdout.flush()
 
 
+@contextmanager
+def _full_screen() -> Iterator[None]:
+    """Take the terminal's other screen, and keys as they are pressed, without an echo."""
+    modes = termios.tcgetattr(0) if sys.stdin.isatty() else None
+    try:
+        if modes is not None:
+            tty.setcbreak(0)
+        sys.stdout.write(_OTHER_SCREEN)
+        yield
+    finally:
+        sys.stdout.write(_FIRST_SCREEN)
+        sys.stdout.flush()
+        if modes is not None:
+            termios.tcsetattr(0, termios.TCSADRAIN, modes)
+
+
 def fit_height(text: str, columns: int, lines: int) -> str:
     """Return as many lines from the beginning as a terminal shows, and how many follow."""
     shown = text.splitlines()
@@ -110,8 +134,8 @@ def fit_height(text: str, columns: int, lines: int) -> str:
     while kept < len(shown) and heights[kept] <= room:
         room -= heights[kept]
         kept += 1
-    return "\n".join([*shown[:kept], f"({len(shown) - kept} more lines; all are shown without --watch)\n"])
+    return "\n".join([*shown[:kept], f"({len(shown) - kept} more lines; all are shown when it runs once)\n"])
 
 
 def _now() -> str:
-    return datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z"

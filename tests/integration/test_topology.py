@@ -16,7 +16,7 @@ def test_the_operator_sees_what_each_rank_reads(fleet: Fleet) -> None:
     sources = fleet.engine(prefill, spec_of("wide", tp_size=4))
     sinks = fleet.engine(decode, spec_of("narrow", tp_size=2))
     pull_and_check(sinks, publish(sources, 1), 1)
-    done = decode.verb("engines", "--topology", "--json")
+    done = decode.verb("topology", "--json")
     assert done.returncode == 0
     shown = sorted(
         (terms for terms in json.loads(done.stdout) if terms["engine_id"] == "wide"),

@@ -38,6 +38,10 @@ class Terminal:
         self.process.wait(DEADLINE_S)
         return self.written
 
+    def type(self, keys: str) -> None:
+        """Press these keys."""
+        os.write(self._fd, keys.encode())
+
     def interrupt(self) -> int:
         """Send SIGINT, as Ctrl-C does, and return the exit status."""
         self.process.send_signal(signal.SIGINT)

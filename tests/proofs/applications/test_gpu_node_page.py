@@ -98,7 +98,7 @@ def test_the_walk_through(tmp_path: Path, fleet: Fleet) -> None:
         assert reply.chunks[0]["choices"][0]["token_ids"] == [content_of(PROMPT)]
         assert decode.served[0].num_pulled == len(PROMPT)
         prefill.wait_until_released(1)
-        for verb in ("engines", "transfers"):
+        for verb in ("engines", "history"):
             kvxferd(*arguments_of(verb), "--socket", daemons[1].control.socket_path)
     for daemon in daemons:
         assert "drained" in kvxferd(*arguments_of("drain"), "--socket", daemon.control.socket_path)

@@ -82,7 +82,7 @@ def test_text_draws_a_matrix_and_lists_reads() -> None:
     result = run("llama-3-70b,tp=8,pp=2", "llama-3-70b,tp=4")
     assert result.exit_code == 0
     assert "pp0.tp1 |····████············████········| 78.1 MiB" in result.stdout
-    rows = [line for line in result.stdout.splitlines() if "attention │" in line]
+    rows = [line for line in result.stdout.splitlines() if "  attention  " in line]
     assert len(rows) == 16
     assert "16 reads: attention: runs of 4.0 KiB; blocks in a row do not merge" in result.stdout
     assert "every prefill rank gives 19.5 MiB" in result.stdout

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -49,13 +51,14 @@ async def test_filters_are_the_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("100ms", 0.1), ("2s", 2.0), ("1.5", 1.5), ("250us", 250e-6), ("1m", 60.0)]
+    ("text", "seconds"),
+    [("100ms", 0.1), ("2s", 2.0), ("1.5", 1.5), ("250us", 250e-6), ("1m", 60.0), ("2h", 7200.0)],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert Duration().convert(text, None, None) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "-1s", "nan", "1h", "1e3"])
+@pytest.mark.parametrize("text", ["", "fast", "-1s", "nan", "1d", "1e3"])
 def test_odd_durations_are_refused(text: str) -> None:
     result = CliRunner().invoke(root, ["history", "--slower", text])
     assert result.exit_code == 2
@@ -97,16 +100,36 @@ async def test_a_progressive_pull_has_a_line_of_its_handover(tmp_path: Path) -> 
     node.kept.add(msgspec.structs.replace(named("chunks"), **more))
     async with daemon(tmp_path, node) as config:
         shown = (await run("history", "--socket", config.control.socket)).stdout
-    _, plain, chunks, handover = shown.splitlines()
+    _, _, plain, chunks, handover = shown.splitlines()
     assert "plain" in plain
     assert "chunks" in chunks
-    assert handover == "    handover 4 ms, 768.0 KiB (75%) hidden"
+    assert handover == "    handover 4 ms, 786 kB (75%) hidden"
 
 
 def named(name: str, code: Code | None = None) -> Record:
     """A pull of that transfer."""
     record = pull_record("failed" if code else "delivered", code)
     return msgspec.structs.replace(record, transfer_id=TransferId(name))
+
+
+async def test_what_ended_a_while_ago_in_utc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    node, now = BusyNode(), time.time()
+    node.kept = History(max_records=9, boot="b")
+    for name, ago_s in (("hour", 3600.0), ("minute", 60.0), ("now", 0.0)):
+        node.kept.add(msgspec.structs.replace(named(name), ended_at=now - ago_s))
+    async with daemon(tmp_path, node) as config:
+        socket = ("--socket", config.control.socket)
+        recent = json.loads((await run("history", "--since", "10m", "--json", *socket)).stdout)
+        shown = (await run("history", "--since", "30s", *socket)).stdout.splitlines()
+    monkeypatch.undo()
+    time.tzset()
+    assert [one["transfer_id"] for one in recent["records"]] == ["minute", "now"]
+    assert len(shown) == 3
+    clock = datetime.fromtimestamp(now, UTC)
+    assert shown[2].startswith(f"{clock:%H:%M:%S}.{int(now * 1000) % 1000:03d}Z  pull")
+    assert "now" in shown[2]
 
 
 async def test_odd_filters_get_a_code_and_a_sentence(tmp_path: Path) -> None:

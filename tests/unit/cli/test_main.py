@@ -79,10 +79,10 @@ def test_names_from_outside_cannot_steer_a_terminal() -> None:
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["statsu"], "No such command 'statsu'. Did you mean status?"),
-        (["config", "chek"], "No such command 'chek'. Did you mean check?"),
+        (["statsu"], "No such command 'statsu'. Did you mean 'status'?"),
+        (["config", "chek"], "No such command 'chek'. Did you mean 'check'?"),
         (["zzz"], "No such command 'zzz'."),
-        (["\x1b[2Jstatus"], "No such command '\\x1b[2Jstatus'. Did you mean status?"),
+        (["\x1b[2Jstatus"], "No such command '\\x1b[2Jstatus'. Did you mean 'status'?"),
         (["status", "--sokcet", "x"], "'--socket'"),
     ],
 )

@@ -7,24 +7,23 @@ import re
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvxferd.cli.root import root
 from kvxferd.errors import Code
 from kvxferd.ids import BootId, Endpoint, EngineId, Generation, TransferId
 from kvxferd.records import NodeSnapshot, PullRecord, Record
 from kvxferd.telemetry.samples import Gauges, Samples
-from kvxferd.tooling.output import share_width
+from kvxferd.tooling.output import print_table, tuple_columns
 from kvxferd.wire.limits import MAX_NAME_CHARS
 from tests.support.node_samples import StillNode, node_snapshot, pull_record
 from tests.support.terminal import on_terminal
 from tests.support.verb_harness import daemon
 
-VERBS = [["status"], ["engines"], ["engines", "--topology"], ["peers"], ["transfers"], ["history"]]
+VERBS = [["status"], ["engines"], ["topology"], ["peers"], ["transfers"], ["history"]]
 WIDTHS = [40, 60, 80, 100]
 STYLE = re.compile(r"\x1b\[[\d;]*m")
 
@@ -38,11 +37,11 @@ ENDPOINT = Endpoint(f"tcp://[fe80:1234:5678:9abc:def0:1234:5678:9abc]:65535#{KEY
 
 WANTED = {
     "status": [ENDPOINT, LONG],
-    "peers": [ENDPOINT, WIDE],
-    "engines": [LONG, WIDE, "boot-a/pp0.tp1"],
-    "engines --topology": ["target_remote_ranks=[0, 1]"],
-    "history": [LONG, WIDE, "lease-expired", "1.0 MiB"],
-    "transfers": [LONG, WIDE, "lease-expired", "1.0 MiB"],
+    "peers": ["tcp://[fe80:1234:5678:9abc:def0:1234:5678:9abc]:65535", "prefill-0@g7"],
+    "engines": [LONG, WIDE, "pp0.tp1", "direct"],
+    "topology": ["target_remote_ranks=[0, 1]"],
+    "history": [LONG, WIDE, "lease-expired", "12 ms"],
+    "transfers": [LONG, WIDE, "granted", "12.5 s"],
 }
 
 
@@ -159,17 +158,51 @@ def _written_on_terminal(arguments: list[str], environ: dict[str, str]) -> str:
         return terminal.read_to_end()
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=12),
-    st.integers(0, 2000),
+HEADS = tuple_columns("id", "size", "age", "note", optional=("age", "size"))
+ROW = ("a" * 20, "b" * 20, "c" * 20, "d" * 20)
+
+
+@pytest.mark.parametrize(
+    ("columns", "heads"),
+    [
+        (86, ["ID", "SIZE", "AGE", "NOTE"]),
+        (85, ["ID", "AGE", "NOTE"]),
+        (63, ["ID", "NOTE"]),
+        (20, ["ID", "NOTE"]),  # the terminal wraps it
+        (None, ["ID", "SIZE", "AGE", "NOTE"]),
+    ],
 )
-def test_widths_hold_every_word_and_use_the_room(pairs: list[tuple[int, int]], spare: int) -> None:
-    least, most = [min(pair) for pair in pairs], [max(pair) for pair in pairs]
-    room = sum(least) + spare
-    widths = share_width(least, most, room)
-    assert all(low <= width <= high for low, width, high in zip(least, widths, most, strict=True))
-    assert sum(widths) == min(room, sum(most))
+def test_a_narrow_terminal_gets_fewer_columns_and_a_note(
+    columns: int | None, heads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = printed_table(columns, monkeypatch)
+    title, head, row, *note = shown.splitlines()
+    assert (title, head.split()) == ("Things", heads)
+    assert row.split() == [ROW[["ID", "SIZE", "AGE", "NOTE"].index(name)] for name in heads]
+    hidden = [name.lower() for name in ("SIZE", "AGE") if name not in heads]
+    assert note == ([f"(a wider terminal, or a pipe, also has: {', '.join(hidden)})"] if hidden else [])
 
 
-def test_the_narrower_columns_grow_first() -> None:
-    assert share_width([2, 2, 5], [4, 90, 100], 20) == [4, 8, 8]
+def test_all_columns_where_they_are_wanted_and_how_many_rows_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = printed_table(20, monkeypatch, is_wide=True, more=3).splitlines()
+    assert shown[1].split() == ["ID", "SIZE", "AGE", "NOTE"]
+    assert shown[-1] == "(and 3 more)"
+
+
+def test_one_long_cell_does_not_move_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = StringIO()
+    with redirect_stdout(out):
+        print_table("Things", tuple_columns("id", "size"), [("x" * 200, 1), ("y", 20)])
+    assert out.getvalue().splitlines()[1:] == ["ID  SIZE", f"{'x' * 200}     1", "y     20"]
+
+
+def printed_table(columns: int | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
+    """Return what is printed of one row."""
+    out = StringIO() if columns is None else TerminalText()
+    monkeypatch.setenv("COLUMNS", str(columns or 80))
+    monkeypatch.setenv("NO_COLOR", "1")
+    with redirect_stdout(out):
+        print_table("Things", HEADS, [ROW], **options)
+    return out.getvalue()

@@ -11,11 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvxferd.cli.top_report import sparkline
+from kvxferd.cli.top import sparkline
+from kvxferd.errors import Code
+from kvxferd.ids import EngineId
+from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.tooling.watch import fit_height
-from tests.support.node_samples import StillNode
+from tests.support.node_samples import StillNode, pull_record
 from tests.support.terminal import on_terminal
 from tests.support.verb_harness import daemon, run
 
@@ -40,11 +44,11 @@ async def test_top_shows_what_fails_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "spans", "is_rate", "want", "top"),
     [
-        ([0.0] * 900, [1] * 900, True, "   ", 0.0),
-        ([None] * 600 + [3.0] * 300, [None] * 600 + [1] * 300, True, "??#", 3.0),
-        ([1.0] * 300, [1] * 300, True, "??#", 1.0),  # the daemon is young
-        ([4.0] * 300 + [2.0] * 300 + [0.0] * 300, [2] * 300 + [1] * 600, True, "## ", 2.0),  # late samples
-        ([None] * 299 + [5.0] + [1.0] * 300 + [None] * 300, [1] * 900, False, "#. ", 5.0),
+        ([0.0] * 900, [1] * 900, True, "...", 0.0),
+        ([None] * 600 + [3.0] * 300, [None] * 600 + [1] * 300, True, "  #", 3.0),
+        ([1.0] * 300, [1] * 300, True, "  #", 1.0),  # the daemon is young
+        ([4.0] * 300 + [2.0] * 300 + [0.0] * 300, [2] * 300 + [1] * 600, True, "##.", 2.0),  # late samples
+        ([None] * 299 + [5.0] + [1.0] * 300 + [None] * 300, [1] * 900, False, "#-.", 5.0),
     ],
 )
 def test_sparkline(
@@ -52,7 +56,7 @@ def test_sparkline(
 ) -> None:
     bars, found = sparkline(values, spans, 3, is_rate=is_rate)
     assert found == top
-    assert [char if char in "? " else "#" if char in "█@" else "." for char in bars] == list(want)
+    assert [char if char in ". " else "#" if char in "█@" else "-" for char in bars] == list(want)
     assert not re.search(r"[\x00-\x1f]", bars)
 
 
@@ -61,6 +65,7 @@ def test_sparkline(
 
 VERBS = ["status", "engines", "transfers", "peers", "history"]
 CLEAR = "\x1b[H\x1b[2J"
+OTHER_SCREEN, FIRST_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 DEADLINE_S = 60.0
 
 
@@ -139,11 +144,50 @@ async def test_a_terminal_is_redrawn(tmp_path: Path) -> None:
         status, written = await asyncio.to_thread(watch_until_interrupted)
     assert status == 0
     first, *rounds = written.split(CLEAR)
-    assert first == ""
+    assert first == OTHER_SCREEN
+    assert written.endswith(FIRST_SCREEN)
     assert len(rounds) >= 3
     assert rounds[0].startswith("kvxferd status, every 0.1 s: ")
     assert "Traceback" not in written
     assert "Aborted" not in written
+
+
+@pytest.mark.process
+async def test_q_ends_it(tmp_path: Path) -> None:
+    def watch_until_q() -> tuple[int, str]:
+        with on_terminal(["top", "--interval", "60", "--socket", str(tmp_path)], columns=80) as terminal:
+            terminal.read_until("Pairs of engines")
+            terminal.type("q")
+            written = terminal.read_to_end()
+            return terminal.process.returncode, written
+
+    async with daemon(tmp_path):
+        status, written = await asyncio.to_thread(watch_until_q)
+    assert status == 0
+    assert written.endswith(FIRST_SCREEN)
+
+
+class BusyPairs(StillNode):
+    """A node with ten pairs of engines: one that is read, and nine whose first pull failed."""
+
+    @property
+    def samples(self) -> Samples:
+        found = Samples()
+        found.start(0.0)
+        for number in range(9):
+            failed = pull_record("failed", Code.PEER_UNREACHABLE)
+            found.add(msgspec.structs.replace(failed, source=EngineId(f"gone-{number}")))
+        found.add(pull_record())
+        found.finish_second(1.0, 1_700_000_000.0, Gauges())
+        return found
+
+
+async def test_pairs_that_are_read_come_first_and_those_left_out_are_counted(tmp_path: Path) -> None:
+    async with daemon(tmp_path, BusyPairs()) as config:
+        shown = (await run("top", "--socket", config.control.socket)).output
+    pairs = shown.partition("Pairs of engines, 15 minutes\n")[2].splitlines()
+    assert pairs[1].startswith("prefill-0  decode-0")
+    assert pairs[9] == "(and 2 more)"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -171,11 +215,11 @@ async def test_an_interval_that_cannot_be(tmp_path: Path, verb: str, flag: str, 
     ("text", "columns", "lines", "shown"),
     [
         ("a\nb\n", 10, 3, "a\nb\n"),
-        ("a\nb\nc\n", 10, 3, "a\n(2 more lines; all are shown without --watch)\n"),
-        ("a" * 30 + "\nb\n", 10, 4, "(2 more lines; all are shown without --watch)\n"),
+        ("a\nb\nc\n", 10, 3, "a\n(2 more lines; all are shown when it runs once)\n"),
+        ("a" * 30 + "\nb\n", 10, 4, "(2 more lines; all are shown when it runs once)\n"),
         ("\x1b[1m" + "a" * 10 + "\x1b[0m\nb\n", 10, 3, "\x1b[1m" + "a" * 10 + "\x1b[0m\nb\n"),
         ("\u6f22" * 5 + "\nb\n", 10, 3, "\u6f22" * 5 + "\nb\n"),
-        ("\u6f22" * 6 + "\nb\n", 10, 3, "(2 more lines; all are shown without --watch)\n"),
+        ("\u6f22" * 6 + "\nb\n", 10, 3, "(2 more lines; all are shown when it runs once)\n"),
     ],
 )
 def test_a_frame_fits_the_terminal(text: str, columns: int, lines: int, shown: str) -> None:

@@ -10,7 +10,7 @@ from kvxferd.explain import advice as advice_module
 from kvxferd.explain.advice import advise, with_advice
 from kvxferd.explain.analysis import Explanation, explain_pair
 from kvxferd.layout.presets import LAYOUT_NAMES, MODELS
-from kvxferd.tooling.output import format_duration
+from kvxferd.telemetry.units import format_time
 from tests.support.explained_pairs import described, explained
 
 _ADVICE = re.compile(
@@ -144,6 +144,6 @@ def test_an_advice_names_what_is_gained_where_blocks_lie_in_a_row() -> None:
     assert before.predicted_in_a_row_s > 3 * after.predicted_in_a_row_s
     assert after.predicted_in_a_row_s < after.predicted_s
     assert (
-        f"where no blocks are neighbours, and {format_duration(after.predicted_in_a_row_s)} in place of "
-        f"{format_duration(before.predicted_in_a_row_s)} where they lie in a row"
+        f"where no blocks are neighbours, and {format_time(after.predicted_in_a_row_s)} in place of "
+        f"{format_time(before.predicted_in_a_row_s)} where they lie in a row"
     ) in advise(before)
