@@ -27,8 +27,8 @@ from kvxferd.tooling.output import print_json
 def top(daemon: ControlClient, as_json: bool, once: bool, interval_s: float) -> None:
     """Show traffic, failures and their reasons, pairs of engines, peers and slow pulls of this node.
 
-    It is what the status page shows, from the same samples: one a second for 15 minutes. With --json: the
-    replies of /v1/status and /v1/samples.
+    It is what the status page shows, from the same samples: one in ten seconds for 15 minutes. With --json:
+    the replies of /v1/status and /v1/samples.
     """
     # Imported here: a completion needs no tables.
     from kvxferd.cli.top_report import print_report

@@ -14,7 +14,7 @@ from kvxferd.cli.transfers import format_read
 from kvxferd.ids import Endpoint
 from kvxferd.records import NodeSnapshot, PullRecord, ReleaseRecord
 from kvxferd.telemetry.overview import FailureReason, Level, NodeVerdict, PeerLine, longest_phases
-from kvxferd.telemetry.sample_report import LastMinute, SampleReport
+from kvxferd.telemetry.samples import RING_S, SLOT_S, LastMinute, SampleReport, SlotRow
 from kvxferd.telemetry.units import (
     UNKNOWN,
     format_clock,
@@ -30,12 +30,10 @@ from kvxferd.wire.endpoint import address_of
 
 # A terminal shows some dozen lines: the page has more of each.
 MAX_ROWS = 8
-MAX_CHART_COLUMNS = 90
-CHART_S = 900
 _STYLES = {Level.GOOD: "bold green", Level.WARN: "bold yellow", Level.BAD: "bold red"}
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*#@"
-_GAP = "?"  # no sample
+_GAP = "?"  # no slot
 
 
 def print_report(status: dict[str, Any], samples: dict[str, Any]) -> None:
@@ -76,17 +74,16 @@ def _numbers(minute: LastMinute) -> Table:
 
 
 def _charts(report: SampleReport, width: int) -> Table:
-    columns = report.columns
-    num_columns = max(20, min(width - 30, MAX_CHART_COLUMNS))
+    num_columns = max(20, min(width - 30, RING_S // SLOT_S))
     table = Table.grid(padding=(0, 2))
-    rows: list[tuple[str, Sequence[float | None], bool, Callable[[float], str]]] = [
-        ("in", columns.pulled_bytes, True, format_rate),
-        ("out", columns.served_bytes, True, format_rate),
-        ("failed", columns.failed, True, lambda value: f"{value:.3g}/s"),
-        ("p99", columns.p99_s, False, format_time),
+    rows: list[tuple[str, str, bool, Callable[[float], str]]] = [
+        ("in", "pulled_bytes", True, format_rate),
+        ("out", "served_bytes", True, format_rate),
+        ("failed", "failed", True, lambda value: f"{value:.3g}/s"),
+        ("p99", "p99_s", False, format_time),
     ]
-    for name, values, is_rate, form in rows:
-        bars, top = sparkline(values, columns.span_s, num_columns, is_rate=is_rate)
+    for name, field, is_rate, form in rows:
+        bars, top = sparkline(report.slots, field, num_columns, is_rate=is_rate)
         style = "red" if name == "failed" else ""
         table.add_row(name, Text(bars, style=style), f"max {form(top)}")
     table.add_row("", Text("-15 min" + "now".rjust(num_columns - 7)), "")
@@ -94,26 +91,26 @@ def _charts(report: SampleReport, width: int) -> Table:
 
 
 def sparkline(
-    values: Sequence[float | None], spans_s: Sequence[int | None], num_columns: int, *, is_rate: bool
+    slots: Sequence[SlotRow | None], field: str, num_columns: int, *, is_rate: bool
 ) -> tuple[str, float]:
     """Return one character for each part of the last 15 minutes, and the value of the highest.
 
-    A space is zero, `?` a part without a sample. With `is_rate` a part's value is its sum per second, else
-    its largest value.
+    A space is zero, `?` a part without a slot. With `is_rate` a part's value is the field's sum per second,
+    else its largest value.
     """
-    padded = [None] * (CHART_S - len(values)) + list(values)
-    spans = [None] * (CHART_S - len(values)) + list(spans_s)
+    num_slots = RING_S // SLOT_S
+    padded = [None] * (num_slots - len(slots)) + list(slots)
     found: list[float | None] = []
     for column in range(num_columns):
-        start, end = column * CHART_S // num_columns, (column + 1) * CHART_S // num_columns
-        sampled = [span for span in spans[start:end] if span is not None]
-        here = [value for value in padded[start:end] if value is not None]
-        if not sampled:
+        start, end = column * num_slots // num_columns, (column + 1) * num_slots // num_columns
+        here = [slot for slot in padded[start:end] if slot is not None]
+        values = [value for slot in here if (value := getattr(slot, field)) is not None]
+        if not here:
             found.append(None)
         elif is_rate:
-            found.append(sum(here) / sum(sampled))
+            found.append(sum(values) / max(sum(slot.span_s for slot in here), 1))
         else:
-            found.append(max(here, default=0.0))
+            found.append(max(values, default=0.0))
     top = max((value for value in found if value is not None), default=0.0)
     bars = (
         _BARS if (getattr(sys.__stdout__, "encoding", None) or "").lower().startswith("utf") else _ASCII_BARS

@@ -27,7 +27,6 @@ from kvxferd.telemetry.overview import failure_reasons, peer_lines, verdict_of
 from kvxferd.telemetry.recent_lines import RECENT_LINES
 from kvxferd.telemetry.samples import RING_S
 
-# The whole ring takes 4 ms of the loop.
 SPANS_S = (60, 300, RING_S)
 
 
@@ -160,7 +159,7 @@ async def history(request: web.Request) -> web.StreamResponse:
 
 
 async def samples(request: web.Request) -> web.StreamResponse:
-    """Each of the last seconds in numbers; the last minute; by pair of engines and by peer; what failed."""
+    """The last minutes in numbers; the last minute; by pair of engines and by peer; what failed."""
     view, node, now = request.app[NODE_ADMIN], await snapshot_for(request), time.time()
     report, notable = view.samples.report(_sampled_seconds(request)), view.history.notable
     failed = notable.failed()
