@@ -55,10 +55,8 @@ from kvxferd.telemetry.logs import operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
 from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.telemetry.timer_watch import TimerWatch
-from kvxferd.telemetry.traces.collector import TraceCollector
 from kvxferd.telemetry.traces.tracer import Tracer
 from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_watch import WarningCollector
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.worker import Farewell
 
@@ -100,15 +98,15 @@ class Daemon:
         self._sd_notifier = SdNotifier(os.environ)
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
-        warnings = WarningCollector(self._count_warnings, lambda: not self._admin.readiness())
         by = config.metrics
         engines_and_peers = EngineAndPeerCollector(by_engine=by.by_engine, by_peer=by.by_peer)
         self._metrics = Metrics(
             self.snapshot,
-            warnings,
-            lambda: self._movers.usage(),  # noqa: PLW0108  (the movers are made later)
-            engines_and_peers if engines_and_peers.is_on else None,
-            TraceCollector(lambda: self._recorders.trace_counts()),  # noqa: PLW0108  (they are made below)
+            engines_and_peers=engines_and_peers if engines_and_peers.is_on else None,
+            count_warnings=self._count_warnings,
+            is_ready=lambda: not self._admin.readiness(),
+            movers=lambda: self._movers.usage(),  # noqa: PLW0108  (the movers are made later)
+            trace_counts=lambda: self._recorders.trace_counts(),  # noqa: PLW0108  (they are made below)
         )
         self._recorders = Recorders(History(boot=self._boot), self._metrics, Samples(self._read_gauges))
         self._planning = FairThread("plans")
