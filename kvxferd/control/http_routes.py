@@ -23,8 +23,8 @@ from kvxferd.control.status_page import page_response
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId
 from kvxferd.telemetry.history import HistoryQuery, record_to_json
+from kvxferd.telemetry.log_buffer import LOG_BUFFER
 from kvxferd.telemetry.overview import failure_reasons, peer_lines, verdict_of
-from kvxferd.telemetry.recent_lines import RECENT_LINES
 from kvxferd.telemetry.samples import RING_S
 
 SPANS_S = (60, 300, RING_S)
@@ -186,7 +186,7 @@ def _sampled_seconds(request: web.Request) -> int:
 
 async def recent_log(request: web.Request) -> web.StreamResponse:
     """The last lines of the log, oldest first, and the last errors."""
-    return json_response({"lines": RECENT_LINES.lines(), "errors": RECENT_LINES.errors()})
+    return json_response({"lines": LOG_BUFFER.lines(), "errors": LOG_BUFFER.errors()})
 
 
 ROUTES = [

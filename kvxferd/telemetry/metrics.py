@@ -47,7 +47,7 @@ from kvxferd.telemetry.gauges import (
     transport_class,
 )
 from kvxferd.telemetry.late_timers import Cause, Lateness
-from kvxferd.telemetry.log_queue import LOG_COUNTS
+from kvxferd.telemetry.log_buffer import LOG_COUNTS
 from kvxferd.telemetry.mover_usage import (
     MOVER_STATES,
     NO_MOVERS,
