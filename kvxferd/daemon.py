@@ -53,13 +53,10 @@ from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
 from kvxferd.telemetry.history import History
 from kvxferd.telemetry.logs import operator_log, set_log_level
 from kvxferd.telemetry.metrics import Metrics
-from kvxferd.telemetry.sampler import Sampler
 from kvxferd.telemetry.samples import Gauges, Samples
 from kvxferd.telemetry.timer_watch import TimerWatch
-from kvxferd.telemetry.traces.collector import TraceCollector
 from kvxferd.telemetry.traces.tracer import Tracer
 from kvxferd.telemetry.warnings.kinds import WarningKind
-from kvxferd.telemetry.warnings.warning_watch import WarningCollector
 from kvxferd.wire.endpoint import with_key
 from kvxferd.wire.worker import Farewell
 
@@ -101,20 +98,19 @@ class Daemon:
         self._sd_notifier = SdNotifier(os.environ)
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()
-        warnings = WarningCollector(self._count_warnings, lambda: not self._admin.readiness())
         by = config.metrics
         engines_and_peers = EngineAndPeerCollector(by_engine=by.by_engine, by_peer=by.by_peer)
         self._metrics = Metrics(
             self.snapshot,
-            warnings,
-            lambda: self._movers.usage(),  # noqa: PLW0108  (the movers are made later)
-            engines_and_peers if engines_and_peers.is_on else None,
-            TraceCollector(lambda: self._recorders.trace_counts()),  # noqa: PLW0108  (they are made below)
+            engines_and_peers=engines_and_peers if engines_and_peers.is_on else None,
+            count_warnings=self._count_warnings,
+            is_ready=lambda: not self._admin.readiness(),
+            movers=lambda: self._movers.usage(),  # noqa: PLW0108  (the movers are made later)
+            trace_counts=lambda: self._recorders.trace_counts(),  # noqa: PLW0108  (they are made below)
         )
-        self._recorders = Recorders(History(boot=self._boot), self._metrics, Samples())
+        self._recorders = Recorders(History(boot=self._boot), self._metrics, Samples(self._read_gauges))
         self._planning = FairThread("plans")
-        self._timer_watch = TimerWatch(self._metrics.record_late_timer, on_lag=self._metrics.record_loop_lag)
-        self._sampler = Sampler(self._recorders.samples, self._read_gauges)
+        self._timer_watch = TimerWatch(self._metrics.record_late_timer, on_lag=self._on_tick)
         limits = config.limits
         self._worker_socket = WorkerSocket(
             config.worker, self._on_event, limits.max_sessions, max_memory_fds_of(limits)
@@ -152,8 +148,6 @@ class Daemon:
             self._start_worker_socket(closing)
             self._timer_watch.start()
             closing.callback(self._timer_watch.stop)
-            self._sampler.start()
-            closing.callback(self._sampler.stop)
             self._admin.warning_watch.start()
             closing.callback(self._admin.warning_watch.stop)
             self._report_serving(fd_limit)
@@ -334,6 +328,10 @@ class Daemon:
         self._movers.set_busy(len(self._node.pulls) > 0)
         if self._stopping.is_set() and self._node.is_idle:
             self._idle.set()
+
+    def _on_tick(self, lag_s: float) -> None:
+        self._metrics.record_loop_lag(lag_s)
+        self._recorders.samples.tick()
 
     def _read_gauges(self) -> Gauges:
         num_running, oldest = self._node.pulls.running_and_oldest()

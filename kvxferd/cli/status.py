@@ -12,7 +12,7 @@ from kvxferd.cli.listing import engine_state
 from kvxferd.cli.options import json_option, watchable, with_control_client
 from kvxferd.records import NodeSnapshot, RankSnapshot
 from kvxferd.telemetry.minute_text import describe_failures, describe_rates
-from kvxferd.telemetry.sample_report import LastMinute
+from kvxferd.telemetry.samples import LastMinute
 from kvxferd.telemetry.units import format_date, format_size
 from kvxferd.telemetry.warnings.warning_list import NodeWarning
 from kvxferd.tooling.control_client import ControlClient

@@ -14,7 +14,7 @@ from kvxferd.cli.options import MAX_INTERVAL_S, MIN_INTERVAL_S, json_option, wit
 from kvxferd.ids import Endpoint
 from kvxferd.records import NodeSnapshot, PullRecord, ReleaseRecord
 from kvxferd.telemetry.overview import FailureReason, Level, NodeVerdict, PeerLine, longest_phases
-from kvxferd.telemetry.sample_report import LastMinute, SampleReport
+from kvxferd.telemetry.samples import RING_S, SLOT_S, LastMinute, SampleReport, SlotRow
 from kvxferd.telemetry.units import (
     UNKNOWN,
     format_clock,
@@ -31,8 +31,6 @@ from kvxferd.wire.endpoint import address_of
 
 # A terminal shows some dozen lines: the page has more of each.
 MAX_ROWS = 8
-MAX_CHART_COLUMNS = 90
-CHART_S = 900
 _STYLES = {Level.GOOD: "bold green", Level.WARN: "bold yellow", Level.BAD: "bold red"}
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_-=+*#%@"
@@ -54,8 +52,8 @@ _ASCII_BARS = "_-=+*#%@"
 def top(daemon: ControlClient, as_json: bool, once: bool, interval_s: float) -> None:
     """Show traffic, pairs of engines, failures and their reasons, peers and slow pulls of this node.
 
-    It is what the status page shows, from the same samples: one a second for 15 minutes. Times are UTC. With
-    --json: the replies of /v1/status and /v1/samples.
+    It is what the status page shows, from the same samples: one in ten seconds for 15 minutes. Times are UTC.
+    With --json: the replies of /v1/status and /v1/samples.
     """
     # Imported here: a completion needs no tables.
     from kvxferd.tooling.watch import watch
@@ -118,42 +116,41 @@ def _last_minute(minute: LastMinute) -> str:
 
 
 def _print_charts(report: SampleReport) -> None:
-    charts = report.columns
-    num_columns = max(20, min(console().width - 25, MAX_CHART_COLUMNS))
-    rows: list[tuple[str, Sequence[float | None], bool, Callable[[float], str]]] = [
-        ("in", charts.pulled_bytes, True, format_rate),
-        ("out", charts.served_bytes, True, format_rate),
-        ("failed", charts.failed, True, lambda value: f"{value:.3g}/s"),
-        ("p99", charts.p99_s, False, format_time),
+    num_columns = max(20, min(console().width - 25, RING_S // SLOT_S))
+    rows: list[tuple[str, str, bool, Callable[[float], str]]] = [
+        ("in", "pulled_bytes", True, format_rate),
+        ("out", "served_bytes", True, format_rate),
+        ("failed", "failed", True, lambda value: f"{value:.3g}/s"),
+        ("p99", "p99_s", False, format_time),
     ]
     print_line("")
-    for name, values, is_rate, form in rows:
-        bars, highest = sparkline(values, charts.span_s, num_columns, is_rate=is_rate)
+    for name, field, is_rate, form in rows:
+        bars, highest = sparkline(report.slots, field, num_columns, is_rate=is_rate)
         print_line(f"{name:6}  {bars}  max {form(highest)}")
     print_line(f"{'':6}  -15 min{'now':>{num_columns - 7}}")
 
 
 def sparkline(
-    values: Sequence[float | None], spans_s: Sequence[int | None], num_columns: int, *, is_rate: bool
+    slots: Sequence[SlotRow | None], field: str, num_columns: int, *, is_rate: bool
 ) -> tuple[str, float]:
     """Return one character for each part of the last 15 minutes, and the value of the highest.
 
-    A dot is zero, a blank a part without a sample. With `is_rate` a part's value is its sum per second, else
-    its largest value.
+    A dot is zero, a blank a part without a slot. With `is_rate` a part's value is the field's sum per second,
+    else its largest value.
     """
-    padded = [None] * (CHART_S - len(values)) + list(values)
-    spans = [None] * (CHART_S - len(values)) + list(spans_s)
+    num_slots = RING_S // SLOT_S
+    padded = [None] * (num_slots - len(slots)) + list(slots)
     found: list[float | None] = []
     for column in range(num_columns):
-        start, end = column * CHART_S // num_columns, (column + 1) * CHART_S // num_columns
-        sampled = [span for span in spans[start:end] if span is not None]
-        here = [value for value in padded[start:end] if value is not None]
-        if not sampled:
+        start, end = column * num_slots // num_columns, (column + 1) * num_slots // num_columns
+        here = [slot for slot in padded[start:end] if slot is not None]
+        values = [value for slot in here if (value := getattr(slot, field)) is not None]
+        if not here:
             found.append(None)
         elif is_rate:
-            found.append(sum(here) / sum(sampled))
+            found.append(sum(values) / max(sum(slot.span_s for slot in here), 1))
         else:
-            found.append(max(here, default=0.0))
+            found.append(max(values, default=0.0))
     highest = max((value for value in found if value is not None), default=0.0)
     encoding = (getattr(sys.__stdout__, "encoding", None) or "").lower()
     bars = _BARS if encoding.startswith("utf") else _ASCII_BARS

@@ -23,11 +23,10 @@ from kvxferd.control.status_page import page_response
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import EngineId
 from kvxferd.telemetry.history import HistoryQuery, record_to_json
+from kvxferd.telemetry.log_buffer import LOG_BUFFER
 from kvxferd.telemetry.overview import failure_reasons, peer_lines, verdict_of
-from kvxferd.telemetry.recent_lines import RECENT_LINES
 from kvxferd.telemetry.samples import RING_S
 
-# The whole ring takes 4 ms of the loop.
 SPANS_S = (60, 300, RING_S)
 
 
@@ -160,7 +159,7 @@ async def history(request: web.Request) -> web.StreamResponse:
 
 
 async def samples(request: web.Request) -> web.StreamResponse:
-    """Each of the last seconds in numbers; the last minute; by pair of engines and by peer; what failed."""
+    """The last minutes in numbers; the last minute; by pair of engines and by peer; what failed."""
     view, node, now = request.app[NODE_ADMIN], await snapshot_for(request), time.time()
     report, notable = view.samples.report(_sampled_seconds(request)), view.history.notable
     failed = notable.failed()
@@ -187,7 +186,7 @@ def _sampled_seconds(request: web.Request) -> int:
 
 async def recent_log(request: web.Request) -> web.StreamResponse:
     """The last lines of the log, oldest first, and the last errors."""
-    return json_response({"lines": RECENT_LINES.lines(), "errors": RECENT_LINES.errors()})
+    return json_response({"lines": LOG_BUFFER.lines(), "errors": LOG_BUFFER.errors()})
 
 
 ROUTES = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 
-from kvxferd.telemetry.log_queue import LOG_COUNTS, LogCounts
+from kvxferd.telemetry.log_buffer import LOG_COUNTS, LogCounts
 
 WINDOW_S = 10.0
 # Of one event and one source (a user, an address): the first lines show what is wrong, more add nothing.

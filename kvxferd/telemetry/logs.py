@@ -22,9 +22,8 @@ from kvxferd.records import (
     TopologyRecord,
     TransportsRecord,
 )
+from kvxferd.telemetry.log_buffer import LOG_BUFFER, StderrStream
 from kvxferd.telemetry.log_limits import LogRateLimiter, RateLimitFilter, RateLimitProcessor
-from kvxferd.telemetry.log_queue import LogQueue, StderrStream
-from kvxferd.telemetry.recent_lines import RECENT_LINES
 
 STDERR_FD = 2
 
@@ -62,22 +61,16 @@ def configure_logs(config: LogConfig, stream: TextIO | None = None) -> None:
 def configure_queued_logs(config: LogConfig) -> None:
     """Set up the log of a process that must never wait for its standard error.
 
-    `sys.stderr` uses the same queue: a traceback at exit must not wait for a pipe either.
+    `sys.stderr` uses the same buffer: a traceback at exit must not wait for a pipe either.
     """
     is_terminal = os.isatty(STDERR_FD)
-    queue = LogQueue(STDERR_FD)
-    sys.stderr = stream = StderrStream(queue, is_terminal=is_terminal)
-
-    def put(line: str, is_error: bool) -> None:
-        RECENT_LINES.add(line, is_error)
-        queue.put(line, is_error)
-
-    render = _configure(config, put, is_terminal)
-    queue.render_dropped = lambda num_dropped: render("log lines dropped", dropped=num_dropped)
+    sys.stderr = stream = StderrStream(LOG_BUFFER, is_terminal=is_terminal)
+    render = _configure(config, LOG_BUFFER.put, is_terminal)
+    LOG_BUFFER.start(STDERR_FD, lambda num_dropped: render("log lines dropped", dropped=num_dropped))
 
     def close() -> None:
         stream.flush_partial_line()
-        queue.close()
+        LOG_BUFFER.close()
 
     # Runs after the traceback of an uncaught exception, before the interpreter ends.
     atexit.register(close)

@@ -1,17 +1,19 @@
-"""Declares every metric once.
+"""Declares every metric once, in `FAMILIES`: those that count records, and those that are read at a scrape.
 
-Names start with `kvxferd_` and end in their unit. No label holds a request, an engine or a peer: their
-number is unbounded. The log and the history have those.
+Names start with `kvxferd_` and end in their unit. No label holds a request: their number is unbounded, and
+the log and the history have them. Engines and peers are labels of `bounded_series` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import assert_never
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple, assert_never
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
+import prometheus_client as prometheus
+from prometheus_client import core
 from prometheus_client.registry import Collector
 
 import kvxferd
@@ -20,12 +22,14 @@ from kvxferd.errors import BUSY_REFUSALS, Code
 from kvxferd.records import (
     PHASES,
     PULL_OUTCOMES,
+    PULL_STATES,
     RELEASE_REASONS,
     WAYS,
     HandshakeRecord,
     NodeSnapshot,
     PlacementRecord,
     PullRecord,
+    RankSnapshot,
     Record,
     ReleaseRecord,
     ServedRecord,
@@ -33,12 +37,28 @@ from kvxferd.records import (
     TransportsRecord,
 )
 from kvxferd.telemetry.bounded_series import EngineAndPeerCollector
-from kvxferd.telemetry.gauges import PLACEMENTS, gauges_of
+from kvxferd.telemetry.gauges import (
+    ENGINE_STATES,
+    PEER_STATES,
+    RANK_STATES,
+    TRANSFER_STATES,
+    TRANSPORT_CLASSES,
+    engine_state,
+    transport_class,
+)
 from kvxferd.telemetry.late_timers import Cause, Lateness
-from kvxferd.telemetry.log_queue import LOG_COUNTS
-from kvxferd.telemetry.mover_usage import NO_MOVERS, MoverCollector, MoverReading
-from kvxferd.telemetry.traces.collector import TraceCollector
-from kvxferd.telemetry.warnings.warning_watch import WarningCollector
+from kvxferd.telemetry.log_buffer import LOG_COUNTS
+from kvxferd.telemetry.mover_usage import (
+    MOVER_STATES,
+    NO_MOVERS,
+    MoverExit,
+    MoverReading,
+    MoverUsage,
+    MoverWaits,
+)
+from kvxferd.telemetry.traces.tracer import TraceOutcome
+from kvxferd.telemetry.warnings.kinds import WarningKind
+from kvxferd.ucx_log import REACHES
 
 # From a few blocks read on the same node to a pull that waits for its deadline; about three per decade.
 PULL_BUCKETS_S = (
@@ -47,60 +67,203 @@ PULL_BUCKETS_S = (
 )
 # From a prompt read at once to `transfer.max_hold_s`.
 HELD_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
 # From a block to a prompt of a million tokens: four times as much in each.
 SIZE_BUCKETS = tuple(float(4**exponent) for exponent in range(6, 19))  # 4 KiB to 64 GiB
-
 # From an idle loop's to a stall that ends leases.
 LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-
-# From TCP on a busy machine to the memory of a GPU.
-SPEED_BUCKETS = (0.1e9, 0.3e9, 1e9, 3e9, 10e9, 30e9, 100e9, 300e9, 1e12, 3e12)
 
 NO_CODE = "none"  # the `code` label of a pull without an error
 
 # Otherwise every counter has a second series with its creation time.
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class SnapshotCollector(Collector):
-    """Computes gauges from a snapshot that is made at each scrape."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one scrape reads."""
 
-    def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
-        self._snapshot = snapshot
-        self.given_snapshot: NodeSnapshot | None = None  # set for one `render`
+    node: NodeSnapshot
+    is_ready: bool
+    count_warnings: Callable[[WarningKind], int]
+    movers: MoverReading
+    mover_cpu_s: float
+    mover_memory_bytes: int
+    mover_waits_s: float
+    trace_counts: Mapping[TraceOutcome, int]
 
-    def collect(self) -> Iterator[prometheus_client.core.GaugeMetricFamily]:
-        """Yield every gauge with its current value."""
-        return gauges_of(self.given_snapshot or self._snapshot())
+    @property
+    def ranks(self) -> list[RankSnapshot]:
+        """The ranks of all local engines."""
+        return [rank for engine in self.node.engines for rank in engine.ranks]
 
-
-class LogCollector(Collector):
-    """Counts the lines that this process did not log."""
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield both counters."""
-        yield CounterMetricFamily(
-            "kvxferd_log_lines_dropped",
-            "Log lines for which the queue had no room, or which standard error did not take.",
-            value=LOG_COUNTS.dropped,
+    def lanes(self) -> Counter[tuple[str, str]]:
+        """Count ranks by how their movers have connected; each way once for a rank."""
+        return Counter(
+            pair
+            for rank in self.ranks
+            for pair in {(lanes.reach, transport_class(lanes.lanes)) for lanes in rank.lanes}
         )
-        yield CounterMetricFamily(
-            "kvxferd_log_lines_suppressed", "Log lines over a rate limit.", value=LOG_COUNTS.suppressed
-        )
 
 
-class BusyCollector(Collector):
-    """Counts what this process refused because a limit was reached."""
+Series = tuple[str, ...]  # the values of a family's labels
+Values = float | Mapping[Any, float]  # of the one series, or by its label's value, or by its labels' values
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """Yield the counter of each limit."""
-        family = CounterMetricFamily(
-            "kvxferd_busy_refusals", "Requests refused as `busy`, by the limit.", labels=["limit"]
-        )
-        for limit in BUSY_LIMITS:
-            family.add_metric([limit], BUSY_REFUSALS[limit])
-        yield family
+COUNTER, GAUGE, HISTOGRAM = prometheus.Counter, prometheus.Gauge, prometheus.Histogram
+
+
+class Family(NamedTuple):
+    """One metric. `series`: those that are there before anything has happened, with the value 0.
+
+    `read`: its values at a scrape; None: `Metrics.record` and its like count it.
+    """
+
+    kind: type[prometheus.Counter | prometheus.Gauge | prometheus.Histogram]
+    name: str
+    help: str
+    labels: Series = ()
+    series: tuple[str | Series, ...] = ()
+    buckets: tuple[float, ...] = ()
+    read: Callable[[Reading], Values] | None = None
+
+
+def _pull_series() -> Iterator[Series]:
+    """Yield how a pull can end: it fails with any code that the other daemon names."""
+    yield "delivered", NO_CODE
+    yield "cancelled", Code.CANCELLED.value
+    yield from (("failed", code.value) for code in Code)
+
+
+# fmt: off
+FAMILIES = (
+    # What has ended.
+    Family(COUNTER, "kvxferd_pulls", "Pulls of local ranks that ended.", ("outcome", "code"),
+           tuple(_pull_series())),
+    Family(HISTOGRAM, "kvxferd_pull_seconds", "From a pull's arrival to its terminal event.", ("outcome",),
+           PULL_OUTCOMES, PULL_BUCKETS_S),
+    Family(HISTOGRAM, "kvxferd_pull_phase_seconds", "Time of a pull in each phase that it entered.",
+           ("phase",), PHASES, PULL_BUCKETS_S),
+    Family(COUNTER, "kvxferd_pull_retries", "Pulls read a second time because the transport failed.",
+           ("outcome",), PULL_OUTCOMES),
+    Family(COUNTER, "kvxferd_pulled_bytes", "Bytes of delivered pulls."),
+    Family(COUNTER, "kvxferd_pulled_runs", "Contiguous runs read by delivered pulls."),
+    Family(HISTOGRAM, "kvxferd_pull_bytes", "Size of each delivered pull of one rank.", buckets=SIZE_BUCKETS),
+    Family(COUNTER, "kvxferd_read_bytes", "Bytes of delivered pulls, by the way in which they were read.",
+           ("way",), WAYS),
+    Family(COUNTER, "kvxferd_progressive_pulls",
+           "Delivered pulls that might begin before their transfer was whole."),
+    Family(COUNTER, "kvxferd_hidden_bytes",
+           "Bytes of delivered progressive pulls that were read before all was known to be ready."),
+    Family(HISTOGRAM, "kvxferd_handover_seconds",
+           "Of delivered progressive pulls: from all being known to be ready to the terminal event.",
+           buckets=PULL_BUCKETS_S),
+    Family(COUNTER, "kvxferd_served_bytes", "Bytes that readers acknowledged to have read from this node."),
+    Family(COUNTER, "kvxferd_served_pulls",
+           "Pulls, each of one reading rank, that were acknowledged to this node."),
+    Family(COUNTER, "kvxferd_handshakes", "Attempts to learn a remote engine.", ("outcome",),
+           ("ok", *(code.value for code in Code))),
+    Family(COUNTER, "kvxferd_releases", "Published transfers that are over.", ("why",),
+           tuple(reason.value for reason in RELEASE_REASONS)),
+    Family(HISTOGRAM, "kvxferd_transfer_held_seconds", "From a publish to its release.",
+           buckets=HELD_BUCKETS_S),
+    Family(COUNTER, "kvxferd_late_timers", "Timers of the daemon that were late by more than 0.5 s.",
+           ("cause",), tuple(Cause)),
+    Family(COUNTER, "kvxferd_late_timer_seconds",
+           "By how much timers were late that were late by more than 0.5 s, summed.", ("cause",),
+           tuple(Cause)),
+    Family(HISTOGRAM, "kvxferd_event_loop_lag_seconds",
+           "By how much timers of the daemon were late, twice a second.", buckets=LAG_BUCKETS_S),
+    # The process.
+    Family(GAUGE, "kvxferd_build_info", "1, with the version as a label.", ("version",),
+           read=lambda at: {kvxferd.__version__: 1}),
+    Family(GAUGE, "kvxferd_ready", "1 while the node takes registrations and pulls.",
+           read=lambda at: int(at.is_ready)),
+    Family(GAUGE, "kvxferd_draining", "1 while the daemon takes nothing new.",
+           read=lambda at: int(at.node.draining)),
+    Family(GAUGE, "kvxferd_warnings", "Things to fix on this node, by kind: `kvxferd status` names each.",
+           ("kind",), tuple(WarningKind),
+           read=lambda at: {kind: at.count_warnings(kind) for kind in WarningKind}),
+    Family(COUNTER, "kvxferd_log_lines_dropped",
+           "Log lines for which the queue had no room, or which standard error did not take.",
+           read=lambda at: LOG_COUNTS.dropped),
+    Family(COUNTER, "kvxferd_log_lines_suppressed", "Log lines over a rate limit.",
+           read=lambda at: LOG_COUNTS.suppressed),
+    Family(COUNTER, "kvxferd_busy_refusals", "Requests refused as `busy`, by the limit.", ("limit",),
+           read=lambda at: {limit: BUSY_REFUSALS[limit] for limit in BUSY_LIMITS}),
+    Family(COUNTER, "kvxferd_trace_records",
+           "Pulls and publishes of sampled traces: exported as spans, dropped because the queue was full, "
+           "or failed because the collector did not take them.", ("outcome",), tuple(TraceOutcome),
+           read=lambda at: at.trace_counts),
+    # Engines and peers.
+    Family(GAUGE, "kvxferd_engines", "Local engines.", ("state",), ENGINE_STATES,
+           read=lambda at: Counter(map(engine_state, at.node.engines))),
+    Family(GAUGE, "kvxferd_registered_ranks", "Ranks of local engines.", ("state",), RANK_STATES,
+           read=lambda at: Counter(rank.state for rank in at.ranks)),
+    # Device names are not labels: they differ between healthy nodes.
+    Family(GAUGE, "kvxferd_rank_lanes", "Ranks by how their movers have connected: to whom, and by what.",
+           ("reach", "lanes"), tuple(product(REACHES, TRANSPORT_CLASSES)), read=Reading.lanes),
+    Family(GAUGE, "kvxferd_registered_bytes", "Memory of the ranks registered here.",
+           read=lambda at: sum(rank.bytes for rank in at.ranks)),
+    Family(GAUGE, "kvxferd_peers", "Other daemons that are known.", ("state",), PEER_STATES,
+           read=lambda at: Counter(peer.state for peer in at.node.peers)),
+    # Transfers and pulls that go on.
+    Family(GAUGE, "kvxferd_live_leases", "Transfers published here and not released.", ("state",),
+           TRANSFER_STATES, read=lambda at: at.node.transfer_states),
+    Family(GAUGE, "kvxferd_published_bytes",
+           "Memory here that published transfers hold until their release.",
+           read=lambda at: at.node.published_bytes),
+    Family(GAUGE, "kvxferd_oldest_published_seconds",
+           "Age of the oldest published transfer that is not released.",
+           read=lambda at: at.node.oldest_published_s),
+    Family(GAUGE, "kvxferd_running_pulls",
+           "Pulls of local ranks that have not ended, by what they wait for; in-doubt ones have failed.",
+           ("phase",), PULL_STATES, read=lambda at: at.node.pull_phases),
+    Family(GAUGE, "kvxferd_quarantined_pulls", "Ended pulls whose blocks may still be written.",
+           read=lambda at: at.node.num_quarantined),
+    Family(GAUGE, "kvxferd_quarantined_bytes", "Memory that ended pulls may still write.",
+           read=lambda at: at.node.quarantined_bytes),
+    Family(GAUGE, "kvxferd_limit", "The limits of this node.", ("limit",),
+           read=lambda at: {one.name: one.limit for one in at.node.limits}),
+    Family(GAUGE, "kvxferd_limit_used",
+           "What is used of each limit; of one for each engine, rank or peer, by the one that uses most.",
+           ("limit",), read=lambda at: {one.name: one.used for one in at.node.limits}),
+    # Movers.
+    Family(GAUGE, "kvxferd_movers", "Mover processes; those that are ready have no rank.", ("state",),
+           MOVER_STATES, read=lambda at: at.movers.num_by_state),
+    Family(GAUGE, "kvxferd_retired_movers", "Movers that get nothing new and are not dead yet.",
+           read=lambda at: at.node.num_retired_movers),
+    Family(COUNTER, "kvxferd_mover_exits", "Movers that ended, by why.", ("cause",), tuple(MoverExit),
+           read=lambda at: at.movers.exits),
+    Family(COUNTER, "kvxferd_mover_cpu_seconds",
+           "Processor time of all mover processes and their forkserver.", read=lambda at: at.mover_cpu_s),
+    Family(COUNTER, "kvxferd_mover_wait_seconds",
+           "For how long movers were ready to run, and the node gave them no processor; summed.",
+           read=lambda at: at.mover_waits_s),
+    Family(GAUGE, "kvxferd_mover_memory_bytes",
+           "Resident memory of all mover processes and their forkserver, without that of engines and files.",
+           read=lambda at: at.mover_memory_bytes),
+)
+# fmt: on
+
+
+class _ReadFamilies(Collector):
+    """The families that are read at each scrape."""
+
+    def __init__(self, read: Callable[[], Reading]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[core.Metric]:
+        """Yield each with its current values; a series without one has 0."""
+        reading = self._read()
+        for family in FAMILIES:
+            if family.read is None:
+                continue
+            of = core.CounterMetricFamily if family.kind is COUNTER else core.GaugeMetricFamily
+            made = of(family.name, family.help, labels=family.labels)
+            values = family.read(reading)
+            by_series = values if isinstance(values, Mapping) else {(): values}
+            for series in dict.fromkeys([*family.series, *by_series]):
+                made.add_metric([series] if isinstance(series, str) else series, by_series.get(series, 0))
+            yield made
 
 
 class Metrics:
@@ -109,110 +272,38 @@ class Metrics:
     def __init__(
         self,
         snapshot: Callable[[], NodeSnapshot],
-        warnings: WarningCollector | None = None,
-        movers: Callable[[], MoverReading] = lambda: NO_MOVERS,
+        *,
         engines_and_peers: EngineAndPeerCollector | None = None,
-        traces: TraceCollector | None = None,
+        count_warnings: Callable[[WarningKind], int] = lambda kind: 0,
+        is_ready: Callable[[], bool] = lambda: False,
+        movers: Callable[[], MoverReading] = lambda: NO_MOVERS,
+        trace_counts: Callable[[], Mapping[TraceOutcome, int]] = dict,
     ) -> None:
         """`engines_and_peers`: the series for each engine pair and peer; None: there are none."""
-        self.registry = registry = CollectorRegistry()
-        self._pulls = Counter(
-            "kvxferd_pulls", "Pulls of local ranks that ended.", ["outcome", "code"], registry=registry
-        )
-        self._retries = Counter(
-            "kvxferd_pull_retries",
-            "Pulls read a second time because the transport failed.",
-            ["outcome"],
-            registry=registry,
-        )
-        self._pulled_bytes = Counter("kvxferd_pulled_bytes", "Bytes of delivered pulls.", registry=registry)
-        self._pulled_runs = Counter(
-            "kvxferd_pulled_runs", "Contiguous runs read by delivered pulls.", registry=registry
-        )
-        self._pull_bytes = Histogram(
-            "kvxferd_pull_bytes", "Size of each delivered pull of one rank.",
-            buckets=SIZE_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._read_bytes = Counter(
-            "kvxferd_read_bytes", "Bytes of delivered pulls, by the way in which they were read.", ["way"],
-            registry=registry,
-        )  # fmt: skip
-        self._progressive_pulls = Counter(
-            "kvxferd_progressive_pulls", "Delivered pulls that might begin before their transfer was whole.",
-            registry=registry,
-        )  # fmt: skip
-        self._hidden_bytes = Counter(
-            "kvxferd_hidden_bytes",
-            "Bytes of delivered progressive pulls that were read before all was known to be ready.",
-            registry=registry,
-        )
-        self._handover_seconds = Histogram(
-            "kvxferd_handover_seconds",
-            "Of delivered progressive pulls: from all being known to be ready to the terminal event.",
-            buckets=PULL_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._served_bytes = Counter(
-            "kvxferd_served_bytes", "Bytes that readers acknowledged to have read from this node.",
-            registry=registry,
-        )  # fmt: skip
-        self._served_pulls = Counter(
-            "kvxferd_served_pulls", "Pulls, each of one reading rank, that were acknowledged to this node.",
-            registry=registry,
-        )  # fmt: skip
-        self._handshakes = Counter(
-            "kvxferd_handshakes", "Attempts to learn a remote engine.", ["outcome"], registry=registry
-        )
-        self._releases = Counter(
-            "kvxferd_releases", "Published transfers that are over.", ["why"], registry=registry
-        )
-        self._pull_seconds = Histogram(
-            "kvxferd_pull_seconds", "From a pull's arrival to its terminal event.", ["outcome"],
-            buckets=PULL_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._phase_seconds = Histogram(
-            "kvxferd_pull_phase_seconds", "Time of a pull in each phase that it entered.", ["phase"],
-            buckets=PULL_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._handshake_seconds = Histogram(
-            "kvxferd_handshake_seconds", "Time to learn a remote engine, or to be refused.",
-            buckets=PULL_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._held_seconds = Histogram(
-            "kvxferd_transfer_held_seconds", "From a publish to its release.",
-            buckets=HELD_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._probe_speed = Histogram(
-            "kvxferd_probe_bytes_per_second", "Speed of the read that proved a rank's memory.", ["placement"],
-            buckets=SPEED_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._late_timers = Counter(
-            "kvxferd_late_timers", "Timers of the daemon that were late by more than 0.5 s.", ["cause"],
-            registry=registry,
-        )  # fmt: skip
-        self._late_timer_seconds = Counter(
-            "kvxferd_late_timer_seconds",
-            "By how much timers were late that were late by more than 0.5 s, summed.",
-            ["cause"],
-            registry=registry,
-        )
-        self._loop_lag = Histogram(
-            "kvxferd_event_loop_lag_seconds", "By how much timers of the daemon were late, twice a second.",
-            buckets=LAG_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        build = Gauge("kvxferd_build_info", "1, with the version as a label.", ["version"], registry=registry)
-        build.labels(kvxferd.__version__).set(1)
-        self._gauges = SnapshotCollector(snapshot)
-        registry.register(self._gauges)
-        registry.register(LogCollector())
-        registry.register(BusyCollector())
-        registry.register(MoverCollector(movers))
+        self.registry = registry = prometheus.CollectorRegistry()
+        self._snapshot = snapshot
+        self._given_snapshot: NodeSnapshot | None = None  # for one `render`
+        self._count_warnings, self._is_ready = count_warnings, is_ready
+        self._movers, self._trace_counts = movers, trace_counts
+        self._mover_usage, self._mover_waits = MoverUsage(), MoverWaits()
+        self._families: dict[str, Any] = {}
+        # Prometheus' rate() does not count a series that first appears at 1. Kept here, because looking one
+        # up in its family takes longer than counting.
+        self._series: dict[Series, Any] = {}
+        for family in FAMILIES:
+            if family.read is not None:
+                continue
+            more: dict[str, Any] = {"buckets": family.buckets} if family.buckets else {}
+            self._families[family.name] = family.kind(
+                family.name, family.help, family.labels, registry=registry, **more
+            )
+            for series in family.series:
+                self._of(family.name, *([series] if isinstance(series, str) else series))
+        registry.register(_ReadFamilies(self._read))
         self._engines_and_peers = engines_and_peers
         if engines_and_peers is not None:
             registry.register(engines_and_peers)
-        registry.register(warnings or WarningCollector())
-        registry.register(traces or TraceCollector())
-        prometheus_client.ProcessCollector(registry=registry)
-        self._start_at_zero()
+        prometheus.ProcessCollector(registry=registry)
 
     def record(self, record: Record) -> None:
         """Count a record."""
@@ -220,95 +311,79 @@ class Metrics:
             case PullRecord():
                 self._record_pull(record)
             case HandshakeRecord():
-                self._handshakes.labels(record.outcome).inc()
-                self._handshake_seconds.observe(record.elapsed_s)
+                self._of("kvxferd_handshakes", record.outcome).inc()
             case ReleaseRecord():
-                self._releases.labels(record.why.value).inc()
-                self._held_seconds.observe(record.held_s)
-            case TopologyRecord():
-                pass  # once for each rank and remote engine: only logged
-            case PlacementRecord():
-                if record.proved:
-                    self._probe_speed.labels(record.placement).observe(record.gigabytes_per_s * 1e9)
-            case TransportsRecord():
-                pass  # a gauge
+                self._of("kvxferd_releases", record.why.value).inc()
+                self._of("kvxferd_transfer_held_seconds").observe(record.held_s)
+            case TopologyRecord() | PlacementRecord() | TransportsRecord():
+                pass  # logged, and the last two are in the snapshot
             case _:
                 assert_never(record)
 
     def record_served(self, served: ServedRecord) -> None:
         """Count what a reading rank acknowledged."""
-        self._served_bytes.inc(served.bytes)
-        self._served_pulls.inc()
+        self._of("kvxferd_served_bytes").inc(served.bytes)
+        self._of("kvxferd_served_pulls").inc()
         if self._engines_and_peers is not None:
             self._engines_and_peers.record_served(served)
 
     def record_loop_lag(self, lag_s: float) -> None:
         """Count by how much one of the daemon's timers was late."""
-        self._loop_lag.observe(lag_s)
+        self._of("kvxferd_event_loop_lag_seconds").observe(lag_s)
 
     def record_late_timer(self, lateness: Lateness) -> None:
         """Count a late timer."""
-        self._late_timers.labels(lateness.cause.value).inc()
-        self._late_timer_seconds.labels(lateness.cause.value).inc(lateness.late_s)
+        self._of("kvxferd_late_timers", lateness.cause.value).inc()
+        self._of("kvxferd_late_timer_seconds", lateness.cause.value).inc(lateness.late_s)
 
     def render(self, node: NodeSnapshot | None = None) -> bytes:
         """Return all metrics in Prometheus' text format; gauges from `node`, or else a new snapshot."""
-        self._gauges.given_snapshot = node
+        self._given_snapshot = node
         try:
-            return prometheus_client.generate_latest(self.registry)
+            return prometheus.generate_latest(self.registry)
         finally:
-            self._gauges.given_snapshot = None
+            self._given_snapshot = None
+
+    def _of(self, name: str, *labels: str) -> Any:
+        """Return a series of a family that counts records; a new one begins at 0."""
+        if (found := self._series.get((name, *labels))) is None:
+            family = self._families[name]
+            found = self._series[(name, *labels)] = family.labels(*labels) if labels else family
+        return found
+
+    def _read(self) -> Reading:
+        movers = self._movers()
+        cpu_s, memory_bytes = self._mover_usage.update(movers.forkserver_pid, movers.pids)
+        return Reading(
+            node=self._given_snapshot or self._snapshot(),
+            is_ready=self._is_ready(),
+            count_warnings=self._count_warnings,
+            movers=movers,
+            mover_cpu_s=cpu_s,
+            mover_memory_bytes=memory_bytes,
+            mover_waits_s=self._mover_waits.update(movers.pids),
+            trace_counts=self._trace_counts(),
+        )
 
     def _record_pull(self, record: PullRecord) -> None:
         if self._engines_and_peers is not None:
             self._engines_and_peers.record_pull(record)
         code = NO_CODE if record.code is None else record.code.value
-        if record.outcome == "delivered":
-            self._delivered.inc()
-            self._delivered_seconds.observe(record.total_s)
-        else:
-            self._pulls.labels(record.outcome, code).inc()
-            self._pull_seconds.labels(record.outcome).observe(record.total_s)
+        self._of("kvxferd_pulls", record.outcome, code).inc()
+        self._of("kvxferd_pull_seconds", record.outcome).observe(record.total_s)
         if record.retried:
-            self._retries.labels(record.outcome).inc()
+            self._of("kvxferd_pull_retries", record.outcome).inc()
         for phase, elapsed_s in record.phases_s.items():
-            self._seconds_by_phase[phase].observe(elapsed_s)
-        if record.outcome == "delivered":
-            self._pulled_bytes.inc(record.bytes)
-            self._pull_bytes.observe(record.bytes)
-            self._pulled_runs.inc(record.runs)
-            for way, num_bytes in record.ways.items():
-                self._read_bytes.labels(way).inc(num_bytes)
-            if record.progressive:
-                self._record_handover(record)
-
-    def _record_handover(self, record: PullRecord) -> None:
-        self._progressive_pulls.inc()
-        self._hidden_bytes.inc(record.hidden_bytes)
-        if record.handover_s is not None:
-            self._handover_seconds.observe(record.handover_s)
-
-    def _start_at_zero(self) -> None:
-        # Prometheus' rate() does not count a series that first appears at 1.
-        # Kept, because looking up a series takes longer than counting.
-        self._delivered = self._pulls.labels("delivered", NO_CODE)
-        self._pulls.labels("cancelled", Code.CANCELLED.value)
-        for code in Code:
-            # A pull, or a handshake, fails with any code that the other daemon names.
-            self._pulls.labels("failed", code.value)
-            self._handshakes.labels(code.value)
-        self._handshakes.labels("ok")
-        for reason in RELEASE_REASONS:
-            self._releases.labels(reason.value)
-        for way in WAYS:
-            self._read_bytes.labels(way)
-        for outcome in PULL_OUTCOMES:
-            self._pull_seconds.labels(outcome)
-            self._retries.labels(outcome)
-        self._delivered_seconds = self._pull_seconds.labels("delivered")
-        for placement in PLACEMENTS:
-            self._probe_speed.labels(placement)
-        for cause in Cause:
-            self._late_timers.labels(cause.value)
-            self._late_timer_seconds.labels(cause.value)
-        self._seconds_by_phase = {phase: self._phase_seconds.labels(phase) for phase in PHASES}
+            self._of("kvxferd_pull_phase_seconds", phase).observe(elapsed_s)
+        if record.outcome != "delivered":
+            return
+        self._of("kvxferd_pulled_bytes").inc(record.bytes)
+        self._of("kvxferd_pulled_runs").inc(record.runs)
+        self._of("kvxferd_pull_bytes").observe(record.bytes)
+        for way, num_bytes in record.ways.items():
+            self._of("kvxferd_read_bytes", way).inc(num_bytes)
+        if record.progressive:
+            self._of("kvxferd_progressive_pulls").inc()
+            self._of("kvxferd_hidden_bytes").inc(record.hidden_bytes)
+            if record.handover_s is not None:
+                self._of("kvxferd_handover_seconds").observe(record.handover_s)

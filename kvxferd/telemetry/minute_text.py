@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxferd.ids import Endpoint
-from kvxferd.telemetry.sample_report import LastMinute
+from kvxferd.telemetry.samples import LastMinute
 from kvxferd.telemetry.units import format_count, format_rate, format_share, format_time
 from kvxferd.wire.endpoint import address_of
 

@@ -1,16 +1,13 @@
-"""The movers of a node as metrics: how many there are, why they ended, their processor time and memory."""
+"""What the movers of a node use: their number, why they ended, their processor time and memory."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvxferd.telemetry.late_timers import waited_s_of
 
@@ -121,42 +118,3 @@ class MoverWaits:
             # A pid that was used again begins anew.
             self._total_s += max(0.0, waited_s - before.get(pid, 0.0))
         return self._total_s
-
-
-class MoverCollector(Collector):
-    """Reads the movers at each scrape."""
-
-    def __init__(self, read: Callable[[], MoverReading] = lambda: NO_MOVERS) -> None:
-        self._read = read
-        self._usage = MoverUsage()
-        self._waits = MoverWaits()
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield all families, at 0 where there is no mover."""
-        reading = self._read()
-        movers = GaugeMetricFamily(
-            "kvxferd_movers", "Mover processes; those that are ready have no rank.", labels=["state"]
-        )
-        for state in MOVER_STATES:
-            movers.add_metric([state], reading.num_by_state.get(state, 0))
-        yield movers
-        exits = CounterMetricFamily("kvxferd_mover_exits", "Movers that ended, by why.", labels=["cause"])
-        for cause in MoverExit:
-            exits.add_metric([cause.value], reading.exits[cause])
-        yield exits
-        cpu_s, memory_bytes = self._usage.update(reading.forkserver_pid, reading.pids)
-        yield CounterMetricFamily(
-            "kvxferd_mover_cpu_seconds",
-            "Processor time of all mover processes and their forkserver.",
-            value=cpu_s,
-        )
-        yield CounterMetricFamily(
-            "kvxferd_mover_wait_seconds",
-            "For how long movers were ready to run, and the node gave them no processor; summed.",
-            value=self._waits.update(reading.pids),
-        )
-        yield GaugeMetricFamily(
-            "kvxferd_mover_memory_bytes",
-            "Resident memory of all mover processes and their forkserver, without that of engines and files.",
-            value=memory_bytes,
-        )

@@ -13,7 +13,7 @@ import msgspec
 from kvxferd.ids import Endpoint
 from kvxferd.records import LimitSnapshot, NodeSnapshot, PeerSnapshot, PullRecord
 from kvxferd.telemetry.remedies import remedy_of
-from kvxferd.telemetry.sample_report import LastMinute, PeerRow
+from kvxferd.telemetry.samples import LastMinute, PeerRow
 from kvxferd.telemetry.units import format_count, format_share, format_time
 from kvxferd.wire.endpoint import address_of, host_of
 

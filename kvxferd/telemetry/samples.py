@@ -1,444 +1,383 @@
-"""One sample a second of what a node does, for 15 minutes, in memory of a fixed size.
+"""What a node did in the last 15 minutes, in slots of ten seconds: for `/v1/samples` and the command line.
 
-Records are added as they come and summed in plain integers; `finish_second` writes the sums into the ring
-once a second. A second in which the loop was late, or the process stopped, has no sample: it is a gap, and
-the sample after it is for all of these seconds. Pure: the caller reads the clocks.
+Records are summed in the present slot as they come. `tick` begins the next slot, so a slot in which the loop
+did not run, or the process was stopped, is missing. Pairs of engines and peers are summed by the minute:
+the first 64 of each have a row, and all others have one. 16 full minutes take 2 MB, a report of them 20 ms.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
 from kvxferd.errors import Code
 from kvxferd.records import PHASES, PullRecord, Record, ReleaseRecord
-from kvxferd.telemetry.sample_report import OTHERS, Columns, LastMinute, PairRow, PeerRow, SampleReport
 
 RING_S = 900
 MINUTE_S = 60
-
-# Four buckets for each doubling, 100 us to 210 s: a percentile is within a tenth of the truth. 86 buckets of
-# 900 seconds are 310 kB.
-BOUNDS_S = tuple(100e-6 * 2 ** (step / 4) for step in range(85))
-# Of a table's row two for each doubling, of 16 bits: 44 buckets, 65 rows and 91 slots are 520 kB.
-COARSE_BOUNDS_S = BOUNDS_S[::2]
-_MAX_COUNT = (1 << 16) - 1
-
-# A table counts in slots of ten seconds, and has this many rows, and one for what finds none.
 SLOT_S = 10
-NUM_SLOTS = RING_S // SLOT_S + 1
 MAX_KEYS = 64
+OTHERS = "(others)"  # the row of the pairs, or peers, that have none of their own
 
-# 900 of them fit in 63 bits.
-_MAX_SUM = 1 << 52
+# Four buckets for each doubling, 100 us to 210 s: a quantile is within a tenth of the truth.
+BOUNDS_S = tuple(100e-6 * 2 ** (step / 4) for step in range(85))
+# Of fewer pulls a quantile is the time of one of them: no number that an operator could compare.
+MIN_QUANTILE_PULLS = 20
 
-_COUNTS = (
-    *("span_s", "delivered", "failed", "cancelled", "pulled_bytes", "served_bytes", "served_transfers"),
-    *("expired_leases", "running_pulls", "warnings"),
-)  # fmt: skip
+# Sizes are what a resident mover reports: any number. JSON's integers have 64 bits.
+_MAX_SUM = 1 << 62
 
-Ints = npt.NDArray[np.int64]
-Counts = npt.NDArray[np.uint32]
+
+class SumsRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Pulls that ended, in numbers."""
+
+    delivered: int = 0
+    failed: int = 0
+    pulled_bytes: int = 0
+    mean_s: float | None = None  # of delivered pulls, arrival to delivery
+    p50_s: float | None = None  # None for fewer than `MIN_QUANTILE_PULLS`
+    p99_s: float | None = None
+    last_code: str = ""  # of the last failed pull
+    last_failed_at: float = 0.0  # Unix time; 0: none
+
+
+class PairRow(SumsRow, frozen=True, kw_only=True):
+    """The pulls of one local engine from one other; `OTHERS` for all pairs that have no row."""
+
+    source: str
+    sink: str
+
+
+class PeerRow(SumsRow, frozen=True, kw_only=True):
+    """The pulls from one daemon; `OTHERS` for all that have no row."""
+
+    peer: str
+
+
+class SlotRow(SumsRow, frozen=True, kw_only=True):
+    """What the node did in one slot."""
+
+    at: int  # Unix time of its end, or of now
+    span_s: float  # how long it was: less than `SLOT_S` at the start and for the present one
+    cancelled: int
+    served_bytes: int  # that other pulls read from this node, counted when they acknowledge
+    served_transfers: int
+    expired_leases: int
+    running_pulls: int  # at its end
+    oldest_pull_s: float  # age of the oldest of those, 0 without one
+    warnings: int
+    failures: dict[str, int]  # failed pulls by code
+    phases_s: dict[str, float]  # seconds that pulls which ended spent in each phase
+
+
+class LastMinute(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node did in its last 60 to 70 seconds, or since it serves."""
+
+    seconds: float  # how long that was
+    delivered: int  # pulls
+    failed: int
+    cancelled: int
+    failure_share: float  # failed / (delivered + failed), 0 to 1
+    pulled_bytes: int
+    pulled_bytes_per_s: float
+    served_bytes: int
+    served_bytes_per_s: float
+    served_transfers: int
+    p50_s: float | None
+    p99_s: float | None
+    failures: dict[str, int]  # failed pulls by code, the commonest first
+    worst_code: str  # the commonest code of a failed pull; "" without one
+    worst_peer: str  # the daemon from which most of those should have come; "" if not known
+    expired_leases: int
+    running_pulls: int  # now
+    oldest_pull_s: float  # age of the oldest of those, 0 without one
+    warnings: int  # now
+
+
+class SampleReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply of `/v1/samples`, which adds to each peer what else is known of it, and notable records."""
+
+    slots: list[SlotRow | None]  # oldest first, the present one last; None: the daemon did not run
+    last_minute: LastMinute
+    # Of the same time, and up to a minute more. Most failures first, then most bytes.
+    pairs: list[PairRow]
+    peers: list[PeerRow]
 
 
 class Gauges(NamedTuple):
-    """What is read once a second, not counted."""
+    """What is read at each tick, not counted."""
 
     running_pulls: int = 0
     oldest_pull_s: float = 0.0
     warnings: int = 0
 
 
-class Samples:
-    """The samples of one node. Only on the loop's thread."""
+class _Sums:
+    """What is counted of pulls: of a node, of a pair of engines, or from a peer."""
+
+    __slots__ = ("delivered", "elapsed_s", "failures", "last_code", "last_failed_at", "pulled_bytes", "times")
 
     def __init__(self) -> None:
-        self._first = -1  # number of the second before the first sample; -1: not started
-        self._last = -1  # number of the last sample
-        self._numbers = np.full(RING_S, -1, np.int64)  # which second each row is of
-        self._at = np.zeros(RING_S, np.float64)
-        self._counts = np.zeros((RING_S, len(_COUNTS)), np.int64)
-        self._oldest_s = np.zeros(RING_S, np.float64)
-        self._times = np.zeros((RING_S, len(BOUNDS_S) + 1), np.uint32)
-        self._phases_s = np.zeros((RING_S, len(PHASES)), np.float64)
-        self._failures: dict[str, Counts] = {}  # by code: at most as many as there are codes
-        self._pairs = _SlotSums(len(COARSE_BOUNDS_S) + 1)
-        self._peers = _SlotSums()
-        self._start_second()
+        self.delivered = self.pulled_bytes = 0
+        self.elapsed_s = self.last_failed_at = 0.0
+        self.times = [0] * (len(BOUNDS_S) + 1)  # delivered pulls by bucket; the last is of longer times
+        self.failures: dict[str, int] = {}  # failed pulls by code
+        self.last_code = ""
 
-    def start(self, now: float) -> None:
-        """Begin: what was before is not in the first sample's second. `now`: as of `finish_second`."""
-        self._first = self._last = round(now)
-        self._pairs.advance(self._last // SLOT_S)
-        self._peers.advance(self._last // SLOT_S)
+    @property
+    def failed(self) -> int:
+        return sum(self.failures.values())
 
-    # --- in
+    def add(self, record: PullRecord) -> None:
+        """Count a pull that was delivered, or failed."""
+        if record.outcome != "delivered":
+            code = record.code.value if record.code is not None else Code.INTERNAL.value
+            self.failures[code] = self.failures.get(code, 0) + 1
+            self.last_code, self.last_failed_at = code, record.ended_at
+            return
+        self.delivered += 1
+        self.pulled_bytes = min(self.pulled_bytes + max(record.bytes, 0), _MAX_SUM)
+        self.elapsed_s += record.total_s
+        self.times[bisect_left(BOUNDS_S, record.total_s)] += 1
+
+    @classmethod
+    def total(cls, parts: Sequence[_Sums]) -> _Sums:
+        """Return the sum of them."""
+        found, last = cls(), max(parts, key=lambda part: part.last_failed_at)
+        found.delivered = sum(part.delivered for part in parts)
+        found.pulled_bytes = min(sum(part.pulled_bytes for part in parts), _MAX_SUM)
+        found.elapsed_s = sum(part.elapsed_s for part in parts)
+        found.times = list(map(sum, zip(*(part.times for part in parts), strict=True)))
+        failures: Counter[str] = Counter()
+        for part in parts:
+            if part.failures:
+                failures.update(part.failures)
+        found.failures = dict(failures.most_common())
+        found.last_code, found.last_failed_at = last.last_code, last.last_failed_at
+        return found
+
+    def quantile(self, share: float) -> float | None:
+        """Return the time that `share` of the delivered pulls do not exceed; evenly spread in a bucket."""
+        if self.delivered < MIN_QUANTILE_PULLS:
+            return None
+        rank = share * self.delivered
+        for bucket, count in enumerate(self.times):
+            if count and rank <= count:
+                low = BOUNDS_S[bucket - 1] if bucket else 0.0
+                high = BOUNDS_S[min(bucket, len(BOUNDS_S) - 1)]
+                return float(f"{low + rank / count * (high - low):.3g}")
+            rank -= count
+        raise AssertionError("the buckets hold every delivered pull")
+
+    def row(self) -> dict[str, object]:
+        """Return the fields of a `SumsRow`."""
+        return {
+            "delivered": self.delivered,
+            "failed": self.failed,
+            "pulled_bytes": self.pulled_bytes,
+            "mean_s": self.elapsed_s / self.delivered if self.delivered else None,
+            "p50_s": self.quantile(0.5),
+            "p99_s": self.quantile(0.99),
+            "last_code": self.last_code,
+            "last_failed_at": round(self.last_failed_at, 3),
+        }
+
+
+class _SumsByKey(dict[tuple[str, ...], _Sums]):
+    """Sums of the first `MAX_KEYS` keys, and under `(OTHERS, ...)` those of all others."""
+
+    def of(self, key: tuple[str, ...]) -> _Sums:
+        if (found := self.get(key)) is not None:
+            return found
+        if len(self) >= MAX_KEYS:
+            key = (OTHERS,) * len(key)
+        return self.setdefault(key, _Sums())
+
+
+class _Minute:
+    """What is counted by pair of engines and by peer."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pairs, self.peers = _SumsByKey(), _SumsByKey()
+
+    def add(self, record: PullRecord) -> None:
+        self.pairs.of((record.source, record.sink)).add(record)
+        if record.peer:
+            self.peers.of((record.peer,)).add(record)
+
+
+class _Slot(_Sums):
+    __slots__ = ("at", "cancelled", "expired_leases", "failed_from", "gauges", "number", "phases_s",
+                 "served_bytes", "served_transfers", "since", "until")  # fmt: skip
+
+    def __init__(self, number: int, since: float) -> None:
+        super().__init__()
+        self.number = number
+        self.since = self.until = since  # of `clock`
+        self.at = 0.0  # Unix time of `until`
+        self.gauges = Gauges()
+        self.cancelled = self.expired_leases = self.served_bytes = self.served_transfers = 0
+        self.phases_s = dict.fromkeys(PHASES, 0.0)
+        self.failed_from: Counter[tuple[str, str]] = Counter()  # failed pulls by code and peer, `MAX_KEYS`
+
+    def add_pull(self, record: PullRecord) -> None:
+        for phase, elapsed_s in record.phases_s.items():
+            # A resident mover's word: no number, infinity and negative ones count as 0.
+            if phase in self.phases_s and 0.0 < elapsed_s < math.inf:
+                self.phases_s[phase] += min(elapsed_s, 3600.0)
+        if record.outcome == "cancelled":
+            self.cancelled += 1
+            return
+        self.add(record)
+        if record.outcome != "delivered" and record.peer:
+            key = self.last_code, record.peer
+            if key in self.failed_from or len(self.failed_from) < MAX_KEYS:
+                self.failed_from[key] += 1
+
+    def slot_row(self) -> SlotRow:
+        return SlotRow(
+            **self.row(),  # type: ignore[arg-type]
+            at=round(self.at),
+            span_s=round(self.until - self.since, 3),
+            cancelled=self.cancelled,
+            served_bytes=self.served_bytes,
+            served_transfers=self.served_transfers,
+            expired_leases=self.expired_leases,
+            failures=dict(sorted(self.failures.items())),
+            phases_s={phase: round(elapsed_s, 6) for phase, elapsed_s in self.phases_s.items()},
+            **self.gauges._asdict(),
+        )
+
+
+def _boot_time() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # it goes on while a machine is suspended
+
+
+class Samples:
+    """The slots of one node. Only on the loop's thread."""
+
+    def __init__(
+        self,
+        read_gauges: Callable[[], Gauges] = Gauges,
+        clock: Callable[[], float] = _boot_time,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._read_gauges = read_gauges
+        self._clock = clock  # seconds
+        self._wall_clock = wall_clock
+        self._started = now = clock()
+        self._slots: deque[_Slot] = deque([_Slot(int(now // SLOT_S), now)])
+        self._minutes: deque[_Minute] = deque([_Minute(int(now // MINUTE_S))])
+
+    def tick(self) -> None:
+        """Begin a slot if one is due, and read the gauges: a few times a second, and before a report."""
+        now = self._clock()
+        number, minute = int(now // SLOT_S), int(now // MINUTE_S)
+        if number > self._slots[-1].number:
+            self._slots.append(_Slot(number, float(number * SLOT_S)))
+            while self._slots[0].number <= number - RING_S // SLOT_S:
+                self._slots.popleft()
+        if minute > self._minutes[-1].number:
+            self._minutes.append(_Minute(minute))
+            while self._minutes[0].number < minute - RING_S // MINUTE_S:
+                self._minutes.popleft()
+        slot = self._slots[-1]
+        slot.until, slot.at = now, self._wall_clock()
+        slot.gauges = self._read_gauges()
 
     def add(self, record: Record) -> None:
-        """Count a record in the second that is not over."""
+        """Count a record in the present slot."""
         match record:
             case PullRecord():
-                self._add_pull(record)
+                self._slots[-1].add_pull(record)
+                if record.outcome != "cancelled":
+                    self._minutes[-1].add(record)
             case ReleaseRecord(why=Code.LEASE_EXPIRED):
-                self._sums["expired_leases"] += 1
+                self._slots[-1].expired_leases += 1
 
     def add_served(self, num_bytes: int) -> None:
         """Count a transfer that another pull has read from this node."""
-        self._sums["served_bytes"] += _clamp(num_bytes)
-        self._sums["served_transfers"] += 1
-
-    def finish_second(self, now: float, wall: float, gauges: Gauges) -> None:
-        """Write what was counted since the last sample into the ring.
-
-        `now`: seconds of a clock that goes on while the machine is suspended (CLOCK_BOOTTIME). `wall`: unix
-        time. A call before the next whole second is due does nothing.
-        """
-        number = round(now)
-        if self._first < 0:
-            self.start(now - 1)
-        if number <= self._last:
-            return
-        self._write(number, wall, gauges)
-        self._last = number
-        for table in (self._pairs, self._peers):
-            table.advance((number - 1) // SLOT_S)
-            table.flush(wall)
-        self._start_second()
-
-    def _start_second(self) -> None:
-        self._sums: dict[str, int] = dict.fromkeys(_COUNTS, 0)
-        self._second_times: Counter[int] = Counter()
-        self._second_phases_s = dict.fromkeys(PHASES, 0.0)
-        self._second_failures: Counter[str] = Counter()
-
-    def _add_pull(self, record: PullRecord) -> None:
-        for phase, elapsed_s in record.phases_s.items():
-            if phase in self._second_phases_s:
-                self._second_phases_s[phase] += _clamp_s(elapsed_s)
-        if record.outcome == "cancelled":
-            self._sums["cancelled"] += 1
-            return
-        code = ""
-        if record.outcome == "delivered":
-            self._sums["delivered"] += 1
-            self._sums["pulled_bytes"] += _clamp(record.bytes)
-            self._second_times[bisect_left(BOUNDS_S, record.total_s)] += 1
-        else:
-            code = record.code.value if record.code is not None else Code.INTERNAL.value
-            self._sums["failed"] += 1
-            self._second_failures[code] += 1
-        self._pairs.add((record.source, record.sink), record, code)
-        if record.peer:
-            self._peers.add(record.peer, record, code)
-
-    def _write(self, number: int, wall: float, gauges: Gauges) -> None:
-        row = number % RING_S
-        self._sums |= {
-            "span_s": min(number - self._last, RING_S),
-            "running_pulls": gauges.running_pulls,
-            "warnings": gauges.warnings,
-        }
-        self._numbers[row] = number
-        self._at[row] = wall
-        self._oldest_s[row] = gauges.oldest_pull_s
-        self._counts[row] = [min(value, _MAX_SUM) for value in self._sums.values()]
-        self._times[row] = 0
-        for bucket, count in self._second_times.items():
-            self._times[row, bucket] = count
-        self._phases_s[row] = list(self._second_phases_s.values())
-        for code in self._second_failures.keys() - self._failures.keys():
-            self._failures[code] = np.zeros(RING_S, np.uint32)
-        for code, failures in self._failures.items():
-            failures[row] = self._second_failures[code]
-
-    # --- out
+        slot = self._slots[-1]
+        slot.served_bytes = min(slot.served_bytes + max(num_bytes, 0), _MAX_SUM)
+        slot.served_transfers += 1
 
     def last_minute(self) -> LastMinute:
-        """Return rates and failures of the last 60 seconds. Takes about 0.1 ms."""
-        rows = self._rows(MINUTE_S)
-        sums = {name: _total(self._counts[rows, index]) for index, name in enumerate(_COUNTS)}
-        failures = Counter({code: _total(of[rows]) for code, of in self._failures.items()})
-        by_code = {code: count for code, count in failures.most_common() if count}
-        worst_code = next(iter(by_code), "")
-        now = dict(zip(_COUNTS, self._counts[self._last % RING_S].tolist(), strict=True))
-        seconds = min(self._last - self._first, MINUTE_S)
-        times = self._times[rows].sum(axis=0, dtype=np.int64)[None]
-        delivered, failed = sums["delivered"], sums["failed"]
+        """Return rates and failures of the last 60 to 70 seconds."""
+        self.tick()
+        slots = self._last_slots(MINUTE_S + SLOT_S)
+        present, total = slots[-1], _Sums.total(slots)
+        began = max(self._started, (present.number - MINUTE_S // SLOT_S) * SLOT_S)
+        seconds = present.until - began
+        failed = total.failed
+        worst_code = next(iter(total.failures), "")
+        failed_from = sum((slot.failed_from for slot in slots), Counter[tuple[str, str]]())
+        peers = {peer: num for (code, peer), num in failed_from.items() if code == worst_code}
         return LastMinute(
-            seconds=float(seconds),
-            delivered=delivered,
+            seconds=round(seconds, 1),
+            delivered=total.delivered,
             failed=failed,
-            cancelled=sums["cancelled"],
-            failure_share=failed / (delivered + failed) if failed else 0.0,
-            pulled_bytes=sums["pulled_bytes"],
-            pulled_bytes_per_s=sums["pulled_bytes"] / max(seconds, 1),
-            served_bytes=sums["served_bytes"],
-            served_bytes_per_s=sums["served_bytes"] / max(seconds, 1),
-            served_transfers=sums["served_transfers"],
-            p50_s=percentiles(times, BOUNDS_S, 0.5)[0],
-            p99_s=percentiles(times, BOUNDS_S, 0.99)[0],
-            failures=by_code,
+            cancelled=sum(slot.cancelled for slot in slots),
+            failure_share=failed / (total.delivered + failed) if failed else 0.0,
+            pulled_bytes=total.pulled_bytes,
+            pulled_bytes_per_s=total.pulled_bytes / max(seconds, 1),
+            served_bytes=(served_bytes := sum(slot.served_bytes for slot in slots)),
+            served_bytes_per_s=served_bytes / max(seconds, 1),
+            served_transfers=sum(slot.served_transfers for slot in slots),
+            p50_s=total.quantile(0.5),
+            p99_s=total.quantile(0.99),
+            failures=total.failures,
             worst_code=worst_code,
-            worst_peer=self._worst_peer(worst_code) if failed else "",
-            expired_leases=sums["expired_leases"],
-            running_pulls=now["running_pulls"],
-            oldest_pull_s=float(self._oldest_s[self._last % RING_S]),
-            warnings=now["warnings"],
+            worst_peer=max(peers, key=lambda peer: peers[peer], default=""),
+            expired_leases=sum(slot.expired_leases for slot in slots),
+            **present.gauges._asdict(),
         )
 
     def report(self, seconds: int) -> SampleReport:
-        """Return the last seconds, at most `RING_S`."""
-        seconds = max(0, min(seconds, RING_S, self._last - self._first))
-        numbers = np.arange(self._last - seconds + 1, self._last + 1)
-        rows = numbers % RING_S
-        is_gap = self._numbers[rows] != numbers
-
-        def column(values: npt.NDArray[Any]) -> list[Any]:
-            found: list[Any] = values[rows].tolist()
-            for index in gaps:
-                found[index] = None
-            return found
-
-        gaps = np.flatnonzero(is_gap).tolist()
-        times = np.where(is_gap[:, None], 0, self._times[rows])
-        columns = Columns(
-            at=list(self._times_of_day(numbers, is_gap)),
-            oldest_pull_s=column(self._oldest_s.round(6)),
-            p50_s=percentiles(times, BOUNDS_S, 0.5),
-            p99_s=percentiles(times, BOUNDS_S, 0.99),
-            **{name: column(self._counts[:, index]) for index, name in enumerate(_COUNTS)},
-        )
+        """Return the slots of the last seconds, at most `RING_S`."""
+        minute = self.last_minute()
+        slots = self._last_slots(seconds)
+        by_number = {slot.number: slot.slot_row() for slot in slots}
+        first = self._minutes[-1].number - -(-seconds // MINUTE_S)
+        minutes = [minute for minute in self._minutes if minute.number >= first]
         return SampleReport(
-            seconds=seconds,
-            columns=columns,
-            failures={
-                code: column(of) for code, of in sorted(self._failures.items()) if of[rows[~is_gap]].any()
-            },
-            phases_s={phase: column(self._phases_s[:, index].round(6)) for index, phase in enumerate(PHASES)},
-            last_minute=self.last_minute(),
-            pairs=[_pair_row(row) for row in self._pairs.rows(seconds)],
-            peers=[_peer_row(row) for row in self._peers.rows(seconds)],
+            slots=[by_number.get(number) for number in range(slots[0].number, slots[-1].number + 1)],
+            last_minute=minute,
+            pairs=[
+                PairRow(source=source, sink=sink, **sums.row())  # type: ignore[arg-type]
+                for (source, sink), sums in _totals([minute.pairs for minute in minutes])
+            ],
+            peers=[
+                PeerRow(peer=peer, **sums.row())  # type: ignore[arg-type]
+                for (peer,), sums in _totals([minute.peers for minute in minutes])
+            ],
         )
 
-    def _worst_peer(self, code: str) -> str:
-        """Return the peer with most failures of those whose last one had this code, or the only one."""
-        failed = [_peer_row(row) for row in self._peers.rows(MINUTE_S) if row.failed]
-        only = failed[0].peer if len(failed) == 1 else ""
-        known = next((row.peer for row in failed if row.last_code == code), only)
-        return "" if known == OTHERS else known
-
-    def _rows(self, seconds: int) -> Ints:
-        """Return the ring's rows of the last seconds that have a sample."""
-        seconds = max(0, min(seconds, self._last - self._first))
-        numbers = np.arange(self._last - seconds + 1, self._last + 1)
-        rows = numbers % RING_S
-        found: Ints = rows[self._numbers[rows] == numbers]
-        return found
-
-    def _times_of_day(self, numbers: Ints, is_gap: npt.NDArray[np.bool_]) -> Iterator[int]:
-        """Yield the unix time of each second; of a gap as the last sample's clock counts back."""
-        latest = float(self._at[self._last % RING_S])
-        for number, gap in zip(numbers.tolist(), is_gap.tolist(), strict=True):
-            yield round(latest - (self._last - number) if gap else float(self._at[number % RING_S]))
+    def _last_slots(self, seconds: int) -> list[_Slot]:
+        first = self._slots[-1].number - -(-seconds // SLOT_S) + 1
+        return [slot for slot in self._slots if slot.number >= first] or [self._slots[-1]]
 
 
-class _SlotSums:
-    """Sums for each of a few keys, in slots of `SLOT_S`. A key without a row counts in the last row."""
+def _totals(tables: Sequence[_SumsByKey]) -> list[tuple[tuple[str, ...], _Sums]]:
+    """Return the sum of each key: those that say most, `MAX_KEYS` at most, and one of all others."""
 
-    def __init__(self, num_buckets: int = 0) -> None:
-        shape = (MAX_KEYS + 1, NUM_SLOTS)
-        self._rows: dict[Hashable, int] = {}
-        self._delivered = np.zeros(shape, np.int64)
-        self._failed = np.zeros(shape, np.int64)
-        self._bytes = np.zeros(shape, np.int64)
-        self._elapsed_s = np.zeros(shape, np.float64)
-        self._times = np.zeros((*shape, num_buckets), np.uint16)
-        self._last_failures: dict[int, tuple[str, float]] = {}
-        self._pending: dict[int, _PendingPulls] = {}  # rows of the second that is not over
-        self._slot = 0
-        self._full_slot = -1  # the slot in which no row was free
+    def rank(item: tuple[tuple[str, ...], _Sums]) -> tuple[int, int]:
+        return -item[1].failed, -item[1].pulled_bytes
 
-    def advance(self, slot: int) -> None:
-        """Begin that slot. Those between it and the present one are empty."""
-        for number in range(max(self._slot + 1, slot - NUM_SLOTS + 1), slot + 1):
-            for values in (self._delivered, self._failed, self._bytes, self._elapsed_s, self._times):
-                values[:, number % NUM_SLOTS] = 0
-        self._slot = max(slot, self._slot)
-
-    def add(self, key: Hashable, record: PullRecord, code: str) -> None:
-        """Count a pull that was delivered (`code` is ""), or failed."""
-        row = self._row_of(key)
-        pending = self._pending.get(row)
-        if pending is None:
-            pending = self._pending[row] = _PendingPulls()
-        if code:
-            pending.failed += 1
-            pending.code = code
-            return
-        pending.delivered += 1
-        pending.num_bytes += _clamp(record.bytes)
-        pending.elapsed_s += record.total_s
-        pending.times[bisect_left(COARSE_BOUNDS_S, record.total_s)] += 1
-
-    def flush(self, wall: float) -> None:
-        """Write what was counted since the last call, until that unix time, into the present slot."""
-        slot = self._slot % NUM_SLOTS
-        for row, pending in self._pending.items():
-            self._delivered[row, slot] += pending.delivered
-            self._failed[row, slot] += pending.failed
-            self._bytes[row, slot] += min(pending.num_bytes, _MAX_SUM)
-            self._elapsed_s[row, slot] += pending.elapsed_s
-            if pending.code:
-                self._last_failures[row] = (pending.code, wall)
-            if self._times.shape[2]:
-                times = self._times[row, slot] + np.array(pending.times, np.int64)
-                self._times[row, slot] = np.minimum(times, _MAX_COUNT)
-        self._pending.clear()
-
-    def rows(self, seconds: int) -> list[_TableRow]:
-        """Return the rows with a pull in the slots of the last seconds: most failures first, then bytes."""
-        slots = self._slots(seconds)
-        keys = {row: key for key, row in self._rows.items()}
-        found = []
-        for row in (*keys, MAX_KEYS):
-            delivered, failed = _total(self._delivered[row, slots]), _total(self._failed[row, slots])
-            if not delivered + failed:
-                continue
-            times = self._times[row, slots].sum(axis=0, dtype=np.int64)[None]
-            code, wall = self._last_failures.get(row, ("", 0.0)) if failed else ("", 0.0)
-            found.append(
-                _TableRow(
-                    key=keys.get(row),
-                    delivered=delivered,
-                    failed=failed,
-                    pulled_bytes=_total(self._bytes[row, slots]),
-                    mean_s=float(self._elapsed_s[row, slots].sum()) / delivered if delivered else None,
-                    p50_s=percentiles(times, COARSE_BOUNDS_S, 0.5)[0],
-                    p99_s=percentiles(times, COARSE_BOUNDS_S, 0.99)[0],
-                    last_code=code,
-                    last_failed_at=round(wall, 3),
-                )
-            )
-        return sorted(found, key=lambda row: (-row.failed, -row.pulled_bytes))
-
-    def _slots(self, seconds: int) -> list[int]:
-        first = self._slot - min(-(-seconds // SLOT_S), NUM_SLOTS - 1)
-        return [number % NUM_SLOTS for number in range(first, self._slot + 1)]
-
-    def _row_of(self, key: Hashable) -> int:
-        row = self._rows.get(key)
-        if row is None:
-            row = self._free_row()
-            if row != MAX_KEYS:
-                self._rows[key] = row
-        return row
-
-    def _free_row(self) -> int:
-        """Return a row that no key has, or whose key had no pull for 15 minutes; `MAX_KEYS`: none."""
-        if len(self._rows) < MAX_KEYS:
-            return len(self._rows)
-        if self._full_slot == self._slot:
-            return MAX_KEYS  # looked at in this slot already: a flood of names costs nothing
-        used = (self._delivered + self._failed).sum(axis=1)
-        for key, row in self._rows.items():
-            if not used[row] and row not in self._pending:
-                del self._rows[key]
-                self._last_failures.pop(row, None)
-                return row
-        self._full_slot = self._slot
-        return MAX_KEYS
-
-
-@dataclass(slots=True)
-class _PendingPulls:
-    """A row's pulls of the second that is not over."""
-
-    delivered: int = 0
-    failed: int = 0
-    num_bytes: int = 0
-    elapsed_s: float = 0.0
-    code: str = ""
-    times: list[int] = field(default_factory=lambda: [0] * (len(COARSE_BOUNDS_S) + 1))
-
-
-class _TableRow(NamedTuple):
-    key: Any  # None: of all keys that have no row
-    delivered: int
-    failed: int
-    pulled_bytes: int
-    mean_s: float | None
-    p50_s: float | None
-    p99_s: float | None
-    last_code: str
-    last_failed_at: float
-
-
-def _pair_row(row: _TableRow) -> PairRow:
-    source, sink = row.key or (OTHERS, OTHERS)
-    return PairRow(
-        source=source,
-        sink=sink,
-        delivered=row.delivered,
-        failed=row.failed,
-        pulled_bytes=row.pulled_bytes,
-        mean_s=row.mean_s,
-        p50_s=row.p50_s,
-        p99_s=row.p99_s,
-        last_code=row.last_code,
-        last_failed_at=row.last_failed_at,
-    )
-
-
-def _peer_row(row: _TableRow) -> PeerRow:
-    return PeerRow(
-        peer=OTHERS if row.key is None else row.key,
-        delivered=row.delivered,
-        failed=row.failed,
-        pulled_bytes=row.pulled_bytes,
-        last_code=row.last_code,
-        last_failed_at=row.last_failed_at,
-    )
-
-
-def percentiles(counts: Ints | Counts, bounds_s: Sequence[float], share: float) -> list[float | None]:
-    """Return for each row the time that `share` of the counted do not exceed; None without any.
-
-    counts: (n, one more than the bounds), the last column for longer times, which count as the last bound.
-    Within a bucket times are taken as evenly spread.
-    """
-    if not counts.shape[1]:
-        return [None] * len(counts)
-    sums = np.cumsum(counts, axis=1, dtype=np.int64)
-    ranks = share * sums[:, -1]
-    buckets = (sums < ranks[:, None]).sum(axis=1)
-    edges = np.array([0.0, *bounds_s, bounds_s[-1]])
-    rows = np.arange(len(counts))
-    before = np.where(buckets > 0, sums[rows, buckets - 1], 0)
-    parts = (ranks - before) / np.maximum(counts[rows, buckets], 1)
-    found = edges[buckets] + parts * (edges[buckets + 1] - edges[buckets])
-    return [
-        float(f"{value:.3g}") if num else None
-        for value, num in zip(found.tolist(), sums[:, -1].tolist(), strict=True)
-    ]
-
-
-def _total(values: npt.NDArray[Any]) -> int:
-    # As Python's integers: sums of what a mover reported may pass 64 bits.
-    return sum(values.tolist())
-
-
-def _clamp_s(elapsed_s: float) -> float:
-    # A resident mover's word: no number, infinity and negative ones are 0. An hour is beyond any deadline.
-    return min(elapsed_s, 3600.0) if 0.0 < elapsed_s < math.inf else 0.0
-
-
-def _clamp(num_bytes: int) -> int:
-    # A resident mover's word may be any number.
-    return min(max(num_bytes, 0), _MAX_SUM)
+    parts: defaultdict[tuple[str, ...], list[_Sums]] = defaultdict(list)
+    for table in tables:
+        for key, sums in table.items():
+            parts[key].append(sums)
+    found = sorted(((key, _Sums.total(of)) for key, of in parts.items()), key=rank)
+    own = [(key, of) for key, of in found if OTHERS not in key]
+    others = [(key, of) for key, of in found if OTHERS in key] + own[MAX_KEYS:]
+    if others:
+        key = (OTHERS,) * len(others[0][0])
+        own[MAX_KEYS:] = [(key, _Sums.total([of for _, of in others]))]
+    return sorted(own, key=rank)

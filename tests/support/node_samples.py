@@ -229,15 +229,16 @@ def records() -> list[Record]:
 
 
 def samples() -> Samples:
-    """Three seconds, the second of which is missing: the pulls of `records`, and one that was read here."""
-    found = Samples()
-    found.start(100.0)
+    """Three slots, the second of which is missing: the pulls of `records`, and one that was read here."""
+    now, gauges = 105.0, Gauges(running_pulls=1, oldest_pull_s=2.25, warnings=2)
+    found = Samples(lambda: gauges, lambda: now, lambda: 1_700_000_000.0 + now)
     for record in records():
         found.add(record)
     found.add_served(1 << 20)
-    found.finish_second(101.0, 1_700_000_001.0, Gauges(running_pulls=1, oldest_pull_s=0.25, warnings=2))
+    found.tick()
+    now = 125.0
+    found.tick()
     found.add(pull_record())
-    found.finish_second(103.0, 1_700_000_003.0, Gauges(running_pulls=1, oldest_pull_s=2.25, warnings=2))
     return found
 
 
@@ -318,7 +319,7 @@ class StillNode:
 
     @property
     def samples(self) -> Samples:
-        """Three seconds, the second of which is missing."""
+        """Three slots, the second of which is missing."""
         return samples()
 
     def layouts(self, engine_id: EngineId) -> list[tuple[EngineSpec, RankLayout]]:

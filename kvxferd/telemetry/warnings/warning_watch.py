@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import structlog
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from kvxferd.telemetry.warnings.kinds import WarningKind
 from kvxferd.telemetry.warnings.warning_list import NodeWarning, WarningChange, WarningCondition, WarningList
@@ -70,34 +68,6 @@ class WarningWatch:
     def _fire(self) -> None:
         self._set()
         self.renew()
-
-
-class WarningCollector(Collector):
-    """The metrics of warnings and of readiness, read at each scrape."""
-
-    def __init__(
-        self,
-        count: Callable[[WarningKind], int] = lambda kind: 0,
-        is_ready: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._count = count
-        self._is_ready = is_ready
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield both gauges; every kind of warning is there, most with 0."""
-        warnings = GaugeMetricFamily(
-            "kvxferd_warnings",
-            "Things to fix on this node, by kind: `kvxferd status` names each.",
-            labels=["kind"],
-        )
-        for kind in WarningKind:
-            warnings.add_metric([kind.value], self._count(kind))
-        yield warnings
-        yield GaugeMetricFamily(
-            "kvxferd_ready",
-            "1 while the node takes registrations and pulls.",
-            value=int(self._is_ready()),
-        )
 
 
 def _run(check: Callable[[], Iterable[WarningCondition]]) -> list[WarningCondition]:

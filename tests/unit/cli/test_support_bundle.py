@@ -18,7 +18,7 @@ from zmq.utils import z85
 from kvxferd.config import load_config
 from kvxferd.control.curve_keys import make_key
 from kvxferd.doctor import support_bundle
-from kvxferd.telemetry.recent_lines import RECENT_LINES
+from kvxferd.telemetry.log_buffer import LOG_BUFFER
 from tests.support.verb_harness import daemon, run
 
 SECRETS = {"token": "hunter2-of-the-movers", "password": "swordfish9", "variable": "correct-horse-battery"}
@@ -40,8 +40,8 @@ def read_bundle(path: Path) -> dict[str, bytes]:
 @pytest.fixture
 def log_lines() -> Iterator[None]:
     yield
-    RECENT_LINES._ordinary.lines.clear()
-    RECENT_LINES._errors.lines.clear()
+    LOG_BUFFER._ordinary.lines.clear()
+    LOG_BUFFER._errors.lines.clear()
 
 
 async def bundle(path: Path, *arguments: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
@@ -63,10 +63,10 @@ async def test_no_secret_is_in_it_wherever_it_was_planted(tmp_path: Path) -> Non
         other.secret.hex(),
     ]  # fmt: skip
     for secret in secrets:
-        RECENT_LINES.add(json.dumps({"event": "operator request", "arguments": f"token={secret}"}))
+        LOG_BUFFER.put(json.dumps({"event": "operator request", "arguments": f"token={secret}"}))
     for secret in [SECRETS["token"], SECRETS["variable"], *secrets[3:]]:  # known, or they look like keys
-        RECENT_LINES.add(f"a library printed {secret} bare", is_error=True)
-    RECENT_LINES.add(f"postgres://user:{SECRETS['password']}@host/db and --password {SECRETS['password']}")
+        LOG_BUFFER.put(f"a library printed {secret} bare", is_error=True)
+    LOG_BUFFER.put(f"postgres://user:{SECRETS['password']}@host/db and --password {SECRETS['password']}")
     file = tmp_path / "kvxferd.toml"
     file.write_text(
         f'[peer]\ncurve_secret_key_file = "{tmp_path / "peer.key"}"\n'

@@ -17,7 +17,7 @@ import pytest
 from kvxferd.cli.top import sparkline
 from kvxferd.errors import Code
 from kvxferd.ids import EngineId
-from kvxferd.telemetry.samples import Gauges, Samples
+from kvxferd.telemetry.samples import Samples
 from kvxferd.tooling.watch import fit_height
 from tests.support.node_samples import StillNode, pull_record
 from tests.support.terminal import on_terminal
@@ -35,26 +35,30 @@ async def test_top_shows_what_fails_first(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     lines = shown.output.splitlines()
     assert lines[0].startswith("tcp://10.0.0.1:9441, version ")
-    assert lines[1].startswith("Pulls fail: 1 of 3 failed in the last 3 s (33.3 %), most with lease-expired")
+    assert lines[1].startswith("Pulls fail: 1 of 3 failed in the last 20 s (33.3 %), most with lease-expired")
     for text in TEXTS:
         assert text in shown.output, text
     assert "\x1b" not in shown.output
 
 
 @pytest.mark.parametrize(
-    ("values", "spans", "is_rate", "want", "top"),
+    ("values", "span_s", "is_rate", "want", "top"),
     [
-        ([0.0] * 900, [1] * 900, True, "...", 0.0),
-        ([None] * 600 + [3.0] * 300, [None] * 600 + [1] * 300, True, "  #", 3.0),
-        ([1.0] * 300, [1] * 300, True, "  #", 1.0),  # the daemon is young
-        ([4.0] * 300 + [2.0] * 300 + [0.0] * 300, [2] * 300 + [1] * 600, True, "##.", 2.0),  # late samples
-        ([None] * 299 + [5.0] + [1.0] * 300 + [None] * 300, [1] * 900, False, "#-.", 5.0),
+        ([0.0] * 90, 10.0, True, "...", 0.0),
+        ([None] * 60 + [30.0] * 30, 10.0, True, "  #", 3.0),
+        ([10.0] * 30, 10.0, True, "  #", 1.0),  # the daemon is young
+        ([8.0] * 30 + [4.0] * 30 + [0.0] * 30, 4.0, True, "#-.", 2.0),  # it ran in a part of each slot
+        ([None] * 29 + [5.0] + [1.0] * 30 + [0.0] * 30, 10.0, False, "#-.", 5.0),
     ],
 )
-def test_sparkline(
-    values: list[float | None], spans: list[int | None], is_rate: bool, want: str, top: float
-) -> None:
-    bars, found = sparkline(values, spans, 3, is_rate=is_rate)
+def test_sparkline(values: list[float | None], span_s: float, is_rate: bool, want: str, top: float) -> None:
+    (slot,) = Samples().report(900).slots
+    assert slot is not None
+    slots = [
+        None if value is None else msgspec.structs.replace(slot, p99_s=value, span_s=span_s)
+        for value in values
+    ]
+    bars, found = sparkline(slots, "p99_s", 3, is_rate=is_rate)
     assert found == top
     assert [char if char in ". " else "#" if char in "█@" else "-" for char in bars] == list(want)
     assert not re.search(r"[\x00-\x1f]", bars)
@@ -173,12 +177,10 @@ class BusyPairs(StillNode):
     @property
     def samples(self) -> Samples:
         found = Samples()
-        found.start(0.0)
         for number in range(9):
             failed = pull_record("failed", Code.PEER_UNREACHABLE)
             found.add(msgspec.structs.replace(failed, source=EngineId(f"gone-{number}")))
         found.add(pull_record())
-        found.finish_second(1.0, 1_700_000_000.0, Gauges())
         return found
 
 

@@ -6,7 +6,6 @@ import itertools
 import re
 
 import msgspec
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
@@ -27,7 +26,7 @@ from kvxferd.telemetry.bounded_series import (
 )
 from kvxferd.telemetry.history import MAX_BYTES, MAX_KEPT, MAX_RECORDS, History
 from kvxferd.telemetry.notable_records import MAX_EXPIRED, MAX_FAILED, MAX_SLOWEST_A_MINUTE, NUM_MINUTES
-from kvxferd.telemetry.samples import MAX_KEYS, Gauges, Samples
+from kvxferd.telemetry.samples import MAX_KEYS, RING_S, SLOT_S, Samples
 from tests.support.node_samples import pull_record
 
 
@@ -139,17 +138,10 @@ def test_nothing_is_counted_where_it_is_off() -> None:
 NUM_ENGINES = 10_000
 
 
-def array_bytes(of: object) -> int:
-    return sum(value.nbytes for value in vars(of).values() if isinstance(value, np.ndarray))
-
-
 def test_ten_thousand_engines_and_peers_take_no_more_than_the_bounds() -> None:
     number = 0
-    history, samples = History(), Samples()
+    history, samples = History(), Samples(clock=lambda: number / 100)
     series = EngineAndPeerCollector(by_engine=True, by_peer=True, clock=lambda: float(number))
-    samples.start(0.0)
-    tables = (samples._pairs, samples._peers)
-    arrays = [array_bytes(one) for one in (samples, *tables)]
     for number in range(NUM_ENGINES):
         now = number / 100
         has_failed = number % 3 == 0
@@ -169,17 +161,15 @@ def test_ten_thousand_engines_and_peers_take_no_more_than_the_bounds() -> None:
         series.record_pull(record)
         series.record_served(ServedRecord(source=record.source, sink=record.sink, peer=record.peer, bytes=1))
         if number % 100 == 0:
-            samples.finish_second(now, now, Gauges())
+            samples.tick()
     assert len(history._entries) <= MAX_RECORDS
     assert len(history._kept) <= MAX_KEPT
     assert history._num_bytes + history._num_kept_bytes <= MAX_BYTES * 5 // 4
     assert len(list(history.notable)) <= MAX_FAILED + MAX_EXPIRED + NUM_MINUTES * MAX_SLOWEST_A_MINUTE
-    for table in tables:
-        assert len(table._rows) <= MAX_KEYS
-        assert len(table._pending) <= MAX_KEYS + 1
-        assert len(table._last_failures) <= MAX_KEYS + 1
-    assert [array_bytes(one) for one in (samples, *tables)] == arrays
-    assert len(samples._failures) <= len(Code)
+    assert len(samples._slots) <= RING_S // SLOT_S
+    assert all(len(slot.failed_from) <= MAX_KEYS for slot in samples._slots)
+    for minute in samples._minutes:
+        assert len(minute.pairs) == len(minute.peers) == MAX_KEYS + 1
     for rows in (series._pairs, series._peers):
         assert rows is not None
         assert len(rows.rows) <= MAX_SERIES + 1

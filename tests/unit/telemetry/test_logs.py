@@ -14,6 +14,7 @@ from kvxferd.config import LogConfig
 from kvxferd.errors import Code
 from kvxferd.records import PlacementRecord
 from kvxferd.telemetry import log_limits
+from kvxferd.telemetry.log_buffer import LogCounts
 from kvxferd.telemetry.log_limits import (
     MAX_LINES_PER_EVENT,
     MAX_LINES_PER_SOURCE,
@@ -21,7 +22,6 @@ from kvxferd.telemetry.log_limits import (
     WINDOW_S,
     LogRateLimiter,
 )
-from kvxferd.telemetry.log_queue import LogCounts
 from kvxferd.telemetry.logs import configure_logs, log_record, operator_log, set_log_level
 from tests.support.node_samples import pull_record, records
 

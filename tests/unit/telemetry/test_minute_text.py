@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvxferd.doctor.daemon import answering
 from kvxferd.doctor.report import CheckContext, ok, warn
 from kvxferd.telemetry.minute_text import describe_failures, describe_rates
-from kvxferd.telemetry.sample_report import LastMinute
+from kvxferd.telemetry.samples import LastMinute
 from tests.support.node_samples import PEER, samples
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxferd.telemetry.mover_usage import (
-    MOVER_STATES,
-    MoverCollector,
-    MoverExit,
-    MoverReading,
     MoverUsage,
     MoverWaits,
     ProcessUsage,
@@ -78,13 +73,3 @@ def test_a_wait_is_that_of_the_kernel() -> None:
     with open("/proc/self/schedstat") as file:
         assert own is None or own <= int(file.read().split()[1]) / 1e9
     assert read_waited_s(0) is None
-
-
-def test_all_states_and_causes_are_there_before_the_first_mover() -> None:
-    families = {family.name: family for family in MoverCollector().collect()}
-    assert [s.labels["state"] for s in families["kvxferd_movers"].samples] == list(MOVER_STATES)
-    exits = families["kvxferd_mover_exits"].samples
-    assert [(s.labels["cause"], s.value) for s in exits] == [(cause.value, 0) for cause in MoverExit]
-    reading = MoverReading({"ready": 2}, Counter({MoverExit.DIED: 3}), None, [])
-    families = {family.name: family for family in MoverCollector(lambda: reading).collect()}
-    assert {s.labels["cause"]: s.value for s in families["kvxferd_mover_exits"].samples}["died"] == 3

@@ -9,8 +9,7 @@ from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
 from kvxferd.records import LimitSnapshot, PullRecord
 from kvxferd.telemetry.overview import Level, NodeVerdict, failure_reasons, peer_lines, verdict_of
-from kvxferd.telemetry.sample_report import PeerRow
-from kvxferd.telemetry.samples import Gauges, Samples
+from kvxferd.telemetry.samples import Gauges, PeerRow, Samples
 from tests.support.node_samples import PEER, node_snapshot, pull_record
 
 NOW = 1_700_000_000.0
@@ -28,11 +27,10 @@ def verdict(
     limits: tuple[LimitSnapshot, ...] = (),
     **facts: list[str],
 ) -> NodeVerdict:
-    samples = Samples()
-    samples.start(0)
+    times = iter([0.0])
+    samples = Samples(lambda: Gauges(running_pulls=1, oldest_pull_s=oldest_s), lambda: next(times, 1.0))
     for record in records:
         samples.add(record)
-    samples.finish_second(1.0, NOW, Gauges(running_pulls=1, oldest_pull_s=oldest_s))
     found = {"reasons": [], "warnings": [], **facts}
     node = msgspec.structs.replace(node_snapshot(draining=draining), limits=limits)
     return verdict_of(node, minute=samples.last_minute(), config_path="/etc/k.toml", **found)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import structlog
-from prometheus_client import CollectorRegistry
 
 from kvxferd.telemetry.warnings.kinds import HOLD_S, WarningKind
 from kvxferd.telemetry.warnings.warning_list import WarningCondition
-from kvxferd.telemetry.warnings.warning_watch import MAX_AGE_S, WarningCollector, WarningWatch
+from kvxferd.telemetry.warnings.warning_watch import MAX_AGE_S, WarningWatch
 
 FINDING = WarningCondition(WarningKind.PLACEMENT, "staged", "it is slow", "look at it")
 
@@ -56,15 +55,3 @@ def test_readers_share_what_is_not_old() -> None:
     assert node.watch.warnings() == []
     node.now += 2 * MAX_AGE_S
     assert [warning.since for warning in node.watch.warnings()] == [1e9 + node.now]
-
-
-def test_every_kind_is_a_series_from_the_start() -> None:
-    registry = CollectorRegistry()
-    node = Node()
-    registry.register(WarningCollector(node.watch.count, lambda: True))
-    for kind in WarningKind:
-        assert registry.get_sample_value("kvxferd_warnings", {"kind": kind.value}) == 0
-    node.found = [FINDING]
-    node.watch.renew()
-    assert registry.get_sample_value("kvxferd_warnings", {"kind": "placement"}) == 1
-    assert registry.get_sample_value("kvxferd_ready") == 1

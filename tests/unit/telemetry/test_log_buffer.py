@@ -1,4 +1,4 @@
-"""The log's queue: complete and in order where it is read, bounded and never waited for where it is not."""
+"""The log's buffer: complete and in order where it is read, bounded and never waited for where it is not."""
 
 from __future__ import annotations
 
@@ -16,16 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxferd.telemetry import log_queue
-from kvxferd.telemetry.log_queue import LogCounts, LogQueue, StderrStream
-from kvxferd.telemetry.recent_lines import (
-    MAX_CHARS,
-    MAX_ERROR_CHARS,
-    MAX_ERROR_LINES,
-    MAX_LINE_CHARS,
-    MAX_LINES,
-    RecentLines,
-)
+from kvxferd.telemetry import log_buffer
+from kvxferd.telemetry.log_buffer import LogBuffer, LogCounts, StderrStream
 from tests.support.python_process import run_python
 
 PIPE_BYTES = 64 << 10
@@ -46,7 +38,7 @@ class Pipe:
     def await_full(self) -> None:
         """Wait until a writer of 4 KiB waits for a reader."""
         deadline = time.monotonic() + 60
-        while self._num_unread() <= PIPE_BYTES - 2 * log_queue.WRITE_BYTES:
+        while self._num_unread() <= PIPE_BYTES - 2 * log_buffer.WRITE_BYTES:
             assert time.monotonic() < deadline, f"{self._num_unread()} bytes came"
             time.sleep(0.001)
 
@@ -89,96 +81,98 @@ def describe(num_dropped: int) -> str:
     return f"dropped {num_dropped}"
 
 
-def queue_on(pipe: Pipe) -> tuple[LogQueue, LogCounts]:
+def buffer_on(pipe: Pipe) -> tuple[LogBuffer, LogCounts]:
     counts = LogCounts()
-    return LogQueue(pipe.writing, describe, counts), counts
+    buffer = LogBuffer(counts)
+    buffer.start(pipe.writing, describe)
+    return buffer, counts
 
 
 def test_lines_of_both_kinds_come_out_in_order_and_whole(pipe: Pipe) -> None:
-    queue, counts = queue_on(pipe)
+    buffer, counts = buffer_on(pipe)
     lines = [f"line {number} {'x' * (number % 5000)}" for number in range(2_000)]
     pipe.start_reading()
     for number, line in enumerate(lines):
-        queue.put(line, is_error=number % 7 == 0)
-    queue.close(60)
+        buffer.put(line, is_error=number % 7 == 0)
+    buffer.close(60)
     assert pipe.read_all() == lines
     assert counts.dropped == 0
 
 
 def test_a_pipe_that_nobody_reads_costs_the_oldest_lines_and_never_a_wait(pipe: Pipe) -> None:
-    queue, counts = queue_on(pipe)
-    for number in range(3 * log_queue.MAX_LINES):
-        queue.put(f"{number:0200d}")
+    buffer, counts = buffer_on(pipe)
+    for number in range(3 * log_buffer.MAX_LINES):
+        buffer.put(f"{number:0200d}")
         if number == 1_000:
             pipe.await_full()  # else the writer may come between, and report some of the lines earlier
     for number in range(10):
-        queue.put(f"error {number}", is_error=True)
+        buffer.put(f"error {number}", is_error=True)
     assert counts.dropped > 0
-    assert len(queue._ordinary.lines) <= log_queue.MAX_LINES
-    assert sum(len(line.text) for line in queue._ordinary.lines) <= log_queue.MAX_BYTES
-    queue.close(0.1)
+    assert len(buffer._ordinary.lines) <= log_buffer.MAX_LINES
+    assert sum(len(line.text) for line in buffer._ordinary.lines) <= log_buffer.MAX_BYTES
+    buffer.close(0.1)
     dropped = counts.dropped
     # Its reader comes back: what was in the pipe, the number, the errors, the last lines.
     pipe.start_reading()
-    assert queue._ended.wait(60)
+    assert buffer._ended.wait(60)
     left = pipe.read_all()
     assert f"dropped {dropped}" in left
     assert [line for line in left if line.startswith("error")] == [f"error {n}" for n in range(10)]
-    last = [f"{number:0200d}" for number in range(3 * log_queue.MAX_LINES)][-log_queue.LAST_LINES :]
+    last = [f"{number:0200d}" for number in range(3 * log_buffer.MAX_LINES)][-log_buffer.LAST_LINES :]
     assert [line for line in left if line in last] == last
-    assert len(left) + dropped == 3 * log_queue.MAX_LINES + 10 + 1
+    assert len(left) + dropped == 3 * log_buffer.MAX_LINES + 10 + 1
 
 
 def test_a_flood_of_errors_is_bounded_too(pipe: Pipe) -> None:
-    queue, counts = queue_on(pipe)
-    for number in range(3 * log_queue.MAX_ERROR_LINES):
-        queue.put(f"{number:01000d}", is_error=True)
-    assert len(queue._errors.lines) <= log_queue.MAX_ERROR_LINES
+    buffer, counts = buffer_on(pipe)
+    for number in range(3 * log_buffer.MAX_ERROR_LINES):
+        buffer.put(f"{number:01000d}", is_error=True)
+    assert len(buffer._errors.lines) <= log_buffer.MAX_ERROR_LINES
     assert counts.dropped > 0
     pipe.close_reading()
-    queue.close(60)
+    buffer.close(60)
 
 
 def test_a_reader_that_has_gone_is_counted(pipe: Pipe) -> None:
-    queue, counts = queue_on(pipe)
+    buffer, counts = buffer_on(pipe)
     pipe.close_reading()
     for _ in range(100):
-        queue.put("to nobody")
-    queue.close(60)
+        buffer.put("to nobody")
+    buffer.close(60)
     assert counts.dropped >= 100
 
 
 def test_a_long_line_is_cut(pipe: Pipe) -> None:
-    queue, _ = queue_on(pipe)
+    buffer, _ = buffer_on(pipe)
     pipe.start_reading()
-    queue.put("x" * (2 * log_queue.MAX_LINE_BYTES))
-    queue.close(60)
-    assert [len(line) for line in pipe.read_all()] == [log_queue.MAX_LINE_BYTES - 1]
+    buffer.put("x" * (2 * log_buffer.MAX_LINE_BYTES))
+    buffer.close(60)
+    assert [len(line) for line in pipe.read_all()] == [log_buffer.MAX_LINE_BYTES - 1]
 
 
 def test_what_is_logged_after_the_end_is_written_at_once_or_not_at_all(pipe: Pipe) -> None:
-    queue, _ = queue_on(pipe)
-    queue.close(60)
-    queue.put("late")
+    buffer, _ = buffer_on(pipe)
+    buffer.close(60)
+    buffer.put("late")
     os.set_blocking(pipe.writing, False)
     with suppress(BlockingIOError):
         while True:
             os.write(pipe.writing, b"-" * 4095 + b"\n")
     os.set_blocking(pipe.writing, True)
-    queue.put("later")
+    buffer.put("later")
     lines = pipe.read_all()
     assert lines[0] == "late"
     assert "later" not in lines
 
 
 def test_what_prints_to_standard_error_is_passed_on_by_the_line(pipe: Pipe) -> None:
-    queue, _ = queue_on(pipe)
-    stream = StderrStream(queue, is_terminal=False)
+    buffer, _ = buffer_on(pipe)
+    stream = StderrStream(buffer, is_terminal=False)
     print("one", "two", file=stream)
     print("no", end="", file=stream)
     stream.write(" end\nlast")
     stream.flush_partial_line()
-    queue.close(60)
+    buffer.close(60)
     assert pipe.read_all() == ["one two", "no end", "last"]
 
 
@@ -227,16 +221,16 @@ def test_a_traceback_that_nobody_caught_comes_out(pipe: Pipe) -> None:
 def test_lines_gather_and_an_error_or_the_end_writes_them_at_once(
     pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_queue, "PAUSE_S", 3600.0)
-    queue = LogQueue(pipe.writing)
+    monkeypatch.setattr(log_buffer, "PAUSE_S", 3600.0)
+    buffer, _ = buffer_on(pipe)
     with os.fdopen(os.dup(pipe.reading)) as lines:
-        queue.put("first")
+        buffer.put("first")
         assert lines.readline() == "first\n"
-        queue.put("gathers")
-        queue.put("an error", is_error=True)
+        buffer.put("gathers")
+        buffer.put("an error", is_error=True)
         assert [lines.readline() for _ in range(2)] == ["gathers\n", "an error\n"]
-        queue.put("last")
-        queue.close()
+        buffer.put("last")
+        buffer.close()
         assert lines.readline() == "last\n"
 
 
@@ -245,24 +239,34 @@ def test_lines_gather_and_an_error_or_the_end_writes_them_at_once(
 
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 100, 10_000, 100_000]), st.booleans(), st.integers(1, 300))))
 def test_what_is_kept_is_bounded(added: list[tuple[int, bool, int]]) -> None:
-    recent = RecentLines()
+    buffer = LogBuffer()
     for length, is_error, times in added:
         for _ in range(times):
-            recent.add("x" * length, is_error)
-    for kept, max_lines, max_chars in (
-        (recent.lines(), MAX_LINES, MAX_CHARS),
-        (recent.errors(), MAX_ERROR_LINES, MAX_ERROR_CHARS),
+            buffer.put("x" * length, is_error)
+    for kept, max_lines, max_bytes in (
+        (buffer.lines(), log_buffer.MAX_LINES, log_buffer.MAX_BYTES),
+        (buffer.errors(), log_buffer.MAX_ERROR_LINES, log_buffer.MAX_ERROR_BYTES),
     ):
         assert len(kept) <= max_lines
-        assert sum(map(len, kept)) <= max_chars
-        assert all(len(line) <= MAX_LINE_CHARS for line in kept)
+        assert sum(map(len, kept)) <= max_bytes
+        assert all(len(line) <= log_buffer.MAX_LINE_BYTES for line in kept)
 
 
 def test_the_newest_lines_stay_and_errors_beside_them() -> None:
-    recent = RecentLines()
-    recent.add("the error", is_error=True)
-    for number in range(MAX_LINES + 10):
-        recent.add(str(number))
-    assert recent.lines()[0] == "10"
-    assert recent.lines()[-1] == str(MAX_LINES + 9)
-    assert recent.errors() == ["the error"]
+    buffer = LogBuffer()
+    buffer.put("the error", is_error=True)
+    for number in range(log_buffer.MAX_LINES + 10):
+        buffer.put(str(number))
+    assert buffer.lines()[0] == "10"
+    assert buffer.lines()[-1] == str(log_buffer.MAX_LINES + 9)
+    assert buffer.errors() == ["the error"]
+
+
+def test_lines_that_were_written_stay_to_be_shown(pipe: Pipe) -> None:
+    buffer, counts = buffer_on(pipe)
+    pipe.start_reading()
+    for number in range(100):
+        buffer.put(f"line {number}")
+    buffer.close(60)
+    assert pipe.read_all() == buffer.lines() == [f"line {number}" for number in range(100)]
+    assert counts.dropped == 0

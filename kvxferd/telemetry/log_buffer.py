@@ -1,8 +1,9 @@
-"""A bounded queue in front of standard error, written by a thread of its own.
+"""The last lines of the log in bounded memory, and the thread that writes them to standard error.
 
 A pipe without a reader holds 64 KiB, and the next write to it blocks for ever. The event loop therefore
-never writes: it appends a line here. If the reader is too slow, the oldest ordinary lines are dropped and
-counted, errors last. At exit the remaining lines have `CLOSE_S`; nothing waits longer for a reader.
+never writes: it appends a line here. `/v1/log` shows what is here, also where standard error is gone. A line
+that gives way before it was written is counted. At exit the unwritten lines have `CLOSE_S`; nothing waits
+longer for a reader.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-# A line has 256 bytes on average, and about as many again as a Python object: 8 MiB in all, which is a
+# A line has 256 bytes on average, and about as many again as a Python object: 4 MiB in all, which is half a
 # minute of 250 pulls a second. A reader that is away for longer than that loses the oldest of them.
-MAX_LINES = 16_384
-MAX_BYTES = 4 << 20
-# Errors have their own queue, so that a flood of ordinary lines drops none.
+MAX_LINES = 8_192
+MAX_BYTES = 2 << 20
+# Errors have their own place, so that a flood of ordinary lines drops none.
 MAX_ERROR_LINES = 1_024
 MAX_ERROR_BYTES = 512 << 10
 MAX_LINE_BYTES = 64 << 10  # a long traceback has 16 KiB; journald splits lines at 48 KiB
@@ -37,7 +38,7 @@ class LogCounts:
     """How many lines this process did not log, for the metrics."""
 
     def __init__(self) -> None:
-        self.dropped = 0  # the queue was full, or standard error was closed
+        self.dropped = 0  # they gave way unwritten, or standard error was closed
         self.suppressed = 0  # over a rate limit
 
 
@@ -49,60 +50,53 @@ class _Line(NamedTuple):
     text: bytes
 
 
-class _BoundedLines:
-    """A bounded queue of lines; the oldest are dropped first."""
+class _Ring:
+    """Bounded lines, oldest first; the last `num_unwritten` of them are still to be written."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
         self._max_lines = max_lines
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self.lines: deque[_Line] = deque()
+        self.num_unwritten = 0
 
     def add(self, line: _Line) -> int:
-        """Append a line; return how many were dropped to make room."""
+        """Append a line; return how many unwritten ones gave way."""
         self.lines.append(line)
         self._num_bytes += len(line.text)
-        num_dropped = 0
         while len(self.lines) > self._max_lines or self._num_bytes > self._max_bytes:
-            self.pop_oldest()
-            num_dropped += 1
-        return num_dropped
+            self._num_bytes -= len(self.lines.popleft().text)
+        self.num_unwritten += 1
+        return self.give_up_all_but(len(self.lines))
 
-    def pop_oldest(self) -> bytes:
-        """Remove and return the oldest line."""
-        text = self.lines.popleft().text
-        self._num_bytes -= len(text)
-        return text
-
-    def keep_last(self, num_lines: int) -> int:
-        """Remove all but the last `num_lines`; return how many were removed."""
-        num_dropped = max(0, len(self.lines) - num_lines)
-        for _ in range(num_dropped):
-            self.pop_oldest()
+    def give_up_all_but(self, num_lines: int) -> int:
+        """Leave only the last lines to be written; return how many are given up."""
+        num_dropped = max(0, self.num_unwritten - num_lines)
+        self.num_unwritten -= num_dropped
         return num_dropped
 
     @property
-    def is_half_empty(self) -> bool:
+    def next(self) -> _Line | None:
+        """The oldest unwritten line."""
+        return self.lines[-self.num_unwritten] if self.num_unwritten else None
+
+    @property
+    def is_half_written(self) -> bool:
         """Whether the reader has caught up."""
-        return 2 * len(self.lines) <= self._max_lines and 2 * self._num_bytes <= self._max_bytes
+        return 2 * self.num_unwritten <= len(self.lines)
 
 
-class LogQueue:
-    """Lines to be written to a descriptor. `render_dropped` formats the report of dropped lines."""
+class LogBuffer:
+    """The last lines of this process. They are written once `start` was called."""
 
-    def __init__(
-        self,
-        fd: int,
-        render_dropped: Callable[[int], str] = "{} log lines dropped".format,
-        counts: LogCounts = LOG_COUNTS,
-    ) -> None:
-        self._fd = fd
-        self.render_dropped = render_dropped
+    def __init__(self, counts: LogCounts = LOG_COUNTS) -> None:
+        self._fd = -1
+        self._render_dropped: Callable[[int], str] = "{} log lines dropped".format
         self._counts = counts
         # Reentrant: a destructor that writes a warning may run in the middle of `put`.
         self._changed = threading.Condition(threading.RLock())
-        self._ordinary = _BoundedLines(MAX_LINES, MAX_BYTES)
-        self._errors = _BoundedLines(MAX_ERROR_LINES, MAX_ERROR_BYTES)
+        self._ordinary = _Ring(MAX_LINES, MAX_BYTES)
+        self._errors = _Ring(MAX_ERROR_LINES, MAX_ERROR_BYTES)
         self._next_number = 0
         self._num_unreported = 0  # lines dropped since the last report
         self._reported_at = 0.0
@@ -110,9 +104,12 @@ class LogQueue:
         self._is_closing = False
         self._is_idle = False  # the writer waits for a line
         self._ended = threading.Event()
+
+    def start(self, fd: int, render_dropped: Callable[[int], str]) -> None:
+        """Write to the descriptor from now on. `render_dropped` formats the report of dropped lines."""
+        self._fd, self._render_dropped = fd, render_dropped
         # A daemon thread, because an exit must not wait for a write that never returns.
-        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def put(self, line: str, is_error: bool = False) -> None:
         """Append a line without its newline. Thread-safe; never waits for the reader."""
@@ -122,10 +119,22 @@ class LogQueue:
                 self._write_without_waiting(text)
                 return
             self._next_number += 1
-            lines = self._errors if is_error else self._ordinary
-            self._drop(lines.add(_Line(self._next_number, text)))
+            ring = self._errors if is_error else self._ordinary
+            self._drop(ring.add(_Line(self._next_number, text)))
             if is_error or self._is_idle:
                 self._changed.notify()
+
+    def lines(self) -> list[str]:
+        """Return the lines that are no errors, oldest first."""
+        return self._texts(self._ordinary)
+
+    def errors(self) -> list[str]:
+        """Return the errors, oldest first."""
+        return self._texts(self._errors)
+
+    def _texts(self, ring: _Ring) -> list[str]:
+        with self._changed:
+            return [line.text[:-1].decode(errors="replace") for line in ring.lines]
 
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Write the remaining lines, for at most `limit_s`. Idempotent."""
@@ -135,7 +144,7 @@ class LogQueue:
         if self._ended.wait(limit_s / 2):
             return
         with self._changed:
-            self._drop(self._ordinary.keep_last(LAST_LINES))
+            self._drop(self._ordinary.give_up_all_but(LAST_LINES))
         self._ended.wait(limit_s / 2)
 
     def _drop(self, num_lines: int) -> None:
@@ -157,13 +166,13 @@ class LogQueue:
     def _pause(self) -> None:
         """Let lines gather for a moment: waking up for each took longer than formatting it."""
         with self._changed:
-            if not (self._is_closing or self._errors.lines or self._ordinary.lines):
+            if not (self._is_closing or self._next_ring()):
                 self._changed.wait(PAUSE_S)
 
     def _next_batch(self) -> bytes | None:
         """Wait for lines; return a batch, oldest first, or None once the queue is closed and empty."""
         with self._changed:
-            while not (self._errors.lines or self._ordinary.lines):
+            while self._next_ring() is None:
                 if self._is_closing and self._num_unreported and self._was_written:
                     return self._report()
                 if self._is_closing:
@@ -173,29 +182,30 @@ class LogQueue:
                 self._is_idle = False
             if self._is_report_due():
                 return self._report()
-            text = self._oldest().pop_oldest()
-            while (lines := self._oldest()).lines and len(text) + len(lines.lines[0].text) <= WRITE_BYTES:
-                text += lines.pop_oldest()
+            text = b""
+            while (ring := self._next_ring()) is not None and (line := ring.next) is not None:
+                if text and len(text) + len(line.text) > WRITE_BYTES:
+                    break
+                text += line.text
+                ring.num_unwritten -= 1
             return text
 
-    def _oldest(self) -> _BoundedLines:
-        if not self._ordinary.lines:
-            return self._errors
-        if not self._errors.lines:
-            return self._ordinary
-        return min(self._errors, self._ordinary, key=lambda lines: lines.lines[0].number)
+    def _next_ring(self) -> _Ring | None:
+        """Return the ring that has the oldest unwritten line."""
+        error, ordinary = self._errors.next, self._ordinary.next
+        if ordinary is None:
+            return self._errors if error is not None else None
+        return self._errors if error is not None and error.number < ordinary.number else self._ordinary
 
     def _is_report_due(self) -> bool:
-        if (
-            not self._num_unreported or not self._was_written
-        ):  # without a reader the report would be dropped too
-            return False
-        return self._ordinary.is_half_empty or time.monotonic() - self._reported_at > REPORT_S
+        if not self._num_unreported or not self._was_written:
+            return False  # without a reader the report would be dropped too
+        return self._ordinary.is_half_written or time.monotonic() - self._reported_at > REPORT_S
 
     def _report(self) -> bytes:
         num_dropped, self._num_unreported = self._num_unreported, 0
         self._reported_at = time.monotonic()
-        return self.render_dropped(num_dropped).encode() + b"\n"
+        return self._render_dropped(num_dropped).encode() + b"\n"
 
     def _write(self, text: bytes) -> bool:
         """Write the whole text, however long that takes. False: the descriptor is closed or broken."""
@@ -220,18 +230,21 @@ class LogQueue:
                 os.write(self._fd, text[:WRITE_BYTES])
 
 
+LOG_BUFFER = LogBuffer()
+
+
 class StderrStream(io.TextIOBase):
     """`sys.stderr` for code that prints there directly: tracebacks, warnings, the command line."""
 
-    def __init__(self, queue: LogQueue, *, is_terminal: bool) -> None:
+    def __init__(self, buffer: LogBuffer, *, is_terminal: bool) -> None:
         super().__init__()
-        self._queue = queue
+        self._buffer = buffer
         self._is_terminal = is_terminal
         self._partial_line = ""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the queue."""
+        """The encoding of the buffer."""
         return "utf-8"
 
     def writable(self) -> bool:
@@ -243,16 +256,16 @@ class StderrStream(io.TextIOBase):
         return self._is_terminal
 
     def write(self, text: str) -> int:
-        """Queue the whole lines; keep the rest until its newline comes."""
+        """Put the whole lines; keep the rest until its newline comes."""
         *lines, rest = (self._partial_line + text).split("\n")
         if len(rest) > MAX_LINE_BYTES:
             lines, rest = [*lines, rest], ""
         self._partial_line = rest
         for line in lines:
-            self._queue.put(line, is_error=True)
+            self._buffer.put(line, is_error=True)
         return len(text)
 
     def flush_partial_line(self) -> None:
-        """Queue a kept line that has no newline, if there is one."""
+        """Put a kept line that has no newline, if there is one."""
         if self._partial_line:
             self.write("\n")
