@@ -133,8 +133,9 @@ ABANDONED_TRANSFERS = Limit(
 EARLY_READY = Limit(
     "early_ready",
     1 << 16,
-    "transfers that are ready before their publish, by user, or by daemon where the rank is on "
-    "another node; of an engine `max_transfers_per_engine`",
+    "transfers that ranks report before their publish, by user, or by daemon where the rank is on another "
+    "node; what that reported in vain counts until it is repeated no more; of an engine "
+    "`max_transfers_per_engine`",
     "The report is not kept: the transfer is not ready before its rank says so again",
     "Eight engines with all transfers that they may have; an entry takes 1 KB where names are long",
 )

@@ -98,14 +98,12 @@ class GrantServer:
         if obstacle := self._obstacle(request, transfer, engine):
             return obstacle
         assert transfer is not None and engine is not None
-        place = self._fence_pages.get(transfer.session)
+        place, wait_s = self._fence_pages.get(transfer.session), self._wait_limit_s(message)
         if place is None:
-            return Obstacle(
-                Code.MOVER_LOST, "no mover serves its fence page yet", self._wait_limit_s(message)
-            )
+            return Obstacle(Code.MOVER_LOST, "no mover serves its fence page yet", wait_s)
         agents = frozenset([place.agent, *(agent for _, agent in message.reads)])
         if not self._waiting.poll(request, agents):
-            return Obstacle(Code.MOVER_LOST, "its movers do not answer", self._wait_limit_s(message))
+            return Obstacle(Code.MOVER_LOST, "its movers do not answer", wait_s)
         self._grant(request, transfer)
         self._send_grant(request, transfer, engine, place)
         return None
@@ -118,18 +116,15 @@ class GrantServer:
         if transfer is None:
             tombstone = self._published.ended.get(_key_of(ref))
             if tombstone is not None and tombstone.nonce == ref.nonce:
-                return Obstacle(
-                    Code.RELEASED, f"it was released ({tombstone.why}); its blocks may hold others"
-                )
+                why = f"it was released ({tombstone.why}); its blocks may hold others"
+                return Obstacle(Code.RELEASED, why)
         if obstacle := self._engine_obstacle(message, engine):
             return obstacle
         if transfer is None:
-            is_progressive = message.after_tokens >= 0
-            return Obstacle(
-                Code.TRANSFER_UNKNOWN,
-                f"engine {ref.engine} has published none of that id",
-                self._wait_limit_s(message) if is_progressive else self._context.settings.unknown_wait_s,
-            )
+            is_progressive, unknown_wait_s = message.after_tokens >= 0, self._context.settings.unknown_wait_s
+            why = f"engine {ref.engine} has published none of that id"
+            wait_s = self._wait_limit_s(message) if is_progressive else unknown_wait_s
+            return Obstacle(Code.TRANSFER_UNKNOWN, why, wait_s)
         assert engine is not None
         return self._transfer_obstacle(request, transfer, engine)
 
@@ -137,22 +132,14 @@ class GrantServer:
         ref = message.ref
         if self._registry.is_superseded(ref.engine):
             newest = self._registry.newest(ref.engine_id)
-            return Obstacle(
-                Code.GENERATION_STALE, f"engine {ref.engine} has been replaced by {newest}; route anew"
-            )
+            why = f"engine {ref.engine} has been replaced by {newest}; route anew"
+            return Obstacle(Code.GENERATION_STALE, why)
         if engine is None:
-            return Obstacle(
-                Code.ENGINE_UNKNOWN,
-                f"no rank of engine {ref.engine} is registered here",
-                self._context.settings.unknown_wait_s,
-            )
+            why = f"no rank of engine {ref.engine} is registered here"
+            return Obstacle(Code.ENGINE_UNKNOWN, why, self._context.settings.unknown_wait_s)
         if lacking := engine.missing():
-            ranks = ", ".join(map(str, lacking))
-            return Obstacle(
-                Code.ENGINE_INCOMPLETE,
-                f"ranks {ranks} of engine {ref.engine} are not there",
-                self._wait_limit_s(message),
-            )
+            why = f"ranks {', '.join(map(str, lacking))} of engine {ref.engine} are not there"
+            return Obstacle(Code.ENGINE_INCOMPLETE, why, self._wait_limit_s(message))
         for rank, agent in message.reads:
             record = engine.ranks.get(rank)
             if record is None or record.agent != agent:
@@ -166,29 +153,20 @@ class GrantServer:
         if transfer.nonce != message.ref.nonce:
             return Obstacle(Code.NONCE_WRONG, "the reference's nonce is not the transfer's")
         if self._published.table.by_grant.get(grant, transfer) is not transfer:
-            return Obstacle(
-                Code.OUT_OF_PLACE,
-                f"grant {message.grant[:80]} is on another transfer; choose a new name",
-            )
+            why = f"grant {message.grant[:80]} is on another transfer; choose a new name"
+            return Obstacle(Code.OUT_OF_PLACE, why)
         if grant not in transfer.grants and (
             len(transfer.grants) >= MAX_GRANTS_PER_TRANSFER
             or transfer.num_grants_of_peer[request.peer_id] >= MAX_GRANTS_PER_PEER
         ):
             count_busy_refusal("grants_per_transfer")
-            return Obstacle(
-                Code.BUSY,
-                f"it has {len(transfer.grants)} grants; {MAX_GRANTS_PER_TRANSFER} are the limit, and "
-                f"{MAX_GRANTS_PER_PEER} of one asker",
-            )
+            limits = f"{MAX_GRANTS_PER_TRANSFER} are the limit, and {MAX_GRANTS_PER_PEER} of one peer"
+            return Obstacle(Code.BUSY, f"it has {len(transfer.grants)} grants; {limits}")
         if engine.find_remapped(transfer.incarnations) is not None:  # it was released for that, or is now
             return Obstacle(Code.RANK_LOST, "a rank's memory was mapped anew since it was published")
         if not self._is_readable(message, transfer, engine):
-            unready = ", ".join(map(str, transfer.unready(engine.spec)))
-            return Obstacle(
-                Code.TRANSFER_NOT_READY,
-                f"ranks {unready} have not said ready",
-                self._wait_limit_s(message),
-            )
+            why = f"ranks {', '.join(map(str, transfer.unready(engine.spec)))} have not said ready"
+            return Obstacle(Code.TRANSFER_NOT_READY, why, self._wait_limit_s(message))
         return None
 
     @staticmethod

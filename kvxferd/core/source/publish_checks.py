@@ -46,8 +46,8 @@ class PublishChecks:
     ) -> Admitted:
         """Raise EngineError for a publish that is wrong or too late, BusyError where there is no room."""
         engine = self._check_publisher(engine_key, message)
-        self._check_slot(session.session_id, message)
         self._check_id(engine_key, message)
+        self._check_slot(session.session_id, message)
         what = f"publish transfer {message.transfer_id}"
         limit = self._context.settings.limits.max_transfers_per_engine
         full = f"{what}: engine {engine_key} has {limit} that are not released"
@@ -71,10 +71,11 @@ class PublishChecks:
         unknown = blocks.keys() - {rule.group.name for rule in engine.rules}
         if unknown and (absent := engine.unregistered()):
             # After a restart the ranks come back one by one, in any order.
-            raise EngineError(
-                f"cannot publish transfer {message.transfer_id}: no rank that is registered has group "
-                f"{min(unknown)!r}, and ranks {', '.join(map(str, absent))} of engine {engine.key} are not "
-                "there; publish once all ranks are registered",
+            raise _refusal(
+                message,
+                f"no rank that is registered has group {min(unknown)!r}, and ranks "
+                f"{', '.join(map(str, absent))} of engine {engine.key} are not there; publish once all ranks "
+                "are registered",
                 Code.ENGINE_INCOMPLETE,
             )
         if message.ready_tokens == -1:
@@ -82,10 +83,10 @@ class PublishChecks:
             return True
         nobody_extends = rank is None and engine.spec.publish_implies_ready
         if nobody_extends or not 0 <= message.ready_tokens <= message.num_tokens:
-            raise EngineError(
-                f"cannot publish transfer {message.transfer_id} with {message.ready_tokens} of "
-                f"{message.num_tokens} tokens ready: give at most all of them, and where the engine declares "
-                "`publish_implies_ready` publish on a rank"
+            raise _refusal(
+                message,
+                f"{message.ready_tokens} of {message.num_tokens} tokens are ready; give at most all of them, "
+                "and where the engine declares `publish_implies_ready` publish on a rank",
             )
         return check_open_blocks(engine.rules, blocks, message.num_tokens)
 
@@ -97,20 +98,21 @@ class PublishChecks:
         They are never taken from the registry: the call may be older than this daemon, and a rank may have
         slept since.
         """
-        what = f"cannot publish transfer {message.transfer_id}"
         shape = engine.spec.ranks()
         named = message.incarnations
         if len(named) > len(shape) or any(len(incarnation) > MAX_NAME_CHARS for _, incarnation in named):
-            raise EngineError(
-                f"{what}: it names {len(named)} incarnations of {len(shape)} ranks; name each rank's once, "
-                f"of {MAX_NAME_CHARS} characters at most",
+            raise _refusal(
+                message,
+                f"it names {len(named)} incarnations of {len(shape)} ranks; name each rank's once, of "
+                f"{MAX_NAME_CHARS} characters at most",
                 Code.RANK_INVALID,
             )
         incarnations = engine.intern_incarnations(named)
         if (rank := engine.find_remapped(incarnations)) is not None:
-            raise EngineError(
-                f"{what}: rank {rank} of engine {engine.key} sleeps, or its memory was mapped anew since "
-                "`publish` was called, so the bytes are gone; publish what it computes from here on",
+            raise _refusal(
+                message,
+                f"rank {rank} of engine {engine.key} sleeps, or its memory was mapped anew since `publish` "
+                "was called, so the bytes are gone; publish what it computes from here on",
                 Code.RANK_LOST,
             )
         own = [] if session.own_rank is None else [session.own_rank]
@@ -118,53 +120,42 @@ class PublishChecks:
         unknown = [rank for rank in needed if rank not in incarnations]
         if unknown or not incarnations:
             ranks = ", ".join(map(str, unknown)) or "any"
-            raise EngineError(
-                f"{what}: its publisher did not know rank {ranks} of engine {engine.key} when `publish` was "
-                "called; publish once all ranks are registered",
+            raise _refusal(
+                message,
+                f"its publisher did not know rank {ranks} of engine {engine.key} when `publish` was called; "
+                "publish once all ranks are registered",
                 Code.TRANSFER_NOT_READY,
             )
         return incarnations
 
     def _check_publisher(self, key: EngineKey, message: Publish) -> LocalEngine:
-        engine = self._registry.get(key)
-        what = f"cannot publish transfer {message.transfer_id}"
+        engine, longest_s = self._registry.get(key), self._context.settings.max_lease_s
         if self._context.draining:
-            raise EngineError(
-                f"{what}: this daemon is draining; publish after it has restarted", Code.DRAINING
-            )
-        if not 0 <= message.lease_s <= self._context.settings.max_lease_s:
-            raise EngineError(
-                f"{what}: a lease of {message.lease_s} s; "
-                f"give 0 (the default) to {self._context.settings.max_lease_s:g}"
-            )
+            why = "this daemon is draining; publish after it has restarted"
+            raise _refusal(message, why, Code.DRAINING)
+        if not 0 <= message.lease_s <= longest_s:
+            why = f"a lease of {message.lease_s} s; give 0 (the default) to {longest_s:g}"
+            raise _refusal(message, why)
         if engine is None:
-            raise EngineError(
-                f"{what}: no rank of engine {key} is registered here; register the ranks first",
-                Code.ENGINE_INCOMPLETE,
-            )
+            why = f"no rank of engine {key} is registered here; register the ranks first"
+            raise _refusal(message, why, Code.ENGINE_INCOMPLETE)
         if not self._registry.is_home(engine.spec):
-            raise EngineError(
-                f"{what}: engine {key} is aggregated at {engine.spec.home}; publish on that node",
-                Code.NOT_HOME,
-            )
+            why = f"engine {key} is aggregated at {engine.spec.home}; publish on that node"
+            raise _refusal(message, why, Code.NOT_HOME)
         return engine
 
     def _check_id(self, key: EngineKey, message: Publish) -> None:
-        what = f"cannot publish transfer {message.transfer_id}"
         ended = self._ended.get((key, message.transfer_id))
         if ended is not None:
             # A client repeats a publish on a new connection, and the end of the old connection has released
             # it. Or it is another transfer of the same id: a late `ready` of a member, or a `Released` that
             # is still under way, would count for the new one.
-            raise EngineError(
-                f"{what}: it was released ({ended.why}), and its ranks know; publish under another id",
-                Code.RELEASED if ended.nonce == message.nonce else Code.TRANSFER_EXISTS,
-            )
+            why = f"it was released ({ended.why}), and its ranks know; publish under another id"
+            is_same = ended.nonce == message.nonce
+            raise _refusal(message, why, Code.RELEASED if is_same else Code.TRANSFER_EXISTS)
         if (key, message.transfer_id) in self._table.live:
-            raise EngineError(
-                f"{what}: it is published already; unpublish it first, or choose another id",
-                Code.TRANSFER_EXISTS,
-            )
+            why = "it is published already; unpublish it first, or choose another id"
+            raise _refusal(message, why, Code.TRANSFER_EXISTS)
 
     def _check_slot(self, session: SessionId, message: Publish) -> None:
         """Refuse a fence slot that is in use: the end of one transfer would void the other.
@@ -172,8 +163,10 @@ class PublishChecks:
         This limits the number of a session's transfers, too.
         """
         if (holder := self._table.in_slot(session, message.fence_slot)) is not None:
-            raise EngineError(
-                f"cannot publish transfer {message.transfer_id}: fence slot {message.fence_slot} is transfer "
-                f"{holder.transfer_id}'s, which is not released yet",
-                Code.OUT_OF_PLACE,
-            )
+            slot, transfer_id = message.fence_slot, holder.transfer_id
+            why = f"fence slot {slot} is transfer {transfer_id}'s, which is not released yet"
+            raise _refusal(message, why, Code.OUT_OF_PLACE)
+
+
+def _refusal(message: Publish, why: str, code: Code | None = None) -> EngineError:
+    return EngineError(f"cannot publish transfer {message.transfer_id}: {why}", code)
