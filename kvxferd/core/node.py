@@ -55,8 +55,9 @@ from kvxferd.core.ranks.local_ranks import LocalRanks
 from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import Disownable, Owners
+from kvxferd.core.ranks.placements import record_placement, record_transports
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank import LocalRank, RankRecord
+from kvxferd.core.ranks.rank import LocalRank, RankRecord, RankState
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.settings import Settings
@@ -368,10 +369,8 @@ class Node:
             case MoverMessage():
                 self._handle_mover_message(event)
             case TransportsSeen():
-                if seen := self.movers.get(event.mover):
-                    self.local_ranks.transports_seen(
-                        self.sessions.get(seen.session), seen.mover_id, event.lanes
-                    )
+                if (seen := self.movers.get(event.mover)) and (rank := self._rank_of(seen)):
+                    record_transports(self.context, rank, event.lanes)
             case MoverDied():
                 self._mover_died(event)
             case PlanMade():
@@ -534,20 +533,22 @@ class Node:
         mover = self.movers.get(event.mover)
         if mover is None:
             return  # a late message of a dead mover is void
-        session = self.sessions.get(mover.session)
+        rank = self._rank_of(mover)
         message = event.message
         match message:
             case MoverUp():
                 pass
             case Bound():
-                if session is not None and self.local_ranks.is_binding(session, mover.mover_id):
-                    self.local_ranks.bound(session, message)
+                if rank is not None and rank.state is RankState.BINDING:
+                    self.local_ranks.bound(self.sessions[rank.session], message)
                     self._engine_of_mover_changed(mover)
             case BindRefused():
-                if session is not None and self.local_ranks.is_binding(session, mover.mover_id):
-                    self.local_ranks.bind_refused(session, mover, Refusal(message.code, message.message))
+                if rank is not None and rank.state is RankState.BINDING:
+                    refusal = Refusal(message.code, message.message)
+                    self.local_ranks.bind_refused(self.sessions[rank.session], mover, refusal)
             case ProbeResult():
-                self.local_ranks.placement_proved(session, mover.mover_id, message)
+                if rank is not None:
+                    record_placement(self.context, rank, message.placement)
             case FenceMapped():
                 if self.fence_pages.page_mapped(mover.mover_id, mover.agent, message):
                     self._engine_of_mover_changed(mover)
@@ -607,7 +608,14 @@ class Node:
         if mover.state is not MoverState.RETIRED:  # peers read on from a retired one, and it polls for them
             self.poll_requests.forget(mover.agent)
         self.member.mover_gone(mover.agent)
-        self.local_ranks.mover_left(self.sessions.get(mover.session), mover)
+        if self._rank_of(mover) is not None:
+            self.local_ranks.mover_left(self.sessions[mover.session], mover)
+
+    def _rank_of(self, mover: Mover) -> LocalRank | None:
+        """Return the rank that the mover serves now."""
+        session = self.sessions.get(mover.session)
+        rank = session.rank if session is not None else None
+        return rank if rank is not None and rank.mover == mover.mover_id else None
 
     def _is_mover_needed(self, mover: Mover) -> bool:
         """Whether a retired mover still runs a pull, or a peer reads from it."""

@@ -88,7 +88,10 @@ class Home:
         except KvxferdError as error:
             self._context.emit(ReplyToPeer(route, refusal_of(message.request, error)))
             return
-        self._replace(present, record)
+        if present is not None:
+            self._members.pop(present.agent, None)
+            self._uncount(present)
+            self._peer_requests.reroute(present.route, record.route)
         self._members[record.agent] = record
         self._member_share.add(_peer_id(record), record.num_bytes)
         self._owners.set_present(spec.key, spec.rank, owner)
@@ -258,14 +261,6 @@ class Home:
                 f"{other.spec.rank} of engine {other.spec.key}",
                 Code.RANK_TAKEN,
             )
-
-    def _replace(self, present: MemberRank | None, record: MemberRank) -> None:
-        if present is None:
-            return
-        self._members.pop(present.agent, None)
-        self._uncount(present)
-        if present.route != record.route:
-            self._peer_requests.reroute(present.route, record.route)
 
     def _member_expired(self, record: MemberRank) -> None:
         """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""

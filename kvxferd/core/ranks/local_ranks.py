@@ -17,7 +17,7 @@ from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.member import Member
 from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import user_owner
-from kvxferd.core.ranks.placements import Placements
+from kvxferd.core.ranks.placements import record_placement
 from kvxferd.core.ranks.rank import LocalRank, RankState, RankTrigger
 from kvxferd.core.ranks.registration_checks import (
     RegistrationChecks,
@@ -30,9 +30,8 @@ from kvxferd.core.ranks.session import Session
 from kvxferd.errors import Code, EngineError, ProtocolError
 from kvxferd.ids import EngineId, EngineKey, Generation, MoverId
 from kvxferd.layout.validate import validate_layout
-from kvxferd.ucx_log import TransportsUsed
-from kvxferd.wire.common import Refusal
-from kvxferd.wire.mover import Bind, Bound, DevicePlacement, ProbeResult, ReadWay
+from kvxferd.wire.common import MeasuredPlacement, Refusal
+from kvxferd.wire.mover import Bind, Bound, DevicePlacement, ReadWay
 from kvxferd.wire.worker import (
     Attach,
     Farewell,
@@ -74,7 +73,6 @@ class LocalRanks:
         self._movers = movers
         self._member = member
         self._on_change = on_change
-        self._placements = Placements(context)
         self._checks = RegistrationChecks(context, registry)
 
     # --- requests of a worker
@@ -219,7 +217,7 @@ class LocalRanks:
             return
         rank.mover, rank.agent, rank.library = mover.mover_id, mover.agent, library
         mover.engine = rank.spec.key
-        self._placements.reset(rank)
+        rank.placement, rank.transports_used = MeasuredPlacement(), ()
         if mover.resident:
             self._bind(rank)
             return
@@ -299,15 +297,9 @@ class LocalRanks:
         if session.rank is not None and session.rank.state is RankState.MAPPING:
             self._refuse_or_close(session, refusal)
 
-    def is_binding(self, session: Session, mover: MoverId) -> bool:
-        """Whether the session's rank waits for this mover's reply to `Bind`."""
-        rank = session.rank
-        return rank is not None and rank.state is RankState.BINDING and rank.mover == mover
-
     def bound(self, session: Session, message: Bound) -> None:
         """Make the rank ready, or join it at its home: its memory is mapped and registered with NIXL."""
-        rank = session.rank
-        assert rank is not None
+        rank = session.local_rank
         mapped = {address.region: address.size_bytes for address in message.regions}
         if mapped != {region.region: region.size_bytes for region in rank.layout.regions}:
             self._refuse_or_close(
@@ -315,24 +307,12 @@ class LocalRanks:
             )
             return
         rank.addresses, rank.metadata = message.regions, message.metadata
-        self._placements.record_placement(rank, message.placement)
+        record_placement(self._context, rank, message.placement)
         if self._registry.is_home(rank.spec):
             self._make_ready(session, rank)
             return
         self._move(rank, RankTrigger.JOIN)
         self._member.join(rank)
-
-    def placement_proved(self, session: Session | None, mover: MoverId, message: ProbeResult) -> None:
-        """Record the result of the mover's test read of the memory that it bound."""
-        rank = session.rank if session is not None else None
-        if rank is not None and rank.mover == mover:
-            self._placements.record_placement(rank, message.placement)
-
-    def transports_seen(self, session: Session | None, mover: MoverId, lanes: TransportsUsed) -> None:
-        """Record transports over which the mover has connected."""
-        rank = session.rank if session is not None else None
-        if rank is not None and rank.mover == mover:
-            self._placements.record_transports(rank, lanes)
 
     def joined(self, session: Session, refusal: Refusal | None) -> None:
         """Make the session's rank ready, whose home has taken it; or refuse it."""
@@ -414,11 +394,9 @@ class LocalRanks:
 
     # --- the mover leaves
 
-    def mover_left(self, session: Session | None, mover: Mover) -> None:
-        """Detach a mover from its rank, and find another one if the rank still needs it."""
-        rank = session.rank if session is not None else None
-        if session is None or rank is None or rank.mover != mover.mover_id:
-            return
+    def mover_left(self, session: Session, mover: Mover) -> None:
+        """Find another mover for the rank, which this one serves no more."""
+        rank = session.local_rank
         # Readers continue to read from a retired mover. The home learns of the next one by its join, or of
         # this one's death if that comes first.
         is_retired = mover.state is MoverState.RETIRED

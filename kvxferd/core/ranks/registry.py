@@ -146,11 +146,7 @@ class Registry:
 
     def has_local_rank(self, engine_id: EngineId) -> bool:
         """Whether a rank of any generation of the engine is connected here."""
-        return any(
-            isinstance(record, LocalRank)
-            for engine in self._generations.get(engine_id, {}).values()
-            for record in engine.ranks.values()
-        )
+        return any(rank.spec.engine_id == engine_id for rank in self.local_ranks())
 
     def is_owner(self, uid: int, engine_id: EngineId) -> bool:
         """Whether the user may act for the engine: root, an owner, or any user while it has no owner."""
@@ -192,13 +188,11 @@ class Registry:
 
     def num_ranks_by_user(self) -> Counter[int]:
         """Return how many ranks each user has here."""
-        records = (record for engine in self for record in engine.ranks.values())
-        return Counter(record.uid for record in records if isinstance(record, LocalRank))
+        return Counter(rank.uid for rank in self.local_ranks())
 
     def user_has_rank(self, uid: int) -> bool:
         """Whether the user has a rank here."""
-        records = (record for engine in self for record in engine.ranks.values())
-        return any(isinstance(record, LocalRank) and record.uid == uid for record in records)
+        return any(rank.uid == uid for rank in self.local_ranks())
 
     def is_superseded(self, key: EngineKey) -> bool:
         """Whether a newer generation of the engine is here: this one gets no new grants."""
