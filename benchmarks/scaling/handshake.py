@@ -67,9 +67,10 @@ def measure(shape: DeploymentShape = LARGE, reader: DeploymentShape = NODE) -> H
     assert isinstance(read, peer.ManifestReply)
     layouts = LayoutCache()
     check_ms = _once_ms(lambda: check_manifests(read.ranks, layouts))
-    checked = check_manifests(read.ranks, layouts)
+    ranks_there, checked = check_manifests(read.ranks, layouts)
     remote = {rank: one.layout for rank, one in checked.items()}
-    engine = RemoteEngine(read.ranks[0].spec, checked, digest_of_layouts(remote, layouts.digest))
+    digest = digest_of_layouts({rank: one.digest for rank, one in checked.items()})
+    engine = RemoteEngine(read.ranks[0].spec, ranks_there, digest)
     again = PEER_MESSAGES.decode(encoded)
     assert isinstance(again, peer.ManifestReply)
     local = reader.ranks("reader")
@@ -79,7 +80,7 @@ def measure(shape: DeploymentShape = LARGE, reader: DeploymentShape = NODE) -> H
     reads, topologies = PlannedReads((), plan), [TransferTopology(s, y) for s, y in local]
 
     def check_known() -> None:
-        found = check_manifests(again.ranks, layouts)
+        found, _ = check_manifests(again.ranks, layouts)
         check_engine({rank: (one.spec, one.layout) for rank, one in found.items()})
 
     return HandshakeResult(
