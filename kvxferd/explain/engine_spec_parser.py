@@ -14,7 +14,7 @@ import msgspec
 
 from kvxferd.errors import ConfigError, KvxferdError
 from kvxferd.ids import Digest, Rank
-from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout import EngineSpec, RankLayout, digest_of
 from kvxferd.layout.presets import (
     DeploymentOptions,
     ModelFacts,
@@ -84,7 +84,7 @@ class EngineDescription:
     @functools.cached_property
     def layouts_digest(self) -> Digest:
         """The digest of all ranks' layouts."""
-        return digest_of_layouts(self.layouts())
+        return digest_of_layouts({rank: digest_of(layout) for rank, (_, layout) in self.ranks.items()})
 
 
 class _RankForm(msgspec.Struct, forbid_unknown_fields=True):

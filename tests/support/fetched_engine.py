@@ -14,7 +14,7 @@ from kvxferd.core.sink.held_grant import HeldGrant
 from kvxferd.core.sink.plans import Plans
 from kvxferd.errors import PlanError
 from kvxferd.ids import Digest, Endpoint, GrantId, Rank, TransferId
-from kvxferd.layout import EngineSpec, RankLayout
+from kvxferd.layout import EngineSpec, RankLayout, digest_of
 from kvxferd.plan import Plan, PlanJob, PlannedReads, TransferTopology, digest_of_layouts
 from kvxferd.wire.common import RankManifest, TransferRef
 
@@ -31,7 +31,7 @@ class FetchedEngine:
     @functools.cached_property
     def layouts_digest(self) -> Digest:
         """The digest of all ranks' layouts."""
-        return digest_of_layouts(self.ranks)
+        return digest_of_layouts({rank: digest_of(layout) for rank, layout in self.ranks.items()})
 
     def layouts(self) -> Mapping[Rank, RankLayout]:
         """Return the layout of each rank."""
@@ -54,7 +54,7 @@ def register(
 
 def learnt(ranks: dict[Rank, RankManifest]) -> RemoteEngine:
     """Return an engine as a node has learnt it."""
-    digest = digest_of_layouts({rank: manifest.layout for rank, manifest in ranks.items()})
+    digest = digest_of_layouts({rank: digest_of(manifest.layout) for rank, manifest in ranks.items()})
     return RemoteEngine(ranks[min(ranks)].spec, ranks, digest)
 
 

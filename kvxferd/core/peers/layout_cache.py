@@ -30,34 +30,29 @@ class LayoutCache:
 
     def __init__(self, max_tensors: int = MAX_CACHED_TENSORS) -> None:
         self._cached: OrderedDict[Digest, _CachedLayout] = OrderedDict()
-        self._digest_by_id: dict[int, Digest] = {}  # of the layouts that are cached
         self._max_tensors = max_tensors
         self._num_tensors = 0
 
     def __len__(self) -> int:
         return len(self._cached)
 
-    def digest(self, layout: RankLayout) -> Digest:
-        """Return the layout's digest; for one that `get_checked` has just returned, at no cost."""
-        return self._digest_by_id.get(id(layout)) or digest_of(layout)
-
     def get_checked(
         self, spec: EngineSpec, layout: RankLayout, places: OverlapBudget | None = None
-    ) -> RankLayout:
+    ) -> CheckedLayout:
         """Return the layout, or an equal one seen before. Raises LayoutError as `validate_layout` does."""
         digest = digest_of(layout)
         cached = self._cached.get(digest)
         if cached is None:
             validate_layout(spec, layout, places)
             self._add(digest, layout).checked_num_layers.add(spec.num_layers)
-            return layout
+            return CheckedLayout(digest, layout, spec.num_layers)
         self._cached.move_to_end(digest)
         if spec.num_layers in cached.checked_num_layers:
             validate_spec(spec)  # of the engine's spec, a layout's check uses only the number of layers
         else:
             validate_layout(spec, layout, places)
             cached.checked_num_layers.add(spec.num_layers)
-        return cached.layout
+        return CheckedLayout(digest, cached.layout, spec.num_layers)
 
     def add_checked(self, checked: CheckedLayout) -> None:
         """Keep a layout that a thread has checked: `get_checked` does not check it again."""
@@ -67,10 +62,8 @@ class LayoutCache:
     def _add(self, digest: Digest, layout: RankLayout) -> _CachedLayout:
         """Keep a layout, and evict the longest unused of too many."""
         added = self._cached[digest] = _CachedLayout(layout)
-        self._digest_by_id[id(layout)] = digest
         self._num_tensors += len(layout.tensors)
         while self._num_tensors > self._max_tensors and len(self._cached) > 1:
             _, oldest = self._cached.popitem(last=False)
             self._num_tensors -= len(oldest.layout.tensors)
-            del self._digest_by_id[id(oldest.layout)]
         return added

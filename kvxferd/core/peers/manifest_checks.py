@@ -10,7 +10,7 @@ from kvxferd.core.events import CheckedLayout
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.errors import Code, EngineError
 from kvxferd.ids import Incarnation, Rank
-from kvxferd.layout import EngineSpec, digest_of
+from kvxferd.layout import EngineSpec
 from kvxferd.layout.overlap import OverlapBudget
 from kvxferd.layout.validate import validate_spec
 from kvxferd.wire.common import RankManifest, RegionAddress
@@ -51,8 +51,10 @@ def check_spec(spec: EngineSpec, incarnation: Incarnation) -> EngineSpec:
     return msgspec.structs.replace(spec, home=parse_endpoint(spec.home)) if spec.home else spec
 
 
-def check_manifests(manifests: Sequence[RankManifest], layouts: LayoutCache) -> dict[Rank, RankManifest]:
-    """Return the ranks of an engine in another daemon's manifest, each checked by `check_manifest`.
+def check_manifests(
+    manifests: Sequence[RankManifest], layouts: LayoutCache
+) -> tuple[dict[Rank, RankManifest], dict[Rank, CheckedLayout]]:
+    """Return the ranks of an engine in another daemon's manifest as `check_manifest` does, and their layouts.
 
     The cost of the whole is limited: a manifest that names one rank a thousand times is refused first.
     """
@@ -71,18 +73,25 @@ def check_manifests(manifests: Sequence[RankManifest], layouts: LayoutCache) -> 
             Code.REGION_INVALID,
         )
     places = OverlapBudget()
-    return {manifest.rank: check_manifest(manifest, layouts, places) for manifest in manifests}
+    ranks, checked = {}, {}
+    for manifest in manifests:
+        ranks[manifest.rank], checked[manifest.rank] = _check_manifest(manifest, layouts, places)
+    return ranks, checked
 
 
-def check_manifest(
-    manifest: RankManifest, layouts: LayoutCache, places: OverlapBudget | None = None
-) -> RankManifest:
+def check_manifest(manifest: RankManifest, layouts: LayoutCache) -> RankManifest:
     """Return another daemon's manifest of a rank, checked as a registration is.
 
     If `layouts` has an equal layout, the result shares it.
     """
+    return _check_manifest(manifest, layouts, OverlapBudget())[0]
+
+
+def _check_manifest(
+    manifest: RankManifest, layouts: LayoutCache, places: OverlapBudget
+) -> tuple[RankManifest, CheckedLayout]:
     spec = check_spec(manifest.spec, manifest.binding.incarnation)
-    layout = layouts.get_checked(spec, manifest.layout, places)
+    checked = layouts.get_checked(spec, manifest.layout, places)
     binding = manifest.binding
     bound = {region.region: region.size_bytes for region in binding.regions}
     if len(binding.regions) > MAX_REGIONS or bound != {
@@ -109,7 +118,7 @@ def check_manifest(
             f"characters, {len(binding.metadata)} bytes of metadata",
             Code.REGION_INVALID,
         )
-    return RankManifest(spec, layout, binding)
+    return RankManifest(spec, checked.layout, binding), checked
 
 
 def checked_layouts(manifests: tuple[RankManifest, ...], layouts: LayoutCache) -> tuple[CheckedLayout, ...]:
@@ -118,8 +127,7 @@ def checked_layouts(manifests: tuple[RankManifest, ...], layouts: LayoutCache) -
     This takes 25 to 40 us a cache tensor, so 2.5 s for the largest engine: a thread calls it, with `layouts`
     of its own. The node that gets the result does not check them again.
     """
-    ranks = check_manifests(manifests, layouts)
-    return tuple(CheckedLayout(digest_of(m.layout), m.layout, m.spec.num_layers) for m in ranks.values())
+    return tuple(check_manifests(manifests, layouts)[1].values())
 
 
 def _num_pieces(manifest: RankManifest) -> int:

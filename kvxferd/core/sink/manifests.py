@@ -192,7 +192,7 @@ class HandshakeClient:
                 Code.BAD_FRAME, f"cannot use the manifest of engine {key}: it is of another engine"
             )
         try:
-            ranks = check_manifests(manifests, self._layout_cache)
+            ranks, layouts = check_manifests(manifests, self._layout_cache)
             check_engine({rank: (m.spec, m.layout) for rank, m in ranks.items()})
             if sorted(ranks) != manifests[0].spec.ranks():
                 text = f"cannot use the manifest of engine {key}: {len(ranks)} of its ranks are in it"
@@ -201,8 +201,7 @@ class HandshakeClient:
             ranks = aggregate_metadata(workers, "this node", self._context.settings.pp_aware)
         except KvxferdError as error:
             return Refusal.of(error)
-        layouts = {rank: manifest.layout for rank, manifest in ranks.items()}
-        digest = digest_of_layouts(layouts, self._layout_cache.digest)
+        digest = digest_of_layouts({rank: checked.digest for rank, checked in layouts.items()})
         return RemoteEngine(manifests[0].spec, ranks, digest)
 
     def _finish_learning(self, fetch: EngineFetch, outcome: RemoteEngine | Refusal) -> None:
