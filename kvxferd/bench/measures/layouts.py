@@ -161,7 +161,10 @@ def _measure_point(
     engines: Mapping[str, RunningEngines], transport: str, layouts: Layouts, size: LayoutsSize
 ) -> Point:
     tokens = request_tokens(layouts, size.size_bytes)
-    contenders = [_all_ranks(way, one, tokens) for way, one in engines.items()]
+    contenders = [
+        AllRanks(one, Case(one.pair, BlockPattern.FRAGMENTED, tokens // one.pair.prefill.block_tokens), way)
+        for way, one in engines.items()
+    ]
     before = _covered_bytes(engines[AUTO])
     found = interleave(contenders, size.rounds, 1)
     covered = _covered_bytes(engines[AUTO]) - before
@@ -173,20 +176,18 @@ def _measure_point(
     return point_of("layouts", transport, {"from and to": str(layouts)}, size.size_bytes, found, facts)
 
 
-def _all_ranks(name: str, engines: RunningEngines, num_tokens: int) -> Contender:
-    """Return pulls by one rank after the other, a sample of each."""
-    blocks = num_tokens // engines.pair.prefill.block_tokens
-    case = Case(engines.pair, BlockPattern.FRAGMENTED, blocks)
+class AllRanks(Contender):
+    """Pulls by one rank after the other, a sample of each."""
 
-    def move(count: int, window: int) -> list[Sample]:
-        batch = engines.publish_prepared(case, count)
+    def move(self, count: int, window: int) -> list[Sample]:
+        """Publish, prepare, and have one rank after the other pull."""
+        engines = self.engines
+        batch = engines.publish_prepared(self.case, count)
         samples = []
         for rank in engines.pair.engine("decode"):
-            samples += engines.ranks["decode", rank].call(BenchRank.pull_all, batch, window=window)
+            samples += engines.ranks["decode", rank].call(BenchRank.pull_all, batch, window)
         engines.release(batch)
         return samples
-
-    return Contender(name, engines, case, move)
 
 
 def _covered_bytes(engines: RunningEngines) -> int:
