@@ -21,8 +21,6 @@ from kvxferd.bench.proc_stats import available_bytes
 from kvxferd.bench.rank import BenchRank, Sample
 from kvxferd.bench.testbed import RunningEngines, Site, Testbed
 from kvxferd.bench.workload import HEADROOM_BYTES, LayoutsSize, Workload
-from kvxferd.records import PullRecord
-from kvxferd.telemetry.history import record_from_json
 from kvxferd.tooling.engine_pair import EnginePair, EngineShape
 from kvxferd.tooling.output import format_bytes
 
@@ -192,11 +190,7 @@ class AllRanks(Contender):
 
 def _covered_bytes(engines: RunningEngines) -> int:
     """Return how many bytes of these engines' pulls in the sink's history were not read directly."""
-    reply = engines.testbed.daemons["decode"].control.get("/v1/history")
-    return sum(
-        num_bytes
-        for record in map(record_from_json, reply["records"])
-        if isinstance(record, PullRecord) and record.source == f"{engines.pair.name}-prefill"
-        for way, num_bytes in record.ways.items()
-        if way != "direct"
-    )
+    path = f"/v1/history?kind=pull&engine={engines.pair.name}-decode&limit=512"
+    records = engines.testbed.daemons["decode"].control.get(path)["records"]
+    ways = (way for record in records for way in record.get("ways", {}).items())
+    return sum(num_bytes for way, num_bytes in ways if way != "direct")
