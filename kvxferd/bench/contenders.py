@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvxferd.bench.baselines import NixlAgent
 from kvxferd.bench.cases import Case
@@ -24,61 +24,70 @@ TITLES = {
 _numbers = itertools.count(1)
 
 
-class Contender(NamedTuple):
+@dataclass
+class Contender(ABC):
     """One way to move a case between two engines."""
 
-    name: str  # in results
     engines: RunningEngines
     case: Case
-    # Move so many requests, at most so many at a time; work that is not timed happens before.
-    move: Callable[[int, int], list[Sample]]
+    name: str  # in results
+
+    @abstractmethod
+    def move(self, count: int, window: int) -> list[Sample]:
+        """Move so many requests, at most so many at a time; work that is not timed happens before."""
 
 
-def kvxferd_pulls(
-    engines: RunningEngines, case: Case, name: str = KVXFERD, is_prepared: bool = True
-) -> Contender:
-    """Return pulls through two daemons by the first rank; prepared, so that the grants exist."""
+@dataclass
+class KvxferdPulls(Contender):
+    """Pulls through two daemons by the first rank; prepared, so that the grants exist."""
 
-    def move(count: int, window: int) -> list[Sample]:
-        batch = (engines.publish_prepared if is_prepared else engines.publish)(case, count)
-        samples = engines.sink.call(BenchRank.pull_all, batch, window=window)
+    name: str = KVXFERD
+    is_prepared: bool = True
+
+    def move(self, count: int, window: int) -> list[Sample]:
+        """Publish, prepare, pull."""
+        engines = self.engines
+        batch = (engines.publish_prepared if self.is_prepared else engines.publish)(self.case, count)
+        samples = engines.sink.call(BenchRank.pull_all, batch, window)
         engines.release(batch)
         return samples
 
-    return Contender(name, engines, case, move)
 
+@dataclass
+class RawNixl(Contender):
+    """Raw NIXL; its source polls by hand during the reads."""
 
-def raw_nixl(engines: RunningEngines, case: Case) -> Contender:
-    """Return raw NIXL; its source polls by hand during the reads."""
-    agents = engines.testbed.raw_agents
+    name: str = RAW
 
-    def move(count: int, window: int) -> list[Sample]:
+    def move(self, count: int, window: int) -> list[Sample]:
+        """Have the source poll, and read."""
+        agents = self.engines.testbed.raw_agents
         agents["prefill"].call(NixlAgent.set_polling, True)
-        samples = agents["decode"].call(NixlAgent.move, case, count, window)
+        samples = agents["decode"].call(NixlAgent.move, self.case, count, window)
         agents["prefill"].call(NixlAgent.set_polling, False)
         return samples
 
-    return Contender(RAW, engines, case, move)
 
+@dataclass
+class EngineNixl(Contender):
+    """NIXL as in an engine; its progress threads run during its own rounds only."""
 
-def engine_nixl(engines: RunningEngines, case: Case) -> Contender:
-    """Return NIXL as in an engine; its progress threads run during its own rounds only."""
-    agents = engines.testbed.engine_agents
+    name: str = ENGINE
 
-    def move(count: int, window: int) -> list[Sample]:
+    def move(self, count: int, window: int) -> list[Sample]:
+        """Resume both processes, and read."""
+        agents = self.engines.testbed.engine_agents
         for agent in agents.values():
             agent.resume()
-        samples = agents["decode"].call(NixlAgent.move, case, count, window)
+        samples = agents["decode"].call(NixlAgent.move, self.case, count, window)
         for agent in agents.values():
             agent.pause()
         return samples
 
-    return Contender(ENGINE, engines, case, move)
-
 
 def contenders_of(engines: RunningEngines, case: Case) -> list[Contender]:
     """Return kvxferd and both baselines."""
-    return [kvxferd_pulls(engines, case), raw_nixl(engines, case), engine_nixl(engines, case)]
+    return [KvxferdPulls(engines, case), RawNixl(engines, case), EngineNixl(engines, case)]
 
 
 @dataclass

@@ -157,9 +157,9 @@ class Demo:
 
     def _pull_records(self, pair: EnginePair) -> list[PullRecord]:
         """Return the decode daemon's records of the pair's latest pulls."""
-        records = map(record_from_json, self.daemons["decode"].control.get("/v1/history")["records"])
-        sink = pair.engine("decode")[PUBLISHER_RANK][0].engine_id
-        return [one for one in records if isinstance(one, PullRecord) and one.sink == sink]
+        path = f"/v1/history?kind=pull&engine={pair.name}-decode&limit=512"
+        records = self.daemons["decode"].control.get(path)["records"]
+        return [one for one in map(record_from_json, records) if isinstance(one, PullRecord)]
 
     def _http_address(self) -> str:
         """Return where the decode daemon serves HTTP: it has taken a free port, and logs it."""

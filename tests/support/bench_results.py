@@ -46,7 +46,7 @@ def handover_point(num_chunks: int, ratio: float) -> tuple[Point, HandoverSize]:
     """A point of chunks of 64 MiB."""
     size = HandoverSize(num_chunks)
     found = rounds_of({KVXFERD: [0.02 * num_chunks] * 7, PROGRESSIVE: [0.02 * num_chunks * ratio] * 7})
-    words = {"chunks": f"{num_chunks} of 64.0 MiB", "pace": "1"}
+    words = {"chunks": f"{num_chunks} chunks of 64.0 MiB", "pace": "1"}
     return point_of("handover", "cma", words, num_chunks * 64 * MIB, found, {"handover_s": 0.02}), size
 
 

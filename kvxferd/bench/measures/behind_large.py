@@ -13,7 +13,7 @@ from kvxferd.bench.cases import (
     equal_engines,
     with_pool,
 )
-from kvxferd.bench.contenders import interleave, kvxferd_pulls, write_content
+from kvxferd.bench.contenders import KvxferdPulls, interleave, write_content
 from kvxferd.bench.figures import Finding, at_most, percentile
 from kvxferd.bench.rank import BenchRank, Sample
 from kvxferd.bench.testbed import RunningEngines, Site, Testbed
@@ -36,8 +36,8 @@ def measure_behind_large(site: Site, workload: Workload) -> Iterator[Finding]:
     alone: list[float] = []
     behind: list[float] = []
     with Testbed.open(site) as testbed, testbed.engines(pair) as engines:
-        kvxferd_pulls(engines, large).move(1, 1)  # every page is mapped
-        by_themselves = kvxferd_pulls(engines, small)
+        KvxferdPulls(engines, large).move(1, 1)  # every page is mapped
+        by_themselves = KvxferdPulls(engines, small)
         for _ in range(workload.rounds):
             (taken,) = interleave([by_themselves], 1, workload.small_per_round)[by_themselves.name]
             alone += [sample.seconds for sample in taken.samples]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvxferd.bench.cases import MIB, BlockPattern, Case, blocks_for, equal_engines, layers_for, with_pool
-from kvxferd.bench.contenders import kvxferd_pulls, verify_all_bytes
+from kvxferd.bench.contenders import KvxferdPulls, verify_all_bytes
 from kvxferd.bench.figures import Finding, at_most, median
 from kvxferd.bench.testbed import Site, Testbed
 from kvxferd.bench.workload import FIRST_BYTES, Workload
@@ -23,7 +23,7 @@ def measure_first_pull(site: Site, workload: Workload) -> Iterator[Finding]:
             pair = with_pool(sized, f"first-{number}", 2 * blocks)
             with Testbed.open(site) as testbed, testbed.engines(pair) as engines:
                 case = Case(pair, BlockPattern.CONTIGUOUS, blocks)
-                (sample,) = verify_all_bytes(kvxferd_pulls(engines, case, is_prepared=False))
+                (sample,) = verify_all_bytes(KvxferdPulls(engines, case, is_prepared=False))
             taken.append(sample.seconds)
     for layout, taken in times.items():
         name, title = "first_pull_ms", "first pull, no earlier contact"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from kvxferd.bench.cases import (
     BLOCKS_PER_RUN,
@@ -16,17 +18,16 @@ from kvxferd.bench.cases import (
     region_bytes,
     with_pool,
 )
-from kvxferd.bench.contenders import KVXFERD, Contender, interleave, kvxferd_pulls
+from kvxferd.bench.contenders import KVXFERD, Contender, KvxferdPulls, interleave
 from kvxferd.bench.figures import Figure, Finding, Point, at_most, median, point_of
 from kvxferd.bench.rank import BenchRank, Sample
 from kvxferd.bench.testbed import RunningEngines, Site, Testbed
 from kvxferd.bench.workload import HandoverSize, Workload
 from kvxferd.tooling.engine_pair import EnginePair
-from kvxferd.tooling.output import format_bytes
+from kvxferd.tooling.output import format_bytes, format_count
 
 SHAPE = "llama-3-70b"
 PROGRESSIVE = "progressive"
-_NUM_LATEST = 5  # plain pulls, by whose median the time between two chunks is chosen
 
 _names = itertools.count()
 
@@ -72,47 +73,54 @@ def num_blocks(pair: EnginePair, size: HandoverSize) -> int:
     return size.num_chunks * runs * BLOCKS_PER_RUN
 
 
-class ProgressivePulls:
-    """Pulls of transfers whose chunks are reported meanwhile. A sample begins with the last report."""
+@dataclass
+class PlainPulls(KvxferdPulls):
+    """Pulls of whole transfers, by whose times the others' chunks are reported."""
 
-    def __init__(self, engines: RunningEngines, case: Case, size: HandoverSize, plain: Contender) -> None:
-        self._engines, self._case, self._size = engines, case, size
-        self._num_bytes = case.blocks * footprint(case.pair).block_bytes
-        self._plain_s: list[float] = []
-        self.plain = plain._replace(move=self._move_plain)
-        self.contender = Contender(PROGRESSIVE, engines, case, self._move)
-        self._pull_plain = plain.move
+    latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=5))
 
-    def _move_plain(self, count: int, window: int) -> list[Sample]:
-        samples = self._pull_plain(count, window)
-        self._plain_s += [sample.seconds for sample in samples]
+    def move(self, count: int, window: int) -> list[Sample]:
+        """Publish, prepare, pull."""
+        samples = super().move(count, window)
+        self.latest_s.extend(sample.seconds for sample in samples)
         return samples
 
-    def _move(self, count: int, window: int) -> list[Sample]:
+
+@dataclass
+class ProgressivePulls(Contender):
+    """Pulls of transfers whose chunks are reported meanwhile. A sample begins with the last report."""
+
+    size: HandoverSize
+    beside: PlainPulls
+
+    def move(self, count: int, window: int) -> list[Sample]:
         """Open one transfer after the other, pull it, and report its chunks."""
         return [self._move_one() for _ in range(count)]
 
     def _move_one(self) -> Sample:
-        engines, case, size = self._engines, self._case, self._size
-        # By what the latest plain pulls took.
-        gap_s = size.pace * median(self._plain_s[-_NUM_LATEST:]) / size.num_chunks
+        engines, case, num_chunks = self.engines, self.case, self.size.num_chunks
         name = f"{PROGRESSIVE}-{next(_names)}"
         batch = engines.source.call(BenchRank.publish_unwritten, case, name)
         pulled = engines.sink.start(BenchRank.pull_all, batch, progressive=True)
         # It fails at once or ends soon; the pull without its chunks only at its deadline.
-        last = engines.source.call(BenchRank.extend, case, name, size.num_chunks, gap_s)
+        gap_s = self.size.pace * median(list(self.beside.latest_s)) / num_chunks
+        last = engines.source.call(BenchRank.extend, case, name, num_chunks, gap_s)
         (sample,) = pulled.result()
         engines.release(batch)
         # Delivered has the bytes of the last piece. That all are there is checked by their content.
-        return Sample(last, last, last, sample.ended, self._num_bytes, sample.runs)
+        num_bytes = case.blocks * footprint(case.pair).block_bytes
+        return Sample(last, last, last, sample.ended, num_bytes, sample.runs)
 
 
 def _measure_point(engines: RunningEngines, transport: str, size: HandoverSize, rounds: int) -> Point:
     case = Case(engines.pair, BlockPattern.FRAGMENTED, num_blocks(engines.pair, size))
-    growing = ProgressivePulls(engines, case, size, kvxferd_pulls(engines, case))
-    growing.plain.move(1, 1)  # connects, and maps every page
-    found = interleave([growing.plain, growing.contender], rounds, 1)
-    words = {"chunks": f"{size.num_chunks} of {format_bytes(size.chunk_bytes)}", "pace": f"{size.pace:g}"}
+    plain = PlainPulls(engines, case)
+    plain.move(1, 1)  # connects, and maps every page
+    found = interleave([plain, ProgressivePulls(engines, case, PROGRESSIVE, size, plain)], rounds, 1)
+    words = {
+        "chunks": f"{format_count(size.num_chunks, 'chunk')} of {format_bytes(size.chunk_bytes)}",
+        "pace": f"{size.pace:g}",
+    }
     plain_s = median([one.seconds for one in found[KVXFERD]])
     facts = {
         "between_two_s": size.pace * plain_s / size.num_chunks,

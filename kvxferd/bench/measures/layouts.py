@@ -21,8 +21,6 @@ from kvxferd.bench.proc_stats import available_bytes
 from kvxferd.bench.rank import BenchRank, Sample
 from kvxferd.bench.testbed import RunningEngines, Site, Testbed
 from kvxferd.bench.workload import HEADROOM_BYTES, LayoutsSize, Workload
-from kvxferd.records import PullRecord
-from kvxferd.telemetry.history import record_from_json
 from kvxferd.tooling.engine_pair import EnginePair, EngineShape
 from kvxferd.tooling.output import format_bytes
 
@@ -161,7 +159,10 @@ def _measure_point(
     engines: Mapping[str, RunningEngines], transport: str, layouts: Layouts, size: LayoutsSize
 ) -> Point:
     tokens = request_tokens(layouts, size.size_bytes)
-    contenders = [_all_ranks(way, one, tokens) for way, one in engines.items()]
+    contenders = [
+        AllRanks(one, Case(one.pair, BlockPattern.FRAGMENTED, tokens // one.pair.prefill.block_tokens), way)
+        for way, one in engines.items()
+    ]
     before = _covered_bytes(engines[AUTO])
     found = interleave(contenders, size.rounds, 1)
     covered = _covered_bytes(engines[AUTO]) - before
@@ -173,29 +174,23 @@ def _measure_point(
     return point_of("layouts", transport, {"from and to": str(layouts)}, size.size_bytes, found, facts)
 
 
-def _all_ranks(name: str, engines: RunningEngines, num_tokens: int) -> Contender:
-    """Return pulls by one rank after the other, a sample of each."""
-    blocks = num_tokens // engines.pair.prefill.block_tokens
-    case = Case(engines.pair, BlockPattern.FRAGMENTED, blocks)
+class AllRanks(Contender):
+    """Pulls by one rank after the other, a sample of each."""
 
-    def move(count: int, window: int) -> list[Sample]:
-        batch = engines.publish_prepared(case, count)
+    def move(self, count: int, window: int) -> list[Sample]:
+        """Publish, prepare, and have one rank after the other pull."""
+        engines = self.engines
+        batch = engines.publish_prepared(self.case, count)
         samples = []
         for rank in engines.pair.engine("decode"):
-            samples += engines.ranks["decode", rank].call(BenchRank.pull_all, batch, window=window)
+            samples += engines.ranks["decode", rank].call(BenchRank.pull_all, batch, window)
         engines.release(batch)
         return samples
-
-    return Contender(name, engines, case, move)
 
 
 def _covered_bytes(engines: RunningEngines) -> int:
     """Return how many bytes of these engines' pulls in the sink's history were not read directly."""
-    reply = engines.testbed.daemons["decode"].control.get("/v1/history")
-    return sum(
-        num_bytes
-        for record in map(record_from_json, reply["records"])
-        if isinstance(record, PullRecord) and record.source == f"{engines.pair.name}-prefill"
-        for way, num_bytes in record.ways.items()
-        if way != "direct"
-    )
+    path = f"/v1/history?kind=pull&engine={engines.pair.name}-decode&limit=512"
+    records = engines.testbed.daemons["decode"].control.get(path)["records"]
+    ways = (way for record in records for way in record.get("ways", {}).items())
+    return sum(num_bytes for way, num_bytes in ways if way != "direct")

@@ -14,7 +14,7 @@ from kvxferd.bench.cases import (
     layers_for,
     with_pool,
 )
-from kvxferd.bench.contenders import KVXFERD, RAW, Rounds, contenders_of, interleave, kvxferd_pulls
+from kvxferd.bench.contenders import KVXFERD, RAW, KvxferdPulls, Rounds, contenders_of, interleave
 from kvxferd.bench.figures import Finding, at_most, median, percentile
 from kvxferd.bench.measures.throughput import kvxferd_point
 from kvxferd.bench.testbed import Site, Testbed
@@ -66,7 +66,7 @@ def measure_calls(site: Site, workload: Workload) -> Iterator[Finding]:
     how = f"{rounds * count} calls each in {rounds} rounds, int32 buffer, which the client copies"
     with Testbed.open(site) as testbed, testbed.engines(pair) as engines:
         for num, name, title in CALLS:
-            ours = kvxferd_pulls(engines, Case(pair, BlockPattern.CONTIGUOUS, num), is_prepared=False)
+            ours = KvxferdPulls(engines, Case(pair, BlockPattern.CONTIGUOUS, num), is_prepared=False)
             _, *taken = interleave([ours], rounds + 1, count)[KVXFERD]  # the first round is a warm-up
             times = [sample.posted - sample.began for one in taken for sample in one.samples]
             yield at_most(name, title, percentile(times, 99) * 1e6, 100, how, "us")

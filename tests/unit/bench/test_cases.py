@@ -96,6 +96,12 @@ def test_a_list_longer_than_the_pool_is_refused() -> None:
         block_lists(case_of("qwen3-8b", BlockPattern.SCATTERED, blocks=400), "decode", 0)
 
 
+def test_a_large_pull_is_checked_at_the_ends_of_stretches_of_several_blocks() -> None:
+    pair = equal_engines("d", "llama-3-70b", 8, 32_768)
+    assert Case(pair, BlockPattern.FRAGMENTED, 4096).ends_of == 16
+    assert Case(pair, BlockPattern.FRAGMENTED, 32_768).ends_of == 8 * 16
+
+
 @pytest.mark.parametrize("shape", ["llama-3-70b", "mamba2-hybrid"])
 def test_no_two_slots_and_no_two_rounds_have_the_same_content(shape: str) -> None:
     case = case_of(shape, BlockPattern.SCATTERED)

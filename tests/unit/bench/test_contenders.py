@@ -50,14 +50,14 @@ def engines_here() -> RunningEngines:
     return engines
 
 
-class Copies:
+class Copies(Contender):
     """Copies requests between the two ranks; `forget` leaves out one block of one slot in the n-th move."""
 
-    def __init__(self, forget: int = 0) -> None:
-        self.engines = engines_here()
+    def __init__(self, name: str, forget: int = 0) -> None:
+        super().__init__(engines_here(), CASE, name)
         self.num_moves, self._forget = 0, forget
 
-    def __call__(self, count: int, window: int) -> list[Sample]:
+    def move(self, count: int, window: int) -> list[Sample]:
         self.num_moves += 1
         source, sink = (self.engines.ranks[role, FIRST_RANK].rank for role in ROLES)  # type: ignore[attr-defined]
         for number in range(count):
@@ -72,18 +72,17 @@ class Copies:
 
 
 def test_every_move_of_every_contender_is_checked() -> None:
-    one, other = Copies(), Copies()
-    contenders = [Contender(name, copies.engines, CASE, copies) for name, copies in zip("ab", (one, other))]  # noqa: B905
-    found = interleave(contenders, 3, 4)
+    one, other = Copies("a"), Copies("b")
+    found = interleave([one, other], 3, 4)
     assert [round.num_bytes for rounds in found.values() for round in rounds] == [400] * 6
     assert (one.num_moves, other.num_moves) == (4, 4)  # the first onto all slots, every byte compared
 
 
 @pytest.mark.parametrize("move", [1, 2, 3])
 def test_a_block_that_is_not_moved_is_found_in_the_first_move_and_in_any_round(move: int) -> None:
-    copies = Copies(forget=move)
+    copies = Copies("a", forget=move)
     with pytest.raises(KvxferdError, match=r"cannot run the bench: \d+ wrong items in .*; moved by a"):
-        interleave([Contender("a", copies.engines, CASE, copies)], 3, 2)
+        interleave([copies], 3, 2)
     assert copies.num_moves == move
 
 

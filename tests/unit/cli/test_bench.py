@@ -58,7 +58,7 @@ def test_tables_show_every_point_and_what_fell_short(monkeypatch: pytest.MonkeyP
     assert said.exit_code == 0
     assert said.stdout.count("qwen3-8b") == 2
     assert "HND/16 TP4 to NHD/32 TP2" in said.stdout
-    assert "8 of 64.0 MiB" in said.stdout
+    assert "8 chunks of 64.0 MiB" in said.stdout
     assert "NO" in said.stdout
     assert "added latency, 64 KiB, p99" in said.stdout
     assert "[1]" in said.stdout

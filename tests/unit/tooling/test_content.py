@@ -177,6 +177,17 @@ def test_ends_are_the_first_and_the_last_token_of_every_so_many(case: str, block
     assert found.wrong_items == found.checked_items > 0
 
 
+def test_of_a_last_stretch_that_is_not_whole_the_first_token_alone_is_an_end() -> None:
+    layout, held, memory = written("heads first")
+    held = held._replace(num_tokens=48)
+    content.write(memory, layout, held)
+    items = by_coordinate(layout, held, memory)
+    content.write(memory, layout, held._replace(request=1), ends_of=32)
+    after = by_coordinate(layout, held, memory)
+    assert {key[3] for key in items if items[key] != after[key]} == {0, 31, 32}
+    assert content.check(memory, layout, held._replace(request=1), ends_of=32).wrong_items == 0
+
+
 def test_the_first_token_is_that_of_the_first_block() -> None:
     layout, held, memory = written("heads first")
     later = RequestBlocks(held.request, {"full": held.ids["full"][1:]}, NUM_TOKENS, first_token=16)
