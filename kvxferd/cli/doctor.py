@@ -12,15 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from kvxferd.cli.completion import complete_from, endpoints
 from kvxferd.cli.options import config_option, json_option, socket_option
 from kvxferd.config import Config, load_config
-from kvxferd.doctor.report import CHECKS, CheckContext, Finding, context_of, run_check, run_checks
+from kvxferd.doctor.report import (
+    CHECKS,
+    PLACEMENTS,
+    CheckContext,
+    Finding,
+    context_of,
+    exit_status,
+    print_findings,
+    run_check,
+    run_checks,
+)
 from kvxferd.errors import KvxferdError
 from kvxferd.telemetry.units import format_size
 from kvxferd.tooling.control_client import ControlClient, control_socket_path
-from kvxferd.tooling.exit_codes import EXIT_FAILED, EXIT_OK
+from kvxferd.tooling.exit_codes import EXIT_FAILED, EXIT_NO_GPU, EXIT_OK
 from kvxferd.tooling.output import print_json, print_line
 
 if TYPE_CHECKING:
@@ -78,9 +89,6 @@ def doctor(
     if everything essential works; 1 if something essential does not, or with --gpu a placement does not;
     3 if with --gpu there is no GPU.
     """
-    # Imported where it is used: a completion loads neither numpy nor libzmq.
-    from kvxferd.doctor import report
-
     if (serve or peer is not None) and (gpu or names):
         raise click.UsageError(
             "--peer and --serve are about the way to a daemon: leave out --gpu and --check"
@@ -94,25 +102,23 @@ def doctor(
     if serve:
         _serve(node)
         return
-    tried = None
     if peer is not None:
         findings += _examine_peer(node, peer, ref)
     else:
-        findings += run_checks(node, names)
+        findings += run_checks(node, (*names, "gpus") if gpu and names else names)
     if gpu:
-        from kvxferd.doctor.gpu import gpus
+        # Imported where it is used: a completion loads neither numpy nor libzmq.
         from kvxferd.doctor.gpu_placements import try_placements
 
-        tried = try_placements(node, run_check("gpus", gpus, node))
+        findings += run_check(PLACEMENTS, lambda context: try_placements(context, tuple(findings)), node)
+    status = exit_status(findings, gpu)
     if as_json:
-        print_json(report.as_json(findings, tried))
+        print_json({"findings": msgspec.to_builtins(findings), "status": status})
     else:
-        report.print_findings(findings, "This node" if peer is None else f"The way to {peer}")
-        if tried:
-            report.print_placements(tried)
-        elif tried is not None:
-            click.echo("Placements of GPU memory: not tried, there is no GPU that can be used here.")
-    ctx.exit(report.exit_status(findings, tried))
+        print_findings(findings, "This node" if peer is None else f"The way to {peer}")
+        if status == EXIT_NO_GPU:
+            print_line("Placements of GPU memory: not tried, there is no GPU that can be used here.")
+    ctx.exit(status)
 
 
 def _examine_peer(node: CheckContext, peer: str, ref: str | None) -> list[Finding]:
@@ -166,9 +172,7 @@ def ping(
     user, where the daemon runs. `kvxferd doctor --peer` also shows the daemon's own connection, and what
     its pulls took. Exit status: 0 if it answers; 1 if not, with the outcome in brackets.
     """
-    # Imported here: the other verbs need no libzmq, and a completion nothing of this.
-    import msgspec
-
+    # Imported here: a completion needs no libzmq.
     from kvxferd.doctor.ping import Outcome, find_endpoint, print_ping, read_identity
     from kvxferd.doctor.ping import ping as ping_peer
 
@@ -210,8 +214,6 @@ def support_bundle(
     hangs, and prints what is missing. Secrets are left out: secret keys, texts of settings and variables
     with a secret's name, and whatever looks like a key. Engines' and hosts' names and addresses are in it.
     """
-    import msgspec
-
     from kvxferd.doctor.support_bundle import collect, write
 
     config: Config | None = None

@@ -10,17 +10,17 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvxferd import client
 from kvxferd.doctor.isolated import call_isolated, isolated
-from kvxferd.doctor.report import CheckContext, Finding, PlacementResult, Verdict
+from kvxferd.doctor.report import CheckContext, Finding, Verdict, fail, ok
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import RegionId
 from kvxferd.layout import EngineSpec, RankLayout
@@ -46,21 +46,32 @@ BLOCK_TOKENS, NUM_BLOCKS, BLOCK_BYTES = 16, 512, 512 << 10
 MAX_SHARE = 64  # a cache has at most this part of the device: a slice of a card (MIG) is small
 
 
-def try_placements(node: CheckContext, gpus: Sequence[Finding]) -> tuple[PlacementResult, ...]:
-    """Try each on the first GPU of the check's findings. Return () if there is no GPU."""
+class TrialSpeed(NamedTuple):
+    """How fast a placement that works is."""
+
+    gigabytes_per_s: float
+    lanes: str = ""
+
+
+def try_placements(node: CheckContext, gpus: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield whether each placement works on the first GPU of these findings; nothing if there is none."""
     devices = [gpu.facts["uuid"] for gpu in gpus if gpu.verdict is not Verdict.FAIL and "uuid" in gpu.facts]
-    if not devices:
-        return ()
-    results = []
-    for placement in (DEVICE_COPY, *PLACEMENTS):
+    copy: float | None = None
+    for placement in (DEVICE_COPY, *PLACEMENTS) if devices else ():
         try:
             with isolated(object, node.environment) as child:
-                arguments = (placement, devices[0], child.log.parent)
-                results.append(call_isolated(child, TRIAL_TIMEOUT_S, try_placement, *arguments))
+                where = child.log.parent
+                speed, lanes = call_isolated(
+                    child, TRIAL_TIMEOUT_S, try_placement, placement, devices[0], where
+                )
         except KvxferdError as error:
-            code = "" if error.code is Code.INTERNAL else f" [{error.code.value}]"
-            results.append(PlacementResult(placement=placement, refusal=error.message + code))
-    return tuple(results)
+            found = error.message if error.code is Code.INTERNAL else f"{error.message} [{error.code.value}]"
+            yield fail(placement, found, "see docs/how-to/gpu-nodes.md", essential=True)
+            continue
+        copy = speed if placement == DEVICE_COPY else copy
+        share = f", {speed / copy:.1%} of a device copy" if copy and placement != DEVICE_COPY else ""
+        over = f" over {lanes}" if lanes else ""
+        yield ok(placement, f"{speed:.3g} GB/s{over}{share}", gigabytes_per_s=speed, lanes=lanes)
 
 
 class TrialDevice:
@@ -143,7 +154,7 @@ class TrialRank(EngineRank):
         return resident.register(self.client, spec, self.layout, {RegionId(region.region): self.store.memory})
 
 
-def try_placement(_: object, placement: str, uuid: str, directory: Path) -> PlacementResult:
+def try_placement(_: object, placement: str, uuid: str, directory: Path) -> TrialSpeed:
     """Return how fast a placement is on the device with that id. Raises KvxferdError with the refusal.
 
     `placement` is one of `PLACEMENTS`, or DEVICE_COPY. The daemon is in the directory.
@@ -156,14 +167,14 @@ def try_placement(_: object, placement: str, uuid: str, directory: Path) -> Plac
     return measure_placement(uuid, placement, num_blocks, directory)
 
 
-def measure_copy(device: TrialDevice, size: int) -> PlacementResult:
+def measure_copy(device: TrialDevice, size: int) -> TrialSpeed:
     """Return the speed of a plain copy on the device, of the same size as a pull."""
     source, target = (device.allocate(size, plain=False) for _ in range(2))
     best = min(device.copy(target, source, size) for _ in range(NUM_PULLS))
-    return PlacementResult(placement=DEVICE_COPY, gigabytes_per_s=size / best / 1e9)
+    return TrialSpeed(size / best / 1e9)
 
 
-def measure_placement(uuid: str, placement: str, num_blocks: int, directory: Path) -> PlacementResult:
+def measure_placement(uuid: str, placement: str, num_blocks: int, directory: Path) -> TrialSpeed:
     """Pull a few times, and return the best speed on the wire. Raises KvxferdError with the refusal."""
     environment = {"KVXFERD_MOVER_ENVIRONMENT": _mover_environment()}
     if placement != "resident":
@@ -186,7 +197,7 @@ def _mover_environment() -> str:
 
 def _pull_and_verify(
     uuid: str, placement: str, num_blocks: int, daemon: DaemonProcess, source: ChildProcess[TrialRank]
-) -> PlacementResult:
+) -> TrialSpeed:
     ids = {"full": np.arange(num_blocks, dtype=np.int32)}
     request = RequestBlocks(1, ids, num_blocks * BLOCK_TOKENS)
     make_store = partial(TrialStore, uuid, placement == "resident")
@@ -211,7 +222,7 @@ def _pull_and_verify(
     speed = max(pull.bytes / pull.wire_s for pull in pulls) / 1e9
     # A resident mover's proof reads inside its own process, as no pull does.
     lanes = "" if placement == "resident" else found["lanes"]
-    return PlacementResult(placement=placement, gigabytes_per_s=speed, lanes=lanes)
+    return TrialSpeed(speed, lanes)
 
 
 def _only_rank(name: str, num_blocks: int) -> tuple[EngineSpec, RankLayout]:

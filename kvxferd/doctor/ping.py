@@ -16,7 +16,6 @@ import time
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -160,12 +159,6 @@ class _Failed(Exception):
         self.remedy = remedy or usual_remedy
 
 
-class _Welcomed(NamedTuple):
-    welcome: PeerWelcome
-    connect_s: float
-    round_trips_s: list[float]
-
-
 def find_endpoint(name: str, daemon: ControlClient) -> Endpoint:
     """Return the endpoint that a name means: an endpoint, or a peer's address or engine's id that the local
     daemon knows, whose key then is known too.
@@ -200,37 +193,26 @@ def ping(
 ) -> Ping:
     """Return what is at the endpoint, after `count` round trips. Each step has `timeout_s`."""
     try:
-        greeted = _try(endpoint, allowlist, key, count, timeout_s)
+        _check_settings(endpoint, allowlist)
+        _check_mechanism(endpoint, _mechanism_there(endpoint, timeout_s))
+        return _send_hello(endpoint, key, count, timeout_s)
     except _Failed as failed:
         return Ping(endpoint=endpoint, outcome=failed.outcome, message=failed.message, remedy=failed.remedy)
-    welcome = greeted.welcome
-    return Ping(
-        endpoint=endpoint,
-        outcome=Outcome.OK,
-        message=f"it answers, and both speak version {welcome.version}",
-        boot=welcome.boot,
-        version=welcome.version,
-        versions_there=welcome.versions,
-        software_there=welcome.software,
-        connect_s=greeted.connect_s,
-        round_trips_s=greeted.round_trips_s,
-    )
 
 
-def _try(
-    endpoint: Endpoint, allowlist: PeerAllowlist, key: CurveKeyPair | None, count: int, timeout_s: float
-) -> _Welcomed:
+def _check_settings(endpoint: Endpoint, allowlist: PeerAllowlist) -> None:
     try:
         allowlist.check(endpoint)
     except KvxferdError as error:
         why, _, remedy = error.message.removeprefix(f"cannot reach {address_of(endpoint)}: ").partition("; ")
         raise _Failed(Outcome.NOT_ALLOWED_HERE, why, remedy) from None
-    mechanism = _mechanism_there(endpoint, timeout_s)
+
+
+def _check_mechanism(endpoint: Endpoint, mechanism: str) -> None:
     if mechanism == "CURVE" and not key_of(endpoint):
         raise _Failed(Outcome.NEEDS_KEY)
     if mechanism != "CURVE" and key_of(endpoint):
         raise _Failed(Outcome.HAS_NO_KEY)
-    return _send_hello(endpoint, key, count, timeout_s)
 
 
 # --- TCP and ZMTP
@@ -293,7 +275,7 @@ def _exchange_greetings(connection: socket.socket, timeout_s: float) -> bytes:
 # --- the handshake and the greeting
 
 
-def _send_hello(endpoint: Endpoint, key: CurveKeyPair | None, count: int, timeout_s: float) -> _Welcomed:
+def _send_hello(endpoint: Endpoint, key: CurveKeyPair | None, count: int, timeout_s: float) -> Ping:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     monitor = dealer.get_monitor_socket()
@@ -313,7 +295,17 @@ def _send_hello(endpoint: Endpoint, key: CurveKeyPair | None, count: int, timeou
         welcome, _ = _round_trip(dealer, fd, 1, boot, timeout_s)
         connect_s = time.monotonic() - began
         round_trips = [_round_trip(dealer, fd, number, boot, timeout_s)[1] for number in range(2, count + 2)]
-        return _Welcomed(welcome, connect_s, round_trips)
+        return Ping(
+            endpoint=endpoint,
+            outcome=Outcome.OK,
+            message=f"it answers, and both speak version {welcome.version}",
+            boot=welcome.boot,
+            version=welcome.version,
+            versions_there=welcome.versions,
+            software_there=welcome.software,
+            connect_s=connect_s,
+            round_trips_s=round_trips,
+        )
     finally:
         dealer.close(linger=0)
         # The monitor's socket ends with the dealer: `disable_monitor` may wait for this thread.

@@ -16,7 +16,7 @@ from kvxferd.errors import ConfigError, KvxferdError
 from kvxferd.memory.driver import DRIVER_VARIABLE
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_FAILED, EXIT_NO_GPU, EXIT_OK
-from kvxferd.tooling.output import console, plain_text, print_table, tuple_columns
+from kvxferd.tooling.output import console, plain_text
 
 RESPONSE_TIMEOUT_S = 5.0  # of the daemon
 
@@ -37,6 +37,9 @@ CHECKS = {
     "gpu_direct": "gpu",
     "cards": "network",
 }
+
+
+PLACEMENTS = "placements"  # what `--gpu` tries, which is no part of the usual report
 
 
 class Verdict(StrEnum):
@@ -62,15 +65,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def label(self) -> str:
         """The check, and its part where it has several."""
         return self.check if self.name in ("", self.check) else f"{self.name}: {self.check}"
-
-
-class PlacementResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of trying one placement of GPU memory."""
-
-    placement: str
-    refusal: str = ""  # "" where it works
-    gigabytes_per_s: float = 0.0
-    lanes: str = ""
 
 
 class CheckContext(NamedTuple):
@@ -147,7 +141,8 @@ def run_check(name: str, check: Check, node: CheckContext) -> list[Finding]:
     try:
         found = list(check(node))
     except Exception as error:
-        found = [fail(name, f"this check failed: {error!r}", "report it")]
+        # What was not looked at is not known to work.
+        found = [fail(name, f"this check failed: {error!r}", "report it", essential=True)]
     return [msgspec.structs.replace(finding, name=name) for finding in found]
 
 
@@ -167,32 +162,8 @@ def print_findings(findings: Sequence[Finding], title: str = "This node") -> Non
             out.print(plain_text(f"{'':6}to do: {finding.todo}"), soft_wrap=True)
 
 
-def print_placements(tried: Sequence[PlacementResult]) -> None:
-    """Print each placement with its speed against a plain device copy, or its refusal."""
-    copy = next((one.gigabytes_per_s for one in tried if one.placement == "device copy"), 0.0)
-    rows = []
-    for one in tried:
-        speed = one.gigabytes_per_s
-        works = one.refusal or ("yes" + (f", over {one.lanes}" if one.lanes else ""))
-        share = f"{speed / copy:.1%}" if speed and copy else ""
-        rows.append((one.placement, works, f"{speed:.3g}" if speed else "", share))
-    heads = tuple_columns("placement", "works", "GB/s", "of a device copy")
-    print_table("Placements of GPU memory", heads, rows)
-
-
-def as_json(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> dict[str, Any]:
-    """Return findings and placements as one JSON object."""
-    shown: dict[str, Any] = {
-        "findings": msgspec.to_builtins(list(findings)),
-        "status": exit_status(findings, tried),
-    }
-    return shown if tried is None else shown | {"placements": msgspec.to_builtins(list(tried))}
-
-
-def exit_status(findings: Sequence[Finding], tried: Sequence[PlacementResult] | None) -> int:
-    """Return the exit status. `tried`: None if placements were not requested, () if there is no GPU."""
+def exit_status(findings: Sequence[Finding], needs_gpu: bool = False) -> int:
+    """Return the exit status. `needs_gpu`: placements were to be tried."""
     if any(finding.essential and finding.verdict is Verdict.FAIL for finding in findings):
         return EXIT_FAILED
-    if tried is not None and not tried:
-        return EXIT_NO_GPU
-    return EXIT_FAILED if any(one.refusal for one in tried or ()) else EXIT_OK
+    return EXIT_NO_GPU if needs_gpu and all(finding.name != PLACEMENTS for finding in findings) else EXIT_OK

@@ -29,7 +29,7 @@ import msgspec
 import kvxferd
 from kvxferd.config import Config, settings_in_effect
 from kvxferd.doctor.isolated import call_isolated, isolated
-from kvxferd.doctor.report import Finding, as_json, context_of, run_checks
+from kvxferd.doctor.report import Finding, context_of, exit_status, run_checks
 from kvxferd.errors import KvxferdError
 from kvxferd.redaction import is_secret_name, redact, redact_value
 from kvxferd.tooling.control_client import ControlClient
@@ -293,7 +293,8 @@ def doctor_report(socket_path: str, config_path: Path | None) -> dict[str, Any]:
 def _examine(_: object, socket_path: str, config_path: Path | None) -> dict[str, Any]:
     findings: list[Finding] = []
     node = context_of(config_path, socket_path, findings)
-    return as_json(findings + run_checks(node), None)
+    findings += run_checks(node)
+    return {"findings": msgspec.to_builtins(findings), "status": exit_status(findings)}
 
 
 def write(parts: CollectedParts, output: Path) -> Manifest:

@@ -75,6 +75,8 @@ class ControlClient:
             connection.close()
 
     def _connection_error(self, error: Exception) -> KvxferdError:
+        from http.client import BadStatusLine
+
         match error:
             case FileNotFoundError() | ConnectionRefusedError():
                 why = (
@@ -85,6 +87,8 @@ class ControlClient:
                 why = "this user may not connect; run as root or as a member of the socket's group"
             case TimeoutError():
                 why = f"it has not answered for {self._timeout_s:g} s; see its log"
+            case BadStatusLine():
+                why = f"it speaks no HTTP; name the daemon's {SOCKET_NAME}, not its worker socket"
             case _:
                 why = str(error) or type(error).__name__
         return KvxferdError(f"cannot ask the daemon at {self.socket_path}: {why}", Code.DAEMON_LOST)

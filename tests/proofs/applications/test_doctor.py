@@ -24,7 +24,7 @@ from tests.support.python_process import run_kvxferd
 def test_without_a_gpu_placements_are_not_tried_and_the_status_says_so():
     found = examine("--gpu", "--driver", "none", "--check", "gpus")
     assert found.status == 3
-    assert found.said["placements"] == []
+    assert {finding["name"] for finding in found.findings} == {"gpus"}
     assert found.of("gpu")["verdict"] == "no"
 
 

@@ -179,13 +179,16 @@ async def test_a_server_that_speaks_something_else(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
 
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"220 smtp ready\r\n")
+        await reader.read(1)
+        writer.write(b"\x1bd...t..farewell\r\n")
         writer.close()
 
     async with await asyncio.start_unix_server(reply, path):
         result = await run("status", "--socket", str(path))
     assert result.exit_code == 2
     assert result.stderr.startswith("kvxferd: cannot ask")
+    assert "name the daemon's control.sock, not its worker socket" in result.stderr
+    assert "farewell" not in result.stderr
 
 
 def test_a_handover_in_words() -> None:
