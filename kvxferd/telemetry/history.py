@@ -32,9 +32,9 @@ MAX_BYTES = 2 << 20
 MAX_PAGE = 512
 DEFAULT_PAGE = 256
 # All kinds together have 47. They are split for each record: 8,000 commas took 150 ms of the loop.
-MAX_KINDS_CHARS = 64
+MAXKINDS_CHARS = 64
 
-_KINDS: dict[str, type[Record]] = {
+KINDS: dict[str, type[Record]] = {
     "pull": PullRecord,
     "handshake": HandshakeRecord,
     "release": ReleaseRecord,
@@ -42,7 +42,7 @@ _KINDS: dict[str, type[Record]] = {
     "placement": PlacementRecord,
     "lanes": TransportsRecord,
 }
-_KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 
 # Releases that no engine wanted.
 _FAILED_RELEASES = frozenset({Code.LEASE_EXPIRED, Code.PUBLISHER_GONE, Code.RANK_LOST})
@@ -55,7 +55,7 @@ class HistoryQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     slower: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # pulls and handshakes that took at least so many s
     transfer: str = ""  # its pulls and its release
     engine: str = ""  # an engine's id, on either side
-    kind: Annotated[str, msgspec.Meta(max_length=MAX_KINDS_CHARS)] = ""  # separated by commas; "": all
+    kind: Annotated[str, msgspec.Meta(max_length=MAXKINDS_CHARS)] = ""  # separated by commas; "": all
     after: str = ""  # a cursor of an earlier page: what came since; "": the last `limit` records
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = DEFAULT_PAGE
 
@@ -248,4 +248,4 @@ def record_to_json(record: Record) -> dict[str, Any]:
 
 def record_from_json(value: dict[str, Any]) -> Record:
     """Return the record that `record_to_json` encoded. Raises msgspec.ValidationError or KeyError."""
-    return msgspec.convert(value, _KINDS[value["kind"]])
+    return msgspec.convert(value, KINDS[value["kind"]])
