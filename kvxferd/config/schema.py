@@ -15,6 +15,7 @@ from kvxferd.config.types import (
     Directory,
     Environment,
     FileMode,
+    HostNames,
     HostPort,
     HttpUrl,
     KeyFile,
@@ -75,6 +76,7 @@ class HttpConfig(Section, frozen=True):
     """Metrics, health and the status page over TCP; read-only."""
 
     bind: HostPort = "127.0.0.1:9440"
+    hosts: HostNames = ()  # names by which clients reach it, beside its addresses and the node's own name
 
 
 class PeerConfig(Section, frozen=True):

@@ -29,6 +29,10 @@ Networks = Annotated[
     tuple[Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F:.]+(/\d{1,3})?\Z")], ...],
     msgspec.Meta(title="a list of networks such as 10.0.0.0/16"),
 ]
+HostNames = Annotated[
+    tuple[Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,253}\Z")], ...],
+    msgspec.Meta(title="a list of host names, without a port"),
+]
 TcpEndpoint = Annotated[
     str, msgspec.Meta(pattern=rf"^tcp://{_HOST_PORT}\Z", title="tcp://host:port; port 0 takes any free one")
 ]

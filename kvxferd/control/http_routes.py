@@ -161,16 +161,15 @@ async def history(request: web.Request) -> web.StreamResponse:
 async def samples(request: web.Request) -> web.StreamResponse:
     """The last minutes in numbers; the last minute; by pair of engines and by peer; what failed."""
     view, node, now = request.app[NODE_ADMIN], await snapshot_for(request), time.time()
-    report, notable = view.samples.report(_sampled_seconds(request)), view.history.notable
-    failed = notable.failed()
+    report, failed = view.samples.report(_sampled_seconds(request)), view.history.failed_pulls()
     return json_response(
         {
             **{name: getattr(report, name) for name in report.__struct_fields__},
             "peers": peer_lines(node, report.peers),
             "failure_reasons": failure_reasons(failed, now, RING_S)[:MAX_NOTABLE],
             "failed_pulls": failed[:MAX_NOTABLE],
-            "slowest_pulls": notable.slowest(now)[:MAX_NOTABLE],
-            "expired_leases": notable.expired()[:MAX_NOTABLE],
+            "slowest_pulls": view.samples.slowest_pulls()[:MAX_NOTABLE],
+            "expired_leases": view.history.expired_leases()[:MAX_NOTABLE],
         }
     )
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import structlog
 from aiohttp import web
@@ -23,6 +24,7 @@ from kvxferd.control.http_rate_limit import HttpRateLimiter
 from kvxferd.control.http_routes import ROUTES, Access, Route
 from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.operator_log import caller_of, log_operator_request, log_refused_request
+from kvxferd.control.resolver import is_numeric
 from kvxferd.control.response_cache import METRICS, NODE_ADMIN, RESPONSE_CACHE, ResponseCache, is_operator
 from kvxferd.control.responses import error_response
 from kvxferd.errors import Code, ConfigError, KvxferdError, count_busy_refusal
@@ -39,6 +41,8 @@ SHUTDOWN_S = 1.0
 
 RATE_LIMITER: web.AppKey[HttpRateLimiter] = web.AppKey("rate limiter", HttpRateLimiter)
 
+HOST_NAMES: web.AppKey[frozenset[str]] = web.AppKey("host names", frozenset)
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -50,7 +54,7 @@ class HttpServer:
     ) -> None:
         self._config = config
         self._max_connections = max_connections
-        self._app = _make_app(view, metrics)
+        self._app = _make_app(config, view, metrics)
         self._closing = AsyncExitStack()
         # The host and port that TCP is bound to; None while stopped, or if it is off.
         self.tcp_address: tuple[str, int] | None = None
@@ -82,12 +86,17 @@ class HttpServer:
         await self._closing.aclose()
 
 
-def _make_app(view: NodeAdmin, metrics: Metrics) -> web.Application:
-    app = web.Application(middlewares=[_limit_requests, _errors_as_json], client_max_size=MAX_BODY_BYTES)
+def _make_app(config: Config, view: NodeAdmin, metrics: Metrics) -> web.Application:
+    app = web.Application(
+        middlewares=[_limit_requests, _errors_as_json, _own_hosts_only], client_max_size=MAX_BODY_BYTES
+    )
     app[NODE_ADMIN] = view
     app[RESPONSE_CACHE] = ResponseCache(view)
     app[RATE_LIMITER] = HttpRateLimiter(time.monotonic)
     app[METRICS] = metrics
+    bound, _ = split_host_port(config.http.bind) if config.http.bind else ("", 0)
+    names = ("localhost", socket.gethostname(), bound, *config.http.hosts)
+    app[HOST_NAMES] = frozenset(name.lower() for name in names if name)
     for route in ROUTES:
         handler = _admin_only(route) if route.access is Access.ADMIN else _cached(route)
         app.router.add_route(route.method, route.path, handler)
@@ -173,6 +182,32 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
             Code.INTERNAL,
             f"cannot {request.method} {request.path}: an error of the daemon's, see its log",
         )
+
+
+@web.middleware
+async def _own_hosts_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse requests over TCP that name another host.
+
+    A page of the Internet may have its own name resolve to this node (DNS rebinding). The browser of
+    somebody who reaches this node would then read the status for it.
+    """
+    host = request.headers.get("Host", "")
+    if host and caller_of(request) is None and not _is_host_known(host, request.app[HOST_NAMES]):
+        text = (
+            f"cannot {request.method} {request.path} of host {host[:256]!r}: use an address or the name of "
+            "this node, or add the host to http.hosts"
+        )
+        return error_response(403, Code.NOT_ALLOWED, text)
+    return await handler(request)
+
+
+def _is_host_known(host: str, names: frozenset[str]) -> bool:
+    """Whether a `Host` header names a numeric address, with or without a port, or one of the names."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return name.rstrip(".") in names or is_numeric(name)
 
 
 def _listen_unix(path: Path) -> socket.socket:

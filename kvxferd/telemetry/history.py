@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import heapq
 from collections import deque
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
@@ -19,12 +19,13 @@ from kvxferd.records import (
     TopologyRecord,
     TransportsRecord,
 )
-from kvxferd.telemetry.notable_records import NotableRecords
 
 # A record is about 1 KiB, so this is 1 MiB: two seconds of a node with 500 pulls a second, hours of others.
 MAX_RECORDS = 1024
-# Of a busy node's older records, those that somebody looks for: failures, and what took long.
-MAX_KEPT = 256
+# Of a busy node's older records, those that somebody looks for, each kind apart: what failed, and what took
+# long. A wave of slow pulls drops no failure.
+MAX_FAILED = 512
+MAX_SLOW = 256
 SLOW_S = 1.0
 # Names have up to 256 characters and messages 2,000: longer records are fewer.
 MAX_BYTES = 2 << 20
@@ -32,9 +33,9 @@ MAX_BYTES = 2 << 20
 MAX_PAGE = 512
 DEFAULT_PAGE = 256
 # All kinds together have 47. They are split for each record: 8,000 commas took 150 ms of the loop.
-MAX_KINDS_CHARS = 64
+MAXKINDS_CHARS = 64
 
-_KINDS: dict[str, type[Record]] = {
+KINDS: dict[str, type[Record]] = {
     "pull": PullRecord,
     "handshake": HandshakeRecord,
     "release": ReleaseRecord,
@@ -42,7 +43,7 @@ _KINDS: dict[str, type[Record]] = {
     "placement": PlacementRecord,
     "lanes": TransportsRecord,
 }
-_KIND_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 
 # Releases that no engine wanted.
 _FAILED_RELEASES = frozenset({Code.LEASE_EXPIRED, Code.PUBLISHER_GONE, Code.RANK_LOST})
@@ -55,7 +56,7 @@ class HistoryQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     slower: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # pulls and handshakes that took at least so many s
     transfer: str = ""  # its pulls and its release
     engine: str = ""  # an engine's id, on either side
-    kind: Annotated[str, msgspec.Meta(max_length=MAX_KINDS_CHARS)] = ""  # separated by commas; "": all
+    kind: Annotated[str, msgspec.Meta(max_length=MAXKINDS_CHARS)] = ""  # separated by commas; "": all
     after: str = ""  # a cursor of an earlier page: what came since; "": the last `limit` records
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = DEFAULT_PAGE
 
@@ -88,45 +89,62 @@ class _Entry(NamedTuple):
     size: int
 
 
-class History:
-    """The last records, oldest first. Once full, each new record drops the oldest; failures stay longer."""
+class _Ring:
+    """The last entries, bounded in number and bytes."""
 
-    def __init__(self, max_records: int = MAX_RECORDS, max_bytes: int = MAX_BYTES, boot: str = "") -> None:
+    def __init__(self, max_records: int, max_bytes: int) -> None:
         self._max_records = max_records
         self._max_bytes = max_bytes
+        self.entries: deque[_Entry] = deque()
+        self.num_bytes = 0
+
+    def add(self, entry: _Entry) -> list[_Entry]:
+        """Append an entry; return those that give way."""
+        gone = []
+        self.entries.append(entry)
+        self.num_bytes += entry.size
+        while len(self.entries) > self._max_records or self.num_bytes > self._max_bytes:
+            oldest = self.entries.popleft()
+            self.num_bytes -= oldest.size
+            gone.append(oldest)
+        return gone
+
+
+class History:
+    """The last records. Once full, each new one drops the oldest; what failed or was slow stays longer."""
+
+    def __init__(self, max_records: int = MAX_RECORDS, max_bytes: int = MAX_BYTES, boot: str = "") -> None:
         self._boot = boot
         self._last = 0
-        self._entries: deque[_Entry] = deque()
-        self._kept: deque[_Entry] = deque()  # older than those, failed or slow
-        self._num_bytes = 0
-        self._num_kept_bytes = 0
-        self.notable = NotableRecords()
+        self._recent = _Ring(max_records, max_bytes)
+        self._failed = _Ring(MAX_FAILED, max_bytes // 4)  # older than those
+        self._slow = _Ring(MAX_SLOW, max_bytes // 4)
 
     def add(self, record: Record) -> None:
         """Append a record."""
-        self.notable.add(record)
         self._last += 1
-        entry = _Entry(self._last, record, _size_of(record))
-        self._entries.append(entry)
-        self._num_bytes += entry.size
-        while len(self._entries) > self._max_records or self._num_bytes > self._max_bytes:
-            oldest = self._entries.popleft()
-            self._num_bytes -= oldest.size
-            if _is_looked_for(oldest.record):
-                self._keep(oldest)
-
-    def _keep(self, entry: _Entry) -> None:
-        self._kept.append(entry)
-        self._num_kept_bytes += entry.size
-        while len(self._kept) > MAX_KEPT or self._num_kept_bytes > self._max_bytes // 4:
-            self._num_kept_bytes -= self._kept.popleft().size
+        for oldest in self._recent.add(_Entry(self._last, record, _size_of(record))):
+            if has_failed(oldest.record):
+                self._failed.add(oldest)
+            elif (duration_of(oldest.record) or 0.0) >= SLOW_S:
+                self._slow.add(oldest)
 
     def records(self) -> list[Record]:
         """Return the records, oldest first."""
         return [entry.record for entry in self._all()]
 
+    def failed_pulls(self) -> list[PullRecord]:
+        """Return the failed pulls, the latest first. Those that were cancelled are none."""
+        found = (record for record in self.records() if isinstance(record, PullRecord))
+        return [record for record in found if record.has_failed][::-1]
+
+    def expired_leases(self) -> list[ReleaseRecord]:
+        """Return the transfers whose lease expired, the latest first."""
+        found = (record for record in self.records() if isinstance(record, ReleaseRecord))
+        return [record for record in found if record.why is Code.LEASE_EXPIRED][::-1]
+
     def _all(self) -> Iterator[_Entry]:
-        return itertools.chain(self._kept, self._entries)
+        return heapq.merge(self._failed.entries, self._slow.entries, self._recent.entries)
 
     def search(self, query: HistoryQuery) -> HistoryPage:
         """Return what the query finds. Raises KvxferdError(bad-request) for a cursor that is none."""
@@ -182,10 +200,6 @@ def _size_of(record: Record) -> int:
     if isinstance(record, ReleaseRecord):
         size += sum(256 + sum(map(len, reader.peers)) for reader in record.readers)
     return size
-
-
-def _is_looked_for(record: Record) -> bool:
-    return has_failed(record) or (duration_of(record) or 0.0) >= SLOW_S
 
 
 def has_failed(record: Record) -> bool:
@@ -248,4 +262,4 @@ def record_to_json(record: Record) -> dict[str, Any]:
 
 def record_from_json(value: dict[str, Any]) -> Record:
     """Return the record that `record_to_json` encoded. Raises msgspec.ValidationError or KeyError."""
-    return msgspec.convert(value, _KINDS[value["kind"]])
+    return msgspec.convert(value, KINDS[value["kind"]])

@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from kvxferd.telemetry.history import KINDS
 from kvxferd.telemetry.log_buffer import LOG_COUNTS, LogCounts
 
 WINDOW_S = 10.0
@@ -24,9 +25,7 @@ MAX_SOURCES = 1_024
 MAX_KEY_CHARS = 128
 # docs/how-to/monitor.md promises one line for each. Only a process with a registered rank can cause them,
 # and operator requests only root and the daemon's own user.
-UNLIMITED_EVENTS = frozenset(
-    {"operator request", "pull", "handshake", "release", "topology", "placement", "connected"}
-)
+UNLIMITED_EVENTS = frozenset({"operator request", *KINDS})
 
 _Key = tuple[str, str]
 

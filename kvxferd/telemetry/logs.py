@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, MutableMapping
-from typing import Any, TextIO, assert_never
+from typing import Any, TextIO
 
 import structlog
 
@@ -22,6 +22,7 @@ from kvxferd.records import (
     TopologyRecord,
     TransportsRecord,
 )
+from kvxferd.telemetry.history import record_to_json
 from kvxferd.telemetry.log_buffer import LOG_BUFFER, StderrStream
 from kvxferd.telemetry.log_limits import LogRateLimiter, RateLimitFilter, RateLimitProcessor
 
@@ -161,89 +162,35 @@ class _LineHandler(logging.Handler):
 
 
 def log_record(record: Record) -> None:
-    """Log the one line of a record."""
+    """Log the one line of a record: the fields of `/v1/history` that are not empty."""
     log: Any = structlog.get_logger()
+    write = log.warning if _is_problem(record) else log.info
+    fields = record_to_json(record)
+    event = fields.pop("kind")
+    write(event, **{name: _short(value) for name, value in fields.items() if _is_shown(name, value)})
+
+
+def _is_problem(record: Record) -> bool:
     match record:
         case PullRecord():
-            write = log.info if record.outcome == "delivered" else log.warning
-            write("pull", **_pull_fields(record))
+            return record.outcome != "delivered"
         case HandshakeRecord():
-            write = log.info if record.outcome == "ok" else log.warning
-            write(
-                "handshake",
-                engine=record.engine_id,
-                endpoint=record.endpoint,
-                outcome=record.outcome,
-                ranks=record.num_ranks,
-                elapsed_s=round(record.elapsed_s, 6),
-                **_unless_empty("message", record.message),
-            )
-        case ReleaseRecord():
-            log.info(
-                "release",
-                transfer=record.transfer_id,
-                engine=record.engine_id,
-                why=record.why.value,
-                held_s=round(record.held_s, 6),
-                **({"peer": record.peer, "bytes": record.bytes} if record.readers else {}),
-            )
-        case TopologyRecord():
-            log.info(
-                "topology", sink=record.sink, rank=str(record.rank), source=record.source, text=record.text
-            )
+            return record.outcome != "ok"
         case PlacementRecord():
-            write = log.info if record.proved else log.warning
-            write("placement", **_placement_fields(record))
+            return not record.proved
         case TransportsRecord():
-            write = log.warning if record.slow else log.info
-            write(
-                "connected",
-                engine=record.engine_id,
-                rank=str(record.rank),
-                reach=record.reach,
-                lanes=record.lanes,
-                **_unless_empty("message", SAME_NODE_TCP_WARNING if record.slow else ""),
-            )
-        case _:
-            assert_never(record)
+            return record.slow
+        case ReleaseRecord() | TopologyRecord():
+            return False
 
 
-def _placement_fields(record: PlacementRecord) -> dict[str, object]:
-    return {
-        "engine": record.engine_id,
-        "rank": str(record.rank),
-        "placement": record.placement,
-        "proved": record.proved,
-        **_unless_empty("why", record.why),
-        **_unless_empty("lanes", record.lanes),
-        "gigabytes_per_s": record.gigabytes_per_s,
-    }
+def _is_shown(name: str, value: object) -> bool:
+    # The line has its own time.
+    return name not in ("ended_at", "started_at") and value not in ("", None, (), {})
 
 
-def _pull_fields(record: PullRecord) -> dict[str, object]:
-    return {
-        "transfer": record.transfer_id,
-        "source": record.source,
-        "sink": record.sink,
-        "rank": str(record.rank),
-        "peer": record.peer,
-        "outcome": record.outcome,
-        **_unless_empty("code", "" if record.code is None else record.code.value),
-        **_unless_empty("message", record.message),
-        **_unless_empty("failed_phase", record.failed_phase),
-        **_unless_empty("silent", record.silent),
-        "bytes": record.bytes,
-        "runs": record.runs,
-        **({"covering_bytes": covering} if (covering := record.ways.get("covering", 0)) else {}),
-        "total_s": round(record.total_s, 6),
-        **(
-            {"hidden_bytes": record.hidden_bytes, "handover_s": round(record.handover_s, 6)}
-            if record.handover_s is not None
-            else {}
-        ),
-        **{f"{phase}_s": round(elapsed_s, 6) for phase, elapsed_s in record.phases_s.items()},
-    }
-
-
-def _unless_empty(key: str, text: str) -> dict[str, str]:
-    return {key: text} if text else {}
+def _short(value: Any) -> Any:
+    """Return the value with times to a microsecond."""
+    if isinstance(value, dict):
+        return {name: _short(of) for name, of in value.items()}
+    return round(value, 6) if isinstance(value, float) else value

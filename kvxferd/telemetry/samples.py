@@ -23,6 +23,7 @@ RING_S = 900
 MINUTE_S = 60
 SLOT_S = 10
 MAX_KEYS = 64
+MAX_SLOWEST_A_MINUTE = 6
 OTHERS = "(others)"  # the row of the pairs, or peers, that have none of their own
 
 # Four buckets for each doubling, 100 us to 210 s: a quantile is within a tenth of the truth.
@@ -201,16 +202,21 @@ class _SumsByKey(dict[tuple[str, ...], _Sums]):
 
 
 class _Minute:
-    """What is counted by pair of engines and by peer."""
+    """What is counted by pair of engines and by peer, and the slowest delivered pulls."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pairs, self.peers = _SumsByKey(), _SumsByKey()
+        self.slowest: list[PullRecord] = []  # in no order
 
     def add(self, record: PullRecord) -> None:
         self.pairs.of((record.source, record.sink)).add(record)
         if record.peer:
             self.peers.of((record.peer,)).add(record)
+        if record.outcome == "delivered":
+            self.slowest.append(record)
+            if len(self.slowest) > MAX_SLOWEST_A_MINUTE:
+                self.slowest.remove(min(self.slowest, key=lambda pull: pull.total_s))
 
 
 class _Slot(_Sums):
@@ -358,6 +364,12 @@ class Samples:
                 for (peer,), sums in _totals([minute.peers for minute in minutes])
             ],
         )
+
+    def slowest_pulls(self) -> list[PullRecord]:
+        """Return the slowest delivered pulls of each of the last minutes, the slowest first."""
+        self.tick()
+        slowest = [pull for minute in self._minutes for pull in minute.slowest]
+        return sorted(slowest, key=lambda pull: -pull.total_s)
 
     def _last_slots(self, seconds: int) -> list[_Slot]:
         first = self._slots[-1].number - -(-seconds // SLOT_S) + 1

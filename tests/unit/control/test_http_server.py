@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxferd.config import load_config
 from kvxferd.control.http_routes import ROUTES, Access
 from kvxferd.control.status_page import HEADERS, PAGE
 from kvxferd.errors import Code, ConfigError
@@ -207,3 +208,33 @@ async def test_samples_over_http(tmp_path: Path) -> None:
             for query in ("-1", "x", "", "1.5", "9999999", "\N{SUPERSCRIPT TWO}"):
                 async with client.get("/v1/samples", params={"seconds": query}) as reply:
                     assert reply.status == 400, query
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9440", 200),
+        ("[::1]:9440", 200),
+        ("10.0.0.7", 200),
+        ("localhost:1", 200),
+        (f"{socket.gethostname().upper()}:9440", 200),
+        ("node-7.example:9440", 200),  # in http.hosts
+        ("rebind.evil.example:9440", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("evil.example@127.0.0.1", 200),  # of the address; no browser sends it
+        ("[::1", 403),
+        ("a" * 2000, 403),
+    ],
+)
+async def test_over_tcp_only_hosts_of_this_node_are_served(tmp_path: Path, host: str, status: int) -> None:
+    sections = {"node.run_dir": str(tmp_path), "http.bind": "127.0.0.1:0", "http.hosts": ["node-7.example"]}
+    config = load_config(None, {}, sections)
+    async with serving(config, StillNode()) as server, over_tcp(server) as tcp, over_unix(config) as unix:
+        async with tcp.get("/v1/status", headers={"Host": host}) as reply:
+            assert reply.status == status
+            if status == 403:
+                error = (await reply.json())["error"]
+                assert error["code"] == "not-allowed"
+                assert "http.hosts" in error["message"]
+        async with unix.get("/v1/status", headers={"Host": host}) as reply:
+            assert reply.status == 200

@@ -24,9 +24,8 @@ from kvxferd.telemetry.bounded_series import (
     EngineAndPeerCollector,
     clean_label,
 )
-from kvxferd.telemetry.history import MAX_BYTES, MAX_KEPT, MAX_RECORDS, History
-from kvxferd.telemetry.notable_records import MAX_EXPIRED, MAX_FAILED, MAX_SLOWEST_A_MINUTE, NUM_MINUTES
-from kvxferd.telemetry.samples import MAX_KEYS, RING_S, SLOT_S, Samples
+from kvxferd.telemetry.history import MAX_BYTES, MAX_FAILED, MAX_RECORDS, MAX_SLOW, History
+from kvxferd.telemetry.samples import MAX_KEYS, MAX_SLOWEST_A_MINUTE, RING_S, SLOT_S, Samples
 from tests.support.node_samples import pull_record
 
 
@@ -162,14 +161,14 @@ def test_ten_thousand_engines_and_peers_take_no_more_than_the_bounds() -> None:
         series.record_served(ServedRecord(source=record.source, sink=record.sink, peer=record.peer, bytes=1))
         if number % 100 == 0:
             samples.tick()
-    assert len(history._entries) <= MAX_RECORDS
-    assert len(history._kept) <= MAX_KEPT
-    assert history._num_bytes + history._num_kept_bytes <= MAX_BYTES * 5 // 4
-    assert len(list(history.notable)) <= MAX_FAILED + MAX_EXPIRED + NUM_MINUTES * MAX_SLOWEST_A_MINUTE
+    assert len(history.records()) <= MAX_RECORDS + MAX_FAILED + MAX_SLOW
+    rings = (history._recent, history._failed, history._slow)
+    assert sum(ring.num_bytes for ring in rings) <= MAX_BYTES * 3 // 2
     assert len(samples._slots) <= RING_S // SLOT_S
     assert all(len(slot.failed_from) <= MAX_KEYS for slot in samples._slots)
     for minute in samples._minutes:
         assert len(minute.pairs) == len(minute.peers) == MAX_KEYS + 1
+        assert len(minute.slowest) == MAX_SLOWEST_A_MINUTE
     for rows in (series._pairs, series._peers):
         assert rows is not None
         assert len(rows.rows) <= MAX_SERIES + 1

@@ -36,14 +36,14 @@ def test_one_json_line_for_each_record() -> None:
     configure_logs(LogConfig(format="auto"), stream)  # not a terminal: JSON
     for record in records():
         log_record(record)
-    handshake, pull, failed, release, placement, connected = lines(stream)
+    handshake, pull, failed, release, placement, lanes = lines(stream)
     assert handshake["event"] == "handshake"
-    assert handshake["ranks"] == 8
-    assert pull["transfer"] == "req-0"
+    assert handshake["num_ranks"] == 8
+    assert pull["transfer_id"] == "req-0"
     assert pull["level"] == "info"
-    assert pull["rank"] == "pp0.tp1"
-    assert pull["wire_s"] == 0.01
+    assert pull["phases_s"] == {"queue": 0.001, "wire": 0.01}
     assert "code" not in pull
+    assert "started_at" not in pull
     assert failed["level"] == "warning"
     assert failed["code"] == "lease-expired"
     assert failed["message"] == "cannot pull"
@@ -52,8 +52,7 @@ def test_one_json_line_for_each_record() -> None:
     assert (placement["placement"], placement["lanes"]) == ("direct", "cma")
     assert placement["gigabytes_per_s"] == 4.75
     assert "why" not in placement
-    assert (connected["event"], connected["level"], connected["lanes"]) == ("connected", "warning", "tcp")
-    assert "hostPID" in str(connected["message"])
+    assert (lanes["event"], lanes["level"], lanes["lanes"]) == ("lanes", "warning", "tcp")
 
 
 def test_memory_that_is_not_proved_is_a_warning():
