@@ -160,13 +160,13 @@ def show_handshake(shape: DeploymentShape = LARGE, reader: DeploymentShape = NOD
     read: Any = PEER_MESSAGES.decode(encoded)
     again: Any = PEER_MESSAGES.decode(encoded)
     layouts = LayoutCache()
-    remote = {one.rank: one.layout for one in check_manifests(read.ranks, layouts).values()}
+    remote = {rank: one.layout for rank, one in check_manifests(read.ranks, layouts)[1].items()}
     local = reader.ranks("reader")
     far_spec = read.ranks[0].spec
     packed = encode_plan(make_plan(*local[0], far_spec, remote))
 
     def check_known() -> None:
-        found = check_manifests(again.ranks, layouts)
+        found, _ = check_manifests(again.ranks, layouts)
         check_engine({rank: (one.spec, one.layout) for rank, one in found.items()})
 
     title = f"an engine of {len(ranks)} ranks, met by TP{reader.tp}: {len(encoded) >> 10} KiB of manifest"
