@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvxferd.errors import Code, EngineError, PlanError
 from kvxferd.ids import GroupName
@@ -21,7 +22,6 @@ from kvxferd.layout import (
     unpack_ids,
 )
 from kvxferd.plan.plan import BlockGeometry, GroupRead, Plan, block_geometry
-from kvxferd.plan.token_segments import check_first_token, ids_as_int32
 
 # Expansion counts in int64. A million-token prompt is 2**20.
 MAX_TOKENS = 1 << 48
@@ -29,6 +29,23 @@ MAX_TOKENS = 1 << 48
 MAX_KERNEL_BLOCKS = 1 << 24
 # An array operation costs more than a loop over so few ids.
 MAX_IDS_WITHOUT_NUMPY = 64
+
+
+def ids_as_int32(blocks: PackedBlocks) -> npt.NDArray[np.int32]:
+    """Return a list's ids as int32, without a copy."""
+    return np.frombuffer(blocks.ids, dtype="<i4")
+
+
+def check_first_token(side: BlockGeometry, granule_tokens: int, blocks: PackedBlocks) -> None:
+    """Raise EngineError (blocks-invalid) for a list that begins inside an item or a period of the shards."""
+    period = side.shard.count * side.shard.interleave if side.shard.count > 1 else 1
+    for step, what in ((granule_tokens, "granule"), (period, "turn over the token shards")):
+        if blocks.first_token % step:
+            raise EngineError(
+                f"cannot use the blocks of group {side.group!r}: first_token {blocks.first_token} is no "
+                f"multiple of its {what}, {step} tokens",
+                Code.BLOCKS_INVALID,
+            )
 
 
 class GroupRule(NamedTuple):

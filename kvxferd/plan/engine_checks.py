@@ -52,10 +52,10 @@ def check_engine(ranks: Mapping[Rank, tuple[EngineSpec, RankLayout]]) -> None:
     for rank, (_, layout) in sorted(ranks.items()):
         stages.setdefault(rank.pp_rank, {})[rank] = layout
     _check_stage_sizes(first, stages)
-    check_stage_layers(first, {pp_rank: _stage_layers(stage) for pp_rank, stage in stages.items()})
+    _check_stage_layers(first, {pp_rank: _stage_layers(stage) for pp_rank, stage in stages.items()})
 
 
-def check_stage_layers(spec: EngineSpec, layers: Mapping[int, tuple[int, int]]) -> None:
+def _check_stage_layers(spec: EngineSpec, layers: Mapping[int, tuple[int, int]]) -> None:
     """Raise LayoutError (layers-missing) unless the stages, by pp_rank, hold every layer exactly once."""
     expected = 0
     for pp_rank, (start, end) in sorted(layers.items()):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvxferd.errors import Code, EngineError
 from kvxferd.layout import GroupKind, PackedBlocks, TokenShard
+from kvxferd.plan.block_list_checks import check_first_token, ids_as_int32
 from kvxferd.plan.plan import BlockGeometry, GroupRead
 from kvxferd.plan.run_shapes import Int64s, distinct
 
@@ -41,11 +41,6 @@ class _KernelBlocks(NamedTuple):
         return self.first + len(self.blocks) * self.block_tokens * self.shard.count
 
 
-def ids_as_int32(blocks: PackedBlocks) -> npt.NDArray[np.int32]:
-    """Return a list's ids as int32, without a copy."""
-    return np.frombuffer(blocks.ids, dtype="<i4")
-
-
 def kernel_blocks(side: BlockGeometry, blocks: PackedBlocks) -> Int64s:
     """Return the kernel blocks of a list: each id stands for `blocks_per_id` consecutive ones."""
     ids = ids_as_int32(blocks).astype(np.int64)
@@ -53,18 +48,6 @@ def kernel_blocks(side: BlockGeometry, blocks: PackedBlocks) -> Int64s:
         return ids
     inside = np.arange(side.blocks_per_id, dtype=np.int64)
     return (ids[:, None] * side.blocks_per_id + inside).ravel()
-
-
-def check_first_token(side: BlockGeometry, granule_tokens: int, blocks: PackedBlocks) -> None:
-    """Raise EngineError (blocks-invalid) for a list that begins inside an item or a period of the shards."""
-    period = side.shard.count * side.shard.interleave if side.shard.count > 1 else 1
-    for step, what in ((granule_tokens, "granule"), (period, "turn over the token shards")):
-        if blocks.first_token % step:
-            raise EngineError(
-                f"cannot use the blocks of group {side.group!r}: first_token {blocks.first_token} is no "
-                f"multiple of its {what}, {step} tokens",
-                Code.BLOCKS_INVALID,
-            )
 
 
 def common_segments(read: GroupRead, local: PackedBlocks, remote: PackedBlocks) -> Segments:

@@ -19,8 +19,13 @@ from kvxferd.layout import (
     pack_ids,
 )
 from kvxferd.plan import block_list_checks, check_blocks, check_request
-from kvxferd.plan.block_list_checks import block_rules, check_blocks_by, check_open_blocks, engine_rules
-from kvxferd.plan.token_segments import ids_as_int32
+from kvxferd.plan.block_list_checks import (
+    block_rules,
+    check_blocks_by,
+    check_open_blocks,
+    engine_rules,
+    ids_as_int32,
+)
 from tests.support.attention_engines import FULL, blocks, engine, layout_of, plan_between, spec
 
 PLAIN = layout_of(spec())  # one group, blocks of 4 tokens, ids 0 to 15
