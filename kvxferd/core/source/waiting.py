@@ -144,10 +144,8 @@ class WaitingRequests:
     def wake(self, key: WaitKey) -> None:
         """Consider the first of the requests that wait for this now, and the others in later turns."""
         concerned = self._by_key.get(key, {})
-        first = list(islice(concerned, REQUESTS_PER_TURN))
-        if len(concerned) > len(first):
-            self._due.update(concerned)
-        self._consider_some(first)
+        self._due.update(concerned)
+        self._consider_some(list(islice(concerned, REQUESTS_PER_TURN)))
 
     def wake_later(self, key: WaitKey) -> None:
         """Consider the requests that wait for this after the event: one may end thousands of transfers."""
@@ -155,12 +153,11 @@ class WaitingRequests:
         self._schedule_rest(0.0)
 
     def _consider_some(self, names: Iterable[str]) -> None:
-        """Consider these requests, the last of them in a later turn where the replies are large."""
+        """Consider these requests, or the first of them where the replies are large."""
         num_bytes = 0
         for name in names:
             if num_bytes >= MAX_TURN_BYTES:
-                self._due[name] = None
-                continue
+                break  # the others are due
             self._due.pop(name, None)
             num_bytes += self._consider(self._requests[name])
         self._schedule_rest(NEXT_TURN_S)
