@@ -563,6 +563,8 @@ def test_many_routes_of_one_key_have_one_share():
         effects = source.host.node.feed(event, world.now)
         replies += [e.message for e in effects if getattr(e, "route", b"") == b"%d" % number]
     assert [a.code for a in replies] == [Code.BUSY] * 3
+    another = msgspec.structs.replace(grant_of(world, source, ref, grant="g0"), request=9)
+    assert not world.send_request(source.host, another, key="0b")  # it takes the place of the first
 
 
 def test_a_request_waits_with_the_names_that_it_is_counted_for(world, source):
