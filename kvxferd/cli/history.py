@@ -12,13 +12,13 @@ from urllib.parse import urlencode
 
 import click
 
-from kvxferd.cli.options import json_option, watchable, with_control_client
+from kvxferd.cli.options import form_option, json_option, watchable, with_control_client
 from kvxferd.errors import Code, KvxferdError
 from kvxferd.records import HandshakeRecord, PullRecord, Record, ReleaseRecord
 from kvxferd.telemetry.history import DEFAULT_PAGE, MAX_PAGE, record_from_json
 from kvxferd.telemetry.units import format_date, format_size, format_time
 from kvxferd.tooling.control_client import ControlClient
-from kvxferd.tooling.output import Column, print_json, print_table, printable
+from kvxferd.tooling.output import Column, print_json, print_line, print_table, printable
 from kvxferd.wire.endpoint import address_of
 
 KINDS = "pull,handshake,release"
@@ -62,7 +62,7 @@ class Duration(click.ParamType[float]):
     help=f"At most so many of the last: {SHOWN}, {DEFAULT_PAGE} with --json, {SHOWN_AT_FIRST} with --follow.",
 )
 @click.option("-f", "--follow", is_flag=True, help="Go on: print each record as it comes, until interrupted.")
-@click.option("--wide", is_flag=True, help="All columns, also where they do not fit.")
+@form_option
 @json_option
 @with_control_client
 @watchable
@@ -76,7 +76,7 @@ def history(
     engine: str | None,
     limit: int | None,
     follow: bool,
-    wide: bool,
+    form: str,
 ) -> None:
     """Show what ended on this node: pulls, handshakes, and releases of what it published. Times are UTC.
 
@@ -89,6 +89,7 @@ def history(
         **({"transfer": transfer} if transfer else {}),
         **({"engine": engine} if engine else {}),
     }
+    as_json = as_json or form == "json"
     usual = SHOWN_AT_FIRST if follow else DEFAULT_PAGE if as_json else SHOWN
     shown = limit or (usual if since is None else MAX_PAGE)
     page = _search(daemon, filters | {"limit": str(shown)})
@@ -100,9 +101,13 @@ def history(
         _follow(daemon, filters, page, as_json)
     elif as_json:
         print_json(page)
+    elif form == "name":
+        for name in dict.fromkeys(one.get("transfer_id") for one in page["records"]):
+            if name is not None:
+                print_line(name)
     else:
         records = [record_from_json(one) for one in page["records"]]
-        print_table("History", COLUMNS, records, is_wide=wide, details=_details)
+        print_table("History", COLUMNS, records, is_wide=form == "wide", details=_details)
         if is_cut:
             click.echo(f"These are the last {shown}; --limit {MAX_PAGE} shows more.", err=True)
 

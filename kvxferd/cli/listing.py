@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from kvxferd.cli.options import F, json_option, watchable, with_control_client
+from kvxferd.cli.options import F, form_option, json_option, watchable, with_control_client
 from kvxferd.ids import Endpoint
 from kvxferd.records import (
     EngineSnapshot,
@@ -23,8 +23,6 @@ from kvxferd.telemetry.units import format_size, format_time
 from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.output import Column, format_count, print_json, print_line, print_table
 from kvxferd.wire.endpoint import address_of
-
-FORMS = ("table", "wide", "json", "name")
 
 
 class Listing(NamedTuple):
@@ -57,15 +55,7 @@ def list_verb(path: str, *listings: Listing) -> Callable[[F], F]:
 
     def make(verb: F) -> F:
         @json_option
-        @click.option(
-            "-o",
-            "--output",
-            "form",
-            type=click.Choice(FORMS),
-            default=FORMS[0],
-            show_default=True,
-            help="The columns that fit, all columns, one JSON object, or the names of the first table alone.",
-        )
+        @form_option
         @click.option("--sort", metavar="COLUMN", help="Sort by this column; -COLUMN: from the highest.")
         @with_control_client
         @watchable

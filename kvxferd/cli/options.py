@@ -25,6 +25,15 @@ DEFAULT_INTERVAL_S = 2.0
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 86_400.0
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+form_option = click.option(
+    "-o",
+    "--output",
+    "form",
+    type=click.Choice(("table", "wide", "json", "name")),
+    default="table",
+    show_default=True,
+    help="The columns that fit, all columns, one JSON object, or the names in the first table alone.",
+)
 
 
 def _socket_at(ctx: click.Context, param: click.Parameter, path: str | None) -> str | None:

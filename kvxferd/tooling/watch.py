@@ -134,7 +134,7 @@ def fit_height(text: str, columns: int, lines: int) -> str:
     while kept < len(shown) and heights[kept] <= room:
         room -= heights[kept]
         kept += 1
-    return "\n".join([*shown[:kept], f"({len(shown) - kept} more lines; all are shown when it runs once)\n"])
+    return "\n".join([*shown[:kept], f"({len(shown) - kept} more lines; a taller terminal shows them)\n"])
 
 
 def _now() -> str:

@@ -46,6 +46,8 @@ async def test_filters_are_the_servers(tmp_path: Path) -> None:
         assert (none["records"], none["dropped"]) == ([], 0)
         one = json.loads((await run("history", "--engine", "decode-0", "--limit", "1", *socket)).stdout)
         assert [record["kind"] for record in one["records"]] == ["release"]
+        names = await run("history", "-o", "name", *socket[:2])
+        assert names.stdout.splitlines() == ["req-0", "req-5"]
         nothing = await run("history", "--transfer", "x" * 300, *socket[:2])
         assert "History: none" in nothing.stdout
 

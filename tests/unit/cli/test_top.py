@@ -217,11 +217,11 @@ async def test_an_interval_that_cannot_be(tmp_path: Path, verb: str, flag: str, 
     ("text", "columns", "lines", "shown"),
     [
         ("a\nb\n", 10, 3, "a\nb\n"),
-        ("a\nb\nc\n", 10, 3, "a\n(2 more lines; all are shown when it runs once)\n"),
-        ("a" * 30 + "\nb\n", 10, 4, "(2 more lines; all are shown when it runs once)\n"),
+        ("a\nb\nc\n", 10, 3, "a\n(2 more lines; a taller terminal shows them)\n"),
+        ("a" * 30 + "\nb\n", 10, 4, "(2 more lines; a taller terminal shows them)\n"),
         ("\x1b[1m" + "a" * 10 + "\x1b[0m\nb\n", 10, 3, "\x1b[1m" + "a" * 10 + "\x1b[0m\nb\n"),
         ("\u6f22" * 5 + "\nb\n", 10, 3, "\u6f22" * 5 + "\nb\n"),
-        ("\u6f22" * 6 + "\nb\n", 10, 3, "(2 more lines; all are shown when it runs once)\n"),
+        ("\u6f22" * 6 + "\nb\n", 10, 3, "(2 more lines; a taller terminal shows them)\n"),
     ],
 )
 def test_a_frame_fits_the_terminal(text: str, columns: int, lines: int, shown: str) -> None:
