@@ -75,11 +75,7 @@ class TimerWatch:
         if lateness is None:
             return
         self._on_late(lateness)
-        line = self._late_timers.add(lateness, after.now)
-        if line is None:
-            return
-        late_s = round(line.late_s, 3)
-        if line.cause is Cause.STOPPED:
-            log.info("timers late", cause=line.cause.value, late_s=late_s, times=line.times)
-        else:
-            log.warning("timers late", cause=line.cause.value, late_s=late_s, times=line.times)
+        self._late_timers.add(lateness, after.now)
+        write = log.info if lateness.cause is Cause.STOPPED else log.warning
+        cause = lateness.cause.value
+        write("timers late", limit_by=cause, cause=cause, late_s=round(lateness.late_s, 3))
