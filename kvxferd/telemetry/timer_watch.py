@@ -76,6 +76,8 @@ class TimerWatch:
             return
         self._on_late(lateness)
         self._late_timers.add(lateness, after.now)
-        write = log.info if lateness.cause is Cause.STOPPED else log.warning
-        cause = lateness.cause.value
-        write("timers late", limit_by=cause, cause=cause, late_s=round(lateness.late_s, 3))
+        cause, late_s = lateness.cause.value, round(lateness.late_s, 3)
+        if lateness.cause is Cause.STOPPED:
+            log.info("timers late", limit_by=cause, cause=cause, late_s=late_s)
+        else:
+            log.warning("timers late", limit_by=cause, cause=cause, late_s=late_s)
