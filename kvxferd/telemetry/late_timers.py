@@ -6,9 +6,11 @@ deadlines and replies without an error anywhere, so a daemon that is kept off th
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -17,8 +19,6 @@ from typing import NamedTuple
 LATE_S = 0.5
 # A warning ends after this long without a late timer.
 CLEAR_AFTER_S = 300.0
-# At most one line for each cause in this time; its `times` counts all of them.
-LOG_EVERY_S = 60.0
 
 REMEDY = (
     "hold the engines to fewer processors (taskset, cpusets, AllowedCPUs=), or raise the daemon's CPU limit: "
@@ -52,11 +52,6 @@ class Lateness(NamedTuple):
     cause: Cause
 
 
-def read_clocks() -> ClockReading:
-    """Return the clocks of the calling thread. A kernel without schedstat gives no `waited_s`."""
-    return ClockReading(time.monotonic(), time.process_time(), _read_waited_s())
-
-
 class ThreadClocks:
     """The clocks of the thread that makes it, for many readings: the file of the kernel's count stays open.
 
@@ -69,7 +64,7 @@ class ThreadClocks:
             self._fd = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> ClockReading:
-        """Return the clocks now; after `close`, without `waited_s`. Only on that thread."""
+        """Return the clocks now; `waited_s` is None after `close`, and where the kernel does not count."""
         waited_s = None
         if self._fd >= 0:
             with suppress(OSError):
@@ -83,11 +78,13 @@ class ThreadClocks:
             self._fd = -1
 
 
-def _read_waited_s() -> float | None:
+def read_clocks() -> ClockReading:
+    """Return the clocks of the calling thread."""
+    clocks = ThreadClocks()
     try:
-        return waited_s_of(_SCHEDSTAT.read_bytes())
-    except OSError:
-        return None
+        return clocks.read()
+    finally:
+        clocks.close()
 
 
 def waited_s_of(schedstat: bytes) -> float | None:
@@ -121,36 +118,39 @@ def lateness_of(before: ClockReading, after: ClockReading, sleep_s: float) -> La
     return Lateness(late_s, max(parts, key=lambda cause: parts[cause]))
 
 
-class LogLine(NamedTuple):
-    """What a log line reports: all late timers of a cause since the last one."""
+@dataclass(slots=True)
+class _LateOfCause:
+    times: int = 0
+    late_s: float = 0.0  # the latest of them
+    last_at: float = -math.inf
 
-    cause: Cause
-    late_s: float  # the latest of them
-    times: int
+    def is_over(self, now: float) -> bool:
+        return now - self.last_at > CLEAR_AFTER_S
 
 
 class LateTimers:
-    """The late timers of the last minutes, by cause."""
+    """The late timers of the last minutes, by cause; each begins anew after `CLEAR_AFTER_S` without one."""
 
     def __init__(self) -> None:
-        self._episodes: dict[Cause, _Episode] = {}
+        self._causes = {cause: _LateOfCause() for cause in Cause}
 
-    def add(self, lateness: Lateness, now: float) -> LogLine | None:
-        """Record a late timer. Return what to log now; None: too soon after the last line."""
-        before = self._episodes.get(lateness.cause)
-        if before is not None and not before.is_over(now):
-            return before.add(lateness, now)
-        episode = self._episodes[lateness.cause] = _Episode(before.logged_at if before else None)
-        return episode.add(lateness, now)
+    def add(self, lateness: Lateness, now: float) -> None:
+        """Record a late timer."""
+        if self._causes[lateness.cause].is_over(now):
+            self._causes[lateness.cause] = _LateOfCause()
+        late = self._causes[lateness.cause]
+        late.times += 1
+        late.late_s = max(late.late_s, lateness.late_s)
+        late.last_at = now
 
     def warnings(self, now: float) -> dict[Cause, str]:
         """Return a sentence for each cause that an operator can act on, with what to do."""
         found: dict[Cause, str] = {}
-        for cause, episode in sorted(self._episodes.items()):
-            if cause is Cause.STOPPED or episode.is_over(now):
+        for cause, late in self._causes.items():
+            if cause is Cause.STOPPED or late.is_over(now):
                 continue
-            times = "once" if episode.times == 1 else f"{episode.times} times"
-            how = f"by up to {episode.late_s:.1f} s, {times}, last {now - episode.last_at:.0f} s ago"
+            times = "once" if late.times == 1 else f"{late.times} times"
+            how = f"by up to {late.late_s:.1f} s, {times}, last {now - late.last_at:.0f} s ago"
             if cause is Cause.STARVED:
                 found[cause] = (
                     f"the node starves this daemon: it had no processor, and its timers were late {how}; "
@@ -161,30 +161,3 @@ class LateTimers:
                     f"this daemon computed, and its timers were late {how}; report it with the daemon's log"
                 )
         return found
-
-
-class _Episode:
-    """Late timers of one cause, none `CLEAR_AFTER_S` after the one before it."""
-
-    def __init__(self, logged_at: float | None) -> None:
-        self.times = 0
-        self.late_s = 0.0
-        self.last_at = 0.0
-        self.logged_at = logged_at
-        self._unlogged_times = 0
-        self._unlogged_s = 0.0
-
-    def is_over(self, now: float) -> bool:
-        return now - self.last_at > CLEAR_AFTER_S
-
-    def add(self, lateness: Lateness, now: float) -> LogLine | None:
-        self.times += 1
-        self.late_s = max(self.late_s, lateness.late_s)
-        self.last_at = now
-        self._unlogged_times += 1
-        self._unlogged_s = max(self._unlogged_s, lateness.late_s)
-        if self.logged_at is not None and now - self.logged_at < LOG_EVERY_S:
-            return None
-        line = LogLine(lateness.cause, self._unlogged_s, self._unlogged_times)
-        self.logged_at, self._unlogged_times, self._unlogged_s = now, 0, 0.0
-        return line

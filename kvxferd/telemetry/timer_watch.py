@@ -75,11 +75,9 @@ class TimerWatch:
         if lateness is None:
             return
         self._on_late(lateness)
-        line = self._late_timers.add(lateness, after.now)
-        if line is None:
-            return
-        late_s = round(line.late_s, 3)
-        if line.cause is Cause.STOPPED:
-            log.info("timers late", cause=line.cause.value, late_s=late_s, times=line.times)
+        self._late_timers.add(lateness, after.now)
+        cause, late_s = lateness.cause.value, round(lateness.late_s, 3)
+        if lateness.cause is Cause.STOPPED:
+            log.info("timers late", limit_by=cause, cause=cause, late_s=late_s)
         else:
-            log.warning("timers late", cause=line.cause.value, late_s=late_s, times=line.times)
+            log.warning("timers late", limit_by=cause, cause=cause, late_s=late_s)
