@@ -71,6 +71,8 @@ _ENDED = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "it does not speak as a daemon does, or has another key",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it ended the handshake: it has another key, or is no daemon",
 }
+# Then libzmq makes no other connection for that socket.
+_REFUSED = (int(zmq.EVENT_HANDSHAKE_FAILED_AUTH), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL))
 _CONNECTED, _MONITOR_STOPPED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_MONITOR_STOPPED)
 STOP_MS = 2_000  # for libzmq to close all connections
 # A routing id that libzmq generates: a zero and a number. One that a peer chooses may start with a zero too.
@@ -496,6 +498,8 @@ class PeerSocket:
             self._close(self._monitors.pop(monitor))
         elif (watched := self._dealers.get(endpoint)) is not None and watched.socket is dealer:
             is_made = event == _CONNECTED
+            if event in _REFUSED:
+                self.disconnect(endpoint)  # what is sent next connects anew
             self._on_event(PeerConnected(endpoint) if is_made else PeerDisconnected(endpoint, _ENDED[event]))
 
     def disconnect(self, endpoint: Endpoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -11,6 +12,7 @@ import zmq
 
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.core import events as ev
+from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import ConfigError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.wire.peer import ReleaseGrant
@@ -21,13 +23,13 @@ LIMIT_S = 30.0
 class Daemon:
     """A peer socket, with what it has received."""
 
-    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(self, address: str = "tcp://127.0.0.1:0", allowlist: PeerAllowlist | None = None) -> None:
         self.requests: list[tuple[bytes, int]] = []  # routes and numbers
         self.replies: list[tuple[str, int]] = []
         self.connections: list[ev.PeerConnected | ev.PeerDisconnected] = []
         self.is_stopped = False
         self._changed = asyncio.Event()
-        self.socket = PeerSocket(address, self._on_event)
+        self.socket = PeerSocket(address, self._on_event, allowlist)
         self.socket.start()
         self.address = Endpoint(self.socket.bound_endpoint)
 
@@ -57,8 +59,8 @@ class Daemon:
 async def start() -> AsyncIterator[Callable[..., Daemon]]:
     daemons: list[Daemon] = []
 
-    def make(*address: str) -> Daemon:
-        daemons.append(Daemon(*address))
+    def make(*address: str, allowlist: PeerAllowlist | None = None) -> Daemon:
+        daemons.append(Daemon(*address, allowlist=allowlist))
         return daemons[-1]
 
     yield make
@@ -144,6 +146,19 @@ async def test_a_peer_that_dies_is_reported(start: Callable[..., Daemon]) -> Non
     gone = ev.PeerDisconnected(answering.address, "it has closed the connection")
     await asking.until(lambda: gone in asking.connections)
     assert asking.connections[0] == ev.PeerConnected(answering.address)
+
+
+async def test_a_peer_that_admits_this_node_later_is_reached(start: Callable[..., Daemon]) -> None:
+    """libzmq makes no other connection behind a handshake that was refused."""
+    nobody = PeerAllowlist(networks=(ipaddress.ip_network("10.9.0.0/16"),))
+    asking, answering = start(), start(allowlist=nobody)
+    asking.socket.send(answering.address, question(1))
+    refused = ev.PeerDisconnected(answering.address, "it does not admit this node")
+    await asking.until(lambda: refused in asking.connections)
+    answering.socket.set_allowlist(PeerAllowlist())
+    asking.socket.send(answering.address, question(2))
+    await answering.until(lambda: bool(answering.requests))
+    assert [number for _, number in answering.requests] == [2]
 
 
 async def test_what_this_node_disconnects_is_not_reported_and_leaves_nothing(
