@@ -21,8 +21,9 @@ from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.prepared import PreparedGrants
 from kvxferd.core.sink.pull import Pull
 from kvxferd.core.sink.pulls import Pulls
-from kvxferd.core.source.announced import ALL_TOKENS, Report
+from kvxferd.core.source.announced import Report
 from kvxferd.core.source.publishing import PublishedTransfers
+from kvxferd.core.source.transfer_table import ALL_TOKENS
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import Ticket, TransferId
 from kvxferd.layout import BlocksByGroup

@@ -310,7 +310,10 @@ class GrantClient:
                 self._handshake_client.forget_engine(hold.ref.endpoint, hold.ref.engine)
                 self._learn_engine(hold)
                 return
+            has_page = hold.granted is not None
             self._settle(hold, Refusal(reply.code, reply.message, reply.retry_after_s))
+            if has_page:
+                self._send_return(hold)
         else:
             what = type(reply).__name__
             self._settle(hold, Refusal(Code.BAD_FRAME, f"cannot use the peer's reply to a grant: a {what}"))

@@ -213,7 +213,8 @@ class Pulls:
             case Need.TOKENS:
                 self._await_tokens(pull)
             case Need.LAPSED:
-                self._ask_again(pull, _mover_lost(pull))
+                lapsed = _refusal(pull, Code.RELEASED, "its grant ended while it waited; pull again")
+                self._ask_again(pull, _mover_lost(pull) if pull.num_movers_lost else lapsed)
             case Need.REFUSED:
                 assert pull.held_grant.refusal is not None
                 self._fail(pull, PullTrigger.REFUSE, pull.held_grant.refusal)

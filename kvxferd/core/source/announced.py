@@ -14,8 +14,6 @@ from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.source.transfer_table import TransferKey
 from kvxferd.ids import BootId, EngineKey, Incarnation, Rank, TransferId
 
-ALL_TOKENS = 1 << 62  # more than any transfer has
-
 
 class Report(NamedTuple):
     """How far a rank has written a transfer, and in which mapping of its memory."""
@@ -70,9 +68,13 @@ class Announcements:
             one = self._by_engine.setdefault(engine, {})[key[1]] = _Announced(owner)
         known = one.reports.get(rank)
         if known is None or known.incarnation != report.incarnation or known.num_tokens < report.num_tokens:
+            if known is not None:
+                one.end_report(rank)
             one.reports[rank] = report
             lease_s = self._context.settings.lease_s
             self._context.after(("announced", key), lease_s, lambda: self._expire(key))
+        elif report.request not in (None, known.request):
+            one.late.add(report.request)
 
     def take(self, key: TransferKey) -> Mapping[Rank, Report]:
         """Return the reports of the transfer, which count here no more."""

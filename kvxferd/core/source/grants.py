@@ -149,7 +149,7 @@ class GrantServer:
     def _transfer_obstacle(
         self, request: WaitingRequest[GrantRequest], transfer: Transfer, engine: LocalEngine
     ) -> Obstacle | None:
-        message, grant = request.message, GrantId(request.name)
+        message, grant = request.message, GrantId(str(request.name))
         if transfer.nonce != message.ref.nonce:
             return Obstacle(Code.NONCE_WRONG, "the reference's nonce is not the transfer's")
         if self._published.table.by_grant.get(grant, transfer) is not transfer:
@@ -182,7 +182,7 @@ class GrantServer:
 
     def _grant(self, request: WaitingRequest[GrantRequest], transfer: Transfer) -> None:
         """Put the grant on the transfer's lease, or renew it: for `max_hold_s` and one lease in all."""
-        now, settings, grant_id = self._context.now, self._context.settings, GrantId(request.name)
+        now, settings, grant_id = self._context.now, self._context.settings, GrantId(str(request.name))
         known = transfer.grants.get(grant_id)
         granted_at = known.granted_at if known else now
         grant = Grant(

@@ -31,7 +31,7 @@ class HandshakeServer:
         """Reply now or later. A repeated request changes nothing."""
         try:
             request = WaitingRequest(
-                name=f"fetch/{route.hex()}/{message.request}",
+                name=(route, message.request),
                 peer_id=key or route.hex(),
                 route=route,
                 message=message,

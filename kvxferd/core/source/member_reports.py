@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
 from kvxferd.core.ranks.home import Home
-from kvxferd.core.source.announced import ALL_TOKENS, Report
+from kvxferd.core.source.announced import Report
 from kvxferd.core.source.publishing import PublishedTransfers
+from kvxferd.core.source.transfer_table import ALL_TOKENS
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import EngineKey
 from kvxferd.wire.limits import MAX_NAME_CHARS

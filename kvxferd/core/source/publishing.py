@@ -19,10 +19,10 @@ from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.rank import ASLEEP, LocalRank, MemberRank, RankRecord
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.source.announced import ALL_TOKENS, Announcements, Report
+from kvxferd.core.source.announced import Announcements, Report
 from kvxferd.core.source.ended import EndedTransfers
 from kvxferd.core.source.publish_checks import Admitted, PublishChecks
-from kvxferd.core.source.transfer_table import Transfer, TransferKey, TransferTable
+from kvxferd.core.source.transfer_table import ALL_TOKENS, Transfer, TransferKey, TransferTable
 from kvxferd.core.source.waiting import WaitingRequests
 from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code, EngineError, KvxferdError
@@ -133,7 +133,7 @@ class PublishedTransfers:
     ) -> Transfer:
         now, settings, rank = self._context.now, self._context.settings, session.own_rank
         lease_s = message.lease_s or settings.lease_s
-        num_ready = message.num_tokens if message.ready_tokens < 0 else message.ready_tokens
+        num_ready = ALL_TOKENS if message.ready_tokens < 0 else message.ready_tokens
         return Transfer(
             engine=admitted.engine.key,
             transfer_id=message.transfer_id,

@@ -32,6 +32,9 @@ MAX_RECORDED = 8
 MAX_READERS = 256
 READER_COST = 8  # of a reader itself, in ranks: its names take as much
 
+# What a rank has written that has said so: more than any count of tokens, since states may come behind them.
+ALL_TOKENS = 1 << 62
+
 
 @dataclass(slots=True)
 class Grant:
@@ -113,12 +116,13 @@ class Transfer:
             self.incarnations = {**self.incarnations, rank: incarnation}
         elif incarnation != known:
             return False
-        self.ready_tokens[rank] = max(self.ready_tokens.get(rank, 0), min(ready_tokens, self.num_tokens))
+        num_ready = ready_tokens if ready_tokens < self.num_tokens else ALL_TOKENS
+        self.ready_tokens[rank] = max(self.ready_tokens.get(rank, 0), num_ready)
         return True
 
     def unready(self, spec: EngineSpec) -> list[Rank]:
         """Return the ranks that have not written all of it."""
-        return [r for r in self._writers(spec) if self.ready_tokens.get(r, 0) < self.num_tokens]
+        return [r for r in self._writers(spec) if self.ready_tokens.get(r, 0) < ALL_TOKENS]
 
     def is_ready(self, spec: EngineSpec) -> bool:
         """Whether every rank of the engine has finished writing all blocks."""

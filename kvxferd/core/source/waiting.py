@@ -22,10 +22,18 @@ from kvxferd.wire.peer import GrantRequest, ManifestRequest, PeerRefused, StillW
 
 M = TypeVar("M", GrantRequest, ManifestRequest)
 
-# What a request waits for: a rank of the engine, the transfer, or that the agent's mover polls. Thousands may
-# wait for transfers that are being computed, and a change of another one considers none of them. An engine's
-# id may be an agent's name, too: then a change considers more than its own.
-WaitKey = EngineId | TransferKey | AgentName
+
+class PollingOf(NamedTuple):
+    """That this agent's mover polls. An engine's id may be the same text."""
+
+    agent: AgentName
+
+
+# What a request waits for: a rank of the engine, the transfer, or a mover. Thousands may wait for transfers
+# that are being computed, and a change of another one considers none of them.
+WaitKey = EngineId | TransferKey | PollingOf
+# A grant's name, which its peer chooses; of a fetch, which has none, its route and number.
+RequestName = str | tuple[bytes, int]
 
 # What a request is counted for: itself, and each of its names beside the characters.
 REQUEST_BYTES, NAME_BYTES = 2048, 64
@@ -43,7 +51,7 @@ class Obstacle(NamedTuple):
 class WaitingRequest(Generic[M]):
     """A request that has no reply yet."""
 
-    name: str  # unique among the requests that wait
+    name: RequestName  # unique among the requests that wait
     peer_id: str  # the peer's key, or its route
     route: bytes
     message: M
@@ -64,10 +72,10 @@ class WaitingRequests:
         self._context = context
         self._poll_requests = poll_requests
         self._share = context.ledger[WAITING_BYTES]
-        self._requests: dict[str, WaitingRequest[Any]] = {}
-        self._by_key: dict[WaitKey, dict[str, None]] = {}
+        self._requests: dict[RequestName, WaitingRequest[Any]] = {}
+        self._by_key: dict[WaitKey, dict[RequestName, None]] = {}
         self._num_of_peer: Counter[str] = Counter()
-        self._due: set[str] = set()  # to be considered soon
+        self._due: set[RequestName] = set()  # to be considered soon
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -106,7 +114,7 @@ class WaitingRequests:
         """Yield what the requests are counted for."""
         return ((WAITING_BYTES, request.peer_id, request.num_bytes) for request in self._requests.values())
 
-    def get(self, name: str) -> WaitingRequest[Any] | None:
+    def get(self, name: RequestName) -> WaitingRequest[Any] | None:
         """Return the request of that name that waits."""
         return self._requests.get(name)
 
@@ -114,10 +122,10 @@ class WaitingRequests:
         """Have the movers of these agents, and no others, poll for the request. Return whether all do."""
         for agent in sorted(request.agents - agents):
             self._poll_requests.release(agent, request)
-            discard(self._by_key, agent, request.name)
+            discard(self._by_key, PollingOf(agent), request.name)
         for agent in sorted(agents):  # also those of a request before: one to another node may have failed
             self._poll_requests.acquire(agent, request)
-            self._by_key.setdefault(agent, {})[request.name] = None
+            self._by_key.setdefault(PollingOf(agent), {})[request.name] = None
         request.agents = agents
         return all(map(self._poll_requests.is_polling, agents))
 
@@ -145,7 +153,7 @@ class WaitingRequests:
                 self._due.add(name)
                 self._context.put_off(self._requests[name].peer_id, partial(self._consider_named, name))
 
-    def _consider_named(self, name: str) -> None:
+    def _consider_named(self, name: RequestName) -> None:
         self._due.discard(name)
         if (request := self._requests.get(name)) is not None:
             self._consider(request)

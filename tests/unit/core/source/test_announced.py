@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvxferd.core.source.announced import ALL_TOKENS, Announcements, Report
+from kvxferd.core.source.announced import Announcements, Report
+from kvxferd.core.source.transfer_table import ALL_TOKENS
 from kvxferd.ids import BootId, EngineId, EngineKey, Generation, Incarnation, Rank, TransferId
 from kvxferd.wire.worker import Ready
 from tests.support.simulation import World

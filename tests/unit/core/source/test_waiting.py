@@ -11,8 +11,9 @@ from kvxferd.core.context import CALLS_PER_TICK
 from kvxferd.core.limits.table import WAITING_BYTES
 from kvxferd.core.source.grants import GrantServer
 from kvxferd.core.source.manifests import HandshakeServer
+from kvxferd.core.source.waiting import Obstacle, WaitingRequest
 from kvxferd.errors import Code
-from kvxferd.ids import AgentName, Rank
+from kvxferd.ids import AgentName, EngineId, Rank
 from kvxferd.wire import mover as mv
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES
@@ -238,3 +239,25 @@ def test_a_release_refuses_those_that_wait_for_the_transfer(waiting: tuple[World
     assert refused.message == (
         "cannot grant transfer unready: it was released (unpublished); its blocks may hold others"
     )
+
+
+def test_an_engine_that_has_an_agents_name_is_not_taken_for_it() -> None:
+    waiting = World().host("p").node.waiting
+    ref = TransferRef("tcp://p:9441", "x", "g1", "t", "n")
+    message = GrantRequest(
+        request=1, grant="g", ref=ref, consumer=Consumer("decode", "g1", Rank(0, 0), 1), reads=(), wait_s=9.0
+    )
+    request = WaitingRequest(
+        name="g",
+        peer_id="d",
+        route=b"d",
+        message=message,
+        wanted="grant transfer t",
+        num_bytes=1,
+        waits_for=frozenset([EngineId("x")]),
+        reply=lambda _: Obstacle(Code.MOVER_LOST, "its movers do not answer", 9.0),
+    )
+    waiting.receive(request)
+    assert not waiting.poll(request, frozenset([AgentName("x")]))
+    waiting.remove(request)
+    assert (len(waiting), waiting.most_of_peer, waiting._by_key) == (0, 0, {})
