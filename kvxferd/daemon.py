@@ -123,9 +123,9 @@ class Daemon:
         self._peer_socket = PeerSocket(
             config.peer.bind,
             self._on_event,
+            lambda: self._node,
             self._peer_admission.allowlist,
             self._peer_admission.key,
-            lambda: self._node,
         )
 
     # --- start and stop

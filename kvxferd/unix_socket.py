@@ -1,4 +1,4 @@
-"""The process at the other end of a Unix socket: its credentials, its exit, and whether it listens."""
+"""Unix sockets of the daemon, and the process at the other end: its credentials, its exit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import os
 import socket
 import struct
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+
+from kvxferd.errors import Code, ConfigError
 
 _SO_PEERPIDFD = 77  # Linux 6.5; Python does not define it
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
@@ -34,16 +37,32 @@ def credentials_of(accepted: socket.socket) -> Credentials:
     )
 
 
-def is_listening(path: Path) -> bool:
-    """Whether a process listens at the path. A dead daemon leaves its file, which refuses connections."""
-    try:
-        return listening_pid(path) is not None
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        if error.errno is None:
-            return False  # longer than any socket's path
-        raise
+def bind_unix_socket(path: Path, mode: int, setting: str) -> socket.socket:
+    """Return a socket bound to the path, whose file has that mode; a dead daemon's file is replaced.
+
+    No client can connect before it listens, which is left to the caller. Raises ConfigError, which names the
+    setting, also where another daemon listens there.
+    """
+    what = f"cannot listen on {setting} = {str(path)!r}"
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    with ExitStack() as closing:
+        closing.callback(bound.close)
+        try:
+            if path.exists():
+                if not path.is_socket():
+                    raise ConfigError(f"{what}: it is there and is no socket; remove it")
+                if (holder := listening_pid(path)) is not None:
+                    raise ConfigError(
+                        f"{what}: another daemon does, process {holder}; give this one another {setting}",
+                        Code.ALREADY_RUNNING,
+                    )
+                path.unlink()
+            bound.bind(os.fspath(path))
+            path.chmod(mode)
+        except OSError as error:
+            raise ConfigError(f"{what}: {error.strerror or error}") from error
+        closing.pop_all()
+    return bound
 
 
 def listening_pid(path: Path) -> int | None:

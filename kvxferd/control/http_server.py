@@ -29,7 +29,7 @@ from kvxferd.control.response_cache import METRICS, NODE_ADMIN, RESPONSE_CACHE, 
 from kvxferd.control.responses import error_response
 from kvxferd.errors import Code, ConfigError, KvxferdError, count_busy_refusal
 from kvxferd.telemetry.metrics import Metrics
-from kvxferd.unix_socket import is_own_uid, listening_pid
+from kvxferd.unix_socket import bind_unix_socket, is_own_uid
 
 __all__ = ["HttpServer"]
 
@@ -69,7 +69,7 @@ class HttpServer:
             self.listeners = listeners = HttpListeners(runner.server, self._max_connections)
             closing.push_async_callback(listeners.close)
             path = Path(self._config.control.socket)
-            listener = _listen_unix(path)
+            listener = bind_unix_socket(path, CONTROL_SOCKET_MODE, "control.socket")
             # Runs before the listeners are closed, so that no client finds a socket without a listener.
             closing.callback(path.unlink, missing_ok=True)
             listeners.listen(listener)
@@ -208,33 +208,6 @@ def _is_host_known(host: str, names: frozenset[str]) -> bool:
     except ValueError:
         return False
     return name.rstrip(".") in names or is_numeric(name)
-
-
-def _listen_unix(path: Path) -> socket.socket:
-    """Return a socket bound to the path, with the control socket's mode from its creation on.
-
-    Replace the socket file of a dead daemon, where no process listens. Raises ConfigError.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    before = os.umask(0o777 & ~CONTROL_SOCKET_MODE)
-    try:
-        if path.is_socket():
-            if (holder := listening_pid(path)) is not None:
-                raise ConfigError(
-                    f"cannot listen on control.socket = {str(path)!r}: process {holder} does",
-                    Code.ALREADY_RUNNING,
-                )
-            path.unlink()
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on control.socket = {str(path)!r}: {error.strerror}") from error
-    except ConfigError:
-        listener.close()
-        raise
-    finally:
-        os.umask(before)
-    return listener
 
 
 def _listen_tcp(bind: str) -> socket.socket:

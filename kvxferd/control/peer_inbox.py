@@ -63,18 +63,6 @@ class EarlyChecks(Protocol):
         ...
 
 
-class NoChecks:
-    """Accepts everything, without a node."""
-
-    def refusal_of_join(self, route: bytes, message: JoinRankOutline, key: str) -> PeerRefused | None:
-        """Return None."""
-        return None
-
-    def is_request_open(self, endpoint: Endpoint, request: int) -> bool:
-        """Return True."""
-        return True
-
-
 class Sender(NamedTuple):
     """A connection and its peer. One is created for each message: a dataclass would take 1 us more."""
 

@@ -21,7 +21,7 @@ from kvxferd.control import zap
 from kvxferd.control.connection_guard import ConnectionGuard
 from kvxferd.control.connection_shutdown import shut_accepted_connections
 from kvxferd.control.curve_keys import CurveKeyPair
-from kvxferd.control.peer_inbox import EarlyChecks, NoChecks, PeerInbox, Sender
+from kvxferd.control.peer_inbox import EarlyChecks, PeerInbox, Sender
 from kvxferd.control.resolver import Resolver, is_numeric
 from kvxferd.control.unread_replies import MAX_SHORT_REPLIES, MIN_TRACKED_BYTES, UnreadReplies
 from kvxferd.control.zap import ZapAuthenticator
@@ -97,9 +97,9 @@ class PeerSocket:
         self,
         bind: str,
         on_event: Callable[[Event], None],
+        checks: Callable[[], EarlyChecks],
         allowlist: PeerAllowlist | None = None,
         key: CurveKeyPair | None = None,
-        checks: Callable[[], EarlyChecks] | None = None,
         resolver: Resolver | None = None,
     ) -> None:
         self._bind = bind
@@ -114,7 +114,7 @@ class PeerSocket:
         self._context.set(zmq.MAX_SOCKETS, MAX_ZMQ_SOCKETS)
         self._router: _WatchedSocket | None = None
         self._guard: ConnectionGuard | None = None
-        self._inbox = PeerInbox(checks or NoChecks, on_event, self.reply, self._is_admitted)
+        self._inbox = PeerInbox(checks, on_event, self.reply, self._is_admitted)
         self._unread_replies = UnreadReplies()
         self._resolver = resolver or Resolver()
         self._resolving: dict[Endpoint, list[Message]] = {}

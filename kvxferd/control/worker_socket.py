@@ -10,7 +10,6 @@ import itertools
 import os
 import select
 import socket
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,12 +25,12 @@ from kvxferd.control.session_inbox import SessionInbox
 from kvxferd.control.worker_access import may_connect, rejection
 from kvxferd.control.worker_connection import WorkerConnection
 from kvxferd.core.events import Event, WorkerConnected, WorkerDisconnected, WorkerMessage
-from kvxferd.errors import Code, ConfigError, EngineError, KvxferdError, ProtocolError, count_busy_refusal
+from kvxferd.errors import Code, EngineError, KvxferdError, ProtocolError, count_busy_refusal
 from kvxferd.frame_socket import close_fds, new_read_buffer
 from kvxferd.frame_stream import FrameStream
 from kvxferd.ids import SessionId
 from kvxferd.memory.fence import UnmappedFencePage
-from kvxferd.unix_socket import credentials_of, is_listening, open_exit_fds
+from kvxferd.unix_socket import bind_unix_socket, credentials_of, open_exit_fds
 from kvxferd.wire.codec import CLIENT_MESSAGES, decode_first_frame, encode
 from kvxferd.wire.common import FdBatch, Message
 from kvxferd.wire.framing import Frame
@@ -77,26 +76,8 @@ class WorkerSocket:
     def start(self) -> None:
         """Listen. Raises ConfigError if the path cannot be bound."""
         path = Path(self._config.socket)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-                raise ConfigError(f"cannot listen on {path}: it is there and is no socket; remove it")
-            if is_listening(path):
-                raise ConfigError(
-                    f"cannot listen on {path}: another daemon does; give this one another worker.socket",
-                    Code.ALREADY_RUNNING,
-                )
-            path.unlink(missing_ok=True)
-            # No client can connect between bind and chmod: listen comes after.
-            listener.bind(os.fspath(path))
-            path.chmod(self._config.mode)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            listener.close()
-            raise ConfigError(f"cannot listen on {path}: {error.strerror}") from error
-        except ConfigError:
-            listener.close()
-            raise
+        listener = bind_unix_socket(path, self._config.mode, "worker.socket")
+        listener.listen(BACKLOG)
         self._listener = listener
         self._watch_listener()
 

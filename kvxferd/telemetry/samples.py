@@ -102,7 +102,7 @@ class LastMinute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply of `/v1/samples`, which adds to each peer what else is known of it, and notable records."""
+    """The reply of `/v1/samples`, which adds what else is known of each peer, and records."""
 
     slots: list[SlotRow | None]  # oldest first, the present one last; None: the daemon did not run
     last_minute: LastMinute

@@ -91,7 +91,7 @@ def test_one_line_is_logged_for_each_transfer_with_its_id(fleet: Fleet):
         source.await_event("Released")
     wait_until(lambda: len(daemon.logged("pull")) >= 3, "three lines")
     pulls = daemon.logged("pull")
-    assert [line["transfer"] for line in pulls] == [f"req-{n}" for n in range(3)]
+    assert [line["transfer_id"] for line in pulls] == [f"req-{n}" for n in range(3)]
     assert all(line["outcome"] == "delivered" and line["bytes"] > 0 for line in pulls)
 
 

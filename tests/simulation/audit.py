@@ -61,7 +61,7 @@ class Operator:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(self._world.directory / node / "control.sock"))
             sock.setblocking(False)
-            sock.send(f"GET {path} HTTP/1.1\r\nHost: node\r\n\r\n".encode())
+            sock.send(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             self.replies[node, path] = self._receive(sock)
         self.num_left -= 1
 

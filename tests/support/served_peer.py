@@ -60,7 +60,7 @@ def served_peer(
     stopping = asyncio.Event()
 
     async def serve() -> None:
-        found.append(PeerSocket("tcp://127.0.0.1:0", on_event, allowlist, key, lambda: node))
+        found.append(PeerSocket("tcp://127.0.0.1:0", on_event, lambda: node, allowlist, key))
         found[0].start()
         started.set()
         await stopping.wait()

@@ -19,7 +19,7 @@ from tests.support.ports import free_port
 DESCRIPTORS = 300
 
 
-HEAD = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.mark.parametrize("sent", [HEAD, HEAD + b"\r\n"], ids=["unfinished", "idle after an answer"])

@@ -120,7 +120,7 @@ async def test_no_disguise_of_a_lever_is_taken_over_tcp(tmp_path: Path, request_
         reader, writer = await asyncio.open_connection(*server.tcp_address[:2])
         writer.write(
             request_line
-            + b" HTTP/1.1\r\nHost: x\r\nX-HTTP-Method-Override: POST\r\nContent-Length: 0\r\n\r\n"
+            + b" HTTP/1.1\r\nHost: localhost\r\nX-HTTP-Method-Override: POST\r\nContent-Length: 0\r\n\r\n"
         )
         status = int((await asyncio.wait_for(reader.readline(), 10)).split()[1])
         writer.close()

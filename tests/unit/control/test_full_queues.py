@@ -12,6 +12,7 @@ import asyncio
 import socket
 import time
 
+from tests.support.early_checks import NoChecks
 from kvxferd.control.peer_socket import RECEIVE_HIGH_WATER, PeerSocket
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Versions
@@ -26,7 +27,7 @@ QUESTION = encode(PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoin
 
 async def main():
     heard = []
-    peers = PeerSocket("tcp://127.0.0.1:0", heard.append)
+    peers = PeerSocket("tcp://127.0.0.1:0", heard.append, NoChecks)
     peers.start()
     port = int(peers.bound_endpoint.rpartition(":")[2])
     made = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", port))
@@ -65,6 +66,7 @@ PROGRAM = """
 import asyncio, socket, threading
 from kvxferd.control.connection_guard import ConnectionGuard
 from kvxferd.control.peer_socket import PeerSocket
+from tests.support.early_checks import NoChecks
 
 
 going_on = threading.Event()
@@ -88,7 +90,7 @@ def fill(port):
     raise AssertionError("the queue takes everything")
 
 async def main():
-    peers = PeerSocket("tcp://127.0.0.1:0", lambda event: None)
+    peers = PeerSocket("tcp://127.0.0.1:0", lambda event: None, NoChecks)
     peers.start()
     await asyncio.to_thread(fill, int(peers.bound_endpoint.rpartition(":")[2]))
     going_on.set()

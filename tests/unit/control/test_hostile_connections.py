@@ -21,7 +21,6 @@ import zmq.asyncio
 from kvxferd.control import connection_guard, peer_inbox, peer_socket
 from kvxferd.control.connection_guard import MAX_HANDSHAKE_BYTES
 from kvxferd.control.curve_keys import CurveKeyPair, make_key
-from kvxferd.control.peer_inbox import NoChecks
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.unread_replies import UnreadReplies
 from kvxferd.core import events as ev
@@ -42,6 +41,7 @@ from kvxferd.wire.peer import (
     PeerRefused,
     RequestDone,
 )
+from tests.support.early_checks import NoChecks
 from tests.support.peer_messages import Messages
 
 REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
@@ -57,7 +57,7 @@ class Node:
         self.received = Messages()
         trust = PeerAllowlist(own_key=key.public if key else "")
         self.socket = PeerSocket(
-            "tcp://127.0.0.1:0", self.received.put, trust, key, lambda: gate or NoChecks()
+            "tcp://127.0.0.1:0", self.received.put, lambda: gate or NoChecks(), trust, key
         )
         self.key = key
         self.socket.start()

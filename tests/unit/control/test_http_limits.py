@@ -26,7 +26,7 @@ from tests.support.http_harness import config_in, over_tcp, over_unix
 from tests.support.node_samples import StillNode, node_warning
 from tests.support.other_user import NOBODY, needs_root, open_directory
 
-REQUEST = b"GET /healthz HTTP/1.1\r\nHost: kvxferd\r\n\r\n"
+REQUEST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 UNFINISHED = b"GET /healthz HTTP/1.1\r\nHost: "
 
 
@@ -249,7 +249,7 @@ async def test_headers_that_are_too_large_are_refused(
 async def test_a_body_without_end_is_cut(tmp_path: Path) -> None:
     async with serving(config_in(tmp_path), StillNode()) as server:
         reader, writer = await open_tcp(server)
-        writer.write(b"POST /v1/drain HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
+        writer.write(b"POST /v1/drain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
         with suppress(ConnectionError):
             for _ in range(64):
                 writer.write(b"x" * (64 << 10))

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvxferd.control import peer_inbox
-from kvxferd.control.peer_inbox import NoChecks, PeerInbox, Sender
+from kvxferd.control.peer_inbox import PeerInbox, Sender
 from kvxferd.core import events as ev
 from kvxferd.errors import Code
 from kvxferd.ids import Endpoint
@@ -19,6 +19,7 @@ from kvxferd.layout.presets import attention_layout
 from kvxferd.wire.codec import encode
 from kvxferd.wire.common import Binding, Message, RankManifest, RegionAddress
 from kvxferd.wire.peer import PEER_VERSIONS, JoinRank, PeerHello
+from tests.support.early_checks import NoChecks
 
 REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
 MEMBER = Sender(route=b"\0abcd", key="0a" * 32, address="127.0.0.1")

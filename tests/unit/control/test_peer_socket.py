@@ -16,6 +16,7 @@ from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import ConfigError
 from kvxferd.ids import Endpoint, GrantId
 from kvxferd.wire.peer import ReleaseGrant
+from tests.support.early_checks import NoChecks
 
 LIMIT_S = 30.0
 
@@ -29,7 +30,7 @@ class Daemon:
         self.connections: list[ev.PeerConnected | ev.PeerDisconnected] = []
         self.is_stopped = False
         self._changed = asyncio.Event()
-        self.socket = PeerSocket(address, self._on_event, allowlist)
+        self.socket = PeerSocket(address, self._on_event, NoChecks, allowlist)
         self.socket.start()
         self.address = Endpoint(self.socket.bound_endpoint)
 
@@ -73,7 +74,7 @@ def question(number: int) -> ReleaseGrant:
 
 
 async def test_a_daemon_without_descriptors_says_why_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    socket = PeerSocket("tcp://127.0.0.1:0", lambda event: None)
+    socket = PeerSocket("tcp://127.0.0.1:0", lambda event: None, NoChecks)
 
     def none_left(context: zmq.Context, kind: int) -> zmq.Socket:
         raise zmq.ZMQError(errno.EMFILE)

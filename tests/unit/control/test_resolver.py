@@ -16,6 +16,7 @@ from kvxferd.core.effects import NO_USER
 from kvxferd.core.limits.fair_share import FairShare
 from kvxferd.ids import Endpoint
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
+from tests.support.early_checks import NoChecks
 from tests.support.peer_messages import Messages
 
 REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
@@ -85,7 +86,7 @@ async def test_where_no_thread_can_be_had_the_name_has_no_address_and_is_asked_f
     monkeypatch.setattr(resolving, "MAX_QUERIES", 1)
     received = Messages()
     resolver = Resolver(servers)
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put, resolver=resolver)
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put, NoChecks, resolver=resolver)
     peers.start()
     try:
         endpoint = Endpoint(f"tcp://peer:{peers.bound_endpoint.rpartition(':')[2]}")
@@ -173,7 +174,7 @@ def test_the_systems_own():
 async def test_peers_are_reached_while_a_name_waits_for_its_server(servers):
     """libzmq asked in its only thread, and spoke with nobody until it had an answer."""
     received = Messages()
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put, resolver=Resolver(servers, give_up_s=5.0))
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put, NoChecks, resolver=Resolver(servers, give_up_s=5.0))
     peers.start()
     try:
         port = peers.bound_endpoint.rpartition(":")[2]
@@ -193,7 +194,7 @@ async def test_peers_are_reached_while_a_name_waits_for_its_server(servers):
 
 async def test_a_peer_that_is_forgotten_while_it_is_looked_up_is_not_connected(servers):
     received = Messages()
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put, resolver=Resolver(servers))
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put, NoChecks, resolver=Resolver(servers))
     peers.start()
     try:
         servers.addresses["silent"] = ["127.0.0.1"]

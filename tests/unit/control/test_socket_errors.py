@@ -27,6 +27,7 @@ from kvxferd.ids import BootId, Endpoint, SessionId
 from kvxferd.wire.limits import MAX_FRAME_BYTES
 from kvxferd.wire.peer import PEER_VERSIONS, PeerHello
 from kvxferd.wire.worker import Farewell
+from tests.support.early_checks import NoChecks
 from tests.support.peer_messages import Messages
 
 REQUEST = PeerHello(request=1, versions=PEER_VERSIONS, boot="b", endpoint=Endpoint("tcp://x:1"))
@@ -38,7 +39,7 @@ async def next_of(received: Messages) -> ev.Event:
 
 async def test_an_endpoint_that_libzmq_refuses_is_unreachable_and_no_more():
     received = Messages()
-    peers = PeerSocket("tcp://127.0.0.1:0", received.put)
+    peers = PeerSocket("tcp://127.0.0.1:0", received.put, NoChecks)
     peers.start()
     try:
         peers.send(Endpoint("nonsense"), REQUEST)
@@ -64,7 +65,7 @@ class Looking(PeerSocket):
 
 
 async def test_a_turn_of_many_answers_looks_for_messages_once():
-    peers = Looking("tcp://127.0.0.1:0", Messages().put)
+    peers = Looking("tcp://127.0.0.1:0", Messages().put, NoChecks)
     peers.start()
     try:
         await asyncio.sleep(0)

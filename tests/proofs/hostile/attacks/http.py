@@ -9,7 +9,7 @@ import time
 from tests.proofs.hostile.attacker import Scene
 from tests.proofs.hostile.registry import attack
 
-HEAD = b"GET /v1/status HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"GET /v1/status HTTP/1.1\r\nHost: [::1]\r\n"
 
 
 def tcp(scene: Scene) -> socket.socket:
@@ -21,7 +21,7 @@ def tcp(scene: Scene) -> socket.socket:
 @attack("stranger", fresh=True)
 def answers_that_are_not_read(scene: Scene) -> str:
     """Requests by the thousand on each connection, for the longest answers, none of which is read."""
-    request = b"GET /v1/history HTTP/1.1\r\nHost: x\r\n\r\n"
+    request = b"GET /v1/history HTTP/1.1\r\nHost: [::1]\r\n\r\n"
     made = [tcp(scene) for _ in range(16)]
     for one in made:
         one.setblocking(False)
@@ -45,10 +45,10 @@ def long_requests(scene: Scene) -> str:
         b"GET /" + b"a" * 8_000_000 + b" HTTP/1.1\r\n\r\n",
         HEAD + b"X: " + b"b" * 8_000_000 + b"\r\n\r\n",
         HEAD + b"".join(b"X-%d: y\r\n" % n for n in range(200_000)) + b"\r\n",
-        b"POST /v1/drain HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n" + b"c" * 20_000_000,
-        b"POST /v1/drain HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"POST /v1/drain HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 100000000\r\n\r\n" + b"c" * 20_000_000,
+        b"POST /v1/drain HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n"
         + b"1\r\nd\r\n" * 2_000_000,
-        b"POST /v1/drain HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /v1/drain HTTP/1.1\r\nHost: [::1]\r\nContent-Length: -1\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"\x00" * 1_000_000,
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" * 1000,
         HEAD + b"Expect: 100-continue\r\nContent-Length: 50000000\r\n\r\n",
@@ -66,7 +66,7 @@ def long_requests(scene: Scene) -> str:
 def a_flood_of_requests(scene: Scene) -> str:
     """The longest answers asked for as fast as they are read, by eight connections, for some seconds."""
     request = b"".join(
-        b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path
+        b"GET %s HTTP/1.1\r\nHost: [::1]\r\n\r\n" % path
         for path in (b"/v1/samples", b"/metrics", b"/v1/status", b"/v1/history")
     )
     made = [tcp(scene) for _ in range(8)]
