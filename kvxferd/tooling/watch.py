@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import select
 import sys
 import termios
 import time
@@ -18,6 +17,7 @@ from datetime import UTC, datetime
 from rich.cells import cell_len
 
 from kvxferd.errors import KvxferdError
+from kvxferd.fd_wait import wait_readable
 from kvxferd.tooling.output import console, plain_text
 
 _HOME_AND_CLEAR = "\x1b[H\x1b[2J"
@@ -69,7 +69,7 @@ class _Watch:
                 left_s = max(0.0, self._interval_s - (time.monotonic() - started))
                 if not (self._is_redrawn and sys.stdin.isatty()):
                     time.sleep(left_s)
-                elif select.select([sys.stdin], [], [], left_s)[0] and b"q" in os.read(0, 64):
+                elif wait_readable([sys.stdin.fileno()], left_s) and b"q" in os.read(0, 64):
                     return
 
     def _run_round(self) -> None:

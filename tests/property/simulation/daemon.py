@@ -317,7 +317,11 @@ class Daemon(Actor, SimNode):
             "chunks": node.chunk_memory.num_bytes,
             "bytes of parts": node.reassembly_memory.num_bytes,
             "retired movers": node.movers.num_ending(),
-            "early readies": len(list(node.published.announced)),
+            "early readies": sum(
+                bool(one.reports)
+                for of in node.published.announced._by_engine.values()
+                for one in of.values()
+            ),
             "fence pages of closed sessions": sum(
                 session not in self.connections for m in self.movers.values() for session in m.fences
             ),
