@@ -136,7 +136,8 @@ EARLY_READY = Limit(
     "transfers that ranks report before their publish, by user, or by daemon where the rank is on another "
     "node; what that reported in vain counts until it is repeated no more; of an engine "
     "`max_transfers_per_engine`",
-    "The report is not kept: the transfer is not ready before its rank says so again",
+    "The report is not kept. Another daemon sends it again for two minutes; else the transfer is not ready "
+    "before its rank says so again",
     "Eight engines with all transfers that they may have; an entry takes 1 KB where names are long",
 )
 ENDED_TRANSFERS = Limit(

@@ -130,11 +130,15 @@ class Movers:
             self.kill(known.mover_id)
 
     def kill_others(self, kept: Mover) -> bool:
-        """Kill the other movers of the mover's session. Return whether there was one, dying ones included."""
+        """Kill the other movers of the mover's session. Return whether one of them will be dead soon.
+
+        A resident one that was asked to end before may be stuck, and would be waited for for ever.
+        """
         others = [mover for mover in self._of(kept.session) if mover is not kept]
+        will_end = any(not mover.resident or mover.state is not MoverState.DYING for mover in others)
         for mover in others:
             self.kill(mover.mover_id)
-        return bool(others)
+        return will_end
 
     def kill_all(self, session: SessionId) -> None:
         """Kill every mover of the session."""

@@ -75,6 +75,8 @@ class HandshakeClient:
         """Fetch the manifest of a grant's engine; call `on_learnt` at once where it is known."""
         endpoint, key, uid = grant.ref.endpoint, grant.ref.engine, grant.rank.uid
         peer, fetch = self._peers.get(endpoint), self._fetches.get((endpoint, key))
+        if fetch is not None and fetch.peer is not peer:
+            fetch = None  # that peer was forgotten, and what was asked of it fails in a moment
         try:
             if fetch is None and (peer is None or key not in peer.engines):
                 self._learning_share.check(uid, 1, f"learn engine {key}")
@@ -137,7 +139,9 @@ class HandshakeClient:
                 refusal = self._no_room(fetch.key, fetch.uid)
         self._learnt_bytes_share.release(fetch.uid, fetch.num_bytes)
         self._learning_share.release(fetch.uid)
-        del self._fetches[fetch.peer.endpoint, fetch.key]
+        place = (fetch.peer.endpoint, fetch.key)
+        if self._fetches[place] is fetch:
+            del self._fetches[place]
         users = dict.fromkeys([*(waiter.grant.rank.uid for waiter in fetch.waiting.values()), fetch.uid])
         outcome = refusal or self._charge_engine(self._parse_engine(fetch, reply), users)
         if isinstance(outcome, Refusal) and outcome.code in WAIT_EXPIRED_CODES:

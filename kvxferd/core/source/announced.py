@@ -46,7 +46,7 @@ class Announcements:
         self._by_engine: dict[EngineKey, dict[TransferId, _Announced]] = {}
 
     def __iter__(self) -> Iterator[TransferKey]:
-        """Return the transfers of which something is kept."""
+        """Iterate over the transfers of which something is kept."""
         for engine, announced in self._by_engine.items():
             yield from ((engine, transfer_id) for transfer_id in announced)
 
@@ -58,13 +58,13 @@ class Announcements:
         one = self._find(key)
         return one is not None and report.request in one.late
 
-    def add(self, key: TransferKey, rank: Rank, report: Report, owner: Owner) -> None:
-        """Keep a report, if there is room: an engine may report and never publish."""
+    def add(self, key: TransferKey, rank: Rank, report: Report, owner: Owner) -> bool:
+        """Keep a report; False where there is no room: an engine may report and never publish."""
         engine, one = key[0], self._find(key)
         if one is None:
             limit = self._context.settings.limits.max_transfers_per_engine
             if len(self._by_engine.get(engine, ())) >= limit or not self._share.acquire(owner):
-                return
+                return False
             one = self._by_engine.setdefault(engine, {})[key[1]] = _Announced(owner)
         known = one.reports.get(rank)
         if known is None or known.incarnation != report.incarnation or known.num_tokens < report.num_tokens:
@@ -75,6 +75,7 @@ class Announcements:
             self._context.after(("announced", key), lease_s, lambda: self._expire(key))
         elif report.request not in (None, known.request):
             one.late.add(report.request)
+        return True
 
     def take(self, key: TransferKey) -> Mapping[Rank, Report]:
         """Return the reports of the transfer, which count here no more."""

@@ -41,8 +41,8 @@ class MemberReports:
             return
         num_tokens = ALL_TOKENS if message.ready_tokens < 0 else message.ready_tokens
         report = Report(message.incarnation, num_tokens, (present.boot, message.request))
-        self._published.rank_ready(present, message.transfer_id, report)
-        self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
+        if self._published.rank_ready(present, message.transfer_id, report):  # else it is sent again
+            self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
 
 
 def _check_names(message: RankReady) -> None:

@@ -196,8 +196,8 @@ class PublishedTransfers:
         """Keep a transfer that grows: its prefill runs. The timer stays, and finds the lease renewed."""
         transfer.lease_expires_at = max(transfer.lease_expires_at, self._context.now + transfer.lease_s)
 
-    def rank_ready(self, record: RankRecord, transfer_id: TransferId, report: Report) -> None:
-        """Record what a rank has written, maybe before the publish.
+    def rank_ready(self, record: RankRecord, transfer_id: TransferId, report: Report) -> bool:
+        """Record what a rank has written, maybe before the publish; False where there is no room for that.
 
         If that is not its present mapping, or not the published one, the bytes are gone.
         """
@@ -205,18 +205,17 @@ class PublishedTransfers:
         is_there = report.incarnation == record.incarnation and not record.is_asleep
         state = self._next_state(key, TransferEvent.REPORT)
         if state is TransferState.ENDED or self.announced.is_late(key, report):
-            return
+            return True
         if state is TransferState.ANNOUNCED:
-            if is_there:
-                self.announced.add(key, rank, report, _owner_of(record))
-            return
+            return not is_there or self.announced.add(key, rank, report, _owner_of(record))
         transfer = self.table.live[key]
         if not (is_there and transfer.set_ready(rank, report.incarnation, report.num_tokens)):
             self.release(transfer, Code.RANK_LOST)
-            return
+            return True
         if report.num_tokens < ALL_TOKENS:
             self._renew_lease(transfer)
         self._waiting.wake(key)
+        return True
 
     def _next_state(self, key: TransferKey, event: TransferEvent) -> TransferState:
         """Return the state after the event. A KeyError is a bug of the caller."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvxferd.core.ranks import movers as core_movers
-from kvxferd.ids import Endpoint
+from kvxferd.core.ranks.movers import Mover
+from kvxferd.ids import AgentName, Endpoint, MoverId, SessionId
 from tests.support.simulation import IDS, TOKENS
 
 
@@ -39,3 +42,16 @@ def test_the_plans_of_a_mover_are_bounded_and_loaded_again_where_one_is_needed(w
             assert sink.reads(ref)
             assert len(mover.plans) == 1
             assert list(mover.plans) == list(sink.host.node.movers.get(number_of_mover).plans)
+
+
+@pytest.mark.parametrize("is_resident", [False, True])
+def test_a_resident_mover_that_was_to_end_is_not_waited_for(world, is_resident):
+    """It may be stuck in its library. A child is killed, and dead within a moment."""
+    movers = world.host("d").node.movers
+    first, second = (
+        Mover(MoverId(100 + n), SessionId(1), AgentName(f"m{n}"), resident=is_resident) for n in range(2)
+    )
+    movers.add(first)
+    movers.add(second)
+    assert movers.kill_others(second)
+    assert movers.kill_others(second) is not is_resident

@@ -14,7 +14,7 @@ from kvxferd.layout import num_id_bytes
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import PEER_MESSAGES, encode
 from kvxferd.wire.common import Message
-from kvxferd.wire.peer import GrantReply, ReleaseGrant
+from kvxferd.wire.peer import GrantReply, PeerRefused, ReleaseGrant
 from tests.support.simulation import IDS, SINK_IDS, TOKENS, Worker, World
 
 PAGE_IDS = 2
@@ -96,6 +96,23 @@ def test_a_second_page_that_makes_no_sense_fails_its_pull_alone(
     world.hold_network = False
     good = sink.pull(source.publish("t2", IDS, TOKENS), SINK_IDS, TOKENS)
     assert isinstance(sink.ended(good), wk.TicketDelivered)
+
+
+def test_a_second_page_that_is_refused_gives_the_grant_back(
+    world: World, source: Worker, sink: Worker
+) -> None:
+    ticket, num_replies = start_pull(world, source, sink), 0
+
+    def refuse_the_second(message: Message) -> Message:
+        nonlocal num_replies
+        num_replies += isinstance(message, GrantReply)
+        if isinstance(message, GrantReply) and num_replies == 2:
+            return PeerRefused(request=message.request, code=Code.BUSY, message="no room")
+        return message
+
+    deliver(world, refuse_the_second)
+    assert (sink.ended(ticket).code, sink.ended(ticket).safe_to_reuse) == (Code.BUSY, True)
+    assert not source.host.node.published.table.by_grant
 
 
 def test_a_page_without_room_fails_its_pull_as_busy(

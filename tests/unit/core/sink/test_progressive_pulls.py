@@ -396,6 +396,14 @@ def test_a_cancel_while_a_piece_is_read_ends_when_that_is_over(world, source, si
     assert sink.host.node.is_idle or not pieces_of(mover)
 
 
+def test_what_is_published_with_all_tokens_ready_is_whole_once_its_rank_says_so(world, source, sink):
+    """States, which no token counts, may come behind the tokens."""
+    ticket = sink.pull(publish(source, ready=TOKENS), SINK_IDS, TOKENS)
+    assert sink.ended(ticket) is None
+    source.ready("t1")
+    check_delivered(sink, ticket)
+
+
 def test_a_piece_that_is_late_is_in_doubt_until_its_mover_says_so(world, source, sink):
     mover = mover_of(sink)
     mover.hold = True

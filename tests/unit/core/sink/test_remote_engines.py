@@ -9,7 +9,7 @@ import pytest
 
 from kvxferd.core import Node, Settings
 from kvxferd.core import events as ev
-from kvxferd.core.context import NodeContext
+from kvxferd.core.context import CALLS_PER_EVENT, NodeContext
 from kvxferd.core.effects import EmitRecord
 from kvxferd.core.limits.table import REMOTE_ENGINE_BYTES
 from kvxferd.core.ranks.rank import LocalRank
@@ -19,11 +19,11 @@ from kvxferd.ids import AgentName, BootId, Endpoint, Incarnation, Rank, SessionI
 from kvxferd.plan import Plan, planner, topology
 from kvxferd.records import HandshakeRecord, TopologyRecord
 from kvxferd.wire import worker as wk
-from kvxferd.wire.common import Binding, RankManifest
+from kvxferd.wire.common import Binding, RankManifest, TransferRef
 from tests.support.attention_engines import engine
 from tests.support.attention_engines import spec as engine_spec
 from tests.support.fetched_engine import learnt, plan_now
-from tests.support.simulation import IDS, TOKENS, World
+from tests.support.simulation import IDS, SINK_IDS, TOKENS, World
 
 HOLD_S = 60.0
 
@@ -281,3 +281,20 @@ def test_a_manifest_that_comes_after_its_grant_has_ended_is_charged_to_nobody(wo
     assert hold.remote is None
     client.forget_engine(source.host.endpoint, ref.engine)
     assert node.context.ledger[REMOTE_ENGINE_BYTES].held == 0
+
+
+def test_a_pull_does_not_join_a_fetch_whose_peer_was_dropped_just_now() -> None:
+    """What was asked of that peer fails in the turns that follow: there may be thousands."""
+    world = World()
+    sink = world.engine(world.host("d"), "decode")[0]
+    node, refs = sink.host.node, [
+        TransferRef("tcp://nobody:9441", f"prefill-{n}", "g1", "t", "n") for n in range(3 * CALLS_PER_EVENT)
+    ]  # fmt: skip
+    for ref in refs:
+        sink.say(wk.Prepare(ref=ref))
+    node.feed(ev.PeerDropRequested(Endpoint(refs[0].endpoint)), world.now)
+    assert node.context.is_behind
+    ticket = sink.pull(msgspec.structs.replace(refs[-1], transfer_id="other"), SINK_IDS, TOKENS)
+    world.advance(1.0)
+    assert sink.ended(ticket) is None
+    node.check_integrity()

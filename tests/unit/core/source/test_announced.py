@@ -98,3 +98,13 @@ def test_a_report_that_is_repeated_after_its_time_is_late_until_nobody_repeats_i
     assert announced.is_late(KEY, ALL._replace(request=request))
     world.advance(2 * world.settings.acknowledge_for_s)
     assert not list(announced)
+
+
+def test_a_report_that_is_replaced_counts_no_more_when_it_is_repeated(announced: Announcements) -> None:
+    boot = BootId("member")
+    first, further, equal = (
+        Report(MAPPING, num_tokens, (boot, number)) for number, num_tokens in ((1, 8), (2, 16), (3, 16))
+    )
+    for report in (first, further, equal):
+        announced.add(KEY, RANK, report, 0)
+    assert [announced.is_late(KEY, report) for report in (first, further, equal)] == [True, False, True]
