@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -19,11 +16,13 @@ import zmq
 
 from kvxferd.control import zap
 from kvxferd.control.connection_guard import ConnectionGuard
+from kvxferd.control.connection_reports import ConnectionReport, ConnectionReports
 from kvxferd.control.connection_shutdown import shut_accepted_connections
 from kvxferd.control.curve_keys import CurveKeyPair
 from kvxferd.control.peer_inbox import EarlyChecks, PeerInbox, Sender
 from kvxferd.control.resolver import Resolver, is_numeric
 from kvxferd.control.unread_replies import MAX_SHORT_REPLIES, MIN_TRACKED_BYTES, UnreadReplies
+from kvxferd.control.watched_socket import WatchedSocket
 from kvxferd.control.zap import ZapAuthenticator
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.core.effects import NO_USER
@@ -48,10 +47,6 @@ HANDSHAKE_MS = 10_000  # a handshake takes three round trips and one turn of thi
 SHUT_RETRY_S = 0.2
 BACKLOG = 512  # connections in the kernel that wait to be accepted
 MAX_ZMQ_SOCKETS = 16_384  # at a time; libzmq's default is 1,023
-# Then the loop's other sockets have their turn. One message takes a few ms at most (`wire/outlines.py`).
-MESSAGES_PER_TURN, TURN_S = 64, 0.01
-# A request of ZAP has 9 to 11 parts, every other message one. More are read in turns of 3 ms, and dropped.
-MAX_PARTS, PARTS_PER_TURN = 16, 1000
 MAX_RESOLVING_MESSAGES = 1024  # to a peer whose name is being resolved; lost ones are sent again
 # The kernel detects a dead peer's TCP connection in about this time, also if nothing is sent. Not ZMQ's
 # heartbeats: if a connection ends while its inbound queue is full, and the loop reads the queue later than
@@ -59,35 +54,11 @@ MAX_RESOLVING_MESSAGES = 1024  # to a peer whose name is being resolved; lost on
 KEEPALIVE_S, KEEPALIVE_PROBES = 2, 3
 UNACKNOWLEDGED_MS = 6_000
 RECONNECT_MAX_MS = 1_000
-# Plain integers: `value & zmq.POLLIN` takes 1.8 us and `zmq.NOBLOCK | zmq.SNDMORE` as much, these 0.1 us.
-# `recv_multipart` and `send_multipart` use the enums too, and take 4 and 3 us more.
-_EVENTS, _POLLIN, _SRCFD = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.SRCFD)
-_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
-# What libzmq reports of a connection that this node makes. CONNECT_RETRIED: it was refused, or lost at once.
-_ENDED = {
-    int(zmq.EVENT_CONNECT_RETRIED): "it accepts no connection there",
-    int(zmq.EVENT_DISCONNECTED): "it has closed the connection",
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "it does not admit this node",
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "it does not speak as a daemon does, or has another key",
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it ended the handshake: it has another key, or is no daemon",
-}
-# Then libzmq makes no other connection for that socket.
-_REFUSED = (int(zmq.EVENT_HANDSHAKE_FAILED_AUTH), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL))
-_CONNECTED, _MONITOR_STOPPED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_MONITOR_STOPPED)
-STOP_MS = 2_000  # for libzmq to close all connections
+# Plain integers: `zmq.NOBLOCK | zmq.SNDMORE` takes 1.8 us, these 0.1 us. `send_multipart` uses the enums too,
+# and takes 3 us more.
+_NOBLOCK, _NOBLOCK_MORE, _SRCFD = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE), int(zmq.SRCFD)
 # A routing id that libzmq generates: a zero and a number. One that a peer chooses may start with a zero too.
 ROUTE_BYTES, ROUTE_PREFIX = 5, b"\0"
-
-
-@dataclass(slots=True)
-class _WatchedSocket:
-    """A ZMQ socket and its callback. Its descriptor is edge-triggered: see `_read_ready`."""
-
-    socket: zmq.Socket[bytes]
-    on_message: Callable[[bytes, list[zmq.Frame]], None]  # the route ("" of a DEALER), and the parts
-    has_routes: bool
-    is_skipping: bool = False  # the rest of a message of too many parts is being read
-    is_due: bool = False  # `_read_ready` runs, or is scheduled for the loop's next turn
 
 
 class PeerSocket:
@@ -109,18 +80,17 @@ class PeerSocket:
         self._key = key
         self.turned_away = TurnedAwayPeers()
         self._authenticator: ZapAuthenticator | None = None
-        self._zap_socket: _WatchedSocket | None = None
+        self._zap_socket: WatchedSocket | None = None
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_ZMQ_SOCKETS)
-        self._router: _WatchedSocket | None = None
+        self._router: WatchedSocket | None = None
         self._guard: ConnectionGuard | None = None
         self._inbox = PeerInbox(checks, on_event, self.reply, self._is_admitted)
         self._unread_replies = UnreadReplies()
         self._resolver = resolver or Resolver()
         self._resolving: dict[Endpoint, list[Message]] = {}
-        self._dealers: dict[Endpoint, _WatchedSocket] = {}
-        self._monitors: dict[zmq.Socket[bytes], _WatchedSocket] = {}  # of dealers that libzmq has not closed
-        self._num_monitored = 0
+        self._dealers: dict[Endpoint, WatchedSocket] = {}
+        self._reports = ConnectionReports(self._context)
         self.bound_endpoint = ""  # with the real port
 
     def start(self) -> None:
@@ -164,14 +134,14 @@ class PeerSocket:
         self.bound_endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
         guard.set_port(int(self.bound_endpoint.rpartition(":")[2]))
         self._guard = guard
-        self._router = self._watch(router, self._on_request, has_routes=True)
+        self._router = WatchedSocket(router, self._on_request, has_routes=True, on_empty=guard.queue_is_empty)
 
     def _read_requests_in(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
         """Return what has requests read that wait, from any thread."""
 
         def read() -> None:
             if self._router is not None:
-                self._schedule_read(self._router)
+                self._router.schedule_read()
 
         def request() -> None:
             with suppress(RuntimeError):  # the loop is closed
@@ -184,7 +154,7 @@ class PeerSocket:
         self._authenticator = ZapAuthenticator(self._allowlist, self.turned_away.record)
         zap_socket = self._context.socket(zmq.ROUTER)
         zap_socket.bind(zap.ENDPOINT)
-        self._zap_socket = self._watch(zap_socket, self._on_zap_request, has_routes=True)
+        self._zap_socket = WatchedSocket(zap_socket, self._on_zap_request, has_routes=True)
 
     def _on_zap_request(self, route: bytes, parts: list[zmq.Frame]) -> None:
         assert self._zap_socket is not None and self._authenticator is not None
@@ -193,7 +163,7 @@ class PeerSocket:
         if reply is not None:
             with suppress(zmq.ZMQError):  # the connection has closed meanwhile
                 self._zap_socket.socket.send_multipart(reply, zmq.NOBLOCK)
-        self._schedule_read(self._zap_socket)
+        self._zap_socket.schedule_read()
 
     def set_allowlist(self, allowlist: PeerAllowlist) -> None:
         """Admit by these allow-lists from now on. Every message is checked against them too."""
@@ -235,7 +205,7 @@ class PeerSocket:
         if self._router is not None:
             with suppress(zmq.ZMQError):
                 self._router.socket.unbind(self.bound_endpoint)
-            self._schedule_read(self._router)
+            self._router.schedule_read()
 
     def stop(self) -> None:
         """Close everything; queued messages have a short time to be sent."""
@@ -243,25 +213,14 @@ class PeerSocket:
         self._inbox.close()
         for watched in (*self._dealers.values(), self._router, self._zap_socket):
             if watched is not None:
-                self._close(watched, linger_ms=200)
+                watched.close(linger_ms=200)
         self._dealers.clear()
         self._router = self._zap_socket = None
-        self._stop_monitors()
+        self._reports.read_rest()
         if self._guard is not None:
             self._guard.join()
             self._guard = None
         self._context.term()
-
-    def _stop_monitors(self) -> None:
-        """Read what libzmq reports until it has closed each dealer: it waits where nobody reads."""
-        poller = zmq.Poller()
-        for monitor in self._monitors:
-            poller.register(monitor, zmq.POLLIN)
-        while self._monitors and (ready := poller.poll(STOP_MS)):
-            for monitor, _ in ready:
-                if _event_of(monitor.recv_multipart(copy=False)) == _MONITOR_STOPPED:
-                    poller.unregister(monitor)
-                    self._close(self._monitors.pop(monitor))
 
     def _make_socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         zmq_socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -277,72 +236,7 @@ class PeerSocket:
         zmq_socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         return zmq_socket
 
-    def _watch(
-        self,
-        zmq_socket: zmq.Socket[bytes],
-        on_message: Callable[[bytes, list[zmq.Frame]], None],
-        has_routes: bool = False,
-    ) -> _WatchedSocket:
-        watched = _WatchedSocket(zmq_socket, on_message, has_routes)
-        asyncio.get_running_loop().add_reader(_int_option(zmq_socket, zmq.FD), self._read_ready, watched)
-        self._schedule_read(watched)
-        return watched
-
-    def _close(self, watched: _WatchedSocket, linger_ms: int = 0) -> None:
-        asyncio.get_running_loop().remove_reader(_int_option(watched.socket, zmq.FD))
-        watched.socket.close(linger=linger_ms)
-
     # --- receiving
-
-    def _schedule_read(self, watched: _WatchedSocket) -> None:
-        """Read on the loop's next turn, once: each reply of a turn calls this, and reading may take `TURN_S`.
-
-        Does nothing while `_read_ready` runs, which reads again itself.
-        """
-        if not watched.is_due:
-            watched.is_due = True
-            asyncio.get_running_loop().call_soon(self._read_ready, watched)
-
-    def _read_ready(self, watched: _WatchedSocket) -> None:
-        """Read what has arrived. ZMQ's descriptor signals only once, so read until nothing is left."""
-        watched.is_due = True
-        is_more = False
-        try:
-            is_more = self._read_turn(watched)
-        finally:
-            watched.is_due = False
-        if is_more:
-            self._schedule_read(watched)
-
-    def _read_turn(self, watched: _WatchedSocket) -> bool:
-        """Read the messages of one turn. Return whether more may be left.
-
-        libzmq returns one message of each connection in turn.
-        """
-        socket = watched.socket
-        until = time.monotonic() + TURN_S
-        for _ in range(MESSAGES_PER_TURN):
-            if socket.closed:
-                return False
-            if not _int_option(socket, _EVENTS) & _POLLIN:
-                if watched is self._router and self._guard is not None:
-                    self._guard.queue_is_empty()
-                return False
-            if watched.is_skipping:
-                watched.is_skipping = _skip_parts(socket)
-                return True
-            try:
-                route, parts = _receive(socket, watched.has_routes)
-            except zmq.Again:
-                return False
-            watched.is_skipping = parts[-1].more
-            try:
-                watched.on_message(route, parts)
-            except Exception:  # one sender's message must not stop the reading of others'
-                log.exception("peer message failed", limit_by="peer socket")
-            if time.monotonic() > until:
-                break
-        return True
 
     def _on_request(self, route: bytes, parts: list[zmq.Frame]) -> None:
         last = parts[-1]
@@ -386,9 +280,9 @@ class PeerSocket:
             self._router, route, encode(message)
         ):
             log.debug("peer message not sent", route=route.hex(), reason="too much waits to be read there")
-        self._schedule_read(self._router)
+        self._router.schedule_read()
 
-    def _send_reply(self, router: _WatchedSocket, route: bytes, payload: bytes) -> bool:
+    def _send_reply(self, router: WatchedSocket, route: bytes, payload: bytes) -> bool:
         """Send one payload. True: libzmq took it, or the peer is gone."""
         if not self._unread_replies.has_room(route, len(payload)):
             return False
@@ -435,15 +329,15 @@ class PeerSocket:
             for message in messages:
                 self._send_to(watched, endpoint, message)
 
-    def _send_to(self, watched: _WatchedSocket, endpoint: Endpoint, message: Message) -> None:
+    def _send_to(self, watched: WatchedSocket, endpoint: Endpoint, message: Message) -> None:
         try:
             watched.socket.send(encode(message), _NOBLOCK)
         except zmq.ZMQError as error:
             log.debug("peer message not sent", endpoint=endpoint, reason=error.strerror)
         # Sending may have consumed the edge that signals an arrival.
-        self._schedule_read(watched)
+        watched.schedule_read()
 
-    def _connect(self, endpoint: Endpoint, host: str) -> _WatchedSocket | None:
+    def _connect(self, endpoint: Endpoint, host: str) -> WatchedSocket | None:
         """Connect to the endpoint's daemon at a numeric address."""
         port = address_of(endpoint).rpartition(":")[2]
         address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -458,79 +352,28 @@ class PeerSocket:
                 dealer.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key_of(endpoint)))
                 dealer.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self._key.public))
                 dealer.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret)
-            self._monitor(endpoint, dealer)
+            self._reports.follow(dealer, partial(self._on_report, endpoint, dealer))
             dealer.connect(address)
         except zmq.ZMQError as error:
             log.warning("peer not connected", limit_by=endpoint, endpoint=endpoint, reason=error.strerror)
             dealer.close(linger=0)
             return None
-        watched = self._watch(dealer, partial(self._on_reply, endpoint))
+        watched = WatchedSocket(dealer, partial(self._on_reply, endpoint))
         self._dealers[endpoint] = watched
         return watched
 
-    def _monitor(self, endpoint: Endpoint, dealer: zmq.Socket[bytes]) -> None:
-        """Have libzmq report how the dealer's connection comes and goes. Raises ZMQError.
-
-        The socket that reads is there first: libzmq waits for one, and where no descriptor is left there
-        would be none.
-        """
-        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        try:
-            self._num_monitored += 1
-            address = f"inproc://connection-{self._num_monitored}"
-            monitor.connect(address)
-            dealer.monitor(address, sum(_ENDED) | _CONNECTED | _MONITOR_STOPPED)
-        except zmq.ZMQError:
-            monitor.close(linger=0)
-            raise
-        on_event = partial(self._on_connection_event, endpoint, dealer, monitor)
-        self._monitors[monitor] = self._watch(monitor, on_event)
-
-    def _on_connection_event(
-        self,
-        endpoint: Endpoint,
-        dealer: zmq.Socket[bytes],
-        monitor: zmq.Socket[bytes],
-        _: bytes,
-        parts: list[zmq.Frame],
-    ) -> None:
-        if (event := _event_of(parts)) == _MONITOR_STOPPED:
-            self._close(self._monitors.pop(monitor))
-        elif (watched := self._dealers.get(endpoint)) is not None and watched.socket is dealer:
-            is_made = event == _CONNECTED
-            if event in _REFUSED:
-                self.disconnect(endpoint)  # what is sent next connects anew
-            self._on_event(PeerConnected(endpoint) if is_made else PeerDisconnected(endpoint, _ENDED[event]))
+    def _on_report(self, endpoint: Endpoint, dealer: zmq.Socket[bytes], report: ConnectionReport) -> None:
+        if (watched := self._dealers.get(endpoint)) is None or watched.socket is not dealer:
+            return  # disconnected meanwhile
+        if report.is_final:
+            self.disconnect(endpoint)  # what is sent next connects anew
+        self._on_event(PeerDisconnected(endpoint, report.ended) if report.ended else PeerConnected(endpoint))
 
     def disconnect(self, endpoint: Endpoint) -> None:
         """Close the connection to a peer."""
         self._resolving.pop(endpoint, None)
         if watched := self._dealers.pop(endpoint, None):
-            self._close(watched)
-
-
-def _receive(socket: zmq.Socket[bytes], has_routes: bool) -> tuple[bytes, list[zmq.Frame]]:
-    """Return one message: its route, and its other parts, of which there may be more than `MAX_PARTS`.
-
-    Raises zmq.Again where there is none.
-    """
-    route = socket.recv(_NOBLOCK) if has_routes else b""
-    part = socket.recv(_NOBLOCK, copy=False)
-    parts = [part]
-    while part.more and len(parts) < MAX_PARTS:
-        part = socket.recv(_NOBLOCK, copy=False)
-        parts.append(part)
-    return route, parts
-
-
-def _event_of(parts: list[zmq.Frame]) -> int:
-    """Return which event a monitor's message reports."""
-    return int.from_bytes(parts[0].bytes[:2], sys.byteorder)
-
-
-def _skip_parts(socket: zmq.Socket[bytes]) -> bool:
-    """Read and drop some parts of a message. Return whether more are left: libzmq has all of them."""
-    return all(socket.recv(_NOBLOCK, copy=False).more for _ in range(PARTS_PER_TURN))
+            watched.close()
 
 
 def _zmq_metadata(frame: zmq.Frame, name: bytes) -> str:
@@ -540,9 +383,3 @@ def _zmq_metadata(frame: zmq.Frame, name: bytes) -> str:
     except zmq.ZMQError:
         return ""
     return found if isinstance(found, str) else ""
-
-
-def _int_option(of: zmq.Socket[bytes], option: int) -> int:
-    value = of.getsockopt(option)
-    assert isinstance(value, int)
-    return value

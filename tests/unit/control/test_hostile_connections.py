@@ -18,11 +18,12 @@ import structlog.testing
 import zmq
 import zmq.asyncio
 
-from kvxferd.control import connection_guard, peer_inbox, peer_socket
+from kvxferd.control import connection_guard, peer_inbox
 from kvxferd.control.connection_guard import MAX_HANDSHAKE_BYTES
 from kvxferd.control.curve_keys import CurveKeyPair, make_key
 from kvxferd.control.peer_socket import PeerSocket
 from kvxferd.control.unread_replies import UnreadReplies
+from kvxferd.control.watched_socket import WatchedSocket
 from kvxferd.core import events as ev
 from kvxferd.core.allowlist import PeerAllowlist
 from kvxferd.errors import Code
@@ -335,18 +336,18 @@ async def test_what_a_busy_loop_has_not_read_yet_shuts_nobody_out(node, context,
 
 async def test_a_message_of_many_parts_holds_no_loop(node, context, monkeypatch):
     honest = dealer_to(context, node)
-    loop, num_turns, turns, skip = asyncio.get_running_loop(), 0, [], peer_socket._skip_parts
+    loop, num_turns, turns, skip = asyncio.get_running_loop(), 0, [], WatchedSocket._skip_parts
 
     def tick() -> None:
         nonlocal num_turns
         num_turns += 1
         loop.call_soon(tick)
 
-    def skip_counted(socket: zmq.Socket[bytes]) -> bool:
+    def skip_counted(watched: WatchedSocket) -> bool:
         turns.append(num_turns)
-        return skip(socket)
+        return skip(watched)
 
-    monkeypatch.setattr(peer_socket, "_skip_parts", skip_counted)
+    monkeypatch.setattr(WatchedSocket, "_skip_parts", skip_counted)
     tick()
     with await speaking(node, {b"Socket-Type": b"DEALER"}, b"") as greedy:
         assert await send_all(greedy, part_of(b"") * 20_000 + part_of(b"", is_last=True))
@@ -355,7 +356,7 @@ async def test_a_message_of_many_parts_holds_no_loop(node, context, monkeypatch)
         assert max(Counter(turns).values()) <= 2, "other work runs between"
     await honest.send(encode(REQUEST))
     assert (await node.next()).message == REQUEST
-    assert not node.socket._router.is_skipping
+    assert not node.socket._router._is_skipping
 
 
 async def test_who_names_its_own_connection_is_not_listened_to(node):

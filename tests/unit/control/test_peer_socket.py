@@ -171,7 +171,7 @@ async def test_what_this_node_disconnects_is_not_reported_and_leaves_nothing(
     asking.connections.clear()
     asking.socket.disconnect(answering.address)
     asking.stop()
-    assert not asking.socket._monitors
+    assert not asking.socket._reports._monitors
     assert not asking.connections
 
 
@@ -182,4 +182,4 @@ async def test_a_node_with_many_peers_that_do_not_listen_stops(start: Callable[.
         asking.socket.send(Endpoint(f"tcp://127.0.0.1:{port}"), question(port))
     await asking.until(lambda: len(asking.connections) >= 200)
     asking.stop()
-    assert not asking.socket._monitors
+    assert not asking.socket._reports._monitors
