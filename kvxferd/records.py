@@ -17,8 +17,8 @@ from kvxferd.ids import (
     TransferId,
 )
 
-# Where a pull's time goes, in the order in which it passes.
-PHASES = ("queue", "handshake", "grant", "plan", "post", "wire", "fence", "ack")
+# Where a pull's time goes, in the order in which it passes. None contains another, and they add up to it.
+PHASES = ("handshake", "grant", "connect", "queue", "plan", "post", "wire", "fence", "other")
 PULL_OUTCOMES = ("delivered", "failed", "cancelled")
 # Where a pull is that has not ended: the engine, or the grant, is requested; the grant is held, or has ended,
 # and the rank has no mover; the mover has it, or was sent its cancel; it has failed and may still be written.
@@ -64,7 +64,8 @@ class PullRecord(_Timed, frozen=True, kw_only=True):
     bytes: int
     runs: int
     total_s: float  # pull received to terminal event sent
-    phases_s: dict[str, float]  # keys among PHASES; a phase never entered is absent
+    phases_s: dict[str, float]  # keys among PHASES; adds up to `total_s`; a phase never entered is absent
+    acknowledge_s: float | None = None  # from the delivery to the source's reply, after `total_s`
     retried: bool = False  # the transport failed once, and it was read again
     ways: dict[str, int] = {}  # how many of the bytes were read directly, and by covering reads
     predicted_s: float = 0.0  # how long the reads were to take; 0: not predicted

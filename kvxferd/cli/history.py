@@ -236,7 +236,7 @@ def _slowest(record: Record) -> str | None:
     if not isinstance(record, PullRecord) or not record.phases_s:
         return None
     phase, elapsed_s = max(record.phases_s.items(), key=lambda item: item[1])
-    return f"{phase} {format_time(elapsed_s)}"
+    return f"{phase} {format_time(elapsed_s)}" if elapsed_s > 0 else None
 
 
 def _end(record: Record) -> str:

@@ -100,9 +100,10 @@ def _reads_from(records: Sequence[Mapping[str, Any]], peer: Endpoint) -> Finding
         return ok("reads from it", "none in the history", **facts)
     found = f"{len(delivered)} delivered, {len(failed)} failed"
     speeds = [
-        pull["bytes"] / pull["phases_s"]["wire"] / 1e9
+        pull["bytes"] / read_s / 1e9
         for pull in delivered
-        if pull["bytes"] >= MIN_MEASURED_BYTES and pull["phases_s"].get("wire", 0.0) > 0
+        if pull["bytes"] >= MIN_MEASURED_BYTES
+        and (read_s := pull["phases_s"].get("post", 0.0) + pull["phases_s"].get("wire", 0.0)) > 0
     ]
     if speeds:
         facts["gigabytes_per_s"] = statistics.median(speeds)

@@ -142,6 +142,9 @@ FAMILIES = (
            PULL_OUTCOMES, PULL_BUCKETS_S),
     Family(HISTOGRAM, "kvxferd_pull_phase_seconds", "Time of a pull in each phase that it entered.",
            ("phase",), PHASES, PULL_BUCKETS_S),
+    Family(HISTOGRAM, "kvxferd_acknowledge_seconds",
+           "Of delivered pulls: from the delivery to the reply of the source, which then frees the blocks.",
+           buckets=PULL_BUCKETS_S),
     Family(COUNTER, "kvxferd_pull_retries", "Pulls read a second time because the transport failed.",
            ("outcome",), PULL_OUTCOMES),
     Family(COUNTER, "kvxferd_pulled_bytes", "Bytes of delivered pulls."),
@@ -375,6 +378,8 @@ class Metrics:
             self._of("kvxferd_pull_retries", record.outcome).inc()
         for phase, elapsed_s in record.phases_s.items():
             self._of("kvxferd_pull_phase_seconds", phase).observe(elapsed_s)
+        if record.acknowledge_s is not None:
+            self._of("kvxferd_acknowledge_seconds").observe(record.acknowledge_s)
         if record.outcome != "delivered":
             return
         self._of("kvxferd_pulled_bytes").inc(record.bytes)

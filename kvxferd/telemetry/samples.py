@@ -7,7 +7,6 @@ the first 64 of each have a row, and all others have one. 16 full minutes take 2
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
@@ -235,9 +234,7 @@ class _Slot(_Sums):
 
     def add_pull(self, record: PullRecord) -> None:
         for phase, elapsed_s in record.phases_s.items():
-            # A resident mover's word: no number, infinity and negative ones count as 0.
-            if phase in self.phases_s and 0.0 < elapsed_s < math.inf:
-                self.phases_s[phase] += min(elapsed_s, 3600.0)
+            self.phases_s[phase] += elapsed_s
         if record.outcome == "cancelled":
             self.cancelled += 1
             return

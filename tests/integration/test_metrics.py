@@ -59,7 +59,7 @@ def test_every_series_moves_as_its_help_says(fleet: Fleet):
     assert reading("handshakes_total", outcome="ok") == 1
     assert reading("peers", state="up") == 1
     assert reading("limit_used", limit="max_peers") == 1
-    for phase in ("queue", "handshake", "grant", "plan", "wire", "post", "fence", "ack"):
+    for phase in ("queue", "handshake", "grant", "plan", "wire", "post", "fence", "connect", "other"):
         assert reading("pull_phase_seconds_count", phase=phase) >= 2
     assert reading("engine_pulls_total", source="prefill", sink="decode", outcome="delivered") == 2
     assert reading("engine_pulled_bytes_total", source="prefill", sink="decode") == pulled

@@ -89,7 +89,8 @@ class Pull:
     held_grant: HeldGrant
     phase: PullPhase = PullPhase.WAITING
     mover: MoverId | None = None  # the mover that has it, from POSTED on
-    posted_at: float | None = None
+    posted_at: float = 0.0  # when that mover got it
+    with_movers_s: float = 0.0  # the pieces that were read were with their movers for so long
     outcome: PullOutcome | None = None
     retried: bool = False
     num_movers_lost: int = 0  # movers that died while they had it

@@ -8,26 +8,51 @@ from kvxferd.core.sink.pull import Pull, PullPhase
 from kvxferd.core.sink.pull_totals import NOTHING_READ, add_piece, as_seconds
 from kvxferd.core.traces import sampled_trace
 from kvxferd.errors import Code
-from kvxferd.records import PullRecord, PullSnapshot
+from kvxferd.records import PHASES, PullRecord, PullSnapshot
 from kvxferd.wire.mover import PullOutcome
 from kvxferd.wire.traceparent import span_id_for
 
 
-def phases_of(outcome: PullOutcome) -> dict[str, float]:
-    """Return the seconds of each phase that the mover reports."""
-    return {
+def phases_of(outcome: PullOutcome, with_mover_s: float) -> dict[str, float]:
+    """Return the seconds of each phase of a pull that its mover had for so long: the mover reports the most.
+
+    `connect` is what it does not report: messages, and what it loads before the pull.
+    """
+    post_s = as_seconds(outcome.post_s)
+    phases_s = {
         "queue": as_seconds(outcome.queue_s),
         "plan": as_seconds(outcome.expand_s),
-        "post": as_seconds(outcome.post_s),
-        "wire": as_seconds(outcome.wire_s),
+        "post": post_s,
+        "wire": max(0.0, as_seconds(outcome.wire_s) - post_s),  # posts are within it
         "fence": as_seconds(outcome.fence_s),
     }
+    return {"connect": max(0.0, with_mover_s - sum(phases_s.values()))} | phases_s
+
+
+def _exclusive_phases(phases_s: dict[str, float], total_s: float) -> dict[str, float]:
+    """Return the phases as they passed, none longer than what the others leave; `other` is the rest.
+
+    What a resident mover reports is a worker's word, and of a second read the first one's time is `other`.
+    """
+    left_s, found = total_s, {}
+    for phase in PHASES:
+        if phase in phases_s:
+            found[phase] = min(phases_s[phase], left_s)
+            left_s -= found[phase]
+    return found | {"other": left_s}
 
 
 def emit_record(
-    context: NodeContext, pull: Pull, outcome: str, code: Code | None, message: str, ended: float
+    context: NodeContext,
+    pull: Pull,
+    outcome: str,
+    code: Code | None,
+    message: str,
+    ended: float,
+    acknowledge_s: float | None = None,
 ) -> None:
     """Emit the record of a pull that ended at `ended`, in seconds of the core's clock."""
+    total_s = ended - pull.received_at
     known = add_piece(pull.read, pull.outcome or NOTHING_READ)
     is_delivered = outcome == "delivered"
     trace = sampled_trace(context.settings, pull.ref.traceparent, pull.ref.nonce)
@@ -42,8 +67,9 @@ def emit_record(
         message=message,
         bytes=known.bytes,
         runs=known.runs,
-        total_s=ended - pull.received_at,
-        phases_s=pull.phases_s,
+        total_s=total_s,
+        phases_s=_exclusive_phases(pull.phases_s, total_s),
+        acknowledge_s=acknowledge_s,
         retried=pull.retried or pull.num_movers_lost > 0,
         ways=_bytes_by_way(known),
         predicted_s=known.predicted_s,

@@ -196,7 +196,7 @@ class Pulls:
         if hold.granted is not None:
             if hold.granted.fence_word != pull.fence_word:
                 pull.fence_word, pull.tokens_read, pull.read = hold.granted.fence_word, 0, NOTHING_READ
-                pull.whole_at = None
+                pull.whole_at, pull.with_movers_s = None, 0.0
             record_whole(pull, self._context.now)
         self.advance(pull)
 
@@ -314,6 +314,7 @@ class Pulls:
         pull.transition(PullTrigger.CONTINUE)
         pull.mover, pull.piece, pull.outcome = None, None, None
         pull.tokens_read, pull.read = piece.end, add_piece(pull.read, outcome)
+        pull.with_movers_s += self._context.now - pull.posted_at
         self._movers.reconsider(mover)
         self.advance(pull)
 
@@ -326,7 +327,8 @@ class Pulls:
             return
         pull.outcome = outcome
         refusal = Refusal(outcome.code or Code.TRANSPORT, outcome.message)
-        pull.phases_s |= phases_of(add_piece(pull.read, outcome))
+        with_mover_s = self._context.now - pull.posted_at
+        pull.phases_s |= phases_of(add_piece(pull.read, outcome), pull.with_movers_s + with_mover_s)
         if outcome.delivered and pull.piece is not None and not pull.piece.is_last:
             self._piece_read(pull, mover, pull.piece, outcome)
         elif outcome.delivered:
@@ -462,8 +464,8 @@ class Pulls:
 
     def acknowledged(self, pull: Pull, delivered_at: float) -> None:
         """Report a delivery: its source has replied, or is given up."""
-        pull.phases_s["ack"] = self._context.now - delivered_at
-        emit_record(self._context, pull, "delivered", None, "", delivered_at)
+        took_s = self._context.now - delivered_at
+        emit_record(self._context, pull, "delivered", None, "", delivered_at, took_s)
 
     def _fail(self, pull: Pull, trigger: PullTrigger, refusal: Refusal) -> None:
         was_stopping = pull.phase is PullPhase.STOPPING and not pull.late

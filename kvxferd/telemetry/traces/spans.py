@@ -26,11 +26,9 @@ TracedRecord = PullRecord | ReleaseRecord
 
 # How a publish ends as its engine means it to.
 _GOOD_RELEASES = frozenset({Code.COMPLETED, Code.ABANDONED, Code.UNPUBLISHED})
-# The names of phases in spans, where they differ from `PHASES`.
-_NAMES = {"ack": "acknowledge"}
-# The phases that the mover measures. It does so for the last try alone, and they end with the pull. Of a
-# progressive pull they are those of all its pieces together, shown as if these had followed each other.
-_MOVER_PHASES = ("queue", "plan", "wire", "fence")
+# The phases with a mover. It measures the last try alone, and they end with the pull. Of a progressive pull
+# they are those of all its pieces together, shown as if these had followed each other.
+_MOVER_PHASES = ("connect", "queue", "plan", "wire", "fence")
 
 
 class SpanKind(StrEnum):
@@ -97,12 +95,11 @@ def _spans_of_pull(record: PullRecord) -> Iterator[Span]:
             phase,
             started_at,
             ended_at,
-            SpanKind.CLIENT if phase in ("handshake", "grant", "ack") else SpanKind.INTERNAL,
+            SpanKind.CLIENT if phase in ("handshake", "grant", "acknowledge") else SpanKind.INTERNAL,
             error if phase == record.failed_phase else "",
         )
         yield span
         if phase == "wire" and (post_s := record.phases_s.get("post", 0.0)) > 0:
-            # Posts are spread over the reads; the span shows how long they took together.
             yield child_of(span, "post", started_at, min(started_at + post_s, ended_at))
     if record.handover_s is not None:
         yield child_of(
@@ -112,7 +109,10 @@ def _spans_of_pull(record: PullRecord) -> Iterator[Span]:
 
 def _phases_of(record: PullRecord) -> Iterator[tuple[str, float, float]]:
     """Yield the phases that the pull entered, with when each began and ended, in this order."""
-    took = record.phases_s
+    # Posts are spread over the reads: their span is within that of the wire.
+    took = dict(record.phases_s)
+    if "wire" in took:
+        took["wire"] += took.get("post", 0.0)
     begin, end = record.started_at, record.ended_at
     at = begin
     for phase in ("handshake", "grant"):
@@ -126,8 +126,8 @@ def _phases_of(record: PullRecord) -> Iterator[tuple[str, float, float]]:
     failed = "wire" if record.failed_phase == "post" else record.failed_phase
     if failed and failed not in took:
         yield failed, max(at, start) if measured else at, end
-    if "ack" in took:
-        yield "ack", end, end + max(took["ack"], 0.0)
+    if record.acknowledge_s is not None:
+        yield "acknowledge", end, end + record.acknowledge_s
 
 
 def _span_of_publish(record: ReleaseRecord) -> Span:
@@ -176,11 +176,10 @@ def child_of(
     error: str = "",
 ) -> Span:
     """Return the span of one phase of `parent`. Its id follows from the parent's."""
-    name = _NAMES.get(phase, phase)
     return Span(
-        name=f"kvxferd.{name}",
+        name=f"kvxferd.{phase}",
         trace_id=parent.trace_id,
-        span_id=span_id_for(f"{parent.span_id} {name}"),
+        span_id=span_id_for(f"{parent.span_id} {phase}"),
         parent_id=parent.span_id,
         kind=kind,
         started_at=started_at,

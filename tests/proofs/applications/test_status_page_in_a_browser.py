@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import signal
 import time
 from collections.abc import Callable
@@ -134,7 +133,7 @@ class HostileNode(StillNode):
             peer=Endpoint(self.text),
             silent=self.text,
             ended_at=self._ended_at,
-            phases_s={"wire": math.inf, "plan": 0.001},
+            phases_s={"wire": 1e6, "plan": 0.001},
         )
         lease = ReleaseRecord(transfer_id=transfer, engine_id=engine, why=Code.LEASE_EXPIRED, held_s=30.0)
         return [pull, msgspec.structs.replace(pull, outcome="delivered", code=None, pull=PullId(9)), lease]

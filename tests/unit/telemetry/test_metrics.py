@@ -50,7 +50,7 @@ def test_what_ended_is_counted() -> None:
     assert got["kvxferd_transfer_held_seconds_sum"] == pytest.approx(1.5)
     assert got["kvxferd_pull_seconds_count{outcome=delivered}"] == 1
     assert got["kvxferd_pull_phase_seconds_sum{phase=wire}"] == pytest.approx(0.02)
-    assert got["kvxferd_pull_phase_seconds_count{phase=ack}"] == 0
+    assert got["kvxferd_pull_phase_seconds_count{phase=plan}"] == 0
 
 
 def test_what_is_true_now_is_read_at_the_scrape() -> None:

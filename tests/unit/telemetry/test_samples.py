@@ -208,7 +208,7 @@ def test_absurd_numbers_are_no_error() -> None:
     node = Node()
     for _ in range(RING_S // SLOT_S):
         for num_bytes in (1 << 63, -5, 1 << 80):
-            node.samples.add(record(bytes=num_bytes, phases_s={"wire": math.nan, "ack": -1.0, "post": 1e300}))
+            node.samples.add(record(bytes=num_bytes))
             node.samples.add_served(num_bytes)
         node.run(SLOT_S)
     found = node.samples.report(RING_S)

@@ -753,12 +753,17 @@ def end_read(sink: Worker, **outcome: object) -> None:
 def test_the_times_of_all_pieces_are_added(world, source, sink):
     mover_of(sink).hold = True
     pull(sink, publish(source, ready=8))
+    world.advance(1.0)
     end_read(sink, delivered=True, bytes=100, runs=2, wire_s=0.5, fence_s=0.125, predicted_s=0.25)
+    world.advance(1.0)
     extend(source, 8, TOKENS)
+    world.advance(0.5)
     end_read(sink, delivered=True, bytes=10, runs=1, wire_s=0.25, fence_s=0.125, predicted_s=0.125)
     record = record_of(sink)
     assert (record.bytes, record.runs, record.hidden_bytes, record.predicted_s) == (110, 3, 100, 0.375)
     assert (record.phases_s["wire"], record.phases_s["fence"]) == (0.75, 0.25)
+    assert record.phases_s["connect"] == pytest.approx(0.5, abs=0.05)
+    assert record.phases_s["other"] == pytest.approx(1.0, abs=0.05), "it waited for tokens"
 
 
 def test_a_second_try_takes_no_time_off_the_handover(world, source, sink):

@@ -68,7 +68,45 @@ def test_an_acknowledgement_that_has_no_room_takes_no_time(monkeypatch):
     world.advance(2.0)
     done(sink, delivered=True)
     assert record_of(sink).outcome == "delivered"
-    assert record_of(sink).phases_s["ack"] == 0.0
+    assert record_of(sink).acknowledge_s == 0.0
+
+
+def test_the_phases_of_a_pull_exclude_each_other_and_add_up(world, source, sink):
+    mover_of(sink).hold = True
+    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    world.advance(2.0)
+    done(sink, delivered=True, queue_s=0.25, post_s=0.125, wire_s=0.5, fence_s=0.125)
+    record = record_of(sink)
+    assert sum(record.phases_s.values()) == pytest.approx(record.total_s)
+    assert {phase: took_s for phase, took_s in record.phases_s.items() if took_s > 0.01} == {
+        "connect": pytest.approx(1.125, abs=0.01),
+        "queue": 0.25,
+        "post": 0.125,
+        "wire": 0.375,
+        "fence": 0.125,
+    }
+
+
+def test_a_movers_word_makes_no_pull_longer_than_it_was(world, source, sink):
+    mover_of(sink).hold = True
+    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    world.advance(2.0)
+    done(sink, delivered=True, queue_s=1e5, wire_s=1e5)
+    record = record_of(sink)
+    assert sum(record.phases_s.values()) == pytest.approx(record.total_s)
+
+
+def test_a_first_read_that_failed_is_no_phase_of_the_second(world, source, sink):
+    mover_of(sink).hold = True
+    sink.pull(source.publish("t1", IDS, TOKENS), SINK_IDS, TOKENS)
+    world.advance(2.0)
+    done(sink, code=Code.TRANSPORT, wire_s=2.0)
+    world.advance(1.0)
+    done(sink, delivered=True, wire_s=0.5)
+    record = record_of(sink)
+    assert record.retried
+    assert record.phases_s["wire"] == 0.5
+    assert sum(record.phases_s.values()) == pytest.approx(record.total_s)
 
 
 @pytest.mark.parametrize("absurd", [float("nan"), float("inf"), -1.0])
