@@ -122,17 +122,18 @@ def _follow(daemon: ControlClient, filters: dict[str, str], page: Any, as_json: 
             _print_lines(page, as_json)
             if page["is_complete"]:
                 time.sleep(FOLLOW_EVERY_S)
-            page = _search_again(daemon, filters | {"after": page["cursor"], "limit": str(MAX_PAGE)})
+            query = urlencode(filters | {"after": page["cursor"], "limit": str(MAX_PAGE)})
+            page = get_again(daemon, f"/v1/history?{query}")
     except KeyboardInterrupt:
         return
 
 
-def _search_again(daemon: ControlClient, query: dict[str, str]) -> Any:
-    """Search; wait for a daemon that went away, because somebody who follows wants to see it come back."""
+def get_again(daemon: ControlClient, path: str) -> Any:
+    """Get; wait for a daemon that went away, because somebody who follows wants to see it come back."""
     is_lost = False
     while True:
         try:
-            return _search(daemon, query)
+            return daemon.get(path)
         except KvxferdError as error:
             if error.code is not Code.DAEMON_LOST:
                 raise

@@ -26,8 +26,14 @@ GROUPS = {
         "transfers": "listing",
         "history": "history",
         "topology": "listing",
+        "inspect": "inspect",
     },
-    "Find what is wrong": {"doctor": "doctor", "ping": "doctor", "support-bundle": "doctor"},
+    "Find what is wrong": {
+        "doctor": "doctor",
+        "ping": "doctor",
+        "logs": "logs",
+        "support-bundle": "doctor",
+    },
     "Change this node": {
         "reload": "operate",
         "drain": "operate",

@@ -184,8 +184,12 @@ def _sampled_seconds(request: web.Request) -> int:
 
 
 async def recent_log(request: web.Request) -> web.StreamResponse:
-    """The last lines of the log, oldest first, and the last errors."""
-    return json_response({"lines": LOG_BUFFER.lines(), "errors": LOG_BUFFER.errors()})
+    """The last lines of the log, oldest first, or those `after` a number, and the number of the last one."""
+    text = request.query.get("after", "0")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise KvxferdError("cannot show the log: after is no number of a line", Code.BAD_REQUEST)
+    lines, last = LOG_BUFFER.lines(int(text))
+    return json_response({"lines": lines, "last": last})
 
 
 ROUTES = [

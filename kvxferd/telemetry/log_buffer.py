@@ -8,6 +8,7 @@ longer for a reader.
 
 from __future__ import annotations
 
+import heapq
 import io
 import os
 import select
@@ -97,7 +98,7 @@ class LogBuffer:
         self._changed = threading.Condition(threading.RLock())
         self._ordinary = _Ring(MAX_LINES, MAX_BYTES)
         self._errors = _Ring(MAX_ERROR_LINES, MAX_ERROR_BYTES)
-        self._next_number = 0
+        self._num_lines = 0
         self._num_unreported = 0  # lines dropped since the last report
         self._reported_at = 0.0
         self._was_written = True  # whether the descriptor took the last batch
@@ -118,23 +119,22 @@ class LogBuffer:
             if self._ended.is_set():
                 self._write_without_waiting(text)
                 return
-            self._next_number += 1
+            self._num_lines += 1
             ring = self._errors if is_error else self._ordinary
-            self._drop(ring.add(_Line(self._next_number, text)))
+            self._drop(ring.add(_Line(self._num_lines, text)))
             if is_error or self._is_idle:
                 self._changed.notify()
 
-    def lines(self) -> list[str]:
-        """Return the lines that are no errors, oldest first."""
-        return self._texts(self._ordinary)
+    def lines(self, after: int = 0) -> tuple[list[str], int]:
+        """Return the lines after that number, oldest first, and the number of the last line.
 
-    def errors(self) -> list[str]:
-        """Return the errors, oldest first."""
-        return self._texts(self._errors)
-
-    def _texts(self, ring: _Ring) -> list[str]:
+        Lines are numbered anew by each process: one that has not come yet is another process's.
+        """
         with self._changed:
-            return [line.text[:-1].decode(errors="replace") for line in ring.lines]
+            last = self._num_lines
+            first = after if after <= last else 0
+            kept = heapq.merge(self._ordinary.lines, self._errors.lines)
+            return [line.text[:-1].decode(errors="replace") for line in kept if line.number > first], last
 
     def close(self, limit_s: float = CLOSE_S) -> None:
         """Write the remaining lines, for at most `limit_s`. Idempotent."""

@@ -9,6 +9,10 @@ import msgspec
 import pytest
 
 from kvxferd.cli.history import format_handover, format_ways
+from kvxferd.control import http_routes
+from kvxferd.errors import KvxferdError
+from kvxferd.telemetry.log_buffer import LogBuffer
+from kvxferd.tooling.control_client import ControlClient
 from tests.support.node_samples import StillNode, pull_record
 from tests.support.verb_harness import daemon, run
 
@@ -111,6 +115,51 @@ async def test_forms_of_a_list(tmp_path: Path) -> None:
         unset = await run("engines", "--sort", "-GB/s", *socket)  # a rank that was not measured comes last
         ranks = unset.stdout.partition("Ranks\n")[2].partition("Recorded")[0].splitlines()[1:]
         assert [line.split()[0] for line in ranks] == ["decode-0", "decode-0", "<b>odd</b>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("decode-0", {"engines", "ownerships", "transfers", "pulls", "history"}),
+        ("req-1", {"transfers"}),
+        ("req-0", {"history"}),
+        ("10.0.0.2:9441", {"peers"}),
+        ("prefill-0", {"peers", "pulls", "history"}),
+    ],
+)
+async def test_inspect_shows_all_that_has_a_name(tmp_path: Path, name: str, kinds: set[str]) -> None:
+    async with daemon(tmp_path) as config:
+        result = await run("inspect", name, "--socket", config.control.socket)
+    assert result.exit_code == 0, result.output
+    assert set(json.loads(result.stdout)) == {"json_version", *kinds}
+
+
+async def test_inspect_of_an_unknown_name_says_which_verbs_have_names(tmp_path: Path) -> None:
+    async with daemon(tmp_path) as config:
+        result = await run("inspect", "nobody", "--socket", config.control.socket)
+    assert result.exit_code == 2
+    assert "cannot find 'nobody': 'kvxferd engines'" in result.stderr
+
+
+async def test_logs_prints_the_last_lines_with_the_errors_among_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_routes, "LOG_BUFFER", buffer := LogBuffer())
+    for number, is_error in enumerate([False, True, False, False]):
+        buffer.put(f"line {number}\x1b[2J", is_error)
+    async with daemon(tmp_path) as config:
+        socket = ("--socket", config.control.socket)
+        assert (await run("logs", "-n", "3", *socket)).stdout.splitlines() == [
+            f"line {number}\N{REPLACEMENT CHARACTER}[2J" for number in (1, 2, 3)
+        ]
+        assert (await run("logs", "-n", "0", *socket)).stdout == ""
+
+
+async def test_the_log_after_a_line_is_asked_for_by_number(tmp_path: Path) -> None:
+    async with daemon(tmp_path) as config:
+        client = ControlClient(config.control.socket)
+        with pytest.raises(KvxferdError, match="after is no number of a line"):
+            await asyncio.to_thread(client.get, "/v1/log?after=-1")
 
 
 async def test_a_topology_has_the_names_of_in_engine_connectors(tmp_path: Path) -> None:

@@ -242,10 +242,11 @@ def test_what_is_kept_is_bounded(added: list[tuple[int, bool, int]]) -> None:
     buffer = LogBuffer()
     for length, is_error, times in added:
         for _ in range(times):
-            buffer.put("x" * length, is_error)
+            buffer.put(("e" if is_error else "x") * length, is_error)
+    lines, _ = buffer.lines()
     for kept, max_lines, max_bytes in (
-        (buffer.lines(), log_buffer.MAX_LINES, log_buffer.MAX_BYTES),
-        (buffer.errors(), log_buffer.MAX_ERROR_LINES, log_buffer.MAX_ERROR_BYTES),
+        ([line for line in lines if line[:1] == "x"], log_buffer.MAX_LINES, log_buffer.MAX_BYTES),
+        ([line for line in lines if line[:1] == "e"], log_buffer.MAX_ERROR_LINES, log_buffer.MAX_ERROR_BYTES),
     ):
         assert len(kept) <= max_lines
         assert sum(map(len, kept)) <= max_bytes
@@ -257,9 +258,18 @@ def test_the_newest_lines_stay_and_errors_beside_them() -> None:
     buffer.put("the error", is_error=True)
     for number in range(log_buffer.MAX_LINES + 10):
         buffer.put(str(number))
-    assert buffer.lines()[0] == "10"
-    assert buffer.lines()[-1] == str(log_buffer.MAX_LINES + 9)
-    assert buffer.errors() == ["the error"]
+    first, second, *_, last = buffer.lines()[0]
+    assert (first, second, last) == ("the error", "10", str(log_buffer.MAX_LINES + 9))
+
+
+def test_what_came_after_a_line_can_be_asked_for_and_another_processs_number_is_none() -> None:
+    buffer = LogBuffer()
+    for number in range(3):
+        buffer.put(str(number), is_error=number == 1)
+    assert buffer.lines() == (["0", "1", "2"], 3)
+    assert buffer.lines(after=1) == (["1", "2"], 3)
+    assert buffer.lines(after=3) == ([], 3)
+    assert buffer.lines(after=4) == (["0", "1", "2"], 3), "the daemon has restarted"
 
 
 def test_lines_that_were_written_stay_to_be_shown(pipe: Pipe) -> None:
@@ -268,5 +278,5 @@ def test_lines_that_were_written_stay_to_be_shown(pipe: Pipe) -> None:
     for number in range(100):
         buffer.put(f"line {number}")
     buffer.close(60)
-    assert pipe.read_all() == buffer.lines() == [f"line {number}" for number in range(100)]
+    assert pipe.read_all() == buffer.lines()[0] == [f"line {number}" for number in range(100)]
     assert counts.dropped == 0
