@@ -6,7 +6,7 @@ seconds", is an expectation: its time begins anew whenever a fault strikes one o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -94,9 +94,9 @@ class Expectations:
         return any(self._disturbed.get(party, 0.0) >= since for party in parties)
 
     @property
-    def unmet(self) -> list[Expectation]:
+    def unmet(self) -> Iterator[Expectation]:
         """What has not come true yet."""
-        return [one for one in self._open if not one.is_met()]
+        return (one for one in self._open if not one.is_met())
 
     def expect(
         self,

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 import msgspec
 
@@ -241,7 +242,7 @@ class Episode:
 
         def is_at_rest() -> bool:
             nonlocal busy_at
-            if self._left():
+            if next(self._left(), None) is not None:
                 busy_at = kernel.now
             return kernel.now >= busy_at + QUIET_S
 
@@ -278,18 +279,15 @@ class Episode:
             raise Violation(Check.REST, "a daemon does not reply to its operator")
         return self.audit.left_in_daemons(path)
 
-    def _left(self) -> list[str]:
-        """Return what would not be there at rest."""
-        found = []
+    def _left(self) -> Iterator[str]:
+        """Yield what would not be there at rest."""
+        now = self.world.kernel.now
         for engine in self.world.engines:
-            found += [f"{w.name} is not ready" for w in engine.workers if not w.is_ready]
-            found += [f"{w.name} has {len(w.pulls)} pulls" for w in engine.workers if w.pulls]
-            found += [f"{engine.shape.name} has {name}" for name in engine.transfers]
-            found += [
-                f"{t.transfer_id} is prepared" for t in engine.past if t.is_prepared(self.world.kernel.now)
-            ]
-        found += [one.text for one in self.world.expectations.unmet]
-        return found
+            yield from (f"{w.name} is not ready" for w in engine.workers if not w.is_ready)
+            yield from (f"{w.name} has {len(w.pulls)} pulls" for w in engine.workers if w.pulls)
+            yield from (f"{engine.shape.name} has {name}" for name in engine.transfers)
+            yield from (f"{t.transfer_id} is prepared" for t in engine.past if t.is_prepared(now))
+        yield from (one.text for one in self.world.expectations.unmet)
 
     # --- traffic
 
