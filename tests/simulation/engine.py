@@ -18,7 +18,7 @@ from kvxferd.ids import EngineId, Generation, TransferId
 from kvxferd.layout import EngineSpec
 from tests.simulation.checks import Check
 from tests.simulation.contents import Lists, expected_bytes
-from tests.simulation.fabric import SimTransport
+from tests.simulation.fabric import Pace, SimTransport
 from tests.simulation.kernel import Process, Task
 from tests.simulation.reasons import OF_LIARS_PUBLISH
 from tests.simulation.safety import writers_of
@@ -831,11 +831,16 @@ class Worker:
         pull.is_cancelled = True
         pull.ticket.cancel()
         self.tell(f"cancels {pull.ticket.number}")
+        within_s = CANCEL_S
+        if pull.transfer.publisher.engine.shape.memory is MemoryKind.GPU:
+            within_s += STAGED_S
+        if self.world.traits.pace is Pace.LONG:  # what is posted goes on, at the longest until its deadline
+            within_s = max(within_s, pull.deadline - self.world.kernel.now)
         self.world.expectations.expect(
             Check.CANCELLED,
             f"pull {pull.ticket.number} of {self.name} is cancelled, and does not end",
             (self.process, ("daemon", self.node)),
-            CANCEL_S + (STAGED_S if pull.transfer.publisher.engine.shape.memory is MemoryKind.GPU else 0.0),
+            within_s,
             lambda: bool(pull.ended) or not self.is_alive,
         )
 
