@@ -336,10 +336,14 @@ def _install_descriptors(kernel: Kernel) -> None:
 
 def _install_sockets(kernel: Kernel, send_buffer: int) -> None:
     """Unix sockets that take and give few bytes at a time, break in the middle of a frame, or are small."""
+    # A worker makes these to its resident movers: their end proves that the thread at the other end is over,
+    # and only that thread ends them.
+    of_resident_movers: set[int] = set()  # by inode
 
     def sendmsg(sock: socket.socket, buffers: Any, ancillary: Any = (), flags: int = 0, *to: Any) -> int:
         process, parts = kernel.current.process, list(buffers)
-        if process.num_cuts and sock.type == socket.SOCK_STREAM:
+        is_cut = process.num_cuts and sock.type == socket.SOCK_STREAM
+        if is_cut and os.fstat(sock.fileno()).st_ino not in of_resident_movers:
             process.num_cuts -= 1
             with contextlib.suppress(OSError):
                 _real_sendmsg(sock, [memoryview(parts[0])[: len(parts[0]) // 2]], ancillary, flags)
@@ -356,14 +360,18 @@ def _install_sockets(kernel: Kernel, send_buffer: int) -> None:
 
     def socketpair(*arguments: Any) -> tuple[socket.socket, socket.socket]:
         made = _real_socketpair(*arguments)
+        name = kernel.current.process.name
+        is_of_resident_mover = "/" in name and " mover " not in name and not arguments
         for one in made:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+            if is_of_resident_mover:
+                of_resident_movers.add(os.fstat(one.fileno()).st_ino)
+            if send_buffer:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         return made
 
     set_on(socket.socket, "sendmsg", sendmsg)
     set_on(socket.socket, "recvmsg_into", recvmsg_into)
-    if send_buffer:
-        set_on(socket, "socketpair", socketpair)
+    set_on(socket, "socketpair", socketpair)
 
 
 def _install_files(kernel: Kernel) -> None:
