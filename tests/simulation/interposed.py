@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Protocol
@@ -103,6 +103,20 @@ class SimLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class LockOfProcess:
+    """A lock of a module: each process has its own, so one that is killed with it keeps no other waiting."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._locks: defaultdict[Process, SimLock] = defaultdict(SimLock)
+
+    def __enter__(self) -> bool:
+        return self._locks[self._kernel.current.process].acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._locks[self._kernel.current.process].release()
 
 
 class SimRLock(SimLock):
@@ -286,7 +300,7 @@ def _install_threads(kernel: Kernel) -> None:
     set_on(threading, "RLock", SimRLock)
     set_on(queue, "SimpleQueue", SimQueue)
     set_on(scatterer, "SimpleQueue", SimJobs)
-    set_on(concurrent.futures.thread, "_global_shutdown_lock", SimLock())  # held while a thread waits
+    set_on(concurrent.futures.thread, "_global_shutdown_lock", LockOfProcess(kernel))  # threads wait with it
 
     def wait(condition: Any, timeout: float | None = None) -> bool:
         waiter = _Waiter(kernel)
