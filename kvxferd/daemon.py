@@ -15,7 +15,7 @@ import msgspec
 import structlog
 import uvloop
 
-from kvxferd.config import Config, MergedConfig, merge_reloaded, split_endpoint
+from kvxferd.config import LoadedConfig, MergedConfig, merge_reloaded, settings_in_effect, split_endpoint
 from kvxferd.control.core_settings import settings_of
 from kvxferd.control.effect_runner import EffectRunner, Recorders
 from kvxferd.control.fair_thread import FairThread
@@ -71,8 +71,8 @@ class Daemon:
 
     def __init__(
         self,
-        config: Config,
-        read_config: Callable[[], Config] | None = None,
+        loaded: LoadedConfig,
+        read_config: Callable[[], LoadedConfig] | None = None,
         early_hangups: Sequence[int] = (),
         config_path: str = "",
     ) -> None:
@@ -80,9 +80,10 @@ class Daemon:
 
         `config_path`: of the file among those sources, "" where there is none.
         """
-        self._config = config
+        self._loaded = loaded
+        self._config = config = loaded.config
         self._config_path = config_path
-        self._read_config = read_config or (lambda: config)
+        self._read_config = read_config or (lambda: loaded)
         self._early_hangups = early_hangups
         self._is_reload_pending = False  # a SIGHUP arrived before the daemon served
         self._has_node = False
@@ -232,6 +233,7 @@ class Daemon:
                 self._peer_admission.findings,
             ),
             config_path=self._config_path,
+            settings=lambda: settings_in_effect(self._loaded),
         )
         self._http = HttpServer(self._config, self._admin, self._metrics, max_http_connections(fd_limit))
         closing.push_async_callback(self._http.stop)
@@ -351,7 +353,7 @@ class Daemon:
         """Read the configuration again. Raises ConfigError if it is invalid; then nothing changes."""
         self._sd_notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            merged = merge_reloaded(self._config, self._read_config())
+            merged = merge_reloaded(self._loaded, self._read_config())
             reloaded = self._apply_config(merged)
         finally:
             self._sd_notifier.send("READY=1")
@@ -359,7 +361,7 @@ class Daemon:
         return reloaded
 
     def _apply_config(self, merged: MergedConfig) -> ReloadResult:
-        config = merged.config
+        config = merged.loaded.config
         # Each part compares with its own state: if one raises, the next reload applies the rest.
         self._peer_admission.read_keys(config.peer)  # raises, and then nothing changes
         closed = self._worker_socket.set_allowed(config.worker)
@@ -367,7 +369,7 @@ class Daemon:
         if "log.level" in merged.changed:
             set_log_level(config.log.level)
         self._admin.set_config(config)
-        self._config = config
+        self._loaded, self._config = merged.loaded, config
         return ReloadResult(
             changed=merged.changed,
             ignored=merged.ignored,
@@ -396,8 +398,8 @@ def _log_ignored_signal(number: signal.Signals) -> None:
 
 
 def serve(
-    config: Config,
-    read_config: Callable[[], Config],
+    loaded: LoadedConfig,
+    read_config: Callable[[], LoadedConfig],
     early_hangups: Sequence[int] = (),
     config_path: str = "",
 ) -> int:
@@ -409,7 +411,7 @@ def serve(
 
     async def run() -> int:
         try:
-            return await Daemon(config, read_config, early_hangups, config_path).run()
+            return await Daemon(loaded, read_config, early_hangups, config_path).run()
         finally:
             release_reserved_fds()  # the loop opens a socket pair when it closes
 

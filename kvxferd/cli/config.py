@@ -1,4 +1,4 @@
-"""`kvxferd config`: the sample configuration, the check of a file, and the settings in effect here."""
+"""`kvxferd config`: the sample configuration, the check of a file, and the settings in effect."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 import click
 import msgspec
 
-from kvxferd.cli.options import config_option, json_option
-from kvxferd.config import SETTINGS, Setting, load_config, settings_in_effect, shown_value
+from kvxferd.cli.options import config_option, json_option, socket_option
+from kvxferd.config import SETTINGS, Setting, load_with_sources, settings_in_effect, shown_value
 from kvxferd.config.checking import find_problems
 from kvxferd.config.sample import sample_text
+from kvxferd.tooling.control_client import ControlClient
 from kvxferd.tooling.exit_codes import EXIT_INVALID
 from kvxferd.tooling.output import plain_text, print_json, print_table, tuple_columns
 
 
 @click.group()
 def config() -> None:
-    """Print the sample configuration, check a file, or show the settings in effect here."""
+    """Print the sample configuration, check a file, or show the settings in effect."""
 
 
 @config.command()
@@ -60,17 +61,27 @@ def check(file: Path, as_json: bool) -> None:
 
 @config.command()
 @json_option
+@socket_option
 @config_option("The daemon's configuration file.")
-def show(as_json: bool, config_path: Path | None) -> None:
-    """Show the settings that a daemon started here would have, and where each comes from.
+@click.option("--here", is_flag=True, help="Ask no daemon: read the file and the environment.")
+def show(as_json: bool, socket_path: str | None, config_path: Path | None, here: bool) -> None:
+    """Show the settings of this node's daemon, and where each comes from.
 
-    The source is a variable, the file, or the default. Flags of `kvxferd serve` are not known here. Of
-    secrets the path is shown, never the content.
+    The source is a flag, a variable, the file, or the default. Of secrets the path is shown, never the
+    content. With --here: those that a daemon started here, now and without flags, would have.
     """
-    settings = settings_in_effect(load_config(config_path, os.environ, {}), config_path, os.environ)
+    loaded = load_with_sources(config_path, os.environ, {})
+    if here:
+        shown: dict[str, Any] = {
+            "file": str(config_path) if config_path else None,
+            "settings": settings_in_effect(loaded),
+        }
+    else:
+        shown = ControlClient(socket_path or loaded.config.control.socket).get("/v1/config")
     if as_json:
-        print_json({"file": str(config_path) if config_path else None, "settings": settings})
+        print_json(shown)
         return
+    settings = shown["settings"]
     rows = [(key, _to_text(SETTINGS[key], one["value"]), one["source"]) for key, one in settings.items()]
     print_table("Settings", tuple_columns("key", "value", "from"), rows)
 

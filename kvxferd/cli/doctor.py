@@ -16,7 +16,7 @@ import msgspec
 
 from kvxferd.cli.completion import complete_from, endpoints
 from kvxferd.cli.options import config_option, json_option, socket_option
-from kvxferd.config import Config, load_config
+from kvxferd.config import Config, LoadedConfig, load_config, load_with_sources
 from kvxferd.doctor.report import (
     CHECKS,
     PLACEMENTS,
@@ -216,16 +216,17 @@ def support_bundle(
     """
     from kvxferd.doctor.support_bundle import collect, write
 
-    config: Config | None = None
+    loaded: LoadedConfig | None = None
     problem = ""
     try:
-        config = load_config(config_path, os.environ, {})
+        loaded = load_with_sources(config_path, os.environ, {})
     except KvxferdError as error:
         problem = error.message
-    socket = control_socket_path(socket_path or (config or Config()).control.socket)
+    config = loaded.config if loaded else Config()
+    socket = control_socket_path(socket_path or config.control.socket)
     host = re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:64] or "node"
     path = output or Path(f"kvxferd-{host}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.tar.gz")
-    manifest = write(collect(config, config_path, problem, socket, with_doctor), path)
+    manifest = write(collect(loaded, config_path, problem, socket, with_doctor), path)
     if as_json:
         print_json({"file": str(path), **msgspec.to_builtins(manifest)})
         return

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from kvxferd.cli.options import config_option
-from kvxferd.config import SETTINGS, Setting, flag_name, load_config
+from kvxferd.config import SETTINGS, Setting, flag_name, load_with_sources
 from kvxferd.die_with_parent import die_with_parent
 from kvxferd.import_blocking import block_import
 
@@ -108,14 +108,14 @@ def serve(
     given = {name.replace("__", "."): text for name, text in flags.items() if text is not None}
     # A later change of the working directory or of the environment does not change what a reload reads.
     path, environ = config_path and config_path.absolute(), dict(os.environ)
-    config = load_config(path, environ, given)
+    loaded = load_with_sources(path, environ, given)
     open_standard_streams()
     # Imported here: a completion needs the options alone, and the other verbs no event loop and no sockets.
-    import_logs().configure_queued_logs(config.log)
+    import_logs().configure_queued_logs(loaded.config.log)
     from kvxferd.daemon import serve as run_daemon
 
     freeze_imports()
-    ctx.exit(run_daemon(config, lambda: load_config(path, environ, given), early, str(path or "")))
+    ctx.exit(run_daemon(loaded, lambda: load_with_sources(path, environ, given), early, str(path or "")))
 
 
 def import_logs() -> ModuleType:

@@ -8,9 +8,11 @@ nothing is guessed and nothing is ignored.
 from kvxferd.config.loading import (
     CONFIG_PATH_VARIABLE,
     SETTINGS,
+    LoadedConfig,
     Setting,
     flag_name,
     load_config,
+    load_with_sources,
     settings_in_effect,
     shown_value,
 )
@@ -42,6 +44,7 @@ __all__ = [
     "DrainConfig",
     "HttpConfig",
     "LimitsConfig",
+    "LoadedConfig",
     "LogConfig",
     "MergedConfig",
     "MetricsConfig",
@@ -53,6 +56,7 @@ __all__ = [
     "WorkerConfig",
     "flag_name",
     "load_config",
+    "load_with_sources",
     "merge_reloaded",
     "settings_in_effect",
     "shown_value",

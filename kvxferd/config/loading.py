@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
@@ -79,12 +80,27 @@ def _all_settings() -> Iterator[Setting]:
 SETTINGS: Mapping[str, Setting] = {setting.key: setting for setting in _all_settings()}
 
 
+class LoadedConfig(NamedTuple):
+    """A configuration, and where its settings come from."""
+
+    config: Config
+    sources: Mapping[str, str] = MappingProxyType({})  # by key, of those that are given: a path, a variable
+
+
 def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]) -> Config:
+    """Return the configuration as `load_with_sources` does."""
+    return load_with_sources(path, environ, flags).config
+
+
+def load_with_sources(
+    path: Path | None, environ: Mapping[str, str], flags: Mapping[str, str]
+) -> LoadedConfig:
     """Return the configuration of file, environment and flags; a later source wins.
 
     The keys of `flags` have the form ``transfer.lease_s``. Raises ConfigError, which names every bad key.
     """
     values: dict[str, dict[str, Any]] = {}
+    sources: dict[str, str] = {}
     problems: list[ConfigError] = []
     given = [*_from_file(path, problems)] if path is not None else []
     num_from_file = len(given)
@@ -99,25 +115,17 @@ def load_config(path: Path | None, environ: Mapping[str, str], flags: Mapping[st
             problems.append(error)
         else:
             values.setdefault(setting.section, {})[setting.field] = converted
+            sources[key] = source
     _raise_all(problems)
-    return Config(**{f.name: f.type(**values.get(f.name, {})) for f in msgspec.structs.fields(Config)})
+    sections = {f.name: f.type(**values.get(f.name, {})) for f in msgspec.structs.fields(Config)}
+    return LoadedConfig(Config(**sections), sources)
 
 
-def settings_in_effect(
-    config: Config, path: Path | None, environ: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
-    """Return each setting's value, without the texts of secrets, and its source.
-
-    The source is a variable's name, the file's path, or "default". Raises ConfigError, as `load_config` does.
-    """
-    problems: list[ConfigError] = []
-    given = [*_from_file(path, problems)] if path is not None else []
-    given += _from_environment(environ, problems)
-    _raise_all(problems)
-    sources = {key: source for key, _, source in given}
+def settings_in_effect(loaded: LoadedConfig) -> dict[str, dict[str, Any]]:
+    """Return each setting's value, without the texts of secrets, and its source, which may be "default"."""
     return {
-        key: {"value": shown_value(getattr(getattr(config, setting.section), setting.field)),
-              "source": sources.get(key, "default")}
+        key: {"value": shown_value(getattr(getattr(loaded.config, setting.section), setting.field)),
+              "source": loaded.sources.get(key, "default")}
         for key, setting in SETTINGS.items()
     }  # fmt: skip
 

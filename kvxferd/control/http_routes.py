@@ -105,6 +105,12 @@ async def status(request: web.Request) -> web.StreamResponse:
     )
 
 
+async def config(request: web.Request) -> web.StreamResponse:
+    """The settings that the daemon runs with, and where each comes from. Secrets are not among them."""
+    view = request.app[NODE_ADMIN]
+    return json_response({"file": view.config_path or None, "settings": view.settings()})
+
+
 async def engines(request: web.Request) -> web.StreamResponse:
     """Local engines and their ranks, and engine ids' owners."""
     node = await snapshot_for(request)
@@ -219,6 +225,7 @@ ROUTES = [
         is_cached=True,
         cache_key=lambda request: str(_sampled_seconds(request)),
     ),
+    Route("GET", "/v1/config", Access.ADMIN, config),
     Route("GET", "/v1/log", Access.ADMIN, recent_log),
     Route("POST", "/v1/reload", Access.ADMIN, admin_handlers.reload),
     Route("POST", "/v1/drain", Access.ADMIN, admin_handlers.drain),

@@ -66,13 +66,16 @@ class NodeAdmin:
         samples: Samples | None = None,
         checks: Iterable[Callable[[], Iterable[WarningCondition]]] = (),
         config_path: str = "",
+        settings: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """`checks` find what is to be warned of, beside the configuration and the ranks' placements.
 
-        `config_path`: of the file with the daemon's settings, "" where there is none.
+        `config_path`: of the file with the daemon's settings, "" where there is none. `settings`
+        shows them all, as `settings_in_effect` does.
         """
         self._config = config
         self.config_path = config_path
+        self.settings = settings
         self._node = node
         self._pool = pool
         self.history = history

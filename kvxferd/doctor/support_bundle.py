@@ -27,7 +27,7 @@ from urllib.parse import quote, quote_plus
 import msgspec
 
 import kvxferd
-from kvxferd.config import Config, settings_in_effect
+from kvxferd.config import Config, LoadedConfig, settings_in_effect
 from kvxferd.doctor.isolated import call_isolated, isolated
 from kvxferd.doctor.report import Finding, context_of, exit_status, run_checks
 from kvxferd.errors import KvxferdError
@@ -55,6 +55,7 @@ ROUTES = {
     "history.json": "/v1/history",
     "samples.json": "/v1/samples",
     "metrics.txt": "/metrics",
+    "running_configuration.json": "/v1/config",
     "log.json": "/v1/log",
 }
 PACKAGES = ("kvxferd", "nixl", "nixl-cu12", "nixl-cu13", "rixl", "pyzmq", "msgspec", "aiohttp", "uvloop",
@@ -126,20 +127,20 @@ class CollectedParts:
 
 
 def collect(
-    config: Config | None,
+    loaded: LoadedConfig | None,
     config_path: Path | None,
     config_problem: str,
     socket_path: str,
     with_doctor: bool,
 ) -> CollectedParts:
-    """Collect everything. `config` is None where it cannot be read, for the reason of `config_problem`."""
-    parts = CollectedParts(known_secrets(config, os.environ))
+    """Collect everything. `loaded` is None where it cannot be read, for the reason of `config_problem`."""
+    parts = CollectedParts(known_secrets(loaded.config if loaded else None, os.environ))
     parts.add("versions.json", versions)
     parts.add("host.json", host)
-    if config is None:
+    if loaded is None:
         parts.skip("configuration.json", config_problem)
     else:
-        parts.add("configuration.json", lambda: configuration(config, config_path))
+        parts.add("configuration.json", lambda: configuration(loaded, config_path))
     parts.add("process.json", lambda: process_of(socket_path))
     _collect_from_daemon(parts, ControlClient(socket_path, RESPONSE_TIMEOUT_S))
     if with_doctor:
@@ -207,13 +208,9 @@ def _z85(secret: bytes) -> str:
     return z85.encode(secret).decode()
 
 
-def configuration(config: Config, path: Path | None) -> dict[str, Any]:
-    """Return every setting as a daemon started here would have it, and its source."""
-    return {
-        "file": str(path) if path else None,
-        "flags": "those of `kvxferd serve` are in process.json, under command",
-        "settings": settings_in_effect(config, path, os.environ),
-    }
+def configuration(loaded: LoadedConfig, path: Path | None) -> dict[str, Any]:
+    """Return every setting as a daemon started here would have it, without flags, and its source."""
+    return {"file": str(path) if path else None, "settings": settings_in_effect(loaded)}
 
 
 def versions() -> dict[str, Any]:

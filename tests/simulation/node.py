@@ -14,7 +14,7 @@ from typing import Any
 
 from kvxferd import frame_socket
 from kvxferd.client import gpu_events
-from kvxferd.config import Config
+from kvxferd.config import Config, LoadedConfig
 from kvxferd.control import http_connections
 from kvxferd.daemon import Daemon
 from kvxferd.errors import ConfigError, KvxferdError
@@ -190,7 +190,7 @@ class SimDaemon(Daemon):
     """The daemon, which checks its own tables; signals and the process's own limits are not simulated."""
 
     def __init__(self, config: Config, on_broken: Callable[[str], None]) -> None:
-        super().__init__(config)
+        super().__init__(LoadedConfig(config))
         self._on_broken = on_broken
         self._num_checks = 0
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from kvxferd.config import Config, LoadedConfig, settings_in_effect
 from kvxferd.control.node_admin import ReloadResult
 from kvxferd.core.ranks.owners import Disownable
 from kvxferd.errors import Code, EngineError
@@ -259,6 +260,11 @@ class StillNode:
     """A node that never changes, but for being drained: what `HttpServer` asks of one."""
 
     config_path = "/etc/kvxferd/kvxferd.toml"
+
+    @staticmethod
+    def settings() -> dict[str, dict[str, Any]]:
+        """The defaults, one of which was given."""
+        return settings_in_effect(LoadedConfig(Config(), {"transfer.lease_s": "flag --transfer-lease-s"}))
 
     def __init__(self, reasons: list[str] | None = None) -> None:
         self.reasons = reasons or []

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from kvxferd.config import Config
+from kvxferd.config import Config, LoadedConfig
 from kvxferd.core import effects as fx
 from kvxferd.core import events as ev
 from kvxferd.daemon import Daemon
@@ -66,7 +66,7 @@ class Handle:
 
 def do(effect: fx.Effect) -> tuple[list[Any], Handle]:
     """Have a daemon without descriptors do it; return what the core is fed then, and the mover."""
-    daemon, core, handle = Daemon(Config()), Core(effect), Handle()
+    daemon, core, handle = Daemon(LoadedConfig(Config())), Core(effect), Handle()
     daemon._node = core  # type: ignore[assignment]
     daemon._worker_socket = Workers()  # type: ignore[assignment]
     daemon._ownership_file = None  # type: ignore[assignment]

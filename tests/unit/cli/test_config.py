@@ -10,8 +10,9 @@ import pytest
 
 from kvxferd.config import SETTINGS, load_config
 from kvxferd.config.sample import sample_text
+from tests.support.node_samples import StillNode
 from tests.support.python_process import run_kvxferd
-from tests.support.verb_harness import run
+from tests.support.verb_harness import daemon, run
 
 
 async def test_defaults_prints_the_sample_with_its_comments() -> None:
@@ -53,7 +54,7 @@ async def test_each_setting_is_shown_with_its_source(tmp_path: Path, monkeypatch
     file = tmp_path / "k.toml"
     file.write_text("[transfer]\nlease_s = 3\nmax_hold_s = 4\n[worker]\nmode = 0o600\n")
     monkeypatch.setenv("KVXFERD_TRANSFER_LEASE_S", "2.5")
-    result = await run("config", "show", "--config", str(file), "--json")
+    result = await run("config", "show", "--here", "--config", str(file), "--json")
     shown = json.loads(result.stdout)["settings"]
     assert list(shown) == list(SETTINGS)
     assert shown["transfer.lease_s"] == {"value": 2.5, "source": "KVXFERD_TRANSFER_LEASE_S"}
@@ -63,12 +64,25 @@ async def test_each_setting_is_shown_with_its_source(tmp_path: Path, monkeypatch
     for key, setting in shown.items():
         section, _, field = key.partition(".")
         assert msgspec.to_builtins(effective[section][field]) == setting["value"] or setting["value"] == []
-    table = (await run("config", "show", "--config", str(file))).stdout
+    table = (await run("config", "show", "--here", "--config", str(file))).stdout
     assert "0o600" in table
     monkeypatch.setenv("KVXFERD_TRANSFER_LEASE_S", "soon")
-    result = await run("config", "show")
+    result = await run("config", "show", "--here")
     assert result.exit_code == 2
     assert "KVXFERD_TRANSFER_LEASE_S" in result.stderr
+
+
+async def test_the_settings_of_the_daemon_are_shown_unless_it_is_not_there(tmp_path: Path) -> None:
+    async with daemon(tmp_path) as config:
+        result = await run("config", "show", "--json", "--socket", config.control.socket)
+        table = await run("config", "show", "--socket", config.control.socket)
+    shown = json.loads(result.stdout)
+    assert shown["file"] == StillNode.config_path
+    assert shown["settings"]["transfer.lease_s"] == {"value": 30.0, "source": "flag --transfer-lease-s"}
+    assert "--transfer-lease-s" in table.stdout
+    result = await run("config", "show", "--socket", config.control.socket)
+    assert result.exit_code == 2
+    assert "no daemon is there" in result.stderr
 
 
 async def test_no_secret_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +93,7 @@ async def test_no_secret_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         f"[peer]\ncurve_secret_key_file = '{key}'\ncurve_allowed_keys = ['any']\n"
         "[mover.environment]\nUCX_TLS = 'tcp'\nAWS_SECRET_ACCESS_KEY = 'c0ffee'\n"
     )
-    for arguments in (["config", "show"], ["config", "show", "--json"]):
+    for arguments in (["config", "show", "--here"], ["config", "show", "--here", "--json"]):
         result = await run(*arguments, "--config", str(file))
         assert result.exit_code == 0, result.output
         assert str(key) in result.stdout
@@ -88,7 +102,7 @@ async def test_no_secret_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert "AWS_SECRET_ACCESS_KEY" in result.stdout
         assert "c0ffee" not in result.stdout
     monkeypatch.setenv("KVXFERD_PEER_CURVE_SECRET_KEY_FILE", "c0ffee")
-    result = await run("config", "show")
+    result = await run("config", "show", "--here")
     assert result.exit_code == 2
     assert "KVXFERD_PEER_CURVE_SECRET_KEY_FILE" in result.stderr
     assert "c0ffee" not in result.output
@@ -107,7 +121,8 @@ async def test_the_daemon_names_every_bad_key_as_the_check_does(
     monkeypatch.setenv("KVXFERD_TRANSFER_LEASE_S", "soon")
     monkeypatch.setenv("KVXFERD_LEASE", "3")
     flags = ["--drain-limit-s", "never"]
-    for arguments in (["serve", "--config", str(file), *flags], ["config", "show", "--config", str(file)]):
+    show = ["config", "show", "--here", "--config", str(file)]
+    for arguments in (["serve", "--config", str(file), *flags], show):
         # As a process: a daemon handles signals, which a thread may not.
         result = await asyncio.to_thread(run_kvxferd, *arguments)
         assert (result.returncode, result.stdout) == (2, "")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxferd.config import RELOADABLE, SETTINGS, Config, load_config, merge_reloaded
+from kvxferd.config import RELOADABLE, SETTINGS, Config, LoadedConfig, load_with_sources, merge_reloaded
 from kvxferd.control.core_settings import settings_of
 from kvxferd.control.node_admin import NodeAdmin
 from kvxferd.control.ownership_file import OwnershipFile
@@ -27,7 +27,12 @@ KEY = "ab" * 32
 
 
 def config(**settings: str) -> Config:
-    return load_config(None, {}, {name.replace("__", "."): text for name, text in settings.items()})
+    return loaded(**settings).config
+
+
+def loaded(**settings: str) -> LoadedConfig:
+    """These settings, as flags."""
+    return load_with_sources(None, {}, {name.replace("__", "."): text for name, text in settings.items()})
 
 
 def test_every_reloadable_setting_is_one() -> None:
@@ -35,22 +40,23 @@ def test_every_reloadable_setting_is_one() -> None:
 
 
 def test_lists_and_the_level_change_and_the_rest_is_named() -> None:
-    running = config(worker__allowed_uids="1", http__bind="127.0.0.1:1")
-    read = config(worker__allowed_uids="2", log__level="debug", http__bind="127.0.0.1:2")
+    running = loaded(worker__allowed_uids="1", http__bind="127.0.0.1:1")
+    read = loaded(worker__allowed_uids="2", log__level="debug", http__bind="127.0.0.1:2")
     merged = merge_reloaded(running, read)
     assert merged.changed == ["worker.allowed_uids", "log.level"]
     assert merged.ignored == ["http.bind"]
-    assert merged.config == config(worker__allowed_uids="2", log__level="debug", http__bind="127.0.0.1:1")
+    after = loaded(worker__allowed_uids="2", log__level="debug", http__bind="127.0.0.1:1")
+    assert merged.loaded == after
 
 
 def test_the_same_again_is_nothing() -> None:
-    assert merge_reloaded(config(), config()) == (config(), [], [])
+    assert merge_reloaded(loaded(), loaded()) == (loaded(), [], [])
 
 
 def test_what_does_not_go_together_with_the_running_key_is_refused_whole() -> None:
-    running = config(peer__curve_secret_key_file="/k", peer__curve_allowed_keys=KEY)
+    running = loaded(peer__curve_secret_key_file="/k", peer__curve_allowed_keys=KEY)
     with pytest.raises(ConfigError, match="nobody would be let in"):
-        merge_reloaded(running, config(log__level="debug"))
+        merge_reloaded(running, loaded(log__level="debug"))
 
 
 @contextmanager
@@ -69,7 +75,7 @@ def no_descriptor_left() -> Iterator[None]:
 @asynccontextmanager
 async def parts_of_a_daemon(running: Config, read: Config) -> AsyncIterator[Daemon]:
     """The parts that a reload changes, with their sockets open."""
-    daemon = Daemon(running, lambda: read)
+    daemon = Daemon(LoadedConfig(running), lambda: LoadedConfig(read))
     daemon._peer_socket.start()
     daemon._node = Node(
         boot=BootId("b"),

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvxferd.config import Config, MoverConfig, WorkerConfig
+from kvxferd.config import Config, LoadedConfig, MoverConfig, WorkerConfig
 from kvxferd.control.effect_runner import EffectRunner
 from kvxferd.control.mover_assignment import MoverAssignment
 from kvxferd.control.peer_socket import PeerSocket
@@ -167,7 +167,7 @@ class Overwritten:
 
 
 async def test_what_fails_keeps_nothing_else_from_being_done():
-    daemon = Daemon(Config())
+    daemon = Daemon(LoadedConfig(Config()))
     daemon._node = FailingNode()
     daemon._movers = shell = Overwritten()
     daemon._effects = EffectRunner(shell, *[None] * 5, daemon._on_event)
