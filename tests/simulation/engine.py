@@ -959,7 +959,9 @@ class Worker:
             return
         world, now = self.world, self.world.kernel.now
         pull.ended = how
-        pull.is_given_up = isinstance(event, client.Failed) and "the daemon is silent" in event.message
+        if isinstance(event, client.Failed) and "the daemon is silent" in event.message:
+            pull.is_given_up = True
+            self.world.unsure_counts.add(self.node)
         if how == "delivered":  # a pull that the client has failed alone leaves what its daemon prepared
             pull.transfer.prepared.pop(self, None)
         world.open_pulls.pop(pull, None)
