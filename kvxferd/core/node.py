@@ -70,7 +70,6 @@ from kvxferd.core.sink.pulls import Pulls
 from kvxferd.core.source.fence_pages import FencePages
 from kvxferd.core.source.grants import GrantServer
 from kvxferd.core.source.manifests import HandshakeServer
-from kvxferd.core.source.member_reports import MemberReports
 from kvxferd.core.source.publishing import PublishedTransfers
 from kvxferd.core.source.rank_reports import RankReports
 from kvxferd.core.source.waiting import PollingOf, WaitingRequests
@@ -198,7 +197,6 @@ class Node:
             self._engine_changed,
             self.poll_requests,
         )
-        self.member_reports = MemberReports(self.context, self.home, self.published)
         self.member = Member(self.context, self.registry, self.peers, self.peer_requests, self.poll_requests)
         self.member.on_joined = self._rank_joined
         self.grant_client = GrantClient(
@@ -725,7 +723,8 @@ class Node:
             case LeaveRank():
                 self.home.leave(route, message, key)
             case RankReady():
-                self.member_reports.rank_ready(route, message, key)
+                if member := self.home.reporting_member(route, message, key):
+                    self.published.member_ready(route, member, message)
             case _:
                 self.peer_requests.handle_inbound_reply(route, message, key)
 

@@ -21,9 +21,8 @@ from kvxferd.core.sink.grants import GrantClient
 from kvxferd.core.sink.prepared import PreparedGrants
 from kvxferd.core.sink.pull import Pull
 from kvxferd.core.sink.pulls import Pulls
-from kvxferd.core.source.announced import Report
+from kvxferd.core.source.announced import report_of
 from kvxferd.core.source.publishing import PublishedTransfers
-from kvxferd.core.source.transfer_table import ALL_TOKENS
 from kvxferd.errors import BusyError, Code, EngineError, KvxferdError, ProtocolError
 from kvxferd.ids import Ticket, TransferId
 from kvxferd.layout import BlocksByGroup
@@ -157,9 +156,6 @@ class WorkerRequests:
             problem = f"fence slot {message.fence_slot} holds no word; write 16 random bytes there first"
         elif not (0 < len(message.transfer_id) <= MAX_NAME_CHARS):
             problem = f"the transfer id must have 1 to {MAX_NAME_CHARS} characters"
-        elif len(message.nonce) > MAX_NAME_CHARS:
-            # The nonce is kept with the transfer and its tombstone, and no reference could carry this one.
-            problem = f"its nonce has {len(message.nonce)} characters; give 32 random hex digits"
         if problem:
             text = f"cannot publish transfer {message.transfer_id[:80]}: {problem}"
             raise EngineError(text, Code.OUT_OF_PLACE)
@@ -186,16 +182,10 @@ class WorkerRequests:
         rank = session.rank
         if rank is None:
             raise ProtocolError("cannot take ready: this connection is not a rank", Code.OUT_OF_PLACE)
-        if message.ready_tokens < -1:
-            raise ProtocolError(f"cannot take {message.ready_tokens} tokens as ready", Code.BLOCKS_INVALID)
-        if len(message.transfer_id) > MAX_NAME_CHARS or len(message.incarnation) > MAX_NAME_CHARS:
-            return  # no publish can have that name, no rank that incarnation
         if not message.incarnation:
             raise ProtocolError("cannot take ready without the incarnation of the rank's memory")
         if self._registry.is_home(rank.spec):
-            num_tokens = ALL_TOKENS if message.ready_tokens < 0 else message.ready_tokens
-            report = Report(message.incarnation, num_tokens)
-            self._published.rank_ready(rank, message.transfer_id, report)
+            self._published.rank_ready(rank, message.transfer_id, report_of(message))
         else:
             self._member.report_ready(rank, message.incarnation, message.transfer_id, message.ready_tokens)
 
@@ -245,13 +235,6 @@ class WorkerRequests:
 
     def _parse_ref(self, ref: TransferRef) -> TransferRef:
         """Return the reference with its endpoint in the normal form, checked: it came over a router."""
-        for name in (ref.engine_id, ref.generation, ref.transfer_id, ref.nonce):
-            if len(name) > MAX_NAME_CHARS:
-                raise EngineError(
-                    f"cannot use a reference that has a name of {len(name)} characters: "
-                    f"{MAX_NAME_CHARS} is the limit",
-                    Code.TRANSFER_UNKNOWN,
-                )
         endpoint = parse_endpoint(ref.endpoint)
         if endpoint != self._context.endpoint:
             self._context.allowlist.check(endpoint)

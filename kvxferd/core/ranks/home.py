@@ -21,7 +21,6 @@ from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, Rank
 from kvxferd.layout import EngineSpec
 from kvxferd.wire.common import RankManifest
-from kvxferd.wire.limits import MAX_NAME_CHARS
 from kvxferd.wire.outlines import JoinRankOutline, ManifestOutline
 from kvxferd.wire.peer import (
     JoinRank,
@@ -131,12 +130,6 @@ class Home:
                 f"cannot take rank {spec.rank} of engine {spec.key}: its home is "
                 f"{spec.home or 'elsewhere'}, and this is {self._context.endpoint}",
                 Code.NOT_HOME,
-            )
-        if max(len(message.secret), len(message.boot)) > MAX_NAME_CHARS:
-            raise EngineError(
-                f"cannot take rank {spec.rank} of engine {spec.key}: its daemon's boot or secret is longer "
-                f"than {MAX_NAME_CHARS} characters",
-                Code.RANK_INVALID,
             )
         self._check_agent(manifest)
         self._check_order(message, owner, present)
@@ -313,7 +306,7 @@ class Home:
         """Remove a member's rank. A late `LeaveRank` removes nothing that was joined after it was sent."""
         engine = EngineKey(message.engine_id, message.generation)
         present = self.find_member(engine, message.rank)
-        if present is not None and not self.accept_from_owner(present, route, message, key):
+        if present is not None and not self._is_of_owner(present, route, message, key):
             return
         if present is not None and present.boot == message.boot and present.request < message.request:
             self._remove(present)
@@ -323,7 +316,7 @@ class Home:
             self._owners.rank_left(engine, message.rank, owner, request)
         self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))
 
-    def accept_from_owner(
+    def _is_of_owner(
         self, present: MemberRank, route: bytes, message: LeaveRank | RankReady, key: str
     ) -> bool:
         """Whether the sender has joined the rank. Another sender is refused, and nothing changes."""
@@ -335,6 +328,14 @@ class Home:
         refused = PeerRefused(request=message.request, code=Code.NOT_ALLOWED, message=text)
         self._context.emit(ReplyToPeer(route, refused))
         return False
+
+    def reporting_member(self, route: bytes, message: RankReady, key: str) -> MemberRank | None:
+        """Return the rank that a member reports; None: another daemon's, which is refused, or none yet.
+
+        Its mover was replaced, or this daemon restarted: the report is sent again once the rank has joined.
+        """
+        present = self.find_member(EngineKey(message.engine_id, message.generation), message.rank)
+        return present if present and self._is_of_owner(present, route, message, key) else None
 
     def request_polling(self, agent: AgentName) -> None:
         """Have a member's mover poll. It stops where the reply to a heartbeat does not say that it is to."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, SendToWorker
+from kvxferd.core.effects import EmitRecord, OverwriteFenceWord, ReplyToPeer, SendToWorker
 from kvxferd.core.limits.block_id_memory import check_num_ids, request_bytes
 from kvxferd.core.limits.fair_share import Owner
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
@@ -19,7 +19,7 @@ from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.ranks.rank import ASLEEP, LocalRank, MemberRank, RankRecord
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session
-from kvxferd.core.source.announced import Announcements, Report
+from kvxferd.core.source.announced import Announcements, Report, report_of
 from kvxferd.core.source.ended import EndedTransfers
 from kvxferd.core.source.publish_checks import Admitted, PublishChecks
 from kvxferd.core.source.transfer_table import ALL_TOKENS, Transfer, TransferKey, TransferTable
@@ -30,7 +30,7 @@ from kvxferd.ids import EngineKey, GrantId, SessionId, TransferId
 from kvxferd.layout import BlocksByGroup, append_ids
 from kvxferd.plan import check_open_blocks, covered_tokens
 from kvxferd.records import ReleaseRecord
-from kvxferd.wire.peer import TransferReleased
+from kvxferd.wire.peer import RankReady, RequestDone, TransferReleased
 from kvxferd.wire.traceparent import span_id_for
 from kvxferd.wire.worker import Publish, PublishRefused, Released
 
@@ -216,6 +216,16 @@ class PublishedTransfers:
             self._renew_lease(transfer)
         self._waiting.wake(key)
         return True
+
+    def member_ready(self, route: bytes, member: MemberRank, message: RankReady) -> None:
+        """Record what a member's rank has written. A repeated request changes nothing.
+
+        A transfer that has ended has its tombstone for longer than a member repeats a request, and
+        `Announcements` has the requests about one that was never published.
+        """
+        report = report_of(message, (member.boot, message.request))
+        if self.rank_ready(member, message.transfer_id, report):
+            self._context.emit(ReplyToPeer(route, RequestDone(request=message.request)))  # else sent again
 
     def _next_state(self, key: TransferKey, event: TransferEvent) -> TransferState:
         """Return the state after the event. A KeyError is a bug of the caller."""

@@ -21,7 +21,7 @@ from kvxferd.ids import (
 )
 from kvxferd.layout import BlocksByGroup, EngineSpec
 from kvxferd.records import ReaderRecord, TransferSnapshot
-from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_RANKS
+from kvxferd.wire.limits import MAX_RANKS
 from kvxferd.wire.peer import Consumer
 
 TransferKey = tuple[EngineKey, TransferId]
@@ -43,8 +43,8 @@ class Grant:
     grant_id: GrantId
     agents: frozenset[AgentName]  # the source movers that must poll while it lives
     granted_at: float
-    expires_at: float
-    peer_id: str = ""  # the reader's key, or its route
+    peer_id: str  # the reader's key, or its route
+    expires_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -240,7 +240,7 @@ class TransferTable:
             fits = not cost or len(reader.acknowledged) < MAX_RANKS
         else:
             cost = READER_COST + acknowledges
-            fits = len(transfer.readers) < MAX_READERS and max(map(len, engine)) <= MAX_NAME_CHARS
+            fits = len(transfer.readers) < MAX_READERS
         if not fits or (cost and not self._reader_share.acquire(peer_id, cost)):
             return None
         transfer.reader_cost_of_peer[peer_id] += cost
@@ -254,9 +254,8 @@ class TransferTable:
                 yield ACKNOWLEDGED, peer_id, amount
 
     def add_grant(self, transfer: Transfer, grant: Grant) -> None:
-        """Put a grant on the transfer's lease, in place of a grant with the same id."""
-        if grant.grant_id not in transfer.grants:
-            transfer.num_grants_of_peer[grant.peer_id] += 1
+        """Put a new grant on the transfer's lease."""
+        transfer.num_grants_of_peer[grant.peer_id] += 1
         transfer.grants[grant.grant_id] = grant
         self.by_grant[grant.grant_id] = transfer
 

@@ -16,9 +16,9 @@ from kvxferd.core.limits.table import WAITING_BYTES
 from kvxferd.core.ranks.polling import PollRequests
 from kvxferd.core.source.transfer_table import TransferKey
 from kvxferd.core.tables import decrease, discard
-from kvxferd.errors import Code
+from kvxferd.errors import Code, KvxferdError
 from kvxferd.ids import AgentName, EngineId
-from kvxferd.wire.peer import GrantRequest, ManifestRequest, PeerRefused, StillWaiting
+from kvxferd.wire.peer import GrantRequest, ManifestRequest, PeerRefused, StillWaiting, refusal_of
 
 M = TypeVar("M", GrantRequest, ManifestRequest)
 
@@ -36,7 +36,12 @@ WaitKey = EngineId | TransferKey | PollingOf
 RequestName = str | tuple[bytes, int]
 
 # What a request is counted for: itself, and each of its names beside the characters.
-REQUEST_BYTES, NAME_BYTES = 2048, 64
+_REQUEST_BYTES, _NAME_BYTES = 2048, 64
+
+
+def kept_bytes(*names: str) -> int:
+    """Return what a request with these names is counted for while it waits."""
+    return _REQUEST_BYTES + _NAME_BYTES * len(names) + sum(map(len, names))
 
 
 class Obstacle(NamedTuple):
@@ -86,10 +91,16 @@ class WaitingRequests:
         return max(self._num_of_peer.values(), default=0)
 
     def receive(self, request: WaitingRequest[M]) -> None:
-        """Reply to a request, or keep it. Raises BusyError where it has no room.
+        """Reply to a request, keep it, or refuse it where it has no room.
 
         One that is sent again waits on. Another of the same name replaces it.
         """
+        try:
+            self._receive(request)
+        except KvxferdError as error:
+            self._context.emit(ReplyToPeer(request.route, refusal_of(request.message.request, error)))
+
+    def _receive(self, request: WaitingRequest[M]) -> None:
         now, known = self._context.now, self._requests.get(request.name)
         if known is not None and known.message.request == request.message.request:
             known.route, known.sent_at = request.route, now  # the last route is the live one

@@ -13,7 +13,6 @@ from kvxferd.wire.common import TransferRef
 from kvxferd.wire.limits import (
     MAX_DELIVERED_BY_MOVER,
     MAX_GROUPS_PER_REQUEST,
-    MAX_NAME_CHARS,
     MAX_RANKS,
     MAX_REGIONS,
     MAX_SENTENCE_CHARS,
@@ -86,16 +85,6 @@ def test_a_list_longer_than_it_may_be_is_not_decoded(kind: str) -> None:
     )
     with pytest.raises(ProtocolError, match="length <="):
         CLIENT_MESSAGES.decode(encode(publish))
-
-
-def test_a_nonce_that_no_reference_could_name_is_not_kept() -> None:
-    world = World()
-    (source,) = world.engine(world.host("a"), "prefill")
-    source.publish("t", IDS, TOKENS, nonce="n" * (MAX_NAME_CHARS + 1))
-    (refused,) = source.received(wk.PublishRefused)
-    assert isinstance(refused, wk.PublishRefused)
-    assert refused.code is Code.OUT_OF_PLACE
-    assert not source.host.node.published.table.live
 
 
 @pytest.mark.parametrize("num_regions", [MAX_REGIONS, MAX_REGIONS + 1])

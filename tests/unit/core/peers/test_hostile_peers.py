@@ -35,7 +35,6 @@ from kvxferd.wire.peer import (
     GrantRequest,
     JoinRank,
     ManifestReply,
-    ManifestRequest,
     PeerRefused,
     RankPollingRequest,
     ReleaseGrant,
@@ -532,24 +531,6 @@ def test_made_up_readers_are_not_kept_without_end(world, source, granted):
         acknowledge = Acknowledge(request=1, grant="x", ref=ref, consumer=consumer, bytes=0)
         assert world.send_request(source.host, acknowledge, key="0b")
     assert len(transfer.readers) == MAX_READERS
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"grant": "x" * 300},
-        {"reads": ((Rank(0, 0), "a" * 300),)},
-        {"reads": ((Rank(0, 0), "a" * 250),) * 600},
-    ],
-)
-def test_a_question_as_long_as_a_message_is_not_kept_waiting(world, source, changes):
-    ref = TransferRef(source.host.endpoint, "prefill", "g1", "later", "00" * 16)
-    request = msgspec.structs.replace(grant_of(world, source, ref), **changes)
-    (refused,) = world.send_request(source.host, request, key="0b")
-    assert refused.code is Code.BAD_FRAME
-    fetch = ManifestRequest(request=1, engine_id="e" * 300, generation="g", wait_s=5.0)
-    (refused,) = world.send_request(source.host, fetch, key="0b")
-    assert refused.code is Code.BAD_FRAME
 
 
 def test_many_routes_of_one_key_have_one_share():
