@@ -43,7 +43,7 @@ from kvxferd.core.events import (
 )
 from kvxferd.core.limits.ledger import Charge
 from kvxferd.core.limits.reassembly_memory import ReassemblyMemory
-from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES
+from kvxferd.core.limits.table import BLOCK_ID_BYTES, INFLIGHT_BYTES, RANKS
 from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
@@ -162,7 +162,7 @@ class Node:
         )
         self.sessions: dict[SessionId, Session] = {}
         self.owners = Owners(self.context)
-        self.registry = Registry(endpoint, self.owners)
+        self.registry = Registry(self.context, self.owners)
         self.reassembly_memory = ReassemblyMemory(self.context.ledger, self.registry.user_has_rank)
         self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
         self.chunk_memory = ChunkMemory(self.context, self.context.settings.limits.staging_bytes)
@@ -173,7 +173,7 @@ class Node:
         self.peers = Peers(self.context, self.peer_requests)
         self.handshake_client = HandshakeClient(self.context, self.peers, self.peer_requests, layout_cache)
         self.poll_requests = PollRequests(self.context, self._request_polling)
-        self.rank_reports = RankReports(self.context, self.registry)
+        self.rank_reports = RankReports(self.context, self.registry, self.sessions)
         self.waiting = WaitingRequests(self.context, self.poll_requests)
         self.published = PublishedTransfers(
             self.context, self.registry, self.poll_requests, self.peer_requests, self.waiting
@@ -277,7 +277,7 @@ class Node:
         limits, ledger = self.context.settings.limits, self.context.ledger
         used = {
             "max_sessions": len(self.sessions),
-            "max_ranks": self.registry.num_ranks_by_user().total(),
+            "max_ranks": ledger[RANKS].held,
             "max_transfers_per_engine": self.published.table.most_of_engine,
             "max_pulls_per_rank": self.pulls.most_of_rank,
             "max_inflight_bytes": ledger[INFLIGHT_BYTES].held,
@@ -338,7 +338,8 @@ class Node:
         """Yield what everything that is kept here is counted for."""
         parts = (
             self.published.table, self.published.announced, self.published.ended, self.waiting, self.home,
-            self.owners, self.pulls, self.prepared, self.peers, self.worker_requests, self.grant_client.plans,
+            self.owners, self.registry, self.pulls, self.prepared, self.peers, self.worker_requests,
+            self.grant_client.plans,
         )  # fmt: skip
         for part in parts:
             yield from part.charges()
@@ -486,8 +487,6 @@ class Node:
         self.published.session_closed(session_id)
         self.local_ranks.session_closed(session)
         self.fence_pages.remove_session(session_id)
-        if session.attached is not None:
-            self.rank_reports.remove(session_id, session.attached)
         if engine is not None:  # else nothing waited for it
             self._engine_changed(engine.engine_id)
 
@@ -496,7 +495,7 @@ class Node:
         assert session.attached is not None
         self.fence_pages.create(session)
         self.fence_pages.assign(session.attached, session)
-        self.rank_reports.add(session, session.attached)
+        self.rank_reports.report_all(session)
         self.context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
 
     def _rank_changed(self, change: RankChange, rank: RankRecord) -> None:
@@ -504,16 +503,14 @@ class Node:
         key = rank.spec.key
         if change in (RankChange.REGISTERED, RankChange.MAPPED):
             self.published.rank_mapped(rank)
-            self.rank_reports.report_mapping(key, rank.spec.rank, rank.incarnation)
+            self.rank_reports.report_rank(rank)
         if change in (RankChange.VOID, RankChange.GONE):
             self.published.rank_lost(key, Code.RANK_LOST)
         if not isinstance(rank, LocalRank):
             return
         match change:
             case RankChange.REGISTERED:
-                session = self.sessions[rank.session]
-                self.rank_reports.add(session, key)
-                self.fence_pages.create(session)
+                self.fence_pages.create(self.sessions[rank.session])
             case RankChange.READY:
                 self.fence_pages.assign(key, self.sessions[rank.session])
                 self.pulls.advance_all(rank)
@@ -524,7 +521,6 @@ class Node:
                 )
             case RankChange.GONE:
                 self.pulls.rank_gone(rank)
-                self.rank_reports.remove(rank.session, key)
 
     # --- movers
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from kvxferd.core.context import NodeContext
-from kvxferd.core.limits.checks import check_share
 from kvxferd.core.limits.rate_limit import RateLimiter
-from kvxferd.core.limits.table import RETRY_LATER_S
+from kvxferd.core.limits.table import RANKS
 from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
@@ -38,10 +37,7 @@ class RegistrationChecks:
             raise EngineError(
                 "cannot register: this daemon is draining; register when it is back", Code.DRAINING
             )
-        held_by = self._registry.num_ranks_by_user()
-        limit = self._context.settings.limits.max_ranks
-        what = f"register: {held_by.total()} ranks are registered here"
-        check_share(held_by, session.uid, limit, what, "limits.max_ranks", RETRY_LATER_S)
+        self._context.ledger[RANKS].check(session.uid, 1, "register")
 
     def check_rate(self, session: Session, what: str) -> None:
         """Raise BusyError where the user starts movers too often. Call it last: it counts one."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvxferd.core.context import NodeContext
+from kvxferd.core.limits.ledger import Charge
+from kvxferd.core.limits.table import RANKS
 from kvxferd.core.peers.handshake_metadata import aggregate_metadata
 from kvxferd.core.ranks.owners import Owners, is_user
 from kvxferd.core.ranks.rank import LocalRank, MemberRank, RankRecord
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import (
-    Endpoint,
     EngineId,
     EngineKey,
     GroupName,
@@ -111,8 +112,9 @@ class LocalEngine:
 class Registry:
     """The engines that are here. There is at most one record for each rank and generation."""
 
-    def __init__(self, endpoint: Endpoint, owners: Owners) -> None:
-        self._endpoint = endpoint
+    def __init__(self, context: NodeContext, owners: Owners) -> None:
+        self._endpoint = context.endpoint
+        self._share = context.ledger[RANKS]
         self.owners = owners
         self._engines: dict[EngineKey, LocalEngine] = {}
         self._generations: dict[EngineId, dict[EngineKey, LocalEngine]] = {}  # by id, the oldest first
@@ -186,13 +188,13 @@ class Registry:
         users = self.users_of(engine_id)
         return not users or uid in users
 
-    def num_ranks_by_user(self) -> Counter[int]:
-        """Return how many ranks each user has here."""
-        return Counter(rank.uid for rank in self.local_ranks())
+    def charges(self) -> Iterator[Charge]:
+        """Yield what the ranks of this node's workers are counted for."""
+        return ((RANKS, rank.uid, 1) for rank in self.local_ranks())
 
     def user_has_rank(self, uid: int) -> bool:
         """Whether the user has a rank here."""
-        return any(rank.uid == uid for rank in self.local_ranks())
+        return self._share.held_by(uid) > 0
 
     def is_superseded(self, key: EngineKey) -> bool:
         """Whether a newer generation of the engine is here: this one gets no new grants."""
@@ -250,6 +252,8 @@ class Registry:
             keys = sorted((*self._generations.get(key.engine_id, ()), key), key=self.owners.position_of)
             self._generations[key.engine_id] = {key: self._engines[key] for key in keys}
         engine.put(record)
+        if isinstance(record, LocalRank):
+            self._share.add(record.uid, 1)
         return engine
 
     def remove(self, record: RankRecord) -> None:
@@ -259,6 +263,8 @@ class Registry:
         if engine is None or engine.ranks.get(record.spec.rank) is not record:
             return
         engine.remove(record.spec.rank)
+        if isinstance(record, LocalRank):
+            self._share.release(record.uid)
         if engine.ranks:
             return
         del self._engines[key]
