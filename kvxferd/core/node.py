@@ -166,7 +166,7 @@ class Node:
         self.reassembly_memory = ReassemblyMemory(self.context.ledger, self.registry.user_has_rank)
         self.movers = Movers(self.context, self._detach_mover, self._is_mover_needed)
         self.chunk_memory = ChunkMemory(self.context, self.context.settings.limits.staging_bytes)
-        self.fence_pages = FencePages(self.context, self.registry)
+        self.fence_pages = FencePages(self.context, self.registry, self.sessions)
         self.peer_requests = PeerRequests(self.context, self._request_settled)
         layout_cache = self.layouts = LayoutCache()
         self.peer_routes = PeerRoutes()
@@ -492,9 +492,8 @@ class Node:
 
     def _attach(self, session: Session, message: Attach) -> None:
         registered = self.local_ranks.attach(session, message)
-        assert session.attached is not None
         self.fence_pages.create(session)
-        self.fence_pages.assign(session.attached, session)
+        self.fence_pages.assign(session)
         self.rank_reports.report_all(session)
         self.context.emit(SendToWorker(session.session_id, registered, with_fence_page=True))
 
@@ -512,7 +511,7 @@ class Node:
             case RankChange.REGISTERED:
                 self.fence_pages.create(self.sessions[rank.session])
             case RankChange.READY:
-                self.fence_pages.assign(key, self.sessions[rank.session])
+                self.fence_pages.assign(self.sessions[rank.session])
                 self.pulls.advance_all(rank)
             case RankChange.ASLEEP:
                 self.published.rank_suspended(rank)
@@ -647,7 +646,7 @@ class Node:
 
     def _engine_changed(self, engine_id: EngineId) -> None:
         """Reconsider all that waits for any generation of the engine."""
-        self.fence_pages.reassign(engine_id, self.sessions)
+        self.fence_pages.reassign(engine_id)
         self.waiting.wake(engine_id)
         self.member.reply_to_polling_requests()
 

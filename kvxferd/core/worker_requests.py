@@ -34,7 +34,6 @@ from kvxferd.wire.limits import (
     FENCE_SLOTS,
     FENCE_WORD_BYTES,
     MAX_DELIVERED_BY_MOVER,
-    MAX_GROUPS_PER_REQUEST,
     MAX_NAME_CHARS,
 )
 from kvxferd.wire.peer import AbandonTransfer, Consumer
@@ -143,7 +142,6 @@ class WorkerRequests:
     # --- the source's side
 
     def _publish(self, session: Session, message: Publish, fence_word: bytes) -> None:
-        _check_groups(message.blocks)
         blocks, engine = session.assembly.complete(message.blocks, message.stream), session.engine
         assert engine is not None
         problem = ""
@@ -166,7 +164,6 @@ class WorkerRequests:
         self._published.unpublish(session.session_id, session.engine, transfer_id)
 
     def _ready(self, session: Session, message: Ready) -> None:
-        _check_groups(message.blocks)
         try:
             blocks = session.assembly.complete(message.blocks, message.stream)
         except BusyError:
@@ -192,7 +189,6 @@ class WorkerRequests:
     # --- the sink's side
 
     def _pull(self, session: Session, message: PullRequest) -> None:
-        _check_groups(message.blocks)
         if self._pulls.find(session.session_id, message.ticket) is not None:
             raise ProtocolError(f"cannot take ticket {message.ticket}: its last pull has not ended")
         blocks = session.assembly.complete(message.blocks, message.stream)
@@ -284,10 +280,3 @@ class WorkerRequests:
         """End the session's prepared grants, and drop its parts of block lists."""
         session.assembly.clear()
         self._prepared.session_closed(session)
-
-
-def _check_groups(blocks: BlocksByGroup) -> None:
-    """Raise ProtocolError for more groups than any request has: the later steps sort them."""
-
-    if len(blocks) > MAX_GROUPS_PER_REQUEST:
-        raise ProtocolError(f"cannot take {len(blocks)} groups: at most {MAX_GROUPS_PER_REQUEST} go")

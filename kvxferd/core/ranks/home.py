@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import ReplyToPeer
@@ -207,14 +207,13 @@ class Home:
         it: the user of its ranks on this node, or the daemon that joined all its ranks. Another daemon waits
         until the others' ranks have left or belong to the new generation.
         """
-        if not (why := self._why_not_started_by(spec, owner)):
-            return
-        raise EngineError(
-            f"cannot take rank {spec.rank} of engine {spec.key}: {why}; start it on the engine's home first, "
-            "wait until the former one has ended, or choose another engine id",
-            Code.NOT_ALLOWED,
-            retry_after_s=self._context.settings.member_heartbeat_s,
-        )
+        if why := self._why_not_started_by(spec, owner):
+            raise EngineError(
+                f"cannot take rank {spec.rank} of engine {spec.key}: {why}; start it on the engine's home "
+                "first, wait until the former one has ended, or choose another engine id",
+                Code.NOT_ALLOWED,
+                retry_after_s=self._context.settings.member_heartbeat_s,
+            )
 
     def _why_not_started_by(self, spec: EngineSpec, owner: str) -> str:
         """Return why this daemon may not start that generation; "" where it may."""
@@ -257,10 +256,7 @@ class Home:
 
     def _member_expired(self, record: MemberRank) -> None:
         """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
-        if self.find_member(record.spec.key, record.spec.rank) is record:
-            self._remove(record)
-            self._owners.forget(record.spec.key, record.spec.rank)
-            self._on_engine_change(record.spec.engine_id)
+        self._forget([record])
 
     def _remove(self, record: MemberRank) -> None:
         self._members.pop(record.agent, None)
@@ -284,11 +280,14 @@ class Home:
 
     def disown(self, engine_id: EngineId) -> None:
         """Remove the engine's silent ranks, as those of a lost node, at the operator's request."""
-        silent = self._silent_members(engine_id)
-        for record in silent:
+        self._forget(self._silent_members(engine_id))
+
+    def _forget(self, lost: Collection[MemberRank]) -> None:
+        """Remove ranks of daemons that are gone, and keep none for its owner."""
+        for record in lost:
             self._remove(record)
             self._owners.forget(record.spec.key, record.spec.rank)
-        if silent:
+        for engine_id in {record.spec.engine_id for record in lost}:
             self._on_engine_change(engine_id)
 
     def _silent_members(self, engine_id: EngineId) -> list[MemberRank]:

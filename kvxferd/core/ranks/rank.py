@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
+from typing import ClassVar
 
 from kvxferd.core.peers.remote_engine import manifest_bytes
 from kvxferd.ids import AgentName, BootId, GroupName, Incarnation, MoverId, SessionId
@@ -154,42 +155,20 @@ class MemberRank:
     request: int = 0  # the number of the last `JoinRank` of it
     last_seen_at: float = 0.0  # when it last joined: its heartbeat
     added_by: int = 0  # the number of the `JoinRank` before which the rank was not known; 0: it was
+    spec: EngineSpec = field(init=False)  # as the rank sent it
+    layout: RankLayout = field(init=False)
     rules: BlockRules = field(init=False)
+    agent: AgentName = field(init=False)  # of the rank's mover
+    incarnation: Incarnation = field(init=False)  # of its present mapping
     num_bytes: int = field(init=False)  # that its manifest takes, about
+    is_readable: ClassVar[bool] = True  # a member joins only ranks that are bound
+    is_asleep: ClassVar[bool] = False  # it leaves the home before its rank sleeps
 
     def __post_init__(self) -> None:
-        self.rules = block_rules(self.joined.layout)
+        self.spec, self.layout = self.joined.spec, self.joined.layout
+        self.agent, self.incarnation = self.joined.binding.agent, self.joined.binding.incarnation
+        self.rules = block_rules(self.layout)
         self.num_bytes = manifest_bytes([self.joined])
-
-    @property
-    def spec(self) -> EngineSpec:
-        """The engine's spec, as the rank sent it."""
-        return self.joined.spec
-
-    @property
-    def layout(self) -> RankLayout:
-        """The rank's layout."""
-        return self.joined.layout
-
-    @property
-    def agent(self) -> AgentName:
-        """The agent of the rank's mover."""
-        return self.joined.binding.agent
-
-    @property
-    def incarnation(self) -> Incarnation:
-        """The incarnation of the rank's present mapping."""
-        return self.joined.binding.incarnation
-
-    @property
-    def is_readable(self) -> bool:
-        """True: a member joins only ranks that are bound."""
-        return True
-
-    @property
-    def is_asleep(self) -> bool:
-        """False: a member leaves the home before its rank sleeps."""
-        return False
 
     def manifest(self) -> RankManifest:
         """Return what a reader needs."""

@@ -214,10 +214,7 @@ class Registry:
         `replaced`: the record that this one may replace.
         """
         spec = record.spec
-        engine = self._engines.get(spec.key)
-        if engine is None:
-            self._check_single_rank(record)
-            return
+        engine = self._engines.get(spec.key) or LocalEngine(spec)
         check_same_engine(engine.spec, spec)
         present = engine.ranks.get(spec.rank)
         if present is not None and present is not replaced:
@@ -233,10 +230,6 @@ class Registry:
                 check_engine(others)
             except KvxferdError as error:
                 raise EngineError(f"cannot complete engine {spec.key}: {error}", error.code) from error
-
-    def _check_single_rank(self, record: RankRecord) -> None:
-        if len(record.spec.ranks()) == 1 and self.is_home(record.spec):
-            check_engine({record.spec.rank: (record.spec, record.layout)})
 
     def claim(self, record: RankRecord, replaced: MemberRank | None = None) -> LocalEngine:
         """Add the rank, after `check_claim`. The first rank of a new generation supersedes the old one.

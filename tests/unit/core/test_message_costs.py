@@ -9,7 +9,6 @@ from kvxferd.ids import Incarnation, Rank
 from kvxferd.layout import PackedBlocks
 from kvxferd.wire import worker as wk
 from kvxferd.wire.codec import CLIENT_MESSAGES, encode
-from kvxferd.wire.common import TransferRef
 from kvxferd.wire.limits import (
     MAX_DELIVERED_BY_MOVER,
     MAX_GROUPS_PER_REQUEST,
@@ -54,20 +53,6 @@ def test_more_tickets_than_there_can_be_pulls_end_the_session() -> None:
     (farewell,) = sink.received(wk.Farewell)
     assert isinstance(farewell, wk.Farewell)
     assert farewell.code is Code.BAD_FRAME
-
-
-@pytest.mark.parametrize("kind", ["publish", "pull"])
-def test_more_groups_than_a_request_has_end_the_session(kind: str) -> None:
-    world = World()
-    (sink,) = world.engine(world.host("b"), "decode")
-    blocks = {f"g{n}": PackedBlocks(b"") for n in range(MAX_GROUPS_PER_REQUEST + 1)}
-    if kind == "publish":
-        facts = {"num_tokens": 1, "fence_slot": 0, "incarnations": ()}
-        sink.say(wk.Publish(transfer_id="t", nonce="n", blocks=blocks, **facts), b"x" * 16)
-    else:
-        ref = TransferRef("tcp://a:9441", "e", "g", "t", "n")
-        sink.say(wk.PullRequest(ticket=1, ref=ref, blocks=blocks, num_tokens=1, deadline_s=1.0))
-    assert sink.received(wk.Farewell)
 
 
 @pytest.mark.parametrize("kind", ["groups", "incarnations"])
