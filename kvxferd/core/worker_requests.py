@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
@@ -64,31 +65,19 @@ MAX_ABANDONING = 1024  # of a session, whose source has not replied
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
 
 
+@dataclass(eq=False, repr=False)
 class WorkerRequests:
     """Checks the requests of a session, and passes them to the part that handles them."""
 
-    def __init__(
-        self,
-        context: NodeContext,
-        registry: Registry,
-        published: PublishedTransfers,
-        grant_client: GrantClient,
-        prepared: PreparedGrants,
-        pulls: Pulls,
-        peers: Peers,
-        peer_requests: PeerRequests,
-        member: Member,
-    ) -> None:
-        self._context = context
-        self._registry = registry
-        self._published = published
-        self._grant_client = grant_client
-        self._prepared = prepared
-        self._pulls = pulls
-        self._peers = peers
-        self._peer_requests = peer_requests
-        self._member = member
-        self._abandoning_share = context.ledger[ABANDONED_TRANSFERS]
+    _context: NodeContext
+    _registry: Registry
+    _published: PublishedTransfers
+    _grant_client: GrantClient
+    _prepared: PreparedGrants
+    _pulls: Pulls
+    _peers: Peers
+    _peer_requests: PeerRequests
+    _member: Member
 
     def welcome(self, session: Session, message: Hello) -> None:
         """Agree on a version. Raises ProtocolError where there is none."""
@@ -255,7 +244,7 @@ class WorkerRequests:
         self._pulls.cancel_transfer(rank, ref)
         if ref in session.abandoning or len(session.abandoning) >= MAX_ABANDONING:
             return
-        if not self._abandoning_share.acquire(session.uid):
+        if not self._context.ledger[ABANDONED_TRANSFERS].acquire(session.uid):
             return
         session.abandoning.add(ref)
         spec = rank.spec
@@ -268,7 +257,7 @@ class WorkerRequests:
     def abandon_answered(self, session: Session, ref: TransferRef) -> None:
         """Count an abandoned transfer no more: its source knows, or is given up."""
         session.abandoning.discard(ref)
-        self._abandoning_share.release(session.uid)
+        self._context.ledger[ABANDONED_TRANSFERS].release(session.uid)
 
     def charges(self) -> Iterator[Charge]:
         """Yield what the abandonments are counted for whose source has not replied."""

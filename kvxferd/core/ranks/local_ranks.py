@@ -354,12 +354,7 @@ class LocalRanks:
         if rank.request is None:
             self._close(session, Farewell(code=refusal.code, message=refusal.message))
             return
-        refused = Refused(
-            request=rank.request,
-            code=refusal.code,
-            message=refusal.message,
-            retry_after_s=refusal.retry_after_s,
-        )
+        refused = Refused(rank.request, refusal.code, refusal.message, refusal.retry_after_s)
         rank.request = None
         if rank.was_registered:
             self._suspend(session, rank, refused)

@@ -12,10 +12,8 @@ from kvxferd.errors import BusyError, Code, EngineError
 from kvxferd.ids import EngineId, EngineKey, Incarnation, RegionId
 from kvxferd.layout import RankLayout
 from kvxferd.wire.common import Refusal
-from kvxferd.wire.limits import MAX_NAME_CHARS, MAX_REGIONS
-from kvxferd.wire.worker import (
-    RegionExport,
-)
+from kvxferd.wire.limits import MAX_NAME_CHARS
+from kvxferd.wire.worker import RegionExport
 
 # A registration, a resume and a mover's end each start a mover, which is a process. Each user may start two
 # engines of 64 ranks at once, twice; then a rank each quarter of a second, which is an engine of 64 every
@@ -106,10 +104,6 @@ def check_is_new(rank: LocalRank, incarnation: Incarnation) -> None:
 
 def check_exports(layout: RankLayout, exports: tuple[RegionExport, ...]) -> None:
     """Raise EngineError unless the layout's regions are exported, each once."""
-    if len(exports) > MAX_REGIONS:
-        raise EngineError(
-            f"cannot register {len(exports)} regions: {MAX_REGIONS} are the limit", Code.REGION_INVALID
-        )
     wanted = {region.region: region.size_bytes for region in layout.regions}
     given = {export.region: export.size_bytes for export in exports}
     if len(given) != len(exports) or given != wanted:

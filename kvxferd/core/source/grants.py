@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import CountServed, ReplyToPeer
@@ -46,26 +47,17 @@ MAX_PREFILL_S = 3600.0
 MAX_BYTES_UNCHECKED = 1 << 40
 
 
+@dataclass(eq=False, repr=False)
 class GrantServer:
     """Replies to every request for a grant, at once or when what it waits for has happened."""
 
-    def __init__(
-        self,
-        context: NodeContext,
-        registry: Registry,
-        published: PublishedTransfers,
-        waiting: WaitingRequests,
-        poll_requests: PollRequests,
-        fence_pages: FencePages,
-        peer_routes: PeerRoutes,
-    ) -> None:
-        self._context = context
-        self._peer_routes = peer_routes
-        self._registry = registry
-        self._published = published
-        self._waiting = waiting
-        self._poll_requests = poll_requests
-        self._fence_pages = fence_pages
+    _context: NodeContext
+    _registry: Registry
+    _published: PublishedTransfers
+    _waiting: WaitingRequests
+    _poll_requests: PollRequests
+    _fence_pages: FencePages
+    _peer_routes: PeerRoutes
 
     # --- requests
 
@@ -153,7 +145,7 @@ class GrantServer:
             return Obstacle(Code.OUT_OF_PLACE, why)
         if grant not in transfer.grants and (
             len(transfer.grants) >= MAX_GRANTS_PER_TRANSFER
-            or transfer.num_grants_of_peer[request.peer_id] >= MAX_GRANTS_PER_PEER
+            or sum(one.peer_id == request.peer_id for one in transfer.grants.values()) >= MAX_GRANTS_PER_PEER
         ):
             count_busy_refusal("grants_per_transfer")
             limits = f"{MAX_GRANTS_PER_TRANSFER} are the limit, and {MAX_GRANTS_PER_PEER} of one peer"

@@ -32,7 +32,7 @@ from kvxferd.plan import check_open_blocks, covered_tokens
 from kvxferd.records import ReleaseRecord
 from kvxferd.wire.peer import RankReady, RequestDone, TransferReleased
 from kvxferd.wire.traceparent import span_id_for
-from kvxferd.wire.worker import Publish, PublishRefused, Released
+from kvxferd.wire.worker import Publish, Released
 
 
 class TransferState(StrEnum):
@@ -96,7 +96,7 @@ class PublishedTransfers:
         blocks: BlocksByGroup,
         fence_word: bytes,
     ) -> None:
-        """Start a transfer's life, or refuse it."""
+        """Start a transfer's life. Raises KvxferdError: refused."""
         former = self.table.live.get((engine, message.transfer_id))
         if former is not None and _is_repeated(former, message, session):
             # Its client has connected anew, and the old connection's end, which releases it, is not seen yet.
@@ -106,14 +106,7 @@ class PublishedTransfers:
         except KvxferdError as error:
             if error.code is Code.RANK_LOST:  # the bytes are gone, and no reader may prove them
                 self._context.emit(OverwriteFenceWord(session.session_id, message.fence_slot))
-            refused = PublishRefused(
-                transfer_id=message.transfer_id,
-                code=error.code,
-                message=error.message,
-                retry_after_s=error.retry_after_s,
-            )
-            self._context.emit(SendToWorker(session.session_id, refused))
-            return
+            raise
         transfer = self._new_transfer(session, message, blocks, fence_word, admitted)
         self._next_state(transfer.key, TransferEvent.PUBLISH)
         for rank, report in self.announced.take(transfer.key).items():
