@@ -84,7 +84,7 @@ from kvxferd.ids import AgentName, BootId, Endpoint, EngineId, MoverId, SessionI
 from kvxferd.records import EngineSnapshot, LimitSnapshot, NodeSnapshot
 from kvxferd.wire.block_id_parts import BlockIdAssembly
 from kvxferd.wire.codec import negotiate_version
-from kvxferd.wire.common import Refusal
+from kvxferd.wire.common import FdBatch, Refusal
 from kvxferd.wire.endpoint import key_of, parse_endpoint
 from kvxferd.wire.mover import (
     BindRefused,
@@ -469,6 +469,8 @@ class Node:
                 self.local_ranks.resident_mover_started(session)
             case MoverAcknowledged():
                 self.local_ranks.mover_acknowledged(session, message)
+            case FdBatch():
+                pass  # the shell keeps its descriptors
             case _:
                 self.worker_requests.handle(session, message, event.fence_word)
 

@@ -29,7 +29,7 @@ from kvxferd.ids import Ticket, TransferId
 from kvxferd.layout import BlocksByGroup
 from kvxferd.plan import check_blocks_by
 from kvxferd.wire.codec import negotiate_version
-from kvxferd.wire.common import BlockIds, FdBatch, TransferRef
+from kvxferd.wire.common import BlockIds, TransferRef
 from kvxferd.wire.endpoint import parse_endpoint
 from kvxferd.wire.limits import (
     FENCE_SLOTS,
@@ -42,24 +42,22 @@ from kvxferd.wire.traceparent import read_traceparent
 from kvxferd.wire.worker import (
     WORKER_VERSIONS,
     Abandon,
-    Attach,
     Cancel,
-    ClientMessage,
     DeliveredByMover,
     Hello,
-    MoverAcknowledged,
-    NewMover,
     Prepare,
     Publish,
     PullRequest,
     PullsResumed,
     Ready,
-    Register,
-    Resume,
-    Suspend,
     Unpublish,
     Welcome,
 )
+
+TransferMessage = (
+    BlockIds | Publish | Ready | Unpublish | Prepare | PullRequest | Cancel | DeliveredByMover | PullsResumed
+    | Abandon
+)  # fmt: skip
 
 MAX_ABANDONING = 1024  # of a session, whose source has not replied
 MAX_PULL_S = 24 * 3600.0  # a longer deadline is a mistake in units
@@ -86,7 +84,7 @@ class WorkerRequests:
         welcome = Welcome(version=version, boot_id=self._context.boot, lease_s=self._context.settings.lease_s)
         self._context.emit(SendToWorker(session.session_id, welcome))
 
-    def handle(self, session: Session, message: ClientMessage, fence_word: bytes) -> None:
+    def handle(self, session: Session, message: TransferMessage, fence_word: bytes) -> None:
         """Handle a request that the session may send. Raises ProtocolError, which ends the session.
 
         Raises KvxferdError for a publish or a pull that is refused.
@@ -115,11 +113,6 @@ class WorkerRequests:
                 self._pulls.resume_interrupted(session.local_rank, message)
             case Abandon():
                 self._abandon(session, message.ref)
-            case (
-                Hello() | FdBatch() | Register() | Attach() | Suspend() | Resume() | NewMover()
-                | MoverAcknowledged()
-            ):  # fmt: skip
-                raise AssertionError(f"{type(message).__name__} is not about a transfer")
             case _:
                 assert_never(message)
 

@@ -38,6 +38,11 @@ def _peer_id(record: MemberRank) -> str:
     return record.key or record.route.hex()
 
 
+def _refusal(spec: EngineSpec, why: str, code: Code, retry_after_s: float = 0.0) -> EngineError:
+    text = f"cannot take rank {spec.rank} of engine {spec.key}: {why}"
+    return EngineError(text, code, retry_after_s=retry_after_s)
+
+
 class Home:
     """Ranks of this node's engines whose workers are connected to other nodes' daemons."""
 
@@ -126,11 +131,8 @@ class Home:
         manifest = message.manifest
         spec = check_spec(manifest.spec, manifest.binding.incarnation)
         if spec.home != self._context.endpoint:
-            raise EngineError(
-                f"cannot take rank {spec.rank} of engine {spec.key}: its home is "
-                f"{spec.home or 'elsewhere'}, and this is {self._context.endpoint}",
-                Code.NOT_HOME,
-            )
+            why = f"its home is {spec.home or 'elsewhere'}, and this is {self._context.endpoint}"
+            raise _refusal(spec, why, Code.NOT_HOME)
         self._check_agent(manifest)
         self._check_order(message, owner, present)
         if present is not None:
@@ -154,8 +156,7 @@ class Home:
         if present is not None and owner == present.owner:
             last = present.boot, present.request
         if last is not None and message.boot == last[0] and message.request < last[1]:
-            text = f"cannot take rank {spec.rank} of engine {spec.key}: a later request is in its place"
-            raise EngineError(text, Code.CANCELLED)
+            raise _refusal(spec, "a later request is in its place", Code.CANCELLED)
 
     def _check_owner(
         self, message: JoinRank | JoinRankOutline, key: str, owner: str, present: MemberRank
@@ -171,17 +172,16 @@ class Home:
         incarnation = message.manifest.binding.incarnation
         if may_speak and (message.boot == present.boot or incarnation == present.incarnation):
             return
-        what = f"cannot take rank {present.spec.rank} of engine {present.spec.key}"
         if (key or present.key) and not may_speak:
-            raise EngineError(f"{what}: it was joined with another CURVE key", Code.NOT_ALLOWED)
-        left_s = present.last_seen_at + self._silent_after_s() - self._context.now
+            raise _refusal(present.spec, "it was joined with another CURVE key", Code.NOT_ALLOWED)
+        left_s = present.last_seen_at + self._context.settings.member_silent_after_s - self._context.now
         if left_s > 0:
-            raise EngineError(
-                f"{what}: another {'mapping' if may_speak else 'daemon'} of it is there; it may be taken "
-                f"{left_s:.1f} s from now, if nothing is heard of that one until then",
-                Code.RANK_TAKEN if may_speak else Code.NOT_ALLOWED,
-                retry_after_s=left_s,
+            why = (
+                f"another {'mapping' if may_speak else 'daemon'} of it is there; it may be taken "
+                f"{left_s:.1f} s from now, if nothing is heard of that one until then"
             )
+            code = Code.RANK_TAKEN if may_speak else Code.NOT_ALLOWED
+            raise _refusal(present.spec, why, code, left_s)
 
     def _check_absent_owner(self, spec: EngineSpec, owner: str) -> None:
         """Raise EngineError where an absent rank is kept for its last owner, maybe from before a restart."""
@@ -190,15 +190,8 @@ class Home:
             return
         left_s = self._owners.left_s(row)
         whose = "a worker of this node" if is_user(row.owner) else "the daemon that joined it"
-        raise EngineError(
-            f"cannot take rank {spec.rank} of engine {spec.key}: it is kept for {whose}, for {left_s:.0f} s "
-            "more or until `kvxferd disown`",
-            Code.NOT_ALLOWED,
-            retry_after_s=min(left_s, self._context.settings.member_heartbeat_s),
-        )
-
-    def _silent_after_s(self) -> float:
-        return self._context.settings.member_silent_after_s
+        why = f"it is kept for {whose}, for {left_s:.0f} s more or until `kvxferd disown`"
+        raise _refusal(spec, why, Code.NOT_ALLOWED, min(left_s, self._context.settings.member_heartbeat_s))
 
     def _check_generation(self, spec: EngineSpec, owner: str) -> None:
         """Raise EngineError where this daemon may not start a generation of the engine.
@@ -208,12 +201,9 @@ class Home:
         until the others' ranks have left or belong to the new generation.
         """
         if why := self._why_not_started_by(spec, owner):
-            raise EngineError(
-                f"cannot take rank {spec.rank} of engine {spec.key}: {why}; start it on the engine's home "
-                "first, wait until the former one has ended, or choose another engine id",
-                Code.NOT_ALLOWED,
-                retry_after_s=self._context.settings.member_heartbeat_s,
-            )
+            remedy = "start it on its home first, wait until the former one has ended, or choose another id"
+            retry_after_s = self._context.settings.member_heartbeat_s
+            raise _refusal(spec, f"{why}; {remedy}", Code.NOT_ALLOWED, retry_after_s)
 
     def _why_not_started_by(self, spec: EngineSpec, owner: str) -> str:
         """Return why this daemon may not start that generation; "" where it may."""
@@ -248,11 +238,8 @@ class Home:
     def _check_agent(self, manifest: RankManifest | ManifestOutline) -> None:
         spec, other = manifest.spec, self._members.get(manifest.binding.agent)
         if other is not None and (other.spec.key, other.spec.rank) != (spec.key, spec.rank):
-            raise EngineError(
-                f"cannot take rank {spec.rank} of engine {spec.key}: its agent is that of rank "
-                f"{other.spec.rank} of engine {other.spec.key}",
-                Code.RANK_TAKEN,
-            )
+            why = f"its agent is that of rank {other.spec.rank} of engine {other.spec.key}"
+            raise _refusal(spec, why, Code.RANK_TAKEN)
 
     def _member_expired(self, record: MemberRank) -> None:
         """Remove a rank without a heartbeat for `tombstone_s`: its node is gone, and sends no `LeaveRank`."""
@@ -291,7 +278,7 @@ class Home:
             self._on_engine_change(engine_id)
 
     def _silent_members(self, engine_id: EngineId) -> list[MemberRank]:
-        since = self._context.now - self._silent_after_s()
+        since = self._context.now - self._context.settings.member_silent_after_s
         records = [r for engine in self._registry.generations_of(engine_id) for r in engine.ranks.values()]
         return [r for r in records if isinstance(r, MemberRank) and r.last_seen_at <= since]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import ClassVar
 
 from kvxferd.core.peers.remote_engine import manifest_bytes
-from kvxferd.ids import AgentName, BootId, GroupName, Incarnation, MoverId, SessionId
+from kvxferd.ids import AgentName, BootId, GroupName, Incarnation, MoverId, SessionId, TransferId
 from kvxferd.layout import EngineSpec, PackedBlocks, RankLayout, block_bytes
 from kvxferd.plan import BlockRules, TransferTopology, block_rules
 from kvxferd.ucx_log import TransportsUsed
@@ -103,6 +104,8 @@ class LocalRank:
     join_request: int = 0  # the number of the open JoinRank; 0: there is none
     join_deadline: float = 0.0  # until when a home that may change its mind is asked again
     asked_to_poll: bool = False  # by its home, since the last JoinRank was sent
+    # What it has reported as written and not heard to be released, the latest: a home that restarts lost it.
+    reported: OrderedDict[TransferId, tuple[Incarnation, int]] = field(default_factory=OrderedDict)
     addresses: tuple[RegionAddress, ...] = ()
     metadata: bytes = b""
     placement: MeasuredPlacement = field(default_factory=MeasuredPlacement)

@@ -18,7 +18,6 @@ from kvxferd.ids import (
     GroupName,
     Incarnation,
     Rank,
-    SessionId,
 )
 from kvxferd.layout import EngineSpec
 from kvxferd.plan import (
@@ -102,11 +101,9 @@ class LocalEngine:
                 return rank
         return None
 
-    def sessions(self) -> Iterator[SessionId]:
-        """Return the sessions of its local ranks."""
-        for record in self.ranks.values():
-            if isinstance(record, LocalRank):
-                yield record.session
+    def local_ranks(self) -> list[LocalRank]:
+        """Return its ranks whose workers are connected here."""
+        return [record for record in self.ranks.values() if isinstance(record, LocalRank)]
 
 
 class Registry:
@@ -125,9 +122,7 @@ class Registry:
     def local_ranks(self) -> Iterator[LocalRank]:
         """Return the ranks whose workers are connected here, of all engines."""
         for engine in self._engines.values():
-            for record in engine.ranks.values():
-                if isinstance(record, LocalRank):
-                    yield record
+            yield from engine.local_ranks()
 
     def get(self, key: EngineKey) -> LocalEngine | None:
         """Return the engine; None: no rank of it is here."""
@@ -140,8 +135,7 @@ class Registry:
     def users_of(self, engine_id: EngineId) -> set[int]:
         """Return the users of the local ranks of the newest generation, or if it has none the last owner."""
         newest = self.newest(engine_id)
-        ranks = self._engines[newest].ranks.values() if newest is not None else ()
-        present = {record.uid for record in ranks if isinstance(record, LocalRank)}
+        present = {rank.uid for rank in self._engines[newest].local_ranks()} if newest is not None else set()
         if present or (last := self.owners.user_of(engine_id)) is None:
             return present
         return {last}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import CreateFencePage, SendToMover, ShareFencePage
-from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.ids import AgentName, EngineId, MoverId, SessionId
@@ -48,13 +47,8 @@ class FencePages:
         engine = self._registry.get(session.engine) if session.engine is not None else None
         if engine is None or session.session_id in self._pages:
             return
-        for rank in engine.ranks.values():
-            if (
-                isinstance(rank, LocalRank)
-                and rank.uid == session.uid
-                and rank.is_readable
-                and rank.mover is not None
-            ):
+        for rank in engine.local_ranks():
+            if rank.uid == session.uid and rank.is_readable and rank.mover is not None:
                 self._pages[session.session_id] = rank.mover, None
                 self._context.emit(ShareFencePage(rank.mover, session.session_id))
                 return

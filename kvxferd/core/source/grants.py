@@ -9,7 +9,6 @@ from kvxferd.core.context import NodeContext
 from kvxferd.core.effects import CountServed, ReplyToPeer
 from kvxferd.core.peers.routes import PeerRoutes
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank import LocalRank
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.source.fence_pages import FencePages, MappedFencePage
 from kvxferd.core.source.publishing import PublishedTransfers
@@ -263,9 +262,8 @@ class GrantServer:
     def _max_bytes_of(self, transfer: Transfer) -> int:
         """Return more bytes than one rank can read of the transfer: a peer's figure is limited by it."""
         engine = self._registry.get(transfer.engine)
-        ranks = engine.ranks.values() if engine is not None else ()
-        local = [rank.bytes_of(transfer.blocks) for rank in ranks if isinstance(rank, LocalRank)]
-        return max(local) * len(ranks) if local else MAX_BYTES_UNCHECKED
+        local = [rank.bytes_of(transfer.blocks) for rank in engine.local_ranks()] if engine else []
+        return max(local) * len(engine.ranks) if engine and local else MAX_BYTES_UNCHECKED
 
     def abandon(self, route: bytes, message: AbandonTransfer, key: str = "") -> None:
         """Record that a consumer engine reads no more of the transfer."""

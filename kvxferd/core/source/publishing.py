@@ -16,7 +16,7 @@ from kvxferd.core.limits.fair_share import Owner
 from kvxferd.core.limits.table import BLOCK_ID_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank import ASLEEP, LocalRank, MemberRank, RankRecord
+from kvxferd.core.ranks.rank import LocalRank, MemberRank, RankRecord
 from kvxferd.core.ranks.registry import LocalEngine, Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.source.announced import Announcements, Report, report_of
@@ -315,10 +315,10 @@ class PublishedTransfers:
 
     def _notify_owners(self, transfer: Transfer, why: Code) -> None:
         engine = self._registry.get(transfer.engine)
-        records = list(engine.ranks.values()) if engine else []
-        sessions = {transfer.session, *(r.session for r in records if isinstance(r, LocalRank))}
+        sessions = {transfer.session, *(r.session for r in (engine.local_ranks() if engine else ()))}
         for session in sorted(sessions):
             self._context.emit(SendToWorker(session, Released(transfer_id=transfer.transfer_id, why=why)))
+        records = engine.ranks.values() if engine else ()
         members = {(r.route, r.key) for r in records if isinstance(r, MemberRank)}
         for route, key in sorted(members):
             message = TransferReleased(
@@ -357,8 +357,7 @@ class PublishedTransfers:
             assert not record.is_readable or record.incarnation == named, (
                 f"{key}: rank {rank} was mapped anew"
             )
-            is_asleep = isinstance(record, LocalRank) and record.state in ASLEEP
-            assert not is_asleep, f"{key}: rank {rank} sleeps"
+            assert not record.is_asleep, f"{key}: rank {rank} sleeps"
 
 
 def _is_repeated(former: Transfer, message: Publish, session: Session) -> bool:
