@@ -48,7 +48,6 @@ from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.peers import Peer, Peers
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
 from kvxferd.core.peers.routes import PeerRoutes
-from kvxferd.core.ranks.changes import RankChange
 from kvxferd.core.ranks.chunk_memory import ChunkMemory
 from kvxferd.core.ranks.home import Home
 from kvxferd.core.ranks.local_ranks import LocalRanks
@@ -57,7 +56,7 @@ from kvxferd.core.ranks.movers import Mover, Movers, MoverState
 from kvxferd.core.ranks.owners import Disownable, Owners
 from kvxferd.core.ranks.placements import record_placement, record_transports
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank import LocalRank, RankRecord, RankState
+from kvxferd.core.ranks.rank import LocalRank, RankChange, RankRecord, RankState
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.core.ranks.session import Session
 from kvxferd.core.settings import Settings

@@ -12,10 +12,9 @@ from kvxferd.core.peers.layout_cache import LayoutCache
 from kvxferd.core.peers.manifest_checks import check_manifest, check_spec
 from kvxferd.core.peers.remote_engine import RANK_BYTES
 from kvxferd.core.peers.requests import OpenRequest, PeerRequests
-from kvxferd.core.ranks.changes import OnRankChange, RankChange
 from kvxferd.core.ranks.owners import daemon_owner, is_user
 from kvxferd.core.ranks.polling import PollRequests
-from kvxferd.core.ranks.rank import LocalRank, MemberRank
+from kvxferd.core.ranks.rank import LocalRank, MemberRank, OnRankChange, RankChange
 from kvxferd.core.ranks.registry import Registry
 from kvxferd.errors import Code, EngineError, KvxferdError
 from kvxferd.ids import AgentName, EngineId, EngineKey, Rank

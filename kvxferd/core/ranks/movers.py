@@ -222,10 +222,11 @@ class Movers:
         return mover.remotes[agent]
 
     def _drop_stale(self, mover: Mover) -> None:
-        """Drop agents that are unused for `max_hold_s`: each restart of an engine brings new ones."""
+        """Drop agents that no running pull needs any more: each restart of an engine brings new ones."""
+        since = self._context.now - self._context.settings.max_hold_s
         while mover.remotes:
             agent, oldest = next(iter(mover.remotes.items()))
-            if not self._context.is_stale(oldest.last_used):
+            if oldest.last_used >= since:
                 return
             self._forget_agent(mover, agent)
 

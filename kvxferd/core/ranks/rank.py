@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import ClassVar
@@ -179,3 +179,17 @@ class MemberRank:
 
 
 RankRecord = LocalRank | MemberRank
+
+
+class RankChange(Enum):
+    """What becomes of a rank, reported the moment it happens: `Node` has the table of what follows."""
+
+    REGISTERED = auto()  # a local rank was claimed; its memory is about to be mapped
+    MAPPED = auto()  # its memory has another mapping: it was resumed, or is a member's that has joined
+    READY = auto()  # a mover has bound its memory, and its home knows it
+    ASLEEP = auto()  # nothing may read or write its memory any more
+    VOID = auto()  # its worker claims another mapping of memory that it has not suspended
+    GONE = auto()
+
+
+OnRankChange = Callable[[RankChange, RankRecord], None]
