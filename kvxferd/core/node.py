@@ -602,7 +602,6 @@ class Node:
         self.fence_pages.remove_mover(mover.mover_id)
         if mover.state is not MoverState.RETIRED:  # peers read on from a retired one, and it polls for them
             self.poll_requests.forget(mover.agent)
-        self.member.mover_gone(mover.agent)
         if self._rank_of(mover) is not None:
             self.local_ranks.mover_left(self.sessions[mover.session], mover)
 

@@ -56,7 +56,6 @@ class Member:
         self._secret = context.new_token()  # for as long as this daemon runs
         # Transfers that a home has reported as released, the latest: it reports again where it gets no reply.
         self._released: OrderedDict[tuple[EngineKey, TransferId], None] = OrderedDict()
-        self._pending: dict[tuple[Endpoint, AgentName], RankPollingRequest] = {}  # until the mover polls
         self.on_joined: Callable[[LocalRank, Refusal | None], None] = lambda rank, refusal: None
         peers.pin(self._homes)
 
@@ -192,9 +191,8 @@ class Member:
                 SendToPeer(home, PeerRefused(request=message.request, code=Code.NOT_HOME, message=text))
             )
             return
-        rank.asked_to_poll = True
+        rank.asked_to_poll, rank.polling_request = True, message.request
         self._poll_requests.acquire(message.agent, ("home", home))
-        self._pending[home, message.agent] = message
         self.reply_to_polling_requests()
 
     def _rank_of(self, agent: AgentName, home: Endpoint) -> LocalRank | None:
@@ -202,16 +200,12 @@ class Member:
         ranks = self._registry.local_ranks()
         return next((rank for rank in ranks if (rank.agent, rank.spec.home) == (agent, home)), None)
 
-    def mover_gone(self, agent: AgentName) -> None:
-        """Drop the requests for a dead mover to poll."""
-        self._pending = {key: message for key, message in self._pending.items() if message.agent != agent}
-
     def reply_to_polling_requests(self) -> None:
         """Reply to the homes whose movers poll now."""
-        for (home, agent), message in list(self._pending.items()):
-            if self._poll_requests.is_polling(agent):
-                del self._pending[home, agent]
-                self._context.emit(SendToPeer(home, RequestDone(request=message.request)))
+        for rank in self._registry.local_ranks():
+            if rank.polling_request and rank.agent is not None and self._poll_requests.is_polling(rank.agent):
+                self._context.emit(SendToPeer(rank.spec.home, RequestDone(request=rank.polling_request)))
+                rank.polling_request = 0
 
     def handle_released(self, home: Endpoint, message: TransferReleased) -> None:
         """Report a transfer that the home released to this node's ranks of the engine.

@@ -104,6 +104,7 @@ class LocalRank:
     join_request: int = 0  # the number of the open JoinRank; 0: there is none
     join_deadline: float = 0.0  # until when a home that may change its mind is asked again
     asked_to_poll: bool = False  # by its home, since the last JoinRank was sent
+    polling_request: int = 0  # of its home, which gets a reply once the mover polls; 0: there is none
     # What it has reported as written and not heard to be released, the latest: a home that restarts lost it.
     reported: OrderedDict[TransferId, tuple[Incarnation, int]] = field(default_factory=OrderedDict)
     addresses: tuple[RegionAddress, ...] = ()
@@ -123,7 +124,7 @@ class LocalRank:
         """Go to the next state. A KeyError is a bug of the caller."""
         self.state = TRANSITIONS[self.state, trigger]
         if self.state not in WITH_MOVER:
-            self.mover, self.agent = None, None
+            self.mover, self.agent, self.polling_request = None, None, 0
 
     def bytes_of(self, blocks: Mapping[GroupName, PackedBlocks]) -> int:
         """Return the bytes of those blocks on this rank."""

@@ -216,7 +216,7 @@ def test_only_a_ranks_home_can_have_its_mover_poll(world, source, stages):
         (mover,) = [m for m in host.movers.values() if m.worker is worker]
         hear(world, host, "tcp://evil:9441", RankPollingRequest(request=7, agent=mover.agent))
         assert not mover.attended
-        assert not host.node.member._pending
+        assert not any(rank.polling_request for rank in host.node.registry.local_ranks())
 
 
 def test_a_question_about_a_mover_that_died_is_forgotten(world, stages):
@@ -225,10 +225,10 @@ def test_a_question_about_a_mover_that_died_is_forgotten(world, stages):
     mover.mute = True
     home = stages[0].host.endpoint
     hear(world, host, home, RankPollingRequest(request=7, agent=mover.agent))
-    assert len(host.node.member._pending) == 1
+    assert [rank.polling_request for rank in host.node.registry.local_ranks()] == [7]
     mover.die()
     hear(world, host, home, RankPollingRequest(request=8, agent=mover.agent))
-    assert not host.node.member._pending
+    assert not any(rank.polling_request for rank in host.node.registry.local_ranks())
     assert not host.node.poll_requests._states
 
 
